@@ -31,11 +31,15 @@ class DecayedFrequencyPolicy(ReplacementPolicy):
 
     All frequencies fade at the same pace, so in logarithms an access is worth more by log(2) / half_life for every
     request that it is younger: the rank stands until the next access, and no clock is needed.
+
+    Without ``weighs_cost`` all tokens cost the same: of long prompts the last ones cost the most to compute, and come
+    back the least.
     """
 
     name = "decayed"
 
-    def __init__(self, half_life: float) -> None:
+    def __init__(self, half_life: float, *, weighs_cost: bool = True) -> None:
+        self._weighs_cost = weighs_cost
         self.decay = math.log(2.0) / half_life
         self._weights = array("d")
 
@@ -55,9 +59,14 @@ class DecayedFrequencyPolicy(ReplacementPolicy):
 
     def rank(self, stats: NodeStats, clock: float) -> float:
         weight = self._weights[stats.id] if stats.id < len(self._weights) else 0.0
+        return math.log((weight if weight > _LEAST else _LEAST) * self.cost(stats)) + stats.last_request * self.decay
+
+    def cost(self, stats: NodeStats) -> float:
+        """Return what a token counts for in a rank: seconds, or 1."""
+        if not self._weighs_cost:
+            return 1.0
         cost_s = stats.total_cost_s / stats.num_computed if stats.num_computed else 0.0  # avg_cost_s, without the call
-        worth = (weight if weight > _LEAST else _LEAST) * (cost_s if cost_s > _LEAST else _LEAST)
-        return math.log(worth) + stats.last_request * self.decay
+        return cost_s if cost_s > _LEAST else _LEAST
 
     def _make_room(self, node_id: int) -> None:
         num_missing = node_id + 1 - len(self._weights)
@@ -72,6 +81,9 @@ class TournamentPolicy(ReplacementPolicy):
     The tree runs one shadow, metadata only, for each of the :attr:`candidates` (``tree/shadow.py``), and tells every
     ``window`` requests how many tokens each of them saved; the best one is adopted. A shadow must be better by
     ``margin`` to replace the one that rules, because a change of order costs time.
+
+    The candidates of ``costless_half_lives`` do not weigh costs: where prompts are long, the costs of their last tokens
+    outweigh that those seldom come back. An endless half-life is LFU.
 
     The cost is what a hit saves, which is less than Eq. 3's: :meth:`cost_per_token_s`.
 
@@ -90,6 +102,7 @@ class TournamentPolicy(ReplacementPolicy):
     def __init__(
         self,
         half_lives: Sequence[float] = (60.0, 200.0, 800.0, 8000.0),
+        costless_half_lives: Sequence[float] = (800.0, 1e9),
         window: int = 250,
         margin: float = 0.01,
     ) -> None:
@@ -102,11 +115,14 @@ class TournamentPolicy(ReplacementPolicy):
                 f"window is {window!r} and margin {margin!r}; a window of requests and a share are needed"
             )
         self.window = window
-        self.candidates = tuple(DecayedFrequencyPolicy(half_life) for half_life in half_lives)
+        self.candidates = (
+            *(DecayedFrequencyPolicy(half_life) for half_life in half_lives),
+            *(DecayedFrequencyPolicy(half_life, weighs_cost=False) for half_life in costless_half_lives),
+        )
         self.ruling = len(half_lives) // 2
         self.returning = ReturningTurns()
         self._margin = margin
-        self._savings = [0.0] * len(half_lives)
+        self._savings = [0.0] * len(self.candidates)
 
     def cost_per_token_s(self, prefill_cost: PrefillCost, num_cached_tokens: int, num_new_tokens: int) -> float:
         """Return what each new token adds to a prefill that computes a short question in any case.
@@ -145,11 +161,12 @@ class TournamentPolicy(ReplacementPolicy):
         """
         if not stats.turn:
             return rank
-        worth = max(self.returning.expected_turns(stats.turn), _LEAST) * max(stats.avg_cost_s, _LEAST)
+        ruling = self.candidates[self.ruling]
+        worth = max(self.returning.expected_turns(stats.turn), _LEAST) * ruling.cost(stats)
         half_life = _THINK_TIMES * self.returning.think_requests
         fading = (num_requests - stats.last_request) * math.log(2.0) / half_life
         discount = stats.last_request - rank
-        return math.log(worth) - fading - discount + num_requests * self.candidates[self.ruling].decay
+        return math.log(worth) - fading - discount + num_requests * ruling.decay
 
     def adopt(self, saved_tokens: Sequence[int]) -> bool:
         """Take note of what each candidate saved in the last window, and return whether another one rules now.

@@ -239,7 +239,7 @@ def test_measured_times_that_do_not_grow_make_no_document_worthless(slope_s: flo
 
 
 def test_the_tournament_changes_its_mind_only_for_a_better_candidate() -> None:
-    policy = TournamentPolicy(half_lives=(10.0, 100.0), margin=0.1)
+    policy = TournamentPolicy(half_lives=(10.0, 100.0), costless_half_lives=(), margin=0.1)
     assert policy.ruling == 1
     assert not policy.adopt([105, 100])
     assert policy.adopt([300, 100])
@@ -250,7 +250,7 @@ def test_the_tournament_changes_its_mind_only_for_a_better_candidate() -> None:
 def test_the_tournament_counts_a_window_half_as_much_for_every_one_that_follows(num_since: int) -> None:
     remembered = 1000 // 2**num_since
     for saved, is_better in ((remembered - 10, False), (remembered + 10, True)):
-        policy = TournamentPolicy(half_lives=(10.0, 100.0), margin=0.0)
+        policy = TournamentPolicy(half_lives=(10.0, 100.0), costless_half_lives=(), margin=0.0)
         assert not policy.adopt([0, 1000])
         for _ in range(num_since - 1):
             assert not policy.adopt([0, 0])
@@ -263,7 +263,7 @@ def test_the_tournament_counts_a_window_half_as_much_for_every_one_that_follows(
         (lambda: PGDSFPolicy(frequency_exponent=0.0), "0.0"),
         (lambda: HybridPolicy(alpha=1.5), "1.5"),
         (lambda: HybridPolicy(age_requests=0.0), "0.0"),
-        (lambda: TournamentPolicy(half_lives=(5.0,)), "5.0"),
+        (lambda: TournamentPolicy(half_lives=(5.0,), costless_half_lives=()), "5.0"),
         (lambda: TournamentPolicy(window=0), "0"),
         (lambda: make_policy("clairvoyant"), "clairvoyant"),
     ],

@@ -62,7 +62,7 @@ def test_a_shadow_holds_what_it_would_if_it_looked_at_all_it_holds(
     requests: list[tuple[list[str], bool]], capacity: int, ghost_size: int
 ) -> None:
     """And what the tree has forgotten, whose id another node may have by then, it holds no longer."""
-    policy = TournamentPolicy((2.0, 50.0), window=10**9)
+    policy = TournamentPolicy((2.0, 50.0), (), window=10**9)
     tree = KnowledgeTree(policy, ghost_size=ghost_size, shadow_tokens=capacity)
     plain = [PlainShadow(shadow) for shadow in tree.shadows]
     found = [0] * len(plain)
@@ -138,4 +138,4 @@ def test_a_document_whose_uses_start_anew_ranks_as_a_new_one() -> None:
         use(node, 2)
     assert [[bool(shadow.held_tokens[n.id]) for n in (old, *others)] for shadow in tree.shadows] == [
         [False, True, True, True]
-    ] * 4
+    ] * len(tree.shadows)
