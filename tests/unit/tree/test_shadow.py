@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -139,3 +140,12 @@ def test_a_document_whose_uses_start_anew_ranks_as_a_new_one() -> None:
     assert [[bool(shadow.held_tokens[n.id]) for n in (old, *others)] for shadow in tree.shadows] == [
         [False, True, True, True]
     ] * len(tree.shadows)
+
+
+@pytest.mark.parametrize("name", ["system", "another", "a third"])
+def test_what_all_prompts_begin_with_does_not_decide_which_are_sampled(name: str) -> None:
+    tree = KnowledgeTree(TournamentPolicy(), shadow_tokens=4_000_000)
+    for number in range(800):
+        keys = [PathSegment([name], 1, name), PathSegment([(name, number)], 1, str(number))]
+        tree.record_access(tree.insert(keys), num_hit_units=0, cost_per_token_s=1.0)
+    assert all(800 / 16 < shadow.num_tokens < 800 / 4 for shadow in tree.shadows)  # one of eight
