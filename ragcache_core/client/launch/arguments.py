@@ -200,6 +200,7 @@ def _transfer_config(
     if host_bytes:
         extra |= {
             "cpu_bytes_to_use": host_bytes,
+            "self_describing_kv_events": True,  # where vLLM's kv_events_config has them published at all
             "is_host_optional": most_host_bytes is not None and not disk_bytes,
             "most_host_bytes": None if most_host_bytes is None else max(most_host_bytes - for_chunks[0], host_bytes),
             "spec_name": "RAGCacheSpec",

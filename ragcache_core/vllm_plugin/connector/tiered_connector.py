@@ -27,6 +27,7 @@ from ragcache_core.vllm_plugin.connector.gpu_connector import DocumentAware, Doc
 from ragcache_core.vllm_plugin.disk.manager import DiskTier
 from ragcache_core.vllm_plugin.disk.prefetcher import DiskPrefetcher
 from ragcache_core.vllm_plugin.offload.compat import (
+    has_events,
     host_policy_of,
     needs_steps,
     newest_store_below,
@@ -209,6 +210,8 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         assert self.controller is not None
         self.controller.forgetting.sweep()
         if needs_steps(self) or self._prefetched or (self._prefetcher is not None and self._prefetcher.is_prefetching):
+            return True
+        if self._tells_events and has_events(self):
             return True
         newest, now_s = newest_store_below(self), time.monotonic()
         if newest != self._waits_for:

@@ -39,6 +39,7 @@ from ragcache_core.vllm_plugin.compat import (
     JobResult,
     LookupResult,
     Medium,
+    OffloadingEvent,
     OffloadKey,
     ReqContext,
     RequestOffloadingContext,
@@ -46,6 +47,7 @@ from ragcache_core.vllm_plugin.compat import (
     SecondaryTierManager,
     TransferJob,
 )
+from ragcache_core.vllm_plugin.disk.events import DiskEvents
 from ragcache_core.vllm_plugin.disk.io import DiskIO
 from ragcache_core.vllm_plugin.disk.jobs import Erasure, LoadJob, PendingChunk
 from ragcache_core.vllm_plugin.identity import KIN, kv_identity
@@ -113,6 +115,8 @@ class DiskTier(SecondaryTierManager):
         self.path = store.path
         self._is_enabled = True
         self._stored: set[bytes] = set()
+        is_published = offloading_spec.kv_events_config.enable_kv_cache_events
+        self.events = DiskEvents(is_published, self._groups.key_of_name)
         self._writing: set[bytes] = set()
         self._loads: dict[int, LoadJob] = {}
         self._num_reading = 0
@@ -153,6 +157,7 @@ class DiskTier(SecondaryTierManager):
                 new.clear()
             evicted = self._make_room(new)
             pending = [self._admit(name, chunk_id) for name, chunk_id in new.items()]
+            self.events.stored(new)
         self._io.store(job_metadata.job_id, pending, evicted)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
@@ -193,6 +198,9 @@ class DiskTier(SecondaryTierManager):
 
     def has_pending_work(self) -> bool:
         return False  # neither what waits for the disk nor what is being written needs steps: see needs_steps()
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        return self.events.take()
 
     def drain_jobs(self) -> None:
         """Wait until nothing of the tier is at host memory; what the disk does not bring in time is given up."""
@@ -400,6 +408,7 @@ class DiskTier(SecondaryTierManager):
         for name in evicted:
             self._others.discard(name)
         self._stored.difference_update(evicted)
+        self.events.removed(evicted)
         return evicted
 
     def _admit(self, name: bytes, chunk_id: int) -> PendingChunk:
@@ -474,6 +483,7 @@ class DiskTier(SecondaryTierManager):
     def _remove(self, name: bytes) -> None:
         """Take note that a chunk is not, or no longer, on the disk: a miss."""
         self._stored.discard(name)
+        self.events.removed([name])
         if not self._is_unit(name):
             self._others.discard(name)
             return
@@ -491,6 +501,7 @@ class DiskTier(SecondaryTierManager):
         self._is_enabled = self._report.is_enabled = False
         self._io.take_down(why)
         self._stored.clear()
+        self.events.all_removed()
         self._others.clear()
         self._tree.clear_tier(Tier.DISK)
         self._controller.record_change()
@@ -501,6 +512,7 @@ class DiskTier(SecondaryTierManager):
             self._tree, store.entries(), Tier.DISK, self._controller.tokens_per_block, self._groups.unit_of_entry
         )
         self._stored.update(found)
+        self.events.stored(found)
         for name in found if self._groups.others else ():
             self._let_go(name)
         store.discard_many(orphans)

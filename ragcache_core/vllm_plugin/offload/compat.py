@@ -63,6 +63,12 @@ def needs_steps(connector: OffloadingConnector) -> bool:
     return is_otherwise_busy or newest_store_below(connector) is None
 
 
+def has_events(connector: OffloadingConnector) -> bool:
+    """Return whether a tier below the GPU has KV events to tell, which only an engine's step does."""
+    manager = connector.scheduler.manager
+    return any(getattr(tier, "events", None) for tier in (manager.primary_tier, *manager.secondary_tiers))
+
+
 def newest_store_below(connector: OffloadingConnector) -> int | None:
     """Return the latest job that waits for our disk, where nothing else is under way there; None for none."""
     stores = [getattr(tier, "newest_store", None) for tier in connector.scheduler.manager.secondary_tiers]

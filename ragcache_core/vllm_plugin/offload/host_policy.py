@@ -21,6 +21,7 @@ from ragcache_core.vllm_plugin.compat import (
     ChunkStatus,
     CPUPrimaryTierOffloadingManager,
     LookupResult,
+    OffloadingEvent,
     OffloadKey,
     PrepareStoreOutput,
     ReqContext,
@@ -104,6 +105,10 @@ class TreeCachePolicy(CachePolicy):
     def keys(self) -> list[OffloadKey]:
         """Return all chunks that are here."""
         return list(self._chunks)
+
+    def ready_keys(self) -> list[OffloadKey]:
+        """Return the chunks that are here, and not on their way."""
+        return [key for key, chunk in self._chunks.items() if chunk.is_ready]
 
     def note_leftovers(self) -> None:
         """Take note that an engine before may have left something in any chunk."""
@@ -442,6 +447,12 @@ class TreeHostTier(CPUPrimaryTierOffloadingManager):
                     discard_idle(self, key, chunk)
         left_out = {unit_of(key) for key in new[num_admitted:]}
         return [key for key in keys if unit_of(key) not in left_out]
+
+    def reset_cache(self) -> None:
+        keys = self._policy.ready_keys()
+        super().reset_cache()
+        if self.events is not None and keys:  # vLLM tells nothing of it
+            self.events.append(OffloadingEvent(keys, self.medium, removed=True))
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         return LookupResult.MISS if key in self._policy.controller.leaving else super().lookup(key, req_context)

@@ -120,6 +120,10 @@ class _TreeScheduling:
         self._count_speculation(output)
         return output
 
+    def has_requests(self) -> bool:
+        """Return whether a step has something to do: to tell what left the GPU while nothing was asked is enough."""
+        return super().has_requests() or bool(self.kv_cache_manager.block_pool.kv_event_queue)  # type: ignore[misc]
+
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """Answer vLLM, which asks this when the model has begun to compute a step."""
         bitmask: GrammarOutput | None = super().get_grammar_bitmask(scheduler_output)  # type: ignore[misc]

@@ -42,6 +42,12 @@ def payload(key: OffloadKey) -> bytes:
     return Random(key).randbytes(CHUNK_BYTES)
 
 
+def offloading_spec(controller: CacheController, *, tells_events: bool = False) -> Any:
+    """Return what a tier reads of the spec that builds it."""
+    events = SimpleNamespace(enable_kv_cache_events=tells_events)
+    return SimpleNamespace(controller=controller, config=None, kv_events_config=events)
+
+
 class Scene:
     """A directory, and the tier that an engine has on it; a new one is a new start of the engine."""
 
@@ -56,8 +62,10 @@ class Scene:
             groups=groups,
         )
         self.tree = self.controller.tree
-        spec: Any = SimpleNamespace(controller=self.controller, config=None)
+        spec = offloading_spec(self.controller, tells_events=True)
         self.tier = DiskTier(spec, memoryview(self.memory), "DiskTier", str(directory), num_slots * CHUNK_BYTES)
+        self.told: set[bytes] = set()
+        """What vLLM's KV events say to be on the disk."""
         self.num_jobs = 0
         self.context = ReqContext("r")
 
@@ -151,6 +159,11 @@ class Scene:
         assert self.tree.tiers[Tier.DISK].in_use == {}, "nothing is being written or read"
         assert self.tree.tiers[Tier.DISK].num_units == len(self.tier._stored)
         assert all(key in self.tier._io._store for key in self.tier._stored)
+        for event in self.tier.take_events():
+            for key in event.keys:
+                assert (key in self.told) == event.removed, "what comes is told once, and so is what leaves"
+                (self.told.remove if event.removed else self.told.add)(key)
+        assert self.told == set(map(self.tier._groups.key_of_name, self.tier._stored))
 
     def close(self) -> None:
         self.tier.shutdown()

@@ -35,7 +35,16 @@ from ragcache_core.vllm_plugin.connector.tiered_connector import RAGCacheConnect
 from ragcache_core.vllm_plugin.disk import io as disk_io
 from ragcache_core.vllm_plugin.disk.manager import DiskTier
 from ragcache_core.vllm_plugin.offload.compat import needs_steps
-from tests.engine.vllm_plugin.disk_scene import CHUNK_BYTES, NUM_ROWS, Opening, Scene, chain, failing, payload
+from tests.engine.vllm_plugin.disk_scene import (
+    CHUNK_BYTES,
+    NUM_ROWS,
+    Opening,
+    Scene,
+    chain,
+    failing,
+    offloading_spec,
+    payload,
+)
 from tests.engine.vllm_plugin.host_scene import built_around
 from tests.support.waiting import until
 
@@ -284,7 +293,7 @@ def test_vllm_gets_its_host_memory_back_when_the_tiers_are_shut_down(
     with built_around(controller):
         primary = CPUPrimaryTierOffloadingManager(8, region, "TreeCachePolicy", module)
     view = primary.get_kv_memoryview()
-    spec: Any = SimpleNamespace(controller=controller, config=None)
+    spec = offloading_spec(controller)
     tier = DiskTier(spec, view, "DiskTier", str(tmp_path / "cache"), 8 * CHUNK_BYTES)
     del view
     TieringOffloadingManager(primary, [tier]).shutdown()
@@ -305,7 +314,7 @@ def test_host_memory_that_waits_for_the_disk_is_kept_until_it_is_copied_or_reset
     module = "ragcache_core.vllm_plugin.offload.host_policy"
     with built_around(scene.controller):
         primary = CPUPrimaryTierOffloadingManager(8, region, "TreeCachePolicy", module)
-    spec: Any = SimpleNamespace(controller=scene.controller, config=None)
+    spec = offloading_spec(scene.controller)
     tier = DiskTier(spec, primary.get_kv_memoryview(), "DiskTier", str(tmp_path / "cache"), 8 * CHUNK_BYTES)
     manager = TieringOffloadingManager(primary, [tier])
     manager.on_new_request(scene.context)
@@ -377,7 +386,7 @@ def test_an_engine_steps_for_a_slow_disk_for_a_while_and_again_for_what_comes_la
     manager = SimpleNamespace(secondary_tiers=[disk], has_pending_work=lambda: disk.newest_store is not None)
     engine = _offloading(manager)
     engine._waits_for, engine._waits_since_s = None, 0.0
-    engine._prefetched, engine._prefetcher = set(), None
+    engine._prefetched, engine._prefetcher, engine._tells_events = set(), None, False
     engine.controller = SimpleNamespace(forgetting=SimpleNamespace(sweep=lambda: None))
     asked = []
     for clock[0], disk.newest_store in ((100.0, 7), (101.9, 7), (102.1, 7), (200.0, 8), (203.0, None)):

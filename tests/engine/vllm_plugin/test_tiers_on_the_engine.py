@@ -27,6 +27,7 @@ from ragcache_core.prompt import RenderedPrompt
 from ragcache_core.types import Tier
 from ragcache_core.wire import tile
 from tests.conftest import DEMO_MODEL, ENGINE_ARGS
+from tests.support.kv_events import KVEvents
 from tests.support.waiting import until
 
 LAYOUT = PromptLayout()
@@ -55,9 +56,17 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> CacheConfig:
 
 
 @pytest.fixture(scope="module")
-def tiers(cache: CacheConfig, log_path: Path) -> Iterator[Engine]:
+def kv_events(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KVEvents]:
+    """What the engine publishes of its blocks, from its start on."""
+    with KVEvents(f"ipc://{tmp_path_factory.mktemp('events')}/kv") as events:
+        yield events
+
+
+@pytest.fixture(scope="module")
+def tiers(cache: CacheConfig, log_path: Path, kv_events: KVEvents) -> Iterator[Engine]:
     """An engine whose GPU holds four prompts of two documents, and whose host memory holds two."""
     settings: dict[str, Any] = {**ENGINE_ARGS, "cache": cache, "env": {"VLLM_SERVER_DEV_MODE": "1"}}
+    settings["kv_events_config"] = {"enable_kv_cache_events": True, "endpoint": kv_events.endpoint}
     with Engine.launch(str(DEMO_MODEL), log_path=log_path, max_restarts=2, **settings) as running:
         yield running
 
@@ -497,6 +506,24 @@ def test_a_second_turn_is_served_with_its_history_from_below_the_gpu(tiers: Engi
     assert (slept.stats.num_gpu_tokens, slept.stats.num_host_tokens) == (0, 0)
     assert (slept.stats.num_disk_tokens or 0) >= told // BLOCK * BLOCK
     assert slept.text == second.text
+
+
+def test_a_consumer_of_its_kv_events_knows_what_the_engine_holds(
+    tiers: Engine, answers: Answers, kv_events: KVEvents
+) -> None:
+    answers.ask("events")
+
+    def holds() -> dict[str, int]:
+        return {tier.name: tier.num_blocks for tier in tiers.stats().tiers}
+
+    def is_told() -> bool:
+        told = {medium: len(keys) for medium, keys in kv_events.read().held().items()}
+        return {"gpu": told["GPU"], "host": told["CPU"], "disk": told["STORAGE"]} == holds()
+
+    assert until(is_told, PATIENCE_S), f"{holds()}, { ({m: len(k) for m, k in kv_events.read().held().items()}) }"
+    assert min(holds().values()) > 10
+    assert tiers.forget(["events-0"]).is_complete
+    assert until(is_told, PATIENCE_S), "without any request"
 
 
 def test_a_second_engine_on_the_same_directory_does_not_start(
