@@ -40,6 +40,12 @@ DEFAULTS_HEADER = "x-ragcache-defaults"
 """With which the server says, in answers to requests for completions, what it adds to those, as JSON: defaults of
 sampling on which it depends where an answer may be cut, the ``most_tokens`` of any answer, and whether those to chats
 are read from the model's tokens by a format that has no second beginning (``is_parsed``)."""
+SESSION_HEADER = "x-session-id"
+"""Alike for requests with the same first document, or the same beginning: vLLM's router and others hash this name."""
+SPECULATION_HEADER = "x-ragcache-speculation"
+"""The id of a speculation, on its request, its confirmation and what is asked about it."""
+REPLICA_HEADER = "x-ragcache-replica"
+"""How a server calls itself, on its answers; whose figures are asked for, where one is asked for a request's."""
 MAX_DOCUMENTS = 4096
 MAX_DOC_ID_CHARS = 1024
 MAX_SPECULATION_CHARS = 64

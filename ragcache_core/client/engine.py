@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 import httpx
 
 from ragcache_core.client.engine_client import EngineClient, FindTokenizer
+from ragcache_core.client.http.affinity import ProxyAffinity
 from ragcache_core.client.http.attempt import SENT_ONCE, Health, RetryPolicy, check_seconds
 from ragcache_core.client.http.joined_server import JoinedServer
 from ragcache_core.client.launch.launch import launch_server
@@ -61,7 +62,8 @@ class Engine(EngineClient):
 
         Without ``find_tokenizer`` there is none. :meth:`close` ends the ``watch``.
         """
-        super().__init__(base_url, api_key, watch, policy)
+        is_behind_proxy = isinstance(watch, JoinedServer)  # perhaps
+        super().__init__(base_url, api_key, watch, policy, replicas=ProxyAffinity() if is_behind_proxy else None)
         self.log_path = log_path
         self._server = watch
         self._closing = threading.Lock()

@@ -20,6 +20,8 @@ class Seen:
     body: JsonObject
     traceparent: str | None = None
     """Of which trace it is, in W3C's words."""
+    session: str | None = None
+    """By which a proxy may choose who gets it."""
 
     @property
     def messages(self) -> Sequence[JsonObject]:

@@ -35,7 +35,7 @@ from itertools import count, takewhile
 from typing import Any, Self
 from urllib.parse import parse_qsl, urlsplit
 
-from ragcache_core.wire import DEFAULTS_HEADER, HUNG
+from ragcache_core.wire import DEFAULTS_HEADER, HUNG, REPLICA_HEADER, SESSION_HEADER
 from tests.support.scripted_answers import (
     ENGINE_DEAD,
     JsonObject,
@@ -102,6 +102,8 @@ class ScriptedServer:
 
     rules: Sequence[Rule] = ()
     model: str = "scripted-model"
+    name: str = ""
+    """What it calls itself to proxies, where it has a name."""
     root: str = "scripted-model"
     api_key: str | None = None
     max_model_len: int = 2048
@@ -340,7 +342,7 @@ class _Handler(BaseHTTPRequestHandler):
         card = {"id": owner.model, "object": "model", "owned_by": "vllm", "root": owner.root, "parent": None,
                 "max_model_len": owner.max_model_len}  # fmt: skip
         match self.path:
-            case "/health" | "/ping":
+            case "/health" | "/ping" | "/ready":
                 self._wait(owner.health_wait_s)
                 error = {"message": owner.hang, "type": HUNG, "param": None, "code": 503}
                 if owner.hang is not None:
@@ -407,7 +409,8 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
         if not self._is_allowed():
             return
-        request, owner = Seen(self.path, body, self.headers.get("traceparent")), self.server_of
+        session = self.headers.get(SESSION_HEADER)
+        request, owner = Seen(self.path, body, self.headers.get("traceparent"), session), self.server_of
         if self.path in ("/v1/chat/completions", "/v1/completions"):
             request_id = next(owner._ids)
             owner._running.add(request_id)
@@ -459,7 +462,7 @@ class _Handler(BaseHTTPRequestHandler):
                  for i, (name, arguments) in enumerate(answer.tool_calls)]  # fmt: skip
         finish_reason = "tool_calls" if calls else finish_reason
         is_chat = self.path == "/v1/chat/completions"
-        response_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}"
+        response_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{self.server_of.name}{request_id}"
         num_output_tokens = len(pieces) + sum(len(c["function"]) for c in calls)
         usage = self.server_of._usage(request, answer, num_output_tokens, response_id)
         head = {"id": response_id, "created": int(time.time()), "model": self.server_of.model}
@@ -478,6 +481,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream; charset=utf-8")
+        if self.server_of.name:
+            self.send_header(REPLICA_HEADER, self.server_of.name)
         self.send_header("Transfer-Encoding", "chunked")
         if self.server_of.names_tokens:
             self.send_header(DEFAULTS_HEADER, self.server_of.defaults)

@@ -109,7 +109,10 @@ class Fleet(EngineClient):
             EngineUnreachableError, EngineAuthError, EngineError: of one of them, as of ``Engine.connect``.
         """
         if isinstance(urls, str) or not urls:
-            raise ConfigError(f"urls is {urls!r:.80}: give a list of the replicas' addresses, ['http://a:8000', ...]")
+            raise ConfigError(
+                f"urls is {urls!r:.80}: give a list of the replicas' addresses, ['http://a:8000', ...]; a proxy before "
+                "them is joined with Engine.connect(url)"
+            )
         joined: list[Engine] = []
         try:
             for url in urls:  # one after the other: the first brings the tokenizer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -10,25 +9,21 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
 from weakref import WeakSet
 
 import httpx
 
 from ragcache_core.client.engine import Engine
+from ragcache_core.client.http.asked import Asked
 from ragcache_core.client.http.attempt import BROKEN, SENT_ONCE, Health, check_progress, engine_died
 from ragcache_core.client.speculation.request_capture import asks_completion
 from ragcache_core.errors import EngineUnreachableError
-from ragcache_core.ordering import MAX_PATH_DOCUMENTS, static_prefix_digest
 from ragcache_core.routing.choice import KnownReplica, choose_replica
-from ragcache_core.routing.load import AskedPrompt, OnItsWay, ReplicaLoad
-from ragcache_core.types import PromptSegment, SegmentKind
-from ragcache_core.wire import KEY
+from ragcache_core.routing.load import OnItsWay, ReplicaLoad
 
-HOME = "http://ragcache-fleet"
+HOME = "https://ragcache-fleet"
 """In place of a replica's address, until one is chosen."""
 _SPECULATION_ROUTE = re.compile(r"/v1/ragcache/speculations/([^/]+)")
 _REQUEST_ROUTE = re.compile(r"/v1/ragcache/requests/(?:(?:chat)?cmpl-)?(.*-r(\d+))")
@@ -39,9 +34,6 @@ _MAX_SPECULATIONS = 4096
 _MAX_MOVED = 4096
 _MAX_REST_S = 60.0
 _REST_S = 2.0
-_OPENING = 64
-"""Tokens by which prompts without documents are told apart."""
-_CHARACTERS_PER_TOKEN = 4
 _UNREACHED = (502, 503, 504)
 """A server that takes no requests now says 503; of a proxy before it all three are that it does not reach it."""
 
@@ -127,7 +119,7 @@ class ReplicaSet:
         request = self._followed(request)
         if not asks_completion(request):
             return RoutedRequest(self, self._pinned(request) or self._idlest(), request, None)
-        asked = _Asked.of(request)
+        asked = Asked.of(request)
         with self.known(has_documents=bool(asked.prompt.documents)) as known:
             chosen = choose_replica(self._some(known), asked.prompt)
             replica = self._replica(chosen)
@@ -219,7 +211,7 @@ class ReplicaSet:
 class RoutedRequest:
     """A request on its way to a replica."""
 
-    def __init__(self, replicas: ReplicaSet, replica: Replica, request: httpx.Request, asked: _Asked | None) -> None:
+    def __init__(self, replicas: ReplicaSet, replica: Replica, request: httpx.Request, asked: Asked | None) -> None:
         """``asked``: of a completion, which counts."""
         self._replicas = replicas
         self._replica = replica
@@ -227,7 +219,7 @@ class RoutedRequest:
         """How it counts, until it is over."""
         self.request = self._addressed(request, asked)
 
-    def _addressed(self, request: httpx.Request, asked: _Asked | None) -> httpx.Request:
+    def _addressed(self, request: httpx.Request, asked: Asked | None) -> httpx.Request:
         root = self._replica.name.removesuffix("/v1")
         headers = httpx.Headers(request.headers)
         headers.pop("Host", None)
@@ -278,56 +270,6 @@ class RoutedRequest:
 
 class _BusyError(httpx.ConnectError):
     """A replica takes no requests now, and said so."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What the body of a request says of it: its prompt, its speculation, and the id that a header would hide."""
-
-    prompt: AskedPrompt
-    speculation: str | None = None
-    request_id: str | None = None
-
-    @classmethod
-    def of(cls, request: httpx.Request) -> _Asked:
-        """Read it from the body; what is no JSON of ours goes by nothing, and the server refuses it."""
-        try:
-            body = json.loads(request.content)
-            params = body.get("kv_transfer_params") or {}
-            said = params.get(KEY) or {}
-            speculation, request_id = said.get("speculation"), body.get("request_id")
-            is_sendable = isinstance(request_id, str) and request_id.isascii() and request_id.isprintable()
-            return cls(
-                _prompt(body, said.get("documents") or (), params.get("prompt_token_ids") or body.get("prompt")),
-                speculation if isinstance(speculation, str) else None,
-                request_id.strip() if is_sendable else None,
-            )
-        except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
-            return cls(AskedPrompt((), (), 0, 0, None, ""))
-
-
-def _prompt(body: Mapping[str, Any], named: Sequence[Any], token_ids: object) -> AskedPrompt:
-    """Return what decides who gets a request; its documents' places are known where its prompt is tokens."""
-    spans = [(str(each["id"]), int(each["start"]), int(each.get("end", 0))) for each in named][:MAX_PATH_DOCUMENTS]
-    documents = tuple(name for name, _, _ in spans)
-    key = f"{body.get('cache_salt')}\0{documents[0] if documents else _opening(body)}"
-    if not isinstance(token_ids, list):
-        shown = body.get("prompt") or body.get("messages")
-        return AskedPrompt(documents, (), 0, len(str(shown)) // _CHARACTERS_PER_TOKEN, None, key)
-    if not spans:
-        return AskedPrompt((), (), 0, len(token_ids), None, key)
-    first = PromptSegment(SegmentKind.DOCUMENT, spans[0][1], len(token_ids), spans[0][0])
-    prefix = static_prefix_digest(token_ids, [first])
-    return AskedPrompt(documents, tuple(end for _, _, end in spans), first.start, len(token_ids), prefix, key)
-
-
-def _opening(body: Mapping[str, Any]) -> str:
-    """Return how a prompt without documents begins: the turns of a conversation begin alike."""
-    if messages := body.get("messages"):
-        ends = next((i for i, message in enumerate(messages) if message.get("role") == "user"), len(messages))
-        return json.dumps(messages[: ends + 1])
-    prompt = body.get("prompt")
-    return prompt[: _CHARACTERS_PER_TOKEN * _OPENING] if isinstance(prompt, str) else str(list(prompt or ())[:_OPENING])
 
 
 def _seconds(retry_after: str | None) -> float:

@@ -66,7 +66,7 @@ class SpeculationManager:
         self._check = (lambda: None) if watch is None else partial(check_progress, watch)
         self._resume_greedy = resume_greedy
         self._replicas = replicas
-        self._has_certificate = replicas is not None or base_url.startswith("https")
+        self._has_certificate = base_url.startswith("https")
         self._closed = False
         self._start_anew()
         _all.add(self)

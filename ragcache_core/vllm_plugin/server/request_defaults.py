@@ -1,16 +1,17 @@
-"""Tells with each completion what this server adds to requests: who goes on with an answer that was cut has to know it.
+"""Tells with each completion who answered, and what that adds to requests: who goes on with a cut answer needs it.
 
 vLLM takes defaults of sampling, and how long answers are, from the model's generation config and its own arguments.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import MutableHeaders
 
-from ragcache_core.wire import DEFAULTS_HEADER
+from ragcache_core.wire import DEFAULTS_HEADER, REPLICA_HEADER
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -32,8 +33,16 @@ def request_defaults(model_config: Any) -> str:
     return json.dumps(said)
 
 
+def replica_name(engine_id: str) -> str:
+    """Return what a server calls itself to clients and proxies: the same after a restart, and unlike all others."""
+    return hashlib.sha256(engine_id.encode()).hexdigest()[:12]
+
+
 class DefaultsHeader:
-    """Middleware that adds the header, which the server's state has (``ragcache_defaults``) once there is an engine."""
+    """Middleware that adds what the server's state has, once there is an engine: defaults, and the server's name.
+
+    These are ``ragcache_defaults`` and ``ragcache_replica``; plain vLLM has no name.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -48,6 +57,8 @@ class DefaultsHeader:
         async def telling(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)[DEFAULTS_HEADER] = defaults
+                if (name := getattr(scope["app"].state, "ragcache_replica", None)) is not None:
+                    MutableHeaders(scope=message)[REPLICA_HEADER] = name
             await send(message)
 
         await self._app(scope, receive, telling)

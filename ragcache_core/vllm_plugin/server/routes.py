@@ -33,7 +33,7 @@ from ragcache_core.vllm_plugin.server.page.routes import router as page_router
 from ragcache_core.vllm_plugin.server.progress import EngineProgress, hang_timeout_s
 from ragcache_core.vllm_plugin.server.rank_choice import RankChoice
 from ragcache_core.vllm_plugin.server.request_body import RequestBodyCheck
-from ragcache_core.vllm_plugin.server.request_defaults import DefaultsHeader, request_defaults
+from ragcache_core.vllm_plugin.server.request_defaults import DefaultsHeader, replica_name, request_defaults
 from ragcache_core.vllm_plugin.server.several_engines import joined_changes
 from ragcache_core.vllm_plugin.server.tenant_requests import (
     TenantRequests,
@@ -45,6 +45,7 @@ from ragcache_core.vllm_plugin.server.tenant_requests import (
     tenants_of,
 )
 from ragcache_core.vllm_plugin.server.tokenizer_files import read_tokenizer_files
+from ragcache_core.wire import REPLICA_HEADER
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -60,7 +61,11 @@ async def request_figures(response_id: str, asked: Request) -> dict[str, Any]:
     """Return the figures of a request that was answered lately, by the ``id`` of its response.
 
     They may arrive a moment after the answer: it waits for them a little, and as long for another tenant's as for none.
+    Where another server is named by the header, because a proxy sent this here, it does not wait.
     """
+    named = asked.headers.get(REPLICA_HEADER)
+    if named not in (None, getattr(asked.app.state, "ragcache_replica", None)):
+        raise HTTPException(404, f"request {response_id!r:.80} was answered by another replica, {named!r:.40}")
     tenant = tenant_of(asked)
 
     def find() -> dict[str, Any] | None:
@@ -248,6 +253,8 @@ class RAGCacheEndpoint:
         """
         check_door(engine_client.vllm_config.kv_transfer_config, getattr(state, "ragcache_tenants", None))
         state.ragcache_engine_client = engine_client
+        if (transfer := engine_client.vllm_config.kv_transfer_config) is not None:
+            state.ragcache_replica = replica_name(str(transfer.engine_id))
         model = engine_client.model_config
         require_embeddings(engine_client, is_enabled=bool(getattr(args, "enable_mm_embeds", False)))
         state.ragcache_defaults = request_defaults(model)

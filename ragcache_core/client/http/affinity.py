@@ -1,0 +1,108 @@
+"""Headers by which any proxy before several servers keeps together what belongs together; ``docs/proxies.md``.
+
+A proxy that hashes :data:`~ragcache_core.wire.SESSION_HEADER` sends a document, or a conversation, always to the same
+server; one that keeps a table of :data:`~ragcache_core.wire.SPECULATION_HEADER` and
+:data:`~ragcache_core.wire.REPLICA_HEADER` sends a confirmation, and a question for a request's figures, to the server
+that has them. A server without a proxy reads none of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import OrderedDict
+from dataclasses import dataclass
+from urllib.parse import unquote
+
+import httpx
+
+from ragcache_core.client.http.asked import Asked
+from ragcache_core.client.speculation.request_capture import asks_completion
+from ragcache_core.wire import REPLICA_HEADER, SESSION_HEADER, SPECULATION_HEADER
+
+_SPECULATION_ROUTE = re.compile(r"/v1/ragcache/speculations/([^/]+)")
+_REQUEST_ROUTE = re.compile(r"/v1/ragcache/requests/([^/]+)")
+_RESPONSE_ID = re.compile(rb'"id":\s*"([^"]{1,200})"')
+_MAX_REMEMBERED = 4096
+_BAD_GATEWAY, _UNAVAILABLE = 502, 503
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where an answer came from: the session by which a proxy chose the server, and what that is called."""
+
+    session: str | None = None
+    replica: str | None = None
+
+
+class ProxyAffinity:
+    """Puts the headers on requests to one address, in the place of a fleet's choice. May be used by any thread."""
+
+    def __init__(self) -> None:
+        self._speculations: OrderedDict[str, _Place] = OrderedDict()
+        self._answers: OrderedDict[str, _Place] = OrderedDict()
+
+    def send(self, request: httpx.Request) -> AffineRequest:
+        """Return ``request`` with its headers; those that an application has set stay."""
+        place = None
+        said: dict[str, str | None] = {}
+        if asks_completion(request):
+            asked = Asked.of(request)
+            place = _Place(hashlib.blake2b(asked.prompt.key.encode(errors="surrogatepass"), digest_size=8).hexdigest())
+            said = {SESSION_HEADER: place.session, SPECULATION_HEADER: asked.speculation}
+            if asked.speculation is not None:
+                _remember(self._speculations, asked.speculation, place)
+        elif found := _SPECULATION_ROUTE.search(request.url.path):
+            known = self._speculations.get(found[1], _Place())
+            said = {SESSION_HEADER: known.session, SPECULATION_HEADER: found[1]}
+        elif found := _REQUEST_ROUTE.search(request.url.path):
+            known = self._answers.get(unquote(found[1]), _Place())
+            said = {SESSION_HEADER: known.session, REPLICA_HEADER: known.replica}
+        for name, value in said.items():
+            if value is not None:
+                request.headers.setdefault(name, value)
+        return AffineRequest(self, request, place)
+
+    def answered(self, place: _Place, response: httpx.Response, first_bytes: bytes) -> None:
+        """Remember where the answer of this id came from."""
+        if found := _RESPONSE_ID.search(first_bytes):
+            replica = response.headers.get(REPLICA_HEADER)
+            _remember(self._answers, found[1].decode(errors="replace"), _Place(place.session, replica))
+
+
+class AffineRequest:
+    """A request on its way, to one address whatever happens."""
+
+    def __init__(self, affinity: ProxyAffinity, request: httpx.Request, place: _Place | None) -> None:
+        """``place``: of a completion, whose answer is remembered."""
+        self._affinity = affinity
+        self._place = place
+        self.request = request
+
+    def check(self) -> None:
+        """Do nothing: who sends it watches the address."""
+
+    def answered(self, response: httpx.Response) -> None:
+        kind = response.headers.get("content-type", "")
+        is_of_proxy = response.status_code == _BAD_GATEWAY or (
+            response.status_code == _UNAVAILABLE and "json" not in kind
+        )
+        if is_of_proxy and self._place is not None:  # what the server behind it had not begun to answer is sent again
+            why = f"{self.request.url.host} has no server that answers: status {response.status_code}"
+            raise httpx.ConnectError(why, request=self.request)
+
+    def begun(self, response: httpx.Response, first_bytes: bytes) -> None:
+        if self._place is not None and response.status_code == httpx.codes.OK:
+            self._affinity.answered(self._place, response, first_bytes)
+
+    def failed(self, error: BaseException) -> BaseException:
+        return error
+
+    def end(self) -> None:
+        """Do nothing: it is counted nowhere."""
+
+
+def _remember(places: OrderedDict[str, _Place], name: str, place: _Place) -> None:
+    places[name] = place
+    if len(places) > _MAX_REMEMBERED:
+        places.popitem(last=False)

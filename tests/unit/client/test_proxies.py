@@ -1,0 +1,165 @@
+"""Several servers behind one address: the headers by which a proxy keeps together what belongs together."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from ragcache_core.client import Engine
+from ragcache_core.prompt import PromptLayout, RenderedPrompt
+from ragcache_core.types import Document
+from tests.conftest import DEMO_MODEL
+from tests.support.asking_ahead import speculate
+from tests.support.scripted_server import IDLE, THREE_TIERS, ScriptedServer
+from tests.support.waiting import until
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "deployment" / "proxies"
+NAMES = [f"document-{i}" for i in range(12)]
+PROXIES = [
+    pytest.param(kind, marks=pytest.mark.skipif(shutil.which(kind) is None, reason=f"there is no {kind} here"))
+    for kind in ("haproxy", "nginx")
+]
+
+
+@pytest.fixture
+def servers() -> Iterator[list[ScriptedServer]]:
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                ScriptedServer(api_key="key", name=name, root=str(DEMO_MODEL), cache=dict(THREE_TIERS), load=IDLE)
+            )
+            for name in ("left", "right")
+        ]
+
+
+def configured(kind: str, urls: list[str], folder: Path) -> tuple[str, list[str], list[str]]:
+    """Write the example's configuration for these servers; return its address, how it is checked, and run."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    name = {"haproxy": "haproxy.cfg", "nginx": "nginx.conf"}[kind]
+    text = (EXAMPLES / name).read_text("utf-8")
+    for written, given in zip(("127.0.0.1:8000", "127.0.0.1:8001"), urls, strict=True):
+        text = text.replace(written, given.removeprefix("http://"))
+    path = folder / name
+    path.write_text(text.replace("127.0.0.1:8080", address), "utf-8")
+    if kind == "haproxy":
+        return address, ["haproxy", "-c", "-f", str(path)], ["haproxy", "-db", "-f", str(path)]
+    run = ["nginx", "-p", str(folder), "-c", str(path), "-e", "stderr", "-g", f"daemon off; pid {folder}/nginx.pid;"]
+    return address, [*run, "-t"], run
+
+
+@contextmanager
+def proxy(kind: str, servers: list[ScriptedServer], folder: Path) -> Iterator[str]:
+    address, check, run = configured(kind, [server.url for server in servers], folder)
+    checked = subprocess.run(check, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stderr
+    with subprocess.Popen(run, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
+        try:
+            assert until(lambda: is_up(address), 10)
+            yield f"http://{address}"
+        finally:
+            process.terminate()
+            process.wait(10)
+
+
+def is_up(address: str) -> bool:
+    try:
+        return httpx.get(f"http://{address}/health", timeout=1).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+@pytest.fixture(params=PROXIES)
+def engine(request: pytest.FixtureRequest, servers: list[ScriptedServer], tmp_path: Path) -> Iterator[Engine]:
+    with (
+        proxy(request.param, servers, tmp_path) as url,
+        Engine.connect(url, api_key="key", restart_timeout_s=5.0) as joined,
+    ):
+        yield joined
+
+
+def prompt(engine: Engine, *names: str, question: str = "Who?") -> RenderedPrompt:
+    documents = [Document(name, f"The text of {name} is here.") for name in names]
+    return PromptLayout().render(engine.tokenizer, documents, question)
+
+
+def one_that(servers: list[ScriptedServer], has: Callable[[ScriptedServer], object]) -> ScriptedServer:
+    (found,) = [server for server in servers if has(server)]
+    return found
+
+
+def test_a_document_stays_at_one_replica_and_different_ones_are_spread(
+    engine: Engine, servers: list[ScriptedServer]
+) -> None:
+    places: dict[str, str] = {}
+    for name in NAMES * 2:
+        before = [len(server.requests) for server in servers]
+        engine.generate(prompt(engine, name, "another", question=f"What of {name}?"))
+        (place,) = [s.name for s, num in zip(servers, before, strict=True) if len(s.requests) > num]
+        assert places.setdefault(name, place) == place
+    assert set(places.values()) == {"left", "right"}
+
+
+def test_a_requests_figures_are_asked_of_the_replica_that_answered(
+    engine: Engine, servers: list[ScriptedServer]
+) -> None:
+    for name in NAMES:
+        assert engine.generate(prompt(engine, name)).stats.num_host_tokens is not None
+    for server in servers:
+        asked = [question for question in server.cache_questions if question.startswith("requests/")]
+        assert len(asked) == len(server.requests)
+        assert all(server.name in question for question in asked)
+
+
+def test_a_speculation_is_confirmed_where_it_was_sent(engine: Engine, servers: list[ScriptedServer]) -> None:
+    for name in NAMES[:6]:
+        shown = prompt(engine, name)
+
+        def ask(shown: RenderedPrompt = shown) -> str:
+            return engine.generate(shown, max_tokens=4).text
+
+        speculation = speculate(engine, ask)
+        assert until(lambda: any(s.requests for s in servers), 5)
+        ask()
+        assert speculation.is_claimed
+        assert until(lambda: any(server.confirmed for server in servers), 5)
+        place = one_that(servers, lambda server: server.confirmed)
+        assert place is one_that(servers, lambda server: server.requests)
+        waits = [re.match(r"speculations/([^?/]+)", question) for s in servers for question in s.cache_questions]
+        assert {found[1] for found in waits if found} <= set(place.confirmed)
+        for server in servers:
+            server.confirmed.clear()
+            server.requests.clear()
+            server.cache_questions.clear()
+
+
+def test_what_a_replica_that_dies_had_not_begun_is_answered_by_another(
+    engine: Engine, servers: list[ScriptedServer]
+) -> None:
+    engine.generate(prompt(engine, "a"))
+    one_that(servers, lambda server: server.requests).__exit__()
+    assert engine.generate(prompt(engine, "a", question="And now?")).text
+    assert all(server.requests for server in servers)
+
+
+def test_one_server_without_a_proxy_gets_the_same_answers_and_headers_of_an_application_stay(
+    servers: list[ScriptedServer],
+) -> None:
+    with Engine.connect(servers[0].url, api_key="key") as engine:
+        first = engine.generate(prompt(engine, "a"))
+        engine.generate(prompt(engine, "a"), extra_headers={"X-Session-Id": "mine"})
+        engine.generate(prompt(engine, "b"))
+    assert first.text
+    sessions = [request.session for request in servers[0].requests]
+    assert sessions[1] == "mine"
+    assert len(set(sessions)) == 3
+    assert all(re.fullmatch("[0-9a-f]{16}", session or "") for session in (sessions[0], sessions[2]))
