@@ -64,7 +64,7 @@ def facts() -> dict[str, object]:
             parameters(compat.CPUPrimaryTierOffloadingManager._free_chunk),
             parameters(compat.CPUPrimaryTierOffloadingManager.lookup),
             sets(compat.CPUPrimaryTierOffloadingManager, "events", "medium"),
-            {"keys", "medium", "removed"} <= set(names(compat.OffloadingEvent)),
+            {"keys", "medium", "removed", "removal_expected"} <= set(names(compat.OffloadingEvent)),
         ],
         "host_allocates": allocated.store_spec.block_ids.tolist(),
         "host_store": [
@@ -82,6 +82,7 @@ def facts() -> dict[str, object]:
             "_engine_id",
             "extra_config",
             "config",
+            "kv_events_config",
             "blocks_per_chunk",
             "tokens_per_hash",
             "eviction_policy",

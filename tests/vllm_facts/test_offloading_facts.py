@@ -55,7 +55,7 @@ def test_the_host_tiers_policy_is_asked_what_ours_answers(facts: dict[str, Any],
 def test_the_offloading_spec_has_what_ours_builds_from(facts: dict[str, Any]) -> None:
     assert facts["spec_sets"] == [
         *("num_chunks", "kv_bytes_per_chunk", "cpu_page_size_per_worker", "_manager", "_engine_id", "extra_config"),
-        *("config", "blocks_per_chunk", "tokens_per_hash"),
+        *("config", "kv_events_config", "blocks_per_chunk", "tokens_per_hash"),
         *("eviction_policy", "cache_policy_module_path", "secondary_tier_configs", "_scheduler_mmap"),
     ], "RAGCacheSpec uses them: find their new names"
     assert facts["spec"] == [["self"], ["self", "kv_caches"]], "follow it in RAGCacheSpec"

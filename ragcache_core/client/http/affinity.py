@@ -25,6 +25,8 @@ _REQUEST_ROUTE = re.compile(r"/v1/ragcache/requests/([^/]+)")
 _RESPONSE_ID = re.compile(rb'"id":\s*"([^"]{1,200})"')
 _MAX_REMEMBERED = 4096
 _BAD_GATEWAY, _UNAVAILABLE = 502, 503
+_UNSENT = b"error sending request for url"
+"""What vllm-router says, with status 500, of a server that is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +89,27 @@ class AffineRequest:
         is_of_proxy = response.status_code == _BAD_GATEWAY or (
             response.status_code == _UNAVAILABLE and "json" not in kind
         )
-        if is_of_proxy and self._place is not None:  # what the server behind it had not begun to answer is sent again
-            why = f"{self.request.url.host} has no server that answers: status {response.status_code}"
-            raise httpx.ConnectError(why, request=self.request)
+        if is_of_proxy and self._place is not None:
+            raise self._unsent(response)
 
     def begun(self, response: httpx.Response, first_bytes: bytes) -> None:
-        if self._place is not None and response.status_code == httpx.codes.OK:
+        if self._place is None:
+            return
+        if response.status_code == httpx.codes.OK:
             self._affinity.answered(self._place, response, first_bytes)
+        elif response.status_code == httpx.codes.INTERNAL_SERVER_ERROR and _UNSENT in first_bytes:
+            raise self._unsent(response)
 
     def failed(self, error: BaseException) -> BaseException:
         return error
 
     def end(self) -> None:
         """Do nothing: it is counted nowhere."""
+
+    def _unsent(self, response: httpx.Response) -> httpx.ConnectError:
+        """Return an error after which it is sent again: no server behind the proxy has begun to answer it."""
+        why = f"{self.request.url.host} has no server that answers: status {response.status_code}"
+        return httpx.ConnectError(why, request=self.request)
 
 
 def _remember(places: OrderedDict[str, _Place], name: str, place: _Place) -> None:

@@ -25,7 +25,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples" / "deployment" / "proxies"
 NAMES = [f"document-{i}" for i in range(12)]
 PROXIES = [
     pytest.param(kind, marks=pytest.mark.skipif(shutil.which(kind) is None, reason=f"there is no {kind} here"))
-    for kind in ("haproxy", "nginx")
+    for kind in ("haproxy", "nginx", "vllm-router")
 ]
 
 
@@ -42,9 +42,11 @@ def servers() -> Iterator[list[ScriptedServer]]:
 
 def configured(kind: str, urls: list[str], folder: Path) -> tuple[str, list[str], list[str]]:
     """Write the example's configuration for these servers; return its address, how it is checked, and run."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address, metrics = free_address(), free_address()
+    if kind == "vllm-router":
+        port, second = address.rpartition(":")[2], metrics.rpartition(":")[2]
+        run = ["vllm-router", "--policy", "consistent_hash", "--host", "127.0.0.1", "--port", port, "--api-key", "key"]
+        return address, [*run, "--help"], [*run, "--prometheus-port", second, "--worker-urls", *urls]
     name = {"haproxy": "haproxy.cfg", "nginx": "nginx.conf"}[kind]
     text = (EXAMPLES / name).read_text("utf-8")
     for written, given in zip(("127.0.0.1:8000", "127.0.0.1:8001"), urls, strict=True):
@@ -57,6 +59,12 @@ def configured(kind: str, urls: list[str], folder: Path) -> tuple[str, list[str]
     return address, [*run, "-t"], run
 
 
+def free_address() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
 @contextmanager
 def proxy(kind: str, servers: list[ScriptedServer], folder: Path) -> Iterator[str]:
     address, check, run = configured(kind, [server.url for server in servers], folder)
@@ -64,7 +72,7 @@ def proxy(kind: str, servers: list[ScriptedServer], folder: Path) -> Iterator[st
     assert checked.returncode == 0, checked.stderr
     with subprocess.Popen(run, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
         try:
-            assert until(lambda: is_up(address), 10)
+            assert until(lambda: is_up(address), 30)
             yield f"http://{address}"
         finally:
             process.terminate()
