@@ -199,7 +199,7 @@ def facts() -> dict[str, object]:
         },
         "pool_attributes": [
             name
-            for name in ("free_block_queue", "cached_block_hash_to_block", "blocks", "null_block")
+            for name in ("free_block_queue", "cached_block_hash_to_block", "blocks", "null_block", "kv_event_queue")
             if hasattr(pool, name)
         ],
         "cached_copies": [b.block_id for b in compat.cached_copies(pool, b"hash")] == [taken[0].block_id],

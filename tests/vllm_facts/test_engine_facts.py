@@ -177,7 +177,7 @@ def test_the_block_pool_is_the_one_that_ours_takes_over(facts: dict[str, Any]) -
         "_remove_cached_block_hashes": ["self", "block"],
     }, "follow the change in TreeBlockPool, which learns and forgets what blocks hold there"
     assert facts["pool_attributes"] == [
-        *("free_block_queue", "cached_block_hash_to_block", "blocks", "null_block"),
+        *("free_block_queue", "cached_block_hash_to_block", "blocks", "null_block", "kv_event_queue"),
     ], "TreeBlockPool.take_over() replaces free_block_queue of a pool that is built: find its new name"
     assert facts["cached_copies"], "compat.cached_copies() reads BlockHashToBlockMap._cache: find its new name"
     assert facts["block"] == ["block_id", "ref_cnt", "block_hash", "is_null"], "follow it in block_pool.py"
