@@ -8,9 +8,11 @@ import tempfile
 import tomllib
 from pathlib import Path
 from typing import Annotated, Literal, Self
+from urllib.parse import parse_qs, urlsplit
 
 import platformdirs
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ByteSize,
@@ -31,6 +33,9 @@ PolicyName = Literal["pgdsf", "gdsf", "lru", "lfu", "hybrid", "s3fifo", "arc", "
 QueueOrder = Literal["cache_aware", "fifo"]
 """Which waiting request is next: the one of which the cache holds most, or the one that came first."""
 
+REDIS_SCHEMES = ("redis", "rediss")
+SHARED_PASSWORD_ENV = "RAGCACHE_SHARED_PASSWORD"  # noqa: S105 (the name of a variable)
+"""The environment variable that holds the password of a shared Redis server."""
 _MAX_DEFAULT_HOST_BYTES = 8 << 30
 _MIB = 1 << 20
 _LARGEST = (1 << 63) - 1
@@ -55,6 +60,24 @@ def _parse_file(value: object) -> object:
     if value == "":
         raise ValueError("name a file, or leave it out")
     return value
+
+
+def check_shared_url(url: str) -> str:
+    """Return a store's URL if it can work.
+
+    Raises:
+        ValueError: its scheme is unknown, it names no place, or it holds a password, which process lists would show.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in (*REDIS_SCHEMES, "s3") or not parts.hostname:
+        raise ValueError("name a store as redis://host:6379/0, rediss://host:6379/0 or s3://bucket/prefix")
+    if parts.password is not None or "password" in parse_qs(parts.query):
+        raise ValueError(
+            f"a URL with a password is seen in process lists and logs: leave it out, and set {SHARED_PASSWORD_ENV}"
+            if parts.scheme in REDIS_SCHEMES
+            else "a URL with a secret is seen in process lists and logs: leave it out, and set AWS_SECRET_ACCESS_KEY"
+        )
+    return url
 
 
 Bytes = Annotated[ByteSize, BeforeValidator(_parse_bytes), Field(gt=0, le=_LARGEST)]
@@ -165,6 +188,16 @@ class CacheConfig(_Settings):
     keys that were used before. Without it the environment's ``RAGCACHE_DISK_KEY`` may hold the same; with neither
     nothing is encrypted. From a TOML file, a relative path is relative to that file."""
 
+    shared: Annotated[str, AfterValidator(check_shared_url)] | None = None
+    """A store that engines on several machines use together, below their host memory: ``redis://host:6379/0`` (Redis or
+    Valkey; ``rediss`` with TLS) or ``s3://bucket/prefix``. What one of them has computed, another one loads. Passwords
+    are the environment's: ``RAGCACHE_SHARED_PASSWORD``, ``AWS_SECRET_ACCESS_KEY``. How much it holds, and how long, is
+    the store's own setting. ``disk_key_file`` encrypts what is there as well."""
+
+    shared_ttl: Annotated[float, Field(gt=0, le=_LARGEST, allow_inf_nan=False, strict=True)] | None = None
+    """Seconds after which a ``shared`` Redis or Valkey deletes what this engine stored; ``None`` leaves that to the
+    server's ``maxmemory-policy``. Buckets have lifecycle rules instead."""
+
     tenants: Annotated[Path, BeforeValidator(_parse_file)] | None = None
     """A TOML file of tenants and collections: whose API key is whose, who shares KV, and how much of a tier is whose.
     Without it who has the server's key is everybody. From a TOML file, a relative path is relative to that file."""
@@ -212,10 +245,20 @@ class CacheConfig(_Settings):
                 f"CacheConfig.directory is {str(self.directory)!r:.80} but disk_bytes is 0: set disk_bytes to keep "
                 "documents on disk, or leave directory out"
             )
-        if self.disk_key_file is not None and not self.disk_bytes:
+        if self.disk_key_file is not None and not self.disk_bytes and self.shared is None:
             raise ValueError(
                 f"CacheConfig.disk_key_file is {str(self.disk_key_file)!r:.80} but disk_bytes is 0: set disk_bytes to "
                 "keep documents on disk, or leave disk_key_file out"
+            )
+        if self.shared is not None and self.host_bytes == 0:
+            raise ValueError(
+                f"CacheConfig.shared is {self.shared!r:.80} but host_bytes is 0: documents reach the store through "
+                "host memory, so set host_bytes or leave shared out"
+            )
+        if self.shared_ttl is not None and not (self.shared or "").startswith("redis"):
+            raise ValueError(
+                f"CacheConfig.shared_ttl is {self.shared_ttl:g} but shared is {self.shared!r:.80}: give it with a "
+                "redis:// store; a bucket deletes by its lifecycle rules"
             )
         if self.disk_bytes and self.host_bytes == 0:
             raise ValueError(
@@ -262,7 +305,8 @@ class CacheConfig(_Settings):
         for name in ("directory", "disk_key_file", "tenants"):
             if isinstance(named := table.get(name), str) and named and not named.startswith("~"):
                 table[name] = path.parent / named
-            if name != "tenants" and _is_none(overrides.get("disk_bytes")):
+            is_used = name == "tenants" or (name == "disk_key_file" and overrides.get("shared", table.get("shared")))
+            if not is_used and _is_none(overrides.get("disk_bytes")):
                 table.pop(name, None)  # of the tier that is switched off
         try:
             return cls(**{**table, **overrides})
@@ -292,17 +336,17 @@ class CacheConfig(_Settings):
             )
         if self.tenants is not None:
             decided["tenants"] = self.tenants.expanduser().absolute()
+        if (self.disk_bytes or self.shared is not None) and not decided["host_bytes"]:
+            asked = f"disk_bytes is {_shown(self.disk_bytes)}" if self.disk_bytes else f"shared is {self.shared!r:.80}"
+            raise ConfigError(
+                f"CacheConfig.{asked}, but no memory is free for the host tier, through which documents pass "
+                f"({_shown(memory.available)} of memory are available): set host_bytes, or free some"
+            )
         if self.disk_bytes:
-            if not decided["host_bytes"]:
-                raise ConfigError(
-                    f"CacheConfig.disk_bytes is {_shown(self.disk_bytes)}, but no memory is free for the host tier, "
-                    f"through which documents pass ({_shown(memory.available)} of memory are available): set "
-                    "host_bytes, or free some"
-                )
             directory = self.directory or Path(platformdirs.user_cache_dir("ragcache")) / "kv"
             decided["directory"] = _writable(directory, self.disk_bytes)
-            if self.disk_key_file is not None:
-                decided["disk_key_file"] = self.disk_key_file.expanduser().absolute()
+        if self.disk_key_file is not None:
+            decided["disk_key_file"] = self.disk_key_file.expanduser().absolute()
         return type(self)(**{**self.model_dump(exclude_unset=True), **decided})
 
     def most_host_bytes(self) -> int | None:

@@ -121,9 +121,10 @@ class RequestStats:
     """What one request cost: tokens by origin, bytes moved, and times in seconds.
 
     ``num_cached_tokens`` is what the engine reported as served from its KV cache. ``num_gpu_tokens``,
-    ``num_host_tokens`` and ``num_disk_tokens`` say from which tier they came; ``num_loaded_bytes`` were brought from
-    host and disk for them, ``num_stored_bytes`` written there afterwards, and the request waited ``queue_s`` seconds to
-    be scheduled. These are ``None`` where the engine did not say: plain vLLM does not.
+    ``num_host_tokens``, ``num_disk_tokens`` and ``num_shared_tokens`` (of a store of several engines) say where they
+    came from; ``num_loaded_bytes`` were brought from host, disk and store for them, ``num_stored_bytes`` written there
+    afterwards, and the request waited ``queue_s`` seconds to be scheduled. These are ``None`` where the engine did not
+    say: plain vLLM does not.
 
     ``ttft_s`` is measured at the client, from sending the request to its first token. Where the answer was not
     streamed it is the engine's own figure, from the request's arrival there; ``None`` without one.
@@ -141,6 +142,7 @@ class RequestStats:
     num_gpu_tokens: int | None = None
     num_host_tokens: int | None = None
     num_disk_tokens: int | None = None
+    num_shared_tokens: int | None = None
     num_loaded_bytes: int | None = None
     num_stored_bytes: int | None = None
     queue_s: float | None = None
@@ -213,8 +215,10 @@ class PipelineReport:
 class TierStats:
     """One tier of the engine's cache, counted since the engine started.
 
-    ``name`` is ``gpu``, ``host`` or ``disk``. ``num_hit_tokens`` are prompt tokens that were served from here. A tier
-    that failed (a full or broken disk) is switched off: ``is_enabled`` is false, and the others go on.
+    ``name`` is ``gpu``, ``host``, ``disk`` or ``shared``. ``num_hit_tokens`` are prompt tokens that were served from
+    here. A tier that failed (a full or broken disk) is switched off: ``is_enabled`` is false, and the others go on; a
+    shared store is tried again. Of that ``num_blocks`` are those which this engine has put or found there; its size is
+    not known, and 0.
     """
 
     name: str
@@ -492,6 +496,7 @@ class EngineStats:
     from the fastest to the slowest, ``hottest_documents`` from the most used on. ``num_ignored_metadata`` requests
     announced documents that contradicted their prompt; ``num_corrupt_chunks`` and ``num_lost_chunks`` of the disk tier
     were damaged or gone, and computed again; ``num_dropped_chunks`` were not written to it, which was full or slow.
+    Both count those of a shared store as well, which failed, or did not answer in time, ``num_shared_failures`` times.
 
     ``num_reordered_requests`` were served before one that had come earlier, ``max_overtaken`` is how often that
     happened to the same one at most. Of ``num_requests`` that were asked for and admitted, ``num_reordered_prompts``
@@ -529,6 +534,9 @@ class EngineStats:
     )
     num_dropped_chunks: int = _counter(
         "ragcache_dropped_chunks", "Chunks that were not written to disk: it was full or slow."
+    )
+    num_shared_failures: int = _counter(
+        "ragcache_shared_failures", "How often the shared store failed, or did not answer in time."
     )
     num_reordered_requests: int = _counter(
         "ragcache_reordered_requests", "Requests that were served before an earlier one."

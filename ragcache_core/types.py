@@ -146,6 +146,20 @@ class Tier(enum.IntEnum):
         return self.name.lower()
 
 
+class Origin(enum.IntEnum):
+    """Where cached tokens of a prompt came from: one of the engine's tiers, or a store that it shares with others."""
+
+    GPU = Tier.GPU
+    HOST = Tier.HOST
+    DISK = Tier.DISK
+    SHARED = 3
+
+    @property
+    def label(self) -> str:
+        """The name in statistics and metrics: a tier's, or ``shared``."""
+        return self.name.lower()
+
+
 SelectionName = Literal["cache_craft", "whole_chunks", "first_tokens", "question_driven", "random"]
 """Which tokens of reused chunks are computed all the same; see ``chunk/selection.py``."""
 

@@ -81,6 +81,26 @@ class Keys:
         """The name of the key that seals, which says nothing of it."""
         return key_id(self.secrets[0]).hex()
 
+    def seal(self, plain: bytes, whose: bytes) -> bytes:
+        """Return bytes, encrypted and authenticated with ``whose`` they are, behind what opens them."""
+        sealing_id, cipher = next(iter(self.ciphers.items()))
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        return sealing_id + nonce + cipher.encrypt(nonce, plain, whose)
+
+    def open(self, sealed: bytes | memoryview, whose: bytes) -> bytes | None:
+        """Undo :meth:`seal`; None for what was changed, is another's, or was sealed with a key that is not here."""
+        from cryptography.exceptions import InvalidTag
+
+        view = memoryview(sealed)
+        cipher = self.ciphers.get(bytes(view[:_ID_BYTES]))
+        if cipher is None or len(view) < _SEAL_BYTES:
+            return None
+        head = _ID_BYTES + _NONCE_BYTES
+        try:
+            return cipher.decrypt(view[_ID_BYTES:head], view[head:], whose)
+        except InvalidTag:
+            return None
+
 
 def key_id(secret: bytes) -> bytes:
     """Return the 4 bytes by which a slot names its key."""

@@ -110,8 +110,20 @@ _CACHE_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] =
     click.option(
         "--disk-key-file",
         metavar="FILE",
-        help="Encrypt what is on disk with the key in FILE: 32 random bytes in base64. [default: what "
-        "RAGCACHE_DISK_KEY holds; not encrypted]",
+        help="Encrypt what is on disk, or in the shared store, with the key in FILE: 32 random bytes in base64. "
+        "[default: what RAGCACHE_DISK_KEY holds; not encrypted]",
+    ),
+    click.option(
+        "--shared",
+        metavar="URL",
+        help="A store that several servers use together: redis://host:6379/0 or s3://bucket/prefix; its password is "
+        "what RAGCACHE_SHARED_PASSWORD, or AWS_SECRET_ACCESS_KEY, holds. [default: none]",
+    ),
+    click.option(
+        "--shared-ttl",
+        type=float,
+        metavar="SECONDS",
+        help="After how long Redis deletes what this server stored there. [default: the store's own settings]",
     ),
     click.option(
         "--tenants",

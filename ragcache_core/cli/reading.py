@@ -90,8 +90,8 @@ def _watched_tiers(reading: EngineStats, last: Interval | None, room: Room) -> R
         if last is not None and tier.name in counted:
             evicted = f"{counted[tier.name].num_evicted_blocks / last.seconds:.3g}"
             hits = f"{last.counted.tier_hit_rate(counted[tier.name]):.1%}"
-        used = f"{size(tier.used_bytes)} of {size(tier.capacity_bytes)}"
-        full = f"{tier.usage:.0%}" if tier.is_enabled else "off"
+        used = _in_use(tier)
+        full = _full(tier) if tier.is_enabled else "off"
         hit_rate = f"{reading.tier_hit_rate(tier):.1%}"
         sizes = [used] if room.has_sizes else []
         rows.append([tier.name, *sizes, *([_bar(tier)] if room.has_bars else []), full, evicted, hits, hit_rate])
@@ -171,6 +171,8 @@ def _cache_counters(reading: EngineStats) -> Iterator[tuple[str, str]]:
         counts = f"{reading.num_corrupt_chunks:,} corrupt, {reading.num_lost_chunks:,} lost"
         yield "disk chunks", f"{counts}, {reading.num_dropped_chunks:,} dropped"
         overtaken = f"a waiting one overtaken {reading.max_overtaken:,} times at most"
+        if any(tier.name == "shared" for tier in reading.tiers):
+            yield "shared store", f"failed or did not answer {reading.num_shared_failures:,} times"
         yield "queue", f"{reading.num_reordered_requests:,} requests served early, {overtaken}"
         changed = f"changed in {reading.num_reordered_prompts:,} of {reading.num_requests:,} prompts"
         yield "document order", f"{changed} ({reading.reordered_share:.1%})"
@@ -199,9 +201,9 @@ def _tiers(reading: EngineStats, room: Room) -> RenderableType:
     rows = (
         (
             tier.name,
-            f"{size(tier.used_bytes)} of {size(tier.capacity_bytes)}",
+            _in_use(tier),
             *([_bar(tier)] if room.has_bars else []),
-            f"{tier.usage:.0%}" if tier.is_enabled else "switched off: see the log",
+            _full(tier) if tier.is_enabled else "switched off: see the log",
             f"{tier.num_blocks:,}",
             f"{tier.num_evicted_blocks:,}",
             f"{tier.num_hit_tokens:,}",
@@ -230,6 +232,15 @@ def _line(text: str) -> RenderableType:
     from rich.text import Text
 
     return Text(printable(text), no_wrap=True, overflow="ellipsis")
+
+
+def _in_use(tier: TierStats) -> str:
+    used = size(tier.used_bytes)
+    return f"{used} of {size(tier.capacity_bytes)}" if tier.capacity_bytes else f"{used} known"
+
+
+def _full(tier: TierStats) -> str:
+    return f"{tier.usage:.0%}" if tier.capacity_bytes else "-"
 
 
 def _bar(tier: TierStats) -> RenderableType:

@@ -337,7 +337,7 @@ class RequestTrace:
         self._tracer.start_span("ragcache.queue", context, start_time=arrived_ns).end(admitted_ns)
         attributes = {"ragcache.computed_tokens": stats.num_computed_tokens}
         prefill = self._tracer.start_span("ragcache.prefill", context, attributes=attributes, start_time=admitted_ns)
-        for tier in ("gpu", "host", "disk"):
+        for tier in ("gpu", "host", "disk", "shared"):
             if num_tokens := getattr(stats, f"num_{tier}_tokens"):
                 prefill.add_event("ragcache.load", {"ragcache.tier": tier, "ragcache.tokens": num_tokens}, admitted_ns)
         prefill.end(first_ns)

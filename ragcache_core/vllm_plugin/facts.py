@@ -28,6 +28,7 @@ from ragcache_core.vllm_plugin.scheduler.block_pool import TreeBlockPool, TreeFr
 from ragcache_core.vllm_plugin.scheduler.request_queue import CacheAwareRequestQueue
 from ragcache_core.vllm_plugin.scheduler.scheduler import AsyncTreeScheduler, SyncTreeScheduler
 from ragcache_core.vllm_plugin.server.metrics.prometheus import RAGCachePromMetrics
+from ragcache_core.vllm_plugin.shared.tier import SharedTier
 
 HOOKS: tuple[tuple[type, type], ...] = (
     (DocumentConnector, compat.KVConnectorBase_V1),
@@ -37,6 +38,7 @@ HOOKS: tuple[tuple[type, type], ...] = (
     (TreeHostTier, compat.CPUPrimaryTierOffloadingManager),
     (SelectiveHostTier, compat.CPUPrimaryTierOffloadingManager),
     (DiskTier, compat.SecondaryTierManager),
+    (SharedTier, compat.SecondaryTierManager),
     (CopyingWorker, compat.OffloadingWorker),
     (SyncTreeScheduler, compat.Scheduler),
     (AsyncTreeScheduler, compat.AsyncScheduler),

@@ -42,6 +42,19 @@ def kv_identity(config: OffloadingConfig) -> dict[str, str | int]:
     Raises:
         ConfigError: the weights' files are not on this machine, so nothing tells them from others.
     """
+    return _kv_identity(config, f"dp{config.parallel.data_parallel_index}")
+
+
+def shared_identity(config: OffloadingConfig) -> dict[str, str | int]:
+    """Return :func:`kv_identity` without which of several data-parallel engines it is: all have the same KV.
+
+    Raises:
+        ConfigError: as there.
+    """
+    return _kv_identity(config, "any dp")
+
+
+def _kv_identity(config: OffloadingConfig, engine: str) -> dict[str, str | int]:
     vllm_config = current_context().vllm_config
     parallel = config.parallel
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
@@ -62,7 +75,7 @@ def kv_identity(config: OffloadingConfig) -> dict[str, str | int]:
         "keys": f"{algorithm} {seed}",
         "draft": _draft(vllm_config),
         "parallel": f"tp{parallel.tp_size} pp{parallel.pp_size} pcp{parallel.pcp_size} dcp{parallel.dcp_size} "
-        f"dp{parallel.data_parallel_index} {_split(vllm_config)}",
+        f"{engine} {_split(vllm_config)}",
     }
 
 

@@ -61,6 +61,7 @@ class CacheStatsEvent(BaseEvent):
     num_gpu_tokens: int | None = None
     num_host_tokens: int | None = None
     num_disk_tokens: int | None = None
+    num_shared_tokens: int | None = None
     num_loaded_bytes: int | None = None
     num_stored_bytes: int | None = None
     queue_s: float | None = None

@@ -261,7 +261,10 @@ def _show_documents(found: RetrievalUpdate, metric: Metric) -> None:
 
 def _summary(found: RetrievalUpdate, answer: Generation) -> str:
     stats = answer.stats
-    tiers = ((stats.num_gpu_tokens, "GPU"), (stats.num_host_tokens, "host"), (stats.num_disk_tokens, "disk"))
+    tiers = (
+        *((stats.num_gpu_tokens, "GPU"), (stats.num_host_tokens, "host"), (stats.num_disk_tokens, "disk")),
+        (stats.num_shared_tokens, "the shared store"),
+    )
     told = ", ".join(f"{num_tokens} from {tier}" for num_tokens, tier in tiers if num_tokens)
     first = "" if stats.ttft_s is None else f"; first token after {stats.ttft_s:.3f} s"
     names = ", ".join(printable(document.doc_id) for document in found.documents)

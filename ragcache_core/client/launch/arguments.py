@@ -201,23 +201,23 @@ def _transfer_config(
         extra |= {
             "cpu_bytes_to_use": host_bytes,
             "self_describing_kv_events": True,  # where vLLM's kv_events_config has them published at all
-            "is_host_optional": most_host_bytes is not None and not disk_bytes,
+            "is_host_optional": most_host_bytes is not None and not disk_bytes and cache.shared is None,
             "most_host_bytes": None if most_host_bytes is None else max(most_host_bytes - for_chunks[0], host_bytes),
             "spec_name": "RAGCacheSpec",
             "spec_module_path": f"{_PLUGIN}.offload.spec",
             "eviction_policy": "TreeCachePolicy",
             "cache_policy_module_path": f"{_PLUGIN}.offload.host_policy",
         }
+    key_file = None if cache.disk_key_file is None else str(cache.disk_key_file)
+    below: list[dict[str, object]] = []  # the nearest first, which is asked first
     if disk_bytes:
-        extra["secondary_tiers"] = [
-            {
-                "type": "DiskTier",
-                "module_path": f"{_PLUGIN}.disk.manager",
-                "directory": str(cache.directory),
-                "capacity_bytes": disk_bytes,
-                "key_file": None if cache.disk_key_file is None else str(cache.disk_key_file),
-            }
-        ]
+        place = {"directory": str(cache.directory), "capacity_bytes": disk_bytes, "key_file": key_file}
+        below.append({"type": "DiskTier", "module_path": f"{_PLUGIN}.disk.manager", **place})
+    if cache.shared is not None:
+        store = {"url": cache.shared, "ttl_s": cache.shared_ttl, "key_file": key_file}
+        below.append({"type": "SharedTier", "module_path": f"{_PLUGIN}.shared.tier", **store})
+    if below:
+        extra["secondary_tiers"] = below
     return {
         "kv_connector": f"{prefix}RAGCacheConnector" if host_bytes else f"{prefix}DocumentConnector",
         "kv_connector_module_path": f"{_PLUGIN}.connector",

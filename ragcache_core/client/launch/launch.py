@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import secrets
@@ -13,6 +14,7 @@ from itertools import count
 from pathlib import Path
 
 from ragcache_core.chunk import AlphaPoint, choose_alpha
+from ragcache_core.chunkstore.remote import check_reachable, open_remote
 from ragcache_core.chunkstore.sealing import load_keys
 from ragcache_core.client.http.attempt import check_seconds
 from ragcache_core.client.launch.arguments import (
@@ -38,7 +40,7 @@ from ragcache_core.client.launch.supervisor import Supervisor
 from ragcache_core.client.launch.vllm_offload import VLLMOffload
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 from ragcache_core.client.warm_imports import import_requests
-from ragcache_core.config import CacheConfig, ChunkReuse
+from ragcache_core.config import SHARED_PASSWORD_ENV, CacheConfig, ChunkReuse
 from ragcache_core.errors import ConfigError, EngineStartError
 from ragcache_core.profiles.calibration import find_calibration, load_calibration
 from ragcache_core.profiles.prefill import find_profile
@@ -50,6 +52,7 @@ from ragcache_core.types import Tier
 _ENDING_S = 20.0
 """An engine whose owner was killed has noticed and ended by then."""
 _LOOKS_EVERY_S = 0.25
+_logger = logging.getLogger(__name__)
 _TOO_SMALL = re.compile(
     r"KV cache is needed, which is larger than the available KV cache memory \([^)]*\)[^`]*?\.(?= Try)"
 )
@@ -121,6 +124,7 @@ def launch_server(
         most_host_bytes = given.most_host_bytes()
         cache, most_host_bytes = _share(cache, most_host_bytes, num_engines)
         _check_tenants(cache, api_key, most_host_bytes)
+        _check_shared(cache, env or {})
     alphas = _alphas(model, cache.chunk_reuse) if isinstance(cache, CacheConfig) else ()
     arguments = [
         *("--model", model, "--host", host, "--port", str(port), "--enable-prompt-tokens-details"),
@@ -233,6 +237,22 @@ def _check_tenants(cache: CacheConfig, api_key: str, most_host_bytes: int | None
         tenants.check_fit(Tier.GPU, cache.kv_cache_bytes, "kv_cache_bytes")
 
 
+def _check_shared(cache: CacheConfig, env: Mapping[str, str]) -> None:
+    """Refuse here a shared store that refuses us; one that does not answer is only logged, for it may come.
+
+    Credentials that are given to the engine alone are not tried here.
+
+    Raises:
+        ConfigError: it cannot work, its client is not installed, or a password is wrong.
+    """
+    if cache.shared is None:
+        return
+    if any(name == SHARED_PASSWORD_ENV or name.startswith("AWS_") for name in env):
+        open_remote(cache.shared).close()
+    elif (why := check_reachable(cache.shared)) is not None:
+        _logger.warning("the shared store %s does not answer, and is asked again later (%s)", cache.shared, why)
+
+
 def _lock(
     model: str, cache: CacheConfig | VLLMOffload | None, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> DirectoryLock | None:
@@ -241,9 +261,12 @@ def _lock(
     Raises:
         EngineStartError: another engine has it. ConfigError: the keys that it is encrypted with cannot be read.
     """
-    if not isinstance(cache, CacheConfig) or not cache.disk_bytes or cache.directory is None:
+    if not isinstance(cache, CacheConfig):
         return None
-    load_keys(cache.disk_key_file)  # refused here rather than by the engine
+    if cache.disk_bytes or cache.shared is not None:
+        load_keys(cache.disk_key_file)  # refused here rather than by the engine
+    if not cache.disk_bytes or cache.directory is None:
+        return None
     return DirectoryLock(cache.directory, launch_digest(model, cache, arguments, environment))
 
 

@@ -44,6 +44,7 @@ class _RequestFigures:
     num_gpu_tokens: _Count = None
     num_host_tokens: _Count = None
     num_disk_tokens: _Count = None
+    num_shared_tokens: _Count = None
     num_loaded_bytes: _Count = None
     num_stored_bytes: _Count = None
     queue_s: _Seconds = None

@@ -11,7 +11,8 @@ from ragcache_core.types import DocId
 
 _SUMMED = (
     *("num_prompt_tokens", "num_cached_tokens", "num_output_tokens"),
-    *("num_gpu_tokens", "num_host_tokens", "num_disk_tokens", "num_loaded_bytes", "num_stored_bytes"),
+    *("num_gpu_tokens", "num_host_tokens", "num_disk_tokens", "num_shared_tokens"),
+    *("num_loaded_bytes", "num_stored_bytes"),
 )
 """Statistics of a request that are summed up under their own names; what the engine did not tell counts as nothing."""
 _NUM_TIMES_KEPT = 10_000
@@ -55,6 +56,7 @@ class CacheSummary:
     num_gpu_tokens: int = 0
     num_host_tokens: int = 0
     num_disk_tokens: int = 0
+    num_shared_tokens: int = 0
     num_loaded_bytes: int = 0
     num_stored_bytes: int = 0
     num_reused_chunks: int = 0
@@ -90,7 +92,9 @@ class CacheSummary:
         return sum(self.queue_s) / len(self.queue_s) if self.queue_s else None
 
     def __str__(self) -> str:
-        tiers = ((self.num_gpu_tokens, "GPU"), (self.num_host_tokens, "host"), (self.num_disk_tokens, "disk"))
+        tiers = [(self.num_gpu_tokens, "GPU"), (self.num_host_tokens, "host"), (self.num_disk_tokens, "disk")]
+        if self.num_shared_tokens:
+            tiers.append((self.num_shared_tokens, "shared store"))
         told = ": " + ", ".join(f"{n:,} {name}" for n, name in tiers) if any(n for n, _ in tiers) else ""
         line = (
             f"{self.num_requests:,} request{'' if self.num_requests == 1 else 's'}, {self.num_cached_tokens:,} of "

@@ -7,9 +7,9 @@ on the scheduler's thread, call it when a request or a block changes its state.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from pydantic import ByteSize
 
@@ -17,7 +17,7 @@ from ragcache_core.policy import PrefillCostModel, make_policy
 from ragcache_core.queueing import CacheAwareQueue
 from ragcache_core.runtime.tenants import Tenants
 from ragcache_core.tree import KnowledgeTree, Location, PathSegment
-from ragcache_core.types import DocId, SegmentKind, Tier
+from ragcache_core.types import DocId, Origin, SegmentKind, Tier
 from ragcache_core.vllm_plugin.cache.contents import ChunkHolding, ChunkHoldings, Contents
 from ragcache_core.vllm_plugin.cache.document_usage import DocumentUses
 from ragcache_core.vllm_plugin.cache.forgetting import Forgetting
@@ -62,6 +62,25 @@ class TierReport:
         return self.capacity_bytes // self.block_bytes
 
 
+class SharedStore(Protocol):
+    """What is reported of a store that several engines use."""
+
+    @property
+    def block_size_bytes(self) -> int:
+        """Bytes of a block there."""
+        ...
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether it is asked now."""
+        ...
+
+    @property
+    def num_known_blocks(self) -> int:
+        """Blocks that this engine has put or found there."""
+        ...
+
+
 class CacheController:
     """Keeps the tree, and the one :class:`RequestState` of each request, in step with the engine core, and counts.
 
@@ -85,6 +104,7 @@ class CacheController:
         forgetting: gives up documents, and has whoever keeps KV do so.
         pins: documents that are evicted last.
         contents: lists what is cached.
+        shared: the store that this engine and others use, where there is one.
         leaving: the keys of chunks in host memory that are forgotten, and still copied from or to.
     """
 
@@ -124,6 +144,7 @@ class CacheController:
         self.has_room = has_room or (lambda: False)
         self.last_step = 0.0, 0.0
         self.tiers = dict(tiers or {})
+        self.shared: SharedStore | None = None
         self._chunks = chunks
         self.speculations = QueuedSpeculations()
         is_cache_aware = settings.queue == "cache_aware"
@@ -283,7 +304,7 @@ class CacheController:
         self._requests[request_id].num_local_tokens = num_local_tokens
 
     def on_admitted(
-        self, request_id: str, keys: Sequence[Key], num_tokens_by_tier: Mapping[Tier, int], now_s: float
+        self, request_id: str, keys: Sequence[Key], num_tokens_by_tier: Mapping[Origin, int], now_s: float
     ) -> None:
         """Count a request's access, as it gets its blocks for the first time (RAGCache Algorithm 1).
 
@@ -300,9 +321,9 @@ class CacheController:
         state.admitted_s = now_s
         self.speculations.on_admitted(state)
         self.record_change()
-        for tier, num_tokens in {Tier.GPU: num_local, **num_tokens_by_tier}.items():
-            state.num_tokens_by_tier[tier] = num_tokens
-            self.counters.num_tokens_by_tier[tier] += num_tokens
+        for origin, num_tokens in {Origin.GPU: num_local, **num_tokens_by_tier}.items():
+            state.num_tokens_by_tier[origin] = num_tokens
+            self.counters.num_tokens_by_tier[origin] += num_tokens
         self.tenants.on_admitted(state)
         expected_s, state.prefill_s = state.prefill_s, self._prefill_s(state, state.num_cached_tokens)
         self._pending_prefill_s += state.is_pending * (state.prefill_s - expected_s)
@@ -611,7 +632,7 @@ class CacheController:
             **self.speculations.to_dict(),
             "num_reordered_requests": self.queue.num_reordered,
             "max_overtaken": self.queue.max_overtaken,
-            "tiers": [self._tier_report(tier, report) for tier, report in sorted(self.tiers.items())],
+            "tiers": [*(self._tier_report(*tier) for tier in sorted(self.tiers.items())), *self._shared_report()],
             "hottest_documents": self.document_uses.hottest(),
             **({} if self._chunks is None else {"chunks": self._chunks.report()}),
             **(self._shares_report() if self.tenants else {}),
@@ -646,6 +667,21 @@ class CacheController:
             "num_evicted_blocks": state.num_evicted_units,
             "num_hit_tokens": self.counters.num_tokens_by_tier[tier],
             "is_enabled": report.is_enabled,
+        }
+
+    def _shared_report(self) -> Iterator[dict[str, object]]:
+        """Yield what is known of a store that others use as well, which has no size that we know of."""
+        if self.shared is None:
+            return
+        num_blocks = self.shared.num_known_blocks
+        yield {
+            "name": Origin.SHARED.label,
+            "capacity_bytes": 0,
+            "used_bytes": num_blocks * self.shared.block_size_bytes,
+            "num_blocks": num_blocks,
+            "num_evicted_blocks": 0,
+            "num_hit_tokens": self.counters.num_tokens_by_tier[Origin.SHARED],
+            "is_enabled": self.shared.is_serving,
         }
 
     def _count_access(self, state: RequestState, keys: Sequence[Key]) -> None:

@@ -101,6 +101,11 @@ def why_on_disk(folders: Iterable[object], disk: str = "the disk tier") -> str:
     return f"{disk} is out of service, and may serve it again after the next start: before that, delete {names}"
 
 
+def why_in_store(url: str) -> str:
+    """Return why a store that is used no more may have what was forgotten."""
+    return f"the shared store {url} is used no more, and may have it: delete it there, or wait until it does"
+
+
 class Forgetting:
     """Forgets documents, and knows what of them is left.
 

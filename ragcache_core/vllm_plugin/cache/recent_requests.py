@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Set
 from itertools import islice
 
-from ragcache_core.types import DocId, SegmentKind, Tier
+from ragcache_core.types import DocId, Origin, SegmentKind
 from ragcache_core.vllm_plugin.cache.request_state import RequestState
 
 MAX_REQUESTS = 256
@@ -50,7 +50,7 @@ def _times_of(state: RequestState) -> dict[str, object]:
     return {
         "id": state.request_id,
         "num_prompt_tokens": state.num_prompt_tokens,
-        **{f"num_{tier.label}_tokens": state.num_tokens_by_tier[tier] for tier in Tier},
+        **{f"num_{origin.label}_tokens": state.num_tokens_by_tier[origin] for origin in Origin},
         "num_loaded_bytes": state.num_loaded_bytes,
         "num_documents": len(documents),
         "doc_ids": named,

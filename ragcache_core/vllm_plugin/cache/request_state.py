@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from ragcache_core.stats import ChunkReuseStats
-from ragcache_core.types import DocId, Tier
+from ragcache_core.types import DocId, Origin
 from ragcache_core.wire import RequestMetadata
 
 Key = bytes
@@ -72,7 +72,7 @@ class RequestState:
     is_salted: bool = False
     tenant: str | None = None
     num_local_tokens: int = 0
-    num_tokens_by_tier: list[int] = field(default_factory=lambda: [0] * len(Tier))
+    num_tokens_by_tier: list[int] = field(default_factory=lambda: [0] * len(Origin))
     num_loaded_bytes: int = 0
     num_stored_bytes: int = 0
     num_speculative_tokens: int = 0
@@ -116,7 +116,7 @@ class RequestState:
     def to_dict(self) -> dict[str, object]:
         """Return the body of the engine's per-request route; see ``client/stats/cache_stats.py``."""
         return {
-            **{f"num_{tier.label}_tokens": self.num_tokens_by_tier[tier] for tier in Tier},
+            **{f"num_{origin.label}_tokens": self.num_tokens_by_tier[origin] for origin in Origin},
             "num_loaded_bytes": self.num_loaded_bytes,
             "num_stored_bytes": self.num_stored_bytes,
             "queue_s": None if self.admitted_s is None else self.admitted_s - self.arrived_s,
@@ -143,12 +143,13 @@ def arrived_s(now_s: float, age_s: float, last_step: tuple[float, float]) -> flo
 class Counters:
     """What happened since the engine started.
 
-    The tiers' tokens are those of every look-up; requests count once they are real: sent as such, or confirmed.
+    The tokens by tier, or other origin, are those of every look-up; requests count once they are real: sent as such, or
+    confirmed.
     """
 
     num_requests: int = 0
     num_prompt_tokens: int = 0
-    num_tokens_by_tier: list[int] = field(default_factory=lambda: [0] * len(Tier))
+    num_tokens_by_tier: list[int] = field(default_factory=lambda: [0] * len(Origin))
     num_loaded_bytes: int = 0
     num_stored_bytes: int = 0
     num_ignored_metadata: int = 0
@@ -157,6 +158,7 @@ class Counters:
     num_corrupt_chunks: int = 0
     num_lost_chunks: int = 0
     num_dropped_chunks: int = 0
+    num_shared_failures: int = 0
 
     def count(self, state: RequestState) -> None:
         """Count a real request that was admitted."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ragcache_core.runtime.tenants import Tenants, mark_of
 from ragcache_core.tree import KnowledgeTree
-from ragcache_core.types import DocId, Tier
+from ragcache_core.types import DocId, Origin, Tier
 from ragcache_core.vllm_plugin.cache.document_usage import DocumentUses
 from ragcache_core.vllm_plugin.cache.prefix_publisher import PrefixPublisher
 from ragcache_core.vllm_plugin.cache.request_state import RequestState
@@ -23,7 +23,7 @@ class _Tenant:
     paths: PrefixPublisher
     num_requests: int = 0
     num_prompt_tokens: int = 0
-    num_tokens_by_tier: list[int] = field(default_factory=lambda: [0] * len(Tier))
+    num_tokens_by_tier: list[int] = field(default_factory=lambda: [0] * len(Origin))
 
 
 class TenantFigures:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ragcache_core.chunk.types import chunk_spans
 from ragcache_core.config import ChunkReuseRequest
 from ragcache_core.errors import ConfigError
-from ragcache_core.types import SegmentKind, Tier
+from ragcache_core.types import Origin, SegmentKind
 from ragcache_core.vllm_plugin.build_context import building
 from ragcache_core.vllm_plugin.chunks.build import build_execution, build_scheduling, check_engine
 from ragcache_core.vllm_plugin.chunks.messages import ChunkReport, ChunkStep, StoredChunk
@@ -197,11 +197,11 @@ class ChunkReuse(KVConnectorBase_V1):
         self._offers[request.request_id] = _Offer(num_below, num_provided)
         return num_below + num_provided, True
 
-    def _load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> dict[Tier, int]:
+    def _load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> dict[Origin, int]:
         offer = self._offers.pop(request.request_id, None)
         is_taken = offer is not None and num_external_tokens == offer.num_below + offer.num_provided
         num_below = offer.num_below if offer is not None and is_taken else num_external_tokens
-        by_tier: dict[Tier, int] = super()._load(request, blocks, num_below)
+        by_tier: dict[Origin, int] = super()._load(request, blocks, num_below)
         if not self.scheduling.is_known(request.request_id):
             return by_tier
         if not is_taken:

@@ -21,7 +21,7 @@ from ragcache_core.runtime.environment import RECORD_TRACE_ENV
 from ragcache_core.runtime.shared_memory import region_place
 from ragcache_core.runtime.tenants import salt_of
 from ragcache_core.runtime.trace_recorder import TraceRecorder, lengths_of
-from ragcache_core.types import Tier
+from ragcache_core.types import Origin
 from ragcache_core.vllm_plugin.build_context import building
 from ragcache_core.vllm_plugin.cache.request_state import arrived_s
 from ragcache_core.vllm_plugin.compat import (
@@ -193,7 +193,7 @@ class DocumentAware:
     def _match_below(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return 0, False
 
-    def _load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> dict[Tier, int]:
+    def _load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> dict[Origin, int]:
         assert num_external_tokens == 0
         return {}
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from ragcache_core.runtime.shared_memory import empty_region, region_place
-from ragcache_core.types import Tier
+from ragcache_core.types import Origin, Tier
 from ragcache_core.vllm_plugin.build_context import building
-from ragcache_core.vllm_plugin.cache.forgetting import why_on_disk
+from ragcache_core.vllm_plugin.cache.forgetting import why_in_store, why_on_disk
 from ragcache_core.vllm_plugin.compat import (
     CacheHitSource,
     KVConnectorHandshakeMetadata,
@@ -37,6 +37,7 @@ from ragcache_core.vllm_plugin.offload.compat import (
 from ragcache_core.vllm_plugin.offload.host_policy import ADAPTED, TreeCachePolicy
 from ragcache_core.vllm_plugin.offload.spec import why_no_host
 from ragcache_core.vllm_plugin.offload.worker_memory import Rank, WorkerMemory, why_apart, why_uneven
+from ragcache_core.vllm_plugin.shared.tier import SharedTier
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -55,7 +56,12 @@ logger = init_logger(f"vllm.{__name__}")
 
 _STEPS_FOR_DISK_S = 2.0
 """An idle engine steps so long for chunks that wait for the disk, so that the gauges of a usual one come to rest."""
-_TIER_OF_SOURCE = {CacheHitSource.HOST: Tier.HOST, CacheHitSource.DISK: Tier.DISK}
+_ORIGIN_OF_SOURCE = {
+    CacheHitSource.HOST: Origin.HOST,
+    CacheHitSource.DISK: Origin.DISK,
+    CacheHitSource.P2P: Origin.SHARED,
+    CacheHitSource.EXTERNAL_UNSPECIFIED: Origin.SHARED,
+}
 
 
 class RAGCacheConnector(DocumentAware, OffloadingConnector):
@@ -129,7 +135,9 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
             logger.warning("RAGCache keeps nothing below the GPU: %s", why)
             self._give_up_tiers(engine_id)
         elif why := why_apart(workers, region_place(engine_id)):
-            logger.warning("RAGCache keeps nothing on disk, nor in host memory when the engine dies: %s", why)
+            logger.warning(
+                "RAGCache keeps nothing on disk or in a shared store, nor in host memory when the engine dies: %s", why
+            )
             self._give_up_reading()
 
     def _give_up_tiers(self, engine_id: str) -> None:
@@ -141,26 +149,30 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         for tier in (Tier.HOST, Tier.DISK):
             self.controller.remove_tier(tier)
         self.controller.forgetting.remove_holder(self.scheduler.manager.primary_tier)
-        self._leave_disks()
+        self._leave_stores()
         self._prefetcher = None
         self.__class__ = self.without_host()
 
     def _give_up_reading(self) -> None:
-        """Go on without what reads in this process what workers have in host memory: the disk and the journal."""
+        """Go on without what reads in this process what workers have in host memory: disk, shared store and journal."""
         assert self.controller is not None
         manager = self.scheduler.manager
         for tier in manager.secondary_tiers:
             tier.shutdown()
-        self._leave_disks()
+        self._leave_stores()
         manager.secondary_tiers.clear()
         self.controller.remove_tier(Tier.DISK)
         OffloadingConnector.reset_cache(self)
 
-    def _leave_disks(self) -> None:
-        """Have what is forgotten from now on say that the disks may have it from earlier starts."""
+    def _leave_stores(self) -> None:
+        """Have what is forgotten from now on say that disks and stores may have it from earlier starts."""
         assert self.controller is not None
         for tier in self.scheduler.manager.secondary_tiers:
-            self.controller.forgetting.remove_holder(tier, why_left=why_on_disk([tier.path]))
+            if isinstance(tier, DiskTier):
+                self.controller.forgetting.remove_holder(tier, why_left=why_on_disk([tier.path]))
+            elif isinstance(tier, SharedTier):
+                self.controller.forgetting.remove_holder(tier, why_left=why_in_store(tier.url))
+                self.controller.shared = None
 
     def on_new_request(self, request: Request) -> None:
         super().on_new_request(request)
@@ -225,7 +237,7 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
 
     def forget_weights(self) -> None:
         for tier in self.scheduler.manager.secondary_tiers:
-            if isinstance(tier, DiskTier):
+            if isinstance(tier, DiskTier | SharedTier):
                 tier.clear()
 
     @property
@@ -270,7 +282,7 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         if self._prefetcher is not None:
             self._prefetcher.remove(request.request_id)
 
-    def _load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> dict[Tier, int]:
+    def _load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> dict[Origin, int]:
         OffloadingConnector.update_state_after_alloc(self, request, blocks, num_external_tokens)
         self._forget_promises(request)
         if not num_external_tokens:
@@ -278,11 +290,11 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         assert self.controller is not None
         num_blocks = -(-num_external_tokens // self.controller.tokens_per_block)
         self.controller.on_loaded(request.request_id, num_blocks * self._block_bytes)
-        by_tier: dict[Tier, int] = {}
+        by_origin: dict[Origin, int] = {}
         for source, num_tokens in self.get_external_cache_hit_sources(request, num_external_tokens).items():
-            tier = _TIER_OF_SOURCE.get(source, Tier.HOST)
-            by_tier[tier] = by_tier.get(tier, 0) + num_tokens
-        return by_tier
+            origin = _ORIGIN_OF_SOURCE.get(source, Origin.HOST)
+            by_origin[origin] = by_origin.get(origin, 0) + num_tokens
+        return by_origin
 
     def _finish_below(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         self._forget_promises(request)
@@ -296,4 +308,6 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
 
     def _num_copies(self) -> int:
         below = self.scheduler.manager.secondary_tiers
-        return num_copies_of_blocks(self) + sum(tier.num_open_jobs for tier in below if isinstance(tier, DiskTier))
+        return num_copies_of_blocks(self) + sum(
+            tier.num_open_jobs for tier in below if isinstance(tier, DiskTier | SharedTier)
+        )

@@ -126,19 +126,21 @@ class RAGCacheSpec(TieringOffloadingSpec):
             )
 
     def _build(self) -> OffloadingManager:
-        """Return vLLM's manager, without the disk where an engine that served before can no longer have it."""
+        """Return vLLM's manager, without disk and shared store where an engine that served before has lost them."""
         try:
             return super().get_manager()
         except (CacheTierError, ConfigError) as error:  # the latter where its key is gone
             if STARTED_AGAIN_ENV not in os.environ:
                 raise
-            logger.error("RAGCache's disk tier is out of service until the next start: %s", error)
+            disks = [tier for tier in self.secondary_tier_configs if "directory" in tier]
+            what = "disk tier" if disks else "shared store"
+            logger.error("RAGCache's %s is out of service until the next start: %s", what, error)
         assert self.controller is not None
-        self.controller.tree.clear_tier(Tier.DISK)
-        capacity_bytes = sum(int(tier["capacity_bytes"]) for tier in self.secondary_tier_configs)
-        self.controller.add_tier(Tier.DISK, TierReport(capacity_bytes, self.kv_bytes_per_chunk, is_enabled=False))
-        directories = [tier["directory"] for tier in self.secondary_tier_configs]
-        self.controller.forgetting.add_holder(OutOfReach(why_on_disk(directories)))
+        if disks:
+            self.controller.tree.clear_tier(Tier.DISK)
+            capacity_bytes = sum(int(tier["capacity_bytes"]) for tier in disks)
+            self.controller.add_tier(Tier.DISK, TierReport(capacity_bytes, self.kv_bytes_per_chunk, is_enabled=False))
+            self.controller.forgetting.add_holder(OutOfReach(why_on_disk(tier["directory"] for tier in disks)))
         self.secondary_tier_configs = []
         return super().get_manager()
 

@@ -2,9 +2,9 @@
 
 import { bar, byId, bytes, count, el, percent, seconds, spark, tierBadges } from "./dom.js";
 
-export const SOURCES = ["gpu", "host", "disk", "computed"];
+export const SOURCES = ["gpu", "host", "disk", "shared", "computed"];
 const MOMENTS = 120;
-const LABELS = { gpu: "GPU", host: "host", disk: "disk", computed: "computed" };
+const LABELS = { gpu: "GPU", host: "host", disk: "disk", shared: "shared", computed: "computed" };
 
 // The latest shares of each figure that is drawn as a line; a new server begins anew.
 export class History {
@@ -21,7 +21,7 @@ export class History {
 }
 
 export function tokensBySource(request) {
-  const tokens = SOURCES.slice(0, 3).map((tier) => request[`num_${tier}_tokens`]);
+  const tokens = SOURCES.slice(0, -1).map((tier) => request[`num_${tier}_tokens`]);
   const computed = request.num_prompt_tokens - tokens.reduce((sum, number) => sum + number, 0);
   return [...tokens, Math.max(computed, 0)];
 }
@@ -45,7 +45,7 @@ export function showTiers(stats, history) {
           { className: "row" },
           el("strong", { className: `key ${tier.name}` }, LABELS[tier.name] ?? tier.name),
           tier.is_enabled
-            ? el("span", {}, `${bytes(tier.used_bytes)} of ${bytes(tier.capacity_bytes)}`)
+            ? el("span", {}, `${bytes(tier.used_bytes)} ${tier.capacity_bytes ? `of ${bytes(tier.capacity_bytes)}` : "known"}`)
             : el("span", { className: "off" }, "out of service"),
         ),
         bar([[used, tier.name, percent(used)]]),
@@ -63,11 +63,11 @@ export function showTiers(stats, history) {
 
 export function showSources(requests, history) {
   const real = requests.filter((request) => isReal(request) && request.queue_s !== null);
-  const sums = [0, 0, 0, 0];
+  const sums = SOURCES.map(() => 0);
   for (const request of real) tokensBySource(request).forEach((number, i) => (sums[i] += number));
   const all = sums.reduce((sum, number) => sum + number, 0);
   if (!all) return byId("sources").replaceChildren(el("p", { className: "faint" }, "no request yet"));
-  const cached = 1 - sums[3] / all;
+  const cached = 1 - sums.at(-1) / all;
   const line = history.add("cached", cached);
   return byId("sources").replaceChildren(
     el("div", { className: "row" }, el("span", { className: "big" }, percent(cached)), el("span", {}, "from the cache")),

@@ -1,0 +1,110 @@
+"""Stores of bytes by name that several machines share: a Redis or Valkey server, a bucket of S3.
+
+They keep and evict what they are given; what its bytes mean, and whether they are right, is their user's matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from ragcache_core.config import REDIS_SCHEMES, check_shared_url
+from ragcache_core.errors import ConfigError
+
+TIMEOUT_S = 1.0
+"""How long one answer of a store is waited for."""
+
+
+class RemoteStore(Protocol):
+    """A store; every call may raise anything, after :data:`TIMEOUT_S` for each answer that does not come."""
+
+    def ping(self) -> None:
+        """Ask something that only an answering store, whose password is right, answers."""
+        ...
+
+    def exists(self, names: Sequence[str], *, is_chain: bool) -> list[bool]:
+        """Return which are there. Of a chain each stands on those before it, and the leading ones are wanted alone."""
+        ...
+
+    def get(self, names: Sequence[str]) -> list[bytes | memoryview | None]:
+        """Return what is stored under names; None for what is not there."""
+        ...
+
+    def put(self, objects: Sequence[tuple[str, bytes]]) -> None:
+        """Store objects under their names."""
+        ...
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete what is there of names."""
+        ...
+
+    def cure_of(self, error: Exception) -> str:
+        """Return what to do about an error of its calls."""
+        ...
+
+    def is_refused(self, error: Exception) -> bool:
+        """Return whether an error says that we may not, so that to try again is of no use."""
+        ...
+
+    def close(self) -> None:
+        """Close connections."""
+        ...
+
+
+def open_remote(url: str, *, ttl_s: float | None = None, timeout_s: float = TIMEOUT_S) -> RemoteStore:
+    """Return the store at a URL; nothing is sent to it yet.
+
+    Args:
+        url: see :func:`~ragcache_core.config.check_shared_url`.
+        ttl_s: after how long the store deletes what it was given; where that can be said with each object.
+        timeout_s: for each answer.
+
+    Raises:
+        ConfigError: it cannot work, or its client is not installed.
+    """
+    try:
+        scheme = urlsplit(check_shared_url(url)).scheme
+    except ValueError as error:
+        raise ConfigError(f"shared is {url.partition('@')[2] or url!r:.80}: {error}") from error
+    package = "redis" if scheme in REDIS_SCHEMES else "obstore"
+    if find_spec(package) is None:
+        raise ConfigError(
+            f"shared is {url!r:.80}, for which {package} is not installed: pip install 'ragcache[shared]'"
+        )
+    try:
+        if scheme in REDIS_SCHEMES:
+            from ragcache_core.chunkstore.remote.redis_store import RedisStore
+
+            return RedisStore(url, ttl_s=ttl_s, timeout_s=timeout_s)
+        from ragcache_core.chunkstore.remote.object_store import ObjectStore
+
+        return ObjectStore.at(url, timeout_s=timeout_s)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the client does not like about it
+        raise ConfigError(f"shared is {url!r:.80}, which cannot be used ({error}): correct it") from error
+
+
+def check_reachable(url: str) -> str | None:
+    """Ask the store at a URL once; return why it does not answer now, or None.
+
+    Raises:
+        ConfigError: it cannot work, its client is not installed, or the store refuses us.
+    """
+    store = open_remote(url)
+    try:
+        store.ping()
+    except Exception as error:  # whatever a client raises
+        if store.is_refused(error):
+            raise ConfigError(f"the shared store {url} refuses us ({brief(error)}): {store.cure_of(error)}") from error
+        return f"{brief(error)}: {store.cure_of(error)}"
+    finally:
+        store.close()
+    return None
+
+
+def brief(error: Exception) -> str:
+    """Return the first line of what an error says, which goes on for pages with some clients."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")[:200]

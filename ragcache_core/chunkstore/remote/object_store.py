@@ -1,0 +1,107 @@
+"""Objects in a bucket of S3, or of whatever else obstore (Rust's object_store) speaks to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import obstore
+from obstore.exceptions import NotFoundError, PermissionDeniedError, UnauthenticatedError
+from obstore.store import S3Store
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+_NUM_AT_ONCE = 8
+
+
+def _has_plain_endpoint() -> bool:
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    return endpoint.startswith("http://")
+
+
+class ObjectStore:
+    """See :class:`~ragcache_core.chunkstore.remote.RemoteStore`. What is deleted when is the bucket's lifecycle.
+
+    Credentials, region and endpoint are those of the environment: ``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ...
+    """
+
+    def __init__(self, store: Any, *, timeout_s: float) -> None:
+        """``store`` is obstore's."""
+        self._store = store
+        self._timeout_s = timeout_s
+        self._threads = ThreadPoolExecutor(_NUM_AT_ONCE, thread_name_prefix="ragcache-s3")
+
+    @classmethod
+    def at(cls, url: str, *, timeout_s: float) -> ObjectStore:
+        """Return the store at a URL ``s3://bucket/prefix``."""
+        limit = timedelta(seconds=timeout_s)
+        store = S3Store.from_url(
+            url,
+            client_options={"timeout": limit, "connect_timeout": limit, "allow_http": _has_plain_endpoint()},
+            retry_config={"max_retries": 0, "retry_timeout": limit},
+        )
+        return cls(store, timeout_s=timeout_s)
+
+    def ping(self) -> None:
+        self._has("ragcache")
+
+    def exists(self, names: Sequence[str], *, is_chain: bool) -> list[bool]:
+        """Return which are there; of a chain what the last one that was found stands on is taken for found."""
+        if not is_chain:
+            return self._each(self._has, names)
+        low, high = 0, len(names)  # those before low are there, high is not
+        while low < high:
+            step = -(-(high - low) // _NUM_AT_ONCE)
+            probes = [*range(low, high - 1, step), high - 1]
+            there = self._each(self._has, [names[probe] for probe in probes])
+            num_there = there.index(False) if False in there else len(there)
+            low = probes[num_there - 1] + 1 if num_there else low
+            high = probes[num_there] if num_there < len(probes) else high
+        return [True] * low + [False] * (len(names) - low)
+
+    def get(self, names: Sequence[str]) -> list[bytes | memoryview | None]:
+        return self._each(self._get, names)
+
+    def put(self, objects: Sequence[tuple[str, bytes]]) -> None:
+        self._each(lambda one: obstore.put(self._store, one[0], one[1], use_multipart=False), objects)
+
+    def delete(self, names: Sequence[str]) -> None:
+        self._each(self._delete, names)
+
+    def cure_of(self, error: Exception) -> str:
+        if self.is_refused(error):
+            return "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION to those that may use the bucket"
+        return (
+            f"see that AWS_ENDPOINT_URL is right, the bucket is there, and each request is answered within "
+            f"{self._timeout_s:g} s"
+        )
+
+    def is_refused(self, error: Exception) -> bool:
+        return isinstance(error, PermissionDeniedError | UnauthenticatedError)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _each(self, do: Callable[[_T], _R], what: Sequence[_T]) -> list[_R]:
+        return list(self._threads.map(do, what))
+
+    def _has(self, name: str) -> bool:
+        try:
+            obstore.head(self._store, name)
+        except (NotFoundError, FileNotFoundError):
+            return False
+        return True
+
+    def _get(self, name: str) -> bytes | memoryview | None:
+        try:
+            return memoryview(obstore.get(self._store, name).bytes())
+        except (NotFoundError, FileNotFoundError):
+            return None
+
+    def _delete(self, name: str) -> None:
+        with suppress(NotFoundError, FileNotFoundError):
+            obstore.delete(self._store, name)

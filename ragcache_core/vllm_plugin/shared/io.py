@@ -1,0 +1,402 @@
+"""The shared tier's threads: they ask, read and write, and leave what came of it for the scheduler's thread.
+
+::
+
+    scheduler      asker: which of a request's chunks are there
+                   readers: get, check, copy into host memory
+                   writer: copy out of host memory, put; delete
+
+Nobody waits for a store: a look-up, a load and a store each have a time, after which they are given up. Where one fails
+or is late, reading or writing rests for a while, and is tried again with the next request after that.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import islice
+
+import numpy as np
+from vllm.logger import init_logger
+
+from ragcache_core.chunkstore import Transfer
+from ragcache_core.chunkstore.async_store import ReadRate
+from ragcache_core.chunkstore.remote import RemoteStore, brief
+from ragcache_core.vllm_plugin.disk.jobs import LoadJob, LoadPart
+from ragcache_core.vllm_plugin.shared.objects import Objects
+
+logger = init_logger(f"vllm.{__name__}")
+
+LOOKUP_TIMEOUT_S = 0.5
+STALL_TIMEOUT_S = 1.0
+LOAD_TIMEOUT_S = 5.0
+STORE_TIMEOUT_S = 10.0
+_REST_S = 5.0
+_LONGEST_REST_S = 60.0
+_CLOSE_TIMEOUT_S = 3.0
+_NUM_READERS = 4
+_AT_ONCE_BYTES = 2 << 20
+_DELETED_AT_ONCE = 1000
+_MAX_LOOKUPS = 256
+_MAX_KNOWN = 200_000
+
+
+class Breaker:
+    """Lets a store rest that fails: for 5 s at first, twice as long each time that it goes on, up to a minute.
+
+    The first failure is logged, and that it is over; ``num_failures`` counts them all.
+    """
+
+    def __init__(self, what: str, cure_of: Callable[[Exception], str], now_s: Callable[[], float] = time.monotonic):
+        self._what, self._cure_of, self._now_s = what, cure_of, now_s
+        self._lock = threading.Lock()
+        self._rest_s = 0.0
+        self._until_s = 0.0
+        self.num_failures = 0
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether it is left alone now."""
+        return self._now_s() < self._until_s
+
+    def fail(self, error: Exception) -> None:
+        """Leave the store alone for a while."""
+        with self._lock:
+            self.num_failures += 1
+            is_first = not self._rest_s
+            if not self.is_resting:
+                self._rest_s = min(2 * self._rest_s, _LONGEST_REST_S) or _REST_S
+                self._until_s = self._now_s() + self._rest_s
+        if is_first:
+            logger.warning(
+                "RAGCache's shared store could not be %s (%s): %s. What is asked of it is a miss; it is tried again "
+                "after %g s, and then more seldom",
+                self._what, brief(error), self._cure_of(error), _REST_S,
+            )  # fmt: skip
+
+    def succeed(self) -> None:
+        """Take note that the store serves."""
+        if not self._rest_s:
+            return
+        with self._lock:
+            self._rest_s = self._until_s = 0.0
+        logger.info("RAGCache's shared store can be %s again", self._what)
+
+
+class Inquiry(Transfer):
+    """Which of some chunks are there: of a chain, each of which stands on those before it, and of those beside it.
+
+    Attributes:
+        found: those that are; complete when it ``is_finished``.
+    """
+
+    def __init__(self, chain: Sequence[str], beside: Sequence[Sequence[str]]) -> None:
+        """Of each of ``beside`` as many are asked for as are found of the ``chain``."""
+        super().__init__()
+        self.chain = chain
+        self.beside = beside
+        self.found: set[str] = set()
+
+
+class PutJob(Transfer):
+    """Chunks whose host memory is held until they are copied, or given up."""
+
+    def __init__(self, chunks: list[tuple[str, int, float]]) -> None:
+        """``chunks`` are names, rows of host memory, and when they were computed."""
+        super().__init__()
+        self.chunks = chunks
+
+
+class SharedIO:
+    """Owns the store's client and the threads that use it; its methods are the scheduler's thread's, and never wait.
+
+    ``primary_kv_view`` is host memory, ``[num_chunks, chunk_bytes]``.
+    """
+
+    def __init__(self, store: RemoteStore, objects: Objects, primary_kv_view: memoryview) -> None:
+        self._store = store
+        self._objects = objects
+        self._rows = np.frombuffer(primary_kv_view, dtype=np.uint8).reshape(primary_kv_view.shape)
+        self.reads = Breaker("read", store.cure_of)
+        self.writes = Breaker("written", store.cure_of)
+        self._rate = ReadRate()
+        self._at_once = max(_AT_ONCE_BYTES // objects.chunk_bytes, 1)
+        self._lock = threading.Lock()
+        self._num_waiting = 0
+        self._known: OrderedDict[str, None] = OrderedDict()
+        self._num_undeleted = 0
+        self._undeleted: deque[str] = deque()  # the writer's
+        self._progressed_s = 0.0
+        self._ends_s: float | None = None
+        self._inquiries: queue.Queue[Inquiry | None] = queue.Queue(_MAX_LOOKUPS)
+        self._parts: queue.SimpleQueue[tuple[LoadPart, dict[str, float]] | None] = queue.SimpleQueue()
+        self._changes: queue.SimpleQueue[PutJob | list[str] | None] = queue.SimpleQueue()
+        self.num_damaged = 0
+        self.num_dropped = 0
+        readers = [
+            threading.Thread(target=self._run_reads, name=f"ragcache-shared-read-{i}") for i in range(_NUM_READERS)
+        ]
+        self._threads = [
+            threading.Thread(target=self._run_inquiries, name="ragcache-shared-ask"),
+            threading.Thread(target=self._run_changes, name="ragcache-shared-write"),
+            *readers,
+        ]
+        for thread in self._threads:
+            thread.daemon = True  # no store that hangs keeps a process
+            thread.start()
+
+    # The scheduler's side
+
+    def ask(self, chain: Sequence[str], beside: Sequence[Sequence[str]]) -> Inquiry:
+        """Begin to ask which chunks are there; while the store rests, or too much waits, none is."""
+        inquiry = Inquiry(chain, beside)
+        try:
+            if self.reads.is_resting:
+                raise queue.Full
+            self._inquiries.put_nowait(inquiry)
+        except queue.Full:
+            inquiry.finish()
+        return inquiry
+
+    def is_answered(self, inquiry: Inquiry) -> bool:
+        """Return whether an inquiry has ended; one that takes too long does."""
+        if inquiry.is_finished or inquiry.is_abandoned:
+            return True
+        if time.monotonic() < inquiry.submitted_s + LOOKUP_TIMEOUT_S and not self.reads.is_resting:
+            return False
+        if inquiry.abandon() and not self.reads.is_resting:
+            self.reads.fail(TimeoutError(f"a look-up took longer than {LOOKUP_TIMEOUT_S:g} s"))
+        return True
+
+    def load(self, job_id: int, names: list[str], chunk_ids: list[int]) -> tuple[LoadJob, dict[str, float]]:
+        """Begin to read chunks into rows of host memory; return the job, and what will tell when each was computed."""
+        computed_s: dict[str, float] = {}
+        size = min(max(-(-len(names) // _NUM_READERS), 1), self._at_once)
+        starts = range(0, len(names), size)
+        keys = [name.encode() for name in names]
+        job = LoadJob(job_id, [LoadPart(keys[at : at + size], chunk_ids[at : at + size]) for at in starts])
+        for part in job.parts:
+            self._parts.put((part, computed_s))
+        return job, computed_s
+
+    def is_loaded(self, job: LoadJob, limit_s: float) -> bool:
+        """Return whether a load has ended; one that stands still, or takes longer than ``limit_s``, is given up."""
+        if job.is_ended():
+            return True
+        now_s = time.monotonic()
+        progress_s = max(job.submitted_s, self._progressed_s)
+        if self.reads.is_resting:
+            why = None
+        elif now_s - progress_s > STALL_TIMEOUT_S:
+            why = f"nothing came for {STALL_TIMEOUT_S:g} s"
+        elif now_s - job.submitted_s > limit_s:
+            why = f"a load took longer than {limit_s:.3g} s"
+        else:
+            return False
+        job.abandon()
+        if why is not None:
+            self.reads.fail(TimeoutError(why))
+        return job.is_ended()
+
+    def load_s(self, num_chunks: int) -> float | None:
+        """Return how long so many chunks take, by what was read lately; None where that is not known."""
+        bytes_per_s = self._rate.bytes_per_s(time.monotonic())
+        return num_chunks * self._objects.chunk_bytes / bytes_per_s if bytes_per_s else None
+
+    def put(self, chunks: list[tuple[str, int, float]]) -> PutJob | None:
+        """Begin to write those of some chunks that are not known to be there; None where nothing holds host memory.
+
+        That is also where the store rests, or half of host memory waits for it: they are dropped, and counted.
+        """
+        with self._lock:
+            new = [chunk for chunk in chunks if chunk[0] not in self._known]
+            if not new:
+                return None
+            is_full = self._num_waiting and self._num_waiting + len(new) > len(self._rows) // 2
+            if self.writes.is_resting or is_full:
+                self.num_dropped += len(new)
+                return None
+            self._num_waiting += len(new)
+        job = PutJob(new)
+        self._changes.put(job)
+        return job
+
+    def is_put(self, job: PutJob) -> bool:
+        """Return whether a job needs its host memory no more; one that waits too long is dropped."""
+        is_late = time.monotonic() > job.submitted_s + STORE_TIMEOUT_S or self.writes.is_resting
+        if not job.is_finished and not job.is_abandoned and is_late:
+            job.abandon()
+        return job.is_finished or job.is_abandoned
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Have objects deleted, after what was to be written before; it is tried until the store does it."""
+        self._unlearn(names)
+        with self._lock:
+            self._num_undeleted += len(names)
+        self._changes.put(list(names))
+
+    @property
+    def num_undeleted(self) -> int:
+        """Objects that are to be deleted, and are not yet."""
+        return self._num_undeleted
+
+    @property
+    def num_known(self) -> int:
+        """Objects that are known to be there, or were when they were last asked for."""
+        return len(self._known)
+
+    def close(self) -> None:
+        """End the threads, after the writer had some seconds for what it was given. Idempotent."""
+        ends_s = self._ends_s = time.monotonic() + _CLOSE_TIMEOUT_S
+        self._changes.put(None)
+        for _ in range(_NUM_READERS):
+            self._parts.put(None)
+        with suppress(queue.Full):  # whoever is in it wakes the thread
+            self._inquiries.put_nowait(None)
+        for thread in self._threads:
+            thread.join(max(ends_s - time.monotonic(), 0.0))
+        self._store.close()
+        self._rows = self._rows[:0].copy()  # vLLM cannot unmap host memory that somebody sees
+
+    # The threads' side
+
+    def _know(self, names: Sequence[str]) -> None:
+        with self._lock:
+            for name in names:
+                self._known[name] = None
+                self._known.move_to_end(name)
+            while len(self._known) > _MAX_KNOWN:
+                self._known.popitem(last=False)
+
+    def _unlearn(self, names: Sequence[str]) -> None:
+        with self._lock:
+            for name in names:
+                self._known.pop(name, None)
+
+    def _run_inquiries(self) -> None:
+        while (inquiry := self._inquiries.get()) is not None and self._ends_s is None:
+            if not inquiry.is_abandoned and not self.reads.is_resting:
+                try:
+                    self._answer(inquiry)
+                    self.reads.succeed()
+                except Exception as error:  # whatever a client raises, it is a miss
+                    self.reads.fail(error)
+            inquiry.finish()
+
+    def _answer(self, inquiry: Inquiry) -> None:
+        there = self._store.exists(inquiry.chain, is_chain=True)
+        num_found = there.index(False) if False in there else len(there)
+        found = set(inquiry.chain[:num_found])
+        for names in inquiry.beside:
+            asked = names[:num_found]
+            if asked:
+                there = self._store.exists(asked, is_chain=False)
+                found.update(name for name, here in zip(asked, there, strict=True) if here)
+        inquiry.found = found
+        self._unlearn([name for name in inquiry.chain if name not in found])
+        self._know([name for name in inquiry.chain if name in found])
+
+    def _run_reads(self) -> None:
+        while (one := self._parts.get()) is not None:
+            part, computed_s = one
+            if self._ends_s is not None or self.reads.is_resting:
+                part.abandon()
+            if part.is_abandoned:
+                continue
+            self._rate.begin(time.monotonic())
+            num_bytes = 0
+            try:
+                num_bytes = self._read(part, computed_s)
+                self.reads.succeed()
+            except Exception as error:  # whatever a client raises, it is a miss
+                part.abandon()
+                self.reads.fail(error)
+            finally:
+                self._rate.end(time.monotonic(), num_bytes)
+
+    def _read(self, part: LoadPart, computed_s: dict[str, float]) -> int:
+        names = [key.decode() for key in part.keys]
+        num_bytes = 0
+        for at, data in enumerate(self._store.get(names)):
+            unpacked = None if data is None else self._objects.unpack(names[at], data)
+            if unpacked is None:
+                self.num_damaged += data is not None
+                self._unlearn([names[at]])
+                continue
+            row, moment_s = unpacked
+            if not part.move(partial(self._deliver, part, at, row)):
+                return num_bytes
+            computed_s[names[at]] = moment_s
+            num_bytes += self._objects.chunk_bytes
+        part.finish()
+        return num_bytes
+
+    def _deliver(self, part: LoadPart, at: int, row: np.ndarray) -> None:
+        np.copyto(self._rows[part.chunk_ids[at]], row)
+        part.found[at] = True
+        self._progressed_s = time.monotonic()
+
+    def _run_changes(self) -> None:
+        while True:
+            try:
+                change = self._changes.get(timeout=_REST_S if self._undeleted else None)
+            except queue.Empty:
+                change = []
+            if change is None:
+                return
+            if isinstance(change, PutJob):
+                self._put(change)
+            else:
+                self._undeleted.extend(change)
+            if self._undeleted and not self.writes.is_resting:
+                self._delete()
+
+    def _put(self, job: PutJob) -> None:
+        num_left = len(job.chunks)
+        try:
+            for start in range(0, len(job.chunks), self._at_once):
+                part, copies = job.chunks[start : start + self._at_once], list[bytes]()
+                if self.writes.is_resting or self._is_late() or not job.move(partial(self._copy, part, copies)):
+                    break
+                if start + len(part) == len(job.chunks):
+                    job.finish()  # host memory is needed no more
+                packed = [
+                    (name, self._objects.pack(name, data, computed_s))
+                    for (name, _, computed_s), data in zip(part, copies, strict=True)
+                ]
+                self._store.put(packed)
+                self.writes.succeed()
+                self._know([name for name, _ in packed])
+                num_left -= len(part)
+        except Exception as error:  # whatever a client raises, it is not stored
+            self.writes.fail(error)
+        finally:
+            job.abandon()
+            with self._lock:
+                self._num_waiting -= len(job.chunks)
+                self.num_dropped += num_left
+
+    def _copy(self, part: list[tuple[str, int, float]], copies: list[bytes]) -> None:
+        copies.extend(self._rows[chunk_id].tobytes() for _, chunk_id, _ in part)
+
+    def _is_late(self) -> bool:
+        """Return whether the engine ends, and has waited long enough for what is written."""
+        return self._ends_s is not None and time.monotonic() > self._ends_s
+
+    def _delete(self) -> None:
+        try:
+            while self._undeleted:
+                names = list(islice(self._undeleted, _DELETED_AT_ONCE))
+                self._store.delete(names)
+                self.writes.succeed()
+                for _ in names:
+                    self._undeleted.popleft()
+                with self._lock:
+                    self._num_undeleted -= len(names)
+        except Exception as error:  # whatever a client raises, it is tried again
+            self.writes.fail(error)

@@ -1,0 +1,70 @@
+"""What lies in a shared store under a chunk's name: its bytes, their age, and what shows that they are right.
+
+::
+
+    |payload: chunk_bytes|computed at: 8, a float|XXH3: 16|
+
+With keys all of it is sealed with AES-256-GCM, and so authenticated with its name. Without, who may write to the store
+may write anything with the right checksum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Mapping
+
+import numpy as np
+import xxhash
+
+from ragcache_core.chunkstore.sealing import Keys
+
+_FORMAT = 1
+_TIME = struct.Struct("<d")
+_DIGEST_BYTES = 16
+
+
+class Objects:
+    """Names, makes and reads the objects of one identity; another's, or another format's, have other names.
+
+    Args:
+        identity: everything that a chunk's bytes depend on besides its key, the same on every machine.
+        chunk_bytes: of a chunk.
+        keys: seal the objects; None leaves them open.
+    """
+
+    def __init__(self, identity: Mapping[str, str | int], chunk_bytes: int, keys: Keys | None) -> None:
+        said = {**identity, "chunk_bytes": chunk_bytes, "format": _FORMAT, "is_sealed": keys is not None}
+        self.prefix = f"ragcache/{hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:32]}"
+        self.chunk_bytes = chunk_bytes
+        self._keys = keys
+
+    def name_of(self, chunk: bytes) -> str:
+        """Return the name of a chunk's object."""
+        return f"{self.prefix}/{chunk.hex()}"
+
+    def pack(self, name: str, payload: bytes, computed_s: float) -> bytes:
+        """Return the object of a chunk."""
+        body = payload + _TIME.pack(computed_s)
+        packed = body + _digest(name, body)
+        return packed if self._keys is None else self._keys.seal(packed, name.encode())
+
+    def unpack(self, name: str, data: bytes | memoryview) -> tuple[np.ndarray, float] | None:
+        """Return a chunk's bytes and when they were computed; None for anything but what was packed under ``name``."""
+        packed = data if self._keys is None else self._keys.open(data, name.encode())
+        if packed is None or len(packed) != self.chunk_bytes + _TIME.size + _DIGEST_BYTES:
+            return None
+        view = memoryview(packed)
+        body, digest = view[:-_DIGEST_BYTES], view[-_DIGEST_BYTES:]
+        if _digest(name, body) != digest:
+            return None
+        (computed_s,) = _TIME.unpack(body[self.chunk_bytes :])
+        return (np.frombuffer(body[: self.chunk_bytes], np.uint8), computed_s) if math.isfinite(computed_s) else None
+
+
+def _digest(name: str, body: bytes | memoryview) -> bytes:
+    digest = xxhash.xxh3_128(body)
+    digest.update(name.encode())
+    return digest.digest()

@@ -1,0 +1,117 @@
+"""What every store that engines share must keep to: a Redis server, a bucket of S3, and obstore's own in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from ragcache_core.chunkstore.remote import RemoteStore, check_reachable, open_remote
+from ragcache_core.errors import ConfigError
+from tests.support.shared_stores import S3_ENV, redis_server, s3_server
+
+NAMES = [f"ragcache/model/{i:03}" for i in range(60)]
+
+
+@pytest.fixture(scope="module", params=["redis", "s3", "memory"])
+def opened(request: pytest.FixtureRequest) -> Iterator[RemoteStore]:
+    with pytest.MonkeyPatch.context() as patch:
+        match request.param:
+            case "redis":
+                with redis_server() as server:
+                    yield open_remote(server.url)
+            case "s3":
+                with s3_server() as endpoint:
+                    for name, value in {**S3_ENV, "AWS_ENDPOINT_URL": endpoint}.items():
+                        patch.setenv(name, value)
+                    yield open_remote("s3://kv-bucket/some/prefix", timeout_s=20.0)
+            case _:
+                from obstore.store import MemoryStore
+
+                from ragcache_core.chunkstore.remote.object_store import ObjectStore
+
+                yield ObjectStore(MemoryStore(), timeout_s=1.0)
+
+
+@pytest.fixture
+def store(opened: RemoteStore) -> Iterator[RemoteStore]:
+    yield opened
+    opened.delete(NAMES)
+
+
+def test_what_was_put_is_got_byte_by_byte_and_what_was_not_is_none(store: RemoteStore) -> None:
+    store.ping()
+    store.put([(NAMES[0], bytes(range(256)) * 4096), (NAMES[2], b"")])
+    got = [None if data is None else bytes(data) for data in store.get(NAMES[:3])]
+    assert got == [bytes(range(256)) * 4096, None, b""]
+
+
+def test_what_is_put_again_is_replaced(store: RemoteStore) -> None:
+    store.put([(NAMES[0], b"old")])
+    store.put([(NAMES[0], b"new")])
+    assert [bytes(data or b"") for data in store.get(NAMES[:1])] == [b"new"]
+
+
+@pytest.mark.parametrize("num_there", [0, 1, 7, 8, 9, 33, 59, 60])
+def test_of_a_chain_the_leading_ones_are_found(store: RemoteStore, num_there: int) -> None:
+    store.put([(name, b"x") for name in NAMES[:num_there]])
+    assert store.exists(NAMES, is_chain=True) == [i < num_there for i in range(len(NAMES))]
+
+
+def test_of_single_names_each_that_is_there_is_found(store: RemoteStore) -> None:
+    store.put([(NAMES[i], b"x") for i in (1, 2, 5)])
+    assert store.exists(NAMES[:7], is_chain=False) == [False, True, True, False, False, True, False]
+
+
+def test_what_is_deleted_is_gone_and_deleting_what_is_not_there_is_no_error(store: RemoteStore) -> None:
+    store.put([(name, b"x") for name in NAMES[:4]])
+    store.delete(NAMES[1:6])
+    assert store.exists(NAMES[:4], is_chain=False) == [True, False, False, False]
+
+
+def test_a_redis_that_deletes_by_itself_is_told_after_how_long() -> None:
+    with redis_server() as server:
+        open_remote(server.url, ttl_s=100.0).put([("a", b"x")])
+        open_remote(server.url).put([("b", b"x")])
+        assert 0 < server.client().ttl("a") <= 100
+        assert server.client().ttl("b") == -1
+
+
+def test_a_wrong_password_is_refused_at_the_door_and_the_right_one_is_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with redis_server("--requirepass", "right") as server:
+        with pytest.raises(ConfigError, match="set RAGCACHE_SHARED_PASSWORD to its password"):
+            check_reachable(server.url)
+        monkeypatch.setenv("RAGCACHE_SHARED_PASSWORD", "wrong")
+        with pytest.raises(ConfigError, match="set RAGCACHE_SHARED_PASSWORD to its password"):
+            check_reachable(server.url)
+        monkeypatch.setenv("RAGCACHE_SHARED_PASSWORD", "right")
+        assert check_reachable(server.url) is None
+
+
+def test_a_user_who_may_not_and_a_database_that_is_not_there_are_refused_at_the_door() -> None:
+    with redis_server() as server:
+        server.client().execute_command("ACL", "SETUSER", "default", "-exists")
+        with pytest.raises(ConfigError, match="let its user do EXISTS, MGET, SET and UNLINK"):
+            check_reachable(server.url)
+        with pytest.raises(ConfigError, match="refuses us"):
+            check_reachable(server.url.replace("/0", "/99"))
+
+
+@pytest.mark.parametrize("url", ["redis://127.0.0.1:1/0", "s3://kv-bucket/x"])
+def test_a_store_that_does_not_answer_is_no_error_at_the_door(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**S3_ENV, "AWS_ENDPOINT_URL": "http://127.0.0.1:1"}.items():
+        monkeypatch.setenv(name, value)
+    why = check_reachable(url)
+    assert why is not None
+    assert "\n" not in why
+    assert "answer" in why
+
+
+def test_a_client_that_is_not_installed_is_said_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragcache_core.chunkstore.remote.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"redis is not installed: pip install 'ragcache\[shared\]'"):
+        open_remote("redis://host")
+    with pytest.raises(ConfigError, match=r"obstore is not installed: pip install 'ragcache\[shared\]'"):
+        open_remote("s3://bucket")

@@ -1,0 +1,390 @@
+"""The shared tier between host memory and a Redis: what one engine stores another loads, and all else is a miss."""
+
+from __future__ import annotations
+
+import base64
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext
+from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
+
+from ragcache_core.chunkstore.sealing import KEY_ENV
+from ragcache_core.policy import PrefillCostModel
+from ragcache_core.types import PromptSegment, SegmentKind
+from ragcache_core.vllm_plugin.cache.controller import CacheController
+from ragcache_core.vllm_plugin.settings import PluginSettings
+from ragcache_core.vllm_plugin.shared import io as shared_io
+from ragcache_core.vllm_plugin.shared import tier as shared_tier
+from ragcache_core.vllm_plugin.shared.tier import SharedTier
+from ragcache_core.wire import RequestMetadata
+from tests.engine.vllm_plugin.disk_scene import BLOCK, BLOCKS, CHUNK_BYTES, NUM_ROWS, UNTOUCHED, chain, payload
+from tests.support.shared_stores import RedisServer, redis_server
+from tests.support.waiting import until
+
+BOUND_S = shared_io.LOOKUP_TIMEOUT_S + shared_io.STALL_TIMEOUT_S + 0.5
+
+
+class Machine:
+    """Host memory and the tier of one engine; what a test asks of it, vLLM asks of it."""
+
+    def __init__(
+        self, url: str, *, max_age: float | None = None, is_profiled: bool = False, ttl_s: float | None = None
+    ):
+        self.memory = np.full((NUM_ROWS, CHUNK_BYTES), UNTOUCHED, dtype=np.uint8)
+        self.controller = CacheController(
+            PluginSettings(policy="pgdsf", max_age=max_age),
+            tokens_per_block=BLOCK,
+            shadow_blocks=8,
+            prefill_cost=PrefillCostModel.default(),
+            is_profiled=is_profiled,
+            now_s=time.time(),
+        )
+        spec: Any = SimpleNamespace(controller=self.controller, config=None)
+        self.tier = SharedTier(spec, memoryview(self.memory), "SharedTier", url, ttl_s)
+        self.num_jobs = 0
+        self.results: dict[int, JobResult] = {}
+
+    @property
+    def counters(self) -> Any:
+        self.tier.on_schedule_end(ScheduleEndContext((), ()))
+        return self.controller.counters
+
+    def begin(self, documents: str) -> tuple[list[OffloadKey], ReqContext]:
+        """Let a request for documents come, and return its keys."""
+        self.num_jobs += 1
+        name, keys = f"{documents} {self.num_jobs}", chain(documents)
+        segments, end = [], 0
+        for doc in documents:
+            segments.append(PromptSegment(SegmentKind.DOCUMENT, end, end + BLOCKS[doc] * BLOCK, doc))
+            end += BLOCKS[doc] * BLOCK
+        hashes = [key[:-4] for key in keys]
+        self.controller.on_new_request(name, RequestMetadata(tuple(segments)), hashes, end, 0.0)
+        context = ReqContext(name)
+        context._offload_key_positions.update({key: (i + 1) * BLOCK for i, key in enumerate(keys)})
+        return keys, context
+
+    def end(self, context: ReqContext) -> None:
+        self.controller.on_finished(context.req_id)
+        self.tier.on_request_finished(context)
+
+    def submit_store(self, documents: str) -> int:
+        keys, context = self.begin(documents)
+        for row, key in enumerate(keys):
+            self.memory[row] = np.frombuffer(payload(key), dtype=np.uint8)
+        rows = np.arange(len(keys), dtype=np.int32)
+        self.tier.submit_store(TransferJob(self.num_jobs, keys, rows, False, context))
+        self.end(context)
+        return self.num_jobs
+
+    def store(self, documents: str) -> None:
+        """Store a request's chunks, and wait until the threads have nothing more to do with them."""
+        self.result(self.submit_store(documents))
+        assert until(lambda: not self.tier._io._num_waiting)
+
+    def result(self, job_id: int, timeout_s: float = 15.0) -> JobResult:
+        def has_ended() -> bool:
+            self.results.update({result.job_id: result for result in self.tier.get_finished_jobs()})
+            return job_id in self.results
+
+        assert until(has_ended, timeout_s)
+        return self.results.pop(job_id)
+
+    def found(self, keys: list[OffloadKey], context: ReqContext) -> int:
+        """Return how many leading chunks a look-up finds, asked again and again as vLLM does."""
+        said: list[LookupResult] = []
+
+        def is_said() -> bool:
+            said[:] = [self.tier.lookup(key, context) for key in keys]
+            return LookupResult.RETRY not in said
+
+        assert until(is_said, BOUND_S)
+        return said.index(LookupResult.MISS) if LookupResult.MISS in said else len(said)
+
+    def submit_load(self, keys: list[OffloadKey], context: ReqContext) -> int:
+        self.memory[:] = UNTOUCHED
+        self.num_jobs += 1
+        rows = np.arange(8, 8 + len(keys), dtype=np.int32)
+        self.tier.submit_load(TransferJob(self.num_jobs, keys, rows, True, context))
+        return self.num_jobs
+
+    def read(self, documents: str) -> int:
+        """Look a request up and load what is found; return how many leading chunks came, each with its right bytes."""
+        keys, context = self.begin(documents)
+        keys = keys[: self.found(keys, context)]
+        result = self.result(self.submit_load(keys, context)) if keys else None
+        came = set() if result is None else set(result.successful_keys or ())
+        for row, key in enumerate(keys, 8):
+            assert key not in came or self.memory[row].tobytes() == payload(key)
+        if keys:
+            again = self.found(keys, context)
+            assert again <= len(keys)
+            assert (again == len(keys)) == (len(came) == len(keys)), "what did not come is asked for again and again"
+        self.end(context)
+        return next((i for i, key in enumerate(keys) if key not in came), len(keys))
+
+
+Starting = Callable[..., Machine]
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Starting]:
+    monkeypatch.setattr(shared_tier, "shared_identity", lambda config: {"model": "demo", "weights": "5f3a"})
+    machines: list[Machine] = []
+
+    def begin(url: str, **settings: Any) -> Machine:
+        machines.append(Machine(url, **settings))
+        return machines[-1]
+
+    yield begin
+    for machine in machines:
+        machine.tier.shutdown()
+
+
+@pytest.fixture
+def server() -> Iterator[RedisServer]:
+    with redis_server() as running:
+        yield running
+
+
+def rests_of(server: RedisServer) -> list[bytes]:
+    return sorted(server.client().keys())
+
+
+def test_what_one_engine_stored_another_loads(start: Starting, server: RedisServer) -> None:
+    one, other = start(server.url), start(server.url)
+    assert one.read("AB") == 0
+    one.store("AB")
+    assert other.read("ABC") == 4
+    assert other.read("B") == 0, "behind nothing it is another KV"
+    report = {tier["name"]: tier for tier in other.controller.report()["tiers"]}  # type: ignore[attr-defined]
+    assert (report["shared"]["num_blocks"], report["shared"]["is_enabled"]) == (4, True)
+    assert one.controller.counters.num_shared_failures == 0
+
+
+@pytest.mark.parametrize("damage", ["turned", "cut", "emptied", "swapped"])
+def test_a_damaged_object_is_a_miss_and_so_is_what_stands_on_it(
+    start: Starting, server: RedisServer, damage: str
+) -> None:
+    one, other = start(server.url), start(server.url)
+    one.store("AB")
+    keys = [other.tier._name_of(key) for key in chain("AB")]
+    client = server.client()
+    match damage:
+        case "turned":
+            client.setrange(keys[2], 1000, b"\0" * 8)
+        case "cut":
+            client.set(keys[2], (client.get(keys[2]) or b"")[:-1])
+        case "emptied":
+            client.set(keys[2], b"")
+        case _:
+            client.copy(keys[1], keys[2], replace=True)
+    assert other.read("AB") == 2
+    assert other.counters.num_corrupt_chunks == 1
+    other.store("AB")  # computed anew
+    assert start(server.url).read("AB") == 4
+
+
+def test_another_models_objects_are_other_objects(
+    start: Starting, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(server.url).store("AB")
+    monkeypatch.setattr(shared_tier, "shared_identity", lambda config: {"model": "demo", "weights": "0000"})
+    assert start(server.url).read("AB") == 0
+    server.client().set("ragcache/foreign", b"x")
+
+
+def test_what_a_key_seals_is_read_with_that_key_alone(
+    start: Starting, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, new = (base64.b64encode(os.urandom(32)).decode() for _ in range(2))
+    monkeypatch.setenv(KEY_ENV, key)
+    start(server.url).store("AB")
+    for name in rests_of(server):
+        data = server.client().get(name) or b""
+        assert not any(payload(chunk)[:64] in data for chunk in chain("AB"))
+    assert start(server.url).read("AB") == 4
+    monkeypatch.setenv(KEY_ENV, f"{new}\n{key}")
+    assert start(server.url).read("AB") == 4
+    monkeypatch.setenv(KEY_ENV, new)
+    assert start(server.url).read("AB") == 0
+    monkeypatch.delenv(KEY_ENV)
+    assert start(server.url).read("AB") == 0
+
+
+def test_a_store_that_is_killed_is_a_miss_at_once_and_is_left_alone(
+    start: Starting, server: RedisServer, plugin_log: pytest.LogCaptureFixture
+) -> None:
+    one = start(server.url)
+    one.store("AB")
+    keys, context = one.begin("AB")
+    assert one.found(keys, context) == 4
+    server.close()
+    began_s = time.monotonic()
+    result = one.result(one.submit_load(keys, context))
+    assert not result.success
+    assert one.found(keys, context) == 0
+    one.end(context)
+    assert one.read("AB") == 0
+    one.store("ABC")
+    assert time.monotonic() - began_s < BOUND_S
+    assert one.counters.num_shared_failures >= 1
+    assert not one.tier.is_serving
+    told = [line for line in plugin_log.messages if "could not be read" in line]
+    assert len(told) == 1
+    assert "see that it runs" in told[0]
+
+
+@pytest.mark.parametrize("moment", ["look-up", "load", "store"])
+def test_a_store_that_hangs_holds_nobody_longer_than_the_bound(
+    start: Starting, server: RedisServer, moment: str
+) -> None:
+    one = start(server.url)
+    one.store("AB")
+    keys, context = one.begin("AB")
+    if moment != "look-up":
+        assert one.found(keys, context) == 4
+    server.process.send_signal(signal.SIGSTOP)
+    began_s = time.monotonic()
+    if moment == "look-up":
+        assert one.found(keys, context) == 0
+    elif moment == "load":
+        assert not one.result(one.submit_load(keys, context)).success
+        assert (one.memory == UNTOUCHED).all()
+    else:
+        one.result(one.submit_store("ABC"))
+    assert time.monotonic() - began_s < BOUND_S
+    one.tier.drain_jobs()
+    assert time.monotonic() - began_s < BOUND_S
+    server.process.send_signal(signal.SIGCONT)
+
+
+def test_a_store_that_comes_back_is_used_again(
+    start: Starting, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_io, "_REST_S", 0.1)
+    one = start(server.url)
+    one.store("AB")
+    server.process.send_signal(signal.SIGSTOP)
+    assert one.read("AB") == 0
+    server.process.send_signal(signal.SIGCONT)
+    assert until(lambda: one.read("AB") == 4, 10.0)
+    assert one.tier.is_serving
+
+
+def test_a_full_store_takes_nothing_and_still_gives(
+    start: Starting, server: RedisServer, plugin_log: pytest.LogCaptureFixture
+) -> None:
+    one = start(server.url)
+    one.store("AB")
+    server.client().config_set("maxmemory", "1kb")
+    one.store("ABCD")
+    assert one.read("ABCD") == 4
+    assert one.counters.num_dropped_chunks == 8
+    assert "set maxmemory-policy to allkeys-lru" in plugin_log.text
+
+
+def test_a_read_only_replica_gives_and_says_what_to_do(
+    start: Starting, server: RedisServer, plugin_log: pytest.LogCaptureFixture
+) -> None:
+    one = start(server.url)
+    one.store("AB")
+    with redis_server("--replicaof", "127.0.0.1", str(server.port)) as replica:
+        assert until(lambda: replica.client().info("replication")["master_link_status"] == "up", 20.0)
+        assert len(rests_of(replica)) == 4
+        other = start(replica.url)
+        assert other.read("AB") == 4
+        other.store("ABC")
+    assert other.counters.num_dropped_chunks == 2
+    assert "name the primary, not a replica" in plugin_log.text
+
+
+def test_a_wrong_password_is_a_miss_in_the_engine(start: Starting, plugin_log: pytest.LogCaptureFixture) -> None:
+    with redis_server("--requirepass", "right") as server:
+        one = start(server.url)
+        assert one.read("AB") == 0
+        one.store("AB")
+    assert "set RAGCACHE_SHARED_PASSWORD" in plugin_log.text
+    assert one.counters.num_dropped_chunks == 4
+
+
+def test_what_the_store_has_evicted_is_a_miss_and_is_stored_again(start: Starting, server: RedisServer) -> None:
+    one = start(server.url)
+    one.store("AB")
+    server.client().flushall()
+    assert one.read("AB") == 0
+    one.store("AB")
+    assert start(server.url).read("AB") == 4
+
+
+def test_more_than_half_of_host_memory_does_not_wait_for_the_store(start: Starting, server: RedisServer) -> None:
+    one = start(server.url)
+    server.process.send_signal(signal.SIGSTOP)
+    jobs = [one.submit_store(documents) for documents in ("DD", "DCC", "CDD")]
+    assert one.counters.num_dropped_chunks >= 10
+    assert [one.result(job).success for job in jobs] == [True] * 3
+    server.process.send_signal(signal.SIGCONT)
+
+
+def test_forgotten_documents_are_deleted_behind_what_is_being_stored(start: Starting, server: RedisServer) -> None:
+    one = start(server.url)
+    one.store("AB")
+    one.result(one.submit_store("AC"))
+    one.controller.forget({"B"})
+    one.result(one.submit_store("AD"))
+    one.controller.forget({"D"})
+    assert until(lambda: not one.tier.num_left())
+    assert until(lambda: not one.tier._io._num_waiting)
+    assert len(rests_of(server)) == 3
+    assert one.tier.why_left() is None
+    assert (one.read("AB"), one.read("AC")) == (1, 3)
+
+
+def test_what_cannot_be_deleted_now_is_said_and_deleted_when_the_store_is_back(
+    start: Starting, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_io, "_REST_S", 0.2)
+    one = start(server.url)
+    one.store("AB")
+    server.process.send_signal(signal.SIGSTOP)
+    one.controller.forget({"B"})
+    assert until(lambda: "may have 3 chunks" in (one.tier.why_left() or ""), 10.0)
+    server.process.send_signal(signal.SIGCONT)
+    assert until(lambda: not one.tier.num_left(), 20.0)
+    assert len(rests_of(server)) == 1
+
+
+def test_kv_keeps_its_age_on_the_way_and_too_old_one_is_a_miss(start: Starting, server: RedisServer) -> None:
+    one = start(server.url)
+    one.controller.tick(time.time() - 1000)
+    one.store("AB")
+    assert start(server.url, max_age=2000.0).read("AB") == 4
+    assert start(server.url, max_age=500.0).read("AB") == 0
+
+
+def test_loading_that_is_slower_than_computing_is_a_miss(
+    start: Starting, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(server.url).store("AB")
+    other = start(server.url, is_profiled=True)
+    for bytes_per_s, num_found in ((None, 4), (1e12, 4), (1.0, 0)):
+        monkeypatch.setattr(other.tier._io._rate, "bytes_per_s", lambda now_s, rate=bytes_per_s: rate)
+        keys, context = other.begin("AB")
+        assert other.found(keys, context) == num_found
+        other.end(context)
+
+
+def test_after_new_weights_nothing_is_asked_or_stored(start: Starting, server: RedisServer) -> None:
+    one = start(server.url)
+    one.store("AB")
+    one.tier.clear()
+    assert one.read("AB") == 0
+    one.store("ABC")
+    assert len(rests_of(server)) == 4
+    assert start(server.url).read("AB") == 4, "what was stored is right for the weights of before"
