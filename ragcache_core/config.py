@@ -12,7 +12,6 @@ from urllib.parse import parse_qs, urlsplit
 
 import platformdirs
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ByteSize,
@@ -69,13 +68,15 @@ def check_shared_url(url: str) -> str:
         ValueError: its scheme is unknown, it names no place, or it holds a password, which process lists would show.
     """
     parts = urlsplit(url)
-    if parts.scheme not in (*REDIS_SCHEMES, "s3") or not parts.hostname:
-        raise ValueError("name a store as redis://host:6379/0, rediss://host:6379/0 or s3://bucket/prefix")
     if parts.password is not None or "password" in parse_qs(parts.query):
+        name = "AWS_SECRET_ACCESS_KEY" if parts.scheme == "s3" else SHARED_PASSWORD_ENV
         raise ValueError(
-            f"a URL with a password is seen in process lists and logs: leave it out, and set {SHARED_PASSWORD_ENV}"
-            if parts.scheme in REDIS_SCHEMES
-            else "a URL with a secret is seen in process lists and logs: leave it out, and set AWS_SECRET_ACCESS_KEY"
+            f"CacheConfig.shared holds a password, which process lists and logs would show: leave it out, and set {name}"
+        )
+    if parts.scheme not in (*REDIS_SCHEMES, "s3") or not parts.hostname:
+        raise ValueError(
+            f"CacheConfig.shared is {url!r:.80}: name a store as redis://host:6379/0, rediss://host:6379/0 or "
+            "s3://bucket/prefix"
         )
     return url
 
@@ -188,7 +189,7 @@ class CacheConfig(_Settings):
     keys that were used before. Without it the environment's ``RAGCACHE_DISK_KEY`` may hold the same; with neither
     nothing is encrypted. From a TOML file, a relative path is relative to that file."""
 
-    shared: Annotated[str, AfterValidator(check_shared_url)] | None = None
+    shared: str | None = None
     """A store that engines on several machines use together, below their host memory: ``redis://host:6379/0`` (Redis or
     Valkey; ``rediss`` with TLS) or ``s3://bucket/prefix``. What one of them has computed, another one loads. Passwords
     are the environment's: ``RAGCACHE_SHARED_PASSWORD``, ``AWS_SECRET_ACCESS_KEY``. How much it holds, and how long, is
@@ -250,6 +251,8 @@ class CacheConfig(_Settings):
                 f"CacheConfig.disk_key_file is {str(self.disk_key_file)!r:.80} but disk_bytes is 0: set disk_bytes to "
                 "keep documents on disk, or leave disk_key_file out"
             )
+        if self.shared is not None:
+            check_shared_url(self.shared)
         if self.shared is not None and self.host_bytes == 0:
             raise ValueError(
                 f"CacheConfig.shared is {self.shared!r:.80} but host_bytes is 0: documents reach the store through "

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ragcache_core.client import Engine
 from ragcache_core.wire import KEY
 
-_TIERS = ("gpu", "host", "disk")
+_TIERS = ("gpu", "host", "disk", "shared")
 _TIMEOUT_S = 300.0
 
 

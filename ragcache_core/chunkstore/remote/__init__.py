@@ -67,7 +67,7 @@ def open_remote(url: str, *, ttl_s: float | None = None, timeout_s: float = TIME
     try:
         scheme = urlsplit(check_shared_url(url)).scheme
     except ValueError as error:
-        raise ConfigError(f"shared is {url.partition('@')[2] or url!r:.80}: {error}") from error
+        raise ConfigError(str(error)) from None
     package = "redis" if scheme in REDIS_SCHEMES else "obstore"
     if find_spec(package) is None:
         raise ConfigError(

@@ -135,9 +135,7 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
             logger.warning("RAGCache keeps nothing below the GPU: %s", why)
             self._give_up_tiers(engine_id)
         elif why := why_apart(workers, region_place(engine_id)):
-            logger.warning(
-                "RAGCache keeps nothing on disk or in a shared store, nor in host memory when the engine dies: %s", why
-            )
+            logger.warning("RAGCache keeps nothing on disk, nor in host memory when the engine dies: %s", why)
             self._give_up_reading()
 
     def _give_up_tiers(self, engine_id: str) -> None:

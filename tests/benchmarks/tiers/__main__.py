@@ -16,6 +16,7 @@ from tests.benchmarks.tiers.hit_share import measure_share, measure_share_by_pol
 from tests.benchmarks.tiers.idle_overhead import measure_idle, measure_idle_large
 from tests.benchmarks.tiers.mixed import measure_mixed
 from tests.benchmarks.tiers.policies import LOSS_ALLOWED, measure_policies
+from tests.benchmarks.tiers.shared_ttft import measure_shared_ttft
 from tests.benchmarks.tiers.store import measure_index, measure_killpoints
 from tests.benchmarks.tiers.tree import measure_decisions
 from tests.benchmarks.tiers.warming import measure_forecast, measure_seeds, measure_warming
@@ -51,6 +52,9 @@ GOALS: dict[str, Goal] = {
     "killpoint_wrong": Goal("=", 0),
     "index_open_s": Goal("<", 5.0),
     "disk_ttft_mismatches": Goal("=", 0),
+    "shared_ttft_ratio": Goal("<=", 0.25),
+    "shared_mismatches": Goal("=", 0),
+    "shared_dead_excess_s": Goal("<=", 0.2),
     "warm_ttft_ratio": Goal("<", 1.0),
     "warm_mismatches": Goal("=", 0),
     "policy_worst_drift_ratio": Goal(">=", 1 - LOSS_ALLOWED),
@@ -68,6 +72,7 @@ PARTS: dict[str, Callable[[Plan], Part]] = {
     "share-by-policy": measure_share_by_policy,
     "swap-out": measure_swap_out,
     "disk-ttft": measure_disk_ttft,
+    "shared-ttft": measure_shared_ttft,
     "warm": measure_warming,
     "warm-seeds": measure_seeds,
     "warm-forecast": measure_forecast,

@@ -1,4 +1,4 @@
-"""Two engines over one Redis: what one has computed the other loads, and no answer changes whatever becomes of the store.
+"""Two engines over one Redis: what one computed the other loads, and no answer changes whatever becomes of the store.
 
 Two engines of this module's own. The last test kills the Redis.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from random import Random
 from typing import Any
 

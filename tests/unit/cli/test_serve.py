@@ -115,6 +115,7 @@ def test_every_setting_of_the_cache_is_an_option(monkeypatch: pytest.MonkeyPatch
     engine = FakeEngine([], KeyboardInterrupt())
     options = ["--host-bytes", "2GiB", "--disk-bytes", "3GiB", "--cache-dir", "/kv", "--policy", "pgdsf"]
     options += ["--disk-key-file", "/key", "--tenants", "/tenants.toml", "--max-cached-documents", "5"]
+    options += ["--shared", "redis://host:6379/0", "--shared-ttl", "60"]
     options += ["--replicated-share", "0.25", "--max-age", "3600", "--pinned-share", "0.5"]
     options += ["--queue", "fifo", "--queue-window", "7", "--max-prefill-bs", "2"]
     options += ["--chunk-reuse", "selection=first_tokens, max-recompute=0.3,is_default=false"]
@@ -127,6 +128,8 @@ def test_every_setting_of_the_cache_is_an_option(monkeypatch: pytest.MonkeyPatch
         disk_bytes="3GiB",
         directory="/kv",
         disk_key_file="/key",
+        shared="redis://host:6379/0",
+        shared_ttl=60.0,
         tenants="/tenants.toml",
         policy="pgdsf",
         max_cached_documents=5,

@@ -122,6 +122,34 @@ def test_a_key_without_disk_space_is_refused() -> None:
     assert CacheConfig(disk_key_file="/key", disk_bytes=1).disk_key_file == Path("/key")
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"shared": "memcached://host"}, r"shared is 'memcached://host': name a store as redis://host:6379/0"),
+        ({"shared": "redis://"}, "name a store as redis://host:6379/0"),
+        ({"shared": "redis://:pass@host/0"}, "leave it out, and set RAGCACHE_SHARED_PASSWORD"),
+        ({"shared": "redis://host/0?password=pass"}, "leave it out, and set RAGCACHE_SHARED_PASSWORD"),
+        ({"shared": "s3://id:key@bucket"}, "leave it out, and set AWS_SECRET_ACCESS_KEY"),
+        ({"shared": "redis://host", "host_bytes": 0}, "so set host_bytes or leave shared out"),
+        ({"shared": "s3://bucket", "shared_ttl": 60.0}, "a bucket deletes by its lifecycle rules"),
+        ({"shared_ttl": 60.0}, "give it with a redis:// store"),
+    ],
+)
+def test_a_shared_store_that_cannot_work_is_refused(settings: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        CacheConfig(**settings)
+
+
+def test_a_refused_password_is_in_no_message() -> None:
+    with pytest.raises(ConfigError) as refused:
+        CacheConfig(shared="redis://:hidden-word@host/0")
+    assert "hidden-word" not in str(refused.value)
+
+
+def test_a_key_file_may_be_for_the_shared_store_alone() -> None:
+    assert CacheConfig(disk_key_file="/key", shared="s3://bucket/kv").disk_key_file == Path("/key")
+
+
 def test_a_directory_without_disk_space_is_refused() -> None:
     with pytest.raises(ConfigError, match="directory is '/kv' but disk_bytes is 0: set disk_bytes"):
         CacheConfig(directory="/kv")

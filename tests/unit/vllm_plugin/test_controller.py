@@ -28,6 +28,7 @@ def test_a_requests_figures_say_where_its_tokens_came_from_and_how_long_it_waite
         "num_gpu_tokens": 4,
         "num_host_tokens": 8,
         "num_disk_tokens": 0,
+        "num_shared_tokens": 0,
         "num_loaded_bytes": 2000,
         "num_stored_bytes": 330,
         "queue_s": 0.25,
