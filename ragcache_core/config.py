@@ -71,7 +71,7 @@ def check_shared_url(url: str) -> str:
     if parts.password is not None or "password" in parse_qs(parts.query):
         name = "AWS_SECRET_ACCESS_KEY" if parts.scheme == "s3" else SHARED_PASSWORD_ENV
         raise ValueError(
-            f"CacheConfig.shared holds a password, which process lists and logs would show: leave it out, and set {name}"
+            f"CacheConfig.shared holds a password, which process lists would show: leave it out, and set {name}"
         )
     if parts.scheme not in (*REDIS_SCHEMES, "s3") or not parts.hostname:
         raise ValueError(
