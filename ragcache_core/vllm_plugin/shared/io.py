@@ -283,7 +283,8 @@ class SharedIO:
             if not inquiry.is_abandoned and not self.reads.is_resting:
                 try:
                     self._answer(inquiry)
-                    self.reads.succeed()
+                    if not inquiry.found:  # else it is to be loaded, which may be what fails
+                        self.reads.succeed()
                 except Exception as error:  # whatever a client raises, it is a miss
                     self.reads.fail(error)
             inquiry.finish()

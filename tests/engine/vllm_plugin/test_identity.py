@@ -16,7 +16,7 @@ import torch
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.vllm_plugin.build_context import building
-from ragcache_core.vllm_plugin.identity import chunk_identity, kv_identity
+from ragcache_core.vllm_plugin.identity import chunk_identity, kv_identity, shared_identity
 
 
 class Engine:
@@ -124,6 +124,21 @@ def test_whatever_changes_the_bytes_changes_the_identity(tmp_path: Path, what: s
     assert engine.identity() == before
     CHANGES[what](engine)
     assert engine.identity() != before
+
+
+def test_two_machines_share_what_differs_in_nothing_but_place_time_and_data_parallel_engine(tmp_path: Path) -> None:
+    one, other = (Engine(folder) for folder in (tmp_path / "one", tmp_path / "other") if folder.mkdir() is None)
+    os.utime(other.weights[0], (1, 1))
+    other.set("offloading.parallel.data_parallel_index", 1)
+    identities = []
+    for engine in (one, other):
+        with building(engine.vllm, None):
+            identities.append(shared_identity(engine.offloading))
+    assert identities[0] == identities[1]
+    assert one.identity() != other.identity()
+    other.set("offloading.parallel.tp_size", 2)
+    with building(other.vllm, None):
+        assert shared_identity(other.offloading) != identities[0]
 
 
 CHANGES_OF_CHUNKS: dict[str, tuple[str, object]] = {

@@ -23,6 +23,7 @@ from ragcache_core.errors import ConfigError, EngineStartError
 from ragcache_core.memory import Memory
 from ragcache_core.runtime import shared_memory
 from ragcache_core.runtime.shared_memory import new_engine_id
+from tests.support.shared_stores import redis_server
 
 GIB = 1 << 30
 
@@ -219,6 +220,19 @@ def test_the_replicas_of_an_engine_share_host_memory_and_disk(
     assert owner.extra_config["secondary_tiers"][0]["capacity_bytes"] == 3 * GIB
     owner.end()
     assert list(Path("/dev/shm").glob(f"*{engine_id}*")) == []
+
+
+def test_a_shared_store_that_refuses_us_starts_nothing_and_one_that_does_not_answer_is_warned_of(
+    owner: Owner, caplog: pytest.LogCaptureFixture
+) -> None:
+    with redis_server("--requirepass", "right") as server:
+        with pytest.raises(ConfigError, match="set RAGCACHE_SHARED_PASSWORD to its password"):
+            owner.launch(CacheConfig(host_bytes="1GiB", shared=server.url))
+        assert owner.environments == []
+        owner.launch(CacheConfig(host_bytes="1GiB", shared=server.url), env={"RAGCACHE_SHARED_PASSWORD": "right"})
+    owner.launch(CacheConfig(host_bytes="1GiB", shared=server.url))
+    assert len(owner.environments) == 2
+    assert "does not answer, and is asked again later" in caplog.text
 
 
 def test_host_memory_that_may_grow_is_shared_by_replicas_as_well(owner: Owner) -> None:
