@@ -246,6 +246,11 @@ class SharedIO:
         return self._num_undeleted
 
     @property
+    def is_writing(self) -> bool:
+        """Whether something waits for the writer; no longer than the store is tried."""
+        return self._num_waiting > 0
+
+    @property
     def num_known(self) -> int:
         """Objects that are known to be there, or were when they were last asked for."""
         return len(self._known)

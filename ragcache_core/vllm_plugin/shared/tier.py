@@ -109,7 +109,7 @@ class SharedTier(SecondaryTierManager):
         self._num_loading = 0
         self._puts: dict[int, PutJob] = {}
         self._done: list[int] = []
-        self._counted = (0, 0, 0)
+        self._counted = (0, 0, 0, 0)
         self._controller.shared = self
         self._controller.forgetting.add_holder(self)
         logger.info("RAGCache shares KV at %s, under %s", url, self._objects.prefix)
@@ -174,7 +174,8 @@ class SharedTier(SecondaryTierManager):
         self._asked.pop(req_context.req_id, None)
 
     def has_pending_work(self) -> bool:
-        return False  # jobs that are under way make vLLM step, and nothing else needs it
+        """Return whether an engine without requests goes on stepping: to tell what the threads are still doing."""
+        return self._io.is_writing or self._figures() != self._counted
 
     def drain_jobs(self) -> None:
         """Let nothing of the tier touch host memory any more: what is under way is given up."""
@@ -303,12 +304,15 @@ class SharedTier(SecondaryTierManager):
             transfer_bytes=len(loaded) * self.block_size_bytes,
         )
 
+    def _figures(self) -> tuple[int, int, int, int]:
+        io = self._io
+        return io.num_damaged, io.num_dropped, io.reads.num_failures + io.writes.num_failures, io.num_known
+
     def _count(self) -> None:
         """Add to the engine's counters what happened on the threads since the last time."""
-        io, counters = self._io, self._controller.counters
-        now = (io.num_damaged, io.num_dropped, io.reads.num_failures + io.writes.num_failures)
+        counters, now = self._controller.counters, self._figures()
         if now != self._counted:
-            damaged, dropped, failures = (new - old for new, old in zip(now, self._counted, strict=True))
+            damaged, dropped, failures, _ = (new - old for new, old in zip(now, self._counted, strict=True))
             counters.num_corrupt_chunks += damaged
             counters.num_dropped_chunks += dropped
             counters.num_shared_failures += failures
