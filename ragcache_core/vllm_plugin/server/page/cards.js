@@ -21,7 +21,7 @@ export class History {
 }
 
 export function tokensBySource(request) {
-  const tokens = SOURCES.slice(0, -1).map((tier) => request[`num_${tier}_tokens`]);
+  const tokens = SOURCES.slice(0, -1).map((tier) => request[`num_${tier}_tokens`] ?? 0);
   const computed = request.num_prompt_tokens - tokens.reduce((sum, number) => sum + number, 0);
   return [...tokens, Math.max(computed, 0)];
 }
