@@ -96,7 +96,7 @@ class Recorder:
     @property
     def counted_s(self) -> float:
         """Seconds from the first arrival that counts to the last answer."""
-        return max(self._last_s - self._arrival_s[self._options.warm_up], 0.0)
+        return max(self._last_s - float(self._arrival_s[self._options.warm_up]), 0.0)
 
     def result(self, notes: tuple[str, ...], replicas: tuple[ReplicaSummary, ...] = ()) -> SimulationResult:
         """Return everything, once all requests are done."""
