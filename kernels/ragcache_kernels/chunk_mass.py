@@ -63,7 +63,7 @@ def chunk_attention_mass(
     by_head = torch.zeros((num_tokens, num_kv_heads, num_chunks), dtype=torch.float32, device=query.device)
     if not num_tokens or not num_chunks:
         return by_head.sum(1)
-    tiles = tiles or Tiles.for_heads(group, head_dim, query.dtype)
+    tiles = tiles or Tiles.for_heads(group, head_dim, query.dtype, num_keys=64)
     num_rows = tiles.num_rows(group)
     chunks = min(_MOST_CHUNKS, max(_LEAST_DOT, padded(num_chunks)))
     grid = (triton.cdiv(num_tokens, num_rows // padded(group)), num_kv_heads, triton.cdiv(num_chunks, chunks))

@@ -40,7 +40,7 @@ def cache() -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("num_rows", "num_runs", "is_better"),
-    [(160, 10, False), (159, 10, True), (1, 1, True), (5000, 1, False), (16_000, 101, True), (16_000, 100, False)],
+    [(80, 10, False), (79, 10, True), (1, 1, True), (5000, 1, False), (16_000, 101, True), (16_000, 100, False)],
 )
 def test_it_takes_over_where_runs_are_short_or_too_many_for_a_backend(
     num_rows: int, num_runs: int, is_better: bool, cache: torch.Tensor

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-_LEAST_RUN_TOKENS = 16
-"""Where runs are as long as this, a backend that reads the keys once for each is as fast."""
+_LEAST_RUN_TOKENS = 8
+"""Where runs are as long as this, a backend that reads the keys once for each is as fast: measured on an H100."""
 
 
 class ScatteredRows:
