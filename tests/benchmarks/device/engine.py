@@ -22,7 +22,7 @@ __all__ = ["check_kernels", "has_gpu", "measure_copies", "measure_steps"]
 _KERNEL_CHECK = Path(__file__).parents[3] / "kernels" / "gpu_check.py"
 _COST_MODEL = Path("build") / "gpu-cost-model.json"
 _LARGE = ModelShape(hidden_size=2048, num_layers=24, num_heads=16, num_kv_heads=8, intermediate_size=8192)
-"""1.1 billion parameters, 96 KiB of KV a token in bfloat16."""
+"""1.5 billion parameters, 96 KiB of KV a token in bfloat16."""
 _COPIED = Load("copies", 1900, 1, 16)
 _COPY_GPU_REQUESTS = 20
 """Prompts that the GPU holds: those of a batch are evicted by the next."""
