@@ -38,7 +38,7 @@ class SimulationOptions:
         order: in which order a prompt shows its documents.
         gpu_tokens, host_tokens, disk_tokens: how many tokens of KV each tier holds; 0 of host or disk: no such tier.
         system_tokens: of the prompt that all requests share, before the documents.
-        cost_model: a name of :data:`~ragcache_core.sim.testbeds.TESTBEDS`, or a JSON file.
+        cost_model: a name of :data:`~ragcache_core.sim.testbeds.TESTBEDS` or ``MEASURED``, or a JSON file.
         beyond: what to do where the trace has longer prompts than a measured profile.
         queue: which of those that wait is next; ``window`` bounds how often one is overtaken.
         granularity: documents, or blocks of ``block_size`` tokens.

@@ -1,4 +1,4 @@
-"""Whose prefill and whose links are simulated: the paper's four models on their testbeds, or a profile."""
+"""Whose prefill and whose links are simulated: the paper's four models on their testbeds, an H100, or a profile."""
 
 from __future__ import annotations
 
@@ -131,9 +131,12 @@ bytes of its KV and by the bandwidth. PCIe 5.0 brings twice what 4.0 does.
 A decoding iteration reads the weights once and the KV of the context. A disk is an NVMe drive of 2 GiB/s.
 """
 
+MEASURED: Mapping[str, Path] = {"h100-llama3-8b": Path(__file__).with_name("h100_llama3_8b.json")}
+"""What was measured by ``make gpu-check`` on one NVIDIA H100 80GB HBM3: Llama-3-8B's shape, random weights, PyTorch."""
+
 
 def load_testbed(name_or_file: str) -> Testbed:
-    """Return a testbed of :data:`TESTBEDS`, or of a JSON file.
+    """Return a testbed of :data:`TESTBEDS` or :data:`MEASURED`, or of a JSON file.
 
     A file holds a profile as ``ragcache profile`` writes it, or the prefill times alone. Beside them may stand
     ``tokens_per_gib`` (8,192 without it), ``host_gib_per_s`` and ``disk_gib_per_s``; instead of times ``formula`` with
@@ -144,13 +147,14 @@ def load_testbed(name_or_file: str) -> Testbed:
     """
     if name_or_file in TESTBEDS:
         return TESTBEDS[name_or_file]
-    path = Path(name_or_file)
+    path = MEASURED.get(name_or_file, Path(name_or_file))
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
+        names = ", ".join((*TESTBEDS, *MEASURED))
         raise ConfigError(
-            f"cost_model is {name_or_file!r}, which is neither a file nor one of {', '.join(TESTBEDS)}: name one, or "
-            "measure with ragcache profile --output FILE"
+            f"cost_model is {name_or_file!r}, which is neither a file nor one of {names}: name one, or measure with "
+            "ragcache profile --output FILE"
         ) from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): name another profile") from error
@@ -159,7 +163,7 @@ def load_testbed(name_or_file: str) -> Testbed:
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds {data!r:.40}, no profile: measure one with ragcache profile --output FILE")
     try:
-        return _read(str(path), data)
+        return _read(name_or_file if name_or_file in MEASURED else str(path), data)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 

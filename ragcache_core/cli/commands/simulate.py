@@ -15,7 +15,7 @@ from ragcache_core.cli.subcommands.sweep import ORDERS, ROUTINGS, SIMULATED_POLI
 if TYPE_CHECKING:
     from ragcache_core.sim.result import SimulationResult
 
-_TESTBEDS = "a10g-mistral-7b, a10g-llama2-7b, h800-mixtral-8x7b, h800-llama2-70b"
+_TESTBEDS = "a10g-mistral-7b, a10g-llama2-7b, h800-mixtral-8x7b, h800-llama2-70b, h100-llama3-8b"
 
 
 class Shares(click.ParamType[Any]):

@@ -9,7 +9,7 @@ import pytest
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.policy import PrefillCostModel
-from ragcache_core.sim.testbeds import TESTBEDS, load_testbed
+from ragcache_core.sim.testbeds import MEASURED, TESTBEDS, load_testbed
 
 TIMES = {"format": 1, "cached_tokens": [0, 512], "new_tokens": [32, 512], "seconds": [[0.03, 0.1], [0.04, 0.12]]}
 
@@ -52,6 +52,16 @@ def test_what_comes_from_disk_passes_through_the_host() -> None:
     testbed = TESTBEDS["a10g-mistral-7b"]
     assert testbed.transfer_s(8_192, 0) == pytest.approx(1 / 11.5)
     assert testbed.transfer_s(0, 8_192) == pytest.approx(1 / 11.5 + 1 / 2)
+
+
+def test_an_h100_was_measured_and_can_be_named() -> None:
+    testbed = load_testbed("h100-llama3-8b")
+    assert testbed.name == "h100-llama3-8b" in MEASURED
+    assert testbed.cost.estimate_s(0, 4_096) == pytest.approx(0.115, rel=0.01)
+    assert testbed.cost.estimate_s(4_096, 16) < testbed.cost.estimate_s(0, 4_112) / 10
+    assert testbed.lengths_beyond(32_768, 8_192) is None
+    assert testbed.transfer_s(8_192, 0) == pytest.approx(1 / 51.4, rel=0.01)
+    assert testbed.assumed == ("disk_gib_per_s 2",)
 
 
 @pytest.mark.parametrize("holder", [lambda times: times, lambda times: {"kind": "profile", "cost_model": times}])
