@@ -113,7 +113,9 @@ def test_the_cheap_parts_write_every_figure_that_has_a_goal(tmp_path: Path) -> N
     report = json.loads(path.read_text())
     assert set(report["parts"]) == set(CHEAP)
     needs_engine = {
-        key for key in GOALS if key.startswith(("exact", "mixed", "cached", "disk_ttft", "idle", "swap", "warm"))
+        key
+        for key in GOALS
+        if key.startswith(("exact", "mixed", "cached", "disk_ttft", "idle", "shared", "swap", "warm"))
     }
     assert set(report["goals_not_measured"]) == needs_engine
     assert report["killpoints"] == 5
