@@ -8,7 +8,7 @@ import re
 import threading
 import time
 import uuid
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from weakref import WeakSet
@@ -93,6 +93,7 @@ class ReplicaSet:
         self._lock = threading.Lock()
         self._speculations: OrderedDict[str, Replica] = OrderedDict()
         self._moved: OrderedDict[str, str] = OrderedDict()
+        self._over: deque[OnItsWay] = deque()
         for replica in self.all:
             replica.load = ReplicaLoad()
 
@@ -109,7 +110,7 @@ class ReplicaSet:
                 stack.enter_context(replica.engine.integration.cached_prefixes.reading()) if has_documents else None
                 for replica in ready
             ]
-            stack.enter_context(self._lock)
+            stack.enter_context(self._counting())
             yield [KnownReplica(one.name, known, one.load) for one, known in zip(ready, mirrors, strict=True)]
 
     # Replicas of a transport
@@ -134,7 +135,7 @@ class ReplicaSet:
     def _pinned(self, request: httpx.Request) -> Replica | None:
         """Return the replica that alone can answer this."""
         if found := _SPECULATION_ROUTE.search(request.url.path):
-            with self._lock:
+            with self._counting():
                 return self._speculations.get(found[1])
         if (found := _REQUEST_ROUTE.search(request.url.path)) and int(found[2]) < len(self.all):
             return self.all[int(found[2])]
@@ -177,13 +178,32 @@ class ReplicaSet:
 
     def answered(self, sent: OnItsWay) -> None:
         """Note that a request has its first token."""
-        with self._lock:
+        with self._counting():
             sent.answered()
 
     def done(self, sent: OnItsWay) -> None:
-        """Note that a request is over."""
-        with self._lock:
-            sent.end()
+        """Note that a request is over. Never waits: Python may collect an answer in a thread that is counting."""
+        self._over.append(sent)
+        self._count_over()
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Have nobody else count; what is over by then, and while that lasts, is counted."""
+        self._count_over()
+        try:
+            with self._lock:
+                yield
+        finally:
+            self._count_over()
+
+    def _count_over(self) -> None:
+        """Count what is over, unless somebody counts, who does that then."""
+        while self._over and self._lock.acquire(blocking=False):
+            try:
+                while self._over:
+                    self._over.popleft().end()
+            finally:
+                self._lock.release()
 
     def names(self) -> list[str]:
         """Return the replicas' addresses."""

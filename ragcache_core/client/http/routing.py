@@ -43,7 +43,7 @@ class Sending(Protocol):
         ...
 
     def end(self) -> None:
-        """Note that its answer is over. May be called again."""
+        """Note that its answer is over. May be called again, and wherever Python collects an answer that was left."""
         ...
 
 
@@ -119,18 +119,21 @@ class _Body(httpx.SyncByteStream):
 
     def __iter__(self) -> Iterator[bytes]:
         parts, is_first = iter(self._body), True
-        while True:
-            try:
-                with also_checking(self._sending.check):
-                    part = next(parts, None)
-            except BaseException as error:
-                raise self._sending.failed(error) from error.__cause__
-            if part is None:
-                return
-            if is_first:
-                self._sending.begun(self._response, part)
-                is_first = False
-            yield part
+        try:
+            while True:
+                try:
+                    with also_checking(self._sending.check):
+                        part = next(parts, None)
+                except BaseException as error:
+                    raise self._sending.failed(error) from error.__cause__
+                if part is None:
+                    return
+                if is_first:
+                    self._sending.begun(self._response, part)
+                    is_first = False
+                yield part
+        finally:  # also of who leaves it without closing it
+            self._sending.end()
 
     def close(self) -> None:
         try:
@@ -145,18 +148,21 @@ class _AsyncBody(httpx.AsyncByteStream):
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         parts, is_first = aiter(self._body), True
-        while True:
-            try:
-                with also_checking(self._sending.check):
-                    part = await anext(parts, None)
-            except BaseException as error:
-                raise self._sending.failed(error) from error.__cause__
-            if part is None:
-                return
-            if is_first:
-                self._sending.begun(self._response, part)
-                is_first = False
-            yield part
+        try:
+            while True:
+                try:
+                    with also_checking(self._sending.check):
+                        part = await anext(parts, None)
+                except BaseException as error:
+                    raise self._sending.failed(error) from error.__cause__
+                if part is None:
+                    return
+                if is_first:
+                    self._sending.begun(self._response, part)
+                    is_first = False
+                yield part
+        finally:  # also of who leaves it without closing it
+            self._sending.end()
 
     async def aclose(self) -> None:
         try:

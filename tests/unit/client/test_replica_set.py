@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from ragcache_core.client.fleet.replicas import HOME, ReplicaSet
 from ragcache_core.client.http.attempt import SENT_ONCE, Health
-from ragcache_core.client.http.routing import RoutedTransport
+from ragcache_core.client.http.routing import AsyncRoutedTransport, RoutedTransport
 
 ANSWERS = ["said", "refused", "drained", "dead", "cut", "left", "interrupted"]
 
@@ -73,6 +74,12 @@ class Body(httpx.SyncByteStream):
         yield b"two"
 
 
+class AsyncBody(httpx.AsyncByteStream):
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield b"one"
+        yield b"two"
+
+
 class FakeServers(httpx.BaseTransport):
     """Answers as the request's ``user`` says."""
 
@@ -114,6 +121,46 @@ def test_however_requests_end_none_of_them_counts_afterwards(asked: list[tuple[s
     for document, how in asked:
         ask(transport, document, how)
         assert load(replicas) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("num_read", [0, 1, 2])
+def test_an_answer_that_is_left_without_closing_it_does_not_count(num_read: int) -> None:
+    replicas = replica_set()
+    response = RoutedTransport(replicas, FakeServers(replicas)).handle_request(asking(user="said"))
+    parts = iter(cast("httpx.SyncByteStream", response.stream))
+    assert next(parts) == b"one"  # as the transport above does before it hands an answer on
+    for _ in range(num_read):
+        next(parts, None)
+    del parts, response
+    gc.collect()
+    assert load(replicas) == [0, 0, 0]
+
+
+@pytest.mark.asyncio
+async def test_an_asynchronous_answer_that_is_left_does_not_count() -> None:
+    replicas = replica_set()
+    inner = httpx.MockTransport(lambda _: httpx.Response(200, stream=AsyncBody()))
+    response = await AsyncRoutedTransport(replicas, inner).handle_async_request(asking())
+    parts = aiter(cast("httpx.AsyncByteStream", response.stream))
+    assert await anext(parts) == b"one"
+    assert sum(load(replicas)) == 1
+    await parts.aclose()  # type: ignore[attr-defined]  # as its event loop does with a generator that is left
+    assert load(replicas) == [0, 0, 0]
+
+
+def test_an_answer_that_is_collected_while_its_thread_counts_is_counted_afterwards() -> None:
+    replicas = replica_set()
+    sending = replicas.send(asking())
+
+    def collect() -> None:
+        with replicas.known():
+            sending.end()
+
+    thread = threading.Thread(target=collect, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert load(replicas) == [0, 0, 0]
 
 
 def test_requests_of_many_threads_are_counted_right() -> None:
@@ -243,7 +290,7 @@ def test_the_figures_of_an_answer_that_went_on_elsewhere_are_asked_of_who_gave_t
         name = sending.request.headers["X-Request-Id"]
         first = first or name
         hosts.append(sending.request.url.host)
-        replicas.all[[replica.num_running for replica in replicas.all].index(1)].rest(60)
+        replicas.all[[replica.load.num_running for replica in replicas.all].index(1)].rest(60)
         sending.end()
         assert turn == 0 or name != first
     for replica in replicas.all:
