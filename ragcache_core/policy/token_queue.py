@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 
 class TokenQueue:
     """Nodes by their ids, the first that came first, with their sizes.
@@ -12,7 +14,7 @@ class TokenQueue:
 
     def __init__(self) -> None:
         self.num_tokens = 0
-        self._sizes: dict[int, int] = {}
+        self._sizes: OrderedDict[int, int] = OrderedDict()
 
     def __contains__(self, node_id: int) -> bool:
         return node_id in self._sizes
