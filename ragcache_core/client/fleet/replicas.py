@@ -34,8 +34,9 @@ _MAX_SPECULATIONS = 4096
 _MAX_MOVED = 4096
 _MAX_REST_S = 60.0
 _REST_S = 2.0
-_UNREACHED = (502, 503, 504)
-"""A server that takes no requests now says 503; of a proxy before it all three are that it does not reach it."""
+_UNREACHED = (502, 503)
+"""A server that takes no requests now says 503; of a proxy before it both are that it does not reach it. With 504 it
+has waited for the answer: sent again, what takes long would be computed by every replica."""
 
 _logger = logging.getLogger(__name__)
 _all: WeakSet[ReplicaSet] = WeakSet()

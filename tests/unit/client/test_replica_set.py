@@ -254,7 +254,7 @@ def test_a_drained_replica_rests_whatever_it_says_of_how_long(retry_after: str |
     assert replicas.send(asking()).request.url.host != drained
 
 
-@pytest.mark.parametrize("status", [502, 504])
+@pytest.mark.parametrize("status", [502, 503])
 def test_a_replica_that_its_proxy_does_not_reach_is_left_for_another(status: int) -> None:
     replicas = replica_set(2)
     sending = replicas.send(asking())
@@ -266,10 +266,18 @@ def test_a_replica_that_its_proxy_does_not_reach_is_left_for_another(status: int
     other.answered(httpx.Response(status))  # nobody is left: it is the answer
 
 
+def test_what_a_proxy_gave_up_waiting_for_is_not_computed_by_another_too() -> None:
+    replicas = replica_set(2)
+    sending = replicas.send(asking())
+    sending.answered(httpx.Response(504))  # it is the answer: this replica may still be at it
+    sending.end()
+    assert replicas.send(asking()).request.url.host == sending.request.url.host
+
+
 def test_what_is_worth_one_try_marks_no_replica() -> None:
     replicas = replica_set(1)
     (replica,) = replicas.all
-    replica.engine.integration.watch.seen_alive_since = lambda _: False  # type: ignore[method-assign]  # a fake
+    replica.engine.integration.watch.seen_alive_since = lambda _: False  # type: ignore[method-assign, assignment]  # a fake
     once = httpx.Request("GET", f"{HOME}/v1/ragcache/stats", extensions=SENT_ONCE)
     replicas.send(once).failed(httpx.ConnectTimeout("late"))
     assert replica.is_ready()
