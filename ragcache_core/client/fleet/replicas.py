@@ -11,6 +11,7 @@ import uuid
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from urllib.parse import quote
 from weakref import WeakSet
 
 import httpx
@@ -26,7 +27,7 @@ from ragcache_core.routing.load import OnItsWay, ReplicaLoad
 HOME = "https://ragcache-fleet"
 """In place of a replica's address, until one is chosen."""
 _SPECULATION_ROUTE = re.compile(r"/v1/ragcache/speculations/([^/]+)")
-_REQUEST_ROUTE = re.compile(r"/v1/ragcache/requests/(?:(?:chat)?cmpl-)?(.*-r(\d+))")
+_REQUEST_ROUTE = re.compile(r"/v1/ragcache/requests/(?:(?:chat)?cmpl-)?(.*-r([0-9]{1,6}))")
 _PLACED = re.compile(r"-r\d+$")
 _REQUEST_ID = "X-Request-Id"
 """vLLM makes the id of a response from it: which replica has that response's figures is read off its end."""
@@ -155,7 +156,7 @@ class ReplicaSet:
         name = found[1]
         while (later := self._moved.get(name)) is not None:
             name = later
-        path = request.url.raw_path.decode("ascii").replace(found[1], name)
+        path = request.url.raw_path.decode("ascii").replace(quote(found[1], safe=""), quote(name, safe=""))
         url = request.url.copy_with(raw_path=path.encode("ascii"))
         return httpx.Request(request.method, url, headers=request.headers, extensions=request.extensions)
 

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any, cast
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -264,6 +265,26 @@ def test_a_replica_that_its_proxy_does_not_reach_is_left_for_another(status: int
     other = replicas.send(asking())
     assert other.request.url.host != sending.request.url.host
     other.answered(httpx.Response(status))  # nobody is left: it is the answer
+
+
+def test_figures_are_asked_of_who_gave_the_rest_whatever_an_answer_is_called() -> None:
+    replicas = replica_set(2)
+    first = replicas.send(asking(request_id="50% of a/b"))
+    name = first.request.headers["X-Request-Id"]
+    replicas.all[[replica.load.num_running for replica in replicas.all].index(1)].rest(60)
+    first.end()
+    rest = replicas.send(asking(request_id=name))
+    rest.end()
+    url = f"{HOME}/v1/ragcache/requests/{quote('cmpl-' + name, safe='')}"
+    asked = replicas.send(httpx.Request("GET", url)).request
+    assert asked.url.host == rest.request.url.host != first.request.url.host
+    assert asked.url.path.endswith("/cmpl-" + rest.request.headers["X-Request-Id"])
+
+
+@pytest.mark.parametrize("name", ["r-r" + "9" * 5_000, "r-r٣", "r-r7", "-r", ""])
+def test_figures_of_what_nobody_answered_are_asked_of_somebody(name: str) -> None:
+    asked = httpx.Request("GET", f"{HOME}/v1/ragcache/requests/{quote(name, safe='')}")
+    assert replica_set(2).send(asked).request.url.host.startswith("replica-")
 
 
 def test_what_a_proxy_gave_up_waiting_for_is_not_computed_by_another_too() -> None:
