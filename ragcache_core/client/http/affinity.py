@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 import httpx
 
-from ragcache_core.client.http.asked import Asked
+from ragcache_core.client.http.asked import Asked, is_sendable
 from ragcache_core.client.speculation.request_capture import asks_completion
 from ragcache_core.wire import REPLICA_HEADER, SESSION_HEADER, SPECULATION_HEADER
 
@@ -61,7 +61,7 @@ class ProxyAffinity:
             known = self._answers.get(unquote(found[1]), _Place())
             said = {SESSION_HEADER: known.session, REPLICA_HEADER: known.replica}
         for name, value in said.items():
-            if value is not None:
+            if is_sendable(value):  # what a server refuses in a body is not to fail here
                 request.headers.setdefault(name, value)
         return AffineRequest(self, request, place)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import httpx
 
@@ -35,14 +35,18 @@ class Asked:
             params = body.get("kv_transfer_params") or {}
             said = params.get(KEY) or {}
             speculation, request_id = said.get("speculation"), body.get("request_id")
-            is_sendable = isinstance(request_id, str) and request_id.isascii() and request_id.isprintable()
             return cls(
                 _prompt(body, said.get("documents") or (), params.get("prompt_token_ids") or body.get("prompt")),
                 speculation if isinstance(speculation, str) else None,
-                request_id.strip() if is_sendable else None,
+                request_id.strip() if is_sendable(request_id) else None,
             )
         except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
             return cls(AskedPrompt((), (), 0, 0, None, ""))
+
+
+def is_sendable(value: object) -> TypeGuard[str]:
+    """Return whether a header can hold this."""
+    return isinstance(value, str) and value.isascii() and value.isprintable()
 
 
 def _prompt(body: Mapping[str, Any], named: Sequence[Any], token_ids: object) -> AskedPrompt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import socket
@@ -14,8 +15,10 @@ import httpx
 import pytest
 
 from ragcache_core.client import Engine
+from ragcache_core.client.http.affinity import ProxyAffinity
 from ragcache_core.prompt import PromptLayout, RenderedPrompt
 from ragcache_core.types import Document
+from ragcache_core.wire import SPECULATION_HEADER
 from tests.conftest import DEMO_MODEL
 from tests.support.asking_ahead import speculate
 from tests.support.scripted_server import IDLE, THREE_TIERS, ScriptedServer
@@ -171,3 +174,12 @@ def test_one_server_without_a_proxy_gets_the_same_answers_and_headers_of_an_appl
     assert sessions[1] == "mine"
     assert len(set(sessions)) == 3
     assert all(re.fullmatch("[0-9a-f]{16}", session or "") for session in (sessions[0], sessions[2]))
+
+
+@pytest.mark.parametrize("speculation", ["line\r\nX-Other: yes", "na\u00efve", "\ud800", 5])
+def test_an_id_that_no_header_can_hold_is_left_to_the_server(speculation: object) -> None:
+    said = {"prompt": "Who?", "kv_transfer_params": {"ragcache": {"documents": [], "speculation": speculation}}}
+    request = httpx.Request("POST", "http://proxy/v1/completions", content=json.dumps(said))
+    sent = ProxyAffinity().send(request).request
+    assert SPECULATION_HEADER not in sent.headers
+    assert json.loads(sent.content) == said
