@@ -31,6 +31,14 @@ _MAX_HEADER_BYTES = 64 << 20
 _CHUNK_LAYOUT = 1  # of a page: layer by layer, K without RoPE and V
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _CODE = ("*.py", "*processor_config.json")
+_OF_IMAGES = (
+    "mm_processor_kwargs",
+    "mm_device_do_normalize",
+    "mm_encoder_attn_dtype",
+    "mm_encoder_fp8_scale_path",
+    "video_pruning_rate",
+    "video_pruning_method",
+)
 
 
 def kv_identity(config: OffloadingConfig) -> dict[str, str | int]:
@@ -69,7 +77,8 @@ def _kv_identity(config: OffloadingConfig, engine: str) -> dict[str, str | int]:
         **_model_identity(vllm_config),
         **several,
         "kv_dtype": _kv_dtype(vllm_config, config.model.dtype),
-        "layout": f"{config.kv_cache_layout} {len(config.groups)} {config.worker_kv_bytes_per_block}",
+        "layout": f"{config.kv_cache_layout} {len(config.groups)} {config.worker_kv_bytes_per_block} "
+        f"{config.canonical_layout}",
         "tokens_per_block": config.groups[0].tokens_per_block,
         "tokens_per_key": config.cache.tokens_per_hash,
         "keys": f"{algorithm} {seed}",
@@ -117,8 +126,15 @@ def _model_identity(vllm_config: VllmConfig) -> dict[str, str | int]:
         "dtype": str(model.dtype),
         "quantization": f"{model.quantization} {_json(model.quantization_config)}",
         "load_format": f"{load.load_format} {_digest(_json(load.model_loader_extra_config).encode())} {model.seed}",
-        "attention_backend": str(vllm_config.attention_config.backend),
+        "attention": _digest(_json(vars(vllm_config.attention_config)).encode()),
+        "images": _images(model),
     }
+
+
+def _images(model: ModelConfig) -> str:
+    """Return how images and sounds are read where the engine, and not the request, says it: keys do not hold that."""
+    images = model.multimodal_config
+    return "" if images is None else _json({name: getattr(images, name) for name in _OF_IMAGES})
 
 
 def _platform() -> str:

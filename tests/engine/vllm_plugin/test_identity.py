@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from vllm.config.multimodal import MultiModalConfig
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.vllm_plugin.build_context import building
@@ -44,12 +45,13 @@ class Engine:
                 max_model_len=2048,
                 original_max_model_len=None,
                 seed=0,
+                multimodal_config=None,
             ),
             load_config=SimpleNamespace(load_format="auto", download_dir=None, model_loader_extra_config={}),
             parallel_config=SimpleNamespace(
                 cp_kv_cache_interleave_size=1, tensor_parallel_size=1, pipeline_parallel_size=1, rank=0
             ),
-            attention_config=SimpleNamespace(backend=None),
+            attention_config=SimpleNamespace(backend=None, backend_per_kind={}, indexer_kv_dtype="auto"),
             speculative_config=None,
         )
         self.offloading: Any = SimpleNamespace(
@@ -57,6 +59,7 @@ class Engine:
             cache=SimpleNamespace(tokens_per_hash=32),
             groups=[SimpleNamespace(tokens_per_block=32)],
             kv_cache_layout="HND",
+            canonical_layout=False,
             worker_kv_bytes_per_block=4096,
             parallel=SimpleNamespace(tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, data_parallel_index=0),
         )
@@ -100,6 +103,12 @@ CHANGES: dict[str, Callable[[Engine], object]] = {
     "random weights": lambda it: it.set("vllm.model_config.seed", 1),
     "load format": lambda it: it.set("vllm.load_config.load_format", "dummy"),
     "attention backend": lambda it: it.set("vllm.attention_config.backend", "FLASHINFER"),
+    "attention backend of some layers": lambda it: it.set(
+        "vllm.attention_config.backend_per_kind", {"full_attention": "FLASHINFER"}
+    ),
+    "dtype of an indexer": lambda it: it.set("vllm.attention_config.indexer_kv_dtype", "fp8"),
+    "images": lambda it: it.set("vllm.model_config.multimodal_config", MultiModalConfig()),
+    "canonical layout": lambda it: it.set("offloading.canonical_layout", True),
     "keys": lambda it: it.set("vllm.cache_config.prefix_caching_hash_algo", "sha256_cbor"),
     "KV dtype": lambda it: it.set("offloading.model.dtype", "fp8"),
     "layers of another KV dtype": lambda it: it.set("vllm.cache_config.kv_cache_dtype_skip_layers", ["0", "5"]),
@@ -139,6 +148,27 @@ def test_two_machines_share_what_differs_in_nothing_but_place_time_and_data_para
     other.set("offloading.parallel.tp_size", 2)
     with building(other.vllm, None):
         assert shared_identity(other.offloading) != identities[0]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"mm_processor_kwargs": {"do_rescale": False}},
+        {"mm_device_do_normalize": False},
+        {"mm_encoder_attn_dtype": "fp8"},
+        {"video_pruning_rate": 0.5},
+    ],
+    ids=lambda said: next(iter(said)),
+)
+def test_what_the_engine_makes_of_images_changes_the_identity(tmp_path: Path, said: dict[str, Any]) -> None:
+    """vLLM's hash of an image has what its request says of it, not what the engine was started with."""
+    engine = Engine(tmp_path)
+    engine.set("vllm.model_config.multimodal_config", MultiModalConfig())
+    before = engine.identity()
+    engine.set("vllm.model_config.multimodal_config", MultiModalConfig(mm_processor_cache_gb=1))
+    assert engine.identity() == before
+    engine.set("vllm.model_config.multimodal_config", MultiModalConfig(**said))
+    assert engine.identity() != before
 
 
 CHANGES_OF_CHUNKS: dict[str, tuple[str, object]] = {
