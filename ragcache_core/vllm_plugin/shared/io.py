@@ -233,9 +233,15 @@ class SharedIO:
             job.abandon()
         return job.is_finished or job.is_abandoned
 
+    def unlearn(self, names: Sequence[str]) -> None:
+        """Have objects written again that are not there, or of no use."""
+        with self._lock:
+            for name in names:
+                self._known.pop(name, None)
+
     def delete(self, names: Sequence[str]) -> None:
         """Have objects deleted, after what was to be written before; it is tried until the store does it."""
-        self._unlearn(names)
+        self.unlearn(names)
         with self._lock:
             self._num_undeleted += len(names)
         self._changes.put(list(names))
@@ -278,11 +284,6 @@ class SharedIO:
             while len(self._known) > _MAX_KNOWN:
                 self._known.popitem(last=False)
 
-    def _unlearn(self, names: Sequence[str]) -> None:
-        with self._lock:
-            for name in names:
-                self._known.pop(name, None)
-
     def _run_inquiries(self) -> None:
         while (inquiry := self._inquiries.get()) is not None and self._ends_s is None:
             if not inquiry.is_abandoned and not self.reads.is_resting:
@@ -304,7 +305,7 @@ class SharedIO:
                 there = self._store.exists(asked, is_chain=False)
                 found.update(name for name, here in zip(asked, there, strict=True) if here)
         inquiry.found = found
-        self._unlearn([name for name in inquiry.chain if name not in found])
+        self.unlearn([name for name in inquiry.chain if name not in found])
         self._know([name for name in inquiry.chain if name in found])
 
     def _run_reads(self) -> None:
@@ -332,7 +333,7 @@ class SharedIO:
             unpacked = None if data is None else self._objects.unpack(names[at], data)
             if unpacked is None:
                 self.num_damaged += data is not None
-                self._unlearn([names[at]])
+                self.unlearn([names[at]])
                 continue
             row, moment_s = unpacked
             if not part.move(partial(self._deliver, part, at, row)):

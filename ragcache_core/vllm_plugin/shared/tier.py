@@ -289,7 +289,10 @@ class SharedTier(SecondaryTierManager):
         loaded = []
         for key in load.keys:
             name = self._name_of(key)
-            if name not in here or (oldest_s is not None and load.computed_s.get(name, 0.0) < oldest_s):
+            if name not in here:
+                continue
+            if oldest_s is not None and load.computed_s.get(name, 0.0) < oldest_s:
+                self._io.unlearn([name])  # what is computed in its place takes its place there, too
                 continue
             loaded.append(key)
             if (at := self._controller.tree.locate(unit_of(key))) is not None and name in load.computed_s:

@@ -368,6 +368,18 @@ def test_kv_keeps_its_age_on_the_way_and_too_old_one_is_a_miss(start: Starting, 
     assert start(server.url, max_age=500.0).read("AB") == 0
 
 
+def test_what_is_computed_in_the_place_of_too_old_kv_takes_its_place_in_the_store(
+    start: Starting, server: RedisServer
+) -> None:
+    one = start(server.url)
+    one.controller.tick(time.time() - 1000)
+    one.store("AB")
+    other = start(server.url, max_age=500.0)
+    assert other.read("AB") == 0
+    other.store("AB")
+    assert start(server.url, max_age=500.0).read("AB") == 4
+
+
 def test_loading_that_is_slower_than_computing_is_a_miss(
     start: Starting, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
