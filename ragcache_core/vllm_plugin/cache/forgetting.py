@@ -131,6 +131,11 @@ class Forgetting:
         self._is_waiting = False
         self.store_at_most: Callable[[str, int], None] | None = None
 
+    @property
+    def holders(self) -> tuple[Holder, ...]:
+        """Who is told, in the order in which they came."""
+        return tuple(self._holders)
+
     def add_holder(self, holder: Holder) -> None:
         """Have somebody told of what is forgotten."""
         self._holders.append(holder)

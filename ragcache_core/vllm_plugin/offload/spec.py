@@ -17,7 +17,7 @@ from ragcache_core.runtime.shared_memory import outlives_engine, sweep_shared_me
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.build_context import current_context
 from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
-from ragcache_core.vllm_plugin.cache.forgetting import OutOfReach, why_on_disk
+from ragcache_core.vllm_plugin.cache.forgetting import OutOfReach, why_in_store, why_on_disk
 from ragcache_core.vllm_plugin.compat import (
     CanonicalKVCaches,
     OffloadingConfig,
@@ -127,6 +127,8 @@ class RAGCacheSpec(TieringOffloadingSpec):
 
     def _build(self) -> OffloadingManager:
         """Return vLLM's manager, without disk and shared store where an engine that served before has lost them."""
+        assert self.controller is not None
+        holders = self.controller.forgetting.holders
         try:
             return super().get_manager()
         except (CacheTierError, ConfigError) as error:  # the latter where its key is gone
@@ -135,12 +137,17 @@ class RAGCacheSpec(TieringOffloadingSpec):
             disks = [tier for tier in self.secondary_tier_configs if "directory" in tier]
             what = "disk tier" if disks else "shared store"
             logger.error("RAGCache's %s is out of service until the next start: %s", what, error)
-        assert self.controller is not None
+        for holder in self.controller.forgetting.holders[len(holders) :]:  # vLLM has shut them down
+            self.controller.forgetting.remove_holder(holder)
+        self.controller.shared = None
         if disks:
             self.controller.tree.clear_tier(Tier.DISK)
             capacity_bytes = sum(int(tier["capacity_bytes"]) for tier in disks)
             self.controller.add_tier(Tier.DISK, TierReport(capacity_bytes, self.kv_bytes_per_chunk, is_enabled=False))
             self.controller.forgetting.add_holder(OutOfReach(why_on_disk(tier["directory"] for tier in disks)))
+        for tier in self.secondary_tier_configs:
+            if "url" in tier:
+                self.controller.forgetting.add_holder(OutOfReach(why_in_store(tier["url"])))
         self.secondary_tier_configs = []
         return super().get_manager()
 

@@ -19,7 +19,7 @@ import pytest
 
 from ragcache_core.chunkstore import ChunkStore, slotfile
 from ragcache_core.chunkstore.sealing import KEY_ENV
-from ragcache_core.errors import CacheTierError
+from ragcache_core.errors import CacheTierError, ConfigError
 from ragcache_core.runtime.environment import STARTED_AGAIN_ENV
 from ragcache_core.runtime.shared_memory import EngineFiles, journal_folder, new_engine_id
 from ragcache_core.types import PromptSegment, SegmentKind, Tier
@@ -27,6 +27,7 @@ from ragcache_core.vllm_plugin.cache.kv_groups import KVGroups, OtherGroup, offl
 from ragcache_core.vllm_plugin.compat import OffloadKey
 from ragcache_core.vllm_plugin.disk import manager as disk
 from ragcache_core.vllm_plugin.offload import spec
+from ragcache_core.vllm_plugin.shared import tier as shared_tier
 from ragcache_core.wire import RequestMetadata
 from tests.engine.vllm_plugin.disk_scene import Opening, failing, payload
 from tests.engine.vllm_plugin.disk_scene import Scene as TierScene
@@ -353,6 +354,23 @@ def test_a_disk_that_an_engine_comes_back_without_is_a_problem_and_nobody_waits_
             it.forget("B")
             left = it.settle()
             assert [str(tmp_path) in problem for problem in left["problems"]] == [True]
+
+
+@pytest.mark.parametrize("has_disk", [True, False], ids=["with a disk", "without"])
+def test_a_shared_store_that_an_engine_comes_back_without_is_a_problem_and_nobody_waits_for_it(
+    tmp_path: Path, has_disk: bool
+) -> None:
+    url = "redis://127.0.0.1:1/0"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(STARTED_AGAIN_ENV, "1")
+        patch.setattr(shared_tier, "shared_identity", failing(ConfigError("there are no weights")))
+        with engine(tmp_path if has_disk else None, shared=url) as it:
+            it.ask("r", "AB")
+            it.forget("B")
+            places = [str(tmp_path), url] if has_disk else [url]
+            problems = it.settle()["problems"]
+            assert all(place in problem for place, problem in zip(places, problems, strict=True))
+            assert it.controller.shared is None
 
 
 def test_an_erasure_that_the_disk_refuses_takes_it_out_of_service(
