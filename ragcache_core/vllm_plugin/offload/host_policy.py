@@ -106,6 +106,10 @@ class TreeCachePolicy(CachePolicy):
         """Return all chunks that are here."""
         return list(self._chunks)
 
+    def peek(self, key: OffloadKey) -> ChunkStatus | None:
+        """Return a chunk that is here, and promise it to nobody."""
+        return self._chunks.get(key)
+
     def ready_keys(self) -> list[OffloadKey]:
         """Return the chunks that are here, and not on their way."""
         return [key for key, chunk in self._chunks.items() if chunk.is_ready]
@@ -427,6 +431,7 @@ class TreeHostTier(CPUPrimaryTierOffloadingManager):
         """Make ``tier`` one of this class, before its first request."""
         tier.__class__ = cls
         assert isinstance(tier, cls)
+        tier.prepare_write = tier._prepare_write  # vLLM bound its own when it was built
         tier._policy.controller.forgetting.add_holder(tier)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
@@ -435,15 +440,23 @@ class TreeHostTier(CPUPrimaryTierOffloadingManager):
         output: PrepareStoreOutput | None = super().prepare_store(offered, req_context)
         return output
 
+    def _prepare_write(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        """Make room for what comes from a tier below; None, which is a miss, where a quota leaves none."""
+        shares = self._policy.controller.tree.tiers[Tier.HOST].shares
+        if shares.quotas and len(self._within_quotas(keys)) < len(keys):
+            return None
+        output: PrepareStoreOutput | None = super().prepare_store(keys, req_context)
+        return output
+
     def _within_quotas(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
         """Return which of the ``keys`` of a request may be stored, giving up others of the same owners for them."""
         policy, tree = self._policy, self._policy.controller.tree
-        new = [key for key in keys if policy.get(key) is None and policy.groups.is_main(key)]
+        new = [key for key in keys if policy.peek(key) is None and policy.groups.is_main(key)]
         shielded = tree.shielded(map(unit_of, keys))
         num_admitted, evicted = admit_within_quotas(tree, Tier.HOST, [*map(unit_of, new)], shielded)
         for unit in evicted:
             for key in policy.keys_of(cast("Key", unit.key)):
-                if (chunk := policy.get(key)) is not None and not chunk.ref_cnt:
+                if (chunk := policy.peek(key)) is not None and not chunk.ref_cnt:
                     discard_idle(self, key, chunk)
         left_out = {unit_of(key) for key in new[num_admitted:]}
         return [key for key in keys if unit_of(key) not in left_out]

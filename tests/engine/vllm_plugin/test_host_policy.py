@@ -294,3 +294,26 @@ def test_a_quota_of_host_memory_is_kept_by_giving_up_ones_own(*, is_selective: b
         assert output.keys_to_store == asker.keys[:num_stored], documents
         assert len(it.policy._chunks) == shares.owned[None], "what the tree gave up is free"
         check_invariants(it.tree)
+
+
+def test_a_quota_of_host_memory_is_kept_by_what_comes_from_a_tier_below() -> None:
+    it = Host(14, "tournament", is_selective=True)
+    it.policy.is_selective = False
+    shares = it.tree.tiers[Tier.HOST].shares
+    shares.divide(14, {None: 1.0}, {None: 5})
+    for documents, num_written in (("A", 1), ("BC", 5), ("D", 5), ("CB", 5)):
+        asker = it.ask(documents)
+        written: list[OffloadKey] = []
+        it.policy.begin_lookup(asker.context.req_id, 0)
+        for key in asker.keys:
+            if (output := it.manager.prepare_write([key], asker.context)) is None:
+                break
+            written += output.keys_to_store
+        it.policy.end_lookup()
+        assert written == asker.keys[:num_written], documents
+        assert shares.owned[None] <= 5
+        it.manager.complete_store(written, asker.context)
+        it.policy.forget_promises(asker.context.req_id)
+        it.manager.on_request_finished(asker.context)
+        assert len(it.policy._chunks) == shares.owned[None], "what the tree gave up is free"
+        check_invariants(it.tree)
