@@ -156,7 +156,9 @@ def begin(received: Received) -> Begin:
                 get_diff_sampling_param=dict,
             ),
             vllm_config=SimpleNamespace(
-                kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}, kv_connector_module_path=None),
+                kv_transfer_config=SimpleNamespace(
+                    kv_connector_extra_config={}, kv_connector_module_path=None, engine_id="one"
+                ),
                 ec_transfer_config=None,
                 parallel_config=SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1),
             ),

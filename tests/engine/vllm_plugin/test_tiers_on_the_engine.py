@@ -527,10 +527,11 @@ def test_a_consumer_of_its_kv_events_knows_what_the_engine_holds(
 
 
 def test_a_second_engine_on_the_same_directory_does_not_start(
-    tiers: Engine, cache: CacheConfig, tmp_path: Path
+    tiers: Engine, cache: CacheConfig, kv_events: KVEvents, tmp_path: Path
 ) -> None:
     assert tiers.stats().num_restarts == 0
     again: dict[str, Any] = {**ENGINE_ARGS, "cache": cache, "log_path": tmp_path / "log"}
+    again["kv_events_config"] = {"enable_kv_cache_events": True, "endpoint": kv_events.endpoint}
     refused = "is the cache directory of another engine .*: stop that one, or give"
     with pytest.raises(EngineStartError, match=refused):
         Engine.launch(str(DEMO_MODEL), **again, env={"VLLM_SERVER_DEV_MODE": "1"})
