@@ -164,7 +164,7 @@ class Shares(click.ParamType[Any]):
     "--shared-tokens", type=int, default=0, show_default=True, metavar="N", help="KV in a tier that replicas share."
 )
 @click.option(
-    "--link", "link_gib_per_s", type=float, metavar="GIB/S", help="At which each replica reads from that tier."
+    "--link", "link_gib_per_s", type=float, default=None, metavar="GIB/S", help="At which each replica reads from it."
 )
 @click.option(
     "--warm-up", type=int, default=0, show_default=True, metavar="N", help="Requests at the start that do not count."

@@ -231,7 +231,7 @@ def test_what_grew_again_gives_way_in_the_order_of_its_numbers(policy: str) -> N
     check_invariants(it.tree)
     evicted = it.tree.evict(Tier.DISK, 6)
     assert evicted is not None
-    if policy != "lru":
+    if policy not in ("lru", "s3fifo", "arc"):  # those go by when something came
         assert {unit.node.doc_id for unit in evicted} == {"once"}
 
 
