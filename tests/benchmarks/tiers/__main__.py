@@ -43,7 +43,7 @@ GOALS: dict[str, Goal] = {
     "cached_share_ratio_gemma_3": Goal(">=", 1.3),
     "decision_p99_ms_1k": Goal("<", 1.0),
     "decision_p99_ms_100k": Goal("<", 1.0),
-    "bytes_per_node": Goal("<", 1100),
+    "bytes_per_node": Goal("<", 1200),
     "idle_throughput_ratio": Goal(">=", 0.97),
     "idle_throughput_ratio_30m": Goal(">=", 0.97),
     "swap_out_ratio": Goal("<=", 1.0),
