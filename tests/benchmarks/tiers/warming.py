@@ -27,7 +27,7 @@ from ragcache_core.sim.traces.trace import Trace, TracedRequest
 from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
 from ragcache_core.sim.warming import NUM_FIRST, WarmPath, forecast, pick_paths
 from ragcache_core.types import Document
-from tests.benchmarks.engines import BLOCK_SIZE, block_bytes, launch
+from tests.benchmarks.engines import BLOCK_SIZE, ONE_CORE, block_bytes, launch
 from tests.benchmarks.report import Figure, Part, Plan, percentiles_ms
 
 _LAYOUT = PromptLayout()
@@ -99,7 +99,7 @@ def _side_by_side(plan: Plan, *starts: str) -> tuple[list[Generation], list[Gene
     paths: list[WarmPath] = []
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         plan.report(f"warm: starting {' and '.join(starts)}")
-        starting = [pool.submit(launch, plan.model, cache, max_num_seqs=_MAX_SEQS) for _ in starts]
+        starting = [pool.submit(launch, plan.model, cache, env=ONE_CORE, max_num_seqs=_MAX_SEQS) for _ in starts]
         engines = [stack.enter_context(each.result()) for each in starting]
         for engine, start in zip(engines, starts, strict=True):
             if start != "cold":
