@@ -16,6 +16,7 @@ from ragcache_core.client import Engine
 from ragcache_core.config import CacheConfig
 from tests.benchmarks.engines import BLOCK_SIZE, TokenTexts, launch
 from tests.benchmarks.report import Figure, Part, Plan, percentiles_ms
+from tests.benchmarks.tiers.idle_overhead import random_texts
 from tests.support.shared_stores import redis_server
 
 _SHAPE = ModelShape(num_kv_heads=8)
@@ -33,7 +34,7 @@ def measure_shared_ttft(plan: Plan) -> Part:
     with redis_server("--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru") as server:
         cache = CacheConfig(kv_cache_bytes="256MiB", host_bytes="512MiB", block_size=BLOCK_SIZE, shared=server.url)
         with _launch(model, cache) as one, _launch(model, cache) as other:
-            texts = TokenTexts.read(plan.corpus, one.tokenizer)
+            texts = random_texts(plan.seed, 0)  # a random model's tokenizer tells no documents apart
             requests = [_request(texts, number) for number in range(2 * (num_documents + num_killed) + 2)]
             stored, new = requests[: num_documents + num_killed + 1], requests[num_documents + num_killed + 1 :]
             plan.report(f"shared-ttft: computing {len(stored)} documents on one engine")
