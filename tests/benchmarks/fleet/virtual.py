@@ -89,7 +89,7 @@ def compare(plan: Plan, workload: str, num_replicas: int, seed: int, routings: S
     name = f"{workload}, {num_replicas} replicas, seed {seed}"
     (pooled,) = _run(plan, f"{name}: one cache", trace.with_rate(_IDLE_RPS), [replace(options, **larger)])
     rate_rps = LOAD * num_replicas * pooled["num_requests"] / pooled["prefill_s"]
-    fleets = [replace(options, replicas=num_replicas, routing=routing) for routing in routings]  # type: ignore[arg-type]
+    fleets = [replace(options, replicas=num_replicas, routing=routing) for routing in routings]  # type: ignore[arg-type]  # ours
     found = _run(plan, name, trace.with_rate(rate_rps), fleets)
     return {"rate_rps": rate_rps, "pooled": pooled, **dict(zip(routings, found, strict=True))}
 

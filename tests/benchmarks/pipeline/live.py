@@ -88,7 +88,7 @@ def _conversations(engine: Engine, plan: Plan) -> tuple[list[TokenAnswer], list[
         """Take the GPU's memory for others, and wait for what goes below it."""
         for i in range(8):
             client.ask(texts.request([(first + i, 4 * _DOCUMENT_TOKENS)], "What is it?"))
-        time.sleep(0.5)
+        time.sleep(0.5)  # the copies to host memory end
 
     flush(1_000)  # warms up
     sides = []
@@ -191,7 +191,7 @@ class _RemoteClient:
     takes_s: dict[int, float]
 
     def query_points(self, *, search_params: Any, **asked: Any) -> Any:
-        time.sleep(self.takes_s.get(search_params.hnsw_ef, 0.0))
+        time.sleep(self.takes_s.get(search_params.hnsw_ef, 0.0))  # the search
         return self.own.query_points(search_params=search_params, **asked)
 
 

@@ -91,7 +91,7 @@ def _wait_for_store(engine: Engine, computed: list[TokenAnswer]) -> None:
     while (num_stored := {tier.name: tier.num_blocks for tier in engine.stats().tiers}["shared"]) < num_blocks:
         if time.monotonic() > ends_s:
             raise RuntimeError(f"the store has {num_stored} of {num_blocks} blocks after {_STORED_WITHIN_S:g} s")
-        time.sleep(0.1)
+        time.sleep(0.1)  # a poll: another process makes it true
 
 
 def _ask(client: TokenClient, request: TokenRequest) -> TokenAnswer:

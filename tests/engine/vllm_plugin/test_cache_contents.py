@@ -251,7 +251,7 @@ async def test_any_number_of_listings_at_once_come_to_an_end(monkeypatch: pytest
             nonlocal num_asked
             num_asked += 1
             assert num_asked < 1000, "it does not end"
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # the others go on
             return [it.scheduler.act_on_cache(action, body)]
 
         monkeypatch.setattr(cache_routes, "ask_engines", ask)

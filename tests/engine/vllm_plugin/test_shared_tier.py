@@ -163,7 +163,7 @@ def test_what_one_engine_stored_another_loads(start: Starting, server: RedisServ
     one.store("AB")
     assert other.read("ABC") == 4
     assert other.read("B") == 0, "behind nothing it is another KV"
-    report = {tier["name"]: tier for tier in other.controller.report()["tiers"]}  # type: ignore[attr-defined]
+    report = {tier["name"]: tier for tier in other.controller.report()["tiers"]}  # type: ignore[attr-defined]  # JSON
     assert (report["shared"]["num_blocks"], report["shared"]["is_enabled"]) == (4, True)
     assert one.controller.counters.num_shared_failures == 0
 
