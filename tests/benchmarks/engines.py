@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -74,16 +73,16 @@ ONE_CORE = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 """For each of two engines on two cores: with more threads, those of one spin in the way of the other."""
 
 
-def launch(
-    model: str, cache: CacheConfig | None, *, env: Mapping[str, str] = MappingProxyType({}), **vllm_args: object
-) -> Engine:
+def launch(model: str, cache: CacheConfig | None, **vllm_args: object) -> Engine:
     """Return a real engine in float32 whose blocks hold 32 tokens; without ``cache`` it is plain vLLM."""
     settings: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "max_model_len": 2048, "max_restarts": 2}
     if has_gpu():  # several engines share it; each is told the size of its KV
         settings["gpu_memory_utilization"] = 0.25
     if cache is None:
         settings["block_size"] = BLOCK_SIZE
-    return Engine.launch(model, cache=cache, progress=False, env={"HF_HUB_OFFLINE": "1", **env}, **settings | vllm_args)
+    settings |= vllm_args
+    env = {"HF_HUB_OFFLINE": "1", **settings.pop("env", {})}
+    return Engine.launch(model, cache=cache, progress=False, env=env, **settings)
 
 
 def has_gpu() -> bool:
