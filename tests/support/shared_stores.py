@@ -34,8 +34,8 @@ class RedisServer:
         self.process = subprocess.Popen([*command, *settings], stdout=subprocess.DEVNULL)
         assert until(self._answers, 20.0)
 
-    def client(self, **settings: str) -> redis.Redis:
-        return redis.Redis(port=self.port, **settings)
+    def client(self) -> redis.Redis:
+        return redis.Redis(port=self.port)
 
     def close(self) -> None:
         self.process.kill()
