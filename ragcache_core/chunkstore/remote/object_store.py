@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import obstore
 from obstore.exceptions import NotFoundError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import S3Store
 
-_T = TypeVar("_T")
-_R = TypeVar("_R")
 _NUM_AT_ONCE = 8
 
 
@@ -30,10 +28,13 @@ class ObjectStore:
     """
 
     def __init__(self, store: Any, *, timeout_s: float) -> None:
-        """``store`` is obstore's."""
+        """``store`` is obstore's. Asking, reading and writing have threads of their own: none waits for the others."""
         self._store = store
         self._timeout_s = timeout_s
-        self._threads = ThreadPoolExecutor(_NUM_AT_ONCE, thread_name_prefix="ragcache-s3")
+        self._asking, self._reading, self._writing = (
+            ThreadPoolExecutor(_NUM_AT_ONCE, thread_name_prefix=f"ragcache-s3-{what}")
+            for what in ("ask", "read", "write")
+        )
 
     @classmethod
     def at(cls, url: str, *, timeout_s: float) -> ObjectStore:
@@ -52,25 +53,25 @@ class ObjectStore:
     def exists(self, names: Sequence[str], *, is_chain: bool) -> list[bool]:
         """Return which are there; of a chain what the last one that was found stands on is taken for found."""
         if not is_chain:
-            return self._each(self._has, names)
+            return list(self._asking.map(self._has, names))
         low, high = 0, len(names)  # those before low are there, high is not
         while low < high:
             step = -(-(high - low) // _NUM_AT_ONCE)
             probes = [*range(low, high - 1, step), high - 1]
-            there = self._each(self._has, [names[probe] for probe in probes])
+            there = list(self._asking.map(self._has, [names[probe] for probe in probes]))
             num_there = there.index(False) if False in there else len(there)
             low = probes[num_there - 1] + 1 if num_there else low
             high = probes[num_there] if num_there < len(probes) else high
         return [True] * low + [False] * (len(names) - low)
 
     def get(self, names: Sequence[str]) -> list[bytes | memoryview | None]:
-        return self._each(self._get, names)
+        return list(self._reading.map(self._get, names))
 
     def put(self, objects: Sequence[tuple[str, bytes]]) -> None:
-        self._each(lambda one: obstore.put(self._store, one[0], one[1], use_multipart=False), objects)
+        list(self._writing.map(self._put, objects))
 
     def delete(self, names: Sequence[str]) -> None:
-        self._each(self._delete, names)
+        list(self._writing.map(self._delete, names))
 
     def cure_of(self, error: Exception) -> str:
         if self.is_refused(error):
@@ -84,10 +85,8 @@ class ObjectStore:
         return isinstance(error, PermissionDeniedError | UnauthenticatedError)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _each(self, do: Callable[[_T], _R], what: Sequence[_T]) -> list[_R]:
-        return list(self._threads.map(do, what))
+        for threads in (self._asking, self._reading, self._writing):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _has(self, name: str) -> bool:
         try:
@@ -101,6 +100,9 @@ class ObjectStore:
             return memoryview(obstore.get(self._store, name).bytes())
         except (NotFoundError, FileNotFoundError):
             return None
+
+    def _put(self, named: tuple[str, bytes]) -> None:
+        obstore.put(self._store, *named, use_multipart=False)
 
     def _delete(self, name: str) -> None:
         with suppress(NotFoundError, FileNotFoundError):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -115,3 +117,36 @@ def test_a_client_that_is_not_installed_is_said_with_the_cure(monkeypatch: pytes
         open_remote("redis://host")
     with pytest.raises(ConfigError, match=r"obstore is not installed: pip install 'ragcache\[shared\]'"):
         open_remote("s3://bucket")
+
+
+def test_a_slow_put_delays_no_look_up_and_no_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    import obstore
+    from obstore.store import MemoryStore
+
+    from ragcache_core.chunkstore.remote.object_store import ObjectStore
+
+    store = ObjectStore(MemoryStore(), timeout_s=1.0)
+    store.put([(NAMES[0], b"x")])
+    may_end, put = threading.Event(), obstore.put
+    with ThreadPoolExecutor(1) as writer:
+        monkeypatch.setattr(obstore, "put", lambda *a, **b: may_end.wait(20.0) and put(*a, **b))
+        writing = writer.submit(store.put, [(name, b"y") for name in NAMES[1:]])
+        assert store.exists(NAMES[:20], is_chain=True) == [True, *[False] * 19]
+        assert bytes(store.get(NAMES[:1])[0] or b"") == b"x"
+        assert not writing.done()
+        may_end.set()
+    assert store.exists(NAMES, is_chain=True) == [True] * len(NAMES)
+    store.close()
+
+
+def test_a_user_needs_the_four_commands_that_the_cure_names_and_no_others() -> None:
+    with redis_server() as server:
+        acl = ["ACL", "SETUSER", "default", "reset", "on", "nopass", "~ragcache/*", "~ragcache"]
+        server.client().execute_command(*acl, "+exists", "+mget", "+set", "+unlink")
+        assert check_reachable(server.url) is None
+        store = open_remote(server.url, ttl_s=100.0)
+        store.put([(NAMES[0], b"x")])
+        assert store.exists(NAMES[:2], is_chain=True) == [True, False]
+        assert store.get(NAMES[:2]) == [b"x", None]
+        store.delete(NAMES[:2])
+        assert store.exists(NAMES[:1], is_chain=False) == [False]
