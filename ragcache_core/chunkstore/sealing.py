@@ -7,6 +7,9 @@ A slot holds ciphertext, as long as the chunk; beside the file of slots lies one
 Whose cache it is, is authenticated as well, so that a slot of another cache does not open here. A slot that was
 changed, or whose seal was, opens to zeros, which do not match the chunk's checksum: a miss. Random nonces are good for
 2**32 chunks of a key (NIST SP 800-38D, section 8.3).
+
+Objects that many machines put into one store are sealed each with a key of its own, which is made of the key and the
+object's name: so that number is of one object, however many there are.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import base64
 import binascii
 import errno
 import hashlib
+import hmac
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -76,28 +80,39 @@ class Keys:
 
         return {key_id(secret): AESGCM(secret) for secret in self.secrets}
 
+    @cached_property
+    def _by_id(self) -> Mapping[bytes, bytes]:
+        return {key_id(secret): secret for secret in self.secrets}
+
     @property
     def sealing_id(self) -> str:
         """The name of the key that seals, which says nothing of it."""
         return key_id(self.secrets[0]).hex()
 
+    def name_of(self, name: bytes) -> bytes:
+        """Return 32 bytes in the place of a name, which nobody without the key can make of it.
+
+        They are the last key's: who puts a new one before it finds what others, who have not yet, have named.
+        """
+        return hmac.digest(self.secrets[-1], b"ragcache object name" + name, "sha256")
+
     def seal(self, plain: bytes, whose: bytes) -> bytes:
         """Return bytes, encrypted and authenticated with ``whose`` they are, behind what opens them."""
-        sealing_id, cipher = next(iter(self.ciphers.items()))
+        secret = self.secrets[0]
         nonce = secrets.token_bytes(_NONCE_BYTES)
-        return sealing_id + nonce + cipher.encrypt(nonce, plain, whose)
+        return key_id(secret) + nonce + _own_cipher(secret, whose).encrypt(nonce, plain, whose)
 
     def open(self, sealed: bytes | memoryview, whose: bytes) -> bytes | None:
         """Undo :meth:`seal`; None for what was changed, is another's, or was sealed with a key that is not here."""
         from cryptography.exceptions import InvalidTag
 
         view = memoryview(sealed)
-        cipher = self.ciphers.get(bytes(view[:_ID_BYTES]))
-        if cipher is None or len(view) < _SEAL_BYTES:
+        secret = self._by_id.get(bytes(view[:_ID_BYTES]))
+        if secret is None or len(view) < _SEAL_BYTES:
             return None
         head = _ID_BYTES + _NONCE_BYTES
         try:
-            return cipher.decrypt(view[_ID_BYTES:head], view[head:], whose)
+            return _own_cipher(secret, whose).decrypt(view[_ID_BYTES:head], view[head:], whose)
         except InvalidTag:
             return None
 
@@ -105,6 +120,12 @@ class Keys:
 def key_id(secret: bytes) -> bytes:
     """Return the 4 bytes by which a slot names its key."""
     return hashlib.sha256(b"ragcache disk key" + secret).digest()[:_ID_BYTES]
+
+
+def _own_cipher(secret: bytes, whose: bytes) -> AESGCM:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    return AESGCM(hmac.digest(secret, b"ragcache object key" + whose, "sha256"))
 
 
 def load_keys(path: Path | None) -> Keys | None:

@@ -4,8 +4,9 @@
 
     |payload: chunk_bytes|computed at: 8, a float|XXH3: 16|
 
-With keys all of it is sealed with AES-256-GCM, and so authenticated with its name. Without, who may write to the store
-may write anything with the right checksum.
+With keys all of it is sealed with AES-256-GCM, and so authenticated with its name, which says nothing of the tokens to
+who has no key. Without, who may write to the store may write anything with the right checksum, and who may list it can
+see whether a text that he guesses is there.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import xxhash
 
 from ragcache_core.chunkstore.sealing import Keys
 
-_FORMAT = 1
+_FORMAT = 2
 _TIME = struct.Struct("<d")
 _DIGEST_BYTES = 16
 
@@ -43,7 +44,8 @@ class Objects:
 
     def name_of(self, chunk: bytes) -> str:
         """Return the name of a chunk's object."""
-        return f"{self.prefix}/{chunk.hex()}"
+        name = chunk if self._keys is None else self._keys.name_of(chunk)
+        return f"{self.prefix}/{name.hex()}"
 
     def pack(self, name: str, payload: bytes, computed_s: float) -> bytes:
         """Return the object of a chunk."""

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
+from vllm.v1.kv_offload.tiering.fs.io import batch_load_block, batch_store_block
 
 from ragcache_core.chunkstore.sealing import KEY_ENV
 from ragcache_core.policy import PrefillCostModel
@@ -209,6 +211,7 @@ def test_what_a_key_seals_is_read_with_that_key_alone(
     for name in rests_of(server):
         data = server.client().get(name) or b""
         assert not any(payload(chunk)[:64] in data for chunk in chain("AB"))
+        assert not any(chunk[:-4].hex() in name.decode() for chunk in chain("AB")), "a guess is not confirmed"
     assert start(server.url).read("AB") == 4
     monkeypatch.setenv(KEY_ENV, f"{new}\n{key}")
     assert start(server.url).read("AB") == 4
@@ -400,3 +403,51 @@ def test_after_new_weights_nothing_is_asked_or_stored(start: Starting, server: R
     one.store("ABC")
     assert len(rests_of(server)) == 4
     assert start(server.url).read("AB") == 4, "what was stored is right for the weights of before"
+
+
+def test_a_load_that_takes_longer_than_computing_is_given_up(
+    start: Starting, server: RedisServer, monkeypatch: pytest.MonkeyPatch, plugin_log: pytest.LogCaptureFixture
+) -> None:
+    start(server.url).store("AB")
+    other = start(server.url, is_profiled=True)
+    monkeypatch.setattr(other.tier._io._rate, "bytes_per_s", lambda now_s: 1e12)
+    keys, context = other.begin("AB")
+    assert other.found(keys, context) == 4
+    server.process.send_signal(signal.SIGSTOP)
+    began_s = time.monotonic()
+    assert not other.result(other.submit_load(keys, context)).success
+    assert time.monotonic() - began_s < shared_io.STALL_TIMEOUT_S, "it would have been found to stand still"
+    assert "a load took longer than 0.2 s" in plugin_log.text
+    server.process.send_signal(signal.SIGCONT)
+
+
+def test_a_store_rests_twice_as_long_each_time_up_to_a_minute_and_says_it_once(
+    plugin_log: pytest.LogCaptureFixture,
+) -> None:
+    now_s = 100.0
+    breaker = shared_io.Breaker("read", lambda error: "see to it", lambda: now_s)
+    for rest_s in (5, 10, 20, 40, 60, 60):
+        breaker.fail(TimeoutError("late"))
+        breaker.fail(TimeoutError("what was under way"))
+        now_s += rest_s - 0.1
+        assert breaker.is_resting
+        now_s += 0.2
+        assert not breaker.is_resting
+    assert breaker.num_failures == 12
+    breaker.succeed()
+    breaker.fail(TimeoutError("late"))
+    now_s += 5.1
+    assert not breaker.is_resting
+    assert [line.split(" (")[0] for line in plugin_log.messages] == [
+        "RAGCache's shared store could not be read",
+        "RAGCache's shared store can be read again",
+        "RAGCache's shared store could not be read",
+    ]
+
+
+def test_vllms_own_folder_tier_hands_damaged_bytes_over_as_the_docs_say(tmp_path: Path) -> None:
+    path, chunk = tmp_path / "chunk", memoryview(bytearray(b"kv" * 2048))
+    batch_store_block([str(path)], chunk, [0], len(chunk), use_o_direct=False)
+    path.write_bytes(b"XX" * 2048)
+    batch_load_block([str(path)], chunk, [0], len(chunk), use_o_direct=False)
+    assert bytes(chunk) == b"XX" * 2048

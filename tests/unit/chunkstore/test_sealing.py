@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.exceptions import InvalidTag
 
 from ragcache_core.chunkstore import ChunkStore
 from ragcache_core.chunkstore.sealing import KEY_ENV, Keys, load_keys
@@ -22,6 +23,23 @@ FIRST, SECOND, THIRD = (Keys((bytes([number]) * 32,)) for number in (1, 2, 3))
 
 def both(new: Keys, old: Keys) -> Keys:
     return Keys((*new.secrets, *old.secrets))
+
+
+def test_every_object_has_a_key_of_its_own_which_its_name_and_ours_make() -> None:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    sealed = FIRST.seal(b"chunk", b"name")
+    assert FIRST.open(sealed, b"name") == b"chunk"
+    assert both(SECOND, FIRST).open(sealed, b"name") == b"chunk"
+    assert [keys.open(sealed, name) for keys, name in ((FIRST, b"other"), (SECOND, b"name"))] == [None, None]
+    with pytest.raises(InvalidTag):
+        AESGCM(FIRST.secrets[0]).decrypt(sealed[4:16], sealed[16:], b"name")
+    assert FIRST.seal(b"chunk", b"name")[4:16] != sealed[4:16]
+
+
+def test_objects_have_names_that_the_last_key_alone_makes() -> None:
+    assert both(SECOND, FIRST).name_of(b"chunk") == FIRST.name_of(b"chunk") != SECOND.name_of(b"chunk")
+    assert FIRST.name_of(b"chunk") != FIRST.name_of(b"other")
 
 
 @pytest.fixture
