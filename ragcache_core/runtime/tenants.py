@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 import re
 import tomllib
@@ -24,6 +25,7 @@ MAX_SALT_CHARS = 128
 _HASHED = "sha256:"
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 _MIN_KEY_CHARS = 16
+_MIN_SECRET_CHARS = 32
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
@@ -86,7 +88,14 @@ class _Operators(_Table):
     weight: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] = 1.0
 
 
+def _check_secret(value: object) -> object:
+    if not isinstance(value, str) or len(value) < _MIN_SECRET_CHARS:
+        raise ValueError(f"a secret has {_MIN_SECRET_CHARS} or more characters, as of 'openssl rand -hex 32'")
+    return value
+
+
 class _File(_Table):
+    secret: Annotated[str, BeforeValidator(_check_secret)] = ""
     tenants: list[Tenant] = []
     collections: list[Collection] = []
     operators: _Operators = _Operators()
@@ -99,6 +108,8 @@ class Tenants:
     Requests with an operator's key are no tenant's, and may do everything.
 
     ::
+
+        secret = "0b7c..."                      # makes salts that nobody guesses; without it, of the name alone
 
         [[tenants]]
         name = "acme"
@@ -115,6 +126,7 @@ class Tenants:
         quota = {disk = "16GiB"}
     """
 
+    secret: str
     by_name: Mapping[str, Tenant]
     operator_digests: tuple[bytes, ...]
     operator_weight: float
@@ -174,7 +186,7 @@ class Tenants:
                     f"{path} has {collection.name!r} twice: tenants and collections have names of their own"
                 )
             collections[collection.name] = collection
-        return cls(by_name, operators, file.operators.weight, digests, collections)
+        return cls(file.secret, by_name, operators, file.operators.weight, digests, collections)
 
     def check_own_keys(self, keys: Iterable[str]) -> None:
         """Refuse the server's own ``keys`` where one is a tenant's.
@@ -222,13 +234,18 @@ def key_digest(key: str) -> bytes:
     return bytes.fromhex(key.removeprefix(_HASHED)) if _HASH.fullmatch(key) else hashed(key)
 
 
-def salt_of(tenant: str, cache_salt: str | None = None) -> str:
+def salt_of(tenant: str, cache_salt: str | None = None, *, secret: str = "") -> str:
     """Return the salt of a tenant's requests: no other's is the same, whatever salt his requests say themselves.
+
+    Without the file's ``secret`` anybody can make it of the name, and say it where there are no tenants.
 
     By its beginning, :func:`mark_of` him, the engine knows whose a request is. vLLM takes a salt wherever KV is looked
     up, and loses what else a request says where it makes requests of its own, as in a beam search.
     """
-    return f"{mark_of(tenant)}-{_digest('salt', tenant, cache_salt)}"
+    told = _digest("salt", tenant, cache_salt)
+    if secret:
+        told = hmac.digest(secret.encode(), told.encode(), "sha256").hex()
+    return f"{mark_of(tenant)}-{told}"
 
 
 def mark_of(tenant: str) -> str:
@@ -256,5 +273,5 @@ def _problem(error: ValidationError) -> str:
         )
     if first["type"] == "missing":
         return f"{place} is missing: each of [[tenants]] has a name and keys, each of [[collections]] a name and ids"
-    shown = "" if "keys" in first["loc"] else f" is {quoted(first['input'])}"
+    shown = "" if {"keys", "secret"} & set(first["loc"]) else f" is {quoted(first['input'])}"
     return f"{place}{shown}: {said}"

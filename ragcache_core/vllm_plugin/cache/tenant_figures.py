@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ragcache_core.runtime.tenants import Tenants, mark_of
+from ragcache_core.runtime.tenants import Tenants, mark_of, salt_of
 from ragcache_core.tree import KnowledgeTree
 from ragcache_core.types import DocId, Origin, Tier
 from ragcache_core.vllm_plugin.cache.document_usage import DocumentUses
@@ -44,6 +44,10 @@ class TenantFigures:
     def of_salt(self, salt: str | None) -> str | None:
         """Return whose requests have a salt; None if it is no tenant's."""
         return self._by_mark.get((salt or "").rpartition("-")[0])
+
+    def is_own_salt(self, tenant: str | None, salt: str | None) -> bool:
+        """Return whether a salt is a tenant's, and not divided further by one of his requests' own."""
+        return self._tenants is not None and tenant is not None and salt == salt_of(tenant, secret=self._tenants.secret)
 
     def owner_of(self, tenant: str | None, doc_id: DocId | None) -> str | None:
         """Return whose a document's blocks are: those of a tenant's request his, others its collection's."""

@@ -19,7 +19,6 @@ from vllm.logger import init_logger
 from ragcache_core.errors import ConfigError
 from ragcache_core.runtime.environment import RECORD_TRACE_ENV
 from ragcache_core.runtime.shared_memory import region_place
-from ragcache_core.runtime.tenants import salt_of
 from ragcache_core.runtime.trace_recorder import TraceRecorder, lengths_of
 from ragcache_core.types import Origin
 from ragcache_core.vllm_plugin.build_context import building
@@ -94,7 +93,7 @@ class DocumentAware:
         if not self.controller.settings.max_prefill_bs:
             metadata = replace(metadata, speculation=None)  # nothing would ever admit it
         tenant = self.controller.tenants.of_salt(request.cache_salt)
-        is_tenants_own = tenant is not None and request.cache_salt == salt_of(tenant)
+        is_tenants_own = self.controller.tenants.is_own_salt(tenant, request.cache_salt)
         since_s = arrived_s(time.monotonic(), time.time() - request.arrival_time, self.controller.last_step)
         self.controller.on_new_request(
             request.request_id,

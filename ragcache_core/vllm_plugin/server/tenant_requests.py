@@ -95,8 +95,9 @@ def report_for(tenant: str, report: Mapping[str, Any]) -> dict[str, Any]:
 class TenantRequests:
     """Middleware that puts a tenant's salt into his requests; see :func:`owned_body`."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, secret: str = "") -> None:
         self._app = app
+        self._secret = secret
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Change the bodies of what reads or makes KV; let everything else pass."""
@@ -110,7 +111,7 @@ class TenantRequests:
         if messages[-1]["type"] != "http.request":
             return  # who asked is gone
         try:
-            body = owned_body(b"".join(message.get("body", b"") for message in messages), tenant)
+            body = owned_body(b"".join(message.get("body", b"") for message in messages), tenant, self._secret)
         except ConfigError as error:
             said = {"message": str(error), "type": "BadRequestError", "param": None, "code": 400}
             await JSONResponse({"error": said}, 400)(scope, receive, send)
@@ -125,7 +126,7 @@ class TenantRequests:
         await self._app(scope, owned, send)
 
 
-def owned_body(body: bytes, tenant: str) -> bytes:
+def owned_body(body: bytes, tenant: str, secret: str = "") -> bytes:
     """Return a request's body as a tenant's: with his salt, his names for speculations, and no priority over others.
 
     A salt of his own divides his requests further.
@@ -139,7 +140,7 @@ def owned_body(body: bytes, tenant: str) -> bytes:
         raise ConfigError(f"the body is no JSON ({error!s:.120}): send a JSON object") from error
     if not isinstance(request, dict):
         raise ConfigError(f"the body is {quoted(request)}: send a JSON object")
-    request["cache_salt"] = salt_of(tenant, _checked_salt(request.get("cache_salt")))
+    request["cache_salt"] = salt_of(tenant, _checked_salt(request.get("cache_salt")), secret=secret)
     for name in ("ec_transfer_params", "priority"):
         request.pop(name, None)
     if isinstance(params := request.get("kv_transfer_params"), dict):

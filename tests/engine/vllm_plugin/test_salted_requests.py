@@ -17,6 +17,7 @@ from ragcache_core.vllm_plugin.cache.controller import TierReport
 from tests.engine.vllm_plugin.scheduler_scene import Stage
 
 SECRET = "contract-of-tenant-a"
+SALT_SECRET = "z" * 32
 BLOCK_BYTES = 128
 
 
@@ -54,6 +55,7 @@ def tenants(tmp_path: Path) -> Path:
     """Two tenants; the first may have 12 blocks of the GPU's 63."""
     path = tmp_path / "tenants.toml"
     path.write_text(
+        f'secret = "{SALT_SECRET}"\n'
         f'[[tenants]]\nname = "a"\nkeys = ["{"a" * 16}"]\nquota = {{gpu = "{12 * BLOCK_BYTES}"}}\n'
         f'[[tenants]]\nname = "b"\nkeys = ["{"b" * 16}"]\n'
     )
@@ -131,7 +133,7 @@ def shared(tenants: Path, num_blocks: int = 64) -> Stage:
 def ask(stage: Stage, tenant: str, doc: str, salt: str | None = None) -> str:
     """Ask as a server does for who has a tenant's key."""
     metadata = {"documents": [{"id": f"{doc} of {tenant}", "start": 0, "end": 160}]}
-    return stage.ask(doc, salt=salt_of(tenant, salt), metadata=metadata, question=1)
+    return stage.ask(doc, salt=salt_of(tenant, salt, secret=SALT_SECRET), metadata=metadata, question=1)
 
 
 def test_a_beam_search_of_a_tenants_counts_as_his(tenants: Path) -> None:

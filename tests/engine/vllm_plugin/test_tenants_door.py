@@ -23,7 +23,7 @@ from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.wire import KEY, WIRE_VERSION
 from tests.conftest import DEMO_MODEL
 
-SERVER, ACME, OTHER = "key-of-the-server", "a" * 32, "b" * 32
+SERVER, ACME, OTHER, SECRET = "key-of-the-server", "a" * 32, "b" * 32, "s" * 32
 
 
 class Reached(Exception):
@@ -33,7 +33,8 @@ class Reached(Exception):
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     path = tmp_path_factory.mktemp("door") / "tenants.toml"
-    path.write_text("".join(f'[[tenants]]\nname = "{n}"\nkeys = ["{k}"]\n' for n, k in (("acme", ACME), ("b", OTHER))))
+    tables = [f'[[tenants]]\nname = "{name}"\nkeys = ["{key}"]\n' for name, key in (("acme", ACME), ("b", OTHER))]
+    path.write_text(f'secret = "{SECRET}"\n' + "".join(tables))
     transfer = {
         "kv_connector": "DocumentConnector",
         "kv_connector_module_path": "ragcache_core.vllm_plugin.connector",
@@ -110,7 +111,7 @@ def test_vllm_reads_requests_with_their_tenants_salt(server: TestClient, read: l
     for key in (ACME, OTHER, SERVER):
         server.post(route, json=body, headers=headers(key))
     salts = [request.cache_salt for request in read]
-    assert salts == [salt_of("acme", "of a user"), salt_of("b", "of a user"), "of a user"]
+    assert salts == [*(salt_of(tenant, "of a user", secret=SECRET) for tenant in ("acme", "b")), "of a user"]
     params = [request.to_sampling_params(1, {}).extra_args["kv_transfer_params"] for request in read]
     assert [len(each) for each in params] == [1, 1, 2], "nothing that is for transfers between engines"
 

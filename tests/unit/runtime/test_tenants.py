@@ -11,7 +11,7 @@ from ragcache_core.errors import ConfigError
 from ragcache_core.runtime.tenants import Tenants, hashed, mark_of, salt_of, speculation_of
 from ragcache_core.types import Tier
 
-KEY, OTHER = "k" * 32, "m" * 32
+KEY, OTHER, SECRET = "k" * 32, "m" * 32, "p" * 32
 
 
 def read(tmp_path: Path, text: str) -> Tenants:
@@ -113,5 +113,16 @@ def test_no_salt_and_no_speculation_of_a_tenant_is_anothers_whatever_they_say() 
     assert salt_of("a", "s") == salt_of("a", "s")
     marks = {salt_of("a", own).rpartition("-")[0] for own in ("s", "-", "b-c", None)}
     assert marks == {mark_of("a")} != {mark_of("b")}
-    assert len(salt_of("a" * 64, "s" * 128)) <= 128
+    assert len(salt_of("a" * 64, "s" * 128, secret=SECRET)) <= 128
     assert len(speculation_of("a", "s")) == 64
+
+
+def test_a_secret_makes_salts_that_a_name_does_not_tell_and_keeps_whose_they_are(tmp_path: Path) -> None:
+    assert read(tmp_path, table()).secret == ""
+    assert read(tmp_path, f'secret = "{SECRET}"\n' + table()).secret == SECRET
+    salts = {salt_of("a", own, secret=secret) for own in (None, "s") for secret in ("", SECRET, OTHER)}
+    assert len(salts) == 6
+    assert {salt.rpartition("-")[0] for salt in salts} == {mark_of("a")}
+    with pytest.raises(ConfigError, match="secret: a secret has 32 or more characters") as raised:
+        read(tmp_path, f'secret = "{SECRET[1:]}"\n' + table())
+    assert SECRET[1:] not in str(raised.value)
