@@ -255,6 +255,26 @@ def test_a_drained_replica_rests_whatever_it_says_of_how_long(retry_after: str |
     assert replicas.send(asking()).request.url.host != drained
 
 
+@pytest.mark.parametrize(("retry_after", "rest_s"), [("7", 7.0), (None, 2.0), ("1e9", 60.0)])
+def test_after_as_long_as_it_said_a_drained_replica_gets_what_hashes_to_it(
+    retry_after: str | None, rest_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("ragcache_core.client.fleet.replicas.time", SimpleNamespace(monotonic=lambda: now_s))
+    replicas = replica_set()
+    sending = replicas.send(asking())
+    home = sending.request.url.host
+    headers = {} if retry_after is None else {"Retry-After": retry_after}
+    with pytest.raises(httpx.ConnectError):
+        sending.answered(httpx.Response(503, headers=headers))
+    sending.end()
+    for wait_s, is_back in ((rest_s - 0.1, False), (0.2, True)):
+        now_s += wait_s
+        again = replicas.send(asking())
+        again.end()
+        assert (again.request.url.host == home) is is_back
+
+
 @pytest.mark.parametrize("status", [502, 503])
 def test_a_replica_that_its_proxy_does_not_reach_is_left_for_another(status: int) -> None:
     replicas = replica_set(2)
