@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from ragcache_core.client import Engine
+from ragcache_core.client import EngineClient
 from ragcache_core.wire import KEY
 
 _TIERS = ("gpu", "host", "disk", "shared")
@@ -39,12 +39,13 @@ class TokenAnswer:
     total_s: float = 0.0
     ttft_s: float | None = None
     """The engine's own figure, from the request's arrival there; plain vLLM has none."""
+    text: str = ""
 
 
 class TokenClient:
-    """Asks one engine; requests cut off by its death are sent again, as :class:`Engine` does it."""
+    """Asks an engine or a fleet; requests cut off by its death are sent again, as these do it."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
         self._http = engine.http_client()
         self._headers = {"Authorization": f"Bearer {engine.api_key}"}
@@ -70,7 +71,8 @@ class TokenClient:
         response = self._http.post(url, json=body, headers=self._headers, timeout=_TIMEOUT_S)
         if response.is_error:
             raise httpx.HTTPStatusError(
-                f"the engine answered {response.status_code}: {response.text:.500}; its log is {self._engine.log_path}",
+                f"the engine answered {response.status_code}: {response.text:.500}; its log is "
+                f"{getattr(self._engine, 'log_path', 'of its replicas')}",
                 request=response.request,
                 response=response,
             )
@@ -85,6 +87,7 @@ class TokenClient:
             {tier: figures.get(f"num_{tier}_tokens") or 0 for tier in _TIERS},
             total_s,
             figures.get("ttft_s"),
+            answer["choices"][0]["text"],
         )
 
     def ask_all(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,6 +85,21 @@ def launch(model: str, cache: CacheConfig | None, **vllm_args: object) -> Engine
     settings |= vllm_args
     env = {"HF_HUB_OFFLINE": "1", **settings.pop("env", {})}
     return Engine.launch(model, cache=cache, progress=False, env=env, **settings)
+
+
+@contextmanager
+def side_by_side(num: int, start: Callable[[], Engine]) -> Iterator[list[Engine]]:
+    """Give so many engines that start at once, each on a core of its own, and close them."""
+    with ExitStack() as stack, ThreadPoolExecutor(num) as threads:
+        starting = [threads.submit(start) for _ in range(num)]
+        for each in starting:
+            stack.callback(_close, each)
+        yield [each.result() for each in starting]
+
+
+def _close(starting: Future[Engine]) -> None:
+    if starting.exception() is None:
+        starting.result().close()
 
 
 def has_gpu() -> bool:

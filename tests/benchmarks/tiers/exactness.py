@@ -64,7 +64,7 @@ def mismatches(answers: Sequence[TokenAnswer], expected: Sequence[TokenAnswer]) 
 
 def measure_exactness(plan: Plan) -> Part:
     """Answer every request with plain vLLM, then with all tiers, killed once and restarted once, and compare."""
-    requests, expected = _plain_answers(plan, enable_prefix_caching=False)
+    requests, expected = plain_answers(plan, enable_prefix_caching=False)
     answers, counts = _answers_of_all_tiers(plan, requests)
     return _part(requests, answers, expected, mismatches(answers, expected), counts)
 
@@ -74,8 +74,8 @@ def measure_exactness_bf16(plan: Plan) -> Part:
 
     So what is held against the tiers is how many answers vLLM's own prefix caching changes.
     """
-    requests, expected = _plain_answers(plan, dtype="bfloat16", enable_prefix_caching=False)
-    _, cached = _plain_answers(plan, dtype="bfloat16")
+    requests, expected = plain_answers(plan, dtype="bfloat16", enable_prefix_caching=False)
+    _, cached = plain_answers(plan, dtype="bfloat16")
     answers, counts = _answers_of_all_tiers(plan, requests, dtype="bfloat16")
     differing, num_plain = mismatches(answers, expected), len(mismatches(cached, expected))
     figures = (
@@ -87,9 +87,10 @@ def measure_exactness_bf16(plan: Plan) -> Part:
     return Part("none: the first request counts", figures, {"counts": dict(counts)})
 
 
-def _plain_answers(
+def plain_answers(
     plan: Plan, *, dtype: str = "float32", **vllm_args: object
 ) -> tuple[list[TokenRequest], list[TokenAnswer]]:
+    """Return the requests of a measurement, and plain vLLM's answers to them."""
     num_requests = plan.sized(520, 24)
     plan.report("exactness: starting plain vLLM")
     kv_bytes = 400 * block_bytes(plan.model, dtype)
