@@ -4,85 +4,143 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
-from itertools import repeat
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 from examples._shared import Options, open_demo_store, open_engine
-from examples.document_order import popular_questions
-from examples.fleet import CACHE, NUM_DOCUMENTS, ask
+from examples.document_order import Asked, popular_questions
+from examples.fleet import NUM_DOCUMENTS
 from ragcache_core import CacheConfig, DocumentStore, Engine, Fleet, PromptLayout
+from ragcache_core.client import EngineClient
 from ragcache_core.errors import EngineError
+from tests.benchmarks.engines import ONE_CORE, side_by_side
 from tests.benchmarks.report import Figure, Part, Plan
+from tests.support.waiting import until
 
 _SIZES = (2, 3)
+_REPLICA_BYTES = 16 << 20
+"""4,096 tokens of the demo model, a fourth of its corpus: one replica alone caches less than all of them."""
 _AT_ONCE = 4
+_WINDOW = 40
+_BACK_SHARE = 0.9
+_RESTARTED_WITHIN_S = 300.0
 
 
 def measure_engines(plan: Plan) -> Part:
-    """Ask fleets and one engine as large as each of them the same questions, all with cache-aware order."""
-    num_questions = plan.sized(200, 12)
+    """Ask fleets, and one engine as large as each, the same questions in cache-aware order, four at any time."""
+    questions = popular_questions(plan.sized(300, 12))
     figures: list[Figure] = []
-    details: dict[str, object] = {}
     with open_demo_store() as store:
         for num in _SIZES[:1] if plan.is_quick else _SIZES:
             plan.report(f"{num} engines")
-            with _engines(plan, num, CACHE) as engines, Fleet(engines) as fleet:
-                ours = ask(repeat(fleet).__next__, store, engines, "fleet", num_questions, "cache_aware")
-            assert CACHE.kv_cache_bytes is not None
-            pooled = CacheConfig(kv_cache_bytes=num * CACHE.kv_cache_bytes, host_bytes=0, block_size=CACHE.block_size)
-            with _engines(plan, 1, pooled) as engines:
-                one = ask(repeat(engines[0]).__next__, store, engines, "one engine", num_questions, "cache_aware")
-            details[str(num)] = [asdict(ours), asdict(one)]
-            note = f"{ours.cached_share:.3f} of tokens cached against {one.cached_share:.3f}"
-            share = round(ours.cached_share / one.cached_share, 4)
-            figures.append(Figure(f"engines_{num}_hit_of_pooled", share, baseline=1.0, note=note))
-            figures.append(Figure(f"engines_{num}_busiest", round(ours.busiest, 3), note="requests, over the mean"))
-    return Part("none: all begin empty", tuple(figures), details)
+            with _engines(plan, num, _REPLICA_BYTES) as engines, Fleet(engines) as fleet:
+                before = [engine.stats().num_first_tokens for engine in engines]
+                ours = _share(_ask_at_once(fleet, store, questions))
+                served = [engine.stats().num_first_tokens - n for engine, n in zip(engines, before, strict=True)]
+            plan.report(f"one engine with the memory of {num}")
+            with _engines(plan, 1, num * _REPLICA_BYTES) as engines:
+                one = _share(_ask_at_once(engines[0], store, questions))
+            note = f"{ours:.3f} of tokens cached against {one:.3f}"
+            figures.append(Figure(f"engines_{num}_hit_of_pooled", round(ours / one, 4), baseline=1.0, note=note))
+            busiest = max(served) * num / max(sum(served), 1)
+            figures.append(Figure(f"engines_{num}_busiest", round(busiest, 3), note="requests, over the mean"))
+    return Part("none: all begin empty", tuple(figures), {"questions": len(questions)})
 
 
 def measure_kill(plan: Plan) -> Part:
-    """Kill one of two replicas while four questions at a time are asked, and see what fails and what is cached then."""
-    num_questions = plan.sized(120, 12)
-    with open_demo_store() as store, _engines(plan, 2, CACHE) as engines, Fleet(engines) as fleet:
-        plan.report("before the kill")
-        before, _ = _ask_at_once(fleet, store, num_questions, None)
-        plan.report("a replica is killed")
-        during, failed = _ask_at_once(fleet, store, num_questions, engines[1])
-        plan.report("after the kill")
-        after, later = _ask_at_once(fleet, store, num_questions, None)
+    """Kill one of two replicas while four questions at a time are asked: what fails, and when is all cached again?
+
+    What the replica had is to be read again: from its return until the hit rate is back, as many requests may pass as
+    passed at first, when both were empty.
+    """
+    num = plan.sized(200, 12)
+    questions = popular_questions(5 * num)
+    with open_demo_store() as store, _engines(plan, 2, _REPLICA_BYTES) as engines, Fleet(engines) as fleet:
+        plan.report("kill: before")
+        before = _ask_at_once(fleet, store, questions[: 2 * num])
+        plan.report("kill: a replica is killed")
+        during = _ask_at_once(fleet, store, questions[2 * num : 3 * num], engines[1])
+        plan.report("kill: until it is back")
+        if not until(lambda: engines[1].num_restarts() > 0 and _is_ready(engines[1]), _RESTARTED_WITHIN_S):
+            raise RuntimeError(f"the replica is not back in {_RESTARTED_WITHIN_S:g} s: {engines[1].log_path}")
+        plan.report("kill: after")
+        after = _ask_at_once(fleet, store, questions[3 * num :])
+    warm, again = _share(before[num:]), _share(after[num:])
+    cold, back = (_num_until(told, _BACK_SHARE * warm) for told in (before, after))
+    told = [*before, *during, *after]
+    failed = [one.error for one in told if one.error]
+    slowest_s, usual_s = (round(max(one.total_s for one in part), 2) for part in (during, before))
     figures = (
-        Figure("kill_failed_requests", failed + later, baseline=0, note=f"of {2 * num_questions}"),
-        Figure("kill_hit_rate_after", round(after / before, 4), baseline=1.0, note=f"{after:.3f} against {before:.3f}"),
-        Figure("kill_hit_rate_during", round(during / before, 4), baseline=1.0),
+        Figure("kill_failed_requests", len(failed), baseline=0, note=f"of {len(told)}"),
+        Figure(
+            "kill_hit_rate_during", round(_share(during) / warm, 4), baseline=1.0, note="from a quarter on with one"
+        ),
+        Figure("kill_hit_rate_after", round(again / warm, 4), baseline=1.0, note=f"{again:.3f} against {warm:.3f}"),
+        Figure("kill_requests_until_back", back, baseline=cold, note=f"at {_BACK_SHARE:g} of the hit rate before"),
+        Figure("kill_back_of_cold", round(back / max(cold, 1), 4), baseline=1.0),
+        Figure("kill_slowest_s", slowest_s, usual_s, note="of the requests while it died, and before"),
     )
-    return Part(f"{num_questions} questions", figures)
+    shares = [round(_share(part[at : at + _WINDOW]), 3) for part in (before, during, after) for at in _windows(part)]
+    return Part(f"{num} questions", figures, {f"cached_share_of_each_{_WINDOW}": shares, "errors": failed})
 
 
-def _ask_at_once(fleet: Fleet, store: DocumentStore, num_questions: int, victim: Engine | None) -> tuple[float, int]:
-    """Return the share of tokens that was cached, and how many requests failed; ``victim`` dies after a quarter."""
-    layout, asked = PromptLayout(), popular_questions(num_questions)
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What came of one question."""
 
-    def one(place: int) -> tuple[int, int] | None:
-        if victim is not None and place == num_questions // 4 and victim.pid is not None:
+    total_s: float
+    num_cached: int = 0
+    num_tokens: int = 0
+    error: str = ""
+
+
+def _ask_at_once(
+    engine: EngineClient, store: DocumentStore, questions: Sequence[Asked], victim: Engine | None = None
+) -> list[_Told]:
+    """Ask questions in their order, four at any time; ``victim`` dies after a quarter of them."""
+    layout = PromptLayout()
+
+    def one(place: int) -> _Told:
+        if victim is not None and place == len(questions) // 4 and victim.pid is not None:
             os.killpg(os.getpgid(victim.pid), signal.SIGKILL)
-        question = asked[place].question
-        shown = fleet.arrange_documents(store.search(question, NUM_DOCUMENTS).documents, "cache_aware").documents
+        began_s, question = time.perf_counter(), questions[place].question
+        shown = engine.arrange_documents(store.search(question, NUM_DOCUMENTS).documents, "cache_aware").documents
         try:
-            stats = fleet.generate(layout.render(fleet.tokenizer, shown, question), max_tokens=16).stats
-        except EngineError:
-            return None
-        return stats.num_cached_tokens, stats.num_prompt_tokens
+            stats = engine.generate(layout.render(engine.tokenizer, shown, question), max_tokens=16).stats
+        except EngineError as error:
+            return _Told(time.perf_counter() - began_s, error=str(error))
+        return _Told(time.perf_counter() - began_s, stats.num_cached_tokens, stats.num_prompt_tokens)
 
     with ThreadPoolExecutor(_AT_ONCE) as threads:
-        answers = list(threads.map(one, range(num_questions)))
-    told = [answer for answer in answers if answer is not None]
-    return sum(cached for cached, _ in told) / max(sum(total for _, total in told), 1), len(answers) - len(told)
+        return list(threads.map(one, range(len(questions))))
 
 
-@contextmanager
-def _engines(plan: Plan, num: int, cache: CacheConfig) -> Iterator[Sequence[Engine]]:
-    with ExitStack() as stack:
-        yield [stack.enter_context(open_engine(Options(plan.model, None, True), cache)) for _ in range(num)]
+def _is_ready(engine: Engine) -> bool:
+    try:
+        engine.stats()
+    except EngineError:
+        return False
+    return True
+
+
+def _windows(told: Sequence[_Told]) -> range:
+    return range(0, len(told), _WINDOW)
+
+
+def _share(told: Sequence[_Told]) -> float:
+    """Return the share of tokens that was cached."""
+    return sum(one.num_cached for one in told) / max(sum(one.num_tokens for one in told), 1)
+
+
+def _num_until(told: Sequence[_Told], share: float) -> int:
+    """Return after how many questions of the next :data:`_WINDOW` so much is cached; all where it never is."""
+    starts = range(max(len(told) - _WINDOW, 0))
+    return next((start for start in starts if _share(told[start : start + _WINDOW]) >= share), len(told))
+
+
+def _engines(plan: Plan, num: int, kv_cache_bytes: int) -> AbstractContextManager[list[Engine]]:
+    cache = CacheConfig(kv_cache_bytes=kv_cache_bytes, host_bytes=0, block_size=32)
+    return side_by_side(num, lambda: open_engine(Options(plan.model, None, True), cache, env=ONE_CORE))
