@@ -159,6 +159,10 @@ class Scene:
         assert self.tree.tiers[Tier.DISK].in_use == {}, "nothing is being written or read"
         assert self.tree.tiers[Tier.DISK].num_units == len(self.tier._stored)
         assert all(key in self.tier._io._store for key in self.tier._stored)
+        self.check_events()
+
+    def check_events(self) -> None:
+        """Read what was told; it is what the disk has."""
         for event in self.tier.take_events():
             for key in event.keys:
                 assert (key in self.told) == event.removed, "what comes is told once, and so is what leaves"

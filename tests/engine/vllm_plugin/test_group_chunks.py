@@ -293,5 +293,6 @@ def test_whatever_is_stored_evicted_and_lost_the_disk_serves_right_bytes(opening
             scene = opening(num_slots=20, groups=GROUPS)
             assert set(scene.tier._stored) == before
         check_invariants(scene.tree, is_connected=False)
+        scene.check_events()
         units = scene.tree.tiers[Tier.DISK].num_units
         assert units == sum(GROUPS.is_main(key) for key in scene.tier._stored)
