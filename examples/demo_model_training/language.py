@@ -24,8 +24,11 @@ from examples.demo_model_training.grammar import (
     Relation,
 )
 
-QuestionKind = Literal["single", "continued", "two-hop", "reverse", "yes-no", "absent"]
-"""`continued` asks a fact that its chunk tells with "It" only; `absent` has the answer "unknown"."""
+QuestionKind = Literal[
+    "single", "continued", "two-hop", "three-hop", "continued two-hop", "reverse", "yes-no", "absent"
+]
+"""`continued` asks a fact that its chunk tells with "It" only, `continued two-hop` needs one; `absent` has the answer
+"unknown"."""
 
 UNKNOWN = "unknown"
 
@@ -115,7 +118,9 @@ class WritingStyle:
 
     pronoun_share: float = 0.5
     split_share: float = 0.0
-    """Share of entries cut into two documents of which the second says only "It", "He" or "She"."""
+    """Share of entries cut into documents of which all but the first say only "It", "He" or "She"."""
+    max_pieces: int = 2
+    """Of an entry that is cut, the most documents; each has a fact at least."""
     heading_share: float = 0.5
     filler_share: float = 0.15
     """Probability of a sentence without facts after each fact."""
@@ -164,6 +169,24 @@ def _leads_to_entity(relation: Relation) -> bool:
     return relation.noun_phrase is not None and relation.value_kind in RELATIONS
 
 
+def draw_chained_entities(
+    rng: random.Random, names: Names, num_entities: int, num_facts: int, chain_length: int = 3
+) -> list[Entity]:
+    """Return entities of which the first `chain_length` are a chain: a value of each is the next one."""
+    kind = rng.choices(ENTITY_KINDS, ENTITY_KIND_WEIGHTS)[0]
+    name = _new_name(names, kind)
+    chain: list[Entity] = []
+    while len(chain) < chain_length - 1:
+        entity = draw_entity(rng, names, kind, name, num_facts)
+        links = [key for key in entity.facts if _leads_to_entity(entity.relation(key))]
+        if links:
+            key = rng.choice(links)
+            kind, name = entity.relation(key).value_kind, entity.facts[key]
+            chain.append(entity)
+    chain.append(draw_entity(rng, names, kind, name, num_facts))
+    return chain + draw_linked_entities(rng, names, num_entities - len(chain), num_facts)
+
+
 def draw_same_kind_entities(rng: random.Random, names: Names, num_entities: int, num_facts: int) -> list[Entity]:
     """Return entities of ONE kind with the same relations: only the name tells them apart."""
     kind = rng.choice(ENTITY_KINDS)
@@ -189,7 +212,7 @@ def tell(rng: random.Random, entity: Entity, key: str, pronoun_share: float) -> 
 
 
 def write_entry(rng: random.Random, entity: Entity, style: WritingStyle) -> tuple[list[str], list[str]]:
-    """Return the entry's documents (one, or two if it was split) and the facts told after the split."""
+    """Return the entry's documents (one, or several if it was split) and the facts told after the first split."""
     keys = list(entity.facts)
     num_first = len(keys)
     if len(keys) >= 2 and rng.random() < style.split_share:
@@ -204,7 +227,13 @@ def write_entry(rng: random.Random, entity: Entity, style: WritingStyle) -> tupl
             sentences.append(next(fillers).replace("{S}", entity.name))
     documents = [" ".join(sentences)]
     if num_first < len(keys):
-        documents.append(" ".join(tell(rng, entity, key, pronoun_share=1.0) for key in keys[num_first:]))
+        left = keys[num_first:]
+        for num_pieces in range(style.max_pieces - 1, 0, -1):
+            num_told = rng.randint(1, len(left)) if num_pieces > 1 else len(left)
+            documents.append(" ".join(tell(rng, entity, key, pronoun_share=1.0) for key in left[:num_told]))
+            left = left[num_told:]
+            if not left:
+                break
     return documents, keys[num_first:]
 
 
@@ -253,13 +282,24 @@ def _ask_continued(rng: random.Random, context: Context, _names: Names) -> Quest
     return Question("continued", _question_about(rng, entity, key), entity.facts[key])
 
 
+def hop_question(rng: random.Random, kind: QuestionKind, hops: Sequence[tuple[Entity, str]]) -> Question:
+    """Return the question that follows the (entity, relation name) of `hops`, each leading to the next entity.
+
+    Its answer is "bridge, value", with a bridge for each hop but the last.
+    """
+    asked = hops[0][0].name
+    for entity, key in hops[:-1]:
+        noun_phrase = entity.relation(key).noun_phrase
+        assert noun_phrase is not None
+        asked = noun_phrase.replace("{X}", asked)
+    last, key = hops[-1]
+    text = rng.choice(last.relation(key).questions).replace("{X}", asked)
+    return Question(kind, text, ", ".join([*(entity.name for entity, _ in hops[1:]), last.facts[key]]))
+
+
 def two_hop_question(rng: random.Random, first: Entity, key: str, bridge: Entity, bridge_key: str) -> Question:
     """Return the question for `bridge_key` of `first`'s `key`; its answer is "bridge, value"."""
-    noun_phrase = first.relation(key).noun_phrase
-    assert noun_phrase is not None
-    noun_phrase = noun_phrase.replace("{X}", first.name)
-    text = rng.choice(bridge.relation(bridge_key).questions).replace("{X}", noun_phrase)
-    return Question("two-hop", text, f"{bridge.name}, {bridge.facts[bridge_key]}")
+    return hop_question(rng, "two-hop", ((first, key), (bridge, bridge_key)))
 
 
 def _ask_two_hop(rng: random.Random, context: Context, _names: Names) -> Question | None:
@@ -277,6 +317,36 @@ def _ask_two_hop(rng: random.Random, context: Context, _names: Names) -> Questio
     if not bridge_keys:
         return None
     return two_hop_question(rng, first, key, bridge, rng.choice(bridge_keys))
+
+
+def _links(context: Context) -> list[tuple[Entity, str, Entity]]:
+    """Return (entity, relation name, the entity that it leads to), wherever it is told."""
+    by_name = {entity.name: entity for entity in context.entities}
+    return [
+        (entity, key, by_name[value])
+        for entity in context.entities
+        for key, value in entity.facts.items()
+        if entity.relation(key).noun_phrase and value in by_name
+    ]
+
+
+def _ask_three_hop(rng: random.Random, context: Context, _names: Names) -> Question | None:
+    links = _links(context)
+    paths = [(one, two) for one in links for two in links if one[2] is two[0] and two[2].facts]
+    if not paths:
+        return None
+    (first, key, second), (_, second_key, third) = rng.choice(paths)
+    return hop_question(rng, "three-hop", ((first, key), (second, second_key), (third, rng.choice(list(third.facts)))))
+
+
+def _ask_continued_two_hop(rng: random.Random, context: Context, _names: Names) -> Question | None:
+    paths = [
+        ((first, key), (bridge, bridge_key))
+        for first, key, bridge in _links(context)
+        for bridge_key in bridge.facts
+        if {(first.name, key), (bridge.name, bridge_key)} & context.continued
+    ]
+    return hop_question(rng, "continued two-hop", rng.choice(paths)) if paths else None
 
 
 def _ask_reverse(rng: random.Random, context: Context, _names: Names) -> Question | None:
@@ -331,6 +401,8 @@ _ASKERS = {
     "single": _ask_single,
     "continued": _ask_continued,
     "two-hop": _ask_two_hop,
+    "three-hop": _ask_three_hop,
+    "continued two-hop": _ask_continued_two_hop,
     "reverse": _ask_reverse,
     "yes-no": _ask_yes_no,
     "absent": _ask_absent,

@@ -11,6 +11,7 @@ from examples.demo_model_training.language import (
     Names,
     WritingStyle,
     ask,
+    draw_chained_entities,
     draw_linked_entities,
     draw_same_kind_entities,
     write_context,
@@ -65,6 +66,51 @@ def test_two_hop_answer_names_the_bridge_and_the_value() -> None:
     bridge = next(entity for entity in context.entities if entity.name == bridge_name)
     assert value in bridge.facts.values()
     assert bridge_name not in question.text
+
+
+def make_chain(seed: int, max_pieces: int = 3) -> tuple[Context, Names]:
+    rng = random.Random(seed)
+    names = Names(rng)
+    style = WritingStyle(split_share=1.0, max_pieces=max_pieces)
+    return write_context(rng, draw_chained_entities(rng, names, 4, 4), style), names
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_three_hop_answer_follows_two_bridges_to_the_value(seed: int) -> None:
+    context, names = make_chain(seed)
+    question = ask(random.Random(seed), context, names, "three-hop")
+    assert question is not None
+    by_name = {entity.name: entity for entity in context.entities}
+    second, third, value = question.answer.split(", ")
+    assert third in by_name[second].facts.values()
+    assert value in by_name[third].facts.values()
+    (first,) = (
+        entity
+        for name, entity in by_name.items()
+        if question.text.endswith((f" {name}?", f" {name} lie?")) or f" {name} " in question.text
+    )
+    assert second in first.facts.values()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_continued_two_hop_question_needs_a_document_that_names_nobody(seed: int) -> None:
+    context, names = make_chain(seed)
+    question = ask(random.Random(seed), context, names, "continued two-hop")
+    assert question is not None
+    needed = [
+        document
+        for document in context.documents
+        if any(f" {part}." in document or f" {part} " in document for part in question.answer.split(", "))
+    ]
+    assert any(document.startswith(("It ", "He ", "She ")) for document in needed)
+
+
+def test_an_entry_is_cut_into_as_many_documents_as_its_style_says() -> None:
+    per_entity = {
+        max_pieces: [len(make_chain(seed, max_pieces)[0].documents) / 4 for seed in range(30)] for max_pieces in (2, 3)
+    }
+    assert max(per_entity[2]) == 2
+    assert 2 < max(per_entity[3]) <= 3
 
 
 @pytest.mark.parametrize("seed", range(20))
