@@ -7,12 +7,13 @@ expected answer appended, decides it without decoding.
 Examples:
   python -m examples.demo_model_training.evaluate --checkpoint build/demo.pt
   python -m examples.demo_model_training.evaluate --model examples/demo_model --json --num-questions 200
+  python -m examples.demo_model_training.evaluate --checkpoint build/deep.pt --deep
 """
 
 import argparse
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from examples.demo_model_training.language import (
     QuestionKind,
     WritingStyle,
     ask,
+    draw_chained_entities,
     draw_linked_entities,
     draw_same_kind_entities,
     write_context,
@@ -41,6 +43,7 @@ HELD_OUT_SEED: Final = 777_000
 
 _PLAIN: Final = WritingStyle()
 _SPLIT: Final = WritingStyle(split_share=1.0)
+_IN_PIECES: Final = WritingStyle(split_share=1.0, max_pieces=3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ class Case:
     question_kind: QuestionKind
     num_entities: int
     same_kind: bool = False
+    is_chain: bool = False
     num_facts: int = 5
     style: WritingStyle = _PLAIN
 
@@ -66,6 +70,14 @@ CASES: Final = (
     *(Case(f"absent, k = {k}", "absent", k) for k in (2, 3)),
 )
 """`num_entities` entries make the prompt; a split entry counts as one."""
+
+DEEP_CASES: Final = (
+    *(Case(f"three-hop, k = {k}", "three-hop", k, is_chain=True) for k in (3, 5)),
+    *(Case(f"three-hop in pieces, k = {k}", "three-hop", k, is_chain=True, style=_IN_PIECES) for k in (3, 5)),
+    *(Case(f"continued two-hop, k = {k}", "continued two-hop", k, is_chain=True, style=_IN_PIECES) for k in (3, 5)),
+    *(Case(f"continued in pieces, same type, k = {k}", "continued", k, True, style=_IN_PIECES) for k in (2, 3)),
+)
+"""What only the deep curriculum teaches."""
 
 LIGHT_CASES: Final = ("tool call", "bare tool result", "free text", "no documents")
 
@@ -89,6 +101,8 @@ class CaseResult:
 def draw_question(rng: random.Random, case: Case) -> tuple[Context, Question]:
     """Return a held-out context of the case and one question about it."""
     draw_entities = draw_same_kind_entities if case.same_kind else draw_linked_entities
+    if case.is_chain:
+        draw_entities = draw_chained_entities
     while True:
         names = Names(rng)
         num_facts = rng.randint(2, case.num_facts)
@@ -158,12 +172,15 @@ def measure(model: DemoLlama, name: str, prompts: Iterator[HeldOutPrompt], num_q
     return CaseResult(name, num_questions, num_right / num_questions, num_tokens / num_questions)
 
 
-def evaluate(model: DemoLlama, num_questions: int, seed: int = HELD_OUT_SEED) -> list[CaseResult]:
+def evaluate(
+    model: DemoLlama, num_questions: int, seed: int = HELD_OUT_SEED, deep_cases: Sequence[Case] = ()
+) -> list[CaseResult]:
     """Return one result per case; each case draws its questions from a seed of its own."""
     vocabulary = Vocabulary()
     lines: dict[str, Callable[[int], Iterator[HeldOutPrompt]]] = {
         **{case.name: partial(held_out_prompts, vocabulary, case) for case in CASES},
         **{name: partial(held_out_light_prompts, vocabulary, name) for name in LIGHT_CASES},
+        **{case.name: partial(held_out_prompts, vocabulary, case) for case in deep_cases},
     }
     return [
         measure(model, name, prompts_of(seed + index), num_questions)
@@ -187,6 +204,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     which.add_argument("--checkpoint", type=Path, help="checkpoint written by train")
     which.add_argument("--model", type=Path, help="folder written by export")
     parser.add_argument("--num-questions", type=int, default=200, help="questions per line of the table")
+    parser.add_argument("--deep", action="store_true", help="ask what only the deep curriculum teaches as well")
     parser.add_argument("--seed", type=int, default=HELD_OUT_SEED, help="first held-out language seed")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -196,7 +214,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
-    results = evaluate(_load(arguments), arguments.num_questions, arguments.seed)
+    deep_cases = DEEP_CASES if arguments.deep else ()
+    results = evaluate(_load(arguments), arguments.num_questions, arguments.seed, deep_cases)
     if arguments.json:
         report = {
             "metric": "exact match of the greedy answer",

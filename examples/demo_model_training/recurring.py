@@ -9,16 +9,24 @@ apart. Three kinds of questions, each with documents of its own:
     continued   an entry is cut into two documents; the second, which says only "It", "He" or "She", holds the answer.
                 Other questions show that second half behind the halves of strangers, or at the very beginning.
 
+Two more kinds, for a model that was trained for them, come with --deep:
+
+    three-hop          two documents name the thing that the next one tells about; "bridge, bridge, value"
+    continued two-hop  as two-hop; the second half of the bridge's entry holds the value, and other questions show it
+                       behind strangers
+
 One seed gives the same file byte for byte, and none that training used.
 
 Examples:
   python -m examples.demo_model_training.recurring --out build/recurring-questions.jsonl
   python -m examples.demo_model_training.recurring --out build/few.jsonl --num-questions 20 --seed 7
+  python -m examples.demo_model_training.recurring --out build/deep-questions.jsonl --deep
 """
 
 import argparse
+import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -27,9 +35,12 @@ from examples.demo_model_training.grammar import ENTITY_KINDS, RELATIONS
 from examples.demo_model_training.language import (
     Entity,
     Names,
+    QuestionKind,
     WritingStyle,
+    draw_chained_entities,
     draw_entity,
     draw_linked_entities,
+    hop_question,
     two_hop_question,
     write_entry,
 )
@@ -41,6 +52,7 @@ NUM_DOCUMENTS: Final = 5
 _NUM_ENTRIES: Final = 96
 _SKEW: Final = 0.6
 """The r-th most popular entry is drawn with a weight of r ** -0.6."""
+_CHAIN_LENGTH: Final = 3
 _WHOLE: Final = WritingStyle()
 _SPLIT: Final = WritingStyle(split_share=1.0)
 
@@ -105,17 +117,50 @@ def continued(rng: random.Random) -> Iterator[Question]:
             yield _question(rng, "continued", entry, rng.choice(entry.continued), shown)
 
 
+def three_hop(rng: random.Random) -> Iterator[Question]:
+    """Yield three-hop questions without end."""
+    entries = _chained_entries(rng, _WHOLE)
+    while True:
+        chain = _draw_chain(rng, entries)
+        others = [other for other in entries if other not in chain]
+        shown = [*chain, *_draw_some(rng, others, NUM_DOCUMENTS - _CHAIN_LENGTH)]
+        documents = rng.sample([entry.documents[0] for entry in shown], NUM_DOCUMENTS)
+        yield _hop_question(rng, "three-hop", chain, rng.choice(list(chain[-1].entity.facts)), documents)
+
+
+def continued_two_hop(rng: random.Random) -> Iterator[Question]:
+    """Yield two-hop questions whose value the second half of an entry tells, without end."""
+    entries = _chained_entries(rng, _SPLIT)
+    while True:
+        first, bridge, _ = _draw_chain(rng, entries)
+        others = [other for other in entries if other not in (first, bridge)]
+        groups = [first.documents[:1], bridge.documents]
+        groups += [(rng.choice(other.documents),) for other in _draw_some(rng, others, NUM_DOCUMENTS - 3)]
+        shown = [document for group in rng.sample(groups, len(groups)) for document in group]
+        asked = (*first.documents, *bridge.documents)
+        is_ambiguous = any(  # "It" of a stranger, as if said of an entry that is asked about
+            before in asked and document not in asked and document.doc_id.endswith(" 2")
+            for before, document in itertools.pairwise(shown)
+        )
+        is_unique = len({document.text for document in shown}) == NUM_DOCUMENTS
+        if is_unique and not is_ambiguous and _link(first, bridge) not in first.continued:
+            yield _hop_question(rng, "continued two-hop", (first, bridge), rng.choice(bridge.continued), shown)
+
+
 KINDS: Final[dict[str, Callable[[random.Random], Iterator[Question]]]] = {
     "single-hop": single_hop,
     "two-hop": two_hop,
     "continued": continued,
 }
+DEEP_KINDS: Final = {**KINDS, "three-hop": three_hop, "continued two-hop": continued_two_hop}
 
 
-def recurring_questions(num_questions: int, seed: int = SEED) -> list[Question]:
+def recurring_questions(
+    num_questions: int, seed: int = SEED, kinds: Mapping[str, Callable[[random.Random], Iterator[Question]]] = KINDS
+) -> list[Question]:
     """Return so many questions of each kind, one kind after the other."""
     questions = []
-    for number, draw in enumerate(KINDS.values()):
+    for number, draw in enumerate(kinds.values()):
         drawn = draw(random.Random(seed + number))
         questions += [next(drawn) for _ in range(num_questions)]
     return questions
@@ -131,6 +176,33 @@ def _same_kind_entities(rng: random.Random, num_entities: int) -> list[Entity]:
             name = names.person() if kind == "person" else names.word()
             entities.append(draw_entity(rng, names, kind, name, len(keys), keys))
     return entities
+
+
+def _chained_entries(rng: random.Random, style: WritingStyle) -> list[Entry]:
+    """Return entries of which each three are a chain."""
+    names = Names(rng)
+    chains = [
+        draw_chained_entities(rng, names, _CHAIN_LENGTH, num_facts=4) for _ in range(_NUM_ENTRIES // _CHAIN_LENGTH)
+    ]
+    return _entries(rng, [entity for chain in chains for entity in chain], style)
+
+
+def _draw_chain(rng: random.Random, entries: Sequence[Entry]) -> Sequence[Entry]:
+    start = entries.index(_draw(rng, entries)) // _CHAIN_LENGTH * _CHAIN_LENGTH
+    return entries[start : start + _CHAIN_LENGTH]
+
+
+def _link(entry: Entry, target: Entry) -> str:
+    """Return the relation of an entry that leads to the next one of its chain."""
+    return next(key for key, value in entry.entity.facts.items() if value == target.entity.name)
+
+
+def _hop_question(
+    rng: random.Random, kind: QuestionKind, chain: Sequence[Entry], key: str, documents: Sequence[Document]
+) -> Question:
+    links = [(entry.entity, _link(entry, target)) for entry, target in itertools.pairwise(chain)]
+    asked = hop_question(rng, kind, [*links, (chain[-1].entity, key)])
+    return Question(asked.text, (asked.answer,), tuple(documents), kind)
 
 
 def _entries(rng: random.Random, entities: Sequence[Entity], style: WritingStyle) -> list[Entry]:
@@ -166,8 +238,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="file to write")
     parser.add_argument("--num-questions", type=int, default=150, help="of each kind")
     parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--deep", action="store_true", help="two more kinds, for a model that was trained for them")
     options = parser.parse_args(arguments)
-    lines = [to_line(question) for question in recurring_questions(options.num_questions, options.seed)]
+    kinds = DEEP_KINDS if options.deep else KINDS
+    lines = [to_line(question) for question in recurring_questions(options.num_questions, options.seed, kinds)]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"{len(lines)} questions written to {options.out}")

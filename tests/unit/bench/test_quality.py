@@ -344,6 +344,36 @@ def test_what_a_second_half_tells_is_asked_with_its_first_half_right_before_it()
         assert place + 1 == len(names) or not names[place + 1].endswith(" 2")
 
 
+def test_the_deep_kinds_come_after_the_others_and_their_documents_hold_every_hop() -> None:
+    from examples.demo_model_training.recurring import DEEP_KINDS, recurring_questions
+
+    questions = recurring_questions(30, kinds=DEEP_KINDS)
+    assert questions[:90] == recurring_questions(30)
+    assert list(dict.fromkeys(question.kind for question in questions)) == list(DEEP_KINDS)
+    for question in questions[90:]:
+        parts = question.answers[0].split(", ")
+        assert len(parts) == (3 if question.kind == "three-hop" else 2)
+        assert len({document.text for document in question.documents}) == len(question.documents)
+        assert all(any(part in document.text for document in question.documents) for part in parts)
+
+
+def test_the_value_of_a_continued_two_hop_question_follows_the_half_that_names_its_bridge() -> None:
+    from examples.demo_model_training.recurring import continued_two_hop
+
+    drawn = continued_two_hop(random.Random(5))
+    num_with_strange_halves = 0
+    for _ in range(60):
+        question = next(drawn)
+        bridge, value = question.answers[0].split(", ")
+        names = [document.doc_id for document in question.documents]
+        place = names.index(f"{bridge} 2")
+        assert names[place - 1] == f"{bridge} 1"
+        assert value in question.documents[place].text
+        assert place + 1 == len(names) or not names[place + 1].endswith(" 2")
+        num_with_strange_halves += any(name.endswith(" 2") for name in names if name != f"{bridge} 2")
+    assert num_with_strange_halves > 10  # second halves behind strangers, so that they are captured there too
+
+
 def test_a_condensed_history_reads_once_what_comes_again_in_the_order_of_its_last_use() -> None:
     def request(*names: str) -> TracedRequest:
         return TracedRequest(0.0, names, tuple(10 + ord(name) for name in names), 3, 2)
