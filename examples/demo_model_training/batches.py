@@ -10,7 +10,7 @@ result and what to say without documents.
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -27,6 +27,7 @@ from examples.demo_model_training.language import (
     QuestionKind,
     WritingStyle,
     ask,
+    draw_chained_entities,
     draw_linked_entities,
     draw_same_kind_entities,
     write_context,
@@ -103,8 +104,15 @@ _LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
 class BatchSource:
     """Makes rows and batches of a stage from a seed, without end."""
 
-    def __init__(self, vocabulary: Vocabulary, rng: random.Random, max_batch_tokens: int) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        rng: random.Random,
+        max_batch_tokens: int,
+        curriculum: Sequence[Stage] = CURRICULUM,
+    ) -> None:
         self.rng = rng
+        self.curriculum = curriculum
         self._vocabulary = vocabulary
         self._max_batch_tokens = max_batch_tokens
         self.light_row_makers: tuple[Callable[[], Row], ...] = (
@@ -120,7 +128,7 @@ class BatchSource:
         rows: list[Row] = []
         while sum(len(row.ids) for row in rows) < 4 * self._max_batch_tokens:
             easier = self.rng.random() < 0.2
-            stage = CURRICULUM[self.rng.randint(0, stage_index) if easier else stage_index]
+            stage = self.curriculum[self.rng.randint(0, stage_index) if easier else stage_index]
             rows.append(self.row(stage, teaches_chat=stage_index >= 1))
         rows.sort(key=lambda row: len(row.ids))
         groups: list[list[Row]] = [[]]
@@ -155,6 +163,9 @@ class BatchSource:
         else:
             num_entities, num_facts = rng.randint(*stage.num_entities), rng.randint(*stage.num_facts)
         draw_entities = draw_same_kind_entities if same_kind else draw_linked_entities
+        if stage.chain_share and rng.random() < stage.chain_share:
+            same_kind, num_entities, num_facts = False, rng.randint(*stage.chain_entities), rng.randint(2, 4)
+            draw_entities = draw_chained_entities
         context = write_context(rng, draw_entities(rng, names, num_entities, num_facts), _varied(rng, stage.style))
         row = self._opening(self._system_prompt())
         if rng.random() < 0.05:
@@ -204,6 +215,8 @@ class BatchSource:
     def _questions(self, context: Context, names: Names, stage: Stage) -> list[Question]:
         shares: dict[QuestionKind, float] = {
             "two-hop": stage.two_hop_share,
+            "three-hop": stage.three_hop_share,
+            "continued two-hop": stage.continued_two_hop_share,
             "reverse": stage.reverse_share,
             "yes-no": stage.yes_no_share,
             "absent": stage.absent_share,
@@ -287,6 +300,7 @@ def _varied(rng: random.Random, style: WritingStyle) -> WritingStyle:
     return WritingStyle(
         pronoun_share=rng.choice((0.0, style.pronoun_share, style.pronoun_share, min(1.0, 2 * style.pronoun_share))),
         split_share=style.split_share,
+        max_pieces=style.max_pieces,
         heading_share=rng.choice((0.0, style.heading_share, style.heading_share, 1.0)),
         filler_share=rng.choice((0.0, style.filler_share, 3 * style.filler_share)),
     )

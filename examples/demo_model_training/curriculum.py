@@ -1,6 +1,6 @@
 """The stages of training: one short document first, crowds of long ones last."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from examples.demo_model_training.language import WritingStyle
@@ -18,6 +18,8 @@ class Stage:
     same_kind_entities: tuple[int, ...] = (2,)
     same_kind_facts: tuple[int, int] = (1, 3)
     two_hop_share: float = 0.0
+    three_hop_share: float = 0.0
+    continued_two_hop_share: float = 0.0
     reverse_share: float = 0.14
     yes_no_share: float = 0.12
     absent_share: float = 0.0
@@ -28,6 +30,9 @@ class Stage:
     crowd_share: float = 0.0
     """Share of rows with as many as `crowd_entities` entities."""
     crowd_entities: tuple[int, int] = (8, 16)
+    chain_share: float = 0.0
+    """Share of rows whose first three entities lead to one another; `chain_entities` are there in all."""
+    chain_entities: tuple[int, int] = (3, 5)
 
 
 CURRICULUM: Final = (
@@ -73,3 +78,24 @@ CURRICULUM: Final = (
     ),
 )
 """The last stage, with crowds of documents, is entered by time; the others by accuracy."""
+
+
+def _deep(stage: Stage, max_pieces: int = 3) -> Stage:
+    """Return the stage with chains of three entities and entries that are cut into up to `max_pieces` documents."""
+    return replace(
+        stage,
+        style=replace(stage.style, split_share=0.45, max_pieces=max_pieces),
+        two_hop_share=0.2,
+        three_hop_share=0.15,
+        continued_two_hop_share=0.1,
+        reverse_share=0.06,
+        yes_no_share=0.06,
+        drill_share=0.05,
+        chain_share=0.4,
+    )
+
+
+DEEP_CURRICULUM: Final = (*CURRICULUM[:2], _deep(CURRICULUM[2], max_pieces=2), *map(_deep, CURRICULUM[3:]))
+"""Questions over two and three documents, and entries whose pronouns cross the border of their documents."""
+
+CURRICULA: Final = {"demo": CURRICULUM, "deep": DEEP_CURRICULUM}

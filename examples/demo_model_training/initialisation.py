@@ -26,7 +26,7 @@ so that a copied token and the token at hand do not get mixed up.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -141,6 +141,27 @@ def initialise(model: DemoLlama, vocabulary: Vocabulary) -> None:
         _wire_copying(wiring, block, 0, copied)
         for group in range(model.config.num_kv_heads):
             _wire_bag_match(wiring, block, group)
+
+
+@torch.no_grad()
+def grow(model: DemoLlama, trained: DemoLlama) -> None:
+    """Make the model, in place, of a trained one with fewer layers and the same widths: each layer becomes several.
+
+    Every one of them adds an equal part of what the trained layer added. So they say roughly what the trained model
+    said, all of them work from the first step of training on, and what they pass on grows apart. (Layers that add
+    nothing at first say exactly the same, but were still of no use after 600 steps.)
+    """
+    depth, num_trained = model.config.num_layers, trained.config.num_layers
+    if replace(trained.config, num_layers=depth) != model.config or depth < num_trained:
+        raise ValueError(f"a model of {trained.config} cannot grow into one of {model.config}: only into more layers")
+    for outer in ("embedding", "norm", "head"):
+        getattr(model, outer).load_state_dict(getattr(trained, outer).state_dict())
+    origins = [place * num_trained // depth for place in range(depth)]
+    for block, origin in zip(model.blocks, origins, strict=True):
+        block.load_state_dict(trained.blocks[origin].state_dict())
+        if isinstance(block, Block):
+            block.output.weight /= origins.count(origin)
+            block.down.weight /= origins.count(origin)
 
 
 def _random_code(wiring: _Wiring) -> Tensor:

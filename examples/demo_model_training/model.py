@@ -33,7 +33,8 @@ def rope_table(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
 
     positions: [batch, length], int64. Both results: [batch, 1, length, head_width], float32.
     """
-    inverse = 1.0 / config.rope_theta ** (torch.arange(0, config.head_width, 2).float() / config.head_width)
+    exponents = torch.arange(0, config.head_width, 2, device=positions.device).float() / config.head_width
+    inverse = 1.0 / config.rope_theta**exponents
     angles = positions.float()[:, :, None] * inverse
     angles = torch.cat([angles, angles], -1)[:, None]
     return angles.cos(), angles.sin()

@@ -1,8 +1,10 @@
-"""Train the demo model on one CPU core.
+"""Train the demo model on one CPU core, or a deeper one.
 
 Examples:
   python -m examples.demo_model_training.train --out build/demo.pt
   python -m examples.demo_model_training.train --out build/demo.pt --resume build/demo.pt
+  python -m examples.demo_model_training.train --out build/deep.pt --layers 12 --grow-from examples/demo_model \
+    --curriculum deep --steps 7000 --device cuda
 """
 
 import argparse
@@ -19,8 +21,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from examples.demo_model_training.batches import ANSWER_WEIGHT, Batch, BatchSource
-from examples.demo_model_training.curriculum import CURRICULUM
-from examples.demo_model_training.initialisation import initialise
+from examples.demo_model_training.curriculum import CURRICULA
+from examples.demo_model_training.initialisation import grow, initialise
 from examples.demo_model_training.model import DemoLlama, ModelConfig
 from examples.demo_model_training.tokenizer import Vocabulary
 
@@ -49,6 +51,11 @@ class TrainingOptions:
     """Share of the steps after which prompts with many documents come in."""
     max_batch_tokens: int = 1536
     checkpoint_s: float = 120.0
+    curriculum: str = "demo"
+    """A name in `CURRICULA`."""
+    device: str = "cpu"
+    is_mixed: bool = True
+    """Matrices are multiplied in bf16; a CPU without instructions for it is several times slower so."""
 
 
 @dataclass(slots=True)
@@ -75,12 +82,17 @@ class Trainer:
     _tally: dict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
 
     @classmethod
-    def start(cls, options: TrainingOptions, config: ModelConfig | None = None) -> "Trainer":
-        """Return a trainer with a freshly initialised model."""
+    def start(
+        cls, options: TrainingOptions, config: ModelConfig | None = None, grown_from: DemoLlama | None = None
+    ) -> "Trainer":
+        """Return a trainer with a freshly initialised model, or one that starts as a trained one with fewer layers."""
         torch.manual_seed(options.seed)
         vocabulary = Vocabulary()
         model = DemoLlama(config or ModelConfig(vocabulary.padded_size))
         initialise(model, vocabulary)
+        if grown_from is not None:
+            grow(model, grown_from)
+        model.to(options.device)
         embeddings = [model.embedding.weight, model.head.weight]
         vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
         matrices = [parameter for parameter in model.blocks.parameters() if parameter.dim() == 2]
@@ -95,7 +107,8 @@ class Trainer:
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]
         rng = random.Random(TRAINING_SEED_OFFSET + options.seed)
-        return cls(options, model, optimizer, BatchSource(vocabulary, rng, options.max_batch_tokens))
+        source = BatchSource(vocabulary, rng, options.max_batch_tokens, CURRICULA[options.curriculum])
+        return cls(options, model, optimizer, source)
 
     @property
     def share_done(self) -> float:
@@ -107,12 +120,13 @@ class Trainer:
         self._set_learning_rate()
         weights = batch.weights[:, 1:]
         chosen = (weights >= ANSWER_WEIGHT) | ((weights > 0) & (torch.rand_like(weights) < _PROMPT_TOKENS_TRAINED))
-        targets = batch.ids[:, 1:][chosen]
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            hidden = self.model.hidden(batch.ids[:, :-1], batch.positions[:, :-1])
-            logits = self.model.head(hidden[chosen])
+        device = self.options.device
+        targets = batch.ids[:, 1:][chosen].to(device)
+        with torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=self.options.is_mixed):
+            hidden = self.model.hidden(batch.ids[:, :-1].to(device), batch.positions[:, :-1].to(device))
+            logits = self.model.head(hidden[chosen.to(device)])
         losses = F.cross_entropy(logits.float(), targets, reduction="none")
-        is_answer = weights[chosen] >= ANSWER_WEIGHT
+        is_answer = (weights[chosen] >= ANSWER_WEIGHT).to(device)
         loss_weights = torch.where(is_answer, 1.0, _PROMPT_LOSS_WEIGHT)
         self.optimizer.zero_grad(set_to_none=True)
         ((losses * loss_weights).sum() / loss_weights.sum()).backward()  # type: ignore[no-untyped-call]
@@ -122,7 +136,7 @@ class Trainer:
         self.progress.stage_step += 1
         self.progress.num_tokens += int((batch.weights > 0).sum())
         correct = torch.zeros_like(chosen)
-        correct[chosen] = logits.argmax(-1) == targets
+        correct[chosen] = (logits.argmax(-1) == targets).cpu()
         self._count_answers(batch, correct)
         return float(losses.detach()[is_answer].mean())
 
@@ -145,7 +159,7 @@ class Trainer:
 
     def enters_next_stage(self) -> bool:
         """Move to the next stage of the curriculum if this one is learned (the last: after its share of the steps)."""
-        progress, last = self.progress, len(CURRICULUM) - 1
+        progress, last = self.progress, len(self.source.curriculum) - 1
         is_learned = len(self._recent) == _STAGE_WINDOW and sum(self._recent) > _STAGE_ACCURACY * _STAGE_WINDOW
         is_due = progress.stage < last - 1 and is_learned and progress.stage_step > 40
         if is_due or (progress.stage < last and self.share_done >= self.options.crowd_start_share):
@@ -177,7 +191,7 @@ class Trainer:
 
     def load(self, path: Path) -> None:
         """Continue from a checkpoint of the same model configuration."""
-        state: dict[str, Any] = torch.load(path, weights_only=True)
+        state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.progress = Progress(**state["progress"])
@@ -187,11 +201,17 @@ class Trainer:
 
 def load_model(path: Path) -> DemoLlama:
     """Return the model of a checkpoint, in float32 and evaluation mode."""
-    state: dict[str, Any] = torch.load(path, weights_only=True)
+    state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
     model = DemoLlama(ModelConfig(**state["config"]))
     model.load_state_dict(state["model"])
     model.eval()
     return model
+
+
+def _exported(folder: Path) -> DemoLlama:
+    from examples.demo_model_training.export import load_exported  # it imports this module
+
+    return load_exported(folder)
 
 
 def train(trainer: Trainer, out: Path) -> None:
@@ -227,6 +247,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="checkpoint file to write")
     parser.add_argument("--steps", type=int, default=11_000, help="steps in all, those of --resume included (11000)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the training language")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the model (4)")
+    parser.add_argument("--grow-from", type=Path, help="folder of an exported model with fewer layers to start from")
+    parser.add_argument("--curriculum", choices=list(CURRICULA), default="demo", help="what is taught (demo)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the model is trained (cpu)")
+    parser.add_argument("--float32", action="store_true", help="compute in float32: for CPUs without bf16")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; one is best for so small a model")
     parser.add_argument("--resume", type=Path, help="checkpoint to continue from")
     return parser.parse_args(arguments)
@@ -236,7 +261,15 @@ def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer.start(TrainingOptions(num_steps=arguments.steps, seed=arguments.seed))
+    options = TrainingOptions(
+        num_steps=arguments.steps,
+        seed=arguments.seed,
+        curriculum=arguments.curriculum,
+        device=arguments.device,
+        is_mixed=not arguments.float32,
+    )
+    config = ModelConfig(Vocabulary().padded_size, num_layers=arguments.layers)
+    trainer = Trainer.start(options, config, _exported(arguments.grow_from) if arguments.grow_from else None)
     if arguments.resume:
         trainer.load(arguments.resume)
     train(trainer, arguments.out)

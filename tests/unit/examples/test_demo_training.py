@@ -1,15 +1,21 @@
 """Training of the demo model: the loss falls, and a checkpoint continues where it stopped."""
 
 import itertools
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from examples.demo_model_training import evaluate
 from examples.demo_model_training.batches import Batch
 from examples.demo_model_training.export import export, load_exported
-from examples.demo_model_training.train import Trainer, TrainingOptions, load_model, train
+from examples.demo_model_training.model import ModelConfig
+from examples.demo_model_training.tokenizer import Vocabulary
+from examples.demo_model_training.train import Trainer, TrainingOptions, load_model, parse_arguments, train
+from tests.conftest import DEMO_MODEL
 
 OPTIONS = TrainingOptions(num_steps=3000, max_batch_tokens=512)
 
@@ -76,6 +82,55 @@ def test_last_stage_is_entered_after_its_share_of_the_steps() -> None:
     assert trainer.progress.stage == 4
 
 
+def deeper(num_layers: int) -> Trainer:
+    trained = load_exported(DEMO_MODEL)
+    config = replace(trained.config, num_layers=num_layers)
+    return Trainer.start(replace(OPTIONS, curriculum="deep", is_mixed=False), config, trained)
+
+
+def test_a_deeper_model_answers_as_the_trained_one_before_it_is_trained() -> None:
+    trained = load_exported(DEMO_MODEL)
+    same, deep = deeper(num_layers=4), deeper(num_layers=8)
+    batch = next(same.source.batches(0))
+    assert torch.equal(same.model(batch.ids, batch.positions), trained(batch.ids, batch.positions))
+    case = next(case for case in evaluate.CASES if case.name == "two-hop, k = 3")
+    prompts = evaluate.held_out_prompts(Vocabulary(), case, evaluate.HELD_OUT_SEED + 900)
+    assert evaluate.measure(deep.model, case.name, prompts, num_questions=20).exact_match >= 0.7
+
+
+def test_every_layer_of_a_deeper_model_adds_something_and_learns() -> None:
+    trainer = deeper(num_layers=6)
+    before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+    assert all(weight.any() for weight in before.values())
+    trainer.train_step(next(trainer.source.batches(3)))
+    after = trainer.model.state_dict()
+    assert all((after[name] != weight).any() for name, weight in before.items())
+
+
+def test_a_model_does_not_grow_into_one_with_fewer_layers_or_other_widths() -> None:
+    with pytest.raises(ValueError, match="only into more layers"):
+        deeper(num_layers=3)
+    with pytest.raises(ValueError, match="only into more layers"):
+        Trainer.start(OPTIONS, ModelConfig(1152, num_layers=12, width=256), load_exported(DEMO_MODEL))
+
+
+def test_the_deep_curriculum_asks_over_three_documents_and_over_borders() -> None:
+    source = deeper(num_layers=4).source
+    labels = {
+        answer.label for batch in itertools.islice(source.batches(3), 8) for row in batch.rows for answer in row.answers
+    }
+    assert {"three-hop", "continued two-hop", "continued"} <= labels
+
+
+def test_the_demo_curriculum_asks_nothing_of_the_deep_one() -> None:
+    source = Trainer.start(OPTIONS).source
+    labels = {
+        answer.label for batch in itertools.islice(source.batches(3), 8) for row in batch.rows for answer in row.answers
+    }
+    assert labels
+    assert not {"three-hop", "continued two-hop"} & labels
+
+
 def test_padding_has_no_weight_in_any_batch() -> None:
     trainer = Trainer.start(OPTIONS)
     for batch in itertools.islice(batches_of(trainer, stage=4), 12):
@@ -97,3 +152,18 @@ def test_exported_folder_holds_the_checkpoint_in_bf16(tmp_path: Path) -> None:
         assert torch.equal(exported[name], weight.to(torch.bfloat16).float())
     assert (tmp_path / "model" / "README.md").read_text() == "card"
     assert {path.name for path in tmp_path.iterdir()} == {"demo.pt", "model"}
+
+
+def test_what_the_deep_curriculum_teaches_is_evaluated_after_all_else() -> None:
+    model = load_exported(DEMO_MODEL)
+    names = [result.name for result in evaluate.evaluate(model, 1, deep_cases=evaluate.DEEP_CASES)]
+    assert names[: -len(evaluate.DEEP_CASES)] == [result.name for result in evaluate.evaluate(model, 1)]
+    assert names[-len(evaluate.DEEP_CASES) :] == [case.name for case in evaluate.DEEP_CASES]
+
+
+def test_the_cards_command_for_a_deeper_model_is_understood() -> None:
+    card = (DEMO_MODEL / "README.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"python -m examples.demo_model_training.train (--out build/deep.pt .*)", card)
+    arguments = parse_arguments(command.split())
+    assert (arguments.layers, arguments.curriculum) == (12, "deep")
+    assert (arguments.grow_from / "config.json").exists()
