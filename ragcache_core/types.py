@@ -160,6 +160,9 @@ class Origin(enum.IntEnum):
         return self.name.lower()
 
 
+QuestionFormat = Literal["auto", "ragcache", "squad", "hotpotqa", "musique", "2wikimultihopqa", "longbench"]
+"""What a file of questions is: our own lines, or a published set's; see ``bench/quality/published.py``."""
+
 SelectionName = Literal["cache_craft", "whole_chunks", "first_tokens", "question_driven", "random"]
 """Which tokens of reused chunks are computed all the same; see ``chunk/selection.py``."""
 

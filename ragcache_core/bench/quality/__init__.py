@@ -2,8 +2,9 @@
 
 from ragcache_core.bench.quality.asking import AskedAnswer, answers_of
 from ragcache_core.bench.quality.conversing import conversations_of
-from ragcache_core.bench.quality.questions import Question, read_questions
-from ragcache_core.bench.quality.scores import exact_match, rouge_l
+from ragcache_core.bench.quality.questions import Question
+from ragcache_core.bench.quality.reading import read_questions
+from ragcache_core.bench.quality.scores import exact_match, jaccard, rouge_l, token_f1
 from ragcache_core.bench.quality.summary import Summary, summarise, summary_table
 from ragcache_core.bench.quality.ways import (
     FULL,
@@ -30,9 +31,11 @@ __all__ = [
     "chunk_ways",
     "conversations_of",
     "exact_match",
+    "jaccard",
     "order_ways",
     "read_questions",
     "rouge_l",
     "summarise",
     "summary_table",
+    "token_f1",
 ]

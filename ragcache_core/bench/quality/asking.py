@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ragcache_core.bench.quality.questions import Question
-from ragcache_core.bench.quality.scores import exact_match, rouge_l
+from ragcache_core.bench.quality.scores import exact_match, jaccard, rouge_l, token_f1
 from ragcache_core.client.generation import Generation, Prompt
 from ragcache_core.prompt import PromptLayout, PromptTokenizer
 from ragcache_core.types import Document
@@ -41,6 +41,8 @@ class AskedAnswer:
     num_recomputed_tokens: int = 0
     ttft_s: float | None = None
     is_changed: bool = False
+    token_f1: float = 0.0
+    jaccard: float = 0.0
 
 
 Arrange = Callable[[Question], Sequence[Document]]
@@ -102,4 +104,6 @@ def scored(question: Question, generation: Generation, *, is_changed: bool = Fal
         num_recomputed_tokens=chunks.num_recomputed_tokens if chunks else 0,
         ttft_s=stats.ttft_s,
         is_changed=is_changed,
+        token_f1=token_f1(generation.text, question.answers),
+        jaccard=jaccard(generation.text, question.answers),
     )

@@ -1,4 +1,4 @@
-"""Questions with known answers and the documents that they are asked over, from a file of JSON lines."""
+"""Questions with known answers and the documents that they are asked over, as JSON lines of our own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ragcache_core.types import Document
 EXAMPLE = (
     '{"question": "Who founded Zorval?", "answer": "Anna Krenvi", "documents": ["Zorval is ..."], "kind": "single"}'
 )
-_ALL = "all"
+ALL_KINDS = "all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,36 +29,25 @@ class Question:
     text: str
     answers: tuple[str, ...]
     documents: tuple[Document, ...]
-    kind: str = _ALL
+    kind: str = ALL_KINDS
     scores: tuple[float, ...] = ()
 
 
-def read_questions(path: Path, corpus: Path | None = None, *, limit: int | None = None) -> list[Question]:
-    """Return the questions of a file, one JSON object a line, in the order in which they are asked.
+def questions_of(text: str, path: Path, corpus: Path | None = None) -> list[Question]:
+    """Return the questions of a file's text, one JSON object a line.
 
     ``documents`` are texts; with ``corpus`` they are names of files below that folder. ``answer`` is a text or a list
-    of texts, each of which is right. ``kind`` and ``scores`` may be left out. Of more than ``limit`` questions, those
-    of each kind that come first are taken, as many of one kind as of another.
+    of texts, each of which is right. ``kind`` and ``scores`` may be left out.
 
     Raises:
-        ConfigError: the file cannot be read, is empty, or has a line that is no question; with its number and an
-            example.
+        ConfigError: a line is no question; with its number and an example.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        cure = f"give a file of lines such as {EXAMPLE}"
-        raise ConfigError(f"the questions {path} cannot be read ({reason}): {cure}") from error
     texts: dict[str, str] = {}
-    questions = [
+    return [
         _question(line, f"{path}, line {number}", corpus, texts)
-        for number, line in enumerate(lines, start=1)
+        for number, line in enumerate(text.splitlines(), start=1)
         if line.strip()
     ]
-    if not questions:
-        raise ConfigError(f"the questions {path} are empty: one question a line, as {EXAMPLE}")
-    return questions if limit is None else _share(questions, limit)
 
 
 def _question(line: str, place: str, corpus: Path | None, texts: dict[str, str]) -> Question:
@@ -69,7 +58,7 @@ def _question(line: str, place: str, corpus: Path | None, texts: dict[str, str])
     match raw:
         case {"question": str(text), "answer": str() | list() as answer, "documents": [*documents]}:
             answers = (answer,) if isinstance(answer, str) else tuple(answer)
-            kind = raw.get("kind", _ALL)
+            kind = raw.get("kind", ALL_KINDS)
         case _:
             raise ConfigError(f"{place}: it must have question, answer and documents, as {EXAMPLE}")
     if not text.strip() or not answers or not documents:
@@ -90,7 +79,7 @@ def _document(item: str, place: str, corpus: Path | None, texts: dict[str, str])
     if corpus is None:
         if not item.strip():
             raise ConfigError(f"{place}: a document without text: leave it out")
-        return Document(hashlib.sha256(item.encode("utf-8", "surrogatepass")).hexdigest()[:16], item)
+        return text_document(item)
     if item not in texts:
         try:
             texts[item] = (corpus / item).read_text(encoding="utf-8")
@@ -99,7 +88,12 @@ def _document(item: str, place: str, corpus: Path | None, texts: dict[str, str])
     return Document(item, texts[item])
 
 
-def _share(questions: Sequence[Question], limit: int) -> list[Question]:
+def text_document(text: str) -> Document:
+    """Return a document that is named by its text, so that it is the same wherever it is shown."""
+    return Document(hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16], text)
+
+
+def share(questions: Sequence[Question], limit: int) -> list[Question]:
     """Return at most ``limit`` questions, in order, of all kinds alike as far as there are as many."""
     left: dict[str, int] = {}
     for question in questions:

@@ -1,10 +1,11 @@
-"""How right an answer is: exact match and ROUGE-L F1, both on normalised words; how surely two say the same."""
+"""How right an answer is: exact match, F1, ROUGE-L, Jaccard, all of normalised words; how surely two say the same."""
 
 from __future__ import annotations
 
 import re
 import string
 import unicodedata
+from collections import Counter
 from collections.abc import Sequence
 from math import sqrt
 from statistics import NormalDist
@@ -38,6 +39,24 @@ def rouge_l(answer: str, expected: Sequence[str]) -> float:
     return max((_f1(found, words(text)) for text in expected), default=0.0)
 
 
+def token_f1(answer: str, expected: Sequence[str]) -> float:
+    """Return SQuAD's F1 in [0, 1] against the expected answer that fits best: of words, in whichever order.
+
+    Two texts without any word are alike.
+    """
+    found = Counter(words(answer))
+    return max((_overlap_f1(found, Counter(words(text))) for text in expected), default=0.0)
+
+
+def jaccard(answer: str, expected: Sequence[str]) -> float:
+    """Return the distinct words in both as a share of those in either, in [0, 1], for the answer that fits best.
+
+    Cache-Craft §5.2 reports it. Two texts without any word are alike.
+    """
+    found = set(words(answer))
+    return max((_jaccard(found, set(words(text))) for text in expected), default=0.0)
+
+
 def alike(one: str, other: str) -> bool:
     """Return whether two answers say the same, word for word."""
     return words(one) == words(other)
@@ -58,6 +77,16 @@ def _f1(one: Sequence[str], other: Sequence[str]) -> float:
     if not one or not other:
         return float(one == other)
     return 2.0 * longest_common(one, other) / (len(one) + len(other))
+
+
+def _overlap_f1(one: Counter[str], other: Counter[str]) -> float:
+    if not one or not other:
+        return float(one == other)
+    return 2.0 * (one & other).total() / (one.total() + other.total())
+
+
+def _jaccard(one: set[str], other: set[str]) -> float:
+    return len(one & other) / len(one | other) if one or other else 1.0
 
 
 def longest_common(one: Sequence[str], other: Sequence[str]) -> int:

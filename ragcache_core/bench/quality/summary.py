@@ -34,6 +34,8 @@ class Summary:
     changed: float = 0.0
     agreement: float | None = None
     agreement_interval: tuple[float, float] | None = None
+    token_f1: float = 0.0
+    jaccard: float = 0.0
 
     def computed_ratio(self, baseline: Summary) -> float:
         """Return the computed tokens as a share of another way's."""
@@ -81,13 +83,15 @@ def _of_kind(way: str, kind: str, compared: Sequence[tuple[AskedAnswer, AskedAns
         changed=statistics.fmean(answer.is_changed for answer in answers),
         agreement=statistics.fmean(agree) if agree else None,
         agreement_interval=wilson_interval(sum(agree), len(agree)) if agree else None,
+        token_f1=statistics.fmean(answer.token_f1 for answer in answers),
+        jaccard=statistics.fmean(answer.jaccard for answer in answers),
     )
 
 
 def summary_table(by_way: Mapping[str, Sequence[Summary]], baseline: str) -> str:
     """Return a table with a row for each kind of question and way; tokens are compared with those of ``baseline``."""
-    head = ("kind", "way", "questions", "exact", "ROUGE-L", "computed", f"of {baseline}"[:11], "recomputed", "TTFT ms",
-            "changed", "agrees")  # fmt: skip
+    head = ("kind", "way", "questions", "exact", "F1", "ROUGE-L", "Jaccard", "computed", f"of {baseline}"[:11],
+            "recomputed", "TTFT ms", "changed", "agrees")  # fmt: skip
     expected = {summary.kind: summary for summary in by_way.get(baseline, ())}
     flat = [summary for summaries in by_way.values() for summary in summaries]
     kinds = list(dict.fromkeys(summary.kind for summary in flat))
@@ -102,7 +106,9 @@ def _cells(summary: Summary, baseline: Summary | None) -> tuple[str, ...]:
         summary.way,
         f"{summary.num_questions:,}",
         f"{summary.exact_match:.1%}",
+        f"{summary.token_f1:.3f}",
         f"{summary.rouge_l:.3f}",
+        f"{summary.jaccard:.3f}",
         f"{summary.num_computed_tokens:,}",
         "" if baseline is None else f"{summary.computed_ratio(baseline):.1%}",
         f"{summary.recomputed:.1%}" if summary.recomputed else "",

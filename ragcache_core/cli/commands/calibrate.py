@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ragcache_core.bench.quality.summary import Summary
     from ragcache_core.chunk import AlphaPoint
 
-_METRICS = ("exact_match", "rouge_l")
+_METRICS = ("exact_match", "token_f1", "rouge_l", "jaccard")
 
 
 @click.command(

@@ -14,7 +14,7 @@ from ragcache_core.cli.options import FiniteRange, check_vllm_args, vllm_args_ar
 from ragcache_core.errors import ConfigError
 from ragcache_core.ordering import DOCUMENT_ORDERS, DocumentOrder
 from ragcache_core.runtime.terminal import Bar
-from ragcache_core.types import SelectionName
+from ragcache_core.types import QuestionFormat, SelectionName
 
 if TYPE_CHECKING:
     from ragcache_core.bench.quality import Question
@@ -57,7 +57,15 @@ _ASKING_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] 
         type=click.Path(path_type=Path),
         required=True,
         metavar="FILE",
-        help="JSON lines with question, answer, documents and, if there are several, kind.",
+        help="JSON lines with question, answer, documents and, if there are several, kind; or a published set's file.",
+    ),
+    click.option(
+        "--format",
+        "question_format",
+        type=click.Choice(get_args(QuestionFormat)),
+        default="auto",
+        show_default=True,
+        help="What the file is; auto goes by its first record.",
     ),
     click.option(
         "--corpus",
@@ -114,6 +122,7 @@ def asking_options(command: Callable[..., Any]) -> Callable[..., Any]:
         "ragcache quality examples/demo_model --questions questions.jsonl",
         "ragcache quality org/model --questions questions.jsonl --limit 200 --alphas 1.5,2 -- --max-model-len 16384",
         "ragcache quality org/model --questions questions.jsonl --corpus docs/ --selection cache_craft --json",
+        "ragcache quality org/model --questions hotpot_dev_distractor_v1.json --limit 200",
         "ragcache quality org/model --questions questions.jsonl --deduplicate",
         "ragcache quality org/model --questions questions.jsonl --document-order cache_aware",
         "ragcache quality org/model --questions scored.jsonl --documents 4 --max-score-loss 0.02",
@@ -221,7 +230,12 @@ def quality_run(
 
     vllm_args = options["vllm_args"]
     check_vllm_args(vllm_args)
-    questions = read_questions(options["questions_path"], options["corpus"], limit=options["limit"])
+    questions = read_questions(
+        options["questions_path"],
+        options["corpus"],
+        limit=options["limit"],
+        question_format=options["question_format"],
+    )
     if max_score_loss is not None:
         _check_candidates(questions, num_shown, options["questions_path"])
     check_model(model)

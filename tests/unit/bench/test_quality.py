@@ -22,11 +22,13 @@ from ragcache_core.bench.quality import (
     chunk_ways,
     conversations_of,
     exact_match,
+    jaccard,
     order_ways,
     read_questions,
     rouge_l,
     summarise,
     summary_table,
+    token_f1,
 )
 from ragcache_core.bench.quality.conversing import MAX_TURNS, answers_in_conversations
 from ragcache_core.bench.quality.questions import to_line
@@ -93,6 +95,25 @@ def test_an_exact_match_overlooks_case_punctuation_and_articles_alone(answer: st
 
 def test_full_width_letters_are_letters() -> None:
     assert words("\uff21\uff22\uff23, a Zor!") == ["abc", "zor"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "f1", "shared"),
+    [
+        ("Krenvi Anna", 1.0, 1.0),
+        ("Anna Krenvi Anna", 0.8, 1.0),
+        ("Anna Tolmar", 0.5, 1 / 3),
+        ("Boris", 0.0, 0.0),
+        ("", 0.0, 0.0),
+    ],
+)
+def test_f1_counts_words_and_jaccard_distinct_ones_in_whichever_order(answer: str, f1: float, shared: float) -> None:
+    expected = ["Anna Krenvi", "Mel"]
+    assert (token_f1(answer, expected), jaccard(answer, expected)) == (pytest.approx(f1), pytest.approx(shared))
+
+
+def test_two_answers_without_a_word_are_alike() -> None:
+    assert (token_f1("the", ["A."]), jaccard("the", ["A."]), rouge_l("the", ["A."])) == (1.0, 1.0, 1.0)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

@@ -214,6 +214,27 @@ def test_questions_that_are_none_are_refused_in_a_line(command: str, demo_model:
 
 
 @pytest.mark.parametrize("command", ["quality", "calibrate"])
+def test_a_published_sets_file_is_asked_and_one_of_another_set_refused(
+    command: str, runs: list[QualityRun], demo_model: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "hotpot_dev_distractor_v1.json"
+    record = {
+        "question": "Who?",
+        "answer": "Anna",
+        "context": [["Zorval", ["Zorval is.", "It was."]]],
+        "type": "bridge",
+    }
+    path.write_text(json.dumps([record]), encoding="utf-8")
+    refused = run(command, demo_model, "--questions", str(path), "--format", "squad")
+    assert refused.exit_code == 1
+    assert f"{path}, record 1: paragraphs: Field required: SQuAD has" in refused.stderr
+    assert not runs
+    assert run(command, demo_model, "--questions", str(path), "--alphas", "1").exit_code == 0
+    (question,) = runs[0].questions
+    assert question.documents[0].text == "Zorval\nZorval is. It was."
+
+
+@pytest.mark.parametrize("command", ["quality", "calibrate"])
 def test_the_help_ends_with_examples(command: str) -> None:
     page = CliRunner().invoke(cli, [command, "--help"]).stdout
     assert f"ragcache {command} examples/demo_model --questions questions.jsonl" in page
