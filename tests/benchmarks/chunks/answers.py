@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ragcache_core.bench.plots import Plot, Points, lines
-from ragcache_core.bench.quality import FULL, NAIVE, PREFIX, Summary, Way, chunk_ways, read_questions, summarise
+from ragcache_core.bench.quality import (
+    FULL,
+    NAIVE,
+    PREFIX,
+    AskedAnswer,
+    Question,
+    Summary,
+    Way,
+    chunk_ways,
+    read_questions,
+    summarise,
+)
 from ragcache_core.bench.quality.measuring import QualityRun
 from ragcache_core.config import CacheConfig
 from ragcache_core.types import DEFAULT_ALPHA, SelectionName
@@ -108,21 +119,28 @@ def _summaries(plan: Plan, ways: Sequence[Way]) -> dict[str, dict[str, Summary]]
         ConfigError: the questions are not there, or of other kinds.
     """
     questions = read_questions(QUESTIONS, limit=30 if plan.is_quick else None)
+    return {
+        way.name: {summary.kind: summary for summary in summarise(way.name, answers)}
+        for way, answers in asked(plan, plan.model, questions, ways)
+    }
+
+
+def asked(
+    plan: Plan, model: str, questions: Sequence[Question], ways: Sequence[Way]
+) -> Iterator[tuple[Way, list[AskedAnswer]]]:
+    """Yield each way's answers by the model, all ways with engines of the same sizes."""
     options = {
         "dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "progress": False, "max_restarts": 0,
         "env": {"HF_HUB_OFFLINE": "1"},
     }  # fmt: skip
     sizes = CacheConfig(kv_cache_bytes="256MiB", host_bytes="512MiB", block_size=BLOCK_SIZE)
-    run = QualityRun(plan.model, questions, sizes, max_tokens=32, launch_options=options)
+    run = QualityRun(model, questions, sizes, max_tokens=32, launch_options=options)
 
     def begin(way: Way) -> Callable[[int], object]:
-        plan.report(f"answers: {way.name}, {len(questions)} questions")
+        plan.report(f"{Path(model).name}: {way.name}, {len(questions)} questions")
         return lambda _: None
 
-    return {
-        way.name: {summary.kind: summary for summary in summarise(way.name, answers)}
-        for way, answers in run.answers(ways, begin=begin)
-    }
+    return run.answers(ways, begin=begin)
 
 
 def _details(by_way: dict[str, dict[str, Summary]]) -> list[dict[str, object]]:
