@@ -11,7 +11,7 @@ import hashlib
 import sys
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Literal, NamedTuple
 
@@ -21,6 +21,8 @@ DocumentOrder = Literal["retrieval", "canonical", "cache_aware"]
 DOCUMENT_ORDERS: tuple[DocumentOrder, ...] = ("retrieval", "canonical", "cache_aware")
 MAX_PATH_DOCUMENTS = 32
 """Documents of a prompt that are mirrored, from the first on; those behind them hardly find the same 32 in front."""
+MAX_PREFIXES = 32
+"""Where a prompt's static prefix is not known, so many count: those that changed last."""
 PATHS_VERSION = 3
 """Of what a server says about cached paths."""
 
@@ -29,10 +31,7 @@ ANYWHERE = b"anywhere"
 
 _DIGEST_BYTES = 16
 _MAX_PATHS = 200_000
-_MAX_PREFIXES = 32
 _MAX_LOOKUPS = 1_000
-_MAX_JOINT_LOOKUPS = 8_000
-"""Of many engines together, each of which costs a tenth of one in a search of its own."""
 
 DocPath = tuple[DocId, ...]
 
@@ -88,6 +87,10 @@ class CachedPaths:
         self._max_paths = max_paths
         self._num_paths = 0
         self._by_prefix: OrderedDict[bytes, dict[DocPath, Cached]] = OrderedDict()
+        self.on_change: Callable[[bytes, DocPath, Cached | None, Cached | None], None] | None = None
+        """Is told each change of a path: what was cached before, and what is now."""
+        self.bit = 0
+        """That of this cache in an index of many; 0 where it is in none."""
 
     def __len__(self) -> int:
         """Return the number of paths."""
@@ -109,20 +112,31 @@ class CachedPaths:
     def set(self, change: PathChange) -> None:
         """Take one change in."""
         paths = self._by_prefix.get(change.prefix)
-        if change.num_tokens <= 0:
-            if paths is not None and paths.pop(change.documents, None) is not None:
-                self._num_paths -= 1
-                if not paths:
-                    del self._by_prefix[change.prefix]
-            return
-        is_known = paths is not None and change.documents in paths
-        if not is_known and self._num_paths >= self._max_paths:
-            return
-        if paths is None:
-            paths = self._by_prefix[change.prefix] = {}
-        self._by_prefix.move_to_end(change.prefix)
-        paths[change.documents] = Cached(change.num_tokens, change.is_whole)
-        self._num_paths += not is_known
+        before = None if paths is None else paths.get(change.documents)
+        now = Cached(change.num_tokens, change.is_whole) if change.num_tokens > 0 else None
+        if now is None:
+            if paths is None or before is None:
+                return
+            del paths[change.documents]
+            self._num_paths -= 1
+            if not paths:
+                del self._by_prefix[change.prefix]
+        else:
+            if before is None and self._num_paths >= self._max_paths:
+                return
+            if paths is None:
+                paths = self._by_prefix[change.prefix] = {}
+            self._by_prefix.move_to_end(change.prefix)
+            paths[change.documents] = now
+            self._num_paths += before is None
+        if self.on_change is not None:
+            self.on_change(change.prefix, change.documents, before, now)
+
+    def items(self) -> Iterator[tuple[bytes, DocPath, Cached]]:
+        """Return all paths, those first whose static prefix changed first."""
+        for prefix, paths in self._by_prefix.items():
+            for path, cached in paths.items():
+                yield prefix, path, cached
 
     def num_cached_tokens(self, prefix: bytes, documents: Sequence[DocId]) -> int:
         """Return how many tokens of a prompt that shows ``documents`` in this order are cached."""
@@ -146,7 +160,7 @@ class CachedPaths:
         return max(
             (
                 self.num_cached_tokens(each, documents) - _num_static_tokens(self._by_prefix.get(each, {}))
-                for each in prefixes[-_MAX_PREFIXES:]
+                for each in prefixes[-MAX_PREFIXES:]
             ),
             default=0,
         )
@@ -159,7 +173,7 @@ class CachedPaths:
         """Return what is cached after a static prefix; for none, after each of those that changed last."""
         if prefix is None:
             named = (paths for prefix, paths in reversed(self._by_prefix.items()) if prefix != ANYWHERE)
-            return islice(named, _MAX_PREFIXES)
+            return islice(named, MAX_PREFIXES)
         return (known,) if (known := self._by_prefix.get(prefix)) is not None else ()
 
 
@@ -188,52 +202,6 @@ def longest_cached(
         for paths in cache.after(prefix):
             search.walk(paths)
     return search.num_tokens, search.best
-
-
-def longest_in_each(
-    caches: Sequence[Sequence[CachedPaths]],
-    documents: Sequence[DocId],
-    *,
-    prefix: bytes | None,
-    keep_first: bool,
-    keep_order: bool = False,
-) -> list[tuple[int, tuple[int, ...]]]:
-    """Return what :func:`longest_cached` does for each of many engines, whose caches are walked together.
-
-    With ``keep_order`` nothing but the order as it is counts. The search is by levels: where it ends early, long paths
-    are not seen.
-    """
-    identity = tuple(range(len(documents)))
-    best = [(0, identity)] * len(caches)
-    named = [
-        (place, paths, _num_static_tokens(paths))
-        for place, engine in enumerate(caches)
-        for cache in engine
-        for paths in cache.after(prefix)
-    ]
-    level: list[tuple[DocPath, tuple[int, ...], list[tuple[int, Mapping[DocPath, Cached], int]]]] = [((), (), named)]
-    num_lookups = 0
-    for depth in range(min(len(documents), MAX_PATH_DOCUMENTS)):
-        deeper = []
-        for path, chosen, holders in level:
-            places = identity[depth : depth + 1] if keep_order or (keep_first and not depth) else identity
-            for index in places:
-                if index in chosen or num_lookups > _MAX_JOINT_LOOKUPS:
-                    continue
-                num_lookups += len(holders)
-                child = (*path, documents[index])
-                found = [(holder, cached) for holder in holders if (cached := holder[1].get(child)) is not None]
-                if not found:
-                    continue
-                order = (*chosen, index)
-                whole = (*order, *(i for i in identity if i not in order))
-                for (place, _, num_static_tokens), cached in found:
-                    num_tokens = cached.num_tokens - num_static_tokens
-                    if num_tokens > best[place][0] or (num_tokens == best[place][0] and whole < best[place][1]):
-                        best[place] = num_tokens, whole
-                deeper.append((child, order, [holder for holder, cached in found if cached.is_whole]))
-        level = deeper
-    return best
 
 
 def arrange(

@@ -16,8 +16,12 @@ import hashlib
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import Any
 
-from ragcache_core.ordering import CachedPaths, longest_in_each
+from ragcache_core.ordering import CachedPaths
+from ragcache_core.routing.index import Found, PathIndex
 from ragcache_core.routing.load import AskedPrompt, ReplicaLoad
 from ragcache_core.types import DocId
 
@@ -27,7 +31,7 @@ _MORE_FOR_CACHED = 4
 """Requests beyond that which a replica may have for what it has cached: of few requests, chance gives one so many."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class KnownReplica:
     """A replica as it is known now: what it has cached, which is None where that is not known, and its load."""
 
@@ -38,7 +42,15 @@ class KnownReplica:
     @property
     def caches(self) -> Sequence[CachedPaths]:
         """What it has cached, and what it will have when it has done what it was asked."""
-        return (*(self.mirrors or ()), self.load.expected) if len(self.load.expected) else self.mirrors or ()
+        return (*(self.mirrors or ()), self.load.expected)
+
+    @property
+    def bits(self) -> int:
+        """The set of :attr:`caches` in the fleet's index."""
+        bits = self.load.expected.bit
+        for paths in self.mirrors or ():
+            bits |= paths.bit
+        return bits
 
     def num_cached_tokens(self, prompt: AskedPrompt) -> int:
         """Return how many tokens of the documents are cached or expected.
@@ -50,21 +62,23 @@ class KnownReplica:
         return max((each.num_document_tokens(prompt.prefix, prompt.documents) for each in self.caches), default=0)
 
 
-def choose_replica(replicas: Collection[KnownReplica], prompt: AskedPrompt) -> KnownReplica:
-    """Return who gets a request, of the replicas that take any: one at least."""
+def choose_replica(index: PathIndex, replicas: Collection[KnownReplica], prompt: AskedPrompt) -> KnownReplica:
+    """Return who gets a request, of the replicas that take any: one at least. ``index`` has all their caches."""
     known = with_room_for_cached(replicas)
     if not prompt.documents or all(replica.mirrors is None for replica in known):
         return home_of(with_room(replicas), prompt.key)
-    found = longest_in_each(
-        [replica.caches for replica in known], prompt.documents, prefix=prompt.prefix, keep_first=False, keep_order=True
-    )
-    worth = [_worth(replica, num_tokens) for replica, (num_tokens, _) in zip(known, found, strict=True)]
-    most = max(worth)
-    return home_of([replica for replica, each in zip(known, worth, strict=True) if each == most], prompt.key)
+    found = _found(index, known, prompt.documents, prefix=prompt.prefix, keep_order=True)
+    most = max(worth for worth, _, _ in found)
+    return home_of([replica for worth, _, replica in found if worth == most], prompt.key)
 
 
 def choose_order(
-    replicas: Collection[KnownReplica], documents: Sequence[DocId], *, prefix: bytes | None, keep_first: bool
+    index: PathIndex,
+    replicas: Collection[KnownReplica],
+    documents: Sequence[DocId],
+    *,
+    prefix: bytes | None,
+    keep_first: bool,
 ) -> tuple[int, ...] | None:
     """Return the order of documents that suits the replica which :func:`choose_replica` then chooses for it.
 
@@ -73,14 +87,25 @@ def choose_order(
     known = with_room_for_cached(replicas)
     if not documents or all(replica.mirrors is None for replica in known):
         return None
-    best_worth, best = -math.inf, tuple(range(len(documents)))
-    caches = [replica.caches for replica in known]
-    found = longest_in_each(caches, documents, prefix=prefix, keep_first=keep_first)
-    for replica, (num_tokens, order) in zip(known, found, strict=True):
-        worth = _worth(replica, num_tokens)
-        if worth > best_worth or (worth == best_worth and order < best):
-            best_worth, best = worth, order
-    return best
+    found = _found(index, known, documents, prefix=prefix, keep_first=keep_first)
+    most = max(worth for worth, _, _ in found)
+    return min(best.order for worth, best, _ in found if worth == most)
+
+
+def _found(
+    index: PathIndex, known: Sequence[KnownReplica], documents: Sequence[DocId], **asked: Any
+) -> list[tuple[int, Found, KnownReplica]]:
+    """Return of each replica what it is worth, and the best that it has."""
+    caches = [replica.bits for replica in known]
+    every = reduce(or_, caches)
+    best = [*index.longest(every, documents, **asked), Found(0, tuple(range(len(documents))), every)]
+    found = []
+    for bits, replica in zip(caches, known, strict=True):
+        for of_it in best:
+            if of_it.caches & bits:
+                break
+        found.append((WAIT_PER_CACHED_TOKEN * of_it.num_tokens - replica.load.num_waiting_tokens, of_it, replica))
+    return found
 
 
 def home_of(replicas: Collection[KnownReplica], key: str) -> KnownReplica:
@@ -100,10 +125,6 @@ def with_room(replicas: Collection[KnownReplica], num_more: int = 0) -> list[Kno
 def with_room_for_cached(replicas: Collection[KnownReplica]) -> list[KnownReplica]:
     """Return those that may get a request for what they have cached: one at least, if there are any."""
     return with_room(replicas, _MORE_FOR_CACHED)
-
-
-def _worth(replica: KnownReplica, num_cached_tokens: int) -> int:
-    return WAIT_PER_CACHED_TOKEN * num_cached_tokens - replica.load.num_waiting_tokens
 
 
 def _weight(key: str, replica: KnownReplica) -> bytes:

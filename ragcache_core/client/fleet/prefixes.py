@@ -22,11 +22,11 @@ class FleetPrefixes(KnownPrefixes):
 
     @property
     def is_current(self) -> bool:
-        return all(replica.engine.integration.cached_prefixes.is_current for replica in self._replicas.ready())
+        return all(replica.mirror.is_current for replica in self._replicas.ready())
 
     def order(self, documents: Sequence[DocId], *, prefix: bytes | None, keep_first: bool) -> tuple[int, ...] | None:
         with self._replicas.known() as replicas:
-            return choose_order(replicas, documents, prefix=prefix, keep_first=keep_first)
+            return choose_order(self._replicas.index, replicas, documents, prefix=prefix, keep_first=keep_first)
 
     @contextmanager
     def reading(self) -> Iterator[Sequence[CachedPaths] | None]:
@@ -37,9 +37,7 @@ class FleetPrefixes(KnownPrefixes):
     def refresh(self, timeout_s: float) -> bool:
         ready = self._replicas.ready()
         with ThreadPoolExecutor(len(ready) or 1) as threads:
-            return all(
-                threads.map(lambda replica: replica.engine.integration.cached_prefixes.refresh(timeout_s), ready)
-            )
+            return all(threads.map(lambda replica: replica.mirror.refresh(timeout_s), ready))
 
     def close(self) -> None:
         """Do nothing."""

@@ -10,7 +10,8 @@ import time
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from typing import cast
 from urllib.parse import quote
 from weakref import WeakSet
 
@@ -19,9 +20,11 @@ import httpx
 from ragcache_core.client.engine import Engine
 from ragcache_core.client.http.asked import Asked
 from ragcache_core.client.http.attempt import BROKEN, SENT_ONCE, Health, check_progress, engine_died
+from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes
 from ragcache_core.client.speculation.request_capture import asks_completion
 from ragcache_core.errors import EngineUnreachableError
 from ragcache_core.routing.choice import KnownReplica, choose_replica
+from ragcache_core.routing.index import PathIndex
 from ragcache_core.routing.load import OnItsWay, ReplicaLoad
 
 HOME = "https://ragcache-fleet"
@@ -50,6 +53,7 @@ class Replica:
         self.engine = engine
         self.name = engine.base_url
         self.load = ReplicaLoad()
+        self.mirror = cast("CachedPrefixes", engine.integration.cached_prefixes)
         self._failed: tuple[float, int] | None = None
         self._rests_until_s = 0.0
 
@@ -93,11 +97,15 @@ class ReplicaSet:
 
     def _start_anew(self) -> None:
         self._lock = threading.Lock()
+        self.index = PathIndex()
+        """What all have cached; only inside :meth:`known`."""
         self._speculations: OrderedDict[str, Replica] = OrderedDict()
         self._moved: OrderedDict[str, str] = OrderedDict()
         self._over: deque[OnItsWay] = deque()
         for replica in self.all:
             replica.load = ReplicaLoad()
+            deque(self.index.join(replica.load.expected), 0)
+            replica.mirror.keep_in(self.index, self._lock)
 
     def ready(self) -> list[Replica]:
         """Return those that take requests."""
@@ -106,14 +114,11 @@ class ReplicaSet:
     @contextmanager
     def known(self, *, has_documents: bool = True) -> Iterator[list[KnownReplica]]:
         """Give those that take requests, which do not change inside; ``has_documents``: what they have cached, too."""
-        ready = self.ready()
-        with ExitStack() as stack:  # always in the same order: each mirror takes a lock
-            mirrors = [
-                stack.enter_context(replica.engine.integration.cached_prefixes.reading()) if has_documents else None
-                for replica in ready
+        ready, index = self.ready(), self.index
+        with self._counting():
+            yield [
+                KnownReplica(one.name, one.mirror.known_in(index) if has_documents else None, one.load) for one in ready
             ]
-            stack.enter_context(self._counting())
-            yield [KnownReplica(one.name, known, one.load) for one, known in zip(ready, mirrors, strict=True)]
 
     # Replicas of a transport
 
@@ -124,7 +129,7 @@ class ReplicaSet:
             return RoutedRequest(self, self._pinned(request) or self._idlest(), request, None)
         asked = Asked.of(request)
         with self.known(has_documents=bool(asked.prompt.documents)) as known:
-            chosen = choose_replica(self._some(known), asked.prompt)
+            chosen = choose_replica(self.index, self._some(known), asked.prompt)
             replica = self._replica(chosen)
             sending = RoutedRequest(self, replica, request, asked)
             sending.sent = chosen.load.begin(asked.prompt, chosen.num_cached_tokens(asked.prompt))
@@ -190,10 +195,11 @@ class ReplicaSet:
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
-        """Have nobody else count; what is over by then, and while that lasts, is counted."""
-        self._count_over()
+        """Have nobody else count, nor change what is cached; what is over by then, and while that lasts, is counted."""
         try:
             with self._lock:
+                while self._over:
+                    self._over.popleft().end()
                 yield
         finally:
             self._count_over()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import httpx
+from pydantic_core import from_json
 
 from ragcache_core.ordering import MAX_PATH_DOCUMENTS, static_prefix_digest
 from ragcache_core.routing.load import AskedPrompt
@@ -31,7 +32,7 @@ class Asked:
     def of(cls, request: httpx.Request) -> Asked:
         """Read it from the body; what is no JSON of ours goes by nothing, and the server refuses it."""
         try:
-            body = json.loads(request.content)
+            body = _read(request.content)
             params = body.get("kv_transfer_params") or {}
             said = params.get(KEY) or {}
             speculation, request_id = said.get("speculation"), body.get("request_id")
@@ -42,6 +43,13 @@ class Asked:
             )
         except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
             return cls(AskedPrompt((), (), 0, 0, None, ""))
+
+
+def _read(content: bytes) -> Any:
+    try:
+        return from_json(content)  # thousands of token ids in half the time
+    except ValueError:
+        return json.loads(content)  # reads halves of surrogate pairs as well
 
 
 def is_sendable(value: object) -> TypeGuard[str]:

@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ import httpx
 
 from ragcache_core.client.http.background_loop import BackgroundLoop
 from ragcache_core.ordering import PATHS_VERSION, CachedPaths, best_order
+from ragcache_core.routing.index import PathIndex
 from ragcache_core.types import DocId
 
 _TIMEOUT = httpx.Timeout(10.0, connect=5.0)
@@ -89,6 +91,8 @@ class CachedPrefixes(KnownPrefixes):
     def _start_anew(self) -> None:
         self._engines: list[CachedPaths] | None = None
         self._lock = threading.Lock()
+        self._index: PathIndex | None = None
+        """A fleet's, which has that as well."""
         self._starting = threading.Lock()
         self._read = threading.Condition()
         self._num_read = 0
@@ -105,8 +109,55 @@ class CachedPrefixes(KnownPrefixes):
     def reading(self) -> Iterator[Sequence[CachedPaths] | None]:
         if self._thread is None:
             self._start()
-        with self._lock:
+        with self._changing():
             yield self._engines
+
+    def keep_in(self, index: PathIndex, lock: threading.Lock) -> None:
+        """Keep what is known in an ``index`` as well, and from now on change it under ``lock`` alone: a fleet's.
+
+        It is in the index of the fleet that was made last.
+        """
+        with self._changing(), lock:
+            for paths in self._engines or ():
+                if self._index is not None:
+                    deque(self._index.leave(paths), 0)
+                deque(index.join(paths), 0)
+            self._index, self._lock = index, lock
+
+    def known_in(self, index: PathIndex) -> Sequence[CachedPaths] | None:
+        """Return what each engine has cached, for who holds the lock of this index; None where that is not known."""
+        if self._thread is None:
+            self._start()
+        return self._engines if self._index is index else None
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Have nobody else read or change what is known."""
+        while True:
+            with (lock := self._lock):
+                if lock is self._lock:  # no fleet has come in between
+                    yield
+                    return
+
+    def _replace(self, engines: list[CachedPaths]) -> None:
+        """Let ``engines`` be what is known; none: nothing is. Takes the lock for moments."""
+        while True:
+            index = self._index
+            if index is not None:
+                new = (paths for paths in engines if not paths.bit)
+                self._in_pieces(piece for paths in new for piece in index.join(paths))
+            with self._changing():
+                if self._index is index:
+                    old, self._engines = self._engines or [], engines or None
+                    break
+        if index is not None:
+            self._in_pieces(piece for paths in old if paths not in engines for piece in index.leave(paths))
+
+    def _in_pieces(self, pieces: Iterator[None]) -> None:
+        is_done = False
+        while not is_done:
+            with self._changing():
+                is_done = next(pieces, self) is self
 
     def refresh(self, timeout_s: float) -> bool:
         """Ask the server now, and return whether it has answered within ``timeout_s`` seconds.
@@ -155,7 +206,7 @@ class CachedPrefixes(KnownPrefixes):
                 )
                 pause_s = _FIRST_PAUSE_S if self.is_current else min(2 * pause_s, _LAST_PAUSE_S)
             finally:
-                self._engines = None
+                self._replace([])
             await asyncio.sleep(pause_s)
 
     async def _mirror(self, client: httpx.AsyncClient) -> None:
@@ -169,12 +220,10 @@ class CachedPrefixes(KnownPrefixes):
             read = self._engines or ()
             for paths, each in zip(engines, told, strict=True):
                 is_read = any(paths is one for one in read)  # a whole copy takes a while, and nobody reads it yet
-                with self._lock if is_read else nullcontext():
+                with self._changing() if is_read else nullcontext():
                     paths.apply(each["changes"])
             if answer["is_complete"]:
-                with self._lock:
-                    self._engines = engines
-            if answer["is_complete"]:
+                self._replace(engines)
                 with self._read:
                     self._num_read += 1
                     self._read.notify_all()

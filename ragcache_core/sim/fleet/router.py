@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from itertools import cycle
 
 from ragcache_core.ordering import CachedPaths, arrange, longest_cached
 from ragcache_core.routing.choice import KnownReplica, choose_order, choose_replica, home_of, with_room
+from ragcache_core.routing.index import PathIndex
 from ragcache_core.routing.load import AskedPrompt, ReplicaLoad
 from ragcache_core.sim.documents import NO_STATIC_PREFIX
 from ragcache_core.sim.options import SimulationOptions
@@ -16,23 +17,28 @@ from ragcache_core.sim.traces.trace import TracedRequest
 class Router:
     """Chooses the replica of each request, and the order of its documents.
 
-    ``joint`` is the choice of a ``Fleet``. Of ``mirror`` the replica is chosen for the order of the search, and by
-    ``hash``, ``bounded`` and ``round-robin`` without knowing what replicas have; a cache-aware order is then the best
-    for that replica, better than one through a proxy could be, which does not know who will get it.
+    ``joint`` is the choice of a ``Fleet``. Of ``mirror`` the replica is chosen for the order of the search, and by the
+    others without knowing what replicas have; a cache-aware order is then the best for that replica, better than one
+    through a proxy could be, which does not know who will get it.
     """
 
     def __init__(self, mirrors: Sequence[CachedPaths], options: SimulationOptions) -> None:
         """``mirrors`` are what is known of each replica's cache, kept up to date by their owner."""
         self.replicas = [KnownReplica(f"replica-{i}", (paths,), ReplicaLoad()) for i, paths in enumerate(mirrors)]
+        self._index = PathIndex()
+        for paths in itertools.chain(*(replica.caches for replica in self.replicas)):
+            for _ in self._index.join(paths):
+                pass
         self._options = options
-        self._turns = cycle(self.replicas)
+        self._turns = itertools.cycle(self.replicas)
 
     def route(self, request: TracedRequest) -> tuple[KnownReplica, tuple[int, ...]]:
         """Return who gets a request, and the order in which it shows its documents."""
         is_cache_aware = self._options.order == "cache_aware"
         found = arrange(request.doc_ids, self._options.order, None)
         if is_cache_aware and self._options.routing == "joint":
-            order = choose_order(self.replicas, request.doc_ids, prefix=NO_STATIC_PREFIX, keep_first=False) or found
+            best = choose_order(self._index, self.replicas, request.doc_ids, prefix=NO_STATIC_PREFIX, keep_first=False)
+            order = best or found
             return self._choose(request.in_order(order)), order
         replica = self._choose(request.in_order(found))
         if not is_cache_aware:
@@ -49,7 +55,7 @@ class Router:
             case "bounded":
                 return home_of(with_room(self.replicas), prompt.key)
             case _:
-                return choose_replica(self.replicas, prompt)
+                return choose_replica(self._index, self.replicas, prompt)
 
     def asked(self, request: TracedRequest) -> AskedPrompt:
         """Return what a client would know of a request's prompt."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,6 +15,7 @@ from ragcache_core.client.fleet.prefixes import FleetPrefixes
 from ragcache_core.client.fleet.replicas import HOME, ReplicaSet
 from ragcache_core.client.http.attempt import Health
 from ragcache_core.ordering import CachedPaths, PathChange, static_prefix_digest
+from ragcache_core.routing.index import PathIndex
 from ragcache_core.types import PromptSegment, SegmentKind
 from ragcache_core.wire import encode_kv_transfer_params
 from tests.benchmarks.report import Figure, Part, Plan, percentiles_ms
@@ -36,9 +36,12 @@ class _Mirror:
     def __init__(self, paths: CachedPaths) -> None:
         self._paths = paths
 
-    @contextmanager
-    def reading(self) -> Iterator[list[CachedPaths]]:
-        yield [self._paths]
+    def keep_in(self, index: PathIndex, lock: threading.Lock) -> None:
+        for _ in index.join(self._paths):
+            pass
+
+    def known_in(self, index: PathIndex) -> list[CachedPaths]:
+        return [self._paths]
 
 
 def measure_choosing(plan: Plan) -> Part:

@@ -21,6 +21,7 @@ from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes
 from ragcache_core.client.ordering.document_order import OrderingClient, RememberedOrders
 from ragcache_core.ordering import PathChange, static_prefix_digest
 from ragcache_core.prompt import PromptLayout
+from ragcache_core.routing.index import PathIndex
 from ragcache_core.types import Document
 from tests.support import waiting
 from tests.support.cached_orders import all_cached
@@ -211,6 +212,36 @@ def test_what_an_engine_had_before_it_was_started_again_is_forgotten() -> None:
         server.begin_anew()
         server.tell(c=10)
         until(lambda: door.ids(A, B, C) == "cab")
+
+
+@pytest.mark.parametrize("is_known_before", [False, True])
+def test_a_fleets_index_has_what_is_known_at_any_time(*, is_known_before: bool) -> None:
+    index, lock = PathIndex(), threading.Lock()
+
+    def found() -> tuple[int, list[int]]:
+        with lock:
+            known = door.cached.known_in(index) or ()
+            longest = index.longest(sum(paths.bit for paths in known), ["b", "a"], prefix=P)
+            return len(index), [each.num_tokens for each in longest]
+
+    with serving() as server, door_to(server) as door:
+        server.tell(b=50, c=10)
+        if is_known_before:
+            door.ids(A)
+            until(lambda: door.is_current)
+        door.cached.keep_in(index, lock)
+        until(lambda: found() == (2, [50]))
+        server.tell(ba=70, b=50, c=0)
+        until(lambda: found() == (2, [70]))
+        assert door.ids(A, B) == "ba", "and it is read as before"
+        server.begin_anew()
+        server.tell(a=20)
+        until(lambda: found() == (1, [20]))
+        door.cached.keep_in(PathIndex(), threading.Lock())
+        assert found() == (0, []), "it belongs to the fleet that was made last"
+        door.cached.keep_in(index, lock)
+        server.close()
+        until(lambda: found() == (0, []))
 
 
 def test_a_lost_server_is_unknown_and_found_again_with_what_it_has_then() -> None:

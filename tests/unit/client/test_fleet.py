@@ -309,7 +309,7 @@ def test_a_request_that_makes_no_sense_is_for_a_server_to_refuse_and_counts_no_l
 
 @pytest.mark.parametrize("is_drained", [False, True])
 def test_one_replica_that_is_left_of_many_answers(monkeypatch: pytest.MonkeyPatch, *, is_drained: bool) -> None:
-    monkeypatch.setattr("ragcache_core.client.fleet.replicas.choose_replica", lambda known, _: known[0])
+    monkeypatch.setattr("ragcache_core.client.fleet.replicas.choose_replica", lambda _, known, __: known[0])
     with ExitStack() as stack:
         many = sorted((stack.enter_context(replica()) for _ in range(7)), key=lambda server: server.base_url)
         with Fleet.connect([server.url for server in many], api_key="key", restart_timeout_s=0.3) as fleet:

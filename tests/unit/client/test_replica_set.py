@@ -8,7 +8,7 @@ import os
 import random
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, cast
 from urllib.parse import quote
@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from ragcache_core.client.fleet.replicas import HOME, ReplicaSet
 from ragcache_core.client.http.attempt import SENT_ONCE, Health
 from ragcache_core.client.http.routing import AsyncRoutedTransport, RoutedTransport
+from ragcache_core.routing.index import PathIndex
 
 ANSWERS = ["said", "refused", "drained", "dead", "cut", "left", "interrupted"]
 
@@ -43,9 +44,9 @@ class FakeWatch:
 
 
 class NothingCached:
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        yield None
+    def keep_in(self, index: PathIndex, lock: threading.Lock) -> None: ...
+
+    def known_in(self, index: PathIndex) -> None: ...
 
 
 def replica_set(num: int = 3) -> ReplicaSet:

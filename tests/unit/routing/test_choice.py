@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.ordering import CachedPaths, PathChange, best_order, longest_cached, longest_in_each
-from ragcache_core.routing.choice import (
-    WAIT_PER_CACHED_TOKEN,
-    KnownReplica,
-    choose_order,
-    choose_replica,
-    with_room,
-)
+from ragcache_core.ordering import CachedPaths, PathChange, best_order
+from ragcache_core.routing import choice
+from ragcache_core.routing.choice import WAIT_PER_CACHED_TOKEN, KnownReplica, with_room
+from ragcache_core.routing.index import PathIndex
 from ragcache_core.routing.load import AskedPrompt, ReplicaLoad
 
 PREFIX = b"static"
@@ -35,6 +32,23 @@ def cached(paths: Paths) -> CachedPaths:
 def fleet(*caches: Paths | None) -> list[KnownReplica]:
     mirrors = [None if paths is None else (cached(paths),) for paths in caches]
     return [KnownReplica(f"replica-{i}", known, ReplicaLoad()) for i, known in enumerate(mirrors)]
+
+
+def index_of(replicas: Sequence[KnownReplica]) -> PathIndex:
+    index = PathIndex()
+    for replica in replicas:
+        for paths in replica.caches:
+            for _ in index.join(paths):
+                pass
+    return index
+
+
+def choose_replica(replicas: Sequence[KnownReplica], prompt: AskedPrompt) -> KnownReplica:
+    return choice.choose_replica(index_of(replicas), replicas, prompt)
+
+
+def choose_order(replicas: Sequence[KnownReplica], documents: Sequence[str], **asked: Any) -> tuple[int, ...] | None:
+    return choice.choose_order(index_of(replicas), replicas, documents, **asked)
 
 
 def asking(*documents: str) -> AskedPrompt:
@@ -114,15 +128,6 @@ def test_a_replica_that_has_everything_does_not_get_everything() -> None:
 
 def test_nobody_takes_requests_of_no_replicas() -> None:
     assert with_room([]) == []
-
-
-@given(st.lists(PATHS, min_size=1, max_size=4), st.permutations("abcd"), st.booleans())
-def test_many_caches_at_once_are_searched_as_each_alone(
-    caches: list[Paths], documents: Sequence[str], keep_first: bool
-) -> None:
-    known = [(cached(paths),) for paths in caches]
-    alone = [longest_cached(each, documents, prefix=PREFIX, keep_first=keep_first) for each in known]
-    assert longest_in_each(known, documents, prefix=PREFIX, keep_first=keep_first) == alone
 
 
 @given(st.lists(PATHS, min_size=1, max_size=4), st.permutations("abcd"))
