@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import reduce
@@ -113,28 +113,31 @@ class Fleet(EngineClient):
                 f"urls is {urls!r:.80}: give a list of the replicas' addresses, ['http://a:8000', ...]; a proxy before "
                 "them is joined with Engine.connect(url)"
             )
-        joined: list[Engine] = []
+
+        def join(place: int) -> Engine:
+            return Engine.connect(
+                urls[place],
+                api_key=api_key,
+                tokenizer=False if place else tokenizer,  # the first brings it
+                timeout_s=timeout_s,
+                restart_timeout_s=restart_timeout_s,
+                hang_timeout_s=hang_timeout_s,
+            )
+
+        asked: list[Future[Engine]] = []
         try:
-            for url in urls:  # one after the other: the first brings the tokenizer
-                joined.append(
-                    Engine.connect(
-                        url,
-                        api_key=api_key,
-                        tokenizer=False if joined else tokenizer,
-                        timeout_s=timeout_s,
-                        restart_timeout_s=restart_timeout_s,
-                        hang_timeout_s=hang_timeout_s,
-                    )
-                )
+            with ThreadPoolExecutor(len(urls)) as threads:
+                asked += [threads.submit(join, place) for place in range(len(urls))]
             return cls(
-                joined,
+                [one.result() for one in asked],
                 restart_timeout_s=restart_timeout_s,
                 first_token_timeout_s=first_token_timeout_s,
                 resume_greedy=resume_greedy,
             )
         except BaseException:
-            for engine in joined:
-                engine.close()
+            for one in asked:
+                if one.done() and one.exception() is None:
+                    one.result().close()
             raise
 
     @classmethod
@@ -277,7 +280,8 @@ def _check_alike(engines: Sequence[Engine]) -> None:
     names = [engine.base_url for engine in engines]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"{twice[0]} is named {names.count(twice[0])} times: name each replica once")
-    told = [_told_by(engine) for engine in engines]
+    with ThreadPoolExecutor(len(engines)) as threads:
+        told = list(threads.map(_told_by, engines))
     for engine, other in zip(engines[1:], told[1:], strict=True):
         for what, value in told[0].items():
             if value is not None and other[what] is not None and other[what] != value:

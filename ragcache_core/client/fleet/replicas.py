@@ -19,7 +19,7 @@ import httpx
 
 from ragcache_core.client.engine import Engine
 from ragcache_core.client.http.asked import Asked
-from ragcache_core.client.http.attempt import BROKEN, SENT_ONCE, Health, check_progress, engine_died
+from ragcache_core.client.http.attempt import BROKEN, SENT_ONCE, Health, check_progress, engine_died, is_late
 from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes
 from ragcache_core.client.speculation.request_capture import asks_completion
 from ragcache_core.errors import EngineUnreachableError
@@ -34,6 +34,8 @@ _REQUEST_ROUTE = re.compile(r"/v1/ragcache/requests/(?:(?:chat)?cmpl-)?(.*-r([0-
 _PLACED = re.compile(r"-r\d+$")
 _REQUEST_ID = "X-Request-Id"
 """vLLM makes the id of a response from it: which replica has that response's figures is read off its end."""
+_LATE = "ragcache_late"
+"""Extension of a request that is sent once more: who was late with its first token, and gets it again as the last."""
 _MAX_SPECULATIONS = 4096
 _MAX_MOVED = 4096
 _MAX_REST_S = 60.0
@@ -129,7 +131,9 @@ class ReplicaSet:
             return RoutedRequest(self, self._pinned(request) or self._idlest(), request, None)
         asked = Asked.of(request)
         with self.known(has_documents=bool(asked.prompt.documents)) as known:
-            chosen = choose_replica(self.index, self._some(known), asked.prompt)
+            late = request.extensions.get(_LATE)
+            in_time = [replica for replica in self._some(known) if replica.name != late]
+            chosen = choose_replica(self.index, in_time or known, asked.prompt)
             replica = self._replica(chosen)
             sending = RoutedRequest(self, replica, request, asked)
             sending.sent = chosen.load.begin(asked.prompt, chosen.num_cached_tokens(asked.prompt))
@@ -243,6 +247,7 @@ class RoutedRequest:
         """``asked``: of a completion, which counts."""
         self._replicas = replicas
         self._replica = replica
+        self._unaddressed = request
         self.sent: OnItsWay | None = None
         """How it counts, until it is over."""
         self.request = self._addressed(request, asked)
@@ -282,6 +287,8 @@ class RoutedRequest:
 
     def failed(self, error: BaseException) -> BaseException:
         self.end()
+        if is_late(error):
+            self._unaddressed.extensions[_LATE] = self._replica.name
         is_suspicious = not SENT_ONCE.keys() <= self.request.extensions.keys()
         if is_suspicious and isinstance(error, (*BROKEN, httpx.ConnectTimeout)) and not isinstance(error, _BusyError):
             _logger.debug("replica %s failed: %s: %s", self._replica.name, type(error).__name__, error)

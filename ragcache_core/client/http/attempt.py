@@ -133,7 +133,7 @@ class Attempt:
 
     def failed(self, error: Exception) -> None:
         """Note a failure that :meth:`may_retry` may mend; raise it if nothing does, or too much failed before."""
-        if isinstance(error.__cause__, _LateError):
+        if is_late(error):
             _logger.warning("no first token after %g s: the request is cancelled and sent once more", self._limit_s)
             self._limit_s = None
             return
@@ -182,6 +182,11 @@ class Attempt:
         if request is None:
             raise EngineHungError(str(error)) if isinstance(error.__cause__, _HungError) else error
         return request
+
+
+def is_late(error: BaseException) -> bool:
+    """Return whether a request was cancelled because its first token was late."""
+    return isinstance(error.__cause__, _LateError)
 
 
 def check_progress(watch: ServerWatch) -> None:

@@ -175,6 +175,20 @@ def test_a_hung_replica_is_left_for_another(fleet: Fleet, servers: list[Scripted
     assert sum(asked(servers)) == 3
 
 
+def test_a_request_whose_first_token_is_late_is_sent_to_another_replica(servers: list[ScriptedServer]) -> None:
+    urls = [server.url for server in servers]
+    with Fleet.connect(urls, api_key="key", first_token_timeout_s=0.5) as fleet:
+        shown = prompt(fleet, "a")
+        fleet.generate(shown)
+        home = asked(servers).index(1)
+        servers[home].script(Reply("too late", wait_s=20.0))
+        assert fleet.generate(shown).text
+        assert asked(servers)[home] == 2
+        assert sum(asked(servers)) == 3
+        fleet.generate(shown)
+        assert asked(servers)[home] == 3, "the next one goes where its documents go"
+
+
 def test_where_all_replicas_are_drained_the_error_is_their_own(fleet: Fleet, servers: list[ScriptedServer]) -> None:
     for server in servers:
         server.script(*[Refusal(503, "Try again later.", "ServiceUnavailable")] * 5)
@@ -200,6 +214,25 @@ def test_a_speculation_and_its_confirmation_reach_one_replica(fleet: Fleet, serv
     assert until(lambda: sum(len(server.confirmed) for server in servers) == 1)
     assert sorted(asked(servers)) == [0, 0, 1]
     assert [len(server.confirmed) for server in servers] == asked(servers)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_candidates_of_an_early_stage_choose_the_replica_that_has_them(
+    fleet: Fleet, servers: list[ScriptedServer], place: int
+) -> None:
+    shown = prompt(fleet, "a")
+    for server in servers:
+        server.cached_paths = said([])
+    tell(servers[place], shown, "a")
+    assert fleet.integration.ordering.refresh()
+    speculation = speculate(fleet, lambda: fleet.generate(shown))
+    assert until(lambda: speculation.started_s is not None)
+    assert asked(servers) == [int(i == place) for i in range(3)], "before the search ends"
+    servers[place].cached_paths = said([])
+    assert fleet.integration.ordering.refresh()
+    assert fleet.generate(shown).text, "the answer is the one that is on its way"
+    assert until(lambda: len(servers[place].confirmed) == 1)
+    assert sum(asked(servers)) == 1
 
 
 def test_frameworks_take_a_fleet_for_an_engine(fleet: Fleet, servers: list[ScriptedServer]) -> None:
@@ -263,6 +296,16 @@ def test_each_replica_reads_ahead_what_it_has_on_disk(fleet: Fleet, servers: lis
 def test_a_fleet_of_something_else_than_addresses_is_refused(urls: Any) -> None:
     with pytest.raises(ConfigError, match="list of the replicas' addresses"):
         Fleet.connect(urls)
+
+
+def test_replicas_that_take_their_time_are_joined_at_once() -> None:
+    with ExitStack() as stack:
+        many = [stack.enter_context(replica()) for _ in range(8)]
+        for server in many:
+            server.cache_wait_s = 0.5
+        began_s = time.monotonic()
+        with Fleet.connect([server.url for server in many], api_key="key"):
+            assert time.monotonic() - began_s < 8 * 0.5
 
 
 def test_one_address_twice_is_refused(servers: list[ScriptedServer]) -> None:
