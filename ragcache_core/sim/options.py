@@ -18,10 +18,11 @@ FrequencyScope = Literal["ghost", "cached"]
 Queue = Literal["fifo", "cache-aware"]
 Beyond = Literal["extrapolate", "refuse"]
 Speculation = Literal["none", "dynamic"]
-Routing = Literal["round-robin", "hash", "bounded", "mirror", "joint"]
+Routing = Literal["round-robin", "power-of-two", "hash", "bounded", "vllm-router", "mirror", "joint"]
 ROUTINGS: tuple[Routing, ...] = get_args(Routing)
-"""Who chooses a request's replica: its turn; its first document, in bounds or not; what replicas have of its prompt, or
-of the order of its documents that suits each of them."""
+"""Who chooses a request's replica: its turn; the less busy of two; its first document, in bounds or not; what each was
+sent before, as vllm-router's ``cache_aware``; what replicas have of its prompt, or of the order of its documents that
+suits each of them."""
 
 MAX_REPLICAS = 1_024
 BELADY, INFINITE = "belady", "infinite"

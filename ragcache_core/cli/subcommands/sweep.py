@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ragcache_core.sim.sweep import FinishedRun, Journal, Run
 
 SIMULATED_POLICIES = (*POLICIES, "belady", "infinite")
-ROUTINGS = ("round-robin", "hash", "bounded", "mirror", "joint")
+ROUTINGS = ("round-robin", "power-of-two", "hash", "bounded", "vllm-router", "mirror", "joint")
 ORDERS = ("retrieval", "canonical", "cache_aware")
 _TIERS = {"host_tokens": "host memory", "gpu_tokens": "GPU", "disk_tokens": "disk"}
 _CAPACITIES = tuple(_TIERS)

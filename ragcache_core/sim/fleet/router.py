@@ -10,6 +10,7 @@ from ragcache_core.routing.choice import KnownReplica, choose_order, choose_repl
 from ragcache_core.routing.index import PathIndex
 from ragcache_core.routing.load import AskedPrompt, ReplicaLoad
 from ragcache_core.sim.documents import NO_STATIC_PREFIX
+from ragcache_core.sim.fleet.other_routers import PowerOfTwo, VllmRouter
 from ragcache_core.sim.options import SimulationOptions
 from ragcache_core.sim.traces.trace import TracedRequest
 
@@ -31,6 +32,8 @@ class Router:
                 pass
         self._options = options
         self._turns = itertools.cycle(self.replicas)
+        self._power_of_two = PowerOfTwo(options.seed)
+        self._vllm_router = VllmRouter()
 
     def route(self, request: TracedRequest) -> tuple[KnownReplica, tuple[int, ...]]:
         """Return who gets a request, and the order in which it shows its documents."""
@@ -50,6 +53,10 @@ class Router:
         match self._options.routing:
             case "round-robin":
                 return next(self._turns)
+            case "power-of-two":
+                return self._power_of_two.choose(self.replicas)
+            case "vllm-router":
+                return self._vllm_router.choose(self.replicas, prompt)
             case "hash":
                 return home_of(self.replicas, prompt.key)
             case "bounded":

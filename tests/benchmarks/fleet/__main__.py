@@ -22,7 +22,12 @@ _WORKLOADS = ("mmlu", "sysx")
 GOALS: dict[str, Goal] = {
     **{f"{workload}_{num}_hit_of_pooled": Goal(">=", 0.95) for workload in _WORKLOADS for num in _SIZES},
     **{f"{workload}_{num}_busiest": Goal("<=", 1.3) for workload in _WORKLOADS for num in _SIZES},
-    **{f"{workload}_{num}_ttft_ratio": Goal("<=", 0.6) for workload in _WORKLOADS for num in _SIZES},
+    **{
+        f"{workload}_{num}_{load}ttft_ratio": Goal("<=", 0.6)
+        for workload in _WORKLOADS
+        for num in _SIZES
+        for load in ("", "light_")
+    },
     "choice_p99_ms": Goal("<", 1.0),
     "engines_2_hit_of_pooled": Goal(">=", 0.9),
     "engines_3_hit_of_pooled": Goal(">=", 0.9),

@@ -1,0 +1,57 @@
+"""How other routers choose a replica, to compare with: from their published descriptions, in a few lines each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from ragcache_core.ordering import DocPath
+from ragcache_core.routing.choice import KnownReplica
+from ragcache_core.routing.load import AskedPrompt
+
+_CACHE_THRESHOLD = 0.3
+_BALANCE_ABS_THRESHOLD = 64
+_BALANCE_REL_THRESHOLD = 1.5
+"""The options of these names of vllm-router 0.1.17, as it comes."""
+
+
+class VllmRouter:
+    """The ``cache_aware`` policy of vllm-router, which is that of SGLang's: a tree of the prompts that it has sent.
+
+    Whoever was sent the longest beginning of a prompt last gets it, if that is more than 0.3 of it; else, and where the
+    busiest has more than 64 requests and half as many again as the idlest, the one with the fewest requests. Of several
+    with as few that is the one that was sent the fewest tokens; theirs takes the first, which is one for all while
+    nobody waits. Our tree has documents where theirs has characters, and forgets nothing, as theirs in runs like these.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[DocPath, KnownReplica] = {}
+        self._num_sent = Counter[str]()
+
+    def choose(self, replicas: Sequence[KnownReplica], prompt: AskedPrompt) -> KnownReplica:
+        """Return who gets a request, and remember it."""
+        chosen = min(replicas, key=lambda replica: (replica.load.num_running, self._num_sent[replica.name]))
+        most, least = max(replica.load.num_running for replica in replicas), chosen.load.num_running
+        if most - least <= _BALANCE_ABS_THRESHOLD or most <= _BALANCE_REL_THRESHOLD * least:
+            for num, end in reversed(list(enumerate(prompt.ends, 1))):
+                if (last := self._last.get(prompt.documents[:num])) is not None:
+                    chosen = last if end > _CACHE_THRESHOLD * prompt.num_tokens else chosen
+                    break
+        for num in range(1, len(prompt.documents) + 1):
+            self._last[prompt.documents[:num]] = chosen
+        self._num_sent[chosen.name] += prompt.num_tokens
+        return chosen
+
+
+class PowerOfTwo:
+    """The less busy of two replicas drawn at random (Mitzenmacher, 2001), as vllm-router's ``power_of_two``."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+
+    def choose(self, replicas: Sequence[KnownReplica]) -> KnownReplica:
+        """Return who gets a request."""
+        drawn = self._rng.choice(len(replicas), min(2, len(replicas)), replace=False)
+        return min((replicas[int(i)] for i in drawn), key=lambda replica: replica.load.num_running)
