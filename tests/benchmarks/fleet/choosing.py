@@ -6,6 +6,7 @@ import json
 import random
 import threading
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -22,7 +23,8 @@ from tests.benchmarks.report import Figure, Part, Plan, percentiles_ms
 
 _NUM_REPLICAS, _NUM_PATHS = 64, 10_000
 _NUM_DOCUMENTS, _DOCUMENT_TOKENS, _STATIC_TOKENS = 5, 400, 40
-_NUM_RUNNING = 96
+_MANY_REPLICAS = 1_000
+_RUNNING_EACH = 1.5
 
 
 class _Watch:
@@ -50,24 +52,44 @@ def measure_choosing(plan: Plan) -> Part:
     A choice is both steps: the order of five documents, and the replica of the request that shows them so. Reading the
     request's body is timed with it, sending is not.
     """
+    ordering, sending = _timed(plan, _NUM_REPLICAS, plan.sized(_NUM_PATHS, 500))
+    many = _timed(plan, _MANY_REPLICAS, plan.sized(_NUM_PATHS // 10, 50))
+    whole = ("choice", "order and replica together")
+    figures = [
+        _figure(*whole, [a + b for a, b in zip(ordering, sending, strict=True)]),
+        _figure("order", "the order of documents alone", ordering),
+        _figure("send", "the replica alone, the body of 2,000 token ids read", sending),
+        _figure(f"choice_{_MANY_REPLICAS}", f"among {_MANY_REPLICAS:,}", [a + b for a, b in zip(*many, strict=True)]),
+    ]
+    details = {"replicas": _NUM_REPLICAS, "paths_each": plan.sized(_NUM_PATHS, 500), "requests": len(ordering)}
+    return Part(f"{plan.sized(200, 20)} choices", tuple(figures), details)
+
+
+def _figure(key: str, note: str, times_s: Sequence[float]) -> Figure:
+    p50_ms, p99_ms = percentiles_ms(times_s)
+    return Figure(f"{key}_p99_ms", p99_ms, p50_ms=p50_ms, p99_ms=p99_ms, note=note)
+
+
+def _timed(plan: Plan, num_replicas: int, num_paths: int) -> tuple[list[float], list[float]]:
+    """Return the seconds of this thread that choices of an order took, and those of a replica."""
     rng = random.Random(plan.seed)
-    num_paths = plan.sized(_NUM_PATHS, 500)
     static = list(range(_STATIC_TOKENS))
     prefix = static_prefix_digest([*static, 0], [PromptSegment(SegmentKind.DOCUMENT, _STATIC_TOKENS, 41, "any")])
     assert prefix is not None
     names = [f"document-{i}" for i in range(2 * num_paths)]
-    mirrors = [_cached(rng, names, prefix, num_paths) for _ in range(_NUM_REPLICAS)]
     engines = [
         SimpleNamespace(
             base_url=f"http://replica-{i}:8000/v1",
             api_key="key",
-            integration=SimpleNamespace(watch=_Watch(), cached_prefixes=_Mirror(mirror)),
+            integration=SimpleNamespace(
+                watch=_Watch(), cached_prefixes=_Mirror(_cached(rng, names, prefix, num_paths))
+            ),
         )
-        for i, mirror in enumerate(mirrors)
+        for i in range(num_replicas)
     ]
     replicas = ReplicaSet(cast("Any", engines), None)
     prefixes = FleetPrefixes(replicas)
-    ordering, sending, whole = [], [], []
+    ordering, sending = [], []
     running: list[Any] = []
     num_warm_up, num_timed = plan.sized(200, 20), plan.sized(3_000, 600)
     for number in range(num_warm_up + num_timed):
@@ -82,22 +104,9 @@ def measure_choosing(plan: Plan) -> Part:
         if number >= num_warm_up:
             ordering.append(ordered_s - began_s)
             sending.append(sent_s - built_s)
-            whole.append(ordering[-1] + sending[-1])
-        if len(running) > _NUM_RUNNING:
+        if len(running) > _RUNNING_EACH * num_replicas:
             running.pop(rng.randrange(len(running))).end()
-    p50_ms, p99_ms = percentiles_ms(whole)
-    figures = [
-        Figure("choice_p99_ms", p99_ms, p50_ms=p50_ms, p99_ms=p99_ms, note="order and replica together"),
-        *(
-            Figure(f"{key}_p99_ms", percentiles_ms(times)[1], p50_ms=percentiles_ms(times)[0], note=note)
-            for key, times, note in (
-                ("order", ordering, "the order of documents alone"),
-                ("send", sending, "the replica alone, the body of 2,000 token ids read"),
-            )
-        ),
-    ]
-    details = {"replicas": _NUM_REPLICAS, "paths_each": num_paths, "requests": num_timed, "running": _NUM_RUNNING}
-    return Part(f"{num_warm_up} choices", tuple(figures), details)
+    return ordering, sending
 
 
 def _cached(rng: random.Random, names: list[str], prefix: bytes, num_paths: int) -> CachedPaths:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ragcache_core.bench.compare.summary import Estimate
+from ragcache_core.bench.plots import Plot, beside, lines
 from ragcache_core.sim.options import Routing, SimulationOptions
 from ragcache_core.sim.sweep import FinishedRun, Journal, Run, run_all
 from ragcache_core.sim.sweep import plan as plan_runs
@@ -24,6 +25,11 @@ LOAD = 0.8
 OTHERS: tuple[Routing, ...] = ("round-robin", "power-of-two", "hash", "bounded", "vllm-router")
 _BY_DOCUMENTS: tuple[Routing, ...] = ("hash", "bounded", "vllm-router")
 CURVE = (1, 2, 4, 8, 16, 32, 64)
+CURVE_PICTURE = Path("build/bench-fleet-curve.png")
+_FITTED_FROM = 8
+_PER_PROMPT = 2
+"""Documents in each prompt of mmlu."""
+_MILLION = 1_000_000
 _FIRST_SEED = 201  # the rule was chosen on seed 101
 _WARM_UP, _MEASURED = 200, 150
 """Requests a replica."""
@@ -55,18 +61,60 @@ def measure(workload: str, num_replicas: int) -> Callable[[Plan], Part]:
 
 
 def measure_curve(plan: Plan) -> Part:
-    """Let a fleet grow: hit rate beside one large cache's, and what it serves, on mmlu."""
-    rows = []
+    """Let a fleet grow: what is found beside one cache as large as all, and what it serves, on mmlu.
+
+    Draws ``build/bench-fleet-curve.png`` as well. Beyond the largest that is simulated, the share that is not found and
+    the requests of a replica go on as powers of the number of replicas, fitted to fleets of 8 and more.
+    """
+    rows: list[dict[str, Any]] = []
     for num_replicas in CURVE if not plan.is_quick else CURVE[:3]:
-        of = compare(plan, "mmlu", num_replicas, _FIRST_SEED + plan.seed, ("bounded",))
+        of = compare(plan, "mmlu", num_replicas, _FIRST_SEED + plan.seed, ("round-robin", "vllm-router"))
         rows.append({"replicas": num_replicas, **of})
+    CURVE_PICTURE.parent.mkdir(exist_ok=True)
+    curve_plot(rows).save_png(CURVE_PICTURE)
+    fitted = [row for row in rows if row["replicas"] >= _FITTED_FROM or plan.is_quick]
+    missed = _power([(row["replicas"], 1 - row["joint"]["token_hit_rate"]) for row in fitted])
+    served = _power([(row["replicas"], row["rate_rps"] / row["replicas"]) for row in fitted])
+    enough = (num for num in range(1, _MILLION) if num * served(num) * 60 * _PER_PROMPT >= _MILLION)
+    for_a_million = next(enough, _MILLION)
     last = rows[-1]
-    per_minute = 60 * 2 * last["rate_rps"]
     figures = (
         Figure("curve_hit_rate", round(last["joint"]["token_hit_rate"], 4), note=f"of {last['replicas']} replicas"),
-        Figure("curve_documents_per_minute", round(per_minute), note=f"at {LOAD:g} of capacity, two in each prompt"),
+        Figure(
+            "curve_documents_per_minute",
+            round(60 * _PER_PROMPT * last["rate_rps"]),
+            note=f"of {last['replicas']} replicas at {LOAD:g} of capacity, two in each prompt",
+        ),
+        Figure("extrapolated_1000_hit_rate", round(1 - missed(1_000), 4), note="of 1,000 replicas: not simulated"),
+        Figure(
+            "extrapolated_1000_documents_per_minute",
+            round(60 * _PER_PROMPT * 1_000 * served(1_000)),
+            note="of 1,000 replicas: not simulated",
+        ),
+        Figure("extrapolated_replicas_for_a_million", for_a_million, note="documents a minute: not simulated"),
     )
     return Part(f"{plan.sized(_WARM_UP, 40)} requests a replica", figures, {"rows": rows})
+
+
+def curve_plot(rows: Sequence[dict[str, Any]]) -> Plot:
+    """Return document tokens found and mean TTFT against the number of replicas, as :func:`compare` has them."""
+    names = {"joint": "a Fleet", "vllm-router": "vllm-router, cache_aware", "round-robin": "round robin"}
+
+    def points(key: str, of: dict[str, str]) -> dict[str, list[tuple[float, float]]]:
+        return {shown: [(row["replicas"], row[name][key]) for row in rows] for name, shown in of.items()}
+
+    found = {"pooled": "one cache as large as all", **names}
+    hits = lines("Found", "replicas", "share of document tokens", points("token_hit_rate", found), log_x=True)
+    ttft = lines("TTFT", "replicas", "mean TTFT, s", points("mean_ttft_s", names), log_x=True, log_y=True)
+    note = f"mmlu, {LOAD:g} of what the replicas would serve if together they were one cache; virtual time"
+    return beside("A fleet that grows", [hits, ttft], note)
+
+
+def _power(points: Sequence[tuple[float, float]]) -> Callable[[float], float]:
+    """Return the power of x that is nearest to these points, on logarithmic scales."""
+    x, y = zip(*points, strict=True)
+    slope, offset = np.polyfit(np.log(x), np.log(y), 1)
+    return lambda x: float(np.exp(offset + slope * np.log(x)))
 
 
 def compare(
