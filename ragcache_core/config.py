@@ -6,8 +6,9 @@ import re
 import shutil
 import tempfile
 import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import parse_qs, urlsplit
 
 import platformdirs
@@ -35,6 +36,10 @@ QueueOrder = Literal["cache_aware", "fifo"]
 REDIS_SCHEMES = ("redis", "rediss")
 SHARED_PASSWORD_ENV = "RAGCACHE_SHARED_PASSWORD"  # noqa: S105 (the name of a variable)
 """The environment variable that holds the password of a shared Redis server."""
+MULTI_CONNECTOR = "MultiConnector"
+OWN_CONNECTORS = ("RAGCacheConnector", "DocumentConnector", "ChunkRAGCacheConnector", "ChunkDocumentConnector")
+_TRANSFERS_ONLY = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
+"""Connectors of vLLM that move KV between engines, and keep none."""
 _MAX_DEFAULT_HOST_BYTES = 8 << 30
 _MIB = 1 << 20
 _LARGEST = (1 << 63) - 1
@@ -79,6 +84,49 @@ def check_shared_url(url: str) -> str:
             "s3://bucket/prefix"
         )
     return url
+
+
+def keeping(connectors: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return which of vLLM's connectors may keep KV of their own."""
+    names = (str(connector.get("kv_connector")) for connector in connectors)
+    return [name for name in names if name not in _TRANSFERS_ONLY]
+
+
+def check_connectors(
+    connectors: Sequence[Mapping[str, Any]], *, reuses_chunks: bool = False, max_age: float | None = None
+) -> None:
+    """Refuse connectors of vLLM that cannot stand beside ours, each described as in its ``kv_transfer_config``.
+
+    Raises:
+        ValueError: with what to leave out.
+    """
+    for connector in connectors:
+        name = connector.get("kv_connector")
+        if not isinstance(name, str) or not name or name in (MULTI_CONNECTOR, *OWN_CONNECTORS):
+            raise ValueError(
+                f"connectors has {dict(connector)!r:.80}: name one of vLLM's in kv_connector, with its settings, as "
+                "{'kv_connector': 'NixlConnector', 'kv_role': 'kv_both'}; RAGCache's own is there in any case"
+            )
+        if name == "OffloadingConnector":
+            raise ValueError(
+                "connectors has OffloadingConnector, which would write into RAGCache's host memory: leave it out, "
+                "host_bytes is in its place"
+            )
+        if "engine_id" in connector:
+            raise ValueError(f"connectors has an engine_id for {name}: leave it out, all have the engine's")
+    if connectors and reuses_chunks:
+        raise ValueError(
+            f"chunk_reuse is set beside {_names(connectors)}, which would keep approximate KV as if it were exact: "
+            "leave chunk_reuse or connectors out"
+        )
+    if max_age is not None and (keepers := keeping(connectors)):
+        raise ValueError(
+            f"max_age is {max_age:g}, but what {', '.join(keepers)} keeps has no age: leave max_age or connectors out"
+        )
+
+
+def _names(connectors: Sequence[Mapping[str, Any]]) -> str:
+    return ", ".join(str(connector["kv_connector"]) for connector in connectors)
 
 
 Bytes = Annotated[ByteSize, BeforeValidator(_parse_bytes), Field(gt=0, le=_LARGEST)]
@@ -235,6 +283,11 @@ class CacheConfig(_Settings):
     """Speculative requests that may run at a time while no other request waits or is prefilled (RAGCache §5.3). 0
     switches speculation off."""
 
+    connectors: tuple[dict[str, Any], ...] = ()
+    """Other KV connectors of vLLM beside RAGCache's, each as vLLM's ``kv_transfer_config`` describes it:
+    ``({"kv_connector": "NixlConnector", "kv_role": "kv_both"},)``. What one of them has of a prompt is loaded from it,
+    else from RAGCache; everything is stored in all of them."""
+
     chunk_reuse: ChunkReuse | None = None
     """Whether, and how, documents are reused behind others than they were computed behind: **approximate**, so it is
     off by default. In a TOML file it is the table ``[cache.chunk_reuse]``."""
@@ -273,6 +326,10 @@ class CacheConfig(_Settings):
                 "CacheConfig.chunk_reuse is set but host_bytes is 0: what is reused lies in host memory, so set "
                 "host_bytes or leave chunk_reuse out"
             )
+        try:
+            check_connectors(self.connectors, reuses_chunks=self.chunk_reuse is not None, max_age=self.max_age)
+        except ValueError as error:
+            raise ValueError(f"CacheConfig.{error}") from error
         return self
 
     def for_chunks(self) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -165,6 +166,15 @@ _CACHE_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] =
         "--max-prefill-bs", type=int, metavar="N", help="Speculative requests at a time; 0 for none. [default: 4]"
     ),
     click.option(
+        "--connector",
+        "connectors",
+        multiple=True,
+        metavar="JSON",
+        callback=lambda _context, _option, texts: tuple(map(_connector, texts)) or None,
+        help="Another KV connector of vLLM beside RAGCache's, as "
+        '\'{"kv_connector": "NixlConnector", "kv_role": "kv_both"}\'; may be repeated. [default: none]',
+    ),
+    click.option(
         "--chunk-reuse",
         is_flag=False,
         flag_value="",
@@ -185,6 +195,17 @@ def _chunk_reuse(text: str) -> dict[str, object]:
         if not (name and equals and value):
             raise click.BadParameter(f"{part!r} is no setting: write KEY=VALUE, as max_recompute=0.3")
         settings[name.replace("-", "_")] = _plain_value(value)
+    return settings
+
+
+def _connector(text: str) -> dict[str, object]:
+    """Return the settings of a connector, whose names and values are vLLM's matter."""
+    try:
+        settings = json.loads(text)
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r:.80} is no JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise click.BadParameter(f'{text!r:.80} is no object: write {{"kv_connector": "NixlConnector", ...}}')
     return settings
 
 

@@ -24,6 +24,7 @@ from ragcache_core.errors import ConfigError
 from ragcache_core.policy import PrefillCostModel
 from ragcache_core.runtime.clock import steady_s
 from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin.beside import extra_config
 from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
 from ragcache_core.vllm_plugin.cache.kv_groups import KVGroups
 from ragcache_core.vllm_plugin.compat import kv_bytes_per_block, resolve_kv_cache_block_sizes
@@ -66,7 +67,7 @@ class BuildContext:
             ConfigError: of the settings that the engine was started with.
         """
         assert self.vllm_config.kv_transfer_config is not None
-        settings = settings_in_force(self.vllm_config.kv_transfer_config.kv_connector_extra_config)
+        settings = settings_in_force(extra_config(self.vllm_config.kv_transfer_config))
         num_blocks, block_bytes = self.kv_cache_config.num_blocks, kv_bytes_per_block(self.kv_cache_config)
         _, tokens_per_hash = resolve_kv_cache_block_sizes(self.kv_cache_config, self.vllm_config)
         tiers = {Tier.GPU: TierReport(num_blocks * block_bytes, block_bytes)}

@@ -13,6 +13,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from ragcache_core.vllm_plugin.beside import MODULE, children, is_own, own_stats
 from ragcache_core.vllm_plugin.release import put_stand_ins, why_alone
 
 put_stand_ins(__file__)
@@ -370,7 +371,11 @@ def tell_all_front_ends(outputs: dict[int, EngineCoreOutputs], num_front_ends: i
     stats = next((each.scheduler_stats for each in outputs.values() if each.scheduler_stats is not None), None)
     if stats is None or not stats.kv_connector_stats:
         return
-    told = SchedulerStats(kv_connector_stats={**stats.kv_connector_stats, "offload": None})
+    said = own_stats(stats.kv_connector_stats)
+    own: dict[str, Any] = {**said, "offload": None}
+    if said is not stats.kv_connector_stats:
+        own = {name: own for name, part in stats.kv_connector_stats.items() if part is said}
+    told = SchedulerStats(kv_connector_stats=own)
     for name in _GAUGES:
         setattr(told, name, getattr(stats, name))
     for front_end in range(num_front_ends):
@@ -466,7 +471,8 @@ def require_embeddings(engine_client: Any, *, is_enabled: bool) -> None:
     """
     vllm_config, multimodal = engine_client.vllm_config, engine_client.model_config.multimodal_config
     transfer, embeddings = vllm_config.kv_transfer_config, vllm_config.ec_transfer_config
-    is_ours = transfer is not None and (transfer.kv_connector_module_path or "").startswith("ragcache_core.")
+    is_among = any(map(is_own, children(transfer)))
+    is_ours = is_among or getattr(transfer, "kv_connector_module_path", None) == MODULE
     if not is_ours or multimodal is None or (embeddings is not None and embeddings.is_ec_consumer):
         return
     multimodal.enable_mm_embeds, multimodal.allow_missing_mm_embeddings = is_enabled, False

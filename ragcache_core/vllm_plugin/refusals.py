@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ragcache_core.errors import ConfigError
+from ragcache_core.vllm_plugin.beside import check_beside, children, extra_config, is_own
 from ragcache_core.vllm_plugin.settings import PluginSettings
 
 if TYPE_CHECKING:
@@ -22,10 +23,12 @@ def check_engine(vllm_config: VllmConfig) -> None:
     """
     model, transfer = vllm_config.model_config, vllm_config.kv_transfer_config
     connector = None if transfer is None else transfer.kv_connector
-    if transfer is None or transfer.kv_connector_module_path is None:  # none, or one of vLLM's own
-        raise ConfigError(
-            f"kv_connector is {connector!r}, but RAGCacheScheduler needs a connector of RAGCache, and no other beside "
-            "it: set --kv-transfer-config as Engine.launch and 'ragcache serve' do, or leave --scheduler-cls out"
+    is_among_others = any(map(is_own, children(transfer)))
+    if transfer is None or (transfer.kv_connector_module_path is None and not is_among_others):
+        raise ConfigError(  # none, or one of vLLM's own
+            f"kv_connector is {connector!r}, but RAGCacheScheduler needs a connector of RAGCache, alone or in vLLM's "
+            "MultiConnector: set --kv-transfer-config as Engine.launch and 'ragcache serve' do, or leave "
+            "--scheduler-cls out"
         )
     if model.is_encoder_decoder:
         raise ConfigError(
@@ -38,7 +41,9 @@ def check_engine(vllm_config: VllmConfig) -> None:
             "without AMX), and behind KV that was kept vLLM would compute something else: switch it on, or serve it "
             "without RAGCache (cache=None, 'ragcache serve --no-cache')"
         )
-    settings = PluginSettings.from_extra_config(transfer.kv_connector_extra_config)
+    settings = PluginSettings.from_extra_config(extra_config(transfer))
+    if is_among_others:
+        check_beside(vllm_config, reuses_chunks=settings.chunk_reuse is not None, max_age=settings.max_age)
     policy = vllm_config.scheduler_config.policy
     if policy != "fcfs" and (settings.queue == "cache_aware" or settings.max_prefill_bs > 0):
         raise ConfigError(

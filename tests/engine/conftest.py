@@ -29,6 +29,7 @@ LONGEST_FIRST = (
 
 ASK_PLAIN = (
     "vllm_plugin/test_tiers_on_the_engine.py",
+    "vllm_plugin/test_beside_on_the_engine.py",
     "vllm_plugin/test_unknown_release.py",
     "client/test_plain_vllm.py",
 )

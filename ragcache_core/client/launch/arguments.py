@@ -17,7 +17,7 @@ import platformdirs
 
 from ragcache_core.chunk import AlphaPoint
 from ragcache_core.client.launch.vllm_offload import VLLMOffload
-from ragcache_core.config import CacheConfig
+from ragcache_core.config import MULTI_CONNECTOR, CacheConfig
 from ragcache_core.errors import ConfigError, EngineStartError
 from ragcache_core.memory import has_gpu
 from ragcache_core.private_files import make_private_folder
@@ -29,7 +29,8 @@ _RESERVED = {
     "host": "host=",
     "port": "port=",
     "api_key": "api_key=",
-    "kv_transfer_config": "cache=, which sets it; no other connector (MultiConnector, NIXL, LMCache) works beside it",
+    "kv_transfer_config": "cache=, which sets it; another connector beside RAGCache's (NIXL, LMCache) goes into "
+    "CacheConfig.connectors",
     "scheduler_cls": "cache=, which sets it",
 }
 _REFUSED = {
@@ -187,8 +188,8 @@ def _transfer_config(
     alphas: Sequence[AlphaPoint],
     most_host_bytes: int | None = None,
 ) -> dict[str, object]:
-    """Return vLLM's ``kv_transfer_config``: our connector, and what lies below the GPU."""
-    settings = cache.model_dump(mode="json", exclude_none=True)
+    """Return vLLM's ``kv_transfer_config``: our connector, what lies below the GPU, and the connectors beside ours."""
+    settings = cache.model_dump(mode="json", exclude_none=True, exclude={"connectors"})
     if profile is not None:
         settings["profile"] = str(profile)
     if cache.chunk_reuse is not None:
@@ -201,7 +202,10 @@ def _transfer_config(
         extra |= {
             "cpu_bytes_to_use": host_bytes,
             "self_describing_kv_events": True,  # where vLLM's kv_events_config has them published at all
-            "is_host_optional": most_host_bytes is not None and not disk_bytes and cache.shared is None,
+            "is_host_optional": most_host_bytes is not None
+            and not disk_bytes
+            and cache.shared is None
+            and not cache.connectors,  # vLLM knows ours by the name that stands here
             "most_host_bytes": None if most_host_bytes is None else max(most_host_bytes - for_chunks[0], host_bytes),
             "spec_name": "RAGCacheSpec",
             "spec_module_path": f"{_PLUGIN}.offload.spec",
@@ -218,13 +222,23 @@ def _transfer_config(
         below.append({"type": "SharedTier", "module_path": f"{_PLUGIN}.shared.tier", **store})
     if below:
         extra["secondary_tiers"] = below
-    return {
+    ours: dict[str, object] = {
         "kv_connector": f"{prefix}RAGCacheConnector" if host_bytes else f"{prefix}DocumentConnector",
         "kv_connector_module_path": f"{_PLUGIN}.connector",
         "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+    if cache.connectors:
+        others = [{"kv_role": "kv_both", **connector} for connector in cache.connectors]
+        ours = {
+            "kv_connector": MULTI_CONNECTOR,
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"connectors": [*others, ours]},  # it loads from the first that has tokens
+        }
+    return {
+        **ours,
         "kv_load_failure_policy": "recompute",  # a lost block is a miss
         "engine_id": engine_id,
-        "kv_connector_extra_config": extra,
     }
 
 

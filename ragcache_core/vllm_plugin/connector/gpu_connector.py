@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -22,12 +22,14 @@ from ragcache_core.runtime.shared_memory import region_place
 from ragcache_core.runtime.trace_recorder import TraceRecorder, lengths_of
 from ragcache_core.types import Origin
 from ragcache_core.vllm_plugin.build_context import building
+from ragcache_core.vllm_plugin.cache.forgetting import OutOfReach
 from ragcache_core.vllm_plugin.cache.request_state import arrived_s
 from ragcache_core.vllm_plugin.compat import (
     KVConnectorHandshakeMetadata,
     KVConnectorPromMetrics,
     KVConnectorRole,
     KVConnectorStats,
+    connector_of_this_worker,
     kv_bytes_per_block,
 )
 from ragcache_core.vllm_plugin.connector.bare import BareConnector
@@ -64,6 +66,8 @@ class DocumentAware:
     _news: StatsReporter | None = None
     _recorder: TraceRecorder | None = None
     _keeps_weights = False
+    _is_beside = False
+    """Whether other connectors store and load beside this one."""
 
     def _begin(self, controller: CacheController) -> None:
         self.controller = controller
@@ -131,7 +135,7 @@ class DocumentAware:
         self.controller.on_admitted(request.request_id, request.block_hashes, num_by_tier, time.monotonic())
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._finish(request, super().request_finished(request, block_ids))  # type: ignore[misc]
+        return self.request_finished_all_groups(request, (block_ids,))  # what vLLM calls beside one for single groups
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -154,6 +158,18 @@ class DocumentAware:
     def forget_weights(self) -> None:
         """Forget all KV that outlives a reset, and keep none from now on: the weights may be others."""
 
+    def stand_beside(self, others: Sequence[str]) -> None:
+        """Take note that other connectors store and load as well, of which ``others`` may keep what they have."""
+        assert self.controller is not None
+        self._is_beside = True
+        if others:
+            why = f"{', '.join(others)} beside RAGCache may keep KV of its own: delete it there"
+            self.controller.forgetting.add_holder(OutOfReach(why))
+
+    def be_quiet(self) -> None:
+        """Tell nothing with a step any more."""
+        self._news = None
+
     def _on_reset(self) -> None:
         if not self._keeps_weights:
             self.forget_weights()
@@ -173,7 +189,9 @@ class DocumentAware:
     # Between the sides, before the first request
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Return what this worker has to say of its memory."""
+        """Return what this worker has to say of its memory; nothing beside others, of which vLLM takes one alone."""
+        if connector_of_this_worker() not in (None, self):
+            return None
         assert self._vllm_config.kv_transfer_config is not None
         region = region_place(str(self._vllm_config.kv_transfer_config.engine_id))
         return WorkerMemory(kv_bytes_per_block(self._kv_cache_config), region)

@@ -27,6 +27,7 @@ from ragcache_core.vllm_plugin.connector.gpu_connector import DocumentAware, Doc
 from ragcache_core.vllm_plugin.disk.manager import DiskTier
 from ragcache_core.vllm_plugin.disk.prefetcher import DiskPrefetcher
 from ragcache_core.vllm_plugin.offload.compat import (
+    fence_blocks,
     has_events,
     host_policy_of,
     needs_steps,
@@ -211,6 +212,9 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         assert self.controller is not None
         for request_id in connector_output.finished_recving or ():
             self.controller.on_load_ended(request_id, time.monotonic())
+        if self._is_beside and connector_output.invalid_block_ids:
+            # What another connector failed to load in this step is being stored under the hash of what it should be.
+            OffloadingConnector.reset_cache(self)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         return super().take_events() if self._tells_events else ()  # else vLLM asks each tier in each step
@@ -284,6 +288,9 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         OffloadingConnector.update_state_after_alloc(self, request, blocks, num_external_tokens)
         self._forget_promises(request)
         if not num_external_tokens:
+            if self._is_beside:  # what another connector loads into them comes before a step that vLLM tells of
+                new = (block for group in blocks.blocks for block in group if block.block_hash is None)
+                fence_blocks(self, [block.block_id for block in new if not block.is_null])
             return {}
         assert self.controller is not None
         num_blocks = -(-num_external_tokens // self.controller.tokens_per_block)

@@ -6,6 +6,7 @@ import time
 from copy import copy
 from typing import Any
 
+from ragcache_core.vllm_plugin.beside import own_connector
 from ragcache_core.vllm_plugin.compat import attach_utilities
 
 
@@ -18,7 +19,7 @@ class _Reporting:
 
     def report(self) -> dict[str, object]:
         """Return what the connector has counted."""
-        report: dict[str, object] = self.get_kv_connector().controller.report()
+        report: dict[str, object] = own_connector(self.get_kv_connector()).controller.report()
         return report
 
     def forget(self, doc_ids: list[str]) -> dict[str, object]:
@@ -31,17 +32,18 @@ class _Reporting:
 
     def cached_paths(self, cursor: str, tenant: str | None = None) -> dict[str, object]:
         """Return what is cached by the tree, which knows of no block here."""
-        changes: dict[str, object] = self.get_kv_connector().controller.paths_of(tenant).changes(cursor)
+        changes: dict[str, object] = own_connector(self.get_kv_connector()).controller.paths_of(tenant).changes(cursor)
         return changes
 
     def tree_view(self, limit: int) -> dict[str, object]:
         """Return a tree that knows of no block."""
-        view: dict[str, object] = self.get_kv_connector().controller.tree_view(limit)
+        view: dict[str, object] = own_connector(self.get_kv_connector()).controller.tree_view(limit)
         return view
 
     def recent_requests(self, limit: int) -> dict[str, object]:
         """Return what becomes of the latest requests, whose first tokens nobody tells of here."""
-        recent: dict[str, object] = self.get_kv_connector().controller.recent_requests(limit, time.monotonic())
+        controller = own_connector(self.get_kv_connector()).controller
+        recent: dict[str, object] = controller.recent_requests(limit, time.monotonic())
         return recent
 
 
@@ -51,4 +53,8 @@ def own_scheduler(*args: Any, **kwargs: Any) -> Any:
     config = copy((kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]).scheduler_config)
     config.scheduler_cls = None
     kind = config.get_scheduler_cls()
-    return type(kind.__name__, (_Reporting, kind), {})(*args, **kwargs)
+    scheduler: Any = type(kind.__name__, (_Reporting, kind), {})(*args, **kwargs)
+    connector = scheduler.get_kv_connector()
+    if (own := own_connector(connector)) is not connector:
+        own.be_quiet()  # MultiConnector would file what it says under a name that its server does not know
+    return scheduler

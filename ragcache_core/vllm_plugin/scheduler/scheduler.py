@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any, cast
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from ragcache_core.config import keeping
 from ragcache_core.errors import ConfigError
 from ragcache_core.memory import collect_rarely, freeze_survivors
 from ragcache_core.runtime.clock import steady_s
+from ragcache_core.vllm_plugin.beside import children, is_own, own_connector
 from ragcache_core.vllm_plugin.build_context import building
 from ragcache_core.vllm_plugin.compat import (
     AsyncScheduler,
@@ -75,6 +77,10 @@ class _TreeScheduling:
         check_engine(vllm_config)
         with building(vllm_config, kv_cache_config, has_room=self.has_room) as context:
             super().__init__(vllm_config, kv_cache_config, *args, **kwargs)  # type: ignore[call-arg]
+        self._own_connector = own_connector(self.connector)
+        if self._own_connector is not self.connector:
+            others = [child for child in children(vllm_config.kv_transfer_config) if not is_own(child)]
+            self._own_connector.stand_beside(keeping(others))
         controller = context.controller
         if controller is None:
             raise ConfigError(
@@ -103,7 +109,7 @@ class _TreeScheduling:
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._step_began_s = time.monotonic()
         self._controller.tick(steady_s())
-        self.finished_req_ids |= self.connector.take_prefetched()
+        self.finished_req_ids |= self._own_connector.take_prefetched()
         if self._queue is None:
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
         self._queue.real.reconsider()
@@ -223,7 +229,7 @@ class _TreeScheduling:
         vLLM knows nothing of it. More than a quarter of host memory is not read.
         """
         _, num_fast, num_all = self._controller.leading_blocks(self._controller.last_known(prompt.block_hashes))
-        num_blocks = num_all - num_fast if self.connector.prefetch(prompt) else 0
+        num_blocks = num_all - num_fast if self._own_connector.prefetch(prompt) else 0
         return {"num_read_tokens": num_blocks * self._controller.tokens_per_block}
 
     def _prefetch_documents(self, doc_ids: list[str]) -> dict[str, object]:
@@ -238,7 +244,7 @@ class _TreeScheduling:
 
     def keeping_weights(self) -> AbstractContextManager[None]:
         """Inside, resets of the caches leave alone what outlives them."""
-        context: AbstractContextManager[None] = self.connector.keeping_weights()
+        context: AbstractContextManager[None] = self._own_connector.keeping_weights()
         return context
 
     def on_weights_changed(self, why: str) -> None:
@@ -246,7 +252,7 @@ class _TreeScheduling:
         if not self._has_other_weights:  # they may come in a hundred pieces
             self._has_other_weights = True
             logger.warning("RAGCache keeps nothing any more that outlives this engine, and empties its disk: %s", why)
-        self.connector.forget_weights()
+        self._own_connector.forget_weights()
 
     def has_room(self) -> bool:
         """Return whether a speculative request that arrived now would be admitted at once."""

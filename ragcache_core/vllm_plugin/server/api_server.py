@@ -10,8 +10,10 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from ragcache_core.config import OWN_CONNECTORS
 from ragcache_core.runtime.environment import CPU_KV_CACHE_BYTES_ENV
 from ragcache_core.runtime.shared_memory import SHARED_MEMORY
+from ragcache_core.vllm_plugin.beside import MODULE
 
 ENDPOINT_PLUGIN = "ragcache"
 """The name of our entry point in ``vllm.endpoint_plugins`` (``pyproject.toml``)."""
@@ -19,7 +21,6 @@ CPU_BLOCK_SIZE = 32
 """Tokens in a block on a CPU, the fewest that its attention takes. vLLM's 128 are more than many documents have, and
 what is shorter than a block is never cached by itself."""
 _KV_MEMORY_FLAGS = {"--kv-cache-memory-bytes", "--gpu-memory-utilization", "--num-gpu-blocks-override"}
-_CONNECTORS = "ragcache_core.vllm_plugin.connector"
 _PLUGINS_ENV = "VLLM_PLUGINS"
 _PLUGIN_GROUPS = (
     "vllm.general_plugins",
@@ -80,7 +81,8 @@ def _run_front_ends() -> None:
 
 def is_ours(arguments: Sequence[str]) -> bool:
     """Return whether the server's arguments name a connector of ours; else it is plain vLLM."""
-    return any(_CONNECTORS in argument for argument in arguments)
+    names = (MODULE, *(f'"{name}"' for name in OWN_CONNECTORS))  # within a MultiConnector the name is enough
+    return any(name in argument for argument in arguments for name in names)
 
 
 def cpu_defaults(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:

@@ -20,6 +20,7 @@ from vllm.logger import init_logger
 from ragcache_core.chunkstore.old_namespaces import delete_unused
 from ragcache_core.errors import CacheTierError
 from ragcache_core.stats import MAX_LISTED
+from ragcache_core.vllm_plugin.beside import extra_config
 from ragcache_core.vllm_plugin.compat import call_cache
 from ragcache_core.vllm_plugin.release import settings_in_force
 from ragcache_core.vllm_plugin.server.document_routes import (
@@ -92,7 +93,7 @@ async def collect_garbage(request: Request) -> dict[str, object]:
     if received.engine() is None:
         raise HTTPException(404, "this server runs without RAGCache")
     transfer = request.app.state.ragcache_engine_client.vllm_config.kv_transfer_config
-    directory = settings_in_force(transfer.kv_connector_extra_config).directory
+    directory = settings_in_force(extra_config(transfer)).directory
     if directory is None:
         raise HTTPException(409, "this server keeps nothing on disk: start it with disk_bytes, or name a directory")
     try:

@@ -18,6 +18,7 @@ from vllm import envs
 from vllm.logger import init_logger
 
 from ragcache_core.runtime.tokenizer_files import sha256_of
+from ragcache_core.vllm_plugin.beside import extra_config
 from ragcache_core.vllm_plugin.compat import (
     call_cached_paths,
     call_confirm,
@@ -264,7 +265,7 @@ class RAGCacheEndpoint:
             state.ragcache_progress = EngineProgress.of(engine_client, limit_s, starter_pid)
             state.ragcache_progress_task = asyncio.create_task(state.ragcache_progress.watch())
         if received.engine() is not None:
-            settings = settings_in_force(engine_client.vllm_config.kv_transfer_config.kv_connector_extra_config)
+            settings = settings_in_force(extra_config(transfer))
             if settings.max_age is not None:
                 state.ragcache_ageing_task = asyncio.create_task(
                     cache_routes.keep_young(engine_client, settings.max_age)

@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 
 from ragcache_core.errors import ConfigError, quoted
 from ragcache_core.runtime.tenants import MAX_SALT_CHARS, Tenants, salt_of, speculation_of
+from ragcache_core.vllm_plugin.beside import extra_config
 from ragcache_core.vllm_plugin.server.metrics.series import ENGINE
 from ragcache_core.vllm_plugin.server.middleware import TENANT
 from ragcache_core.vllm_plugin.settings import PluginSettings
@@ -69,8 +70,7 @@ def check_same(reports: Sequence[Mapping[str, Any] | None], tenants: Tenants | N
 
 def _file_of(transfer_config: object) -> Path | None:
     """Return the file of tenants that vLLM's ``kv_transfer_config`` names."""
-    extra = getattr(transfer_config, "kv_connector_extra_config", None) or {}
-    return PluginSettings.from_extra_config(extra).tenants
+    return PluginSettings.from_extra_config(extra_config(transfer_config)).tenants
 
 
 def tenant_of(request: Request) -> str | None:

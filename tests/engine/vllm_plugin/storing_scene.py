@@ -23,6 +23,10 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.config.vllm import set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+    MultiKVConnectorMetadata,
+    MultiKVConnectorWorkerMetadata,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -46,6 +50,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from ragcache_core.client.launch import arguments
 from ragcache_core.config import CacheConfig as Tiers
 from ragcache_core.runtime.shared_memory import EngineFiles, new_engine_id
+from ragcache_core.vllm_plugin.beside import own_connector
 from ragcache_core.vllm_plugin.cache.kv_groups import group_of
 from ragcache_core.vllm_plugin.scheduler.scheduler import AsyncTreeScheduler, SyncTreeScheduler
 from tests.conftest import DEMO_MODEL
@@ -212,7 +217,7 @@ class Steps:
     """Of every engine of this process: what one computed, another finds on disk."""
 
     def __post_init__(self) -> None:
-        tier = self.scheduler.connector.scheduler.manager.primary_tier
+        tier = own_connector(self.scheduler.connector).scheduler.manager.primary_tier
         self._host = _HostRows(tier.get_kv_memoryview())
         tier.complete_store = partial(self._on_stored, tier, tier.complete_store)
 
@@ -237,18 +242,22 @@ class Steps:
         for _ in range(max_steps):
             if not self.step():
                 return
-        left = list(self.scheduler.requests), list(self.scheduler.connector.scheduler._jobs)
+        left = list(self.scheduler.requests), list(own_connector(self.scheduler.connector).scheduler._jobs)
         raise AssertionError(f"the engine goes on stepping: requests and copies left are {left}")
 
     def _update(self, output: SchedulerOutput, ran: ModelRunnerOutput) -> None:
         self.scheduler.update_from_output(output, ran)
 
     def _run(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        meta = output.kv_connector_metadata
+        meta, others = output.kv_connector_metadata, ()
+        if isinstance(meta, MultiKVConnectorMetadata):
+            *others, meta = meta.metadata
         self._storing.update(dict.fromkeys(meta.store_jobs, self.num + self.store_steps))
         self._copies.update(meta.store_jobs)
         ended = [job for job in self._storing if job in (meta.jobs_to_flush or ())]
         self._store(ended)
+        for other in others:
+            self._engine.update(other.loads)
         self._compute(output)
         for job in meta.load_jobs.values():
             for chunk, block in zip(job.src_spec.block_ids.tolist(), job.dst_spec.block_ids.tolist(), strict=True):
@@ -259,9 +268,12 @@ class Steps:
         told = OffloadingWorkerMetadata()
         for job in (*ended, *meta.load_jobs):
             told.mark_completed(job)
+        said: Any = told if told.completed_jobs else None
+        if others and said is not None:
+            said = MultiKVConnectorWorkerMetadata((*[None] * len(others), told))
         copied = KVConnectorOutput(
-            finished_recving={job.req_id for job in meta.load_jobs.values()},
-            kv_connector_worker_meta=told if told.completed_jobs else None,
+            finished_recving={job.req_id for job in meta.load_jobs.values()}.union(*[o.received for o in others]),
+            kv_connector_worker_meta=said,
         )
         ids = list(output.num_scheduled_tokens)
         asked = [self.scheduler.requests[name] for name in ids]

@@ -53,6 +53,24 @@ def another(connector: str) -> Any:
     return engine(kv_connector=connector, kv_connector_module_path=None)
 
 
+def beside(*others: dict[str, Any], ours: int = 1, ragcache: dict[str, Any] | None = None, **changed: Any) -> Any:
+    """Return an engine with other connectors before ours."""
+    own = {"kv_connector": "RAGCacheConnector", "kv_connector_extra_config": {"ragcache": ragcache or {}}}
+    built = engine(
+        kv_connector="MultiConnector",
+        kv_connector_module_path=None,
+        kv_connector_extra_config={"connectors": [*others, *[own] * ours]},
+        kv_load_failure_policy=changed.pop("policy", "recompute"),
+    )
+    workers = {"pipeline_parallel_size": 1, "nnodes": 1, "distributed_executor_backend": "mp", **changed}
+    built.parallel_config = SimpleNamespace(**workers)
+    return built
+
+
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+EXAMPLE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+
+
 class Refusal(NamedTuple):
     """Something that is refused, and what its line has to say."""
 
@@ -97,7 +115,7 @@ REFUSALS = {
         f"{connector} instead of ours": Refusal(
             lambda connector=connector: check_engine(another(connector)),  # type: ignore[misc]
             f"kv_connector is '{connector}'",
-            "needs a connector of RAGCache, and no other beside it",
+            "needs a connector of RAGCache, alone or in vLLM's MultiConnector",
             "set --kv-transfer-config as Engine.launch",
         )
         for connector in ("MultiConnector", "NixlConnector", "LMCacheConnectorV1", "OffloadingConnector")
@@ -105,14 +123,77 @@ REFUSALS = {
     "a connector for Engine.launch": Refusal(
         lambda: vllm_arguments({"kv_transfer_config": {"kv_connector": "NixlConnector"}}),
         "kv_transfer_config={'kv_connector': 'NixlConnector'}",
-        "no other connector (MultiConnector, NIXL, LMCache) works beside it",
+        "another connector beside RAGCache's (NIXL, LMCache) goes into CacheConfig.connectors",
         "use cache=",
     ),
     "a connector for the command line": Refusal(
         lambda: check_extra_args(["--kv-transfer-config"]),
         "--kv-transfer-config cannot be passed",
-        "no other connector",
+        "another connector beside RAGCache's",
         "use cache=",
+    ),
+    "two of RAGCache's connectors": Refusal(
+        lambda: check_engine(beside(NIXL, ours=2)), "connectors", "names 2 of RAGCache", "leave all but one out"
+    ),
+    "vLLM's offloading beside": Refusal(
+        lambda: check_engine(beside({"kv_connector": "OffloadingConnector"})),
+        "connectors has OffloadingConnector",
+        "which would write into RAGCache's host memory",
+        "leave it out, host_bytes is in its place",
+    ),
+    "vLLM's offloading beside, for Engine.launch": Refusal(
+        lambda: CacheConfig(connectors=({"kv_connector": "OffloadingConnector"},)),
+        "CacheConfig.connectors has OffloadingConnector",
+        "which would write into RAGCache's host memory",
+        "leave it out",
+    ),
+    "something else than a connector": Refusal(
+        lambda: CacheConfig(connectors=({"connector": "NixlConnector"},)),
+        "CacheConfig.connectors has {'connector': 'NixlConnector'}",
+        "name one of vLLM's in kv_connector",
+        "as {'kv_connector': 'NixlConnector', 'kv_role': 'kv_both'}",
+    ),
+    "a connector with an engine_id": Refusal(
+        lambda: CacheConfig(connectors=({**NIXL, "engine_id": "a"},)),
+        "CacheConfig.connectors has an engine_id for NixlConnector",
+        "all have the engine's",
+        "leave it out",
+    ),
+    "chunk reuse beside another connector": Refusal(
+        lambda: CacheConfig(host_bytes="1GiB", connectors=(NIXL,), chunk_reuse={}),
+        "CacheConfig.chunk_reuse is set beside NixlConnector",
+        "which would keep approximate KV as if it were exact",
+        "leave chunk_reuse or connectors out",
+    ),
+    "chunk reuse beside another connector, by the engine": Refusal(
+        lambda: check_engine(beside(NIXL, ragcache={"chunk_reuse": {}})),
+        "chunk_reuse is set",
+        "which would keep approximate KV as if it were exact",
+        "leave chunk_reuse or connectors out",
+    ),
+    "max_age beside a connector that keeps KV": Refusal(
+        lambda: CacheConfig(connectors=(NIXL, EXAMPLE), max_age=60.0),
+        "CacheConfig.max_age is 60",
+        "what ExampleConnector keeps has no age",
+        "leave max_age or connectors out",
+    ),
+    "another connector, and requests that fail with their KV": Refusal(
+        lambda: check_engine(beside(NIXL, policy="fail")),
+        "kv_load_failure_policy is 'fail'",
+        "with which a request fails whose KV is lost",
+        "set it to 'recompute'",
+    ),
+    "another connector and pipeline stages": Refusal(
+        lambda: check_engine(beside(NIXL, pipeline_parallel_size=2)),
+        "pipeline_parallel_size is 2",
+        "beside other connectors RAGCache does not hear what each stage has in host memory",
+        "leave pipeline_parallel_size or connectors out",
+    ),
+    "another connector and workers elsewhere": Refusal(
+        lambda: check_engine(beside(NIXL, distributed_executor_backend="ray")),
+        "distributed_executor_backend is 'ray'",
+        "beside other connectors RAGCache does not hear where each worker's host memory is",
+        "keep all workers on one machine ('mp'), or leave connectors out",
     ),
 }
 
@@ -133,6 +214,8 @@ def test_what_can_be_served_is_not_refused() -> None:
     without_order = {"ragcache": {"queue": "fifo", "max_prefill_bs": 0}}
     check_engine(engine(policy="priority", kv_connector_extra_config=without_order))
     check_engine(engine(kv_connector="Mine", kv_connector_module_path="my.connectors"))
+    check_engine(beside(NIXL, EXAMPLE))
+    check_engine(beside(NIXL, ragcache={"max_age": 60.0}))  # it keeps nothing
     check_allocator(None, EXPANDABLE, [])
     check_allocator(CacheConfig(), {}, [])
     check_allocator(CacheConfig(), EXPANDABLE, ["--enable-sleep-mode"])

@@ -141,7 +141,14 @@ def test_every_setting_of_the_cache_is_an_option(monkeypatch: pytest.MonkeyPatch
         max_prefill_bs=2,
         chunk_reuse=ChunkReuse(selection="first_tokens", max_recompute=0.3, is_default=False),
     )
-    assert given.model_fields_set == set(CacheConfig.model_fields)
+    assert given.model_fields_set == set(CacheConfig.model_fields) - {"connectors"}, "which excludes chunk_reuse"
+
+
+def test_other_connectors_are_options_as_vllm_describes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine([], KeyboardInterrupt())
+    nixl, example = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}, {"kv_connector": "ExampleConnector"}
+    run(monkeypatch, engine, "--connector", json.dumps(nixl), "--connector", json.dumps(example))
+    assert engine.settings["cache"] == CacheConfig(connectors=(nixl, example))
 
 
 def test_chunk_reuse_without_settings_has_its_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,6 +186,10 @@ def test_no_cache_runs_plain_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--no-cache", "--chunk-reuse"], 2, "leave out --chunk-reuse"),
         (["--chunk-reuse", "examples/demo"], 2, "write KEY=VALUE, as max_recompute=0.3"),
         (["--chunk-reuse", "quality=2"], 1, "ChunkReuse.quality is 2"),
+        (["--no-cache", "--connector", '{"kv_connector": "NixlConnector"}'], 2, "leave out --connector"),
+        (["--connector", "NixlConnector"], 2, "'NixlConnector' is no JSON"),
+        (["--connector", '["NixlConnector"]'], 2, 'is no object: write {"kv_connector": "NixlConnector", ...}'),
+        (["--connector", "{}"], 1, "CacheConfig.connectors has {}"),
         (["--no-cache", "--policy", "lru", "--cache-dir", "x"], 2, "leave out --cache-dir, --policy"),
         (["--no-cache", "--cache-config", "x"], 2, "leave out --cache-config"),
         (["--no-cache", "--queue-window", "0"], 2, "leave out --queue-window"),

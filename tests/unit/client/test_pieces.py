@@ -121,6 +121,22 @@ def test_a_shared_store_is_asked_after_the_engines_own_disk(tmp_path: Path) -> N
     assert (extra["secondary_tiers"][1]["url"], extra["secondary_tiers"][1]["ttl_s"]) == (url, 60.0)
 
 
+def test_other_connectors_stand_before_ours_and_a_lost_block_is_a_miss_for_all() -> None:
+    nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
+    cache = CacheConfig(host_bytes="1GiB", connectors=(nixl, {"kv_connector": "ExampleConnector"}))
+    arguments = cache_arguments(cache, engine_id="me", most_host_bytes=1 << 40)
+    transfer = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
+    assert (transfer["kv_connector"], transfer["engine_id"]) == ("MultiConnector", "me")
+    assert (transfer["kv_role"], transfer["kv_load_failure_policy"]) == ("kv_both", "recompute")
+    *others, ours = transfer["kv_connector_extra_config"]["connectors"]
+    assert others == [nixl, {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}]
+    alone = cache_arguments(CacheConfig(host_bytes="1GiB"), engine_id="me", most_host_bytes=1 << 40)
+    expected = json.loads(alone[alone.index("--kv-transfer-config") + 1])
+    expected["kv_connector_extra_config"]["is_host_optional"] = False  # vLLM knows ours by its name
+    assert ours == {name: expected[name] for name in ours}
+    assert set(expected) - set(ours) == {"engine_id", "kv_load_failure_policy"}, "vLLM gives them the engine's"
+
+
 @pytest.mark.parametrize(
     ("cache", "default"),
     [(CacheConfig(), str(1 << 30)), (CacheConfig(kv_cache_bytes="2GiB"), None), (None, str(1 << 30))],

@@ -1,0 +1,98 @@
+"""Our connector beside others of vLLM, as a child of its MultiConnector: by name, with settings of its own.
+
+vLLM loads what a prompt needs from the first connector that has tokens of it, and has all of them store. What ours
+stores is what lies in the engine's blocks, whoever computed or loaded it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from ragcache_core.config import MULTI_CONNECTOR, OWN_CONNECTORS, check_connectors
+from ragcache_core.errors import ConfigError
+
+MODULE = "ragcache_core.vllm_plugin.connector"
+logger = logging.getLogger(f"vllm.{__name__}")
+
+
+def register() -> None:
+    """Tell vLLM our connectors' names, by which its MultiConnector takes statistics apart (a general plugin of vLLM).
+
+    It runs in every process of vLLM, whatever that serves, and so never fails.
+    """
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        for name in OWN_CONNECTORS:
+            try:
+                KVConnectorFactory.register_connector(name, MODULE, name)
+            except ValueError:  # loaded once more
+                logger.debug("%s is known to vLLM", name)
+    except Exception as error:  # another vLLM: who names our module needs no name
+        logger.debug("RAGCache's connectors have no names here: %s", error)
+
+
+def children(transfer: Any) -> list[Mapping[str, Any]]:
+    """Return the settings of each connector in a MultiConnector; none where there is another."""
+    if getattr(transfer, "kv_connector", None) != MULTI_CONNECTOR:
+        return []
+    return [each for each in transfer.kv_connector_extra_config.get("connectors") or () if isinstance(each, Mapping)]
+
+
+def is_own(child: Mapping[str, Any]) -> bool:
+    """Return whether a connector in a MultiConnector is ours."""
+    return child.get("kv_connector") in OWN_CONNECTORS and child.get("kv_connector_module_path") in (None, MODULE)
+
+
+def extra_config(transfer: Any) -> Mapping[str, Any]:
+    """Return our connector's ``kv_connector_extra_config``, wherever ours stands in vLLM's ``kv_transfer_config``."""
+    own = next(filter(is_own, children(transfer)), None)
+    if own is not None:
+        return own.get("kv_connector_extra_config") or {}
+    return getattr(transfer, "kv_connector_extra_config", None) or {}
+
+
+def own_connector(connector: Any) -> Any:
+    """Return ours of what vLLM's scheduler has: itself, or a child of a MultiConnector."""
+    among = getattr(connector, "sub_connectors", ())
+    return next((each for each in among if hasattr(each, "keeping_weights")), connector)
+
+
+def own_stats(said: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what ours says of a step's ``kv_connector_stats``, which a MultiConnector has by connector."""
+    return next((said[name] for name in OWN_CONNECTORS if name in said), said)
+
+
+def check_beside(vllm_config: Any, *, reuses_chunks: bool, max_age: float | None) -> None:
+    """Refuse other connectors beside which answers, or what is said of the cache, would not hold.
+
+    Raises:
+        ConfigError: with what to change.
+    """
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    among = children(transfer)
+    others = [child for child in among if not is_own(child)]
+    if len(among) > len(others) + 1:
+        raise ConfigError(f"connectors names {len(among) - len(others)} of RAGCache: leave all but one out")
+    try:
+        check_connectors(others, reuses_chunks=reuses_chunks, max_age=max_age)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if transfer.kv_load_failure_policy != "recompute":
+        raise ConfigError(
+            f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}, with which a request fails whose KV is "
+            "lost: set it to 'recompute' in the MultiConnector's settings"
+        )
+    if parallel.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"pipeline_parallel_size is {parallel.pipeline_parallel_size}: beside other connectors RAGCache does not "
+            "hear what each stage has in host memory, so leave pipeline_parallel_size or connectors out"
+        )
+    if parallel.nnodes > 1 or parallel.distributed_executor_backend not in ("mp", "uni"):
+        raise ConfigError(
+            f"distributed_executor_backend is {parallel.distributed_executor_backend!r} on {parallel.nnodes} nodes: "
+            "beside other connectors RAGCache does not hear where each worker's host memory is, so keep all workers "
+            "on one machine ('mp'), or leave connectors out"
+        )

@@ -1,0 +1,199 @@
+"""Ours as a child of vLLM's MultiConnector: who loads, what is stored, and what is said of it. The scheduler's side."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import entry_points
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorStats
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
+
+from ragcache_core.config import OWN_CONNECTORS
+from ragcache_core.types import Origin, Tier
+from ragcache_core.vllm_plugin import beside
+from ragcache_core.vllm_plugin.beside import own_connector
+from ragcache_core.vllm_plugin.compat import tell_all_front_ends
+from ragcache_core.vllm_plugin.connector.tiered_connector import RAGCacheConnector
+from tests.engine.vllm_plugin.other_connector import KeepingConnector
+from tests.engine.vllm_plugin.storing_scene import BLOCK, Steps, host_scheduler, request
+
+OTHER = {"kv_connector": "KeepingConnector", "kv_connector_module_path": KeepingConnector.__module__}
+
+
+@pytest.fixture(autouse=True)
+def _keeps_nothing() -> None:
+    KeepingConnector.kept.clear()
+    KeepingConnector.finished.clear()
+    KeepingConnector.num_loaded = 0
+
+
+@contextmanager
+def two_connectors(
+    num_blocks: int = 60, host_bytes: str = "1MiB", *, loads_async: bool = False, **settings: Any
+) -> Iterator[Any]:
+    """Yield our scheduler with another connector before ours."""
+    other = {**OTHER, "kv_connector_extra_config": {"is_async": loads_async}}
+    with host_scheduler(num_blocks, host_bytes, connectors=(other,), **settings) as scheduler:
+        assert isinstance(scheduler.connector, MultiConnector)
+        assert isinstance(own_connector(scheduler.connector), RAGCacheConnector)
+        yield scheduler
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    return random.Random(seed).choices(range(10, 900), k=count)
+
+
+@pytest.mark.parametrize("loads_async", [False, True], ids=["loads in a step", "loads before"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["one step in flight", "two steps in flight"])
+def test_no_request_reads_kv_of_other_tokens_whoever_loads_it(is_async: bool, loads_async: bool) -> None:
+    num_loaded = num_loaded_by_other = num_preempted = 0
+    for seed in range(3):
+        dice, asked = random.Random(seed), []
+        documents = [tokens(100 + i, dice.randrange(20, 70)) for i in range(6)]
+        with two_connectors(24, "160KiB", loads_async=loads_async, is_async=is_async) as scheduler:
+            steps = Steps(scheduler, is_async, store_steps=2)
+            for number in range(120):
+                words = [*dice.choice(documents), *dice.choice(documents), *tokens(number, 9)]
+                asked.append(request(f"r{number}", words, dice.randrange(1, 40)))
+                scheduler.add_request(asked[-1])
+                for _ in range(dice.randrange(6)):
+                    steps.step()
+                if number % 7 == 3 and scheduler.requests:
+                    scheduler.finish_requests(dice.choice(list(scheduler.requests)), RequestStatus.FINISHED_ABORTED)
+                if number % 50 == 30:
+                    scheduler.connector.reset_cache()
+            steps.rest(max_steps=5000)
+            own = own_connector(scheduler.connector)
+            assert not scheduler.requests
+            assert not own.scheduler._req_status
+            assert not any(chunk.ref_cnt for chunk in own._policy._chunks.values())
+            assert steps.num_stored > 30
+            num_loaded += scheduler._controller.counters.num_loaded_bytes
+            num_loaded_by_other += KeepingConnector.num_loaded
+        assert len(KeepingConnector.finished) == 120 * (seed + 1), "the other is told of every request"
+        num_preempted += sum(each.num_preemptions for each in asked)
+    assert num_loaded > 0
+    assert num_loaded_by_other > 0
+    assert num_preempted > 0
+
+
+class FirstLoadFails(Steps):
+    """Steps of which the first that loads something from the other connector reads nothing, and says so."""
+
+    has_failed = False
+
+    def _run(self, output: Any) -> Any:
+        loads = output.kv_connector_metadata.metadata[0].loads
+        if self.has_failed or not loads:
+            return super()._run(output)
+        self.has_failed = True
+        failed = set(loads)
+        loads.clear()
+        compute, self._compute = self._compute, self._compute_nonsense
+        try:
+            ran = super()._run(output)
+        finally:
+            self._compute = compute
+        said = ran.kv_connector_output or KVConnectorOutput()
+        said.invalid_block_ids = failed
+        ran.kv_connector_output = said
+        return ran
+
+    def _compute_nonsense(self, output: Any) -> None:
+        for name in output.num_scheduled_tokens:
+            (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(name)
+            self._engine.update(dict.fromkeys(blocks, (0, -1)))
+
+    def _update(self, output: Any, ran: Any) -> None:
+        super()._update(output, ran)
+        if ran.kv_connector_output is not None and ran.kv_connector_output.invalid_block_ids:
+            own = own_connector(self.scheduler.connector)
+            assert not own.scheduler._jobs, "a store is under way of what was never loaded"
+            assert not own._policy._chunks
+
+
+def test_what_another_connector_failed_to_load_is_not_stored() -> None:
+    shared = tokens(1, 64)
+    with two_connectors() as scheduler:
+        steps = FirstLoadFails(scheduler, is_async=False)
+        scheduler.add_request(request("first", [*shared, *tokens(2, 9)], 2))
+        steps.rest()
+        assert KeepingConnector.kept
+        scheduler.connector.reset_cache()
+        scheduler.reset_prefix_cache()
+        again = request("again", [*shared, *tokens(3, 9)], 2)
+        scheduler.add_request(again)
+        steps.rest()
+        assert steps.has_failed
+        assert again.num_output_tokens == 2
+        assert scheduler._controller.tree.tiers[Tier.HOST].num_units >= len(shared) // BLOCK, "computed, then stored"
+
+
+def test_what_ours_finds_counts_as_ours_and_what_the_other_finds_does_not() -> None:
+    shared, found = tokens(1, 64), []
+    with two_connectors() as scheduler:
+        steps = Steps(scheduler, is_async=False)
+        for i, name in enumerate(("first", "ours", "others")):
+            scheduler.reset_prefix_cache()
+            if name == "ours":
+                KeepingConnector.kept.clear()
+            if name == "others":
+                KeepingConnector.kept.update(tuple(shared[:end]) for end in range(BLOCK, len(shared) + 1, BLOCK))
+            scheduler.add_request(request(name, [*shared, *tokens(10 + i, 9)], 1))
+            steps.rest()
+            found.append((scheduler._controller.counters.num_tokens_by_tier[Origin.HOST], KeepingConnector.num_loaded))
+    assert found == [(0, 0), (64, 0), (64, 64)]
+
+
+def test_statistics_of_both_reach_the_server_by_name() -> None:
+    (plugin,) = (each for each in entry_points(group="vllm.general_plugins") if each.name == "ragcache")
+    for _ in range(2):  # vLLM may load it several times
+        plugin.load()()
+    for name in OWN_CONNECTORS:
+        assert KVConnectorFactory.get_connector_class_by_name(name).__name__ == name
+    with two_connectors() as scheduler:
+        scheduler.add_request(request("r", tokens(1, 40), 1))
+        Steps(scheduler, is_async=False).rest()
+        scheduler._controller.record_change()
+        said = scheduler.connector.get_kv_connector_stats()
+        assert isinstance(said, MultiKVConnectorStats)
+        sent = MultiConnector.build_kv_connector_stats(said.to_dict())
+        assert sent is not None
+        assert beside.own_stats(sent.to_dict())["engine"]["num_requests"] == 1
+        assert "ragcache_requests" in sent.reduce()["RAGCacheConnector"]
+        told = {0: SimpleNamespace(scheduler_stats=SchedulerStats(kv_connector_stats=sent.to_dict()))}
+        tell_all_front_ends(told, 2)
+        copied = told[1].scheduler_stats.kv_connector_stats
+        assert copied == {"RAGCacheConnector": {**beside.own_stats(sent.to_dict()), "offload": None}}
+
+
+def test_the_other_connector_may_have_what_is_forgotten_and_the_receipt_says_so() -> None:
+    with two_connectors() as scheduler:
+        (problem,) = scheduler.left()["problems"]
+        assert problem == "KeepingConnector beside RAGCache may keep KV of its own: delete it there"
+
+
+def test_events_of_the_tiers_pass_through() -> None:
+    with two_connectors(tells_events=True) as scheduler:
+        told: list[Any] = []
+        scheduler.kv_event_publisher.publish = lambda batch: told.extend(batch.events)
+        scheduler.add_request(request("r", tokens(1, 40), 1))
+        Steps(scheduler, is_async=False).rest()
+        assert {"GPU", "CPU"} <= {event.medium for event in told}
+
+
+def test_a_worker_leaves_the_handshake_to_the_other_connector(monkeypatch: pytest.MonkeyPatch) -> None:
+    with host_scheduler(60, "1MiB") as scheduler:
+        assert scheduler.connector.get_handshake_metadata() is not None
+        monkeypatch.setattr(
+            "ragcache_core.vllm_plugin.connector.gpu_connector.connector_of_this_worker", lambda: object()
+        )
+        assert scheduler.connector.get_handshake_metadata() is None
