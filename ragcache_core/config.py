@@ -332,6 +332,11 @@ class CacheConfig(_Settings):
             raise ValueError(f"CacheConfig.{error}") from error
         return self
 
+    @property
+    def folder(self) -> Path:
+        """Where the disk tier keeps its files, if there is one."""
+        return self.directory or Path(platformdirs.user_cache_dir("ragcache")) / "kv"
+
     def for_chunks(self) -> tuple[int, int]:
         """Return how many bytes of host memory and of the disk are for :class:`ChunkReuse`."""
         share = 0.0 if self.chunk_reuse is None else self.chunk_reuse.share
@@ -403,8 +408,7 @@ class CacheConfig(_Settings):
                 f"({_shown(memory.available)} of memory are available): set host_bytes, or free some"
             )
         if self.disk_bytes:
-            directory = self.directory or Path(platformdirs.user_cache_dir("ragcache")) / "kv"
-            decided["directory"] = _writable(directory, self.disk_bytes)
+            decided["directory"] = _writable(self.folder, self.disk_bytes)
         if self.disk_key_file is not None:
             decided["disk_key_file"] = self.disk_key_file.expanduser().absolute()
         return type(self)(**{**self.model_dump(exclude_unset=True), **decided})

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import httpx
 
@@ -18,7 +18,7 @@ from ragcache_core.client.engine_client import EngineClient, FindTokenizer
 from ragcache_core.client.http.affinity import ProxyAffinity
 from ragcache_core.client.http.attempt import SENT_ONCE, Health, RetryPolicy, check_seconds
 from ragcache_core.client.http.joined_server import JoinedServer
-from ragcache_core.client.launch.launch import launch_server
+from ragcache_core.client.launch.launch import LaunchedServer, launch_server
 from ragcache_core.client.launch.process import GRACE_S
 from ragcache_core.client.launch.supervisor import Supervisor
 from ragcache_core.client.launch.vllm_offload import VLLMOffload
@@ -26,6 +26,9 @@ from ragcache_core.client.prompts.tokenizer import ModelTokenizer, handed_out
 from ragcache_core.client.server_info import Handshake, ModelCard
 from ragcache_core.config import CacheConfig
 from ragcache_core.errors import EngineDiedError, EngineError, EngineUnreachableError, TokenizerUnavailableError
+
+if TYPE_CHECKING:
+    from ragcache_core.client.fleet.fleet import Fleet
 
 _DRAIN_POLL_S = 0.1
 _DRAIN_TIMEOUT_S = 5.0
@@ -74,6 +77,11 @@ class Engine(EngineClient):
             self.close()
             raise
 
+    @overload
+    @classmethod
+    def launch(cls, model: str, *, data_parallel_size: int, **settings: Any) -> Fleet: ...
+
+    @overload
     @classmethod
     def launch(
         cls,
@@ -95,8 +103,34 @@ class Engine(EngineClient):
         env: Mapping[str, str] | None = None,
         extra_args: Sequence[str] = (),
         cancel: threading.Event | None = None,
+        data_parallel_size: None = None,
         **vllm_args: object,
-    ) -> Self:
+    ) -> Self: ...
+
+    @classmethod
+    def launch(
+        cls,
+        model: str,
+        *,
+        cache: CacheConfig | VLLMOffload | None = CacheConfig(),  # noqa: B008 (frozen)
+        host: str = "127.0.0.1",
+        port: int | None = None,
+        api_key: str | None = None,
+        tokenizer: str | None = None,
+        startup_timeout_s: float = 600.0,
+        max_restarts: int = 3,
+        restart_window_s: float = 600.0,
+        hang_timeout_s: float | None = 30.0,
+        first_token_timeout_s: float | None = None,
+        resume_greedy: bool = True,
+        log_path: str | Path | None = None,
+        progress: bool | Callable[[str], None] | None = None,
+        env: Mapping[str, str] | None = None,
+        extra_args: Sequence[str] = (),
+        cancel: threading.Event | None = None,
+        data_parallel_size: int | None = None,
+        **vllm_args: object,
+    ) -> Self | Fleet:
         """Start a server for ``model`` as a child process and return it when it is ready.
 
         Args:
@@ -121,6 +155,8 @@ class Engine(EngineClient):
             env: variables added to the server's environment.
             extra_args: arguments of vLLM's server as they are, ``["--max-model-len", "2048"]``.
             cancel: set it in another thread to give the launch up.
+            data_parallel_size: start so many servers, each with GPUs, a part of host memory and disk, and a port of its
+                own (from ``port`` on), and return them as a :class:`Fleet`.
             **vllm_args: the same with underscores, ``max_model_len=2048``.
 
         Raises:
@@ -129,7 +165,8 @@ class Engine(EngineClient):
             ConfigError: an argument that is a setting of ``launch`` or ``CacheConfig``, or a time that cannot work.
         """
         policy = RetryPolicy(first_token_timeout_s, resume_greedy)
-        server = launch_server(
+        start = partial(
+            launch_server,
             model,
             cache=cache,
             host=host,
@@ -147,6 +184,12 @@ class Engine(EngineClient):
             cancel=cancel,
             vllm_args=vllm_args,
         )
+        if data_parallel_size is not None:
+            return cls._launch_fleet(start, data_parallel_size, policy)
+        return cls._of(start(), policy)
+
+    @classmethod
+    def _of(cls, server: LaunchedServer, policy: RetryPolicy) -> Self:
         return cls(
             server.base_url,
             server.api_key,
@@ -157,7 +200,34 @@ class Engine(EngineClient):
         )
 
     @classmethod
-    async def alaunch(cls, model: str, **settings: Any) -> Self:
+    def _launch_fleet(cls, start: partial[LaunchedServer], size: int, policy: RetryPolicy) -> Fleet:
+        from ragcache_core.client.fleet.fleet import Fleet  # which is made of engines
+        from ragcache_core.client.launch.ranks import launch_ranks
+
+        servers, engines = launch_ranks(start, size), list[Engine]()
+        try:
+            for server in servers:
+                engines.append(cls._of(server, policy))
+            return Fleet(
+                engines, first_token_timeout_s=policy.first_token_timeout_s, resume_greedy=policy.resume_greedy
+            )
+        except BaseException:
+            for engine in engines:
+                engine.close()
+            for server in servers:
+                server.supervisor.close()
+            raise
+
+    @overload
+    @classmethod
+    async def alaunch(cls, model: str, *, data_parallel_size: int, **settings: Any) -> Fleet: ...
+
+    @overload
+    @classmethod
+    async def alaunch(cls, model: str, *, data_parallel_size: None = None, **settings: Any) -> Self: ...
+
+    @classmethod
+    async def alaunch(cls, model: str, **settings: Any) -> Any:
         """Do :meth:`launch` without blocking the event loop. If it is cancelled, the server is ended."""
         cancel = threading.Event()
 
@@ -167,7 +237,7 @@ class Engine(EngineClient):
                 engine.close()
             return engine
 
-        launching: asyncio.Task[Self] = asyncio.ensure_future(asyncio.to_thread(launch))
+        launching: asyncio.Task[Any] = asyncio.ensure_future(asyncio.to_thread(launch))
         try:
             return await asyncio.shield(launching)
         except BaseException:

@@ -84,7 +84,8 @@ def launch(model: str, cache: CacheConfig | None, **vllm_args: object) -> Engine
         settings["block_size"] = BLOCK_SIZE
     settings |= vllm_args
     env = {"HF_HUB_OFFLINE": "1", **settings.pop("env", {})}
-    return Engine.launch(model, cache=cache, progress=False, env=env, **settings)
+    launched: Engine = Engine.launch(model, cache=cache, progress=False, env=env, **settings)
+    return launched
 
 
 @contextmanager

@@ -80,7 +80,10 @@ class Peer:
             arguments["enable_prefix_caching"] = self.keeps_anything
             if self.eviction is not None:
                 cache = VLLMOffload(host_bytes, self.eviction, folder if setup.disk_bytes else None)
-        return Engine.launch(setup.model, cache=cache, progress=False, max_restarts=0, log_path=log_path, **arguments)
+        launched: Engine = Engine.launch(
+            setup.model, cache=cache, progress=False, max_restarts=0, log_path=log_path, **arguments
+        )
+        return launched
 
 
 PEERS: Mapping[str, Peer] = {

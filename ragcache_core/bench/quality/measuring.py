@@ -47,7 +47,8 @@ class QualityRun:
                 "block_size": self.sizes.block_size,
                 "enable_prefix_caching": way.caches_prefixes,
             }
-        return Engine.launch(self.model, cache=cache, **options)
+        launched: Engine = Engine.launch(self.model, cache=cache, **options)
+        return launched
 
     def answers(
         self, ways: Sequence[Way], *, begin: Callable[[Way], Callable[[int], object]]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
@@ -22,7 +23,7 @@ from ragcache_core.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from ragcache_core.client import Engine
+    from ragcache_core.client import Engine, Fleet
 
 _POLL_S = 1.0
 
@@ -35,6 +36,7 @@ _POLL_S = 1.0
         "ragcache serve examples/demo_model --port 8000 --kv-cache-bytes 512MiB",
         "ragcache serve org/model --host-bytes 64GiB --disk-bytes 1TiB --cache-dir /var/cache/ragcache",
         "ragcache serve org/model --record-trace mine.jsonl",
+        "ragcache serve org/model --data-parallel-size 4    # four servers, at ports 8000 to 8003",
         "ragcache serve org/model --cache-config cache.toml --policy pgdsf",
         "ragcache serve org/model --log -    # the log to standard output, as containers want it",
         "ragcache serve org/model --api-key KEY -- --max-model-len 8192 --dtype bfloat16",
@@ -48,6 +50,13 @@ _POLL_S = 1.0
     default=8000,
     show_default=True,
     help="The port to listen on; 0 takes a free one.",
+)
+@click.option(
+    "--data-parallel-size",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Start N servers at ports that follow one another, each with GPUs and a part of host memory and disk of its "
+    "own; they end together. Join them with Fleet.connect. [default: one server]",
 )
 @api_key_option
 @cache_options
@@ -104,6 +113,7 @@ def serve(
     model: str,
     host: str,
     port: int,
+    data_parallel_size: int | None,
     api_key: str | None,
     cache_config: Path | None,
     no_cache: bool,
@@ -131,11 +141,14 @@ def serve(
         raise click.UsageError(f"--no-cache runs plain vLLM: leave out {', '.join(given)}.")
     if no_cache and record_trace is not None:
         raise click.UsageError("--record-trace needs the cache, which knows the documents: leave out --no-cache.")
+    if data_parallel_size is not None and record_trace is not None:
+        raise click.UsageError("--record-trace is one server's file: leave it or --data-parallel-size out.")
     cache = None if no_cache else read_cache_config(cache_config, cache_settings)
     from ragcache_core.client import Engine
     from ragcache_core.runtime.trace_recorder import recording_in_server
 
-    engine = Engine.launch(
+    settings: dict[str, Any] = {} if data_parallel_size is None else {"data_parallel_size": data_parallel_size}
+    engine: Engine | Fleet = Engine.launch(
         model,
         cache=cache,
         host=host,
@@ -149,11 +162,13 @@ def serve(
         log_path=log,
         env=None if record_trace is None else recording_in_server(record_trace),
         extra_args=vllm_args,
+        **settings,
     )
     with engine:
-        _announce(engine, as_json, has_page=cache is not None)
+        engines: Sequence[Engine] = getattr(engine, "engines", None) or (cast("Engine", engine),)
+        _announce(engines, as_json, has_page=cache is not None)
         try:
-            _watch(engine)
+            _watch(engines)
         except KeyboardInterrupt:  # the way to end a server: no error
             click.echo("ragcache: stopping", err=True)
         except SystemExit:  # SIGTERM
@@ -169,8 +184,25 @@ def _flags_of(settings: dict[str, object]) -> list[str]:
     return [param.opts[0] for param in names]
 
 
-def _announce(engine: Engine, as_json: bool, *, has_page: bool) -> None:
-    facts = {
+def _announce(engines: Sequence[Engine], as_json: bool, *, has_page: bool) -> None:
+    """Say where the server is; of several, where each is."""
+    all_facts = [_facts_of(engine, has_page=has_page) for engine in engines]
+    if as_json:
+        ranks = {"ranks": all_facts} if len(engines) > 1 else {}
+        print_json({**all_facts[0], **ranks, "pid": os.getpid()})
+        return
+    for facts in all_facts:
+        for name, value in facts.items():
+            click.echo(f"{name.replace('_', ' '):<14} {value}")
+    if len(engines) > 1:
+        urls = ", ".join(f'"{engine.base_url.removesuffix("/v1")}"' for engine in engines)
+        click.echo(f"ready: Ctrl-C ends them; Fleet.connect([{urls}], api_key=...) joins them", err=True)
+        return
+    click.echo("ready: Ctrl-C ends it", err=True)
+
+
+def _facts_of(engine: Engine, *, has_page: bool) -> dict[str, object]:
+    return {
         "url": engine.base_url,
         "api_key": engine.api_key,
         **({"page": engine.base_url.removesuffix("/v1") + "/ragcache"} if has_page else {}),
@@ -178,20 +210,16 @@ def _announce(engine: Engine, as_json: bool, *, has_page: bool) -> None:
         "max_model_len": engine.max_model_len,
         "log": str(engine.log_path),
     }
-    if as_json:
-        print_json({**facts, "pid": os.getpid()})
-        return
-    for name, value in facts.items():
-        click.echo(f"{name.replace('_', ' '):<14} {value}")
-    click.echo("ready: Ctrl-C ends it", err=True)
 
 
-def _watch(engine: Engine) -> None:
-    """Return never: tell of restarts, and raise when the server has died for good."""
-    num_told = 0
+def _watch(engines: Sequence[Engine]) -> None:
+    """Return never: tell of restarts, and raise when a server has died for good."""
+    num_told = [0] * len(engines)
     while True:
         time.sleep(_POLL_S)
-        num_restarts = engine.num_restarts()
-        if num_restarts > num_told:
-            num_told = num_restarts
-            click.echo(f"ragcache: the engine died and was started again ({num_restarts} so far)", err=True)
+        for rank, engine in enumerate(engines):
+            num_restarts = engine.num_restarts()
+            if num_restarts > num_told[rank]:
+                num_told[rank] = num_restarts
+                which = f" of rank {rank}" if len(engines) > 1 else ""
+                click.echo(f"ragcache: the engine{which} died and was started again ({num_restarts} so far)", err=True)

@@ -89,8 +89,11 @@ def launch_server(
     extra_args: Sequence[str],
     cancel: threading.Event | None,
     vllm_args: Mapping[str, object],
+    num_ranks: int = 1,
 ) -> LaunchedServer:
     """Return a server that is ready; the settings are those of ``Engine.launch``.
+
+    It is one of ``num_ranks`` on this machine, which share the host memory whose size nobody chose.
 
     Raises:
         EngineStartError: no model there, the port is taken, or the server ended or got stuck before it was ready.
@@ -122,6 +125,9 @@ def launch_server(
     if isinstance(cache, CacheConfig):
         given, cache = cache, _resolved(cache, cancel or threading.Event())
         most_host_bytes = given.most_host_bytes()
+        if given.host_bytes is None:
+            cache = cache.model_copy(update={"host_bytes": (cache.host_bytes or 0) // num_ranks})
+            most_host_bytes = None if most_host_bytes is None else most_host_bytes // num_ranks
         cache, most_host_bytes = _share(cache, most_host_bytes, num_engines)
         _check_tenants(cache, api_key, most_host_bytes)
         _check_shared(cache, env or {})

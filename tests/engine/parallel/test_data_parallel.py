@@ -41,7 +41,7 @@ def two(folder: Path) -> Iterator[Engine]:
         directory=folder / "kv",
         chunk_reuse=ChunkReuse(share=0.5, is_default=False),
     )
-    with launched(folder, cache, data_parallel_size=2, max_restarts=2) as running:
+    with launched(folder, cache, extra_args=["--data-parallel-size", "2"], max_restarts=2) as running:
         yield running
 
 

@@ -92,6 +92,54 @@ def test_json_announces_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "page" not in announced, "plain vLLM has none"
 
 
+@dataclass
+class FakeFleet(FakeEngine):
+    """Several engines of one launch."""
+
+    engines: tuple[FakeEngine, ...] = ()
+
+
+def two_ranks(end: BaseException) -> FakeFleet:
+    ranks = tuple(
+        FakeEngine([0, 1, 1], end, base_url=f"http://127.0.0.1:{port}/v1", log_path=Path(f"{port}.log"))
+        for port in (8000, 8001)
+    )
+    return FakeFleet([], end, engines=ranks)
+
+
+def test_several_ranks_announce_each_address_and_are_watched_and_ended_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet = two_ranks(KeyboardInterrupt())
+    result = run(monkeypatch, fleet, "--data-parallel-size", "2")
+    assert (result.exit_code, fleet.num_closed) == (0, 1)
+    assert fleet.settings["data_parallel_size"] == 2
+    assert [line.split()[1] for line in result.stdout.splitlines() if line.startswith("url")] == [
+        "http://127.0.0.1:8000/v1",
+        "http://127.0.0.1:8001/v1",
+    ]
+    assert 'Fleet.connect(["http://127.0.0.1:8000", "http://127.0.0.1:8001"], api_key=...)' in result.stderr
+    for rank in (0, 1):
+        assert result.stderr.count(f"the engine of rank {rank} died and was started again (1 so far)") == 1
+    announced = json.loads(run(monkeypatch, two_ranks(KeyboardInterrupt()), "--json").stdout)
+    assert [rank["log"] for rank in announced["ranks"]] == ["8000.log", "8001.log"]
+
+
+def test_sigterm_drains_all_ranks_and_a_rank_that_died_for_good_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = two_ranks(SystemExit(143))
+    assert run(monkeypatch, fleet, "--data-parallel-size", "2").exit_code == 0
+    assert (fleet.drained_s, fleet.num_closed) == ([20.0], 1)
+    fleet = two_ranks(EngineDiedError("the engine died: launch it again"))
+    assert run(monkeypatch, fleet, "--data-parallel-size", "2").exit_code == 1
+    assert fleet.num_closed == 1
+
+
+def test_one_server_is_launched_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine([], KeyboardInterrupt())
+    run(monkeypatch, engine)
+    assert "data_parallel_size" not in engine.settings
+
+
 def test_a_restart_is_told_once_and_a_final_death_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine([0, 1, 1, 2], EngineDiedError("the engine died: launch it again"))
     result = run(monkeypatch, engine)
@@ -204,6 +252,8 @@ def test_no_cache_runs_plain_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--", "--host", "0.0.0.0"], 2, "--host after '--'"),
         (["--", "--disable-log-stats"], 2, "--disable-log-stats is refused"),
         (["nonsense"], 2, "unexpected argument 'nonsense'"),
+        (["--data-parallel-size", "0"], 2, "0 is not in the range"),
+        (["--data-parallel-size", "2", "--record-trace", "x"], 2, "leave it or --data-parallel-size out"),
         (["--kv-cache-bytes", "lots"], 1, "CacheConfig.kv_cache_bytes is 'lots'"),
         (["--block-size", "0"], 1, "CacheConfig.block_size is 0"),
     ],

@@ -1,0 +1,182 @@
+"""One launch of several servers of a model, a data-parallel rank each: what each gets of the machine; all or none."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ragcache_core.client.launch.arguments import number_of, vllm_arguments
+from ragcache_core.client.launch.launch import LaunchedServer
+from ragcache_core.client.launch.process import check_port_free, free_port
+from ragcache_core.client.launch.server_log import is_stream
+from ragcache_core.client.launch.vllm_offload import VLLMOffload
+from ragcache_core.config import CacheConfig
+from ragcache_core.errors import ConfigError, EngineClosedError, EngineStartError
+from ragcache_core.memory import has_gpu
+
+_LOOKS_EVERY_S = 0.1
+_MAX_RANKS = 64
+_DEVICES_ENV = "CUDA_VISIBLE_DEVICES"
+_CORES_ENV = "VLLM_CPU_OMP_THREADS_BIND"
+_WORKERS = ("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", "-pp")
+_TOGETHER = ("data_parallel", "enable_expert_parallel")
+"""Settings of vLLM's own data parallelism, whose ranks are one engine's."""
+
+
+def launch_ranks(start: partial[LaunchedServer], size: int) -> list[LaunchedServer]:
+    """Return ``size`` servers that are ready, of a launch that would ``start`` one; they may start at the same time.
+
+    Raises:
+        ConfigError: the machine has not that many parts.
+        EngineStartError: one could not start, and so none does; it says which, and why.
+        EngineClosedError: the launch was given up.
+    """
+    ranks = plan_ranks(size, start.keywords)
+    given_up: threading.Event = start.keywords["cancel"] or threading.Event()
+    cancels = [threading.Event() for _ in ranks]  # which each server keeps: set, it is not started again
+    with ThreadPoolExecutor(len(ranks), thread_name_prefix="ragcache-rank") as threads:
+        starting = [threads.submit(start, **rank, cancel=own) for rank, own in zip(ranks, cancels, strict=True)]
+        try:
+            _wait(starting, given_up)
+            return [server.result() for server in starting]
+        except BaseException as error:
+            for cancel in cancels:
+                cancel.set()
+            wait(starting)
+            for each in starting:
+                if each.exception() is None:
+                    each.result().supervisor.close()
+            if isinstance(error, EngineStartError | ConfigError):
+                rank = next(i for i, each in enumerate(starting) if each.exception() is error)
+                kind = type(error)
+                raise kind(f"rank {rank} of {len(ranks)}, at port {ranks[rank]['port']}: {error}") from error
+            raise
+
+
+def _wait(starting: list[Future[LaunchedServer]], given_up: threading.Event) -> None:
+    """Wait until all are ready.
+
+    Raises:
+        EngineClosedError: the launch was given up. Of a server: why it could not start.
+    """
+    left = set(starting)
+    while left:
+        done, left = wait(left, timeout=_LOOKS_EVERY_S, return_when=FIRST_COMPLETED)
+        for each in done:
+            each.result()
+        if given_up.is_set():
+            raise EngineClosedError("the launch was given up before its servers were ready")
+
+
+def plan_ranks(size: int, launch: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what differs between the servers of a launch: ports, devices, folders, logs, shares of memory and disk.
+
+    Raises:
+        ConfigError: there are fewer devices than they need, or a setting that means one engine with several ranks.
+        EngineStartError: a port is taken.
+    """
+    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= _MAX_RANKS:
+        raise ConfigError(f"data_parallel_size is {size!r:.80}: give 1 to {_MAX_RANKS}, the number of servers")
+    arguments = [*vllm_arguments(launch["vllm_args"]), *launch["extra_args"]]
+    flags = {argument.split("=")[0].removeprefix("--").replace("-", "_") for argument in arguments}
+    if together := sorted(flag for flag in flags if flag.startswith(_TOGETHER) or flag in ("_dp", "_dpl")):
+        raise ConfigError(
+            f"data_parallel_size is {size}, which launches a server a rank that shares nothing, beside "
+            f"{together[0]}, which means one engine: leave one of them out, or pass vLLM's own "
+            f'extra_args=["--data-parallel-size", "{size}"] for ranks behind one server'
+        )
+    env: Mapping[str, str] = launch["env"] or {}
+    ports = _ports(launch["host"], launch["port"], size)
+    parts = _parts(size, _num_workers(arguments), {**os.environ, **env})
+    key = launch["api_key"] or secrets.token_urlsafe(24)
+    return [
+        {
+            "port": ports[rank],
+            "api_key": key,
+            "cache": _cache_of(launch["cache"], rank, size),
+            "num_ranks": size,
+            "env": {**env, **parts[rank]},
+            "log_path": _log_of(launch["log_path"], rank),
+            "progress": _progress_of(launch["progress"], rank),
+        }
+        for rank in range(size)
+    ]
+
+
+def _num_workers(arguments: list[str]) -> int:
+    tensor, pipeline = (number_of(arguments, *flags) or 1 for flags in _WORKERS)
+    return tensor * pipeline
+
+
+def _ports(host: str, first: int | None, size: int) -> list[int]:
+    if first is None:
+        ports: list[int] = []
+        while len(ports) < size:
+            if (port := free_port(host)) not in ports:
+                ports.append(port)
+        return ports
+    for port in range(first, first + size):
+        check_port_free(host, port)
+    return list(range(first, first + size))
+
+
+def _parts(size: int, num_workers: int, env: Mapping[str, str]) -> list[dict[str, str]]:
+    """Return the variables that give each server its own GPUs, or where there is none, cores.
+
+    Raises:
+        ConfigError: there are too few, or nobody says which.
+    """
+    if env.get(_DEVICES_ENV) or has_gpu():
+        named = env.get(_DEVICES_ENV)
+        found = sorted((int(p.name[6:]) for p in Path("/dev").glob("nvidia[0-9]*")), key=int)
+        devices = [d.strip() for d in named.split(",")] if named else list(map(str, found))
+        if len(devices) < size * num_workers:
+            raise ConfigError(
+                f"data_parallel_size is {size} with {num_workers} GPUs a rank, which needs {size * num_workers}; "
+                f"{len(devices)} are here: lower it, or name them in {_DEVICES_ENV}"
+            )
+        return [{_DEVICES_ENV: ",".join(devices[r * num_workers : (r + 1) * num_workers])} for r in range(size)]
+    if bound := env.get(_CORES_ENV):
+        of_workers = bound.split("|")
+        if len(of_workers) != size * num_workers:
+            return [{}] * size  # "nobind", "auto", or the same for all
+        return [{_CORES_ENV: "|".join(of_workers[r * num_workers : (r + 1) * num_workers])} for r in range(size)]
+    cores = sorted(os.sched_getaffinity(0))
+    each = len(cores) // (size * num_workers)
+    if not each:
+        return [{_CORES_ENV: "nobind"}] * size
+    bounds = [",".join(map(str, cores[i * each : (i + 1) * each])) for i in range(size * num_workers)]
+    return [{_CORES_ENV: "|".join(bounds[r * num_workers : (r + 1) * num_workers])} for r in range(size)]
+
+
+def _cache_of(cache: CacheConfig | VLLMOffload | None, rank: int, size: int) -> CacheConfig | VLLMOffload | None:
+    """Return a rank's part of host memory and disk; where nobody said how large host memory is, the launch divides."""
+    if isinstance(cache, VLLMOffload):
+        directory = None if cache.directory is None else cache.directory / f"rank-{rank}"
+        return replace(cache, host_bytes=cache.host_bytes // size, directory=directory)
+    if cache is None:
+        return None
+    changed: dict[str, Any] = {}
+    if cache.host_bytes is not None:
+        changed["host_bytes"] = int(cache.host_bytes) // size
+    if cache.disk_bytes:
+        changed |= {"disk_bytes": int(cache.disk_bytes) // size, "directory": cache.folder / f"rank-{rank}"}
+    return type(cache)(**{**cache.model_dump(exclude_unset=True), **changed})
+
+
+def _log_of(path: Path | None, rank: int) -> Path | None:
+    return path if path is None or is_stream(path) else path.with_stem(f"{path.stem}-rank-{rank}")
+
+
+def _progress_of(progress: bool | Callable[[str], None] | None, rank: int) -> bool | Callable[[str], None] | None:
+    """Return who is told how far a rank's start is; of several bars the first rank's is drawn."""
+    if callable(progress):
+        return lambda stage: progress(f"rank {rank}: {stage}")
+    return False if rank else progress

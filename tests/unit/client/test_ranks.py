@@ -1,0 +1,244 @@
+"""A launch of several ranks: what each server gets of the machine, and that all of them start, or none."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragcache_core.client import Engine, Fleet
+from ragcache_core.client.http.joined_server import JoinedServer
+from ragcache_core.client.launch import ranks
+from ragcache_core.client.launch.launch import LaunchedServer
+from ragcache_core.client.launch.ranks import launch_ranks, plan_ranks
+from ragcache_core.client.launch.vllm_offload import VLLMOffload
+from ragcache_core.client.prompts.tokenizer import ModelTokenizer
+from ragcache_core.config import CacheConfig
+from ragcache_core.errors import ConfigError, EngineAuthError, EngineClosedError, EngineStartError
+from tests.conftest import DEMO_MODEL
+from tests.support.scripted_server import IDLE, THREE_TIERS, ScriptedServer
+
+SETTINGS: dict[str, Any] = {
+    "cache": None,
+    "host": "127.0.0.1",
+    "port": None,
+    "api_key": None,
+    "log_path": None,
+    "progress": None,
+    "env": None,
+    "extra_args": (),
+    "cancel": None,
+    "vllm_args": {},
+}
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def _without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "has_gpu", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def plan(size: int, **settings: Any) -> list[dict[str, Any]]:
+    return plan_ranks(size, {**SETTINGS, **settings})
+
+
+def test_each_rank_has_a_port_of_its_own_and_all_have_one_key() -> None:
+    planned = plan(4)
+    assert len({rank["port"] for rank in planned}) == 4
+    assert len({rank["api_key"] for rank in planned}) == 1
+    assert {rank["api_key"] for rank in plan(2, api_key="mine")} == {"mine"}
+
+
+def test_ports_follow_the_first_and_one_that_is_taken_is_told_before_anything_starts() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(EngineStartError, match=f"port {port} of 127.0.0.1 cannot be used"):
+            plan(2, port=port - 1)
+    assert [rank["port"] for rank in plan(2, port=port)] == [port, port + 1]
+
+
+def test_host_memory_and_disk_are_divided_and_each_has_a_folder(tmp_path: Path) -> None:
+    cache = CacheConfig(host_bytes="8GiB", disk_bytes="64GiB", directory=tmp_path, policy="lru")
+    for i, rank in enumerate(plan(4, cache=cache)):
+        assert rank["cache"] == CacheConfig(
+            host_bytes="2GiB", disk_bytes="16GiB", directory=tmp_path / f"rank-{i}", policy="lru"
+        )
+    assert [rank["cache"] for rank in plan(2, cache=CacheConfig())] == [CacheConfig()] * 2, "the launch decides"
+    offload = VLLMOffload(2 * GIB, directory=tmp_path)
+    assert [rank["cache"] for rank in plan(2, cache=offload)] == [
+        VLLMOffload(GIB, directory=tmp_path / f"rank-{i}") for i in range(2)
+    ]
+    assert [rank["cache"] for rank in plan(2)] == [None, None]
+
+
+def test_each_rank_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def devices(size: int, **settings: Any) -> list[str]:
+        return [rank["env"]["CUDA_VISIBLE_DEVICES"] for rank in plan(size, **settings)]
+
+    here = {"CUDA_VISIBLE_DEVICES": "4,5, 6,7"}
+    assert devices(2, env=here) == ["4", "5"]
+    assert devices(2, env=here, vllm_args={"tensor_parallel_size": 2}) == ["4,5", "6,7"]
+    assert devices(1, env=here, extra_args=["-tp", "2", "-pp=2"]) == ["4,5,6,7"]
+    with pytest.raises(ConfigError, match="is 3 with 2 GPUs a rank, which needs 6; 4 are here: lower it, or name"):
+        plan(3, env=here, vllm_args={"tensor_parallel_size": 2})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
+    assert devices(2) == ["GPU-a", "GPU-b"]
+
+
+def test_without_a_gpu_each_rank_has_cores_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cores(size: int, **settings: Any) -> list[str | None]:
+        return [rank["env"].get("VLLM_CPU_OMP_THREADS_BIND") for rank in plan(size, **settings)]
+
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 5, 6})
+    assert cores(2) == ["0,1", "2,5"]
+    assert cores(2, vllm_args={"tensor_parallel_size": 2}) == ["0|1", "2|5"]
+    assert cores(6) == ["nobind"] * 6
+    assert cores(2, env={"VLLM_CPU_OMP_THREADS_BIND": "0-3|4-7"}) == ["0-3", "4-7"]
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    assert cores(2) == [None, None], "as it is said for all"
+
+
+def test_each_rank_has_a_log_and_tells_its_progress(tmp_path: Path) -> None:
+    told: list[str] = []
+    planned = plan(2, log_path=tmp_path / "server.log", progress=told.append)
+    assert [rank["log_path"].name for rank in planned] == ["server-rank-0.log", "server-rank-1.log"]
+    for rank in planned:
+        rank["progress"]("loading weights")
+    assert told == ["rank 0: loading weights", "rank 1: loading weights"]
+    assert [rank["progress"] for rank in plan(3, progress=True)] == [True, False, False]
+    assert [rank["log_path"] for rank in plan(2, log_path=Path("/dev/stderr"))] == [Path("/dev/stderr")] * 2
+
+
+@pytest.mark.parametrize("size", [0, -1, 65, True, "2"])
+def test_an_impossible_number_of_ranks_is_refused(size: Any) -> None:
+    with pytest.raises(ConfigError, match="data_parallel_size is .*: give 1 to 64"):
+        plan(size)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"vllm_args": {"data_parallel_backend": "ray"}},
+        {"vllm_args": {"enable_expert_parallel": True}},
+        {"extra_args": ["--data-parallel-size=2"]},
+        {"extra_args": ["-dp", "2"]},
+    ],
+)
+def test_vllms_own_data_parallelism_is_not_mixed_with_ranks(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"a server a rank .* leave one of them out, or pass vLLM's own extra_args"):
+        plan(2, **settings)
+
+
+@dataclass
+class Machine:
+    """Starts servers as told: each rank waits until it is given up, fails, or is ready."""
+
+    fates: list[BaseException | ScriptedServer | None]
+    closed: list[int] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+    all_begun: threading.Barrier = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.all_begun = threading.Barrier(len(self.fates))
+
+    def start(self, **settings: Any) -> LaunchedServer:
+        rank = int(settings["log_path"].stem[-1])
+        self.all_begun.wait(5)
+        match self.fates[rank]:
+            case None:
+                assert settings["cancel"].wait(5)
+                self.ended.append(rank)
+                raise EngineClosedError("the launch was given up")
+            case ScriptedServer() as server:
+                watch: Any = Watch(server, lambda: self.closed.append(rank))
+                tokenizer = partial(ModelTokenizer, DEMO_MODEL)
+                return LaunchedServer(f"{server.url}/v1", settings["api_key"], watch, tokenizer, settings["log_path"])
+            case error:
+                raise error
+
+    def launch(self, **settings: Any) -> list[LaunchedServer]:
+        start = partial(self.start, **{**SETTINGS, "log_path": Path("server.log"), "api_key": "key", **settings})
+        return launch_ranks(start, len(self.fates))
+
+
+class Watch(JoinedServer):
+    """What an engine owns of a server."""
+
+    def __init__(self, server: ScriptedServer, on_close: Callable[[], object]) -> None:
+        super().__init__(f"{server.url}/health", patience_s=0.0, hang_timeout_s=None)
+        self._on_close = on_close
+
+    def close(self, grace_s: float = 0.0) -> None:
+        self._on_close()
+        super().close(grace_s)
+
+
+@pytest.fixture
+def servers() -> Iterator[list[ScriptedServer]]:
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(ScriptedServer(api_key="key", root=str(DEMO_MODEL), cache=dict(THREE_TIERS), load=IDLE))
+            for _ in range(2)
+        ]
+
+
+def test_one_that_cannot_start_ends_the_others_and_is_named(servers: list[ScriptedServer]) -> None:
+    machine = Machine([servers[0], EngineStartError("no room for the model"), None])
+    with pytest.raises(EngineStartError, match=r"^rank 1 of 3, at port \d+: no room for the model$"):
+        machine.launch()
+    assert (machine.closed, machine.ended) == ([0], [2])
+
+
+def test_an_interrupted_launch_ends_every_server(servers: list[ScriptedServer]) -> None:
+    machine = Machine([servers[0], KeyboardInterrupt()])
+    with pytest.raises(KeyboardInterrupt):
+        machine.launch()
+    assert machine.closed == [0]
+
+
+def test_a_launch_that_is_given_up_ends_every_server(servers: list[ScriptedServer]) -> None:
+    machine, cancel = Machine([servers[0], None]), threading.Event()
+    cancel.set()
+    with pytest.raises(EngineClosedError):
+        machine.launch(cancel=cancel)
+    assert (machine.closed, machine.ended) == ([0], [1])
+
+
+def launched(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Fleet:
+    monkeypatch.setattr("ragcache_core.client.engine.launch_server", lambda model, **given: machine.start(**given))
+    return Engine.launch(
+        str(DEMO_MODEL), data_parallel_size=len(machine.fates), log_path="server.log", api_key="key", cache=None
+    )
+
+
+def test_a_launch_with_ranks_is_a_fleet_that_is_closed_as_one(
+    servers: list[ScriptedServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(list(servers))
+    with launched(machine, monkeypatch) as fleet:
+        assert [engine.base_url for engine in fleet.engines] == [f"{server.url}/v1" for server in servers]
+        assert fleet.generate("Hello").text
+        assert not machine.closed
+    assert sorted(set(machine.closed)) == [0, 1]
+
+
+def test_a_fleet_that_cannot_be_made_leaves_no_server_behind(
+    servers: list[ScriptedServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers[1].api_key = "another"
+    machine = Machine(list(servers))
+    with pytest.raises(EngineAuthError):
+        launched(machine, monkeypatch)
+    assert set(machine.closed) == {0, 1}
