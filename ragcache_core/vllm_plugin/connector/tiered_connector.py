@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from ragcache_core.runtime.shared_memory import empty_region, region_place
 from ragcache_core.types import Origin, Tier
 from ragcache_core.vllm_plugin.build_context import building
-from ragcache_core.vllm_plugin.cache.forgetting import why_in_store, why_on_disk
+from ragcache_core.vllm_plugin.cache.forgetting import OutOfReach, why_in_store, why_on_disk
 from ragcache_core.vllm_plugin.compat import (
     CacheHitSource,
     KVConnectorHandshakeMetadata,
@@ -111,6 +111,10 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
             self._policy = policy if isinstance(policy, TreeCachePolicy) else None
             self._begin(context.controller)
             context.controller.forgetting.store_at_most = partial(store_at_most, self)
+            for tier in self.scheduler.manager.secondary_tiers:
+                if not isinstance(tier, DiskTier | SharedTier):  # vLLM's own, which know no documents
+                    why = f"vLLM's tier {tier.tier_type!r} may keep KV of its own: delete it there"
+                    context.controller.forgetting.add_holder(OutOfReach(why))
             if self._policy is not None and self.scheduler.manager.secondary_tiers:
                 self._prefetcher = DiskPrefetcher(
                     context.controller,

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import entry_points
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
+from ragcache_core.client.launch import arguments
 from ragcache_core.config import OWN_CONNECTORS
 from ragcache_core.types import Origin, Tier
 from ragcache_core.vllm_plugin import beside
@@ -24,6 +26,7 @@ from ragcache_core.vllm_plugin.compat import tell_all_front_ends
 from ragcache_core.vllm_plugin.connector.tiered_connector import RAGCacheConnector
 from tests.engine.vllm_plugin.other_connector import KeepingConnector
 from tests.engine.vllm_plugin.storing_scene import BLOCK, Steps, host_scheduler, request
+from tests.support.waiting import until
 
 OTHER = {"kv_connector": "KeepingConnector", "kv_connector_module_path": KeepingConnector.__module__}
 
@@ -197,3 +200,30 @@ def test_a_worker_leaves_the_handshake_to_the_other_connector(monkeypatch: pytes
             "ragcache_core.vllm_plugin.connector.gpu_connector.connector_of_this_worker", lambda: object()
         )
         assert scheduler.connector.get_handshake_metadata() is None
+
+
+def test_vllms_own_tier_below_ours_is_loaded_from_and_a_receipt_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transfer_config = arguments._transfer_config
+
+    def with_files(*given: Any) -> Any:
+        transfer = transfer_config(*given)
+        extra: Any = transfer["kv_connector_extra_config"]
+        extra["secondary_tiers"] = [{"type": "fs", "root_dir": str(tmp_path)}]
+        return transfer
+
+    monkeypatch.setattr(arguments, "_transfer_config", with_files)
+    shared = tokens(1, 64)
+    with host_scheduler(60, "1MiB") as scheduler:
+        assert scheduler.left()["problems"] == ["vLLM's tier 'fs' may keep KV of its own: delete it there"]
+        steps = Steps(scheduler, is_async=False)
+        scheduler.add_request(request("first", [*shared, *tokens(2, 9)], 1))
+        steps.rest()
+        assert until(lambda: steps.rest(1000) or len(list(tmp_path.rglob("*.bin"))) >= len(shared) // BLOCK)
+        with scheduler.keeping_weights():
+            scheduler.connector.reset_cache()
+        scheduler.reset_prefix_cache()
+        scheduler.add_request(request("again", [*shared, *tokens(3, 9)], 1))
+        assert until(lambda: steps.rest(1000) or not scheduler.requests)
+        assert scheduler._controller.counters.num_tokens_by_tier[Origin.DISK] == len(shared)
