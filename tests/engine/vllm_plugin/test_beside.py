@@ -11,21 +11,27 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config.vllm import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorStats
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
 
 from ragcache_core.client.launch import arguments
 from ragcache_core.config import OWN_CONNECTORS
 from ragcache_core.types import Origin, Tier
-from ragcache_core.vllm_plugin import beside
+from ragcache_core.vllm_plugin import beside, connector, release
 from ragcache_core.vllm_plugin.beside import own_connector
 from ragcache_core.vllm_plugin.compat import tell_all_front_ends
+from ragcache_core.vllm_plugin.connector import bare
 from ragcache_core.vllm_plugin.connector.tiered_connector import RAGCacheConnector
+from ragcache_core.vllm_plugin.scheduler.own import own_scheduler
 from tests.engine.vllm_plugin.other_connector import KeepingConnector
-from tests.engine.vllm_plugin.storing_scene import BLOCK, Steps, host_scheduler, request
+from tests.engine.vllm_plugin.storing_scene import BLOCK, Steps, engine_config, host_scheduler, request
 from tests.support.waiting import until
 
 OTHER = {"kv_connector": "KeepingConnector", "kv_connector_module_path": KeepingConnector.__module__}
@@ -227,3 +233,27 @@ def test_vllms_own_tier_below_ours_is_loaded_from_and_a_receipt_names_it(
         scheduler.add_request(request("again", [*shared, *tokens(3, 9)], 1))
         assert until(lambda: steps.rest(1000) or not scheduler.requests)
         assert scheduler._controller.counters.num_tokens_by_tier[Origin.DISK] == len(shared)
+
+
+def test_with_an_unknown_release_ours_reads_documents_and_tells_the_server_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (connector, release, bare):
+        monkeypatch.setattr(module, "why_alone", lambda: "this is vLLM 9")
+    init_none_hash(sha256)
+    config, kv_config = engine_config(60, "1MiB", "unknown", connectors=(OTHER,))
+    with set_current_vllm_config(config):
+        scheduler = own_scheduler(
+            vllm_config=config,
+            kv_cache_config=kv_config,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK,
+            hash_block_size=BLOCK,
+            log_stats=True,
+        )
+    try:
+        scheduler.add_request(request("r", tokens(1, 40), 1))
+        assert scheduler.report()["num_requests"] == 0, "it waits"
+        assert scheduler.connector.get_kv_connector_stats() is None
+    finally:
+        scheduler.shutdown()

@@ -67,7 +67,7 @@ def test_answers_are_plain_vllms_whoever_has_the_kv(both: Engine, plain: Engine,
     assert first == 0
     assert ours > len(PAIRS) * 2 * BLOCK, "ours has the documents behind another question"
     assert last == 0
-    assert everything > ours, "the example has the prompts, and is asked first"
+    assert everything > len(PAIRS) * 2 * BLOCK, "the example has the prompts, and is asked first"
     kept = list((folder / "example").iterdir())
     assert len(kept) == 2 * len(PAIRS), "the example was given every prompt"
     assert all(any(each.glob("*.safetensors")) for each in kept)
