@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -12,19 +15,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from ragcache_core.client import Engine, Fleet
 from ragcache_core.client.http.joined_server import JoinedServer
-from ragcache_core.client.launch import ranks
+from ragcache_core.client.launch import process, ranks
 from ragcache_core.client.launch.launch import LaunchedServer
 from ragcache_core.client.launch.ranks import launch_ranks, plan_ranks
 from ragcache_core.client.launch.vllm_offload import VLLMOffload
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 from ragcache_core.config import CacheConfig
 from ragcache_core.errors import ConfigError, EngineAuthError, EngineClosedError, EngineStartError
-from tests.conftest import DEMO_MODEL
+from tests.conftest import DEMO_MODEL, ROOT
+from tests.support.scripted_process import FAILING_PORT
 from tests.support.scripted_server import IDLE, THREE_TIERS, ScriptedServer
+from tests.support.waiting import until
 
 SETTINGS: dict[str, Any] = {
     "cache": None,
@@ -242,3 +248,67 @@ def test_a_fleet_that_cannot_be_made_leaves_no_server_behind(
     with pytest.raises(EngineAuthError):
         launched(machine, monkeypatch)
     assert set(machine.closed) == {0, 1}
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "SERVER_MODULE", "tests.support.scripted_process")
+
+
+def rank_processes() -> list[psutil.Process]:
+    """Return the servers below this process."""
+    return [child for child in psutil.Process().children() if "tests.support.scripted_process" in child.cmdline()]
+
+
+def test_ranks_are_processes_that_start_and_end_together(processes: None, tmp_path: Path) -> None:
+    with Engine.launch(
+        str(DEMO_MODEL), data_parallel_size=2, cache=None, max_restarts=1, log_path=tmp_path / "server.log"
+    ) as fleet:
+        assert len(rank_processes()) == 2
+        first, second = fleet.engines
+        assert fleet.generate("Hello").text
+        assert first.pid is not None
+        psutil.Process(first.pid).kill()
+        assert fleet.generate("Hello").text, "the other answers"
+        assert until(lambda: first.num_restarts() == 1, 20)
+        assert second.num_restarts() == 0
+    assert until(lambda: not rank_processes(), 20)
+
+
+def test_of_a_launch_in_which_one_process_fails_none_is_left(processes: None, tmp_path: Path) -> None:
+    first = plan(2)[0]["port"]
+    with pytest.raises(EngineStartError, match=rf"rank 1 of 2, at port {first + 1}: .*no room for the model"):
+        Engine.launch(
+            str(DEMO_MODEL),
+            data_parallel_size=2,
+            cache=None,
+            max_restarts=0,
+            port=first,
+            log_path=tmp_path / "server.log",
+            env={FAILING_PORT: str(first + 1)},
+        )
+    assert until(lambda: not rank_processes(), 20)
+
+
+OWNER = """
+import signal, sys, time
+from ragcache_core.client import Engine
+from ragcache_core.client.launch import process
+
+process.SERVER_MODULE = "tests.support.scripted_process"
+fleet = Engine.launch(sys.argv[1], data_parallel_size=2, cache=None, log_path=sys.argv[2])
+print(*[engine.pid for engine in fleet.engines], flush=True)
+time.sleep(600)
+"""
+
+
+def test_ranks_end_with_the_program_that_launched_them(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", OWNER, str(DEMO_MODEL), str(tmp_path / "server.log")]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as owner:
+        assert owner.stdout is not None
+        pids = [int(pid) for pid in owner.stdout.readline().split()]
+        assert len(pids) == 2
+        assert all(psutil.pid_exists(pid) for pid in pids)
+        owner.send_signal(signal.SIGTERM)
+        owner.wait(timeout=60)
+    assert until(lambda: not any(psutil.pid_exists(pid) for pid in pids), 30)
