@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from ragcache_core.client.ordering.document_order import Arrangement
     from ragcache_core.client.prompts.bound_prompt import BoundPrompt
     from ragcache_core.client.prompts.tokenizer import ModelTokenizer
+    from ragcache_core.client.ray_serve.deployment import ragcache_deployment
     from ragcache_core.config import CacheConfig, ChunkReuse
     from ragcache_core.ordering import DocumentOrder
     from ragcache_core.prompt import PromptLayout, RenderedPrompt
@@ -112,6 +113,7 @@ else:
             "ragcache_core.client.ordering.document_order": ("Arrangement",),
             "ragcache_core.client.prompts.bound_prompt": ("BoundPrompt",),
             "ragcache_core.client.prompts.tokenizer": ("ModelTokenizer",),
+            "ragcache_core.client.ray_serve.deployment": ("ragcache_deployment",),
             "ragcache_core.config": ("CacheConfig", "ChunkReuse"),
             "ragcache_core.ordering": ("DocumentOrder",),
             "ragcache_core.prompt": ("PromptLayout", "RenderedPrompt"),
@@ -247,5 +249,6 @@ __all__ = [
     "one_stage",
     "pgvector_stages",
     "qdrant_stages",
+    "ragcache_deployment",
     "request_stats_from_dict",
 ]

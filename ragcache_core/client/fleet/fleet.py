@@ -17,12 +17,12 @@ from pydantic import TypeAdapter
 from ragcache_core.client.cache import CacheRoutes
 from ragcache_core.client.engine import Engine
 from ragcache_core.client.engine_client import EngineClient
+from ragcache_core.client.fleet.alike import told_by
 from ragcache_core.client.fleet.prefixes import FleetPrefixes
 from ragcache_core.client.fleet.replicas import HOME, Replica, ReplicaSet
 from ragcache_core.client.http.attempt import RetryPolicy
 from ragcache_core.client.launch.process import GRACE_S
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer
-from ragcache_core.client.server_info import Handshake
 from ragcache_core.errors import ConfigError, EngineError
 from ragcache_core.stats import EngineStats, ForgetReceipt, merged_report
 from ragcache_core.types import DocId
@@ -281,7 +281,7 @@ def _check_alike(engines: Sequence[Engine]) -> None:
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"{twice[0]} is named {names.count(twice[0])} times: name each replica once")
     with ThreadPoolExecutor(len(engines)) as threads:
-        told = list(threads.map(_told_by, engines))
+        told = list(threads.map(told_by, engines))
     for engine, other in zip(engines[1:], told[1:], strict=True):
         for what, value in told[0].items():
             if value is not None and other[what] is not None and other[what] != value:
@@ -289,9 +289,3 @@ def _check_alike(engines: Sequence[Engine]) -> None:
                     f"{engine.base_url} has another {what} than {names[0]}, {other[what]!r:.80} and not {value!r:.80}: "
                     "a fleet is of replicas that answer alike"
                 )
-
-
-def _told_by(engine: Engine) -> dict[str, object]:
-    offered = Handshake(engine.http_client(), engine.base_url, engine.api_key).tokenizer_offer()
-    cache = "plain vLLM" if engine.stats().policy is None else "RAGCache"
-    return {"model": engine.model, "max_model_len": engine.max_model_len, "tokenizer": offered, "cache": cache}

@@ -64,7 +64,15 @@ def key_of_the_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_example_is_tested() -> None:
     scripts = {p.stem for p in (ROOT / "examples").glob("*.py")} - {"__init__", "_shared", "demo"}
-    assert scripts == {*EXAMPLES, "changing_documents", "deadline", "document_order", "fleet", "near_equals"}
+    assert scripts == {
+        *EXAMPLES,
+        "changing_documents",
+        "deadline",
+        "document_order",
+        "fleet",
+        "fleet_ray",
+        "near_equals",
+    }
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

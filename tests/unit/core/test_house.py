@@ -177,7 +177,7 @@ PUBLIC: dict[str, set[str]] = {
         "ForgetReceipt",
         *("Generation", "GenerationChunk", "ModelTokenizer", "PipelineReport", "PromptLayout", "PromptSegment"),
         *("RenderedPrompt", "RequestStats", "RetrievalUpdate", "SegmentKind", "TierStats", "VLLMOffload"),
-        *("__version__", "request_stats_from_dict", *_OF_RETRIEVAL),
+        *("__version__", "ragcache_deployment", "request_stats_from_dict", *_OF_RETRIEVAL),
     },
     "ragcache_core.client": {
         *("Engine", "EngineClient", "Fleet", "Generation", "GenerationChunk", "ModelTokenizer", "RequestPlan"),

@@ -1,0 +1,1 @@
+"""Replicas on Ray Serve, behind one address: ``ragcache_deployment``."""

@@ -1,0 +1,92 @@
+"""Replicas of an engine as an application of Ray Serve."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ragcache_core.client.launch.vllm_offload import VLLMOffload
+from ragcache_core.config import CacheConfig
+from ragcache_core.errors import ConfigError
+
+_SERVES = ("cancel", "host", "max_restarts", "port", "progress", "restart_window_s")
+"""Settings of a launch that are not the user's here: Serve places replicas, and starts them anew."""
+_PATIENCE_S = 60.0
+_REPLICA: Mapping[str, Any] = {
+    "max_ongoing_requests": 1000,  # vLLM has the queue, which knows what is cached
+    "health_check_period_s": 2.0,
+    "health_check_timeout_s": 30.0,
+    "graceful_shutdown_timeout_s": 60.0,
+}
+_FRONT: Mapping[str, Any] = {"max_ongoing_requests": 10_000, "ray_actor_options": {"num_cpus": 0}}
+
+
+def ragcache_deployment(
+    model: str,
+    *,
+    api_key: str,
+    num_replicas: int | None = None,
+    autoscaling_config: Mapping[str, Any] | None = None,
+    cache: CacheConfig | VLLMOffload | None = CacheConfig(),  # noqa: B008 (frozen)
+    replica_options: Mapping[str, Any] | None = None,
+    front_options: Mapping[str, Any] | None = None,
+    **engine_settings: Any,
+) -> Any:
+    """Return replicas of an engine as an application of Ray Serve, which ``serve.run`` runs.
+
+    ::
+
+        serve.run(ragcache_deployment("org/model", api_key=KEY, num_replicas=2, replica_options={
+            "ray_actor_options": {"num_gpus": 1}}))
+        engine = Engine.connect("http://127.0.0.1:8000", api_key=KEY)
+
+    Each replica owns an engine's server. A request goes to the replica that has its documents, as in a
+    :class:`~ragcache_core.client.fleet.fleet.Fleet`; another one answers what one that fails had not begun to.
+
+    Args:
+        model: a folder in Hugging Face format that every node has, or a name of the hub.
+        api_key: the key that all replicas ask for.
+        num_replicas: how many; by default one, if they do not follow the load.
+        autoscaling_config: Serve's, by which their number follows the load.
+        cache: what each replica keeps. On disk each has a folder of its own in ``directory``.
+        replica_options: options of a deployment of Serve for the replicas: ``ray_actor_options``, which says how many
+            GPUs each has, ``max_ongoing_requests``, ``health_check_period_s`` and the like.
+        front_options: the same for the door before them, of which more than one may run.
+        **engine_settings: those of ``Engine.launch``, and vLLM's: ``max_model_len=8192``.
+
+    Raises:
+        ConfigError: Ray Serve is not installed, there is no key, no replica, or a setting that Serve has.
+    """
+    if not api_key:
+        raise ConfigError("api_key is empty: replicas can be reached from other machines, give them a key")
+    if num_replicas is not None and (isinstance(num_replicas, bool) or num_replicas < 1):
+        raise ConfigError(f"num_replicas is {num_replicas!r}: give 1 or more, or an autoscaling_config")
+    if num_replicas is not None and autoscaling_config is not None:
+        raise ConfigError(f"num_replicas is {num_replicas} and there is an autoscaling_config: leave one of them out")
+    if taken := sorted(engine_settings.keys() & set(_SERVES)):
+        raise ConfigError(f"{', '.join(taken)} cannot be set: Ray Serve places replicas and starts them anew")
+    try:
+        from ray import serve
+    except ImportError as error:
+        raise ConfigError(
+            f"replicas on Ray Serve need ray[serve], which is not installed ({error}): pip install 'ragcache[ray]'"
+        ) from error
+
+    from ragcache_core.client.ray_serve.engine_replica import LaunchedReplica
+    from ragcache_core.client.ray_serve.front import Front
+
+    options = {**_REPLICA, **(replica_options or {}), "request_router_config": _router(api_key)}
+    if autoscaling_config is None:
+        options["num_replicas"] = num_replicas or 1
+    else:
+        options["autoscaling_config"] = dict(autoscaling_config)
+    deployment: Any = serve.deployment
+    settings = {**engine_settings, "cache": cache, "api_key": api_key}
+    replicas = deployment(LaunchedReplica).options(name="ragcache-replica", **options).bind(model, settings)
+    front = deployment(Front).options(name="ragcache-front", **{**_FRONT, **(front_options or {})})
+    return front.bind(replicas, _PATIENCE_S)
+
+
+def _router(api_key: str) -> dict[str, Any]:
+    path = "ragcache_core.client.ray_serve.router.DocumentRouter"
+    return {"request_router_class": path, "request_router_kwargs": {"api_key": api_key}}

@@ -1,0 +1,113 @@
+"""One replica on Ray Serve: it owns an engine's server on its node, hands requests to it, and ends it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import httpx
+
+from ragcache_core.client.engine import Engine
+from ragcache_core.client.fleet.alike import told_by
+from ragcache_core.client.ray_serve.ask import HOPS, UNREACHED, Ask, Head
+from ragcache_core.config import CacheConfig, default_directory
+from ragcache_core.errors import EngineDiedError, EngineError
+
+_HEALTH_TIMEOUT_S = 10.0
+_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+
+
+class EngineReplica:
+    """An engine as Ray Serve asks it; it ends with this."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        """``name`` is Serve's for this replica."""
+        self._name = name
+        self._engine = engine
+        self._root = engine.base_url.removesuffix("/v1")
+        # Whoever asks knows how long to wait.
+        self._http = httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(limits=_LIMITS), timeout=None)  # noqa: S113
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Return what those that ask know of this replica: where its server is, and what must be alike in all."""
+        return {"url": self._engine.base_url, "serves": told_by(self._engine)}
+
+    async def ask(self, ask: Ask) -> AsyncIterator[Head | bytes]:
+        """Yield status and headers of the server's answer, then its body as it comes.
+
+        Raises:
+            EngineDiedError: the answer was cut.
+        """
+        headers = [(name, value) for name, value in ask.headers if name.lower() not in HOPS]
+        request = httpx.Request(ask.method, f"{self._root}{ask.path}", headers=headers, content=ask.body)
+        try:
+            response = await self._http.send(request, stream=True)
+        except httpx.ConnectError:
+            yield UNREACHED, []
+            return
+        except httpx.HTTPError as error:
+            raise EngineDiedError(f"replica {self._name} did not answer: {error}") from None
+        try:
+            named = [(name, value) for name, value in response.headers.items() if name.lower() not in HOPS]
+            yield response.status_code, named
+            async for part in response.aiter_raw():
+                yield part
+        except httpx.HTTPError as error:
+            raise EngineDiedError(f"the answer of replica {self._name} was cut: {error}") from None
+        finally:
+            await response.aclose()
+
+    async def ask_whole(self, ask: Ask, cursors: Mapping[str, str] | None) -> tuple[str, Head, bytes]:
+        """Return this replica's name, and the server's whole answer.
+
+        ``cursors``, of a question about the mirror, are where it goes on: from the beginning, where it is in none.
+        """
+        if cursors is not None:
+            ask.path = f"{ask.path.partition('?')[0]}?cursor={cursors.get(self._name, '')}"
+        head, *parts = [part async for part in self.ask(ask)]
+        assert not isinstance(head, bytes)
+        return self._name, head, b"".join(part for part in parts if isinstance(part, bytes))
+
+    async def check_health(self) -> None:
+        """Raise unless the engine makes progress: Serve then starts another replica in the place of this one."""
+        self._engine.num_restarts()
+        try:
+            answer = await self._http.get(f"{self._root}/health", timeout=_HEALTH_TIMEOUT_S)
+        except httpx.HTTPError as error:
+            raise EngineError(f"replica {self._name} does not say how it is: {type(error).__name__} {error}") from None
+        if answer.status_code != httpx.codes.OK:
+            raise EngineError(f"replica {self._name} is not well: {answer.status_code} {answer.text:.400}")
+
+    def __del__(self) -> None:
+        if (engine := getattr(self, "_engine", None)) is not None:
+            engine.close()
+
+
+class LaunchedReplica(EngineReplica):
+    """What Ray Serve runs ``num_replicas`` times. Its server ends with it, also when it is killed.
+
+    The server listens on the node's address, so that the processes that ask follow what it has cached.
+    """
+
+    def __init__(self, model: str, settings: Mapping[str, Any]) -> None:
+        """Start the server; ``settings`` are those of ``Engine.launch``.
+
+        Raises:
+            EngineStartError, ConfigError: it cannot start; Serve tries again, and then says so.
+        """
+        from ray import serve
+        from ray.util import get_node_ip_address
+
+        context = serve.get_replica_context()
+        host = str(get_node_ip_address())  # type: ignore[no-untyped-call]
+        settings = {**settings, "cache": own_folder(settings.get("cache"), context.rank.rank)}
+        super().__init__(
+            Engine.launch(model, host=host, max_restarts=0, progress=False, **settings), context.replica_tag
+        )
+
+
+def own_folder(cache: Any, rank: int) -> Any:
+    """Return settings whose disk no other replica on the same machine has, but the next one of this number."""
+    if not isinstance(cache, CacheConfig) or not cache.disk_bytes:
+        return cache
+    return cache.model_copy(update={"directory": (cache.directory or default_directory()) / f"replica-{rank}"})

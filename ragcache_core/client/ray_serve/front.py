@@ -1,0 +1,201 @@
+"""The door of replicas on Ray Serve: it takes HTTP requests, and has Serve's router send each to a replica."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from typing import Any
+from urllib.parse import parse_qs
+
+import httpx
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from ragcache_core.client.http.asked import Asked
+from ragcache_core.client.http.attempt import engine_died
+from ragcache_core.client.ray_serve.ask import HOPS, UNREACHED, Ask, Head
+from ragcache_core.client.ray_serve.merging import MERGED, PATHS_ROUTE, cursors_of
+from ragcache_core.client.speculation.request_capture import asks_completion
+from ragcache_core.wire import REPLICA_HEADER
+
+_SPECULATION_ROUTE = re.compile(r"/v1/ragcache/speculations/([^/]+)")
+_REQUEST_ROUTE = re.compile(r"/v1/ragcache/requests/")
+_OF_ONE = re.compile(r"/v1/ragcache/(cache|cache/gc|drain|documents/(show|pin|unpin|prefetch))")
+_MAX_PLACES = 8192
+_MAX_CUT = 3
+"""Replicas that may lose the same request before its first token: it may be what they die of."""
+_PAUSE_S = 0.2
+_UNAVAILABLE = 503
+_logger = logging.getLogger(__name__)
+
+
+class Front:
+    """An ingress deployment. What no replica has begun to answer is sent to another, as long as its patience lasts.
+
+    A speculation, its confirmation, its end and a request's figures reach the replica that has them; if another front
+    sent that request, all are asked. Figures and what is forgotten are those of all replicas together.
+    """
+
+    def __init__(self, replicas: Any, patience_s: float) -> None:
+        """``replicas`` is Serve's handle of the deployment of :class:`EngineReplica`."""
+        self._replicas = replicas
+        self._patience_s = patience_s
+        self._places: OrderedDict[str, str] = OrderedDict()
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer any route of an engine's server."""
+        path = _path(request)
+        headers = [(name, value) for name, value in request.headers.items() if name not in HOPS]
+        ask = Ask(request.method, path, headers, await request.body())
+        route = path.partition("?")[0]
+        if _OF_ONE.fullmatch(route):
+            return _refused(409, f"{route} is each replica's own, and Ray Serve has no name for one of them")
+        if (ask.method, route) in MERGED:
+            return await self._of_all(ask, route)
+        if (found := _SPECULATION_ROUTE.match(route)) is not None:
+            ask.replica = self._places.get(found[1])
+        elif _REQUEST_ROUTE.match(route):
+            ask.replica = self._places.get(request.headers.get(REPLICA_HEADER, ""))
+        else:
+            return await self._of_one(ask)
+        return await (self._of_first(ask) if ask.replica is None else self._of_one(ask))
+
+    # One replica answers
+
+    async def _of_one(self, ask: Ask) -> Response:
+        asked = httpx.Request(ask.method, f"http://replica{ask.path}", headers=ask.headers, content=ask.body)
+        speculation = None
+        if asks_completion(asked):
+            read = Asked.of(asked)
+            ask.prompt, speculation = read.prompt, read.speculation
+        ends_s, num_cut = time.monotonic() + self._patience_s, 0
+        while True:
+            try:
+                return await self._begin(ask, speculation)
+            except _UnansweredError as failure:
+                num_cut += failure.was_begun
+                is_once = failure.was_begun and ask.prompt is None and ask.method != "GET"
+                if is_once or num_cut >= _MAX_CUT or time.monotonic() >= ends_s:
+                    return _refused(_UNAVAILABLE, f"no replica answers: {failure}")
+                _logger.warning("a request is sent to another replica: %s", failure)
+                if ask.sent_to in ask.tried:
+                    await asyncio.sleep(_PAUSE_S)
+                ask = ask.again()
+
+    async def _begin(self, ask: Ask, speculation: str | None) -> Response:
+        """Return the answer when its first bytes are there.
+
+        Raises:
+            _UnansweredError: this replica gives none.
+        """
+        parts = self._replicas.options(stream=True).ask.remote(ask)
+        try:
+            try:
+                status, headers = await anext(parts)
+                if speculation is not None and ask.sent_to is not None:
+                    self._remember(speculation, ask.sent_to)
+                first = await anext(parts, b"")
+            except Exception as error:  # Serve's and Ray's own: the replica is gone, or has lost its server
+                raise _UnansweredError(f"{type(error).__name__}: {error!s:.200}", was_begun=True) from error
+            if status in (UNREACHED, _UNAVAILABLE) or engine_died(httpx.Response(status, headers=headers), first):
+                raise _UnansweredError(f"status {status} {first[:200]!r}", was_begun=status < UNREACHED)
+        except BaseException as error:
+            parts.cancel()
+            if isinstance(error, _UnansweredError):
+                ask.failed()
+            ask.end()
+            raise
+        ask.answered()
+        if (name := dict(headers).get(REPLICA_HEADER)) is not None and ask.sent_to is not None:
+            self._remember(name, ask.sent_to)
+        return _Passed(ask, (status, headers), first, parts)
+
+    def _remember(self, name: str, replica: str) -> None:
+        self._places[name] = replica
+        self._places.move_to_end(name)
+        if len(self._places) > _MAX_PLACES:
+            self._places.popitem(last=False)
+
+    # All replicas answer
+
+    async def _of_all(self, ask: Ask, route: str) -> Response:
+        answers, failed = await self._ask_all(ask)
+        if route == PATHS_ROUTE and answers.keys() != (cursors := _cursors(ask)).keys() and cursors:
+            answers, failed = await self._ask_all(ask, is_anew=True)  # others are there than were
+        if not answers or (failed and ask.method == "POST"):
+            return _refused(_UNAVAILABLE, f"not every replica answers, ask again: {failed!s:.400}")
+        for (status, headers), body in answers.values():
+            if status != httpx.codes.OK:
+                return Response(body, status, dict(headers))
+        whole = MERGED[ask.method, route]({name: body for name, (_, body) in answers.items()})
+        return Response(whole, media_type="text/plain; version=0.0.4" if route == "/metrics" else "application/json")
+
+    async def _of_first(self, ask: Ask) -> Response:
+        """Return the answer of the replica that knows what another front has asked one of them."""
+        answers, failed = await self._ask_all(ask)
+        if not answers:
+            return _refused(_UNAVAILABLE, f"no replica answers: {failed!s:.400}")
+        (status, headers), body = min(answers.values(), key=lambda answer: answer[0][0])
+        return Response(body, status, dict(headers))
+
+    async def _ask_all(self, ask: Ask, *, is_anew: bool = False) -> tuple[dict[str, tuple[Head, bytes]], list[Any]]:
+        """Return what each replica answers, by its name, and how others failed."""
+        is_about_paths = ask.path.partition("?")[0] == PATHS_ROUTE
+        cursors = ({} if is_anew else _cursors(ask)) if is_about_paths else None
+        asked = self._replicas.broadcast("ask_whole", ask, cursors)
+        try:
+            told = await asked.results_async(return_exceptions=True)
+        except Exception as error:  # Serve's own: there are none
+            return {}, [error]
+        failed = [each for each in told if isinstance(each, BaseException)]
+        return {each[0]: each[1:] for each in told if not isinstance(each, BaseException)}, failed
+
+
+class _Passed(StreamingResponse):
+    """A replica's answer, passed on as it comes. Whatever becomes of it, its replica is told."""
+
+    def __init__(self, ask: Ask, head: Head, first: bytes, parts: Any) -> None:
+        status, headers = head
+        super().__init__(self._all(first, parts), status, dict(headers))
+        self._ask = ask
+        self._parts = parts
+
+    @staticmethod
+    async def _all(first: bytes, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        yield first
+        async for part in parts:
+            yield part
+
+    async def __call__(self, *asgi: Any) -> None:
+        try:
+            await super().__call__(*asgi)
+        finally:
+            self._parts.cancel()
+            self._ask.end()
+
+
+class _UnansweredError(Exception):
+    """A replica does not answer a request; ``was_begun`` is false where it certainly did not get it."""
+
+    def __init__(self, why: str, *, was_begun: bool) -> None:
+        super().__init__(why)
+        self.was_begun = was_begun
+
+
+def _path(request: Request) -> str:
+    """Return the path below the application's prefix, as it was typed, with its query."""
+    typed = request.scope.get("raw_path") or request.scope["path"].encode()
+    path = typed.decode("ascii").partition("?")[0].removeprefix(request.scope.get("root_path", ""))
+    return f"{path}?{request.url.query}" if request.url.query else path
+
+
+def _cursors(ask: Ask) -> dict[str, str]:
+    return cursors_of(parse_qs(ask.path.partition("?")[2]).get("cursor", [""])[0])
+
+
+def _refused(status: int, why: str) -> Response:
+    return JSONResponse({"error": {"message": why, "type": "ReplicaError", "code": status}}, status)

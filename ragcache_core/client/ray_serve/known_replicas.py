@@ -1,0 +1,124 @@
+"""What is known of the replicas of a deployment, and which of them gets a request: by the choice of every fleet."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes, KnownPrefixes
+from ragcache_core.client.ray_serve.ask import Ask, Count
+from ragcache_core.routing.choice import KnownReplica, choose_replica
+from ragcache_core.routing.load import OnItsWay, ReplicaLoad
+
+_REST_S = 2.0
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class _Replica:
+    url: str
+    serves: Mapping[str, Any]
+    prefixes: KnownPrefixes
+    load: ReplicaLoad = field(default_factory=ReplicaLoad)
+    rests_until_s: float = 0.0
+
+
+class KnownReplicas:
+    """Follows what each replica has cached, and counts what is sent to it from here. May be used by any thread."""
+
+    def __init__(self, api_key: str, follow: Callable[[str, str], KnownPrefixes] = CachedPrefixes) -> None:
+        """``follow`` makes the mirror of a server, of its address, which ends in ``/v1``, and ``api_key``."""
+        self._api_key = api_key
+        self._follow = follow
+        self._lock = threading.Lock()
+        self._all: dict[str, _Replica] = {}
+
+    def update(self, told: Mapping[str, Mapping[str, Any]]) -> None:
+        """Know the replicas that are there now, by name: their ``url``, and what each ``serves``.
+
+        One that serves something else than the oldest is asked nothing.
+        """
+        with self._lock:
+            gone = [self._all.pop(name) for name in self._all.keys() - told.keys()]
+            for name in [name for name in told if name not in self._all]:
+                url, serves = told[name]["url"], told[name]["serves"]
+                self._all[name] = _Replica(url, serves, self._follow(url, self._api_key))
+                self._check_alike(name)
+        for replica in gone:  # the end of a mirror waits for its thread
+            threading.Thread(target=replica.prefixes.close, name="ragcache-mirror-end", daemon=True).start()
+
+    def _check_alike(self, name: str) -> None:
+        oldest, replica = next(iter(self._all.values())), self._all[name]
+        for what, value in oldest.serves.items():
+            if replica.serves.get(what) != value:
+                _logger.error(
+                    "the replica at %s has another %s than that at %s, %.80r and not %.80r, and is asked nothing while "
+                    "that one runs: put the same model on every node",
+                    *(replica.url, what, oldest.url, replica.serves.get(what), value),
+                )
+
+    def choose(self, names: Sequence[str], ask: Ask) -> list[str]:
+        """Return who gets a request, of ``names``, and then who may if that one is full; nobody where none may.
+
+        It counts as the load of the first until it ends.
+        """
+        if ask.replica is not None and ask.replica in names:
+            ask.begin(ask.replica, None)
+            return [ask.replica]
+        prompt, count = ask.prompt, None
+        with self._knowing(self._willing(names, ask), has_documents=bool(prompt and prompt.documents)) as known:
+            if not known:
+                return []
+            if prompt is None:
+                chosen = min(known, key=lambda replica: replica.load.num_running)
+            else:
+                chosen = choose_replica(known, prompt)
+                count = self._count(chosen.name, chosen.load.begin(prompt, chosen.num_cached_tokens(prompt)))
+        ask.begin(chosen.name, count)
+        return [chosen.name, *(replica.name for replica in known if replica is not chosen)]
+
+    def sent(self, name: str, ask: Ask) -> None:
+        """Note that a request went to this replica, which is another one than was chosen if that one was full."""
+        if name == ask.sent_to:
+            return
+        count = None
+        with self._lock:
+            if ask.prompt is not None and (replica := self._all.get(name)) is not None:
+                count = self._count(name, replica.load.begin(ask.prompt, 0))
+        ask.begin(name, count)
+
+    def _count(self, name: str, sent: OnItsWay) -> Count:
+        return Count(partial(self._rest, name), partial(self._locked, sent.answered), partial(self._locked, sent.end))
+
+    def _locked(self, note: Callable[[], None]) -> None:
+        with self._lock:
+            note()
+
+    def _rest(self, name: str) -> None:
+        with self._lock:
+            if (replica := self._all.get(name)) is not None:
+                replica.rests_until_s = time.monotonic() + _REST_S
+
+    def _willing(self, names: Sequence[str], ask: Ask) -> dict[str, _Replica]:
+        """Return those that may be able to answer; if none may, all that serve the same."""
+        now_s = time.monotonic()
+        with self._lock:
+            serves = next((replica.serves for replica in self._all.values()), None)
+            alike = {name: one for name, one in self._all.items() if name in names and one.serves == serves}
+        untried = {name: replica for name, replica in alike.items() if name not in ask.tried}
+        return {name: one for name, one in untried.items() if one.rests_until_s <= now_s} or untried or alike
+
+    @contextmanager
+    def _knowing(self, replicas: Mapping[str, _Replica], *, has_documents: bool) -> Iterator[list[KnownReplica]]:
+        """Give what is known of replicas, which does not change inside."""
+        with ExitStack() as stack:
+            ordered = sorted(replicas.items())  # each mirror takes a lock
+            mirrors = [stack.enter_context(one.prefixes.reading()) if has_documents else None for _, one in ordered]
+            stack.enter_context(self._lock)
+            yield [KnownReplica(name, known, one.load) for (name, one), known in zip(ordered, mirrors, strict=True)]

@@ -1,0 +1,135 @@
+"""Two engines on Ray Serve, asked at its one address: who answers what, and what becomes of it when one is killed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import psutil
+import pytest
+
+from ragcache_core import CacheConfig, Engine, PromptLayout, RenderedPrompt, ragcache_deployment
+from tests.conftest import DEMO_MODEL, ENGINE_ARGS
+from tests.engine.parallel.scene import BLOCK, PATIENCE_S, QUESTION, documents
+from tests.support.asking_ahead import speculate
+from tests.support.waiting import until
+
+ray = pytest.importorskip("ray", reason="ray is not installed")
+serve = pytest.importorskip("ray.serve", reason="ray[serve] is not installed")
+
+MARKS = [f"ray {i}" for i in range(10)]
+ANEW_S = 400.0
+"""Seconds in which another replica has started, on two cores that others use as well."""
+SMALL = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False, "log_to_driver": False}
+
+
+@pytest.fixture(scope="module")
+def together() -> Iterator[Engine]:
+    """What the replicas are together. Nothing of Ray is left behind, and nothing is told to its makers."""
+    folder = tempfile.mkdtemp(prefix="ray-")  # sockets lie there, whose names must be short
+    with socket.socket() as free, pytest.MonkeyPatch.context() as patched:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        patched.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patched.setenv("RAY_AUTH_MODE", "disabled")  # else it keeps a token in the home folder
+        ray.init(_temp_dir=folder, _node_ip_address="127.0.0.1", **SMALL)
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        cache = CacheConfig(kv_cache_bytes="32MiB", block_size=BLOCK, host_bytes="16MiB")
+        settings = {**ENGINE_ARGS, "cache": cache, "num_replicas": 2, "env": {"OMP_NUM_THREADS": "1"}}
+        serve.run(ragcache_deployment(str(DEMO_MODEL), api_key="key", **settings), name="ragcache")
+        with Engine.connect(f"http://127.0.0.1:{port}", api_key="key") as joined:
+            yield joined
+    finally:
+        engines = servers()
+        serve.shutdown()
+        ray.shutdown()
+        psutil.wait_procs(engines, timeout=PATIENCE_S)
+        shutil.rmtree(folder, ignore_errors=True)
+        assert not [each for each in engines if each.is_running()]
+
+
+def servers() -> list[psutil.Process]:
+    """Return the engines' servers, each a child of its replica."""
+    return [each for each in psutil.Process().children(recursive=True) if is_server(each)]
+
+
+def is_server(process: psutil.Process) -> bool:
+    try:
+        return "ragcache_core.vllm_plugin.server" in process.cmdline()
+    except psutil.NoSuchProcess:
+        return False
+
+
+def prompt(engine: Engine, mark: str) -> RenderedPrompt:
+    return PromptLayout().render(engine.tokenizer, documents(mark), QUESTION)
+
+
+def first_tokens(engine: Engine) -> dict[str, float]:
+    """Return how many requests each replica has answered."""
+    page = httpx.get(f"{engine.base_url.removesuffix('/v1')}/metrics", timeout=30).text
+    lines = [line for line in page.splitlines() if line.startswith("vllm:time_to_first_token_seconds_count{")]
+    return {line.partition('replica="')[2].partition('"')[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+
+def test_documents_are_asked_about_where_they_are_cached(together: Engine) -> None:
+    for mark in MARKS:
+        together.generate(prompt(together, mark), max_tokens=4)
+    assert together.integration.cached_prefixes.refresh(PATIENCE_S), "all replicas' mirrors are there, as one's"
+    for mark in MARKS:
+        shown = list(reversed(documents(mark)))
+        assert together.arrange_documents(shown, "cache_aware").documents == documents(mark)
+        again = together.generate(prompt(together, mark), max_tokens=4).stats
+        assert again.num_gpu_tokens == again.num_cached_tokens >= again.num_prompt_tokens - 2 * BLOCK
+    served = first_tokens(together)
+    assert len(served) == 2
+    assert all(served.values()), "else one of them gets all"
+    assert sum(served.values()) == 2 * len(MARKS)
+    assert together.stats().num_first_tokens == 2 * len(MARKS)
+
+
+def test_a_speculation_is_confirmed_at_the_replica_that_has_it(together: Engine) -> None:
+    before = together.stats().num_confirmed_speculations
+    for mark in ("ahead 1", "ahead 2", "ahead 3"):
+        shown = prompt(together, mark)
+        ahead = speculate(together, lambda shown=shown: together.generate(shown, max_tokens=4))
+        assert until(lambda ahead=ahead: ahead.started_s is not None, PATIENCE_S), "the engine told of it"
+        assert together.generate(shown, max_tokens=4).text
+        assert not ahead.is_failed
+    assert until(lambda: together.stats().num_confirmed_speculations == before + 3, PATIENCE_S)
+
+
+def test_what_is_forgotten_is_forgotten_by_all(together: Engine) -> None:
+    names = [document.doc_id for mark in MARKS[:4] for document in documents(mark)]
+    receipt = together.forget(names)
+    assert set(receipt.forgotten) == set(names)
+    assert receipt.is_complete
+    for mark in MARKS[:4]:
+        assert together.generate(prompt(together, mark), max_tokens=4).stats.num_cached_tokens <= 2 * BLOCK
+
+
+def test_when_a_replica_is_killed_every_request_is_answered_as_before_and_another_one_starts(together: Engine) -> None:
+    def ask(mark: str) -> str:
+        return "".join(chunk.text for chunk in together.stream(prompt(together, mark), max_tokens=24))
+
+    expected = {mark: ask(mark) for mark in MARKS}
+    num_asked = 60
+    victim, *_ = before = servers()
+    assert len(before) == 2
+    replica = victim.parent()
+    assert replica is not None
+    with ThreadPoolExecutor(6) as threads:
+        asked = [threads.submit(ask, MARKS[i % len(MARKS)]) for i in range(num_asked)]
+        assert until(lambda: sum(one.done() for one in asked) >= num_asked // 4, PATIENCE_S)
+        os.kill(replica.pid, signal.SIGKILL)
+        answers = [one.result(timeout=ANEW_S) for one in asked]
+    assert answers == [expected[MARKS[i % len(MARKS)]] for i in range(num_asked)]
+    assert not psutil.wait_procs([victim], timeout=PATIENCE_S)[1], "an engine does not outlive its replica"
+    assert until(lambda: len(first_tokens(together)) == 2, ANEW_S), "Serve has started another one"
+    assert ask(MARKS[0]) == expected[MARKS[0]]

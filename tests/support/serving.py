@@ -1,0 +1,103 @@
+"""Ray Serve's part of a request's way without Ray: a handle whose replicas are in this process, and a server."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Self
+
+import uvicorn
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from ragcache_core.client.ray_serve.ask import Ask
+from ragcache_core.client.ray_serve.engine_replica import EngineReplica
+from ragcache_core.client.ray_serve.front import Front
+from ragcache_core.client.ray_serve.known_replicas import KnownReplicas
+
+
+class ScriptedHandle:
+    """What a front has of Serve: chooses among ``replicas`` as Serve's router would, and gives their answers."""
+
+    def __init__(self, replicas: dict[str, EngineReplica], known: KnownReplicas) -> None:
+        self.replicas = replicas
+        self.known = known
+        self.ask = self
+        self.dead: set[str] = set()
+        """Replicas that are gone without Serve knowing."""
+
+    def options(self, *, stream: bool) -> Self:
+        assert stream
+        return self
+
+    def remote(self, ask: Ask) -> _Parts:
+        self.known.update({name: replica.record_replica_metadata() for name, replica in self.replicas.items()})
+        name, *_ = self.known.choose(list(self.replicas), ask)
+        return _Parts(self._answer(name, copy.copy(ask)))
+
+    async def _answer(self, name: str, ask: Ask) -> AsyncIterator[Any]:
+        if name in self.dead:
+            raise RuntimeError(f"the actor of {name} died")
+        async for part in self.replicas[name].ask(ask):
+            yield part
+
+    def broadcast(self, method: str, *arguments: object) -> _Results:
+        return _Results(self, method, arguments)
+
+
+class _Parts:
+    def __init__(self, parts: AsyncIterator[Any]) -> None:
+        self._parts = parts
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        return await anext(self._parts)
+
+    def cancel(self) -> None:
+        """The generator ends with its last reference, as a task of Serve's does with its request."""
+
+
+class _Results:
+    def __init__(self, handle: ScriptedHandle, method: str, arguments: Sequence[object]) -> None:
+        self._handle, self._method, self._arguments = handle, method, arguments
+
+    async def results_async(self, *, return_exceptions: bool) -> list[Any]:
+        assert return_exceptions
+        results: list[Any] = []
+        for name, replica in self._handle.replicas.items():
+            if name in self._handle.dead:
+                results.append(RuntimeError(f"the actor of {name} died"))
+            else:
+                results.append(await getattr(replica, self._method)(*copy.copy(self._arguments)))
+        return results
+
+
+@contextmanager
+def served(front: Front) -> Iterator[str]:
+    """Give the address at which a front is asked, over real HTTP."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        response = await front(Request(scope, receive))
+        await response(scope, receive, send)
+
+    server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_level="critical"))
+    started = threading.Event()
+
+    class Told(uvicorn.Server):
+        async def startup(self, sockets: Any = None) -> None:
+            await super().startup(sockets)
+            started.set()
+
+    server = Told(server.config)
+    thread = threading.Thread(target=server.run, name="front", daemon=True)
+    thread.start()
+    assert started.wait(10)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()

@@ -1,0 +1,283 @@
+"""The door of replicas on Ray Serve over real HTTP: who gets a request, and what is asked of all. Without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import httpx
+import pytest
+
+from ragcache_core import Engine, EngineDiedError, EngineError, PromptLayout, RenderedPrompt
+from ragcache_core.client.ray_serve.ask import Ask
+from ragcache_core.client.ray_serve.engine_replica import EngineReplica
+from ragcache_core.client.ray_serve.front import Front
+from ragcache_core.client.ray_serve.known_replicas import KnownReplicas
+from ragcache_core.errors import RequestRejectedError
+from ragcache_core.ordering import PathChange, encode_changes, static_prefix_digest
+from ragcache_core.routing.load import AskedPrompt
+from ragcache_core.stats import ForgetReceipt
+from ragcache_core.types import Document, SegmentKind
+from tests.conftest import DEMO_MODEL
+from tests.support.asking_ahead import speculate
+from tests.support.scripted_server import ENGINE_DEAD, IDLE, THREE_TIERS, Refusal, Reply, ScriptedServer
+from tests.support.serving import ScriptedHandle, served
+from tests.support.waiting import until
+
+NAMES = [f"document-{i}" for i in range(12)]
+KEY = {"Authorization": "Bearer key"}
+
+
+@pytest.fixture
+def servers() -> Iterator[list[ScriptedServer]]:
+    cache = {**THREE_TIERS, "max_overtaken": 0}
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                ScriptedServer(api_key="key", name=name, root=str(DEMO_MODEL), cache=dict(cache), load=IDLE)
+            )
+            for name in ("left", "middle", "right")
+        ]
+
+
+@pytest.fixture
+def handle(servers: list[ScriptedServer], monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedHandle]:
+    monkeypatch.setattr("ragcache_core.client.ordering.cached_prefixes._ASK_EVERY_S", 0.02)
+    with ExitStack() as stack:
+        joined = [stack.enter_context(Engine.connect(s.url, api_key="key", tokenizer=False)) for s in servers]
+        replicas = {f"replica-{i}": EngineReplica(engine, f"replica-{i}") for i, engine in enumerate(joined)}
+        known = KnownReplicas("key")
+        yield ScriptedHandle(replicas, known)
+        known.update({})
+
+
+@contextmanager
+def joined(handle: ScriptedHandle, patience_s: float = 5.0) -> Iterator[Engine]:
+    """Give the engine that a front of its own is."""
+    with served(Front(handle, patience_s)) as url, Engine.connect(url, api_key="key", restart_timeout_s=0.3) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(handle: ScriptedHandle) -> Iterator[Engine]:
+    with joined(handle) as one:
+        yield one
+
+
+def prompt(engine: Engine, *names: str, question: str = "Who?") -> RenderedPrompt:
+    return PromptLayout().render(engine.tokenizer, [Document(n, f"The text of {n} is here.") for n in names], question)
+
+
+def asked(servers: list[ScriptedServer]) -> list[int]:
+    return [len(server.requests) for server in servers]
+
+
+def idlest(handle: ScriptedHandle) -> str:
+    """Return who would get a request that is no completion."""
+    return handle.known.choose(list(handle.replicas), Ask("GET", "/", [], b""))[0]
+
+
+def home_of(handle: ScriptedHandle, shown: RenderedPrompt) -> str:
+    """Return who would get a question about documents that nobody has."""
+    names = tuple(segment.doc_id or "" for segment in shown.segments if segment.kind is SegmentKind.DOCUMENT)
+    ask = Ask("POST", "/", [], b"", AskedPrompt(names, (), 0, 100, None, f"None\0{names[0]}"))
+    handle.remote(ask)
+    ask.end()
+    assert ask.sent_to is not None
+    return ask.sent_to
+
+
+def tell(server: ScriptedServer, shown: RenderedPrompt, *documents: str) -> None:
+    """Have a server say that it has these documents cached, behind the static prefix of a prompt."""
+    prefix = static_prefix_digest(shown.token_ids, shown.segments)
+    assert prefix is not None
+    changes = [PathChange(prefix, documents[:n], 10 + 100 * n) for n in range(len(documents) + 1)]
+    engines = [{"is_reset": True, "changes": encode_changes(changes)}]
+    server.cached_paths = {"version": 3, "cursor": "1.1", "is_complete": True, "engines": engines}
+
+
+def test_documents_meet_again_at_one_replica_and_different_ones_are_spread(
+    engine: Engine, servers: list[ScriptedServer]
+) -> None:
+    places: dict[str, int] = {}
+    for name in NAMES * 2:
+        before = asked(servers)
+        engine.generate(prompt(engine, name, question=f"What of {name}?"))
+        (place,) = [i for i, (now, then) in enumerate(zip(asked(servers), before, strict=True)) if now > then]
+        assert places.setdefault(name, place) == place
+    assert set(places.values()) == {0, 1, 2}
+
+
+def test_the_order_is_that_of_the_replica_that_has_the_documents_and_it_gets_the_request(
+    engine: Engine, servers: list[ScriptedServer]
+) -> None:
+    documents = [Document(n, f"The text of {n} is here.") for n in ("a", "b")]
+    for server, has in zip(servers, (("x",), ("b", "a"), ("y",)), strict=True):
+        tell(server, prompt(engine, "b", "a"), *has)
+    assert engine.integration.ordering.refresh(), "of all replicas, through the front"
+    arranged = engine.arrange_documents(documents, "cache_aware").documents
+    assert [d.doc_id for d in arranged] == ["b", "a"]
+    shown = PromptLayout().render(engine.tokenizer, arranged, "Who?")
+    num_asked = 0
+
+    def goes_there() -> bool:  # as soon as the front follows the mirrors, which its first request begins
+        nonlocal num_asked
+        num_asked += 1
+        before = asked(servers)[1]
+        engine.generate(shown)
+        return asked(servers)[1] > before
+
+    assert until(goes_there)
+    before = asked(servers)
+    engine.generate(shown)
+    assert asked(servers) == [before[0], before[1] + 1, before[2]]
+
+
+def test_a_requests_figures_are_asked_of_the_replica_that_answered_and_of_all_where_that_is_not_known(
+    handle: ScriptedHandle, engine: Engine, servers: list[ScriptedServer]
+) -> None:
+    for name in NAMES:
+        assert engine.generate(prompt(engine, name)).stats.num_host_tokens is not None
+    for server in servers:
+        questions = [question for question in server.cache_questions if question.startswith("requests/")]
+        assert len(questions) == len(server.requests) > 0
+    body = {"model": engine.model, "prompt": "Who?", "max_tokens": 2}
+    answer = httpx.post(f"{engine.base_url}/completions", json=body, headers=KEY).json()
+    with served(Front(handle, 1.0)) as other:
+        figures = httpx.get(f"{other}/v1/ragcache/requests/{answer['id']}", headers=KEY)
+    assert figures.json()["num_gpu_tokens"] is not None
+
+
+def test_a_speculation_is_confirmed_where_it_was_sent_whichever_front_is_told(
+    handle: ScriptedHandle, engine: Engine, servers: list[ScriptedServer]
+) -> None:
+    for name in NAMES[:3]:
+        shown = prompt(engine, name)
+        ahead = speculate(engine, lambda shown=shown: engine.generate(shown, max_tokens=4))
+        assert until(lambda ahead=ahead: ahead.started_s is not None)
+        assert engine.generate(shown, max_tokens=4).text
+        assert not ahead.is_failed
+    for server in servers:
+        sent = [seen.speculation for seen in server.requests]
+        assert until(lambda server=server, sent=sent: server.confirmed == sent), "its own, and no other's"
+    with served(Front(handle, 1.0)) as other:
+        told = httpx.post(f"{other}/v1/ragcache/speculations/unheard/confirm", headers=KEY)
+    assert told.status_code == 204
+    assert all("unheard" in server.confirmed for server in servers), "whoever has it was told"
+
+
+def test_figures_of_all_replicas_are_one_report_and_one_page_that_names_them(
+    handle: ScriptedHandle, engine: Engine, servers: list[ScriptedServer]
+) -> None:
+    for name in NAMES:
+        engine.generate(prompt(engine, name))
+    stats = engine.stats()
+    assert stats.num_first_tokens == len(NAMES)
+    assert stats.num_corrupt_chunks == 2 * len(servers)
+    page = httpx.get(f"{engine.base_url.removesuffix('/v1')}/metrics", headers=KEY).text
+    first = [line for line in page.splitlines() if line.startswith("vllm:time_to_first_token_seconds_count{")]
+    assert sorted(line.partition('replica="')[2].partition('"')[0] for line in first) == sorted(handle.replicas)
+    assert sorted(float(line.rpartition(" ")[2]) for line in first) == sorted(map(float, asked(servers)))
+
+
+def test_what_is_forgotten_is_forgotten_by_all_or_it_is_said_that_it_is_not(
+    handle: ScriptedHandle, engine: Engine, servers: list[ScriptedServer]
+) -> None:
+    for server, known in zip(servers, (("a",), ("b",), ()), strict=True):
+        receipt = ForgetReceipt(forgotten=known, unknown=tuple({"a", "b", "c"} - set(known)), num_paths=len(known))
+        server.receipt = receipt.to_dict()
+    receipt = engine.forget(["a", "b", "c"])
+    assert set(receipt.forgotten) == {"a", "b"}
+    assert receipt.unknown == ("c",)
+    assert receipt.num_paths == 2
+    assert [server.forgotten for server in servers] == [[["a", "b", "c"]]] * 3
+    handle.dead.add("replica-1")
+    with pytest.raises(EngineError, match="answered 503"):
+        engine.forget(["a"])
+
+
+def test_what_a_replica_that_fails_had_not_begun_to_answer_is_answered_by_another(
+    handle: ScriptedHandle, engine: Engine, servers: list[ScriptedServer]
+) -> None:
+    shown = prompt(engine, "a")
+    engine.generate(shown)
+    home = asked(servers).index(1)
+    servers[home].script(ENGINE_DEAD)
+    assert engine.generate(shown).text
+    assert asked(servers)[home] == 2
+    assert sum(asked(servers)) == 3
+    handle.dead.add(f"replica-{home}")
+    assert engine.generate(shown).text
+    assert "".join(chunk.text for chunk in engine.stream(shown, max_tokens=8))
+    assert asked(servers)[home] == 2, "it rests, and is dead besides"
+
+
+def test_a_request_of_which_replicas_die_is_not_sent_to_all_of_them(
+    handle: ScriptedHandle, servers: list[ScriptedServer]
+) -> None:
+    for server in servers:
+        server.rules = [lambda request: ENGINE_DEAD]
+    with served(Front(handle, 5.0)) as url:
+        body = {"prompt": "Who?", "max_tokens": 2}
+        answer = httpx.post(f"{url}/v1/completions", json=body, headers=KEY, timeout=30)
+    assert answer.status_code == 503
+    assert "no replica answers" in answer.json()["error"]["message"]
+    assert sum(asked(servers)) == 3
+
+
+def test_an_answer_that_is_cut_is_seen_to_be_cut(engine: Engine, servers: list[ScriptedServer]) -> None:
+    for server in servers:
+        server.rules = [lambda request: Reply("one two three four five six", cut_after_tokens=3)]
+    with pytest.raises(EngineDiedError):
+        for _ in engine.stream(prompt(engine, "a"), max_tokens=8, temperature=1.0):
+            pass
+
+
+def test_tokens_pass_as_they_come_and_who_hangs_up_ends_the_request(
+    handle: ScriptedHandle, engine: Engine, servers: list[ScriptedServer]
+) -> None:
+    for server in servers:
+        server.rules = [lambda request: Reply(" ".join(["word"] * 200), token_wait_s=0.05)]
+    home = next(name for name in NAMES if home_of(handle, prompt(engine, name)) == "replica-0")
+    stream = engine.stream(prompt(engine, home), max_tokens=200)
+    assert next(stream).text
+    assert idlest(handle) != "replica-0"
+    assert sum(server.num_running for server in servers) == 1
+    stream.close()
+    assert until(lambda: sum(server.num_running for server in servers) == 0)
+    assert until(lambda: idlest(handle) == "replica-0"), "the first of equals: no request counts as its load any more"
+
+
+def test_requests_that_are_refused_and_names_that_need_quoting_pass_as_they_are(
+    engine: Engine, servers: list[ScriptedServer]
+) -> None:
+    for server in servers:
+        server.rules = [lambda request: Refusal(400, "not like that")]
+    with pytest.raises(RequestRejectedError, match="not like that"):
+        engine.generate(prompt(engine, "a"))
+    assert sum(asked(servers)) == 1
+    answer = httpx.get(f"{engine.base_url}/ragcache/requests/a%2Fb%20c?x=%26", headers=KEY)
+    assert answer.status_code == 404
+    assert any("requests/a%2Fb%20c" in question for server in servers for question in server.cache_questions)
+    assert httpx.get(f"{engine.base_url}/models", headers={"Authorization": "Bearer wrong"}).status_code == 401
+
+
+def test_what_is_each_replicas_own_is_refused(engine: Engine) -> None:
+    with pytest.raises(RequestRejectedError, match="each replica's own"):
+        engine.cache.ls()
+    with pytest.raises(RequestRejectedError, match="each replica's own"):
+        engine.cache.pin(["a"])
+
+
+async def test_a_replica_is_well_while_its_engine_is(servers: list[ScriptedServer]) -> None:
+    server = servers[0]
+    with Engine.connect(server.url, api_key="key", tokenizer=False) as joined:
+        replica = EngineReplica(joined, "replica-0")
+        await replica.check_health()
+        server.hang = "no step for 40 s"
+        with pytest.raises(EngineError, match="no step for 40 s"):
+            await replica.check_health()
+        server.hang = None
+        server.is_healthy = False
+        with pytest.raises(EngineError, match="replica-0 is not well"):
+            await replica.check_health()

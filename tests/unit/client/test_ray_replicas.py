@@ -1,0 +1,208 @@
+"""Which replica on Ray Serve gets a request, whatever becomes of it, and what is refused before any starts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import permutations
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from ragcache_core import CacheConfig, ConfigError, ragcache_deployment
+from ragcache_core.client.ordering.cached_prefixes import KnownPrefixes
+from ragcache_core.client.ray_serve.ask import Ask
+from ragcache_core.client.ray_serve.engine_replica import own_folder
+from ragcache_core.client.ray_serve.known_replicas import KnownReplicas
+from ragcache_core.ordering import CachedPaths, PathChange
+from ragcache_core.routing.load import AskedPrompt
+from tests.support.waiting import until
+
+NAMES = ["one", "two", "three"]
+PREFIX = b"prefix"
+
+
+class Mirror(KnownPrefixes):
+    """What a server says that it has, of each address."""
+
+    said: dict[str, CachedPaths] = {}
+    closed: list[str] = []
+
+    def __init__(self, url: str, api_key: str) -> None:
+        assert api_key == "key"
+        self._url = url
+
+    @property
+    def is_current(self) -> bool:
+        return True
+
+    @contextmanager
+    def reading(self) -> Iterator[Sequence[CachedPaths] | None]:
+        yield [self.said.get(self._url, CachedPaths())]
+
+    def refresh(self, timeout_s: float) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.closed.append(self._url)
+
+
+def told(*names: str, **serves: Any) -> dict[str, dict[str, Any]]:
+    return {name: {"url": f"http://{name}/v1", "serves": {"model": "m", **serves}} for name in names}
+
+
+@pytest.fixture
+def known() -> KnownReplicas:
+    Mirror.said, Mirror.closed = {}, []
+    replicas = KnownReplicas("key", Mirror)
+    replicas.update(told(*NAMES))
+    return replicas
+
+
+def asking(document: str = "a", **more: Any) -> Ask:
+    return Ask("POST", "/v1/completions", [], b"", AskedPrompt((document,), (120,), 20, 130, PREFIX, document), **more)
+
+
+def idlest(known: KnownReplicas) -> list[str]:
+    """Return the replicas, those first that have the least to do."""
+    return known.choose(NAMES, Ask("GET", "/health", [], b""))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_request_goes_where_its_documents_are_cached(known: KnownReplicas, name: str) -> None:
+    paths = CachedPaths()
+    paths.set(PathChange(PREFIX, (), 20))
+    paths.set(PathChange(PREFIX, ("a",), 120))
+    Mirror.said[f"http://{name}/v1"] = paths
+    chosen, *others = known.choose(NAMES, asking())
+    assert chosen == name
+    assert set(others) == set(NAMES) - {name}, "they may get it if that one is full"
+
+
+def test_many_requests_at_once_are_shared(known: KnownReplicas) -> None:
+    asked = [asking() for _ in range(30)]
+    places = [known.choose(NAMES, ask)[0] for ask in asked]
+    assert max(map(places.count, NAMES)) <= 1.25 * 30 / 3 + 5
+
+
+@pytest.mark.parametrize("how", ["answered", "given up", "moved", "never sent"])
+def test_however_a_request_ends_it_counts_nowhere_afterwards(known: KnownReplicas, how: str) -> None:
+    ask = asking()
+    home = known.choose(NAMES, ask)[0]
+    assert idlest(known)[0] != home
+    if how == "answered":
+        ask.answered()
+    elif how == "moved":
+        other = next(name for name in NAMES if name != home)
+        known.sent(other, ask)
+        assert ask.sent_to == other
+        assert idlest(known)[0] in set(NAMES) - {other}
+    ask.end()
+    ask.end()
+    if how == "given up":  # while Serve still chose
+        known.choose(NAMES, ask)
+    for name in NAMES:
+        if name != home:
+            known.choose([name], asking())  # with something to do
+    assert idlest(known)[0] == home
+
+
+def test_a_replica_that_failed_is_left_alone_while_others_are_there(known: KnownReplicas) -> None:
+    ask = asking()
+    home = known.choose(NAMES, ask)[0]
+    ask.failed()
+    ask.end()
+    assert home not in known.choose(NAMES, ask.again())
+    assert home not in known.choose(NAMES, asking()), "nor is it asked by others, for a while"
+    assert known.choose([home], asking()) == [home], "where there is no other one"
+    last = ask.again()
+    for _ in NAMES:
+        known.choose(NAMES, last)
+        last = last.again()
+    assert known.choose(NAMES, last), "somebody is asked even where all have failed"
+
+
+def test_who_alone_can_answer_gets_it_and_anybody_where_that_one_is_gone(known: KnownReplicas) -> None:
+    for name in NAMES:
+        assert known.choose(NAMES, Ask("POST", "/", [], b"", replica=name)) == [name]
+    assert known.choose(NAMES, Ask("POST", "/", [], b"", replica="gone"))
+
+
+@pytest.mark.parametrize("order", list(permutations(NAMES)), ids=" ".join)
+def test_a_replica_of_another_model_is_asked_nothing_while_an_older_one_runs(
+    order: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    known = KnownReplicas("key", Mirror)
+    first, second, third = order
+    known.update(told(first, second))
+    now = told(first, second) | told(third, model="another")
+    known.update(now)
+    (said,) = [record.message for record in caplog.records]
+    assert f"the replica at http://{third}/v1 has another model" in said
+    assert "'another' and not 'm'" in said
+    assert third not in known.choose(NAMES, asking())
+    assert known.choose([third], asking()) == []
+    known.update({third: now[third]})  # as after an update of the application
+    assert known.choose([third], asking()) == [third]
+
+
+def test_replicas_that_are_gone_are_followed_no_more(known: KnownReplicas) -> None:
+    known.update(told("two", "four"))
+    assert until(lambda: sorted(Mirror.closed) == ["http://one/v1", "http://three/v1"])
+    assert set(known.choose(["two", "four"], asking())) == {"two", "four"}
+
+
+async def test_serves_router_asks_the_best_replica_first_and_notes_who_got_it() -> None:
+    pytest.importorskip("ray.serve", reason="ray[serve] is not installed")
+    from ray.serve.request_router import PendingRequest
+
+    from ragcache_core.client.ray_serve import router as module
+
+    router = module.DocumentRouter.__new__(module.DocumentRouter)  # its base wants a cluster
+    router.initialize_state(api_key="key")
+    router._known = known = KnownReplicas("key", Mirror)
+    known.update(told(*NAMES))
+    replicas: list[Any] = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in NAMES]
+    ask = asking()
+    pending = PendingRequest(args=[ask], kwargs={}, metadata=cast("Any", None))
+    (best,), others = await router.choose_replicas(replicas, pending)
+    assert best.replica_id.unique_id == ask.sent_to
+    assert [best, *others] != replicas or ask.sent_to == NAMES[0]
+    assert {each.replica_id.unique_id for each in (best, *others)} == set(NAMES)
+    router.on_request_routed(pending, others[0].replica_id, None)
+    assert ask.sent_to == others[0].replica_id.unique_id
+    assert await router.choose_replicas(replicas, None) == [replicas]
+
+
+def test_each_replica_of_a_machine_has_a_disk_of_its_own(tmp_path: Path) -> None:
+    cache = CacheConfig(host_bytes="1GiB", disk_bytes="1GiB", directory=tmp_path)
+    assert own_folder(cache, 0).directory == tmp_path / "replica-0"
+    assert own_folder(cache, 1).directory == tmp_path / "replica-1"
+    without = CacheConfig(host_bytes="1GiB")
+    assert own_folder(without, 1) is without
+    assert own_folder(None, 1) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_replicas": 0}, "num_replicas is 0: give 1 or more"),
+        ({"num_replicas": -1}, "num_replicas is -1"),
+        ({"num_replicas": True}, "num_replicas is True"),
+        ({"num_replicas": 2, "autoscaling_config": {"max_replicas": 4}}, "leave one of them out"),
+        ({"api_key": ""}, "api_key is empty"),
+        ({"port": 8000, "max_restarts": 3}, "max_restarts, port cannot be set"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ragcache_deployment("model", **{"api_key": "key", **settings})
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"pip install 'ragcache\[ray\]'"):
+        ragcache_deployment("model", api_key="key")
