@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from ragcache_core.client.launch.vllm_offload import VLLMOffload
 from ragcache_core.config import CacheConfig
 from ragcache_core.errors import ConfigError
+from ragcache_core.runtime.environment import API_KEY_ENV
 
 _SERVES = ("cancel", "host", "max_restarts", "port", "progress", "restart_window_s")
 """Settings of a launch that are not the user's here: Serve places replicas, and starts them anew."""
@@ -24,7 +26,7 @@ _FRONT: Mapping[str, Any] = {"max_ongoing_requests": 10_000, "ray_actor_options"
 def ragcache_deployment(
     model: str,
     *,
-    api_key: str,
+    api_key: str | None = None,
     num_replicas: int | None = None,
     autoscaling_config: Mapping[str, Any] | None = None,
     cache: CacheConfig | VLLMOffload | None = CacheConfig(),  # noqa: B008 (frozen)
@@ -45,7 +47,7 @@ def ragcache_deployment(
 
     Args:
         model: a folder in Hugging Face format that every node has, or a name of the hub.
-        api_key: the key that all replicas ask for.
+        api_key: the key that all replicas ask for; by default that of ``RAGCACHE_API_KEY``.
         num_replicas: how many; by default one, if they do not follow the load.
         autoscaling_config: Serve's, by which their number follows the load.
         cache: what each replica keeps. On disk each has a folder of its own in ``directory``.
@@ -57,8 +59,9 @@ def ragcache_deployment(
     Raises:
         ConfigError: Ray Serve is not installed, there is no key, no replica, or a setting that Serve has.
     """
+    api_key = api_key or os.environ.get(API_KEY_ENV)
     if not api_key:
-        raise ConfigError("api_key is empty: replicas can be reached from other machines, give them a key")
+        raise ConfigError(f"there is no api_key, and replicas can be reached from other machines: set {API_KEY_ENV}")
     if num_replicas is not None and (isinstance(num_replicas, bool) or num_replicas < 1):
         raise ConfigError(f"num_replicas is {num_replicas!r}: give 1 or more, or an autoscaling_config")
     if num_replicas is not None and autoscaling_config is not None:
@@ -85,6 +88,15 @@ def ragcache_deployment(
     replicas = deployment(LaunchedReplica).options(name="ragcache-replica", **options).bind(model, settings)
     front = deployment(Front).options(name="ragcache-front", **{**_FRONT, **(front_options or {})})
     return front.bind(replicas, _PATIENCE_S)
+
+
+def build(args: dict[str, Any]) -> Any:
+    """Return :func:`ragcache_deployment` of a file of Serve's, whose ``args`` these are.
+
+    ``cache`` is a table of settings.
+    """
+    cache = args.get("cache")
+    return ragcache_deployment(**{**args, "cache": CacheConfig(**cache)} if isinstance(cache, dict) else args)
 
 
 def _router(api_key: str) -> dict[str, Any]:

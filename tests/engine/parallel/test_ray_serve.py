@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import signal
@@ -9,50 +10,43 @@ import socket
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
-from ragcache_core import CacheConfig, Engine, PromptLayout, RenderedPrompt, ragcache_deployment
-from tests.conftest import DEMO_MODEL, ENGINE_ARGS
+from examples import fleet_ray as example
+from examples._shared import open_demo_store
+from ragcache_core import Engine, PromptLayout, RenderedPrompt
+from tests.conftest import DEMO_MODEL
 from tests.engine.parallel.scene import BLOCK, PATIENCE_S, QUESTION, documents
 from tests.support.asking_ahead import speculate
 from tests.support.waiting import until
 
-ray = pytest.importorskip("ray", reason="ray is not installed")
-serve = pytest.importorskip("ray.serve", reason="ray[serve] is not installed")
+pytest.importorskip("ray.serve", reason="ray[serve] is not installed")
 
 MARKS = [f"ray {i}" for i in range(10)]
 ANEW_S = 400.0
 """Seconds in which another replica has started, on two cores that others use as well."""
-SMALL = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False, "log_to_driver": False}
 
 
 @pytest.fixture(scope="module")
 def together() -> Iterator[Engine]:
-    """What the replicas are together. Nothing of Ray is left behind, and nothing is told to its makers."""
+    """What the example's replicas are together. Nothing of Ray is left behind, and nothing is told to its makers."""
     folder = tempfile.mkdtemp(prefix="ray-")  # sockets lie there, whose names must be short
-    with socket.socket() as free, pytest.MonkeyPatch.context() as patched:
+    with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-        patched.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    options = argparse.Namespace(model=str(DEMO_MODEL), replicas=2, address=None, port=port)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("RAY_TMPDIR", folder)
         patched.setenv("RAY_AUTH_MODE", "disabled")  # else it keeps a token in the home folder
-        ray.init(_temp_dir=folder, _node_ip_address="127.0.0.1", **SMALL)
-    try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        cache = CacheConfig(kv_cache_bytes="32MiB", block_size=BLOCK, host_bytes="16MiB")
-        settings = {**ENGINE_ARGS, "cache": cache, "num_replicas": 2, "env": {"OMP_NUM_THREADS": "1"}}
-        serve.run(ragcache_deployment(str(DEMO_MODEL), api_key="key", **settings), name="ragcache")
-        with Engine.connect(f"http://127.0.0.1:{port}", api_key="key") as joined:
-            yield joined
-    finally:
-        engines = servers()
-        serve.shutdown()
-        ray.shutdown()
-        psutil.wait_procs(engines, timeout=PATIENCE_S)
-        shutil.rmtree(folder, ignore_errors=True)
-        assert not [each for each in engines if each.is_running()]
+        with example.served(options) as engine:
+            yield engine
+            engines = servers()
+    assert not psutil.wait_procs(engines, timeout=PATIENCE_S)[1], "engines end with their replicas"
+    shutil.rmtree(folder)
 
 
 def servers() -> list[psutil.Process]:
@@ -112,6 +106,13 @@ def test_what_is_forgotten_is_forgotten_by_all(together: Engine) -> None:
     assert receipt.is_complete
     for mark in MARKS[:4]:
         assert together.generate(prompt(together, mark), max_tokens=4).stats.num_cached_tokens <= 2 * BLOCK
+
+
+def test_the_example_asks_them(together: Engine, tmp_path: Path) -> None:
+    with open_demo_store(tmp_path / "store") as store:
+        measured = example.ask(together, store, 8)
+    assert 0.0 < measured["cached_share"] < 1.0
+    assert measured["mean_ttft_ms"] > 0
 
 
 def test_when_a_replica_is_killed_every_request_is_answered_as_before_and_another_one_starts(together: Engine) -> None:

@@ -15,6 +15,7 @@ import pytest
 from ragcache_core import CacheConfig, ConfigError, ragcache_deployment
 from ragcache_core.client.ordering.cached_prefixes import KnownPrefixes
 from ragcache_core.client.ray_serve.ask import Ask
+from ragcache_core.client.ray_serve.deployment import build
 from ragcache_core.client.ray_serve.engine_replica import own_folder
 from ragcache_core.client.ray_serve.known_replicas import KnownReplicas
 from ragcache_core.ordering import CachedPaths, PathChange
@@ -193,13 +194,30 @@ def test_each_replica_of_a_machine_has_a_disk_of_its_own(tmp_path: Path) -> None
         ({"num_replicas": -1}, "num_replicas is -1"),
         ({"num_replicas": True}, "num_replicas is True"),
         ({"num_replicas": 2, "autoscaling_config": {"max_replicas": 4}}, "leave one of them out"),
-        ({"api_key": ""}, "api_key is empty"),
+        ({"api_key": ""}, "there is no api_key, and replicas"),
         ({"port": 8000, "max_restarts": 3}, "max_restarts, port cannot be set"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_settings_that_cannot_work_are_refused(
+    settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAGCACHE_API_KEY", raising=False)
     with pytest.raises(ConfigError, match=message):
         ragcache_deployment("model", **{"api_key": "key", **settings})
+
+
+def test_a_file_of_serves_has_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray.serve", reason="ray[serve] is not installed")
+    monkeypatch.setenv("RAGCACHE_API_KEY", "key")
+    cache = {"kv_cache_bytes": "32MiB", "host_bytes": "1GiB"}
+    args = {"model": "m", "autoscaling_config": {"max_replicas": 4}, "cache": cache, "max_model_len": 2048}
+    application = build(args)
+    replicas = application._bound_deployment.init_args[0]._bound_deployment
+    model, settings = replicas.init_args
+    assert (model, settings["max_model_len"], settings["api_key"]) == ("m", 2048, "key")
+    assert settings["cache"] == CacheConfig(**cache)
+    with pytest.raises(ConfigError, match="host_bytes"):
+        build({**args, "cache": {"host_bytes": "many"}})
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
