@@ -13,7 +13,7 @@ Head = tuple[int, Headers]
 """Status and headers of an answer."""
 UNREACHED = 502
 """The status of a replica whose server takes no connection."""
-HOPS = frozenset(("connection", "content-length", "host", "keep-alive", "transfer-encoding"))
+HOPS = frozenset(("connection", "content-length", "date", "host", "keep-alive", "server", "transfer-encoding"))
 """Headers that each server sets itself."""
 
 

@@ -13,7 +13,7 @@ from urllib.parse import parse_qs
 
 import httpx
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from ragcache_core.client.http.asked import Asked
 from ragcache_core.client.http.attempt import engine_died
@@ -26,7 +26,7 @@ _SPECULATION_ROUTE = re.compile(r"/v1/ragcache/speculations/([^/]+)")
 _REQUEST_ROUTE = re.compile(r"/v1/ragcache/requests/")
 _OF_ONE = re.compile(r"/v1/ragcache/(cache|cache/gc|drain|documents/(show|pin|unpin|prefetch))")
 _MAX_PLACES = 8192
-_MAX_CUT = 3
+_MAX_LOST = 3
 """Replicas that may lose the same request before its first token: it may be what they die of."""
 _PAUSE_S = 0.2
 _UNAVAILABLE = 503
@@ -72,15 +72,19 @@ class Front:
         if asks_completion(asked):
             read = Asked.of(asked)
             ask.prompt, speculation = read.prompt, read.speculation
-        ends_s, num_cut = time.monotonic() + self._patience_s, 0
+        ends_s, num_lost = time.monotonic() + self._patience_s, 0
         while True:
             try:
                 return await self._begin(ask, speculation)
             except _UnansweredError as failure:
-                num_cut += failure.was_begun
+                num_lost += failure.was_begun
                 is_once = failure.was_begun and ask.prompt is None and ask.method != "GET"
-                if is_once or num_cut >= _MAX_CUT or time.monotonic() >= ends_s:
-                    return _refused(_UNAVAILABLE, f"no replica answers: {failure}")
+                if is_once or num_lost >= _MAX_LOST:
+                    return _refused(
+                        500, f"{num_lost} replicas lost this request, and it is sent to no other: ask again"
+                    )
+                if time.monotonic() >= ends_s:
+                    return _unavailable(str(failure))
                 _logger.warning("a request is sent to another replica: %s", failure)
                 if ask.sent_to in ask.tried:
                     await asyncio.sleep(_PAUSE_S)
@@ -100,9 +104,9 @@ class Front:
                     self._remember(speculation, ask.sent_to)
                 first = await anext(parts, b"")
             except Exception as error:  # Serve's and Ray's own: the replica is gone, or has lost its server
-                raise _UnansweredError(f"{type(error).__name__}: {error!s:.200}", was_begun=True) from error
+                raise _UnansweredError(f"{type(error).__name__}: {error!s:.200}", ask.sent_to is not None) from error
             if status in (UNREACHED, _UNAVAILABLE) or engine_died(httpx.Response(status, headers=headers), first):
-                raise _UnansweredError(f"status {status} {first[:200]!r}", was_begun=status < UNREACHED)
+                raise _UnansweredError(f"status {status} {first[:200]!r}", status not in (UNREACHED, _UNAVAILABLE))
         except BaseException as error:
             parts.cancel()
             if isinstance(error, _UnansweredError):
@@ -127,7 +131,7 @@ class Front:
         if route == PATHS_ROUTE and answers.keys() != (cursors := _cursors(ask)).keys() and cursors:
             answers, failed = await self._ask_all(ask, is_anew=True)  # others are there than were
         if not answers or (failed and ask.method == "POST"):
-            return _refused(_UNAVAILABLE, f"not every replica answers, ask again: {failed!s:.400}")
+            return _unavailable(f"not every replica answers, ask again: {failed!s:.400}")
         for (status, headers), body in answers.values():
             if status != httpx.codes.OK:
                 return Response(body, status, dict(headers))
@@ -138,7 +142,7 @@ class Front:
         """Return the answer of the replica that knows what another front has asked one of them."""
         answers, failed = await self._ask_all(ask)
         if not answers:
-            return _refused(_UNAVAILABLE, f"no replica answers: {failed!s:.400}")
+            return _unavailable(str(failed))
         (status, headers), body = min(answers.values(), key=lambda answer: answer[0][0])
         return Response(body, status, dict(headers))
 
@@ -181,7 +185,7 @@ class _Passed(StreamingResponse):
 class _UnansweredError(Exception):
     """A replica does not answer a request; ``was_begun`` is false where it certainly did not get it."""
 
-    def __init__(self, why: str, *, was_begun: bool) -> None:
+    def __init__(self, why: str, was_begun: bool) -> None:
         super().__init__(why)
         self.was_begun = was_begun
 
@@ -199,3 +203,8 @@ def _cursors(ask: Ask) -> dict[str, str]:
 
 def _refused(status: int, why: str) -> Response:
     return JSONResponse({"error": {"message": why, "type": "ReplicaError", "code": status}}, status)
+
+
+def _unavailable(why: str) -> Response:
+    """Return an answer as a proxy's whose servers are gone, after which clients send a request again."""
+    return PlainTextResponse(f"no replica answers: {why:.400}", _UNAVAILABLE, {"Retry-After": "2"})

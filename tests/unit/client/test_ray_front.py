@@ -220,9 +220,24 @@ def test_a_request_of_which_replicas_die_is_not_sent_to_all_of_them(
     with served(Front(handle, 5.0)) as url:
         body = {"prompt": "Who?", "max_tokens": 2}
         answer = httpx.post(f"{url}/v1/completions", json=body, headers=KEY, timeout=30)
-    assert answer.status_code == 503
-    assert "no replica answers" in answer.json()["error"]["message"]
+    assert answer.status_code == 500
+    assert answer.json()["error"]["message"].startswith("3 replicas lost this request")
     assert sum(asked(servers)) == 3
+
+
+def test_while_no_replica_takes_requests_they_wait_and_are_answered_when_one_does(
+    handle: ScriptedHandle, engine: Engine, servers: list[ScriptedServer]
+) -> None:
+    for server in servers:
+        server.script(*[Refusal(503, "draining")] * 3)
+    assert engine.generate(prompt(engine, "a")).text
+    assert sum(asked(servers)) > len(servers)
+    for server in servers:
+        server.rules = [lambda request: Refusal(503, "draining")]
+    with served(Front(handle, 0.3)) as url:
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "Who?"}, headers=KEY, timeout=30)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
+    assert "no replica answers" in answer.text
 
 
 def test_an_answer_that_is_cut_is_seen_to_be_cut(engine: Engine, servers: list[ScriptedServer]) -> None:
