@@ -27,7 +27,7 @@ ENGINE := tests/engine tests/vllm_facts -n $(WORKERS) --dist loadfile --no-loads
 # What also runs on another release of vLLM: answers over all tiers, restarts, speculation, and schedulers without a model.
 ELSEWHERE := tests/vllm_facts $(addprefix tests/engine/,vllm_plugin/test_tiers_on_the_engine.py vllm_plugin/test_storing.py \
   vllm_plugin/test_room.py client/test_speculating.py)
-# Engines of several workers, which take both cores.
+# Engines of several workers, and several engines, which take both cores.
 PARALLEL := tests/engine/parallel
 # Runs a command and says how long it took.
 timed   = @began=$$(date +%s); $(2) && echo "ragcache: $(1) took $$(($$(date +%s) - began)) s"
@@ -75,7 +75,7 @@ test-engine: $(READY) ## the tests on real engines, but those of test-benchmarks
 	$(call timed,tests on engines,$(VENV)/bin/python -m pytest $(ENGINE) -m "not benchmark and not alone" --ignore=$(PARALLEL))
 	$(call timed,tests with nothing beside them,$(VENV)/bin/python -m pytest $(ALONE) -m alone)
 
-test-parallel: $(READY) ## the tests on engines of several workers, and on several engines behind one server
+test-parallel: $(READY) ## the tests on engines of several workers, on several engines behind one server, and on Ray Serve
 	$(call timed,tests on several workers,$(VENV)/bin/python -m pytest $(PARALLEL) --durations=5)
 
 test-benchmarks: $(READY) ## benchmarks and examples that measure, each once and small

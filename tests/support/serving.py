@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import socket
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
@@ -76,6 +77,18 @@ class _Results:
         return results
 
 
+class _ToldServer(uvicorn.Server):
+    """Says when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listens = threading.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listens.set()
+
+
 @contextmanager
 def served(front: Front) -> Iterator[str]:
     """Give the address at which a front is asked, over real HTTP."""
@@ -84,18 +97,10 @@ def served(front: Front) -> Iterator[str]:
         response = await front(Request(scope, receive))
         await response(scope, receive, send)
 
-    server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_level="critical"))
-    started = threading.Event()
-
-    class Told(uvicorn.Server):
-        async def startup(self, sockets: Any = None) -> None:
-            await super().startup(sockets)
-            started.set()
-
-    server = Told(server.config)
+    server = _ToldServer(uvicorn.Config(app, port=0, lifespan="off", log_level="critical"))
     thread = threading.Thread(target=server.run, name="front", daemon=True)
     thread.start()
-    assert started.wait(10)
+    assert server.listens.wait(10)
     try:
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
