@@ -49,7 +49,7 @@ $(READY): pyproject.toml requirements/lock.txt
 	  echo "ragcache: error: $$($(PYTHON) --version) is too old, Python 3.11 or newer is needed: make $(or $(MAKECMDGOALS),setup) PYTHON=python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	@echo "ragcache: setting up $(VENV), once: 4 GB"
-	@echo "ragcache: 1 of 3: $$(grep -c == requirements/lock.txt) packages of requirements/lock.txt, 2.7 GB unpacked"
+	@echo "ragcache: 1 of 3: $$(grep -c == requirements/lock.txt) packages of requirements/lock.txt, 3.0 GB unpacked"
 	$(PIP) install --no-deps -r requirements/lock.txt
 	@echo "ragcache: 2 of 3: PyTorch $(TORCH), 0.8 GB unpacked (the build for CUDA, if no index with CPU builds is known: several GB)"
 	$(PIP) install --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==$(TORCH)+cpu \

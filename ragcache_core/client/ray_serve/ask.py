@@ -35,6 +35,7 @@ class Ask:
         prompt: of a completion, which counts as its replica's load.
         replica: the only one that can answer it.
         tried: replicas that did not.
+        on_chosen: told who was chosen, in whatever thread that is done.
         sent_to: the replica that was chosen.
     """
 
@@ -45,6 +46,7 @@ class Ask:
     prompt: AskedPrompt | None = None
     replica: str | None = None
     tried: frozenset[str] = frozenset()
+    on_chosen: Callable[[str], None] | None = None
     sent_to: str | None = None
     _count: Count | None = None
     _is_over: bool = False
@@ -56,7 +58,7 @@ class Ask:
     def again(self) -> Ask:
         """Return the next try, after this one failed."""
         tried = self.tried if self.sent_to is None else self.tried | {self.sent_to}
-        return Ask(self.method, self.path, self.headers, self.body, self.prompt, self.replica, tried)
+        return Ask(self.method, self.path, self.headers, self.body, self.prompt, self.replica, tried, self.on_chosen)
 
     def begin(self, name: str, count: Count | None) -> None:
         """Note who gets it, in the place of whoever was chosen before."""
@@ -67,6 +69,8 @@ class Ask:
                 count.end()
         if before is not None:
             before.end()
+        if self.on_chosen is not None:
+            self.on_chosen(name)
 
     def failed(self) -> None:
         """Note that its replica does not answer it, and may not answer others for a while."""

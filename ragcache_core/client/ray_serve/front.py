@@ -8,6 +8,7 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -68,14 +69,15 @@ class Front:
 
     async def _of_one(self, ask: Ask) -> Response:
         asked = httpx.Request(ask.method, f"http://replica{ask.path}", headers=ask.headers, content=ask.body)
-        speculation = None
         if asks_completion(asked):
             read = Asked.of(asked)
-            ask.prompt, speculation = read.prompt, read.speculation
+            ask.prompt = read.prompt
+            if read.speculation is not None:  # it may be confirmed before it is answered
+                ask.on_chosen = partial(self._remember, read.speculation)
         ends_s, num_lost = time.monotonic() + self._patience_s, 0
         while True:
             try:
-                return await self._begin(ask, speculation)
+                return await self._begin(ask)
             except _UnansweredError as failure:
                 num_lost += failure.was_begun
                 is_once = failure.was_begun and ask.prompt is None and ask.method != "GET"
@@ -90,7 +92,7 @@ class Front:
                     await asyncio.sleep(_PAUSE_S)
                 ask = ask.again()
 
-    async def _begin(self, ask: Ask, speculation: str | None) -> Response:
+    async def _begin(self, ask: Ask) -> Response:
         """Return the answer when its first bytes are there.
 
         Raises:
@@ -100,8 +102,6 @@ class Front:
         try:
             try:
                 status, headers = await anext(parts)
-                if speculation is not None and ask.sent_to is not None:
-                    self._remember(speculation, ask.sent_to)
                 first = await anext(parts, b"")
             except Exception as error:  # Serve's and Ray's own: the replica is gone, or has lost its server
                 raise _UnansweredError(f"{type(error).__name__}: {error!s:.200}", ask.sent_to is not None) from error
@@ -119,8 +119,8 @@ class Front:
         return _Passed(ask, (status, headers), first, parts)
 
     def _remember(self, name: str, replica: str) -> None:
+        self._places.pop(name, None)
         self._places[name] = replica
-        self._places.move_to_end(name)
         if len(self._places) > _MAX_PLACES:
             self._places.popitem(last=False)
 
@@ -143,7 +143,7 @@ class Front:
         answers, failed = await self._ask_all(ask)
         if not answers:
             return _unavailable(str(failed))
-        (status, headers), body = min(answers.values(), key=lambda answer: answer[0][0])
+        (status, headers), body = min(answers.values(), key=_ignorance)
         return Response(body, status, dict(headers))
 
     async def _ask_all(self, ask: Ask, *, is_anew: bool = False) -> tuple[dict[str, tuple[Head, bytes]], list[Any]]:
@@ -195,6 +195,12 @@ def _path(request: Request) -> str:
     typed = request.scope.get("raw_path") or request.scope["path"].encode()
     path = typed.decode("ascii").partition("?")[0].removeprefix(request.scope.get("root_path", ""))
     return f"{path}?{request.url.query}" if request.url.query else path
+
+
+def _ignorance(answer: tuple[Head, bytes]) -> tuple[int, bool]:
+    """Return how little an answer says: of a speculation that a replica has not, it says that it has not waited yet."""
+    (status, _), body = answer
+    return status, b'"waited_s":null' in body.replace(b" ", b"")
 
 
 def _cursors(ask: Ask) -> dict[str, str]:

@@ -160,10 +160,27 @@ def test_a_speculation_is_confirmed_where_it_was_sent_whichever_front_is_told(
     for server in servers:
         sent = [seen.speculation for seen in server.requests]
         assert until(lambda server=server, sent=sent: server.confirmed == sent), "its own, and no other's"
+    has = next(server for server in servers if server.requests)
     with served(Front(handle, 1.0)) as other:
         told = httpx.post(f"{other}/v1/ragcache/speculations/unheard/confirm", headers=KEY)
+        waited = httpx.get(f"{other}/v1/ragcache/speculations/{has.confirmed[0]}?after=0", headers=KEY)
     assert told.status_code == 204
     assert all("unheard" in server.confirmed for server in servers), "whoever has it was told"
+    assert waited.json()["waited_s"] is not None, "whoever has it says so"
+
+
+def test_a_speculation_is_confirmed_while_its_answer_has_not_begun(
+    engine: Engine, servers: list[ScriptedServer]
+) -> None:
+    for server in servers:
+        server.rules = [lambda request: Reply("later", wait_s=1.0)]
+    shown = prompt(engine, "a")
+    ahead = speculate(engine, lambda: engine.generate(shown, max_tokens=4))
+    assert until(lambda: ahead.started_s is not None)
+    assert engine.generate(shown, max_tokens=4).text == "later"
+    confirmed = [server.confirmed for server in servers if server.requests]
+    assert until(lambda: len(confirmed[0]) == 1)
+    assert sum(len(server.confirmed) for server in servers) == 1, "nobody else was asked"
 
 
 def test_figures_of_all_replicas_are_one_report_and_one_page_that_names_them(
