@@ -67,7 +67,7 @@ def prompt(engine: Engine, mark: str) -> RenderedPrompt:
 
 def first_tokens(engine: Engine) -> dict[str, float]:
     """Return how many requests each replica has answered."""
-    page = httpx.get(f"{engine.base_url.removesuffix('/v1')}/metrics", timeout=30).text
+    page = httpx.get(f"{engine.base_url.removesuffix('/v1')}/metrics", timeout=ANEW_S).text
     lines = [line for line in page.splitlines() if line.startswith("vllm:time_to_first_token_seconds_count{")]
     return {line.partition('replica="')[2].partition('"')[0]: float(line.rpartition(" ")[2]) for line in lines}
 
@@ -78,7 +78,7 @@ def test_documents_are_asked_about_where_they_are_cached(together: Engine) -> No
     assert together.integration.cached_prefixes.refresh(PATIENCE_S), "all replicas' mirrors are there, as one's"
     for mark in MARKS:
         shown = list(reversed(documents(mark)))
-        assert together.arrange_documents(shown, "cache_aware").documents == documents(mark)
+        assert list(together.arrange_documents(shown, "cache_aware").documents) == documents(mark)
         again = together.generate(prompt(together, mark), max_tokens=4).stats
         assert again.num_gpu_tokens == again.num_cached_tokens >= again.num_prompt_tokens - 2 * BLOCK
     served = first_tokens(together)
