@@ -475,11 +475,6 @@ def _check_memory(kv_bytes: int, host_bytes: int, memory: Memory) -> None:
         )
 
 
-def default_directory() -> Path:
-    """Return where the disk tier is, if nobody says where."""
-    return Path(platformdirs.user_cache_dir("ragcache")) / "kv"
-
-
 def _writable(directory: Path, disk_bytes: int) -> Path:
     """Return the absolute path of a directory that is there, can be written to, and lies on a disk large enough."""
     try:

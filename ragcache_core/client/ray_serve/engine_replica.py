@@ -10,7 +10,7 @@ import httpx
 from ragcache_core.client.engine import Engine
 from ragcache_core.client.fleet.alike import told_by
 from ragcache_core.client.ray_serve.ask import HOPS, UNREACHED, Ask, Head
-from ragcache_core.config import CacheConfig, default_directory
+from ragcache_core.config import CacheConfig
 from ragcache_core.errors import EngineDiedError, EngineError
 
 _HEALTH_TIMEOUT_S = 10.0
@@ -110,4 +110,4 @@ def own_folder(cache: Any, rank: int) -> Any:
     """Return settings whose disk no other replica on the same machine has, but the next one of this number."""
     if not isinstance(cache, CacheConfig) or not cache.disk_bytes:
         return cache
-    return cache.model_copy(update={"directory": (cache.directory or default_directory()) / f"replica-{rank}"})
+    return cache.model_copy(update={"directory": cache.folder / f"replica-{rank}"})
