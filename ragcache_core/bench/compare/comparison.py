@@ -150,7 +150,9 @@ def _rates(
         open_engine(first, host_bytes, Path(folder)) as engine,
     ):
         start_s = time.perf_counter() - began_s
-        load = Load(engine, prompts, order=first.order, sends_documents=first.sends_documents)
+        load = Load(
+            engine, prompts, order=first.order, sends_documents=first.sends_documents, speculates=first.speculates
+        )
         num_requests = min(comparison.amounts.num_requests, len(prompts) - _IN_FLIGHT)
         capacity = capacity_rps(load, num_requests, in_flight=_IN_FLIGHT)
     return tuple(round(share * capacity, 4) for share in comparison.rates), round(capacity, 4), start_s

@@ -10,13 +10,16 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
 import numpy as np
 
 from ragcache_core.bench.compare.prompts import TracedPrompts
+from ragcache_core.bench.compare.search.prompts import SearchedPrompts
+from ragcache_core.bench.compare.search.question import Searched, Searching
+from ragcache_core.bench.token_client import TokenRequest
 from ragcache_core.client import Engine, translate_errors
 from ragcache_core.errors import ConfigError, EngineDiedError, RequestRejectedError
 from ragcache_core.ordering import DocumentOrder
@@ -35,6 +38,7 @@ class Answered:
     num_cached_tokens: int
     num_output_tokens: int
     is_reordered: bool
+    search: Searched | None = None
 
     @property
     def tpot_s(self) -> float | None:
@@ -56,7 +60,11 @@ def poisson_arrivals(num_requests: int, requests_per_s: float, seed: int) -> lis
 
 
 class Load:
-    """Asks one engine for the requests of a trace; documents are shown in ``order``, which its cache may decide."""
+    """Asks one engine for the requests of a trace; documents are shown in ``order``, which its cache may decide.
+
+    Prompts that are searched for are so within the time of their requests: in stages where the engine is told of
+    documents, and ``speculates`` asks it from what a stage found.
+    """
 
     def __init__(
         self,
@@ -65,6 +73,7 @@ class Load:
         *,
         order: DocumentOrder = "retrieval",
         sends_documents: bool = True,
+        speculates: bool = False,
         on_answer: Callable[[], object] | None = None,
     ) -> None:
         self._engine = engine
@@ -72,6 +81,11 @@ class Load:
         self._order = order
         self._sends_documents = sends_documents
         self._on_answer = on_answer
+        self._url = f"{engine.base_url}/completions"
+        self._headers = {"Authorization": f"Bearer {engine.api_key}"}
+        self._searching: Searching | None = None
+        if isinstance(prompts, SearchedPrompts):
+            self._searching = Searching(engine, prompts, order, sends_documents, speculates, self._body, self._post)
 
     def replay(self, numbers: Sequence[int], arrival_s: Sequence[float]) -> list[Answered]:
         """Send request ``numbers[i]`` after ``arrival_s[i]`` seconds, and return all answers when the last is there.
@@ -117,8 +131,7 @@ class Load:
     def _run(self, send: Callable[[httpx.AsyncClient], Coroutine[Any, Any, list[Answered]]]) -> list[Answered]:
         async def connected() -> list[Answered]:
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-            headers = {"Authorization": f"Bearer {self._engine.api_key}"}
-            async with httpx.AsyncClient(timeout=_TIMEOUT, limits=limits, headers=headers, trust_env=False) as http:
+            async with httpx.AsyncClient(limits=limits, trust_env=False) as http:
                 return await send(http)
 
         with translate_errors():
@@ -128,11 +141,26 @@ class Load:
                 raise group.exceptions[0] from group
 
     async def _ask(self, http: httpx.AsyncClient, number: int, due_s: float) -> Answered:
+        if self._searching is not None:
+            return await self._ask_searched(self._searching, http, number, due_s)
         order, is_reordered = None, False
         if self._order != "retrieval":
             arranged = self._engine.arrange_documents(self._prompts.documents(number), self._order)
             order, is_reordered = [d.doc_id for d in arranged.documents], arranged.is_reordered
         request = self._prompts.request(number, order=order, sends_documents=self._sends_documents)
+        return await self._answer(http, number, due_s, self._body(request), is_reordered)
+
+    async def _ask_searched(self, searching: Searching, http: httpx.AsyncClient, number: int, due_s: float) -> Answered:
+        question = await searching.question(number)
+        try:
+            http = self._engine.http_async_client() if searching.is_staged else http  # joins what was sent ahead
+            with question.asking():
+                answered = await self._answer(http, number, due_s, question.body(), question.is_reordered)
+            return replace(answered, search=question.searched())
+        finally:
+            question.close()
+
+    def _body(self, request: TokenRequest) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self._engine.model,
             "prompt": list(request.token_ids),
@@ -144,8 +172,17 @@ class Load:
         }
         if request.params is not None:
             body["kv_transfer_params"] = dict(request.params)
+        return body
+
+    def _post(self, body: dict[str, Any]) -> object:
+        """Send a request as :meth:`_answer` does, in a thread: what is sent ahead must be the same."""
+        return self._engine.http_client().post(self._url, json=body, headers=self._headers, timeout=_TIMEOUT)
+
+    async def _answer(
+        self, http: httpx.AsyncClient, number: int, due_s: float, body: dict[str, Any], is_reordered: bool
+    ) -> Answered:
         first_s, usage = None, None
-        async with http.stream("POST", f"{self._engine.base_url}/completions", json=body) as response:
+        async with http.stream("POST", self._url, json=body, headers=self._headers, timeout=_TIMEOUT) as response:
             if response.is_error:
                 said = (await response.aread()).decode(errors="replace")
                 raise RequestRejectedError(f"the engine refused request {number} ({response.status_code}): {said:.300}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,15 @@ from ragcache_core.bench.compare.peers import PEERS, Peer, Setup
 from ragcache_core.bench.compare.prompts import TracedPrompts, check_scale, scaled
 from ragcache_core.bench.compare.random_model import random_model
 from ragcache_core.bench.compare.report import LAUNCH, SERVER
+from ragcache_core.bench.compare.search.index import SearchOptions, open_index
+from ragcache_core.bench.compare.search.peers import SPECULATIVE
+from ragcache_core.bench.compare.search.prompts import SearchedPrompts
 from ragcache_core.bench.compare.sessions import Amounts
 from ragcache_core.bench.compare.sizing import HOST_TOKENS, KV_TOKENS, ModelFacts, check_host, window
 from ragcache_core.client import Engine
 from ragcache_core.config import BytesOrNone
 from ragcache_core.errors import ConfigError
+from ragcache_core.retrieval.base import IndexKind
 from ragcache_core.sim.traces.trace import Trace, read_trace
 from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
 
@@ -57,6 +62,11 @@ class BenchOptions:
     block_size: int = 32
     max_num_seqs: int = 8
     vllm_args: tuple[str, ...] = ()
+    search: int | None = None
+    search_dim: int = 128
+    search_index: IndexKind = "ivf"
+    search_share: float | None = None
+    search_folder: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +79,19 @@ class Prepared:
     facts: Mapping[str, Any]
 
 
-def prepare(options: BenchOptions) -> Prepared:
-    """Return what ``options`` ask for, checked: traces are made, and so is the random model.
+def prepare(options: BenchOptions, stack: ExitStack | None = None) -> Prepared:
+    """Return what ``options`` ask for, checked: traces are made, and so are the random model and the index.
+
+    ``stack`` closes what is open in the end: the index of a search, which needs one.
 
     Raises:
         ConfigError: options that cannot work, or contradict each other.
         TraceError: the trace's file is broken; the message says where.
     """
+    search = _search(options)
     if options.engine != LAUNCH:
-        return _on_a_server(options)
-    peers = _peers(options.compare)
+        return _on_a_server(options, search, stack)
+    peers = _peers(options.compare, SPECULATIVE if search else {})
     model = str(random_model()) if options.model == RANDOM else options.model
     facts = ModelFacts.read(model, options.dtype)
     scale = _scale(options, _RANDOM_MODELS_SCALE if options.model == RANDOM else 1.0)
@@ -89,7 +102,7 @@ def prepare(options: BenchOptions) -> Prepared:
     host_bytes = host_bytes or tuple(facts.memory_bytes(tokens, scale, options.block_size) for tokens in HOST_TOKENS)
     check_host(host_bytes, facts, options.block_size)
     comparison = _comparison(options, peers, host_bytes)
-    prompts = _prompts(options, comparison, scale, facts.vocab_size)
+    prompts = _prompts(options, comparison, scale, facts.vocab_size, search, stack)
     needed = window(
         prompts,
         facts,
@@ -121,15 +134,16 @@ def prepare(options: BenchOptions) -> Prepared:
     return Prepared(comparison, prompts, open_engine, {**_facts(options, scale), **sizes})
 
 
-def _on_a_server(options: BenchOptions) -> Prepared:
+def _on_a_server(options: BenchOptions, search: SearchOptions | None, stack: ExitStack | None) -> Prepared:
     """Return the load on one server that runs already, as it is."""
     with Engine.connect(options.engine, api_key=options.api_key, tokenizer=False) as engine:
         is_ragcache = engine.stats().policy is not None
         num_tokens = engine.max_model_len
-    peer = Peer(SERVER, f"the server at {options.engine}", is_ragcache=is_ragcache)
+    speculates = is_ragcache and search is not None
+    peer = Peer(SERVER, f"the server at {options.engine}", is_ragcache=is_ragcache, speculates=speculates)
     comparison = replace(_comparison(options, (peer,), (1,)), start_s=0.0)
     scale = _scale(options, 1.0)
-    prompts = _prompts(options, comparison, scale, _ASSUMED_VOCABULARY)
+    prompts = _prompts(options, comparison, scale, _ASSUMED_VOCABULARY, search, stack)
     facts = ModelFacts(_ASSUMED_VOCABULARY, 1, num_tokens)
     window(prompts, facts, num_requests=comparison.num_trace_requests, kv_bytes=num_tokens, block_size=1)
 
@@ -139,11 +153,25 @@ def _on_a_server(options: BenchOptions) -> Prepared:
     return Prepared(comparison, prompts, open_engine, _facts(options, scale))
 
 
-def _peers(names: tuple[str, ...]) -> tuple[Peer, ...]:
+def _peers(names: tuple[str, ...], more: Mapping[str, Peer]) -> tuple[Peer, ...]:
+    known = {**PEERS, **more}
     for name in names:
-        if name not in PEERS:
-            raise ConfigError(f"there is no engine {name!r:.80} to compare: choose from {', '.join(PEERS)}")
-    return tuple(PEERS[name] for name in names)
+        if name in SPECULATIVE and not more:
+            raise ConfigError(f"{name} is asked ahead of a search's end, and there is no search: give --search as well")
+        if name not in known:
+            raise ConfigError(f"there is no engine {name!r:.80} to compare: choose from {', '.join(known)}")
+    return tuple(known[name] for name in names)
+
+
+def _search(options: BenchOptions) -> SearchOptions | None:
+    """Return what is searched, checked before anything is made."""
+    if options.search is None:
+        return None
+    if options.trace is not None:
+        raise ConfigError("--search finds the documents that --trace would name: give one of them, or a --workload")
+    if WORKLOADS[options.workload].goes_on:
+        raise ConfigError(f"--search asks single questions, and {options.workload} has conversations: name another")
+    return SearchOptions(options.search, options.search_dim, options.search_index, options.search_share)
 
 
 def _comparison(options: BenchOptions, peers: tuple[Peer, ...], host_bytes: tuple[int, ...]) -> Comparison:
@@ -152,8 +180,17 @@ def _comparison(options: BenchOptions, peers: tuple[Peer, ...], host_bytes: tupl
     return Comparison(peers, host_bytes, options.rates, options.are_shares, seeds, amounts)
 
 
-def _prompts(options: BenchOptions, comparison: Comparison, scale: float, vocab_size: int) -> dict[int, TracedPrompts]:
+def _prompts(
+    options: BenchOptions,
+    comparison: Comparison,
+    scale: float,
+    vocab_size: int,
+    search: SearchOptions | None,
+    stack: ExitStack | None,
+) -> Mapping[int, TracedPrompts]:
     count = comparison.num_trace_requests
+    if search is not None:
+        return _searched_prompts(options, search, comparison, scale, vocab_size, stack)
     read = None if options.trace is None else scaled(read_trace(options.trace).head(count), scale)
 
     def trace(seed: int) -> Trace:
@@ -161,6 +198,35 @@ def _prompts(options: BenchOptions, comparison: Comparison, scale: float, vocab_
 
     return {
         seed: TracedPrompts(trace(seed), vocab_size, seed=seed, num_output_tokens=options.output_tokens)
+        for seed in comparison.seeds
+    }
+
+
+def _searched_prompts(
+    options: BenchOptions,
+    search: SearchOptions,
+    comparison: Comparison,
+    scale: float,
+    vocab_size: int,
+    stack: ExitStack | None,
+) -> dict[int, SearchedPrompts]:
+    assert stack is not None, "nobody would close the index"
+    workload = WORKLOADS[options.workload]
+    if search.count < workload.documents_per_request:
+        raise ConfigError(
+            f"--search is {search.count}, and {options.workload} shows {workload.documents_per_request} documents: more"
+        )
+    store = stack.enter_context(open_index(search, options.search_folder))
+    return {
+        seed: SearchedPrompts(
+            store,
+            workload,
+            comparison.num_trace_requests,
+            vocab_size,
+            seed=seed,
+            scale=scale,
+            num_output_tokens=options.output_tokens,
+        )
         for seed in comparison.seeds
     }
 
@@ -182,6 +248,9 @@ def _facts(options: BenchOptions, scale: float) -> dict[str, Any]:
     asked = asdict(replace(options, api_key=None, scale=scale))
     for decided in ("api_key", "kv_memory", "host_memory", "disk_memory"):
         del asked[decided]
+    del asked["search_folder"]
+    if options.search is None:
+        asked = {name: value for name, value in asked.items() if not name.startswith("search")}
     asked = {name: str(value) if isinstance(value, Path) else value for name, value in asked.items()}
     digest = None if options.trace is None else hashlib.sha256(options.trace.read_bytes()).hexdigest()
     return {**asked, "trace_sha256": digest, "ragcache_version": __version__}

@@ -49,6 +49,7 @@ class Peer:
     name: str
     summary: str
     is_ragcache: bool = False
+    speculates: bool = False
     eviction: VLLMEviction | None = None
     keeps_anything: bool = True
     order: DocumentOrder = "retrieval"

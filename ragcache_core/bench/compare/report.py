@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ragcache_core.bench.compare.caveats import afterwards, beforehand
 from ragcache_core.bench.compare.peers import PEERS
 from ragcache_core.bench.compare.results import Results
+from ragcache_core.bench.compare.search.peers import SPECULATIVE
 from ragcache_core.bench.compare.summary import SLO_FACTOR, Point, Summary
 from ragcache_core.bench.compare.tables import tables
 from ragcache_core.bench.page import MIB, Report, Table, worded
@@ -50,8 +51,9 @@ def warnings(results: Results, summary: Summary) -> list[str]:
 def report(results: Results, summary: Summary, drawn: Sequence[Plot]) -> Report:
     """Return the report with its plots."""
     options, rates = results.options, ", ".join(f"{rate:.3g}" for rate in results.rates_rps)
+    known = {**PEERS, **SPECULATIVE}
     about = {
-        name: PEERS[name].summary if name in PEERS else f"the server at {options['engine']}" for name in summary.peers
+        name: known[name].summary if name in known else f"the server at {options['engine']}" for name in summary.peers
     }
     capacity = f"; {summary.peers[0]}, never idle, serves {results.capacity_rps:.3g}" if results.capacity_rps else ""
     lead = [
@@ -72,6 +74,8 @@ def _asked(options: Mapping[str, Any]) -> str:
     """Return in a few words what was asked for."""
     what = f"trace {Path(options['trace']).name}" if options["trace"] else f"workload {options['workload']}"
     seeds = "1 seed" if options["seeds"] == 1 else f"{options['seeds']} seeds"
+    if options.get("search"):
+        what += f", searched for among {options['search']:,} vectors of {options['search_dim']} ({_index(options)})"
     return (
         f"The {what}, lengths times {options['scale']:g}: {options['requests']:,} requests at each rate after "
         f"{options['warm_up']:,} of warm-up, {seeds}"
@@ -103,7 +107,7 @@ def notes_of(options: Mapping[str, Any]) -> tuple[str, ...]:
         "every engine; throughput is where the line through the measured rates leaves it, and at least (≥) the "
         "highest rate where it does not.",
         "CPU time and memory (proportional set size) are those of the engine's processes; the client is not in them.",
-        "Search time hidden: none, for a trace has no search.",
+        *_search_notes(options),
     ]
     if options.get("disk_memory_bytes"):
         notes.append("vLLM's own file tier has no limit; RAGCache's has the one given.")
@@ -113,6 +117,23 @@ def notes_of(options: Mapping[str, Any]) -> tuple[str, ...]:
             "has no worker that copies blocks, they use RAGCache's."
         )
     return tuple(notes)
+
+
+def _index(options: Mapping[str, Any]) -> str:
+    share = options["search_share"] or 0.125
+    return f"ivf, {share:.3g} of its lists" if options["search_index"] == "ivf" else options["search_index"]
+
+
+def _search_notes(options: Mapping[str, Any]) -> tuple[str, ...]:
+    if not options.get("search"):
+        return ("Search time hidden: none, for a trace has no search.",)
+    return (
+        "TTFT begins with the search, which shares the processors with the engine and is not in its CPU time. A "
+        "question is a vector near that of the document that the workload has it about; embedding a text is not in it.",
+        "Engines of vLLM get the request when Faiss's search has ended; RAGCache's are searched for in stages. Not "
+        "hidden is by how much later the answer began than if the documents had been known; sent ahead and right are "
+        "shares of requests, and tokens of wrong speculations are among those that tiers served.",
+    )
 
 
 def plots(results: Results, summary: Summary) -> dict[str, Plot]:

@@ -20,6 +20,7 @@ from typing import Any, Self
 from ragcache_core.bench.compare.load_generator import Answered, Load, poisson_arrivals
 from ragcache_core.bench.compare.peers import Peer, usage
 from ragcache_core.bench.compare.prompts import TracedPrompts
+from ragcache_core.bench.compare.search.question import SearchRun
 from ragcache_core.bench.token_client import TokenClient
 from ragcache_core.client import Engine
 
@@ -57,6 +58,7 @@ class Run:
     tokens_by_tier: Mapping[str, int] = field(default_factory=dict)
     cpu_s: float | None = None
     memory_bytes: int | None = None
+    search: SearchRun | None = None
 
     @property
     def key(self) -> tuple[str, int, int, int]:
@@ -84,7 +86,8 @@ class Run:
         Raises:
             TypeError: ``data`` is not such a dictionary.
         """
-        return cls(**{**data, "ttft_s": tuple(data["ttft_s"]), "tpot_s": tuple(data["tpot_s"])})
+        search = None if data.get("search") is None else SearchRun.from_dict(data["search"])
+        return cls(**{**data, "ttft_s": tuple(data["ttft_s"]), "tpot_s": tuple(data["tpot_s"]), "search": search})
 
 
 def plan(
@@ -150,7 +153,14 @@ def measure(
     keep: Callable[[Run], object],
 ) -> None:
     """Warm ``engine`` up, and measure the session's rates on it; ``keep`` is given each as soon as it is finished."""
-    load = Load(engine, prompts, order=peer.order, sends_documents=peer.sends_documents, on_answer=on_answer)
+    load = Load(
+        engine,
+        prompts,
+        order=peer.order,
+        sends_documents=peer.sends_documents,
+        speculates=peer.speculates,
+        on_answer=on_answer,
+    )
     if peer.order == "cache_aware":
         engine.arrange_documents([], peer.order)  # begins to follow the cache
     num_seen = 0
@@ -182,6 +192,7 @@ def measure(
                 _settled(engine, tiers_before, answers),
                 None if engine.pid is None else round(after.cpu_s - before.cpu_s, 3),
                 None if engine.pid is None else after.memory_bytes,
+                SearchRun.of(a.search for a in answers),
             )
         )
         num_seen = len(amounts.before(rate, peer.keeps_anything)) + (len(numbers) if peer.keeps_anything else 0)

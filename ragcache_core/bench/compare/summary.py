@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ragcache_core.bench.compare.search.question import SearchRun
 from ragcache_core.bench.compare.sessions import Run, middle
 
 SLO_FACTOR = 5.0
@@ -39,6 +40,22 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
+class SearchPoint:
+    """The searches in front of the requests of a :class:`Point`: seconds, all of them and what answers waited for.
+
+    Of all requests ``speculated_share`` had anything sent ahead, and ``right_share`` got their answer from it.
+    """
+
+    search_s: Estimate
+    search_p99_s: Estimate
+    unhidden_s: Estimate
+    num_stages: float
+    speculated_share: float
+    right_share: float
+    num_speculations: float
+
+
+@dataclass(frozen=True, slots=True)
 class Point:
     """One engine with one size of host memory at one rate, over all seeds. Times in seconds."""
 
@@ -57,6 +74,7 @@ class Point:
     reordered_share: float
     cpu_s_per_request: Estimate | None
     memory_bytes: int | None
+    search: SearchPoint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,4 +227,19 @@ def _point(runs: Sequence[Run]) -> Point:
         fmean(run.num_reordered / len(run.ttft_s) for run in runs),
         Estimate.of(cpu) if cpu else None,
         max((run.memory_bytes for run in runs if run.memory_bytes is not None), default=None),
+        _search_point([run.search for run in runs if run.search is not None]),
+    )
+
+
+def _search_point(runs: Sequence[SearchRun]) -> SearchPoint | None:
+    if not runs:
+        return None
+    return SearchPoint(
+        Estimate.of([fmean(run.search_s) for run in runs]),
+        Estimate.of([float(np.percentile(run.search_s, 99)) for run in runs]),
+        Estimate.of([fmean(run.unhidden_s) for run in runs]),
+        fmean(run.num_stages / len(run.search_s) for run in runs),
+        fmean(run.num_speculated / len(run.search_s) for run in runs),
+        fmean(run.num_right / len(run.search_s) for run in runs),
+        fmean(run.num_speculations / len(run.search_s) for run in runs),
     )

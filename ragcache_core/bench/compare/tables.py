@@ -19,6 +19,25 @@ def engines_table(summary: Summary, rates_rps: Sequence[float], rate: int) -> Ta
     return Table(f"At {rates_rps[rate]:.3g} requests/s", heads, [_row(point, tiers) for point in points])
 
 
+def search_table(summary: Summary, rates_rps: Sequence[float], rate: int) -> Table:
+    """Return what became of the searches at one rate: their time, and how often what was sent ahead was right."""
+    heads = ("engine", "host MiB", "search ms", "p99", "not hidden ms", "stages", "sent ahead", "right", "sent/request")
+    rows = [
+        [
+            point.peer,
+            f"{point.host_bytes / MIB:,.0f}" if point.host_bytes else "-",
+            *(_shown(e, "{:,.1f}", 1000) for e in (found.search_s, found.search_p99_s, found.unhidden_s)),
+            f"{found.num_stages:.1f}",
+            f"{found.speculated_share:.0%}",
+            f"{found.right_share:.0%}",
+            f"{found.num_speculations:.2f}",
+        ]
+        for point in summary.points
+        if point.rate == rate and (found := point.search) is not None
+    ]
+    return Table(f"The search at {rates_rps[rate]:.3g} requests/s", heads, rows)
+
+
 def ratios_table(summary: Summary, rates_rps: Sequence[float], host_bytes: int, rate: int) -> Table:
     """Return how many times lower each engine's mean TTFT is than each other's."""
     ratios = {
@@ -59,6 +78,7 @@ def tables(summary: Summary, rates_rps: Sequence[float]) -> list[Table]:
         throughput_table(summary),
         *(ratios_table(summary, rates_rps, size, rate) for size, rate in places),
         *(engines_table(summary, rates_rps, rate) for rate in rates),
+        *(search_table(summary, rates_rps, rate) for rate in rates),
     ]
     return [table for table in made if any(set(row[1:]) != {"-"} for row in table.rows)]
 

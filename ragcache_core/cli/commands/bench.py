@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _ENGINES = "no-cache,vllm,vllm-host-lru,vllm-host-arc,ragcache,ragcache-cache-aware"
 _AUTO = "auto:0.25,0.5,0.8,1.2,1.8,2.6"
+_SPECULATIVE = ",ragcache-speculative"
 _OF_A_LAUNCH = frozenset(
     ("compare", "model", "dtype", "kv_memory", "host_memory", "disk_memory", "block_size", "max_num_seqs", "vllm_args")
 )
@@ -59,6 +61,7 @@ _html_option = click.option(
         "ragcache bench --compare vllm,ragcache --rates 1,2,4 --seeds 1 --requests 100 --output out.json",
         "ragcache bench --trace retrievals.jsonl --scale 0.25 --host-memory 64MiB,256MiB --output out.json --resume",
         "ragcache bench --model org/model --dtype bfloat16 --scale 1 --vllm-arg=--no-enforce-eager --output out.json",
+        "ragcache bench --search 1000000 --compare vllm,ragcache,ragcache-speculative --rates 1,2 --output out.json",
         "ragcache bench --engine http://127.0.0.1:8000 --api-key KEY --rates 1,2 --output out.json",
     ],
 )
@@ -84,11 +87,36 @@ _html_option = click.option(
     help="Requests of a trace instead, the same for every seed.",
 )
 @click.option(
-    "--compare",
-    default=_ENGINES,
+    "--search",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Find each request's documents in an index of N vectors, within its time; made once and kept.",
+)
+@click.option("--search-dim", type=click.IntRange(2), default=128, show_default=True, help="Numbers of each vector.")
+@click.option(
+    "--search-index",
+    type=click.Choice(["ivf", "hnsw", "flat"]),
+    default="ivf",
     show_default=True,
+    help="The kind of index.",
+)
+@click.option(
+    "--search-share",
+    type=float,
+    metavar="SHARE",
+    help="Share of the lists of ivf that a search looks into. [default: 0.125]",
+)
+@click.option(
+    "--search-folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Where indexes are kept. [default: in the user's cache folder]",
+)
+@click.option(
+    "--compare",
     metavar="ENGINES",
-    help="The engines; the first is what throughput is compared with.",
+    help="The engines; the first is what throughput is compared with. With --search also ragcache-speculative and "
+    f"ragcache-cache-aware-speculative. [default: {_ENGINES}; with --search{_SPECULATIVE.replace(',', ' ')} too]",
 )
 @click.option(
     "--rates",
@@ -148,7 +176,7 @@ _html_option = click.option(
 def bench(
     ctx: click.Context,
     /,
-    compare: str,
+    compare: str | None,
     rates: tuple[tuple[float, ...], bool],
     host_memory: str | None,
     output: Path,
@@ -165,6 +193,7 @@ def bench(
     if ctx.invoked_subcommand is not None:
         return
     _check_engine(ctx, given["engine"])
+    _check_search(ctx, given["search"])
     check_outputs({"--output": output, "--html": html_path}, [given["trace"] or Path()])
     from ragcache_core.bench.compare.caveats import beforehand
     from ragcache_core.bench.compare.comparison import run_comparison
@@ -174,24 +203,28 @@ def bench(
 
     numbers, are_shares = rates
     sizes = () if host_memory is None else tuple(host_memory.split(","))
+    compare = compare or (_ENGINES if given["search"] is None else _ENGINES + _SPECULATIVE)
     options = BenchOptions(
         compare=tuple(compare.split(",")), rates=numbers, are_shares=are_shares, host_memory=sizes, **given
     )
-    prepared = prepare(options)
-    for warning in beforehand(options.seeds, options.requests):
-        click.echo(f"ragcache: warning: {warning}", err=True)
-    results = Results.open(output, prepared.facts, machine(), resume=resume)
-    try:
-        with _Progress("bench", unit="requests") as progress:
-            run_comparison(prepared.comparison, results, prepared.prompts.__getitem__, prepared.open_engine, progress)
-    except (KeyboardInterrupt, SystemExit):
-        click.echo(f"ragcache: {len(results.runs)} runs are finished: add --resume to go on", err=True)
-        raise
-    finally:  # an interruption as well: what is finished is worth reading
-        if results.runs:
-            _report(results, html_path, as_json=as_json)
-            results.write()
-            click.echo(f"ragcache: written to {output}", err=True)
+    with ExitStack() as stack:
+        prepared = prepare(options, stack)
+        for warning in beforehand(options.seeds, options.requests):
+            click.echo(f"ragcache: warning: {warning}", err=True)
+        results = Results.open(output, prepared.facts, machine(), resume=resume)
+        try:
+            with _Progress("bench", unit="requests") as progress:
+                run_comparison(
+                    prepared.comparison, results, prepared.prompts.__getitem__, prepared.open_engine, progress
+                )
+        except (KeyboardInterrupt, SystemExit):
+            click.echo(f"ragcache: {len(results.runs)} runs are finished: add --resume to go on", err=True)
+            raise
+        finally:  # an interruption as well: what is finished is worth reading
+            if results.runs:
+                _report(results, html_path, as_json=as_json)
+                results.write()
+                click.echo(f"ragcache: written to {output}", err=True)
 
 
 def _drawable(html_path: Path | None) -> Path | None:
@@ -210,6 +243,14 @@ def _check_engine(ctx: click.Context, engine: str) -> None:
             raise click.UsageError(
                 f"A server that runs already takes no options of a launch: leave out {param.opts[0]}."
             )
+
+
+def _check_search(ctx: click.Context, search: int | None) -> None:
+    """Refuse options of a search where there is none."""
+    for param in ctx.command.params:
+        is_given = ctx.get_parameter_source(param.name or "") is not ParameterSource.DEFAULT
+        if search is None and (param.name or "").startswith("search_") and is_given:
+            raise click.UsageError(f"{param.opts[0]} is for a search, and there is none: give --search as well.")
 
 
 bench.add_command(paper)

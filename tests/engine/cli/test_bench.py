@@ -93,6 +93,28 @@ def test_what_the_engines_cost_is_measured(report: dict[str, Any]) -> None:
     assert {point["peer"] for point in report["summary"]["points"]} == set(PEERS)
 
 
+def test_a_question_is_searched_for_and_answered_ahead_of_the_searchs_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragcache_core.retrieval.threads.stage_cuts", lambda *_: (0.5, 1.0))  # it is a short search
+    model = random_model(SMALL, folder)
+    search = ("--search", "2000", "--search-dim", "8", "--search-index", "flat", "--search-folder", str(folder))
+    arguments = [
+        *("--compare", "vllm,ragcache-speculative", "--model", str(model), "--scale", "0.05", *search),
+        *("--rates", "4", "--requests", str(NUM_PAIRS), "--warm-up", "4", "--seeds", "1", "--output-tokens", "2"),
+        *("--kv-memory", "4MiB", "--host-memory", "8MiB", "--output", str(folder / "searched.json")),
+    ]
+    done = CliRunner().invoke(cli, ["bench", *arguments])
+    assert done.exit_code == 0, done.output
+    plain, ours = json.loads((folder / "searched.json").read_text(encoding="utf-8"))["runs"]
+    assert plain["num_prompt_tokens"] == ours["num_prompt_tokens"]
+    assert (plain["search"]["num_stages"], plain["search"]["num_speculations"]) == (NUM_PAIRS, 0)
+    assert ours["search"]["num_stages"] == 2 * NUM_PAIRS
+    assert 0 < ours["search"]["num_right"] <= ours["search"]["num_speculated"] <= NUM_PAIRS
+    for run in (plain, ours):
+        assert all(0 < s < t for s, t in zip(run["search"]["search_s"], run["ttft_s"], strict=True))
+
+
 def test_the_page_is_written_and_going_on_with_what_is_finished_opens_no_engine(
     report: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from ragcache_core.bench.compare.load_generator import Load
 from ragcache_core.cli import cli
-from tests.support.scripted_server import ScriptedServer
+from tests.support.scripted_server import IDLE, THREE_TIERS, ScriptedServer
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -45,6 +45,22 @@ def on(server: ScriptedServer, path: Path) -> list[str]:
         (["--trace", "missing.jsonl"], 1, "missing.jsonl"),
         (["--model", "/nowhere"], 1, "ragcache: error: the configuration of '/nowhere' cannot be read"),
         (["--engine", "http://127.0.0.1:9"], 1, "ragcache: error: no engine answers at http://127.0.0.1:9"),
+        (["--search-dim", "64"], 2, "--search-dim is for a search, and there is none: give --search as well"),
+        (["--search", "0"], 2, "--search"),
+        (
+            ["--search", "9", "--trace", "t.jsonl"],
+            1,
+            "ragcache: error: --search finds the documents that --trace would",
+        ),
+        (
+            ["--search", "9", "--search-index", "flat", "--search-share", "1"],
+            1,
+            "ragcache: error: --search-share is for",
+        ),
+        (["--search", "9", "--search-share", "0"], 1, "ragcache: error: --search-share is 0: give a share"),
+        (["--compare", "vllm,ragcache-speculative"], 1, "there is no search: give --search as well"),
+        (["--search", "1"], 1, "ragcache: error: --search is 1, and mmlu shows 2 documents"),
+        (["--search", "1000000000000"], 1, "GiB of memory to make"),
     ],
 )
 def test_a_mistake_is_one_clear_error(arguments: list[str], status: int, message: str, tmp_path: Path) -> None:
@@ -143,6 +159,29 @@ def test_an_interruption_keeps_what_is_finished_and_resume_goes_on(
     runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
     assert runs[:2] == kept
     assert [(run["seed"], run["rate"]) for run in runs[2:]] == [(1, 0), (1, 1)]
+
+
+def test_the_search_is_in_the_loop_and_in_the_figures(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    search = ["--search", "2000", "--search-dim", "8", "--search-index", "flat"]
+    with ScriptedServer(max_model_len=100_000, cache=THREE_TIERS, load=IDLE) as server:
+        arguments = [*on(server, path), *search, "--search-folder", str(tmp_path)]
+        done = bench(*arguments, "--html", str(tmp_path / "report.html"))
+        again = bench(*arguments, "--resume", "--json")
+        other = bench(*arguments[:-2], "--search-share", "1", "--resume")
+        asked = [seen for seen in server.requests if "prompt" in seen.body]
+    assert done.exit_code == 0, done.output
+    report = json.loads(path.read_text(encoding="utf-8"))
+    assert len(asked) == sum(map(len, (run["ttft_s"] for run in report["runs"]))) + 2 * 2
+    for run in report["runs"]:
+        assert run["search"]["num_stages"] >= 3
+        assert all(0 < found < ttft for found, ttft in zip(run["search"]["search_s"], run["ttft_s"], strict=True))
+    assert "The search at 50 requests/s" in done.stdout
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "searched for among 2,000 vectors of 8 (flat)" in page
+    assert again.exit_code == 0, again.output
+    assert json.loads(again.stdout)["summary"]["points"][0]["search"]["num_stages"] >= 1
+    assert other.exit_code == 1
 
 
 def test_help_has_examples_and_room_for_commands() -> None:
