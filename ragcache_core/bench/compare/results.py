@@ -39,10 +39,9 @@ class Results:
                 trace or by another version, or it is not such a file.
         """
         fresh = cls(path, options, machine)
+        check_is_new(path, resume=resume)
         if not path.exists():
             return fresh
-        if not resume:
-            raise ConfigError(f"{path} is there already: --resume goes on with it, another --output starts anew")
         kept = cls.read(path)
         asked = json.loads(json.dumps(fresh.options))
         for name in (*asked, *kept.options):
@@ -111,6 +110,16 @@ class Results:
             "summary": self.summary,
             "runs": [run.to_dict() for run in self.runs],
         }
+
+
+def check_is_new(path: Path, *, resume: bool) -> None:
+    """Refuse to replace a file that is there; to ``resume`` goes on with it.
+
+    Raises:
+        ConfigError: with what to do.
+    """
+    if path.exists() and not resume:
+        raise ConfigError(f"{path} is there already: --resume goes on with it, another --output starts anew")
 
 
 def _then(before: Any, now: Any) -> Any:

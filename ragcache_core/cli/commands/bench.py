@@ -198,9 +198,10 @@ def bench(
     from ragcache_core.bench.compare.caveats import beforehand
     from ragcache_core.bench.compare.comparison import run_comparison
     from ragcache_core.bench.compare.options import BenchOptions, prepare
-    from ragcache_core.bench.compare.results import Results
+    from ragcache_core.bench.compare.results import Results, check_is_new
     from ragcache_core.bench.machine import machine
 
+    check_is_new(output, resume=resume)
     numbers, are_shares = rates
     sizes = () if host_memory is None else tuple(host_memory.split(","))
     compare = compare or (_ENGINES if given["search"] is None else _ENGINES + _SPECULATIVE)

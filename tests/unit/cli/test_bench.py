@@ -168,7 +168,8 @@ def test_the_search_is_in_the_loop_and_in_the_figures(tmp_path: Path) -> None:
         arguments = [*on(server, path), *search, "--search-folder", str(tmp_path)]
         done = bench(*arguments, "--html", str(tmp_path / "report.html"))
         again = bench(*arguments, "--resume", "--json")
-        other = bench(*arguments[:-2], "--search-share", "1", "--resume")
+        other = bench(*arguments, "--search-dim", "9", "--resume")
+        refused = bench(*arguments, "--search-folder", str(tmp_path / "new"))
         asked = [seen for seen in server.requests if "prompt" in seen.body]
     assert done.exit_code == 0, done.output
     report = json.loads(path.read_text(encoding="utf-8"))
@@ -181,7 +182,10 @@ def test_the_search_is_in_the_loop_and_in_the_figures(tmp_path: Path) -> None:
     assert "searched for among 2,000 vectors of 8 (flat)" in page
     assert again.exit_code == 0, again.output
     assert json.loads(again.stdout)["summary"]["points"][0]["search"]["num_stages"] >= 1
-    assert other.exit_code == 1
+    assert (other.exit_code, refused.exit_code) == (1, 1)
+    assert "measured with search_dim = 8, not 9" in other.stderr
+    assert "--resume goes on with it" in refused.stderr
+    assert not (tmp_path / "new").exists(), "an index was made in vain"
 
 
 def test_help_has_examples_and_room_for_commands() -> None:
