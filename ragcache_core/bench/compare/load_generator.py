@@ -86,6 +86,8 @@ class Load:
         self._searching: Searching | None = None
         if isinstance(prompts, SearchedPrompts):
             self._searching = Searching(engine, prompts, order, sends_documents, speculates, self._body, self._post)
+        self._orders: dict[int, list[str]] = {}
+        """In which order documents were shown; a conversation's next turn shows them so again."""
 
     def replay(self, numbers: Sequence[int], arrival_s: Sequence[float]) -> list[Answered]:
         """Send request ``numbers[i]`` after ``arrival_s[i]`` seconds, and return all answers when the last is there.
@@ -143,11 +145,12 @@ class Load:
     async def _ask(self, http: httpx.AsyncClient, number: int, due_s: float) -> Answered:
         if self._searching is not None:
             return await self._ask_searched(self._searching, http, number, due_s)
-        order, is_reordered = None, False
+        is_reordered = False
         if self._order != "retrieval":
             arranged = self._engine.arrange_documents(self._prompts.documents(number), self._order)
-            order, is_reordered = [d.doc_id for d in arranged.documents], arranged.is_reordered
-        request = self._prompts.request(number, order=order, sends_documents=self._sends_documents)
+            self._orders[number] = [d.doc_id for d in arranged.documents]
+            is_reordered = arranged.is_reordered
+        request = self._prompts.request(number, orders=self._orders, sends_documents=self._sends_documents)
         return await self._answer(http, number, due_s, self._body(request), is_reordered)
 
     async def _ask_searched(self, searching: Searching, http: httpx.AsyncClient, number: int, due_s: float) -> Answered:

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ragcache_core._version import __version__
 from ragcache_core.bench.compare.comparison import Comparison, OpenEngine
-from ragcache_core.bench.compare.peers import PEERS, Peer, Setup
+from ragcache_core.bench.compare.peers import EXACT, PEERS, Peer, Setup
 from ragcache_core.bench.compare.prompts import TracedPrompts, check_scale, scaled
 from ragcache_core.bench.compare.random_model import random_model
 from ragcache_core.bench.compare.report import LAUNCH, SERVER
@@ -45,7 +45,7 @@ class BenchOptions:
     api_key: str | None = None
     workload: str = "mmlu"
     trace: Path | None = None
-    compare: tuple[str, ...] = tuple(PEERS)
+    compare: tuple[str, ...] = EXACT
     rates: tuple[float, ...] = AUTO_SHARES
     are_shares: bool = True
     seeds: int = 3

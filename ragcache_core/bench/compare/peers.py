@@ -12,7 +12,7 @@ import psutil
 
 from ragcache_core.client import Engine
 from ragcache_core.client.launch.vllm_offload import VLLMEviction, VLLMOffload
-from ragcache_core.config import CacheConfig
+from ragcache_core.config import CacheConfig, ChunkReuse
 from ragcache_core.ordering import DocumentOrder
 
 
@@ -53,6 +53,7 @@ class Peer:
     eviction: VLLMEviction | None = None
     keeps_anything: bool = True
     order: DocumentOrder = "retrieval"
+    chunk_reuse: ChunkReuse | None = None
 
     @property
     def uses_host(self) -> bool:
@@ -75,7 +76,7 @@ class Peer:
             settings: dict[str, Any] = {"kv_cache_bytes": setup.kv_bytes, "block_size": setup.block_size}
             if setup.disk_bytes:
                 settings |= {"disk_bytes": setup.disk_bytes, "directory": folder}
-            cache = CacheConfig(host_bytes=host_bytes, **settings)
+            cache = CacheConfig(host_bytes=host_bytes, chunk_reuse=self.chunk_reuse, **settings)
         else:
             arguments |= {"kv_cache_memory_bytes": setup.kv_bytes, "block_size": setup.block_size}
             arguments["enable_prefix_caching"] = self.keeps_anything
@@ -101,9 +102,18 @@ PEERS: Mapping[str, Peer] = {
             is_ragcache=True,
             order="cache_aware",
         ),
+        Peer(
+            "ragcache-chunks",
+            "RAGCache, documents reused behind others too: answers are approximate",
+            is_ragcache=True,
+            chunk_reuse=ChunkReuse(),
+        ),
     )
 }
 """By the names that ``ragcache bench --compare`` takes."""
+
+EXACT = tuple(name for name, peer in PEERS.items() if peer.chunk_reuse is None)
+"""Those whose answers are vLLM's: what is compared where nothing else is said."""
 
 
 @dataclass(frozen=True, slots=True)

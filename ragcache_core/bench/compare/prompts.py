@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -53,26 +56,20 @@ class TracedPrompts:
     """The requests of one trace, ready to be asked.
 
     A document's tokens are a function of its id: a shorter version is the beginning of a longer one. Every request's
-    question is its own. Tokens are drawn at random: an engine that has to read them does not care what they say.
+    question is its own. Tokens are drawn at random: an engine that has to read them does not care what they say. A
+    conversation's turn begins with all that its earlier turns showed, asked and answered; answers are drawn there too,
+    in place of those that an engine gave, so that every engine is asked the same.
     """
 
     def __init__(self, trace: Trace, vocab_size: int, *, seed: int, num_output_tokens: int | None = None) -> None:
-        """``num_output_tokens`` replaces the answers' lengths of the trace.
-
-        Raises:
-            ConfigError: the trace has conversations.
-        """
-        if (trace.conversation >= 0).any():
-            raise ConfigError(
-                "the trace has conversations, and engines are asked single requests here: simulate it, or give a trace "
-                "without"
-            )
+        """``num_output_tokens`` replaces the answers' lengths of the trace."""
         spared = min(_SPARED_AT_THE_END, vocab_size // 8)
         self._tokens = range(min(_FIRST_TOKEN, vocab_size // 8), vocab_size - spared)
         self._trace = trace
         self._seed = seed
         self._num_output_tokens = num_output_tokens
         self._documents: dict[str, list[int]] = {}
+        self._turns = _turns(trace)
 
     def __len__(self) -> int:
         return len(self._trace)
@@ -83,29 +80,46 @@ class TracedPrompts:
 
     def num_tokens(self, number: int) -> int:
         """Return the tokens of request ``number``, prompt and answer."""
-        request = self._trace[number]
-        return sum(request.doc_tokens) + max(request.question_tokens, 1) + self._num_outputs(request)
+        turns = (self._trace[turn] for turn in (*self._earlier(number), number))
+        return sum(sum(t.doc_tokens) + max(t.question_tokens, 1) + self._num_outputs(t) for t in turns)
 
-    def request(self, number: int, *, order: Sequence[str] | None = None, sends_documents: bool = True) -> TokenRequest:
-        """Return request ``number``, its documents in ``order`` (ids; by default as retrieved).
+    def request(
+        self, number: int, *, orders: Mapping[int, Sequence[str]] = MappingProxyType({}), sends_documents: bool = True
+    ) -> TokenRequest:
+        """Return request ``number``, its documents as ``orders`` has it (ids, by request; by default as retrieved).
 
-        ``sends_documents``: with the metadata that the integrations of the frameworks send.
+        A turn's history shows its documents in the order of the turn that they came with. ``sends_documents``: with
+        the metadata that the integrations of the frameworks send.
         """
         traced = self._trace[number]
-        shown = traced.doc_ids if order is None else tuple(order)
-        sizes = dict(zip(traced.doc_ids, traced.doc_tokens, strict=True))
         token_ids: list[int] = []
-        spans = []
-        for doc_id in shown:
+        spans: list[PromptSegment] = []
+        for turn in self._earlier(number):
+            self._show(turn, orders, token_ids, spans)
+            token_ids += self._drawn(f"answer {self._seed} {turn}", self._num_outputs(self._trace[turn]))
+        self._show(number, orders, token_ids, spans)
+        params = None
+        if sends_documents:
+            is_reordered = tuple(orders.get(number, traced.doc_ids)) != traced.doc_ids
+            params = encode_kv_transfer_params(tile(spans, len(token_ids)), is_reordered=is_reordered)
+        return TokenRequest(tuple(token_ids), params, self._num_outputs(traced))
+
+    def _earlier(self, number: int) -> Sequence[int]:
+        """Return the numbers of the turns before request ``number`` in its conversation."""
+        turns = self._turns.get(int(self._trace.conversation[number]), ())
+        return turns[: bisect_left(turns, number)]
+
+    def _show(
+        self, number: int, orders: Mapping[int, Sequence[str]], token_ids: list[int], spans: list[PromptSegment]
+    ) -> None:
+        """Put the documents and the question of a request behind ``token_ids``."""
+        traced = self._trace[number]
+        sizes = dict(zip(traced.doc_ids, traced.doc_tokens, strict=True))
+        for doc_id in orders.get(number, traced.doc_ids):
             start = len(token_ids)
             token_ids += self._document(doc_id, sizes[doc_id])
             spans.append(PromptSegment(SegmentKind.DOCUMENT, start, len(token_ids), doc_id))
         token_ids += self._drawn(f"question {self._seed} {number}", max(traced.question_tokens, 1))
-        params = None
-        if sends_documents:
-            is_reordered = shown != traced.doc_ids
-            params = encode_kv_transfer_params(tile(spans, len(token_ids)), is_reordered=is_reordered)
-        return TokenRequest(tuple(token_ids), params, self._num_outputs(traced))
 
     def _num_outputs(self, traced: TracedRequest) -> int:
         return traced.output_tokens if self._num_output_tokens is None else self._num_output_tokens
@@ -123,3 +137,11 @@ class TracedPrompts:
         drawn = (rng.random(num_tokens) * len(self._tokens)).astype(int)
         token_ids: list[int] = (self._tokens.start + drawn).tolist()
         return token_ids
+
+
+def _turns(trace: Trace) -> dict[int, list[int]]:
+    """Return the numbers of the requests of each conversation, in their order."""
+    turns: dict[int, list[int]] = defaultdict(list)
+    for number in np.flatnonzero(trace.conversation >= 0):
+        turns[int(trace.conversation[number])].append(int(number))
+    return dict(turns)

@@ -75,7 +75,7 @@ _html_option = click.option(
 @api_key_option
 @click.option(
     "--workload",
-    type=click.Choice([name for name in WORKLOAD_NAMES if name != "conversation"]),  # whose turns need its answers
+    type=click.Choice(WORKLOAD_NAMES),
     default="mmlu",
     show_default=True,
     help="What the requests are like.",
@@ -115,8 +115,9 @@ _html_option = click.option(
 @click.option(
     "--compare",
     metavar="ENGINES",
-    help="The engines; the first is what throughput is compared with. With --search also ragcache-speculative and "
-    f"ragcache-cache-aware-speculative. [default: {_ENGINES}; with --search{_SPECULATIVE.replace(',', ' ')} too]",
+    help="The engines; the first is what throughput is compared with. Also ragcache-chunks, whose answers are "
+    "approximate, and with --search ragcache-speculative and ragcache-cache-aware-speculative. "
+    f"[default: {_ENGINES}; with --search{_SPECULATIVE.replace(',', ' ')} too]",
 )
 @click.option(
     "--rates",

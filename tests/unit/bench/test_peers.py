@@ -16,7 +16,7 @@ from ragcache_core.bench.compare.results import Results
 from ragcache_core.bench.compare.sessions import tokens_by_tier
 from ragcache_core.client import Engine
 from ragcache_core.client.launch.vllm_offload import VLLMOffload
-from ragcache_core.config import CacheConfig
+from ragcache_core.config import CacheConfig, ChunkReuse
 from ragcache_core.errors import ConfigError, TraceError
 from ragcache_core.sim.traces.trace import Trace, TracedRequest, write_trace
 from tests.support.scripted_server import THREE_TIERS, ScriptedServer
@@ -52,14 +52,18 @@ def test_each_engine_is_what_its_name_says(launched: list[dict[str, Any]], tmp_p
     for name, peer in PEERS.items():
         peer.launch(SETUP, 64 << 20, tmp_path)
         by_name[name] = launched[-1]
-    assert [by_name[name].get("enable_prefix_caching") for name in PEERS] == [False, True, True, True, None, None]
+    assert [by_name[name].get("enable_prefix_caching") for name in PEERS] == [False, True, True, True, None, None, None]
     assert by_name["vllm"]["cache"] is None
     assert by_name["vllm-host-lru"]["cache"] == VLLMOffload(64 << 20, "lru")
     assert by_name["vllm-host-arc"]["cache"] == VLLMOffload(64 << 20, "arc")
     assert by_name["ragcache"]["cache"] == by_name["ragcache-cache-aware"]["cache"]
     assert by_name["ragcache"]["cache"] == CacheConfig(kv_cache_bytes=40 << 20, block_size=32, host_bytes=64 << 20)
-    assert [name for name, peer in PEERS.items() if peer.sends_documents] == ["ragcache", "ragcache-cache-aware"]
+    chunks = by_name["ragcache-chunks"]["cache"]
+    assert chunks == CacheConfig(kv_cache_bytes=40 << 20, block_size=32, host_bytes=64 << 20, chunk_reuse=ChunkReuse())
+    ours = ["ragcache", "ragcache-cache-aware", "ragcache-chunks"]
+    assert [name for name, peer in PEERS.items() if peer.sends_documents] == ours
     assert [name for name, peer in PEERS.items() if not peer.uses_host] == ["no-cache", "vllm"]
+    assert "ragcache-chunks" not in BenchOptions().compare, "an approximate engine is compared where it is named"
 
 
 def test_whoever_has_host_memory_has_the_disk_as_well(launched: list[dict[str, Any]], tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_tokens_are_those_of_the_model(vocab_size: int) -> None:
 
 def test_the_metadata_says_where_the_documents_are_in_the_order_shown() -> None:
     prompts = TracedPrompts(TRACE, 6_144, seed=0)
-    request = prompts.request(0, order=["b", "a"])
+    request = prompts.request(0, orders={0: ["b", "a"]})
     assert request.params is not None
     metadata = decode_kv_transfer_params(request.params, len(request.token_ids))
     spans = [(s.doc_id, s.start, s.end) for s in metadata.segments if s.doc_id]
@@ -83,8 +83,41 @@ def test_a_scaled_trace_keeps_documents_times_and_answers() -> None:
             scaled(TRACE, factor)
 
 
+TALK = Trace.from_requests(
+    [
+        TracedRequest(0.0, ("a", "b"), (100, 60), 9, 4, conversation=1),
+        TracedRequest(1.0, ("a",), (100,), 9, 4),
+        TracedRequest(2.0, (), (), 5, 3, conversation=1),
+        TracedRequest(3.0, ("c",), (40,), 6, 2, conversation=1),
+    ]
+)
+
+
 @pytest.mark.parametrize("factor", [1.0, 0.5])
-def test_conversations_are_refused_and_not_taken_for_single_requests(factor: float) -> None:
-    trace = Trace.from_requests([TracedRequest(0.0, (), (), 9, 4, conversation=1)])
-    with pytest.raises(ConfigError, match="the trace has conversations"):
-        TracedPrompts(scaled(trace, factor), 6_144, seed=0)
+def test_a_turn_begins_with_all_that_was_shown_asked_and_answered_before(factor: float) -> None:
+    trace = scaled(TALK, factor)
+    prompts = TracedPrompts(trace, 6_144, seed=0)
+    first, other, second, third = (prompts.request(i).token_ids for i in range(4))
+    assert second[: len(first)] == first
+    assert third[: len(second)] == second
+    for number, request in enumerate((first, other, second, third)):
+        traced = trace[number]
+        num_own = sum(traced.doc_tokens) + traced.question_tokens
+        assert len(request) == traced.history_tokens + num_own
+        assert prompts.num_tokens(number) == len(request) + traced.output_tokens
+
+
+def test_a_history_shows_documents_in_the_order_of_its_own_turn() -> None:
+    prompts = TracedPrompts(TALK, 6_144, seed=0)
+    orders = {0: ["b", "a"]}
+    first, third = (prompts.request(i, orders=orders) for i in (0, 3))
+    assert third.token_ids[: len(first.token_ids)] == first.token_ids
+    assert third.params is not None
+    metadata = decode_kv_transfer_params(third.params, len(third.token_ids))
+    assert [s.doc_id for s in metadata.segments if s.doc_id] == ["b", "a", "c"]
+    assert not metadata.is_reordered  # its own documents stand as they were retrieved
+
+
+def test_answers_of_another_length_make_histories_of_another_length() -> None:
+    long, short = (TracedPrompts(TALK, 6_144, seed=0, num_output_tokens=n) for n in (30, 1))
+    assert len(long.request(3).token_ids) - len(short.request(3).token_ids) == 2 * 29
