@@ -6,7 +6,7 @@ import hashlib
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -15,7 +15,7 @@ import numpy as np
 from ragcache_core.bench.token_client import TokenRequest
 from ragcache_core.errors import ConfigError
 from ragcache_core.sim.traces.trace import Trace, TracedRequest
-from ragcache_core.types import Document, PromptSegment, SegmentKind
+from ragcache_core.types import DocId, Document, PromptSegment, SegmentKind
 from ragcache_core.wire import encode_kv_transfer_params, tile
 
 _FIRST_TOKEN = 256
@@ -94,13 +94,21 @@ class TracedPrompts:
         traced = self._trace[number]
         token_ids: list[int] = []
         spans: list[PromptSegment] = []
-        for turn in self._earlier(number):
-            self._show(turn, orders, token_ids, spans)
-            token_ids += self._drawn(f"answer {self._seed} {turn}", self._num_outputs(self._trace[turn]))
-        self._show(number, orders, token_ids, spans)
+        for turn in (*self._earlier(number), number):
+            shown = self._trace[turn]
+            sizes = dict(zip(shown.doc_ids, shown.doc_tokens, strict=True))
+            doc_ids = orders.get(turn, shown.doc_ids)
+            self._show(turn, doc_ids, (sizes[doc_id] for doc_id in doc_ids), token_ids, spans)
+            if turn != number:
+                token_ids += self._drawn(f"answer {self._seed} {turn}", self._num_outputs(shown))
+        is_reordered = tuple(orders.get(number, traced.doc_ids)) != traced.doc_ids
+        return self._asked(traced, token_ids, spans if sends_documents else None, is_reordered)
+
+    def _asked(
+        self, traced: TracedRequest, token_ids: list[int], spans: list[PromptSegment] | None, is_reordered: bool
+    ) -> TokenRequest:
         params = None
-        if sends_documents:
-            is_reordered = tuple(orders.get(number, traced.doc_ids)) != traced.doc_ids
+        if spans is not None:
             params = encode_kv_transfer_params(tile(spans, len(token_ids)), is_reordered=is_reordered)
         return TokenRequest(tuple(token_ids), params, self._num_outputs(traced))
 
@@ -110,16 +118,19 @@ class TracedPrompts:
         return turns[: bisect_left(turns, number)]
 
     def _show(
-        self, number: int, orders: Mapping[int, Sequence[str]], token_ids: list[int], spans: list[PromptSegment]
+        self,
+        number: int,
+        doc_ids: Iterable[DocId],
+        sizes: Iterable[int],
+        token_ids: list[int],
+        spans: list[PromptSegment],
     ) -> None:
-        """Put the documents and the question of a request behind ``token_ids``."""
-        traced = self._trace[number]
-        sizes = dict(zip(traced.doc_ids, traced.doc_tokens, strict=True))
-        for doc_id in orders.get(number, traced.doc_ids):
+        """Put documents of so many tokens, and the question of a request, behind ``token_ids``."""
+        for doc_id, num_tokens in zip(doc_ids, sizes, strict=True):
             start = len(token_ids)
-            token_ids += self._document(doc_id, sizes[doc_id])
+            token_ids += self._document(doc_id, num_tokens)
             spans.append(PromptSegment(SegmentKind.DOCUMENT, start, len(token_ids), doc_id))
-        token_ids += self._drawn(f"question {self._seed} {number}", max(traced.question_tokens, 1))
+        token_ids += self._drawn(f"question {self._seed} {number}", max(self._trace[number].question_tokens, 1))
 
     def _num_outputs(self, traced: TracedRequest) -> int:
         return traced.output_tokens if self._num_output_tokens is None else self._num_output_tokens

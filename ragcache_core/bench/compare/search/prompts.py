@@ -15,8 +15,7 @@ from ragcache_core.bench.token_client import TokenRequest
 from ragcache_core.runtime.terminal import Bar
 from ragcache_core.sim.traces.trace import Trace, TracedRequest
 from ragcache_core.sim.traces.workload import Workload, document_tokens, draw_retrievals, make_trace
-from ragcache_core.types import DocId, PromptSegment, SegmentKind
-from ragcache_core.wire import encode_kv_transfer_params, tile
+from ragcache_core.types import DocId, PromptSegment
 
 
 class SearchedPrompts(TracedPrompts):
@@ -60,18 +59,10 @@ class SearchedPrompts(TracedPrompts):
         self, number: int, doc_ids: Sequence[DocId], *, is_reordered: bool, sends_documents: bool
     ) -> TokenRequest:
         """Return request ``number`` about these documents, whether or not they are what the search ends with."""
-        traced = self._trace[number]
         token_ids: list[int] = []
-        spans = []
-        for doc_id, num_tokens in zip(doc_ids, self._sizes(doc_ids), strict=True):
-            start = len(token_ids)
-            token_ids += self._document(doc_id, num_tokens)
-            spans.append(PromptSegment(SegmentKind.DOCUMENT, start, len(token_ids), doc_id))
-        token_ids += self._drawn(f"question {self._seed} {number}", traced.question_tokens)
-        params = None
-        if sends_documents:
-            params = encode_kv_transfer_params(tile(spans, len(token_ids)), is_reordered=is_reordered)
-        return TokenRequest(tuple(token_ids), params, self._num_outputs(traced))
+        spans: list[PromptSegment] = []
+        self._show(number, doc_ids, self._sizes(doc_ids), token_ids, spans)
+        return self._asked(self._trace[number], token_ids, spans if sends_documents else None, is_reordered)
 
     def _found(self, drawn: Iterable[TracedRequest], scale: float) -> Iterator[TracedRequest]:
         with Bar("questions", len(self._questions), "searches") as bar:
