@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes, KnownPrefixes
+from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes
 from ragcache_core.client.ray_serve.ask import Ask, Count
 from ragcache_core.routing.choice import KnownReplica, choose_replica
+from ragcache_core.routing.index import PathIndex
 from ragcache_core.routing.load import OnItsWay, ReplicaLoad
 
 _REST_S = 2.0
@@ -24,7 +25,7 @@ _logger = logging.getLogger(__name__)
 class _Replica:
     url: str
     serves: Mapping[str, Any]
-    prefixes: KnownPrefixes
+    mirror: CachedPrefixes
     load: ReplicaLoad = field(default_factory=ReplicaLoad)
     rests_until_s: float = 0.0
 
@@ -32,11 +33,12 @@ class _Replica:
 class KnownReplicas:
     """Follows what each replica has cached, and counts what is sent to it from here. May be used by any thread."""
 
-    def __init__(self, api_key: str, follow: Callable[[str, str], KnownPrefixes] = CachedPrefixes) -> None:
+    def __init__(self, api_key: str, follow: Callable[[str, str], CachedPrefixes] = CachedPrefixes) -> None:
         """``follow`` makes the mirror of a server, of its address, which ends in ``/v1``, and ``api_key``."""
         self._api_key = api_key
         self._follow = follow
         self._lock = threading.Lock()
+        self._index = PathIndex()
         self._all: dict[str, _Replica] = {}
 
     def update(self, told: Mapping[str, Mapping[str, Any]]) -> None:
@@ -46,12 +48,19 @@ class KnownReplicas:
         """
         with self._lock:
             gone = [self._all.pop(name) for name in self._all.keys() - told.keys()]
-            for name in [name for name in told if name not in self._all]:
-                url, serves = told[name]["url"], told[name]["serves"]
-                self._all[name] = _Replica(url, serves, self._follow(url, self._api_key))
-                self._check_alike(name)
+            for replica in gone:
+                deque(self._index.leave(replica.load.expected), 0)
+            new = [name for name in told if name not in self._all]
         for replica in gone:  # the end of a mirror waits for its thread
-            threading.Thread(target=replica.prefixes.close, name="ragcache-mirror-end", daemon=True).start()
+            threading.Thread(target=replica.mirror.close, name="ragcache-mirror-end", daemon=True).start()
+        for name in new:
+            url, serves = told[name]["url"], told[name]["serves"]
+            mirror = self._follow(url, self._api_key)
+            mirror.keep_in(self._index, self._lock)
+            with self._lock:
+                replica = self._all[name] = _Replica(url, serves, mirror)
+                deque(self._index.join(replica.load.expected), 0)
+                self._check_alike(name)
 
     def _check_alike(self, name: str) -> None:
         oldest, replica = next(iter(self._all.values())), self._all[name]
@@ -72,13 +81,18 @@ class KnownReplicas:
             ask.begin(ask.replica, None)
             return [ask.replica]
         prompt, count = ask.prompt, None
-        with self._knowing(self._willing(names, ask), has_documents=bool(prompt and prompt.documents)) as known:
+        willing = sorted(self._willing(names, ask).items())
+        with self._lock:
+            known = [
+                KnownReplica(name, one.mirror.known_in(self._index) if prompt and prompt.documents else None, one.load)
+                for name, one in willing
+            ]
             if not known:
                 return []
             if prompt is None:
                 chosen = min(known, key=lambda replica: replica.load.num_running)
             else:
-                chosen = choose_replica(known, prompt)
+                chosen = choose_replica(self._index, known, prompt)
                 count = self._count(chosen.name, chosen.load.begin(prompt, chosen.num_cached_tokens(prompt)))
         ask.begin(chosen.name, count)
         return [chosen.name, *(replica.name for replica in known if replica is not chosen)]
@@ -113,12 +127,3 @@ class KnownReplicas:
             alike = {name: one for name, one in self._all.items() if name in names and one.serves == serves}
         untried = {name: replica for name, replica in alike.items() if name not in ask.tried}
         return {name: one for name, one in untried.items() if one.rests_until_s <= now_s} or untried or alike
-
-    @contextmanager
-    def _knowing(self, replicas: Mapping[str, _Replica], *, has_documents: bool) -> Iterator[list[KnownReplica]]:
-        """Give what is known of replicas, which does not change inside."""
-        with ExitStack() as stack:
-            ordered = sorted(replicas.items())  # each mirror takes a lock
-            mirrors = [stack.enter_context(one.prefixes.reading()) if has_documents else None for _, one in ordered]
-            stack.enter_context(self._lock)
-            yield [KnownReplica(name, known, one.load) for (name, one), known in zip(ordered, mirrors, strict=True)]

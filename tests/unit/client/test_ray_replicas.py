@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections import deque
+from collections.abc import Sequence
 from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,12 +14,12 @@ from typing import Any, cast
 import pytest
 
 from ragcache_core import CacheConfig, ConfigError, ragcache_deployment
-from ragcache_core.client.ordering.cached_prefixes import KnownPrefixes
 from ragcache_core.client.ray_serve.ask import Ask
 from ragcache_core.client.ray_serve.deployment import build
 from ragcache_core.client.ray_serve.engine_replica import own_folder
 from ragcache_core.client.ray_serve.known_replicas import KnownReplicas
 from ragcache_core.ordering import CachedPaths, PathChange
+from ragcache_core.routing.index import PathIndex
 from ragcache_core.routing.load import AskedPrompt
 from tests.support.waiting import until
 
@@ -26,7 +27,7 @@ NAMES = ["one", "two", "three"]
 PREFIX = b"prefix"
 
 
-class Mirror(KnownPrefixes):
+class Mirror:
     """What a server says that it has, of each address."""
 
     said: dict[str, CachedPaths] = {}
@@ -36,16 +37,14 @@ class Mirror(KnownPrefixes):
         assert api_key == "key"
         self._url = url
 
-    @property
-    def is_current(self) -> bool:
-        return True
+    def keep_in(self, index: PathIndex, lock: threading.Lock) -> None:
+        assert not lock.locked()
 
-    @contextmanager
-    def reading(self) -> Iterator[Sequence[CachedPaths] | None]:
-        yield [self.said.get(self._url, CachedPaths())]
-
-    def refresh(self, timeout_s: float) -> bool:
-        return True
+    def known_in(self, index: PathIndex) -> Sequence[CachedPaths]:
+        paths = self.said.setdefault(self._url, CachedPaths())
+        if not paths.bit:
+            deque(index.join(paths), 0)
+        return [paths]
 
     def close(self) -> None:
         self.closed.append(self._url)
@@ -58,7 +57,7 @@ def told(*names: str, **serves: Any) -> dict[str, dict[str, Any]]:
 @pytest.fixture
 def known() -> KnownReplicas:
     Mirror.said, Mirror.closed = {}, []
-    replicas = KnownReplicas("key", Mirror)
+    replicas = KnownReplicas("key", cast("Any", Mirror))
     replicas.update(told(*NAMES))
     return replicas
 
@@ -136,7 +135,7 @@ def test_who_alone_can_answer_gets_it_and_anybody_where_that_one_is_gone(known: 
 def test_a_replica_of_another_model_is_asked_nothing_while_an_older_one_runs(
     order: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
-    known = KnownReplicas("key", Mirror)
+    known = KnownReplicas("key", cast("Any", Mirror))
     first, second, third = order
     known.update(told(first, second))
     now = told(first, second) | told(third, model="another")
@@ -164,7 +163,7 @@ async def test_serves_router_asks_the_best_replica_first_and_notes_who_got_it() 
 
     router = module.DocumentRouter.__new__(module.DocumentRouter)  # its base wants a cluster
     router.initialize_state(api_key="key")
-    router._known = known = KnownReplicas("key", Mirror)
+    router._known = known = KnownReplicas("key", cast("Any", Mirror))
     known.update(told(*NAMES))
     replicas: list[Any] = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in NAMES]
     ask = asking()
