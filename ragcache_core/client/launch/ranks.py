@@ -135,8 +135,8 @@ def _parts(size: int, num_workers: int, env: Mapping[str, str]) -> list[dict[str
     """
     if env.get(_DEVICES_ENV) or has_gpu():
         named = env.get(_DEVICES_ENV)
-        found = sorted((int(p.name[6:]) for p in Path("/dev").glob("nvidia[0-9]*")), key=int)
-        devices = [d.strip() for d in named.split(",")] if named else list(map(str, found))
+        here = sorted(int(path.name.removeprefix("nvidia")) for path in Path("/dev").glob("nvidia[0-9]*"))
+        devices = [device.strip() for device in named.split(",")] if named else [str(number) for number in here]
         if len(devices) < size * num_workers:
             raise ConfigError(
                 f"data_parallel_size is {size} with {num_workers} GPUs a rank, which needs {size * num_workers}; "
