@@ -15,7 +15,7 @@ from tests.engine.parallel.scene import BLOCK, PATIENCE_S, QUESTION, documents
 from tests.support.waiting import until
 
 BLOCK_BYTES = 128 << 10
-MARKS = [f"server {i}" for i in range(8)]
+MARKS = [f"server {i}" for i in range(12)]  # so many that a hash spreads them
 
 
 @pytest.fixture(scope="module")
