@@ -11,8 +11,7 @@ import pytest
 from ragcache_core import CacheConfig, Fleet, PromptLayout
 from ragcache_core.client import Engine
 from tests.conftest import DEMO_MODEL, ENGINE_ARGS
-from tests.engine.parallel.scene import BLOCK, PATIENCE_S, QUESTION, documents
-from tests.support.waiting import until
+from tests.engine.parallel.scene import BLOCK, QUESTION, documents
 
 BLOCK_BYTES = 128 << 10
 MARKS = [f"server {i}" for i in range(12)]  # so many that a hash spreads them
@@ -32,7 +31,7 @@ def two(folder: Path) -> Iterator[Fleet]:
         disk_bytes="64MiB",
         directory=folder / "kv",
     )
-    settings = {**ENGINE_ARGS, "cache": cache, "max_restarts": 1}
+    settings = {**ENGINE_ARGS, "cache": cache}
     with Engine.launch(
         str(DEMO_MODEL), data_parallel_size=2, log_path=folder / "server.log", env={"OMP_NUM_THREADS": "1"}, **settings
     ) as running:
@@ -57,17 +56,6 @@ def test_a_launch_of_two_ranks_answers_as_one_engine(two: Fleet, folder: Path) -
     tiers = {tier.name: tier for tier in two.stats().tiers}
     assert tiers["host"].capacity_bytes == 2 * 128 * BLOCK_BYTES, "they share what the launch gave"
     assert all((folder / "kv" / f"rank-{i}").is_dir() and (folder / f"server-rank-{i}.log").is_file() for i in (0, 1))
-
-
-def test_a_rank_that_dies_is_started_again_by_itself(two: Fleet) -> None:
-    expected = answers(two)
-    first, second = two.engines
-    assert first.pid is not None
-    psutil.Process(first.pid).kill()
-    assert answers(two) == expected, "the other answers meanwhile"
-    assert until(lambda: first.num_restarts() == 1 and first.integration.watch.seen_alive_since(0.0), PATIENCE_S)
-    assert second.num_restarts() == 0
-    assert answers(first) == expected
 
 
 def test_all_ranks_end_together(two: Fleet) -> None:
