@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import socket
 import threading
@@ -34,6 +35,8 @@ class ScriptedHandle:
         return self
 
     def remote(self, ask: Ask) -> _Parts:
+        if not self.replicas:
+            return _Parts(_never())
         self.known.update({name: replica.record_replica_metadata() for name, replica in self.replicas.items()})
         name, *_ = self.known.choose(list(self.replicas), ask)
         return _Parts(self._answer(name, copy.copy(ask)))
@@ -46,6 +49,12 @@ class ScriptedHandle:
 
     def broadcast(self, method: str, *arguments: object) -> _Results:
         return _Results(self, method, arguments)
+
+
+async def _never() -> AsyncIterator[Any]:
+    """Wait for a replica, as Serve does where there is none."""
+    await asyncio.Event().wait()
+    yield None
 
 
 class _Parts:

@@ -30,6 +30,9 @@ _MAX_PLACES = 8192
 _MAX_LOST = 3
 """Replicas that may lose the same request before its first token: it may be what they die of."""
 _PAUSE_S = 0.2
+_PROBES = ("/health", "/ready")
+_PROBE_S = 4.0
+"""For so long a probe waits for a replica: whoever waited longer would take the engine for one that hangs."""
 _UNAVAILABLE = 503
 _logger = logging.getLogger(__name__)
 
@@ -61,11 +64,19 @@ class Front:
             ask.replica = self._places.get(found[1])
         elif _REQUEST_ROUTE.match(route):
             ask.replica = self._places.get(request.headers.get(REPLICA_HEADER, ""))
+        elif route in _PROBES:
+            return await self._probe(ask)
         else:
             return await self._of_one(ask)
         return await (self._of_first(ask) if ask.replica is None else self._of_one(ask))
 
     # One replica answers
+
+    async def _probe(self, ask: Ask) -> Response:
+        try:
+            return await asyncio.wait_for(self._of_one(ask), _PROBE_S)
+        except TimeoutError:
+            return _unavailable(f"none within {_PROBE_S:g} s")
 
     async def _of_one(self, ask: Ask) -> Response:
         asked = httpx.Request(ask.method, f"http://replica{ask.path}", headers=ask.headers, content=ask.body)

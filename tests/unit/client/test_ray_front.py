@@ -257,6 +257,16 @@ def test_while_no_replica_takes_requests_they_wait_and_are_answered_when_one_doe
     assert "no replica answers" in answer.text
 
 
+def test_while_there_is_no_replica_probes_are_told_so_and_do_not_wait(
+    handle: ScriptedHandle, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = engine.base_url.removesuffix("/v1")
+    assert httpx.get(f"{root}/health").status_code == 200
+    monkeypatch.setattr("ragcache_core.client.ray_serve.front._PROBE_S", 0.1)
+    handle.replicas.clear()
+    assert [httpx.get(f"{root}/{probe}", timeout=10).status_code for probe in ("health", "ready")] == [503, 503]
+
+
 def test_an_answer_that_is_cut_is_seen_to_be_cut(engine: Engine, servers: list[ScriptedServer]) -> None:
     for server in servers:
         server.rules = [lambda request: Reply("one two three four five six", cut_after_tokens=3)]
