@@ -55,7 +55,10 @@ def served(options: argparse.Namespace) -> Iterator[Engine]:
         with Engine.connect(f"http://127.0.0.1:{options.port}", api_key=key) as joined:
             yield joined
     finally:
-        serve.shutdown()
+        if options.address:  # others may have applications there
+            serve.delete("ragcache")
+        else:
+            serve.shutdown()
         ray.shutdown()
 
 
