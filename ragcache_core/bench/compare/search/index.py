@@ -26,8 +26,7 @@ from ragcache_core.types import Document
 
 _VERSION = 1
 """Part of an index's name: what is made otherwise must not be taken for what was made before."""
-_OVERHEAD_BYTES = 400
-_LINK_BYTES = 300
+_OVERHEAD_BYTES, _LINK_BYTES = 500, 300
 """What a document takes beside its vector, and its links in a graph."""
 
 
