@@ -158,7 +158,7 @@ def _damage(client: Any, rng: random.Random) -> bool:
         case "emptied":
             client.set(name, b"")
         case "swapped":
-            client.copy(other, name, replace=True)
+            client.set(name, client.get(other) or b"")
         case _:
             client.unlink(name)
     return True
