@@ -5,6 +5,7 @@ from collections.abc import Callable
 from ragcache_core.errors import ConfigError
 from ragcache_core.policy.arc import ARCPolicy
 from ragcache_core.policy.base import NodeStats, ReplacementPolicy
+from ragcache_core.policy.candidate import CandidatePolicy, DecayedFrequencyPolicy, SelfClockedGDSFPolicy
 from ragcache_core.policy.gdsf import GDSFPolicy
 from ragcache_core.policy.hybrid import HybridPolicy
 from ragcache_core.policy.lfu import LFUPolicy
@@ -12,7 +13,7 @@ from ragcache_core.policy.lru import LRUPolicy
 from ragcache_core.policy.pgdsf import PGDSFPolicy
 from ragcache_core.policy.prefill_cost import PrefillCost, PrefillCostModel
 from ragcache_core.policy.s3fifo import S3FIFOPolicy
-from ragcache_core.policy.tournament import DecayedFrequencyPolicy, TournamentPolicy
+from ragcache_core.policy.tournament import TournamentPolicy
 
 POLICIES: dict[str, Callable[[PrefillCost], ReplacementPolicy]] = {
     "pgdsf": lambda _: PGDSFPolicy(),
@@ -22,7 +23,7 @@ POLICIES: dict[str, Callable[[PrefillCost], ReplacementPolicy]] = {
     "hybrid": lambda _: HybridPolicy(),
     "s3fifo": lambda _: S3FIFOPolicy(),
     "arc": lambda _: ARCPolicy(),
-    "tournament": lambda _: TournamentPolicy(),
+    "tournament": lambda cost: TournamentPolicy(prefill_cost=cost),
 }
 """Every policy by the name that configurations use."""
 
@@ -41,6 +42,7 @@ def make_policy(name: str, prefill_cost: PrefillCost | None = None) -> Replaceme
 __all__ = [
     "POLICIES",
     "ARCPolicy",
+    "CandidatePolicy",
     "DecayedFrequencyPolicy",
     "GDSFPolicy",
     "HybridPolicy",
@@ -52,6 +54,7 @@ __all__ = [
     "PrefillCostModel",
     "ReplacementPolicy",
     "S3FIFOPolicy",
+    "SelfClockedGDSFPolicy",
     "TournamentPolicy",
     "make_policy",
 ]

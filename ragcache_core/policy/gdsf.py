@@ -20,5 +20,7 @@ class GDSFPolicy(ReplacementPolicy):
         self._prefill_cost = prefill_cost or PrefillCostModel.default()
 
     def rank(self, stats: NodeStats, clock: float) -> float:
-        cost_s = self._prefill_cost.estimate_s(0, stats.num_tokens)
-        return clock + stats.frequency * cost_s / stats.num_tokens if stats.num_tokens else clock
+        return clock + stats.frequency * self._cost_per_token_s(stats.num_tokens)
+
+    def _cost_per_token_s(self, num_tokens: int) -> float:
+        return self._prefill_cost.estimate_s(0, num_tokens) / num_tokens if num_tokens else 0.0

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Sequence
 from typing import ClassVar, Final
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.policy.base import NodeStats, ReplacementPolicy
+from ragcache_core.policy.candidate import CandidatePolicy, DecayedFrequencyPolicy, SelfClockedGDSFPolicy
 from ragcache_core.policy.prefill_cost import PrefillCost
 from ragcache_core.policy.returning import NUM_KINDS, ReturningTurns
 
-_LEAST: Final = 1e-12
-_IDS_AHEAD: Final = 64
 _LOAD_SPEEDUP: Final = 16.0
 """How many times faster a token's KV is loaded than computed. What counts is the order of magnitude: 16 and any more
 gave the same in simulation."""
@@ -21,57 +19,11 @@ _QUESTION_TOKENS: Final = 32
 """Of a prompt that are computed in any case. Profiles measure no fewer; with formulas how many does not matter."""
 _THINK_TIMES: Final = 2.0
 """In which a conversation's history counts half; 1 to 3 gave nearly the same on a production trace."""
+_REMEMBERED: Final = 0.8
+"""Of what was saved in earlier windows, with every window that follows. With less, noise decides where hits are few."""
 _LEAST_SHARE: Final = 0.01
 """Of a prefill's time per token, what a token costs at least: measured times are noisy, and no document is for
 nothing."""
-
-
-class DecayedFrequencyPolicy(ReplacementPolicy):
-    """Cost / Size x a frequency that halves every ``half_life`` requests: Eq. 1 of RAGCache with decay for a clock.
-
-    All frequencies fade at the same pace, so in logarithms an access is worth more by log(2) / half_life for every
-    request that it is younger: the rank stands until the next access, and no clock is needed.
-
-    Without ``weighs_cost`` all tokens cost the same: of long prompts the last ones cost the most to compute, and come
-    back the least.
-    """
-
-    name = "decayed"
-
-    def __init__(self, half_life: float, *, weighs_cost: bool = True) -> None:
-        self._weighs_cost = weighs_cost
-        self.decay = math.log(2.0) / half_life
-        self._weights = array("d")
-
-    def on_restore(self, stats: NodeStats, num_requests: int) -> None:
-        self.on_access(stats, num_requests)
-        self._weights[stats.id] = float(stats.frequency)
-
-    def on_access(self, stats: NodeStats, num_requests: int) -> None:
-        weights = self._weights
-        self._make_room(stats.id)
-        age = num_requests - stats.last_request
-        weights[stats.id] = 1.0 if stats.frequency == 1 else weights[stats.id] * math.exp(-age * self.decay) + 1.0
-
-    def on_split(self, stats: NodeStats, lower: NodeStats) -> None:
-        self._make_room(lower.id)
-        self._weights[lower.id] = self._weights[stats.id] if stats.id < len(self._weights) else 0.0
-
-    def rank(self, stats: NodeStats, clock: float) -> float:
-        weight = self._weights[stats.id] if stats.id < len(self._weights) else 0.0
-        return math.log((weight if weight > _LEAST else _LEAST) * self.cost(stats)) + stats.last_request * self.decay
-
-    def cost(self, stats: NodeStats) -> float:
-        """Return what a token counts for in a rank: seconds, or 1."""
-        if not self._weighs_cost:
-            return 1.0
-        cost_s = stats.total_cost_s / stats.num_computed if stats.num_computed else 0.0  # avg_cost_s, without the call
-        return cost_s if cost_s > _LEAST else _LEAST
-
-    def _make_room(self, node_id: int) -> None:
-        num_missing = node_id + 1 - len(self._weights)
-        if num_missing > 0:
-            self._weights.extend([0.0] * (num_missing + _IDS_AHEAD))
 
 
 class TournamentPolicy(ReplacementPolicy):
@@ -83,7 +35,9 @@ class TournamentPolicy(ReplacementPolicy):
     ``margin`` to replace the one that rules, because a change of order costs time.
 
     The candidates of ``costless_half_lives`` do not weigh costs: where prompts are long, the costs of their last tokens
-    outweigh that those seldom come back. An endless half-life is LFU.
+    outweigh that those seldom come back. An endless half-life is LFU. The last candidate is GDSF: large caches, which
+    give up little, do best with its clock and its liking for short documents. It rules until windows have judged, and
+    runs where ``prefill_cost`` is given.
 
     The cost is what a hit saves, which is less than Eq. 3's: :meth:`cost_per_token_s`.
 
@@ -104,7 +58,8 @@ class TournamentPolicy(ReplacementPolicy):
         half_lives: Sequence[float] = (60.0, 200.0, 800.0, 8000.0),
         costless_half_lives: Sequence[float] = (800.0, 1e9),
         window: int = 250,
-        margin: float = 0.01,
+        margin: float = 0.002,
+        prefill_cost: PrefillCost | None = None,
     ) -> None:
         if len(half_lives) < 2 or not all(h > 0.0 for h in half_lives):
             raise ConfigError(
@@ -115,11 +70,12 @@ class TournamentPolicy(ReplacementPolicy):
                 f"window is {window!r} and margin {margin!r}; a window of requests and a share are needed"
             )
         self.window = window
-        self.candidates = (
+        self.candidates: tuple[CandidatePolicy, ...] = (
             *(DecayedFrequencyPolicy(half_life) for half_life in half_lives),
             *(DecayedFrequencyPolicy(half_life, weighs_cost=False) for half_life in costless_half_lives),
+            *([] if prefill_cost is None else [SelfClockedGDSFPolicy(prefill_cost)]),
         )
-        self.ruling = len(half_lives) // 2
+        self.ruling = len(half_lives) // 2 if prefill_cost is None else len(self.candidates) - 1
         self.returning = ReturningTurns()
         self._margin = margin
         self._savings = [0.0] * len(self.candidates)
@@ -161,19 +117,18 @@ class TournamentPolicy(ReplacementPolicy):
         """
         if not stats.turn:
             return rank
-        ruling = self.candidates[self.ruling]
-        worth = max(self.returning.expected_turns(stats.turn), _LEAST) * ruling.cost(stats)
         half_life = _THINK_TIMES * self.returning.think_requests
-        fading = (num_requests - stats.last_request) * math.log(2.0) / half_life
+        fading = 2.0 ** (-(num_requests - stats.last_request) / half_life)
+        uses = self.returning.expected_turns(stats.turn) * fading
         discount = stats.last_request - rank
-        return math.log(worth) - fading - discount + num_requests * ruling.decay
+        return self.candidates[self.ruling].worth(stats, uses, num_requests) - discount
 
     def adopt(self, saved_tokens: Sequence[int]) -> bool:
         """Take note of what each candidate saved in the last window, and return whether another one rules now.
 
-        Windows count half as much for every window that follows them.
+        Windows count less for every window that follows them.
         """
-        self._savings = [0.5 * old + new for old, new in zip(self._savings, saved_tokens, strict=True)]
+        self._savings = [_REMEMBERED * old + new for old, new in zip(self._savings, saved_tokens, strict=True)]
         best = max(range(len(self._savings)), key=self._savings.__getitem__)
         if self._savings[best] <= self._savings[self.ruling] * (1.0 + self._margin):
             return False

@@ -9,11 +9,11 @@ from heapq import heappop, heappush, heapreplace
 from typing import Final
 from zlib import crc32
 
-from ragcache_core.policy.base import ReplacementPolicy
+from ragcache_core.policy.candidate import CandidatePolicy
 from ragcache_core.policy.tournament import TournamentPolicy
 from ragcache_core.tree.node import TreeNode
 
-_TOKENS_SIMULATED: Final = 500_000
+_TOKENS_SIMULATED: Final = 4_000_000
 _MAX_SAMPLE_EVERY: Final = 16
 
 _ID_BITS: Final = 32
@@ -37,7 +37,7 @@ class Shadow:
         num_children: that are held, by node id.
     """
 
-    def __init__(self, policy: ReplacementPolicy, capacity_tokens: int) -> None:
+    def __init__(self, policy: CandidatePolicy, capacity_tokens: int) -> None:
         self.capacity_tokens = capacity_tokens
         self.num_tokens = 0
         self.held_tokens = array("i")
@@ -163,6 +163,7 @@ class Shadow:
                 self._is_queued[node_id] = 0
                 continue
             self._release(node)
+            self._policy.on_shadow_evicted((entry >> _ID_BITS) / _STEPS_PER_RANK)
             return True
         return False
 

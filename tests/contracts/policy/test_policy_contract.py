@@ -247,14 +247,56 @@ def test_the_tournament_changes_its_mind_only_for_a_better_candidate() -> None:
 
 
 @pytest.mark.parametrize("num_since", [1, 2])
-def test_the_tournament_counts_a_window_half_as_much_for_every_one_that_follows(num_since: int) -> None:
-    remembered = 1000 // 2**num_since
+def test_the_tournament_counts_a_window_less_for_every_one_that_follows(num_since: int) -> None:
+    remembered = round(1000 * 0.8**num_since)
     for saved, is_better in ((remembered - 10, False), (remembered + 10, True)):
         policy = TournamentPolicy(half_lives=(10.0, 100.0), costless_half_lives=(), margin=0.0)
         assert not policy.adopt([0, 1000])
         for _ in range(num_since - 1):
             assert not policy.adopt([0, 0])
         assert policy.adopt([saved, 0]) == is_better
+
+
+def test_the_tournament_begins_as_gdsf_where_it_knows_what_prefills_cost() -> None:
+    """Its clock was the best beginning on traces that later want a long memory and on those that want a short one."""
+    policy = TournamentPolicy(prefill_cost=PrefillCostModel.default())
+    short, long = NodeStats(0, 100), NodeStats(1, 5000)
+    for stats in (short, long):
+        retrieve(policy, stats, 1, cost_s=1e-3)
+    assert policy.rank(short, 0.0) > policy.rank(long, 0.0)
+    last = len(policy.candidates) - 1
+    assert policy.ruling == last
+    assert policy.adopt([100] * last + [0])
+    assert policy.rank(short, 0.0) == policy.rank(long, 0.0)
+
+
+def test_a_shadow_of_gdsf_holds_what_a_tier_of_gdsf_does() -> None:
+    """Though its clock is its own: the tree's tiers give up something else, by another policy."""
+    cost, capacity = PrefillCostModel.default(), 4000
+    shadowed = KnowledgeTree(TournamentPolicy(window=10**9, prefill_cost=cost), shadow_tokens=capacity)
+    tree = KnowledgeTree(GDSFPolicy(cost))
+    rng = random.Random(17)
+    held: dict[str, int] = {}
+    num_evicted = 0
+    for _ in range(1500):
+        number = min(int(rng.paretovariate(0.8)), 60)
+        doc, num_tokens = f"d{number}", 100 + 37 * number
+        for each in (shadowed, tree):
+            (node,) = each.insert([PathSegment([doc], num_tokens, doc)])
+            each.record_access([node], num_hit_units=0, cost_per_token_s=1e-3)
+        tree.pin([node])
+        while doc not in held and sum(held.values()) + num_tokens > capacity:
+            evicted = tree.evict(Tier.GPU)
+            assert evicted is not None
+            del held[str(evicted[0].node.doc_id)]
+            num_evicted += 1
+        tree.unpin([node])
+        if doc not in held:
+            tree.add(node, 1, Tier.GPU)
+            held[doc] = num_tokens
+        of_gdsf = shadowed.shadows[-1]
+        assert {n.doc_id for n in shadowed.nodes() if of_gdsf.held_tokens[n.id]} == set(held)
+    assert num_evicted > 100
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def test_a_document_whose_uses_start_anew_ranks_as_a_new_one() -> None:
 
 @pytest.mark.parametrize("name", ["system", "another", "a third"])
 def test_what_all_prompts_begin_with_does_not_decide_which_are_sampled(name: str) -> None:
-    tree = KnowledgeTree(TournamentPolicy(), shadow_tokens=4_000_000)
+    tree = KnowledgeTree(TournamentPolicy(), shadow_tokens=32_000_000)
     for number in range(800):
         keys = [PathSegment([name], 1, name), PathSegment([(name, number)], 1, str(number))]
         tree.record_access(tree.insert(keys), num_hit_units=0, cost_per_token_s=1.0)
