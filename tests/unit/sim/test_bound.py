@@ -73,8 +73,8 @@ def finished(options: SimulationOptions, trace: Trace = MMLU) -> FinishedRun:
 
 
 def test_a_policy_that_comes_out_better_than_the_bound_is_explained() -> None:
-    trace = make_trace(WORKLOADS["mmlu"], 800, seed=3)
-    small = SimulationOptions(gpu_tokens=16_384, host_tokens=8_192)
+    trace = make_trace(WORKLOADS["mmlu"], 3000, seed=3)
+    small = SimulationOptions(gpu_tokens=16_384, host_tokens=8_192, warm_up=1000)
     bound, ours = (finished(replace(small, policy=policy), trace) for policy in ("belady", "tournament"))
     assert ours.summary["token_hit_rate"] > bound.summary["token_hit_rate"], "in a cache as small as a few prompts"
     (why,) = above_belady([ours, bound])
