@@ -36,8 +36,7 @@ class TournamentPolicy(ReplacementPolicy):
 
     The candidates of ``costless_half_lives`` do not weigh costs: where prompts are long, the costs of their last tokens
     outweigh that those seldom come back. An endless half-life is LFU. The last candidate is GDSF: large caches, which
-    give up little, do best with its clock and its liking for short documents. It rules until windows have judged, and
-    runs where ``prefill_cost`` is given.
+    give up little, do best with its clock and its liking for short documents. It runs where ``prefill_cost`` is given.
 
     The cost is what a hit saves, which is less than Eq. 3's: :meth:`cost_per_token_s`.
 
@@ -55,7 +54,7 @@ class TournamentPolicy(ReplacementPolicy):
 
     def __init__(
         self,
-        half_lives: Sequence[float] = (60.0, 200.0, 800.0, 8000.0),
+        half_lives: Sequence[float] = (200.0, 800.0, 8000.0),
         costless_half_lives: Sequence[float] = (800.0, 1e9),
         window: int = 250,
         margin: float = 0.002,
@@ -75,7 +74,7 @@ class TournamentPolicy(ReplacementPolicy):
             *(DecayedFrequencyPolicy(half_life, weighs_cost=False) for half_life in costless_half_lives),
             *([] if prefill_cost is None else [SelfClockedGDSFPolicy(prefill_cost)]),
         )
-        self.ruling = len(half_lives) // 2 if prefill_cost is None else len(self.candidates) - 1
+        self.ruling = len(half_lives) // 2
         self.returning = ReturningTurns()
         self._margin = margin
         self._savings = [0.0] * len(self.candidates)

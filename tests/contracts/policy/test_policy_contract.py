@@ -257,17 +257,16 @@ def test_the_tournament_counts_a_window_less_for_every_one_that_follows(num_sinc
         assert policy.adopt([saved, 0]) == is_better
 
 
-def test_the_tournament_begins_as_gdsf_where_it_knows_what_prefills_cost() -> None:
-    """Its clock was the best beginning on traces that later want a long memory and on those that want a short one."""
+def test_the_tournament_ranks_as_gdsf_once_that_saves_most_where_it_knows_what_prefills_cost() -> None:
     policy = TournamentPolicy(prefill_cost=PrefillCostModel.default())
     short, long = NodeStats(0, 100), NodeStats(1, 5000)
     for stats in (short, long):
         retrieve(policy, stats, 1, cost_s=1e-3)
-    assert policy.rank(short, 0.0) > policy.rank(long, 0.0)
-    last = len(policy.candidates) - 1
-    assert policy.ruling == last
-    assert policy.adopt([100] * last + [0])
     assert policy.rank(short, 0.0) == policy.rank(long, 0.0)
+    last = len(policy.candidates) - 1
+    assert policy.adopt([0] * last + [100])
+    assert policy.ruling == last
+    assert policy.rank(short, 0.0) > policy.rank(long, 0.0)
 
 
 def test_a_shadow_of_gdsf_holds_what_a_tier_of_gdsf_does() -> None:
