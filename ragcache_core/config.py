@@ -93,9 +93,15 @@ def keeping(connectors: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def check_connectors(
-    connectors: Sequence[Mapping[str, Any]], *, reuses_chunks: bool = False, max_age: float | None = None
+    connectors: Sequence[Mapping[str, Any]],
+    *,
+    reuses_chunks: bool = False,
+    max_age: float | None = None,
+    below_host: str | None = None,
 ) -> None:
     """Refuse connectors of vLLM that cannot stand beside ours, each described as in its ``kv_transfer_config``.
+
+    ``below_host`` names the setting that gives ours a tier below host memory, if there is one.
 
     Raises:
         ValueError: with what to leave out.
@@ -118,6 +124,11 @@ def check_connectors(
         raise ValueError(
             f"chunk_reuse is set beside {_names(connectors)}, which would keep approximate KV as if it were exact: "
             "leave chunk_reuse or connectors out"
+        )
+    if connectors and below_host is not None:
+        raise ValueError(
+            f"{below_host} is set beside {_names(connectors)}: where those fail to load, host memory is emptied, which "
+            f"must not be while it is read into from below: leave {below_host} or connectors out"
         )
     if max_age is not None and (keepers := keeping(connectors)):
         raise ValueError(
@@ -327,7 +338,12 @@ class CacheConfig(_Settings):
                 "host_bytes or leave chunk_reuse out"
             )
         try:
-            check_connectors(self.connectors, reuses_chunks=self.chunk_reuse is not None, max_age=self.max_age)
+            check_connectors(
+                self.connectors,
+                reuses_chunks=self.chunk_reuse is not None,
+                max_age=self.max_age,
+                below_host="disk_bytes" if self.disk_bytes else "shared" if self.shared else None,
+            )
         except ValueError as error:
             raise ValueError(f"CacheConfig.{error}") from error
         return self
