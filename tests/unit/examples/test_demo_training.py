@@ -17,7 +17,7 @@ from examples.demo_model_training.tokenizer import Vocabulary
 from examples.demo_model_training.train import Trainer, TrainingOptions, load_model, parse_arguments, train
 from tests.conftest import DEMO_MODEL
 
-OPTIONS = TrainingOptions(num_steps=3000, max_batch_tokens=512)
+OPTIONS = TrainingOptions(num_steps=3000, max_batch_tokens=512, is_mixed=False)
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def test_checkpoint_resumes_with_the_same_next_step(tmp_path: Path) -> None:
     for batch in itertools.islice(batches_of(trainer), 4):
         trainer.train_step(batch)
     trainer.save(tmp_path / "demo.pt")
-    resumed = Trainer.start(TrainingOptions(num_steps=3000, seed=9, max_batch_tokens=512))
+    resumed = Trainer.start(replace(OPTIONS, seed=9))
     resumed.load(tmp_path / "demo.pt")
     assert resumed.progress == trainer.progress
     expected = trainer.train_step(next(trainer.source.batches(0)))
@@ -60,7 +60,7 @@ def test_checkpoint_resumes_with_the_same_next_step(tmp_path: Path) -> None:
 
 
 def test_training_stops_after_its_last_step(tmp_path: Path) -> None:
-    trainer = Trainer.start(TrainingOptions(num_steps=3, max_batch_tokens=256))
+    trainer = Trainer.start(replace(OPTIONS, num_steps=3, max_batch_tokens=256))
     train(trainer, tmp_path / "demo.pt")
     assert trainer.progress.step == 3
     assert (tmp_path / "demo.pt").exists()
@@ -85,7 +85,7 @@ def test_last_stage_is_entered_after_its_share_of_the_steps() -> None:
 def deeper(num_layers: int) -> Trainer:
     trained = load_exported(DEMO_MODEL)
     config = replace(trained.config, num_layers=num_layers)
-    return Trainer.start(replace(OPTIONS, curriculum="deep", is_mixed=False), config, trained)
+    return Trainer.start(replace(OPTIONS, curriculum="deep"), config, trained)
 
 
 def test_a_deeper_model_answers_as_the_trained_one_before_it_is_trained() -> None:

@@ -13,7 +13,7 @@ from typing import Self
 import platformdirs
 
 from ragcache_core.bench.compare.search.vectors import DocumentVectors
-from ragcache_core.errors import ConfigError
+from ragcache_core.errors import ConfigError, StoreError
 from ragcache_core.memory import read_memory
 from ragcache_core.private_files import make_folders
 from ragcache_core.retrieval import DocumentStore, PrecomputedEmbedder
@@ -124,7 +124,10 @@ def open_index(options: SearchOptions, folder: Path | None = None) -> SearchInde
     path = folder / f"{options.kind}-{options.count}x{options.dim}-{_VERSION}"
     if not path.is_dir():
         options.check_memory()
-        make_folders(folder)
+        try:
+            make_folders(folder)
+        except OSError as error:
+            raise StoreError(f"{folder} cannot be used ({error.strerror}): name another --search-folder") from error
         with tempfile.TemporaryDirectory(prefix=".making-", dir=folder) as making:
             made = Path(making) / path.name
             _make(options, made)
@@ -134,7 +137,10 @@ def open_index(options: SearchOptions, folder: Path | None = None) -> SearchInde
                 if not path.is_dir():
                     shutil.rmtree(path, ignore_errors=True)
                     raise
-    return SearchIndex.open(path, options)
+    try:
+        return SearchIndex.open(path, options)
+    except StoreError as error:
+        raise StoreError(f"{error}; the index {path} is made again once that folder is deleted") from error
 
 
 def _make(options: SearchOptions, path: Path) -> None:
