@@ -8,7 +8,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Self
@@ -126,7 +126,7 @@ class Tenants:
         quota = {disk = "16GiB"}
     """
 
-    secret: str
+    secret: str = field(repr=False)
     by_name: Mapping[str, Tenant]
     operator_digests: tuple[bytes, ...]
     operator_weight: float

@@ -32,6 +32,8 @@ _Answer = TypeVar("_Answer")
 
 _logger = logging.getLogger(__name__)
 _all: WeakSet[CachedPrefixes] = WeakSet()
+_joining = threading.Lock()
+"""Held while a mirror takes the lock of another fleet: two fleets of the same engines would wait for each other."""
 
 
 class _NothingToMirrorError(Exception):
@@ -91,6 +93,8 @@ class CachedPrefixes(KnownPrefixes):
     def _start_anew(self) -> None:
         self._engines: list[CachedPaths] | None = None
         self._lock = threading.Lock()
+        self._moving = threading.Lock()
+        """Held while a copy joins or leaves an index, in pieces: it is in one index, or in the other."""
         self._index: PathIndex | None = None
         """A fleet's, which has that as well."""
         self._starting = threading.Lock()
@@ -117,7 +121,7 @@ class CachedPrefixes(KnownPrefixes):
 
         It is in the index of the fleet that was made last.
         """
-        with self._changing(), lock:
+        with _joining, self._moving, self._changing(), lock:
             for paths in self._engines or ():
                 if self._index is not None:
                     deque(self._index.leave(paths), 0)
@@ -141,17 +145,15 @@ class CachedPrefixes(KnownPrefixes):
 
     def _replace(self, engines: list[CachedPaths]) -> None:
         """Let ``engines`` be what is known; none: nothing is. Takes the lock for moments."""
-        while True:
+        with self._moving:
             index = self._index
             if index is not None:
                 new = (paths for paths in engines if not paths.bit)
                 self._in_pieces(piece for paths in new for piece in index.join(paths))
             with self._changing():
-                if self._index is index:
-                    old, self._engines = self._engines or [], engines or None
-                    break
-        if index is not None:
-            self._in_pieces(piece for paths in old if paths not in engines for piece in index.leave(paths))
+                old, self._engines = self._engines or [], engines or None
+            if index is not None:
+                self._in_pieces(piece for paths in old if paths not in engines for piece in index.leave(paths))
 
     def _in_pieces(self, pieces: Iterator[None]) -> None:
         is_done = False
@@ -257,6 +259,8 @@ class CachedPrefixes(KnownPrefixes):
 
 
 def _start_all_anew() -> None:
+    global _joining
+    _joining = threading.Lock()
     for mirror in _all:
         mirror._start_anew()
 

@@ -65,8 +65,8 @@ class Ask:
         with self._lock:
             self.sent_to = name
             before, self._count = self._count, count
-            if self._is_over and count is not None:  # it was given up while somebody chose
-                count.end()
+            if self._is_over:  # it was given up while somebody chose; what counted before has ended
+                before, self._count = count, None
         if before is not None:
             before.end()
         if self.on_chosen is not None:

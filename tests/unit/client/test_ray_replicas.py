@@ -110,6 +110,16 @@ def test_however_a_request_ends_it_counts_nowhere_afterwards(known: KnownReplica
     assert idlest(known)[0] == home
 
 
+def test_a_request_that_is_given_up_while_it_is_chosen_again_counts_once_and_ends_once(known: KnownReplicas) -> None:
+    ask = asking()
+    home = known.choose(NAMES, ask)[0]
+    ask.end()
+    for _ in range(3):
+        known.choose([home], ask)
+    known.choose([home], asking())
+    assert idlest(known)[0] != home
+
+
 def test_a_replica_that_failed_is_left_alone_while_others_are_there(known: KnownReplicas) -> None:
     ask = asking()
     home = known.choose(NAMES, ask)[0]
