@@ -99,11 +99,11 @@ class _ToldServer(uvicorn.Server):
 
 
 @contextmanager
-def served(front: Front) -> Iterator[str]:
-    """Give the address at which a front is asked, over real HTTP."""
+def served(front: Front, prefix: str = "") -> Iterator[str]:
+    """Give the address at which a front is asked, over real HTTP; ``prefix`` is its application's."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        response = await front(Request(scope, receive))
+        response = await front(Request({**scope, "root_path": prefix}, receive))
         await response(scope, receive, send)
 
     server = _ToldServer(uvicorn.Config(app, port=0, lifespan="off", log_level="critical"))

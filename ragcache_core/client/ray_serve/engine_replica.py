@@ -24,7 +24,7 @@ class EngineReplica:
         """``name`` is Serve's for this replica."""
         self._name = name
         self._engine = engine
-        self._root = engine.base_url.removesuffix("/v1")
+        self._root = httpx.URL(engine.base_url.removesuffix("/v1"))
         # Whoever asks knows how long to wait.
         self._http = httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(limits=_LIMITS), timeout=None)  # noqa: S113
 
@@ -39,7 +39,8 @@ class EngineReplica:
             EngineDiedError: the answer was cut.
         """
         headers = [(name, value) for name, value in ask.headers if name.lower() not in HOPS]
-        request = httpx.Request(ask.method, f"{self._root}{ask.path}", headers=headers, content=ask.body)
+        url = self._root.copy_with(raw_path=ask.path.encode())  # whatever it says, it names no other server
+        request = httpx.Request(ask.method, url, headers=headers, content=ask.body)
         try:
             response = await self._http.send(request, stream=True)
         except httpx.ConnectError:
@@ -72,7 +73,7 @@ class EngineReplica:
         """Raise unless the engine makes progress: Serve then starts another replica in the place of this one."""
         self._engine.num_restarts()
         try:
-            answer = await self._http.get(f"{self._root}/health", timeout=_HEALTH_TIMEOUT_S)
+            answer = await self._http.get(self._root.copy_with(path="/health"), timeout=_HEALTH_TIMEOUT_S)
         except httpx.HTTPError as error:
             raise EngineError(f"replica {self._name} does not say how it is: {type(error).__name__} {error}") from None
         if answer.status_code != httpx.codes.OK:

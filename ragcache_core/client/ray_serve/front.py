@@ -52,7 +52,8 @@ class Front:
 
     async def __call__(self, request: Request) -> Response:
         """Answer any route of an engine's server."""
-        path = _path(request)
+        if (path := _path(request)) is None:
+            return _refused(404, f"{request.url.path:.200} is not below the application's prefix")
         headers = [(name, value) for name, value in request.headers.items() if name not in HOPS]
         ask = Ask(request.method, path, headers, await request.body())
         route = path.partition("?")[0]
@@ -201,10 +202,12 @@ class _UnansweredError(Exception):
         self.was_begun = was_begun
 
 
-def _path(request: Request) -> str:
-    """Return the path below the application's prefix, as it was typed, with its query."""
+def _path(request: Request) -> str | None:
+    """Return the path below the application's prefix, as it was typed, with its query; ``None`` if it is not below."""
     typed = request.scope.get("raw_path") or request.scope["path"].encode()
     path = typed.decode("ascii").partition("?")[0].removeprefix(request.scope.get("root_path", ""))
+    if not path.startswith("/"):  # "%2F" is a slash to the proxy that chose the application, and none in an address
+        return None
     return f"{path}?{request.url.query}" if request.url.query else path
 
 

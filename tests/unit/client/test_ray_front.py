@@ -304,6 +304,20 @@ def test_requests_that_are_refused_and_names_that_need_quoting_pass_as_they_are(
     assert httpx.get(f"{engine.base_url}/models", headers={"Authorization": "Bearer wrong"}).status_code == 401
 
 
+def test_below_a_prefix_a_request_reaches_the_replicas_and_no_other_server(
+    handle: ScriptedHandle, servers: list[ScriptedServer]
+) -> None:
+    with ScriptedServer(api_key="key", name="other") as other, served(Front(handle, 1.0), prefix="/llm") as url:
+        assert httpx.get(f"{url}/llm/v1/models", headers=KEY).json()["data"]
+        host = other.url.removeprefix("http://")
+        for path in (f"/llm%2F@{host}/v1/ragcache/requests/x", f"/llm@{host}/v1/ragcache/requests/x", "/llm"):
+            assert httpx.get(f"{url}{path}", headers=KEY).status_code == 404
+        assert not other.cache_questions
+        for path in (f"//@{host}/v1/ragcache/requests/x", f"/@{host}/v1/ragcache/requests/x"):
+            assert httpx.get(f"{url}/llm{path}", headers=KEY).status_code in (400, 404)
+        assert not other.cache_questions
+
+
 def test_what_is_each_replicas_own_is_refused(engine: Engine) -> None:
     with pytest.raises(RequestRejectedError, match="each replica's own"):
         engine.cache.ls()
