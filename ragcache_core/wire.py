@@ -60,6 +60,15 @@ _MAX_DEPTH = 8
 _SPECULATION = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_SPECULATION_CHARS}}}")  # it is part of a path
 
 
+def max_body_bytes(max_model_len: int, *, takes_files: bool) -> int:
+    """Return how many bytes a request's body may have: 16 MiB, and 64 for each token of the context window.
+
+    A token is some 5 bytes of text, or 12 where JSON escapes it, and 7 as a number; 16 MiB are a batch of prompts, or
+    what is said of documents. Images and sounds, which stand in the body as text, may take 256 MiB more.
+    """
+    return (16 << 20) + 64 * max_model_len + (256 << 20 if takes_files else 0)
+
+
 @dataclass(frozen=True, slots=True)
 class RequestMetadata:
     """What a request says of itself.

@@ -9,7 +9,9 @@ from typing import Any
 from ragcache_core.client.launch.vllm_offload import VLLMOffload
 from ragcache_core.config import CacheConfig
 from ragcache_core.errors import ConfigError
+from ragcache_core.runtime.api_keys import hashed
 from ragcache_core.runtime.environment import API_KEY_ENV
+from ragcache_core.runtime.tenants import Tenants
 
 _SERVES = ("cancel", "host", "max_restarts", "port", "progress", "restart_window_s")
 """Settings of a launch that are not the user's here: Serve places replicas, and starts them anew."""
@@ -87,7 +89,7 @@ def ragcache_deployment(
     settings = {**engine_settings, "cache": cache, "api_key": api_key}
     replicas = deployment(LaunchedReplica).options(name="ragcache-replica", **options).bind(model, settings)
     front = deployment(Front).options(name="ragcache-front", **{**_FRONT, **(front_options or {})})
-    return front.bind(replicas, _PATIENCE_S)
+    return front.bind(replicas, _PATIENCE_S, _key_digests(api_key, cache))
 
 
 def build(args: dict[str, Any]) -> Any:
@@ -97,6 +99,18 @@ def build(args: dict[str, Any]) -> Any:
     """
     cache = args.get("cache")
     return ragcache_deployment(**{**args, "cache": CacheConfig(**cache)} if isinstance(cache, dict) else args)
+
+
+def _key_digests(api_key: str, cache: CacheConfig | VLLMOffload | None) -> list[bytes]:
+    """Return the hashes of all keys that the engines know.
+
+    Raises:
+        ConfigError: the file of tenants cannot be used.
+    """
+    if not isinstance(cache, CacheConfig) or cache.tenants is None:
+        return [hashed(api_key)]
+    tenants = Tenants.from_toml(cache.tenants.expanduser())
+    return [hashed(api_key), *tenants.operator_digests, *tenants.digests]
 
 
 def _router(api_key: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import logging
 import re
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Any
 from urllib.parse import parse_qs
@@ -21,7 +21,8 @@ from ragcache_core.client.http.attempt import engine_died
 from ragcache_core.client.ray_serve.ask import HOPS, UNREACHED, Ask, Head
 from ragcache_core.client.ray_serve.merging import MERGED, PATHS_ROUTE, cursors_of
 from ragcache_core.client.speculation.request_capture import asks_completion
-from ragcache_core.wire import REPLICA_HEADER
+from ragcache_core.runtime.api_keys import is_among, shown_digest
+from ragcache_core.wire import REPLICA_HEADER, max_body_bytes
 
 _SPECULATION_ROUTE = re.compile(r"/v1/ragcache/speculations/([^/]+)")
 _REQUEST_ROUTE = re.compile(r"/v1/ragcache/requests/")
@@ -34,6 +35,10 @@ _PROBES = ("/health", "/ready")
 _PROBE_S = 4.0
 """For so long a probe waits for a replica: whoever waited longer would take the engine for one that hangs."""
 _UNAVAILABLE = 503
+_WITHOUT_KEY = ("GET", "HEAD", "OPTIONS")
+"""Methods of which the engine's door says what needs no key: whether a server is well, and figures."""
+_MAX_BODY_BYTES = max_body_bytes(1 << 20, takes_files=True)
+"""More than any engine's door takes: each knows its own limit, and says which."""
 _logger = logging.getLogger(__name__)
 
 
@@ -42,12 +47,15 @@ class Front:
 
     A speculation, its confirmation, its end and a request's figures reach the replica that has them; if another front
     sent that request, all are asked. Figures and what is forgotten are those of all replicas together.
+
+    Who has no key is asked for it here, before his body is read; an engine's door decides again, and what a tenant may.
     """
 
-    def __init__(self, replicas: Any, patience_s: float) -> None:
-        """``replicas`` is Serve's handle of the deployment of :class:`EngineReplica`."""
+    def __init__(self, replicas: Any, patience_s: float, keys: Sequence[bytes]) -> None:
+        """``replicas`` is Serve's handle of the deployment of :class:`EngineReplica`, ``keys`` are hashes of theirs."""
         self._replicas = replicas
         self._patience_s = patience_s
+        self._keys = tuple(keys)
         self._places: OrderedDict[str, str] = OrderedDict()
 
     async def __call__(self, request: Request) -> Response:
@@ -55,7 +63,14 @@ class Front:
         if (path := _path(request)) is None:
             return _refused(404, f"{request.url.path:.200} is not below the application's prefix")
         headers = [(name, value) for name, value in request.headers.items() if name not in HOPS]
-        ask = Ask(request.method, path, headers, await request.body())
+        has_key = is_among(shown_digest(request.headers.get("authorization", "")), self._keys)
+        if not has_key and request.method not in _WITHOUT_KEY:
+            return JSONResponse({"error": "Unauthorized"}, 401)  # as vLLM says it
+        if (body := await _body(request) if has_key else b"") is None:
+            return _refused(
+                413, f"the request's body has more than {_MAX_BODY_BYTES} bytes: send fewer prompts at once"
+            )
+        ask = Ask(request.method, path, headers, body)
         route = path.partition("?")[0]
         if _OF_ONE.fullmatch(route):
             return _refused(409, f"{route} is each replica's own, and Ray Serve has no name for one of them")
@@ -209,6 +224,19 @@ def _path(request: Request) -> str | None:
     if not path.startswith("/"):  # "%2F" is a slash to the proxy that chose the application, and none in an address
         return None
     return f"{path}?{request.url.query}" if request.url.query else path
+
+
+async def _body(request: Request) -> bytes | None:
+    """Return a request's body; ``None`` if it is too large, without the rest of it."""
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length[:19]) > _MAX_BODY_BYTES:
+        return None
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > _MAX_BODY_BYTES:
+            return None
+    return bytes(body)
 
 
 def _ignorance(answer: tuple[Head, bytes]) -> tuple[int, bool]:

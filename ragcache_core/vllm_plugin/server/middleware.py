@@ -49,7 +49,6 @@ _PROBES = ("/health", "/ping", "/ready")
 _OWN_PREFIX = "/v1/ragcache/"
 _RETRY_AFTER_S = 2
 _OPEN_PREFIX = "/static/"  # the pages of --enable-offline-docs
-_FILES_BYTES = 256 << 20
 _MAX_DRAINED_BYTES = 256 << 20
 
 
@@ -167,15 +166,6 @@ def _is_work(scope: Scope) -> bool:
 def _path(scope: Scope) -> str:
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
-
-
-def max_body_bytes(max_model_len: int, *, takes_files: bool) -> int:
-    """Return how many bytes a request's body may have: 16 MiB, and 64 for each token of the context window.
-
-    A token is some 5 bytes of text, or 12 where JSON escapes it, and 7 as a number; 16 MiB are a batch of prompts, or
-    what is said of documents. Images and sounds, which stand in the body as text, may take 256 MiB more.
-    """
-    return (16 << 20) + 64 * max_model_len + (_FILES_BYTES if takes_files else 0)
 
 
 def _number(header: str) -> int:

@@ -29,7 +29,7 @@ from ragcache_core.vllm_plugin.compat import (
 from ragcache_core.vllm_plugin.release import settings_in_force
 from ragcache_core.vllm_plugin.server import cache_routes, document_routes
 from ragcache_core.vllm_plugin.server.engine_view import received
-from ragcache_core.vllm_plugin.server.middleware import Door, Work, max_body_bytes, refusal_of_work
+from ragcache_core.vllm_plugin.server.middleware import Door, Work, refusal_of_work
 from ragcache_core.vllm_plugin.server.page.routes import router as page_router
 from ragcache_core.vllm_plugin.server.progress import EngineProgress, hang_timeout_s
 from ragcache_core.vllm_plugin.server.rank_choice import RankChoice
@@ -46,7 +46,7 @@ from ragcache_core.vllm_plugin.server.tenant_requests import (
     tenants_of,
 )
 from ragcache_core.vllm_plugin.server.tokenizer_files import read_tokenizer_files
-from ragcache_core.wire import REPLICA_HEADER
+from ragcache_core.wire import REPLICA_HEADER, max_body_bytes
 
 logger = init_logger(f"vllm.{__name__}")
 

@@ -23,7 +23,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from ragcache_core.client import Engine
 from ragcache_core.vllm_plugin.server import document_routes
-from ragcache_core.vllm_plugin.server.middleware import OPEN_PATHS, max_body_bytes
+from ragcache_core.vllm_plugin.server.middleware import OPEN_PATHS
+from ragcache_core.wire import max_body_bytes
 
 KEY = "the key"
 AUTHORIZED = {"Authorization": f"Bearer {KEY}"}

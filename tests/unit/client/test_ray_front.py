@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -16,6 +18,7 @@ from ragcache_core.client.ray_serve.known_replicas import KnownReplicas
 from ragcache_core.errors import RequestRejectedError
 from ragcache_core.ordering import PathChange, encode_changes, static_prefix_digest
 from ragcache_core.routing.load import AskedPrompt
+from ragcache_core.runtime.api_keys import hashed
 from ragcache_core.stats import ForgetReceipt
 from ragcache_core.types import Document, SegmentKind
 from tests.conftest import DEMO_MODEL
@@ -54,7 +57,7 @@ def handle(servers: list[ScriptedServer], monkeypatch: pytest.MonkeyPatch) -> It
 @contextmanager
 def joined(handle: ScriptedHandle, patience_s: float = 5.0) -> Iterator[Engine]:
     """Give the engine that a front of its own is."""
-    with served(Front(handle, patience_s)) as url, Engine.connect(url, api_key="key", restart_timeout_s=0.3) as engine:
+    with served(front(handle, patience_s)) as url, Engine.connect(url, api_key="key", restart_timeout_s=0.3) as engine:
         yield engine
 
 
@@ -62,6 +65,10 @@ def joined(handle: ScriptedHandle, patience_s: float = 5.0) -> Iterator[Engine]:
 def engine(handle: ScriptedHandle) -> Iterator[Engine]:
     with joined(handle) as one:
         yield one
+
+
+def front(handle: ScriptedHandle, patience_s: float) -> Front:
+    return Front(handle, patience_s, [hashed("key"), hashed("tenant")])
 
 
 def prompt(engine: Engine, *names: str, question: str = "Who?") -> RenderedPrompt:
@@ -143,7 +150,7 @@ def test_a_requests_figures_are_asked_of_the_replica_that_answered_and_of_all_wh
         assert len(questions) == len(server.requests) > 0
     body = {"model": engine.model, "prompt": "Who?", "max_tokens": 2}
     answer = httpx.post(f"{engine.base_url}/completions", json=body, headers=KEY).json()
-    with served(Front(handle, 1.0)) as other:
+    with served(front(handle, 1.0)) as other:
         figures = httpx.get(f"{other}/v1/ragcache/requests/{answer['id']}", headers=KEY)
     assert figures.json()["num_gpu_tokens"] is not None
 
@@ -161,7 +168,7 @@ def test_a_speculation_is_confirmed_where_it_was_sent_whichever_front_is_told(
         sent = [seen.speculation for seen in server.requests]
         assert until(lambda server=server, sent=sent: server.confirmed == sent), "its own, and no other's"
     has = next(server for server in servers if server.requests)
-    with served(Front(handle, 1.0)) as other:
+    with served(front(handle, 1.0)) as other:
         told = httpx.post(f"{other}/v1/ragcache/speculations/unheard/confirm", headers=KEY)
         waited = httpx.get(f"{other}/v1/ragcache/speculations/{has.confirmed[0]}?after=0", headers=KEY)
     assert told.status_code == 204
@@ -234,7 +241,7 @@ def test_a_request_of_which_replicas_die_is_not_sent_to_all_of_them(
 ) -> None:
     for server in servers:
         server.rules = [lambda request: ENGINE_DEAD]
-    with served(Front(handle, 5.0)) as url:
+    with served(front(handle, 5.0)) as url:
         body = {"prompt": "Who?", "max_tokens": 2}
         answer = httpx.post(f"{url}/v1/completions", json=body, headers=KEY, timeout=30)
     assert answer.status_code == 500
@@ -251,7 +258,7 @@ def test_while_no_replica_takes_requests_they_wait_and_are_answered_when_one_doe
     assert sum(asked(servers)) > len(servers)
     for server in servers:
         server.rules = [lambda request: Refusal(503, "draining")]
-    with served(Front(handle, 0.3)) as url:
+    with served(front(handle, 0.3)) as url:
         answer = httpx.post(f"{url}/v1/completions", json={"prompt": "Who?"}, headers=KEY, timeout=30)
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
     assert "no replica answers" in answer.text
@@ -304,10 +311,46 @@ def test_requests_that_are_refused_and_names_that_need_quoting_pass_as_they_are(
     assert httpx.get(f"{engine.base_url}/models", headers={"Authorization": "Bearer wrong"}).status_code == 401
 
 
+@pytest.mark.parametrize("route", ["completions", "ragcache/documents/forget", "ragcache/speculations/x/confirm"])
+def test_who_has_no_key_is_asked_for_it_before_his_body_is_read_or_any_replica_is_asked(
+    handle: ScriptedHandle, servers: list[ScriptedServer], route: str
+) -> None:
+    with served(front(handle, 1.0)) as url, socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as raw:
+        raw.sendall(f"POST /v1/{route} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
+        raw.settimeout(10)
+        assert raw.recv(64).startswith(b"HTTP/1.1 401 ")
+    assert not any(server.cache_questions or server.requests for server in servers)
+
+
+def test_a_body_that_no_engine_takes_is_refused_whether_its_length_is_told_or_not(
+    handle: ScriptedHandle, servers: list[ScriptedServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragcache_core.client.ray_serve.front._MAX_BODY_BYTES", 1000)
+    body = json.dumps({"prompt": "Who?" * 300}).encode()
+    with served(front(handle, 1.0)) as url:
+        for content in (body, iter([body[:600], body[600:]])):
+            answer = httpx.post(f"{url}/v1/completions", content=content, headers=KEY)
+            assert answer.status_code == 413
+            assert "more than 1000 bytes: send fewer" in answer.json()["error"]["message"]
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "Who?"}, headers=KEY).status_code == 200
+    assert sum(asked(servers)) == 1
+
+
+def test_a_tenants_key_passes_the_door_and_the_engine_decides(
+    handle: ScriptedHandle, servers: list[ScriptedServer]
+) -> None:
+    for server in servers:
+        server.api_key = "tenant"
+    with served(front(handle, 1.0)) as url:
+        body, key = {"prompt": "Who?"}, {"Authorization": "Bearer tenant"}
+        assert httpx.post(f"{url}/v1/completions", json=body, headers=key).status_code == 200
+        assert httpx.post(f"{url}/v1/completions", json=body, headers=KEY).status_code == 401
+
+
 def test_below_a_prefix_a_request_reaches_the_replicas_and_no_other_server(
     handle: ScriptedHandle, servers: list[ScriptedServer]
 ) -> None:
-    with ScriptedServer(api_key="key", name="other") as other, served(Front(handle, 1.0), prefix="/llm") as url:
+    with ScriptedServer(api_key="key", name="other") as other, served(front(handle, 1.0), prefix="/llm") as url:
         assert httpx.get(f"{url}/llm/v1/models", headers=KEY).json()["data"]
         host = other.url.removeprefix("http://")
         for path in (f"/llm%2F@{host}/v1/ragcache/requests/x", f"/llm@{host}/v1/ragcache/requests/x", "/llm"):

@@ -21,6 +21,7 @@ from ragcache_core.client.ray_serve.known_replicas import KnownReplicas
 from ragcache_core.ordering import CachedPaths, PathChange
 from ragcache_core.routing.index import PathIndex
 from ragcache_core.routing.load import AskedPrompt
+from ragcache_core.runtime.api_keys import hashed
 from tests.support.waiting import until
 
 NAMES = ["one", "two", "three"]
@@ -227,6 +228,24 @@ def test_a_file_of_serves_has_the_same_settings(monkeypatch: pytest.MonkeyPatch)
     assert settings["cache"] == CacheConfig(**cache)
     with pytest.raises(ConfigError, match="host_bytes"):
         build({**args, "cache": {"host_bytes": "many"}})
+
+
+def test_the_door_knows_the_keys_that_its_engines_know(tmp_path: Path) -> None:
+    pytest.importorskip("ray.serve", reason="ray[serve] is not installed")
+    file = tmp_path / "tenants.toml"
+    secret, key, operators = "s" * 32, "t" * 16, "o" * 16
+    file.write_text(
+        f'secret = "{secret}"\n[operators]\nkeys = ["{operators}"]\n[[tenants]]\nname = "a"\nkeys = ["{key}"]\n'
+    )
+
+    def keys(cache: CacheConfig) -> list[bytes]:
+        _, _, known = ragcache_deployment("m", api_key="key", cache=cache)._bound_deployment.init_args
+        return list(known)
+
+    assert keys(CacheConfig()) == [hashed("key")]
+    assert keys(CacheConfig(tenants=file)) == [hashed("key"), hashed(operators), hashed(key)]
+    with pytest.raises(ConfigError, match="cannot be read"):
+        keys(CacheConfig(tenants=tmp_path / "none.toml"))
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
