@@ -77,13 +77,13 @@ class _Results:
 
     async def results_async(self, *, return_exceptions: bool) -> list[Any]:
         assert return_exceptions
-        results: list[Any] = []
-        for name, replica in self._handle.replicas.items():
-            if name in self._handle.dead:
-                results.append(RuntimeError(f"the actor of {name} died"))
-            else:
-                results.append(await getattr(replica, self._method)(*copy.copy(self._arguments)))
-        return results
+        return await asyncio.gather(*map(self._result, self._handle.replicas), return_exceptions=True)
+
+    async def _result(self, name: str) -> Any:
+        if name in self._handle.dead:
+            raise RuntimeError(f"the actor of {name} died")
+        arguments = [copy.copy(each) for each in self._arguments]  # as each replica gets its own
+        return await getattr(self._handle.replicas[name], self._method)(*arguments)
 
 
 class _ToldServer(uvicorn.Server):

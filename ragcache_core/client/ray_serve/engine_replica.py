@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -14,6 +15,9 @@ from ragcache_core.config import CacheConfig
 from ragcache_core.errors import EngineDiedError, EngineError
 
 _HEALTH_TIMEOUT_S = 10.0
+_FIGURES_TIMEOUT_S = 5.0
+_ORDER_TIMEOUT_S = 120.0
+"""For so long all replicas' answer waits for one: for its figures, and until it has done what all are told to do."""
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 
 
@@ -62,10 +66,18 @@ class EngineReplica:
         """Return this replica's name, and the server's whole answer.
 
         ``cursors``, of a question about the mirror, are where it goes on: from the beginning, where it is in none.
+
+        Raises:
+            EngineDiedError: there is none, or it takes too long; the others' are used without it.
         """
         if cursors is not None:
             ask.path = f"{ask.path.partition('?')[0]}?cursor={cursors.get(self._name, '')}"
-        head, *parts = [part async for part in self.ask(ask)]
+        timeout_s = _FIGURES_TIMEOUT_S if ask.method == "GET" else _ORDER_TIMEOUT_S
+        try:
+            async with asyncio.timeout(timeout_s):
+                head, *parts = [part async for part in self.ask(ask)]
+        except TimeoutError:
+            raise EngineDiedError(f"replica {self._name} did not answer within {timeout_s:g} s") from None
         assert not isinstance(head, bytes)
         return self._name, head, b"".join(part for part in parts if isinstance(part, bytes))
 

@@ -6,6 +6,8 @@ import json
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -202,6 +204,25 @@ def test_figures_of_all_replicas_are_one_report_and_one_page_that_names_them(
     first = [line for line in page.splitlines() if line.startswith("vllm:time_to_first_token_seconds_count{")]
     assert sorted(line.partition('replica="')[2].partition('"')[0] for line in first) == sorted(handle.replicas)
     assert sorted(float(line.rpartition(" ")[2]) for line in first) == sorted(map(float, asked(servers)))
+
+
+def test_figures_of_the_others_do_not_wait_for_a_replica_that_never_answers(
+    handle: ScriptedHandle, engine: Engine, servers: list[ScriptedServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for server in servers:
+        tell(server, prompt(engine, "a"), "a")
+    monkeypatch.setattr("ragcache_core.client.ray_serve.engine_replica._FIGURES_TIMEOUT_S", 0.5)
+    root, replicas = engine.base_url.removesuffix("/v1"), dict(handle.replicas)
+    with socket.create_server(("127.0.0.1", 0)) as silent, httpx.Client(base_url=root, headers=KEY, timeout=20) as http:
+        silent_engine: Any = SimpleNamespace(base_url=f"http://127.0.0.1:{silent.getsockname()[1]}/v1", close=list)
+        handle.replicas["replica-1"] = EngineReplica(silent_engine, "replica-1")
+        told = replicas["replica-1"].record_replica_metadata()
+        monkeypatch.setattr(handle.replicas["replica-1"], "record_replica_metadata", lambda: told)
+        page = http.get("/metrics").text
+        assert 'replica="replica-0"' in page
+        assert 'replica="replica-1"' not in page
+        assert http.get("/v1/ragcache/stats").status_code == 200
+        assert len(http.get("/v1/ragcache/cached_paths").json()["engines"]) == 2
 
 
 def test_what_is_forgotten_is_forgotten_by_all_or_it_is_said_that_it_is_not(
