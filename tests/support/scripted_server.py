@@ -351,7 +351,7 @@ class _Handler(BaseHTTPRequestHandler):
                     self._send(200 if owner.is_healthy else 503, "")
             case "/version":
                 self._send(200, {"version": "0.32.0"})
-            case "/metrics":
+            case "/metrics" | "/metrics/":
                 self._send(200, owner._metrics())
             case "/v1/models":
                 if self._is_allowed():

@@ -163,7 +163,9 @@ class Front:
             if status != httpx.codes.OK:
                 return Response(body, status, dict(headers))
         whole = MERGED[ask.method, route]({name: body for name, (_, body) in answers.items()})
-        return Response(whole, media_type="text/plain; version=0.0.4" if route == "/metrics" else "application/json")
+        return Response(
+            whole, media_type="text/plain; version=0.0.4" if route.startswith("/metrics") else "application/json"
+        )
 
     async def _of_first(self, ask: Ask) -> Response:
         """Return the answer of the replica that knows what another front has asked one of them."""

@@ -60,6 +60,7 @@ def _paths(bodies: Bodies) -> bytes:
 PATHS_ROUTE = "/v1/ragcache/cached_paths"
 MERGED: Mapping[tuple[str, str], Callable[[Bodies], bytes]] = {
     ("GET", "/metrics"): _metrics,
+    ("GET", "/metrics/"): _metrics,
     ("GET", "/v1/ragcache/stats"): _report,
     ("GET", PATHS_ROUTE): _paths,
     ("POST", "/v1/ragcache/documents/forget"): _receipt,

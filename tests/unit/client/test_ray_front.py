@@ -200,10 +200,12 @@ def test_figures_of_all_replicas_are_one_report_and_one_page_that_names_them(
     stats = engine.stats()
     assert stats.num_first_tokens == len(NAMES)
     assert stats.num_corrupt_chunks == 2 * len(servers)
-    page = httpx.get(f"{engine.base_url.removesuffix('/v1')}/metrics", headers=KEY).text
+    root = engine.base_url.removesuffix("/v1")
+    page = httpx.get(f"{root}/metrics", headers=KEY).text
     first = [line for line in page.splitlines() if line.startswith("vllm:time_to_first_token_seconds_count{")]
     assert sorted(line.partition('replica="')[2].partition('"')[0] for line in first) == sorted(handle.replicas)
     assert sorted(float(line.rpartition(" ")[2]) for line in first) == sorted(map(float, asked(servers)))
+    assert all(f'replica="{name}"' in httpx.get(f"{root}/metrics/", headers=KEY).text for name in handle.replicas)
 
 
 def test_figures_of_the_others_do_not_wait_for_a_replica_that_never_answers(
