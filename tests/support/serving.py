@@ -29,17 +29,23 @@ class ScriptedHandle:
         self.ask = self
         self.dead: set[str] = set()
         """Replicas that are gone without Serve knowing."""
+        self.answers: list[_Parts] = []
+        """Those that were asked for, in this order."""
 
     def options(self, *, stream: bool) -> Self:
         assert stream
         return self
 
     def remote(self, ask: Ask) -> _Parts:
+        self.answers.append(_Parts(self._parts_of(ask)))
+        return self.answers[-1]
+
+    def _parts_of(self, ask: Ask) -> AsyncIterator[Any]:
         if not self.replicas:
-            return _Parts(_never())
+            return _never()
         self.known.update({name: replica.record_replica_metadata() for name, replica in self.replicas.items()})
         name, *_ = self.known.choose(list(self.replicas), ask)
-        return _Parts(self._answer(name, copy.copy(ask)))
+        return self._answer(name, copy.copy(ask))
 
     async def _answer(self, name: str, ask: Ask) -> AsyncIterator[Any]:
         if name in self.dead:
@@ -60,6 +66,7 @@ async def _never() -> AsyncIterator[Any]:
 class _Parts:
     def __init__(self, parts: AsyncIterator[Any]) -> None:
         self._parts = parts
+        self.is_cancelled = False
 
     def __aiter__(self) -> Self:
         return self
@@ -68,7 +75,8 @@ class _Parts:
         return await anext(self._parts)
 
     def cancel(self) -> None:
-        """The generator ends with its last reference, as a task of Serve's does with its request."""
+        """Note that Serve would be told to end it; the generator ends with its last reference."""
+        self.is_cancelled = True
 
 
 class _Results:

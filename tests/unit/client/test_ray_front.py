@@ -253,6 +253,7 @@ def test_what_a_replica_that_fails_had_not_begun_to_answer_is_answered_by_anothe
     assert engine.generate(shown).text
     assert asked(servers)[home] == 2
     assert sum(asked(servers)) == 3
+    assert handle.answers[-2].is_cancelled, "what failed is wanted of nobody"
     handle.dead.add(f"replica-{home}")
     assert engine.generate(shown).text
     assert "".join(chunk.text for chunk in engine.stream(shown, max_tokens=8))
@@ -295,6 +296,7 @@ def test_while_there_is_no_replica_probes_are_told_so_and_do_not_wait(
     monkeypatch.setattr("ragcache_core.client.ray_serve.front._PROBE_S", 0.1)
     handle.replicas.clear()
     assert [httpx.get(f"{root}/{probe}", timeout=10).status_code for probe in ("health", "ready")] == [503, 503]
+    assert [answer.is_cancelled for answer in handle.answers[-2:]] == [True, True], "nobody waits any more"
 
 
 def test_an_answer_that_is_cut_is_seen_to_be_cut(engine: Engine, servers: list[ScriptedServer]) -> None:
@@ -315,8 +317,10 @@ def test_tokens_pass_as_they_come_and_who_hangs_up_ends_the_request(
     assert next(stream).text
     assert idlest(handle) != "replica-0"
     assert sum(server.num_running for server in servers) == 1
+    assert not handle.answers[-1].is_cancelled
     stream.close()
     assert until(lambda: sum(server.num_running for server in servers) == 0)
+    assert until(lambda: handle.answers[-1].is_cancelled), "Serve ends what its replica does for it"
     assert until(lambda: idlest(handle) == "replica-0"), "the first of equals: no request counts as its load any more"
 
 
