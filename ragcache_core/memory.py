@@ -51,6 +51,11 @@ def has_gpu() -> bool:
     return any(next(_DEVICES.glob(pattern), None) for pattern in patterns)
 
 
+def num_nvidia_gpus() -> int:
+    """Return how many of NVIDIA's GPUs this process may see; CUDA counts them from 0, whatever their files' names."""
+    return sum(1 for _ in _DEVICES.glob("nvidia[0-9]*"))
+
+
 def collect_rarely() -> None:
     """Let Python's collector of cycles wait for 10,000 new objects, if it is not set to more, or off.
 

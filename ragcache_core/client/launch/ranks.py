@@ -19,7 +19,7 @@ from ragcache_core.client.launch.server_log import is_stream
 from ragcache_core.client.launch.vllm_offload import VLLMOffload
 from ragcache_core.config import CacheConfig
 from ragcache_core.errors import ConfigError, EngineClosedError, EngineStartError
-from ragcache_core.memory import has_gpu
+from ragcache_core.memory import num_nvidia_gpus
 
 _LOOKS_EVERY_S = 0.1
 _MAX_RANKS = 64
@@ -131,12 +131,9 @@ def _parts(size: int, num_workers: int, env: Mapping[str, str]) -> list[dict[str
     """Return the variables that give each server its own GPUs, or where there is none, cores.
 
     Raises:
-        ConfigError: there are too few, or nobody says which.
+        ConfigError: there are too few, or one is named twice.
     """
-    if env.get(_DEVICES_ENV) or has_gpu():
-        named = env.get(_DEVICES_ENV)
-        here = sorted(int(path.name.removeprefix("nvidia")) for path in Path("/dev").glob("nvidia[0-9]*"))
-        devices = [device.strip() for device in named.split(",")] if named else [str(number) for number in here]
+    if devices := _devices(env.get(_DEVICES_ENV)):
         if len(devices) < size * num_workers:
             raise ConfigError(
                 f"data_parallel_size is {size} with {num_workers} GPUs a rank, which needs {size * num_workers}; "
@@ -154,6 +151,20 @@ def _parts(size: int, num_workers: int, env: Mapping[str, str]) -> list[dict[str
         return [{_CORES_ENV: "nobind"}] * size
     bounds = [",".join(map(str, cores[i * each : (i + 1) * each])) for i in range(size * num_workers)]
     return [{_CORES_ENV: "|".join(bounds[r * num_workers : (r + 1) * num_workers])} for r in range(size)]
+
+
+def _devices(named: str | None) -> list[str]:
+    """Return the GPUs that are ``named``, which may be none, or where nobody names any, all that CUDA counts here.
+
+    Raises:
+        ConfigError: one is named twice, and two servers would share it.
+    """
+    if named is None:
+        return [str(number) for number in range(num_nvidia_gpus())]
+    devices = [device.strip() for device in named.split(",") if device.strip()]
+    if len(set(devices)) < len(devices):
+        raise ConfigError(f"{_DEVICES_ENV} is {named!r:.80}, which names a GPU twice: name each once")
+    return devices
 
 
 def _cache_of(cache: CacheConfig | VLLMOffload | None, rank: int, size: int) -> CacheConfig | VLLMOffload | None:

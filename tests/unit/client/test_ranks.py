@@ -18,9 +18,10 @@ from typing import Any
 import psutil
 import pytest
 
+from ragcache_core import memory
 from ragcache_core.client import Engine, Fleet
 from ragcache_core.client.http.joined_server import JoinedServer
-from ragcache_core.client.launch import process, ranks
+from ragcache_core.client.launch import process
 from ragcache_core.client.launch.launch import LaunchedServer
 from ragcache_core.client.launch.ranks import launch_ranks, plan_ranks
 from ragcache_core.client.launch.vllm_offload import VLLMOffload
@@ -48,9 +49,12 @@ GIB = 1 << 30
 
 
 @pytest.fixture(autouse=True)
-def _without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "has_gpu", lambda: False)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+def devices_here(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of devices: there is no GPU, until a test puts one there."""
+    for name in ("CUDA_VISIBLE_DEVICES", "VLLM_CPU_OMP_THREADS_BIND"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(memory, "_DEVICES", folder := tmp_path_factory.mktemp("dev"))
+    return folder
 
 
 def plan(size: int, **settings: Any) -> list[dict[str, Any]]:
@@ -102,11 +106,35 @@ def test_each_rank_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices(2) == ["GPU-a", "GPU-b"]
 
 
+def test_gpus_that_nobody_names_are_counted_as_cuda_counts_them(devices_here: Path) -> None:
+    for name in ("nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm"):  # as in a container that has two of four
+        (devices_here / name).touch()
+    assert memory.has_gpu()
+    assert [rank["env"] for rank in plan(2)] == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
+    with pytest.raises(ConfigError, match="is 3 with 1 GPUs a rank, which needs 3; 2 are here"):
+        plan(3)
+    hidden = plan(2, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert all("VLLM_CPU_OMP_THREADS_BIND" in rank["env"] for rank in hidden), "none is to be used"
+
+
+def test_where_a_gpu_may_be_but_none_of_nvidias_each_rank_has_cores(devices_here: Path) -> None:
+    (devices_here / "dri").mkdir()
+    (devices_here / "dri" / "renderD128").touch()
+    assert memory.has_gpu()
+    assert all("VLLM_CPU_OMP_THREADS_BIND" in rank["env"] for rank in plan(2))
+
+
+def test_a_gpu_that_is_named_twice_is_refused_and_a_comma_at_the_end_names_none() -> None:
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES is '0, 0', which names a GPU twice: name each once"):
+        plan(2, env={"CUDA_VISIBLE_DEVICES": "0, 0"})
+    with pytest.raises(ConfigError, match="which needs 3; 2 are here"):
+        plan(3, env={"CUDA_VISIBLE_DEVICES": "0,1,"})
+
+
 def test_without_a_gpu_each_rank_has_cores_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     def cores(size: int, **settings: Any) -> list[str | None]:
         return [rank["env"].get("VLLM_CPU_OMP_THREADS_BIND") for rank in plan(size, **settings)]
 
-    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 5, 6})
     assert cores(2) == ["0,1", "2,5"]
     assert cores(2, vllm_args={"tensor_parallel_size": 2}) == ["0|1", "2|5"]
