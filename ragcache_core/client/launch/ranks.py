@@ -49,15 +49,18 @@ def launch_ranks(start: partial[LaunchedServer], size: int) -> list[LaunchedServ
         except BaseException as error:
             for cancel in cancels:
                 cancel.set()
-            wait(starting)
-            for each in starting:
-                if each.exception() is None:
-                    each.result().supervisor.close()
+            wait([threads.submit(_close, each) for each in starting])  # there, whoever interrupts this wait as well
             if isinstance(error, EngineStartError | ConfigError):
                 rank = next(i for i, each in enumerate(starting) if each.exception() is error)
                 kind = type(error)
                 raise kind(f"rank {rank} of {len(ranks)}, at port {ranks[rank]['port']}: {error}") from error
             raise
+
+
+def _close(starting: Future[LaunchedServer]) -> None:
+    """End a server that is ready, or will be."""
+    if starting.exception() is None:
+        starting.result().supervisor.close()
 
 
 def _wait(starting: list[Future[LaunchedServer]], given_up: threading.Event) -> None:

@@ -21,7 +21,7 @@ import pytest
 from ragcache_core import memory
 from ragcache_core.client import Engine, Fleet
 from ragcache_core.client.http.joined_server import JoinedServer
-from ragcache_core.client.launch import process
+from ragcache_core.client.launch import process, ranks
 from ragcache_core.client.launch.launch import LaunchedServer
 from ragcache_core.client.launch.ranks import launch_ranks, plan_ranks
 from ragcache_core.client.launch.vllm_offload import VLLMOffload
@@ -240,6 +240,22 @@ def test_an_interrupted_launch_ends_every_server(servers: list[ScriptedServer]) 
     with pytest.raises(KeyboardInterrupt):
         machine.launch()
     assert machine.closed == [0]
+
+
+def test_a_launch_that_is_interrupted_twice_ends_every_server(
+    servers: list[ScriptedServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine, real = Machine([*servers, KeyboardInterrupt(), None]), ranks.wait
+
+    def again(given: Any, **how: Any) -> Any:
+        if how:  # for servers that start
+            return real(given, **how)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ranks, "wait", again)
+    with pytest.raises(KeyboardInterrupt):
+        machine.launch()
+    assert (sorted(machine.closed), machine.ended) == ([0, 1], [3])
 
 
 def test_a_launch_that_is_given_up_ends_every_server(servers: list[ScriptedServer]) -> None:
