@@ -88,7 +88,8 @@ def plan_ranks(size: int, launch: Mapping[str, Any]) -> list[dict[str, Any]]:
     if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= _MAX_RANKS:
         raise ConfigError(f"data_parallel_size is {size!r:.80}: give 1 to {_MAX_RANKS}, the number of servers")
     arguments = [*vllm_arguments(launch["vllm_args"]), *launch["extra_args"]]
-    flags = {argument.split("=")[0].removeprefix("--").replace("-", "_") for argument in arguments}
+    named = [argument.split("=")[0] for argument in arguments if argument.startswith("-")]
+    flags = {name.removeprefix("--").replace("-", "_") for name in named}
     if together := sorted(flag for flag in flags if flag.startswith(_TOGETHER) or flag in ("_dp", "_dpl")):
         raise ConfigError(
             f"data_parallel_size is {size}, which launches a server a rank that shares nothing, beside "

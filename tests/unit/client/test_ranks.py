@@ -175,6 +175,10 @@ def test_vllms_own_data_parallelism_is_not_mixed_with_ranks(settings: dict[str, 
         plan(2, **settings)
 
 
+def test_a_value_that_reads_like_a_setting_is_none() -> None:
+    assert len(plan(2, vllm_args={"served_model_name": "data-parallel-demo"})) == 2
+
+
 @dataclass
 class Machine:
     """Starts servers as told: each rank waits until it is given up, fails, or is ready."""
