@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pydantic import ByteSize
+
 from ragcache_core.client.launch.arguments import number_of, vllm_arguments
 from ragcache_core.client.launch.launch import LaunchedServer
 from ragcache_core.client.launch.process import check_port_free, free_port
@@ -19,7 +21,7 @@ from ragcache_core.client.launch.server_log import is_stream
 from ragcache_core.client.launch.vllm_offload import VLLMOffload
 from ragcache_core.config import CacheConfig
 from ragcache_core.errors import ConfigError, EngineClosedError, EngineStartError
-from ragcache_core.memory import num_nvidia_gpus
+from ragcache_core.memory import has_gpu, num_nvidia_gpus, read_memory
 
 _LOOKS_EVERY_S = 0.1
 _MAX_RANKS = 64
@@ -96,6 +98,7 @@ def plan_ranks(size: int, launch: Mapping[str, Any]) -> list[dict[str, Any]]:
             f"{together[0]}, which means one engine: leave one of them out, or pass vLLM's own "
             f'extra_args=["--data-parallel-size", "{size}"] for ranks behind one server'
         )
+    _check_kv(launch["cache"], size)
     env: Mapping[str, str] = launch["env"] or {}
     ports = _ports(launch["host"], launch["port"], size)
     parts = _parts(size, _num_workers(arguments), {**os.environ, **env})
@@ -112,6 +115,22 @@ def plan_ranks(size: int, launch: Mapping[str, Any]) -> list[dict[str, Any]]:
         }
         for rank in range(size)
     ]
+
+
+def _check_kv(cache: CacheConfig | VLLMOffload | None, size: int) -> None:
+    """Refuse more KV in main memory than is free for all ranks, of which each looks at its own alone.
+
+    Raises:
+        ConfigError: with what to lower.
+    """
+    if not isinstance(cache, CacheConfig) or cache.kv_cache_bytes is None or has_gpu():
+        return
+    memory, each = read_memory(), cache.kv_cache_bytes
+    if each * size > memory.available:
+        raise ConfigError(
+            f"CacheConfig.kv_cache_bytes is {each.human_readable()} for each of {size} ranks, {memory.whose} "
+            f"{ByteSize(memory.available).human_readable()} of memory free: lower kv_cache_bytes or data_parallel_size"
+        )
 
 
 def _num_workers(arguments: list[str]) -> int:

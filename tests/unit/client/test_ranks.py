@@ -92,6 +92,19 @@ def test_host_memory_and_disk_are_divided_and_each_has_a_folder(tmp_path: Path) 
     assert [rank["cache"] for rank in plan(2)] == [None, None]
 
 
+def test_kv_in_main_memory_is_that_of_all_ranks(devices_here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "read_memory", lambda: memory.Memory(total=8 * GIB, available=5 * GIB))
+    cache = CacheConfig(kv_cache_bytes="2GiB")
+    assert len(plan(2, cache=cache)) == 2
+    with pytest.raises(
+        ConfigError, match=r"is 2.0GiB for each of 3 ranks, this machine has 5.0GiB of memory free: lower"
+    ):
+        plan(3, cache=cache)
+    for number in range(3):
+        (devices_here / f"nvidia{number}").touch()
+    assert len(plan(3, cache=cache)) == 3, "a GPU has memory of its own"
+
+
 def test_each_rank_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     def devices(size: int, **settings: Any) -> list[str]:
         return [rank["env"]["CUDA_VISIBLE_DEVICES"] for rank in plan(size, **settings)]
