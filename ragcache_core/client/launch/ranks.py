@@ -110,7 +110,7 @@ def plan_ranks(size: int, launch: Mapping[str, Any]) -> list[dict[str, Any]]:
             "cache": _cache_of(launch["cache"], rank, size),
             "num_ranks": size,
             "env": {**env, **parts[rank]},
-            "log_path": _log_of(launch["log_path"], rank),
+            "log_path": own_log(launch["log_path"], f"rank-{rank}"),
             "progress": _progress_of(launch["progress"], rank),
         }
         for rank in range(size)
@@ -192,21 +192,31 @@ def _devices(named: str | None) -> list[str]:
 
 def _cache_of(cache: CacheConfig | VLLMOffload | None, rank: int, size: int) -> CacheConfig | VLLMOffload | None:
     """Return a rank's part of host memory and disk; where nobody said how large host memory is, the launch divides."""
+    cache = own_folder(cache, f"rank-{rank}")
     if isinstance(cache, VLLMOffload):
-        directory = None if cache.directory is None else cache.directory / f"rank-{rank}"
-        return replace(cache, host_bytes=cache.host_bytes // size, directory=directory)
+        return replace(cache, host_bytes=cache.host_bytes // size)
     if cache is None:
         return None
     changed: dict[str, Any] = {}
     if cache.host_bytes is not None:
         changed["host_bytes"] = int(cache.host_bytes) // size
     if cache.disk_bytes:
-        changed |= {"disk_bytes": int(cache.disk_bytes) // size, "directory": cache.folder / f"rank-{rank}"}
+        changed["disk_bytes"] = int(cache.disk_bytes) // size
     return type(cache)(**{**cache.model_dump(exclude_unset=True), **changed})
 
 
-def _log_of(path: Path | None, rank: int) -> Path | None:
-    return path if path is None or is_stream(path) else path.with_stem(f"{path.stem}-rank-{rank}")
+def own_folder(cache: CacheConfig | VLLMOffload | None, name: str) -> CacheConfig | VLLMOffload | None:
+    """Return settings of one of several servers: what it keeps on disk is in a folder of that ``name``."""
+    if isinstance(cache, VLLMOffload):
+        return cache if cache.directory is None else replace(cache, directory=cache.directory / name)
+    if cache is None or not cache.disk_bytes:
+        return cache
+    return type(cache)(**{**cache.model_dump(exclude_unset=True), "directory": cache.folder / name})
+
+
+def own_log(path: Path | None, name: str) -> Path | None:
+    """Return the log of one of several servers."""
+    return path if path is None or is_stream(path) else path.with_stem(f"{path.stem}-{name}")
 
 
 def _progress_of(progress: bool | Callable[[str], None] | None, rank: int) -> bool | Callable[[str], None] | None:

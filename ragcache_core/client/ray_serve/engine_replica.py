@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import httpx
 
 from ragcache_core.client.engine import Engine
 from ragcache_core.client.fleet.alike import told_by
+from ragcache_core.client.launch.ranks import own_folder, own_log
 from ragcache_core.client.ray_serve.ask import HOPS, UNREACHED, Ask, Head
-from ragcache_core.config import CacheConfig
 from ragcache_core.errors import EngineDiedError, EngineError
 
 _HEALTH_TIMEOUT_S = 10.0
@@ -113,14 +114,14 @@ class LaunchedReplica(EngineReplica):
 
         context = serve.get_replica_context()
         host = str(get_node_ip_address())  # type: ignore[no-untyped-call]
-        settings = {**settings, "cache": own_folder(settings.get("cache"), context.rank.rank)}
+        settings = own_settings(settings, context.rank.rank)
         super().__init__(
             Engine.launch(model, host=host, max_restarts=0, progress=False, **settings), context.replica_tag
         )
 
 
-def own_folder(cache: Any, rank: int) -> Any:
-    """Return settings whose disk no other replica on the same machine has, but the next one of this number."""
-    if not isinstance(cache, CacheConfig) or not cache.disk_bytes:
-        return cache
-    return cache.model_copy(update={"directory": cache.folder / f"replica-{rank}"})
+def own_settings(settings: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """Return settings whose disk and log no other replica on the same machine has, but the next one of this number."""
+    name, log = f"replica-{rank}", settings.get("log_path")
+    log_path = own_log(None if log is None else Path(log), name)
+    return {**settings, "cache": own_folder(settings.get("cache"), name), "log_path": log_path}

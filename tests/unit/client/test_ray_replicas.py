@@ -14,9 +14,10 @@ from typing import Any, cast
 import pytest
 
 from ragcache_core import CacheConfig, ConfigError, ragcache_deployment
+from ragcache_core.client.launch.vllm_offload import VLLMOffload
 from ragcache_core.client.ray_serve.ask import Ask
 from ragcache_core.client.ray_serve.deployment import build
-from ragcache_core.client.ray_serve.engine_replica import own_folder
+from ragcache_core.client.ray_serve.engine_replica import own_settings
 from ragcache_core.client.ray_serve.known_replicas import KnownReplicas
 from ragcache_core.ordering import CachedPaths, PathChange
 from ragcache_core.routing.index import PathIndex
@@ -188,13 +189,19 @@ async def test_serves_router_asks_the_best_replica_first_and_notes_who_got_it() 
     assert await router.choose_replicas(replicas, None) == [replicas]
 
 
-def test_each_replica_of_a_machine_has_a_disk_of_its_own(tmp_path: Path) -> None:
-    cache = CacheConfig(host_bytes="1GiB", disk_bytes="1GiB", directory=tmp_path)
-    assert own_folder(cache, 0).directory == tmp_path / "replica-0"
-    assert own_folder(cache, 1).directory == tmp_path / "replica-1"
+def test_each_replica_of_a_machine_has_a_disk_and_a_log_of_its_own(tmp_path: Path) -> None:
+    for cache in (
+        CacheConfig(host_bytes="1GiB", disk_bytes="1GiB", directory=tmp_path),
+        VLLMOffload(1 << 30, directory=tmp_path),
+    ):
+        for rank in range(2):
+            own = own_settings({"cache": cache, "log_path": str(tmp_path / "server.log"), "max_model_len": 64}, rank)
+            assert own["cache"].directory == tmp_path / f"replica-{rank}"
+            assert own["log_path"] == tmp_path / f"server-replica-{rank}.log"
+            assert own["max_model_len"] == 64
     without = CacheConfig(host_bytes="1GiB")
-    assert own_folder(without, 1) is without
-    assert own_folder(None, 1) is None
+    assert own_settings({"cache": without}, 1) == {"cache": without, "log_path": None}
+    assert own_settings({"cache": None}, 1)["cache"] is None
 
 
 @pytest.mark.parametrize(
