@@ -15,6 +15,7 @@ from ragcache_core.runtime.tenants import Tenants
 
 _SERVES = ("cancel", "host", "max_restarts", "port", "progress", "restart_window_s")
 """Settings of a launch that are not the user's here: Serve places replicas, and starts them anew."""
+_ROUTER = "ragcache_core.client.ray_serve.router.DocumentRouter"
 _PATIENCE_S = 60.0
 _REPLICA: Mapping[str, Any] = {
     "max_ongoing_requests": 1000,  # vLLM has the queue, which knows what is cached
@@ -80,7 +81,7 @@ def ragcache_deployment(
     from ragcache_core.client.ray_serve.engine_replica import LaunchedReplica
     from ragcache_core.client.ray_serve.front import Front
 
-    options = {**_REPLICA, **(replica_options or {}), "request_router_config": _router(api_key)}
+    options = {**_REPLICA, **(replica_options or {}), "request_router_config": {"request_router_class": _ROUTER}}
     if autoscaling_config is None:
         options["num_replicas"] = num_replicas or 1
     else:
@@ -111,8 +112,3 @@ def _key_digests(api_key: str, cache: CacheConfig | VLLMOffload | None) -> list[
         return [hashed(api_key)]
     tenants = Tenants.from_toml(cache.tenants.expanduser())
     return [hashed(api_key), *tenants.operator_digests, *tenants.digests]
-
-
-def _router(api_key: str) -> dict[str, Any]:
-    path = "ragcache_core.client.ray_serve.router.DocumentRouter"
-    return {"request_router_class": path, "request_router_kwargs": {"api_key": api_key}}

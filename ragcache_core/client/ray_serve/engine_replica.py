@@ -34,8 +34,8 @@ class EngineReplica:
         self._http = httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(limits=_LIMITS), timeout=None)  # noqa: S113
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Return what those that ask know of this replica: where its server is, and what must be alike in all."""
-        return {"url": self._engine.base_url, "serves": told_by(self._engine)}
+        """Return what those that ask know of this replica: its server and the key, and what must be alike in all."""
+        return {"url": self._engine.base_url, "api_key": self._engine.api_key, "serves": told_by(self._engine)}
 
     async def ask(self, ask: Ask) -> AsyncIterator[Head | bytes]:
         """Yield status and headers of the server's answer, then its body as it comes.

@@ -33,16 +33,15 @@ class _Replica:
 class KnownReplicas:
     """Follows what each replica has cached, and counts what is sent to it from here. May be used by any thread."""
 
-    def __init__(self, api_key: str, follow: Callable[[str, str], CachedPrefixes] = CachedPrefixes) -> None:
-        """``follow`` makes the mirror of a server, of its address, which ends in ``/v1``, and ``api_key``."""
-        self._api_key = api_key
+    def __init__(self, follow: Callable[[str, str], CachedPrefixes] = CachedPrefixes) -> None:
+        """``follow`` makes the mirror of a server, of its address, which ends in ``/v1``, and its key."""
         self._follow = follow
         self._lock = threading.Lock()
         self._index = PathIndex()
         self._all: dict[str, _Replica] = {}
 
     def update(self, told: Mapping[str, Mapping[str, Any]]) -> None:
-        """Know the replicas that are there now, by name: their ``url``, and what each ``serves``.
+        """Know the replicas that are there now, by name: their ``url`` and ``api_key``, and what each ``serves``.
 
         One that serves something else than the oldest is asked nothing.
         """
@@ -55,7 +54,7 @@ class KnownReplicas:
             threading.Thread(target=replica.mirror.close, name="ragcache-mirror-end", daemon=True).start()
         for name in new:
             url, serves = told[name]["url"], told[name]["serves"]
-            mirror = self._follow(url, self._api_key)
+            mirror = self._follow(url, told[name]["api_key"])
             mirror.keep_in(self._index, self._lock)
             with self._lock:
                 replica = self._all[name] = _Replica(url, serves, mirror)

@@ -17,8 +17,8 @@ class DocumentRouter(RequestRouter):
     """Sends an :class:`Ask` to the replica that is worth most to it, and to another one if that one is full."""
 
     def initialize_state(self, **kwargs: Any) -> None:
-        """Take ``api_key``, which is that of the replicas: they tell what they have cached."""
-        self._known = KnownReplicas(kwargs["api_key"])
+        """Know nobody yet. Replicas tell their key themselves: settings of a router are on Ray's dashboard."""
+        self._known = KnownReplicas()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         self._known.update({_name(replica.replica_id): replica.replica_metadata for replica in replicas})

@@ -51,7 +51,7 @@ def handle(servers: list[ScriptedServer], monkeypatch: pytest.MonkeyPatch) -> It
     with ExitStack() as stack:
         joined = [stack.enter_context(Engine.connect(s.url, api_key="key", tokenizer=False)) for s in servers]
         replicas = {f"replica-{i}": EngineReplica(engine, f"replica-{i}") for i, engine in enumerate(joined)}
-        known = KnownReplicas("key")
+        known = KnownReplicas()
         yield ScriptedHandle(replicas, known)
         known.update({})
 

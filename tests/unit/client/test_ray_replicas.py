@@ -53,13 +53,13 @@ class Mirror:
 
 
 def told(*names: str, **serves: Any) -> dict[str, dict[str, Any]]:
-    return {name: {"url": f"http://{name}/v1", "serves": {"model": "m", **serves}} for name in names}
+    return {name: {"url": f"http://{name}/v1", "api_key": "key", "serves": {"model": "m", **serves}} for name in names}
 
 
 @pytest.fixture
 def known() -> KnownReplicas:
     Mirror.said, Mirror.closed = {}, []
-    replicas = KnownReplicas("key", cast("Any", Mirror))
+    replicas = KnownReplicas(cast("Any", Mirror))
     replicas.update(told(*NAMES))
     return replicas
 
@@ -147,7 +147,7 @@ def test_who_alone_can_answer_gets_it_and_anybody_where_that_one_is_gone(known: 
 def test_a_replica_of_another_model_is_asked_nothing_while_an_older_one_runs(
     order: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
-    known = KnownReplicas("key", cast("Any", Mirror))
+    known = KnownReplicas(cast("Any", Mirror))
     first, second, third = order
     known.update(told(first, second))
     now = told(first, second) | told(third, model="another")
@@ -174,8 +174,8 @@ async def test_serves_router_asks_the_best_replica_first_and_notes_who_got_it() 
     from ragcache_core.client.ray_serve import router as module
 
     router = module.DocumentRouter.__new__(module.DocumentRouter)  # its base wants a cluster
-    router.initialize_state(api_key="key")
-    router._known = known = KnownReplicas("key", cast("Any", Mirror))
+    router.initialize_state()
+    router._known = known = KnownReplicas(cast("Any", Mirror))
     known.update(told(*NAMES))
     replicas: list[Any] = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in NAMES]
     ask = asking()
@@ -233,6 +233,9 @@ def test_a_file_of_serves_has_the_same_settings(monkeypatch: pytest.MonkeyPatch)
     model, settings = replicas.init_args
     assert (model, settings["max_model_len"], settings["api_key"]) == ("m", 2048, "key")
     assert settings["cache"] == CacheConfig(**cache)
+    router = replicas._deployment_config.request_router_config
+    assert router.request_router_class.endswith("DocumentRouter")
+    assert not router.request_router_kwargs, "they are on Ray's dashboard, where the key must not be"
     with pytest.raises(ConfigError, match="host_bytes"):
         build({**args, "cache": {"host_bytes": "many"}})
 
