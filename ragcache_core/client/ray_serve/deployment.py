@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
 from ragcache_core.client.launch.vllm_offload import VLLMOffload
 from ragcache_core.config import CacheConfig
@@ -13,8 +13,14 @@ from ragcache_core.runtime.api_keys import hashed
 from ragcache_core.runtime.environment import API_KEY_ENV
 from ragcache_core.runtime.tenants import Tenants
 
-_SERVES = ("cancel", "host", "max_restarts", "port", "progress", "restart_window_s")
+_SERVES = ("cancel", "data_parallel_size", "host", "max_restarts", "port", "progress", "restart_window_s")
 """Settings of a launch that are not the user's here: Serve places replicas, and starts them anew."""
+_OPTIONS_CURES: Mapping[str, str] = {
+    "num_replicas": "give ragcache_deployment's own num_replicas",
+    "autoscaling_config": "give ragcache_deployment's own autoscaling_config",
+    "name": "leave it out, and name the application in serve.run",
+    "request_router_config": "leave it out: the router is what sends a request to its documents",
+}
 _ROUTER = "ragcache_core.client.ray_serve.router.DocumentRouter"
 _PATIENCE_S = 60.0
 _REPLICA: Mapping[str, Any] = {
@@ -30,7 +36,7 @@ def ragcache_deployment(
     model: str,
     *,
     api_key: str | None = None,
-    num_replicas: int | None = None,
+    num_replicas: int | Literal["auto"] | None = None,
     autoscaling_config: Mapping[str, Any] | None = None,
     cache: CacheConfig | VLLMOffload | None = CacheConfig(),  # noqa: B008 (frozen)
     replica_options: Mapping[str, Any] | None = None,
@@ -51,7 +57,7 @@ def ragcache_deployment(
     Args:
         model: a folder in Hugging Face format that every node has, or a name of the hub.
         api_key: the key that all replicas ask for; by default that of ``RAGCACHE_API_KEY``.
-        num_replicas: how many; by default one, if they do not follow the load.
+        num_replicas: how many; by default one, if they do not follow the load; "auto" has them follow it as Serve does.
         autoscaling_config: Serve's, by which their number follows the load.
         cache: what each replica keeps. On disk each has a folder of its own in ``directory``.
         replica_options: options of a deployment of Serve for the replicas: ``ray_actor_options``, which says how many
@@ -65,12 +71,17 @@ def ragcache_deployment(
     api_key = api_key or os.environ.get(API_KEY_ENV)
     if not api_key:
         raise ConfigError(f"there is no api_key, and replicas can be reached from other machines: set {API_KEY_ENV}")
-    if num_replicas is not None and (isinstance(num_replicas, bool) or num_replicas < 1):
-        raise ConfigError(f"num_replicas is {num_replicas!r}: give 1 or more, or an autoscaling_config")
+    is_number = isinstance(num_replicas, int) and not isinstance(num_replicas, bool) and num_replicas >= 1
+    if num_replicas not in (None, "auto") and not is_number:
+        raise ConfigError(f'num_replicas is {num_replicas!r:.80}: give 1 or more, "auto", or an autoscaling_config')
     if num_replicas is not None and autoscaling_config is not None:
         raise ConfigError(f"num_replicas is {num_replicas} and there is an autoscaling_config: leave one of them out")
     if taken := sorted(engine_settings.keys() & set(_SERVES)):
-        raise ConfigError(f"{', '.join(taken)} cannot be set: Ray Serve places replicas and starts them anew")
+        raise ConfigError(
+            f"{', '.join(taken)} cannot be set: Ray Serve places replicas and starts them anew, num_replicas of them"
+        )
+    _check_options("replica_options", replica_options, _OPTIONS_CURES)
+    _check_options("front_options", front_options, ("name",))
     try:
         from ray import serve
     except ImportError as error:
@@ -100,6 +111,12 @@ def build(args: dict[str, Any]) -> Any:
     """
     cache = args.get("cache")
     return ragcache_deployment(**{**args, "cache": CacheConfig(**cache)} if isinstance(cache, dict) else args)
+
+
+def _check_options(which: str, options: Mapping[str, Any] | None, refused: Iterable[str]) -> None:
+    for name in refused:
+        if name in (options or {}):
+            raise ConfigError(f"{which} has {name!r}, which is not one of them: {_OPTIONS_CURES[name]}")
 
 
 def _key_digests(api_key: str, cache: CacheConfig | VLLMOffload | None) -> list[bytes]:

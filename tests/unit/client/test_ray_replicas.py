@@ -210,6 +210,15 @@ def test_each_replica_of_a_machine_has_a_disk_and_a_log_of_its_own(tmp_path: Pat
         ({"num_replicas": 0}, "num_replicas is 0: give 1 or more"),
         ({"num_replicas": -1}, "num_replicas is -1"),
         ({"num_replicas": True}, "num_replicas is True"),
+        ({"num_replicas": "many"}, "num_replicas is 'many': give 1 or more, \"auto\""),
+        ({"num_replicas": 1.5}, "num_replicas is 1.5"),
+        ({"num_replicas": "auto", "autoscaling_config": {"max_replicas": 4}}, "leave one of them out"),
+        ({"data_parallel_size": 2}, "data_parallel_size cannot be set: .* num_replicas of them"),
+        ({"replica_options": {"num_replicas": 2}}, "replica_options has 'num_replicas', .* own num_replicas"),
+        ({"replica_options": {"autoscaling_config": {}}}, "has 'autoscaling_config', .* own autoscaling_config"),
+        ({"replica_options": {"name": "mine"}}, "has 'name', .*: leave it out, and name the application"),
+        ({"replica_options": {"request_router_config": {}}}, "has 'request_router_config', .*: leave it out"),
+        ({"front_options": {"name": "mine"}}, "front_options has 'name'"),
         ({"num_replicas": 2, "autoscaling_config": {"max_replicas": 4}}, "leave one of them out"),
         ({"api_key": ""}, "there is no api_key, and replicas"),
         ({"port": 8000, "max_restarts": 3}, "max_restarts, port cannot be set"),
@@ -238,6 +247,16 @@ def test_a_file_of_serves_has_the_same_settings(monkeypatch: pytest.MonkeyPatch)
     assert not router.request_router_kwargs, "they are on Ray's dashboard, where the key must not be"
     with pytest.raises(ConfigError, match="host_bytes"):
         build({**args, "cache": {"host_bytes": "many"}})
+
+
+def test_replicas_may_follow_the_load_as_serve_has_it() -> None:
+    pytest.importorskip("ray.serve", reason="ray[serve] is not installed")
+    application = ragcache_deployment("m", api_key="key", num_replicas="auto", front_options={"num_replicas": 2})
+    front = application._bound_deployment
+    replicas = front.init_args[0]._bound_deployment
+    assert replicas._deployment_config.autoscaling_config is not None
+    assert replicas._deployment_config.max_ongoing_requests == 1000
+    assert front.num_replicas == 2
 
 
 def test_the_door_knows_the_keys_that_its_engines_know(tmp_path: Path) -> None:
