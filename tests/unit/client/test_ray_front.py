@@ -73,6 +73,14 @@ def front(handle: ScriptedHandle, patience_s: float) -> Front:
     return Front(handle, patience_s, [hashed("key"), hashed("tenant")])
 
 
+def put_at(handle: ScriptedHandle, name: str, url: str) -> None:
+    """Have a replica ask another server than its engine's, of which it tells nothing new."""
+    told = handle.replicas[name].record_replica_metadata()
+    engine: Any = SimpleNamespace(base_url=f"{url}/v1", close=list)
+    handle.replicas[name] = replica = EngineReplica(engine, name)
+    replica.record_replica_metadata = lambda: told  # type: ignore[method-assign]  # its server cannot be asked
+
+
 def prompt(engine: Engine, *names: str, question: str = "Who?") -> RenderedPrompt:
     return PromptLayout().render(engine.tokenizer, [Document(n, f"The text of {n} is here.") for n in names], question)
 
@@ -214,12 +222,9 @@ def test_figures_of_the_others_do_not_wait_for_a_replica_that_never_answers(
     for server in servers:
         tell(server, prompt(engine, "a"), "a")
     monkeypatch.setattr("ragcache_core.client.ray_serve.engine_replica._FIGURES_TIMEOUT_S", 0.5)
-    root, replicas = engine.base_url.removesuffix("/v1"), dict(handle.replicas)
+    root = engine.base_url.removesuffix("/v1")
     with socket.create_server(("127.0.0.1", 0)) as silent, httpx.Client(base_url=root, headers=KEY, timeout=20) as http:
-        silent_engine: Any = SimpleNamespace(base_url=f"http://127.0.0.1:{silent.getsockname()[1]}/v1", close=list)
-        handle.replicas["replica-1"] = EngineReplica(silent_engine, "replica-1")
-        told = replicas["replica-1"].record_replica_metadata()
-        monkeypatch.setattr(handle.replicas["replica-1"], "record_replica_metadata", lambda: told)
+        put_at(handle, "replica-1", f"http://127.0.0.1:{silent.getsockname()[1]}")
         page = http.get("/metrics").text
         assert 'replica="replica-0"' in page
         assert 'replica="replica-1"' not in page
@@ -271,6 +276,21 @@ def test_a_request_of_which_replicas_die_is_not_sent_to_all_of_them(
     assert answer.status_code == 500
     assert answer.json()["error"]["message"].startswith("3 replicas lost this request")
     assert sum(asked(servers)) == 3
+
+
+def test_what_a_replica_may_have_done_is_sent_to_no_other_and_what_no_server_took_is(
+    handle: ScriptedHandle, servers: list[ScriptedServer]
+) -> None:
+    for server in servers:
+        server.tokenize = lambda body: [1, 2]
+    put_at(handle, "replica-0", "http://127.0.0.1:1")  # where nobody listens
+    with served(front(handle, 5.0)) as url, httpx.Client(base_url=url, headers=KEY, timeout=30) as http:
+        assert http.post("/tokenize", json={"prompt": "Who?"}).json()["tokens"] == [1, 2]
+        assert handle.answers[-2].is_cancelled, "it was sent to another one before"
+        handle.dead.update(handle.replicas)
+        answer = http.post("/tokenize", json={"prompt": "Who?"})
+        assert answer.status_code == 500
+        assert "sent to no other" in answer.json()["error"]["message"]
 
 
 def test_while_no_replica_takes_requests_they_wait_and_are_answered_when_one_does(
