@@ -132,12 +132,13 @@ def empty_cache(engine: Engine) -> None:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = option_parser(__doc__)
-    parser.add_argument("--questions", type=_at_least_one, default=300, metavar="N", help="how many to ask (300)")
-    parser.add_argument("--documents", type=_at_least_one, default=5, metavar="K", help="documents in a prompt (5)")
+    parser.add_argument("--questions", type=at_least_one, default=300, metavar="N", help="how many to ask (300)")
+    parser.add_argument("--documents", type=at_least_one, default=5, metavar="K", help="documents in a prompt (5)")
     return parser.parse_args(arguments)
 
 
-def _at_least_one(text: str) -> int:
+def at_least_one(text: str) -> int:
+    """Return the number of an argument that counts something."""
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{number} is too few: give 1 or more")
     return number

@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from tqdm import tqdm
 
 from examples._shared import DEMO_MODEL, open_demo_store
-from examples.document_order import popular_questions
+from examples.document_order import at_least_one, popular_questions
 from ragcache_core import CacheConfig, DocumentStore, Engine, PromptLayout, ragcache_deployment
 
 NUM_DOCUMENTS = 4
@@ -39,8 +39,19 @@ DEMO_ENGINE = {
 
 @contextmanager
 def served(options: argparse.Namespace) -> Iterator[Engine]:
-    """Give the engine that replicas on Ray Serve are together; they end with it, and so does a Ray that was started."""
+    """Give the engine that replicas on Ray Serve are together; they end with it, and so does a Ray that was started.
+
+    On a Ray that runs already they are an application of its own, with a route of its own.
+
+    Raises:
+        ConfigError: Ray is not installed.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    key = os.environ.get("RAGCACHE_API_KEY") or secrets.token_urlsafe(24)
+    settings = DEMO_ENGINE if options.model == str(DEMO_MODEL) else {}
+    replicas = ragcache_deployment(options.model, api_key=key, num_replicas=options.replicas, cache=CACHE, **settings)
+    name = f"ragcache-example-{secrets.token_hex(4)}"
+    route = f"/{name}" if options.address else "/"
     import ray
     from ray import serve
 
@@ -48,15 +59,12 @@ def served(options: argparse.Namespace) -> Iterator[Engine]:
     ray.init(options.address, include_dashboard=False if here else None, log_to_driver=False, **here)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": options.port})
-        key = os.environ.get("RAGCACHE_API_KEY") or secrets.token_urlsafe(24)
-        engine = DEMO_ENGINE if options.model == str(DEMO_MODEL) else {}
-        replicas = ragcache_deployment(options.model, api_key=key, num_replicas=options.replicas, cache=CACHE, **engine)
-        serve.run(replicas, name="ragcache")
-        with Engine.connect(f"http://127.0.0.1:{options.port}", api_key=key) as joined:
+        serve.run(replicas, name=name, route_prefix=route)
+        with Engine.connect(f"http://127.0.0.1:{options.port}{route}", api_key=key) as joined:
             yield joined
     finally:
         if options.address:  # others may have applications there
-            serve.delete("ragcache")
+            serve.delete(name)
         else:
             serve.shutdown()
         ray.shutdown()
@@ -80,8 +88,8 @@ def ask(engine: Engine, store: DocumentStore, num_questions: int) -> dict[str, f
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(DEMO_MODEL), metavar="MODEL", help="a model for each replica")
-    parser.add_argument("--replicas", type=int, default=2, metavar="N", help="how many (2)")
-    parser.add_argument("--questions", type=int, default=100, metavar="N", help="how many to ask (100)")
+    parser.add_argument("--replicas", type=at_least_one, default=2, metavar="N", help="how many (2)")
+    parser.add_argument("--questions", type=at_least_one, default=100, metavar="N", help="how many to ask (100)")
     parser.add_argument("--address", metavar="ADDRESS", help="of a Ray that runs already, instead of starting one")
     parser.add_argument("--port", type=int, default=8000, metavar="PORT", help="where to answer (8000)")
     parser.add_argument("--stay", action="store_true", help="answer until Ctrl-C")
@@ -96,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             share, ttft_ms = measured["cached_share"], measured["mean_ttft_ms"]
             print(f"{options.replicas:>8}{options.questions:>11}{share:>8.1%}{ttft_ms:>7.1f} ms")
         if options.stay:
-            print(f"answering with the key {engine.api_key} until Ctrl-C")
+            print(f"answering at {engine.base_url} with the key {engine.api_key} until Ctrl-C")
             threading.Event().wait()
 
 
