@@ -84,7 +84,7 @@ def sees_node(window: Chrome, label: str) -> bool:
     return until(lambda: any(said.startswith(label) for said in window.execute_script(labels)), 15)
 
 
-def ask_about(engine: Engine, *doc_ids: str, first: int, times: int = 12) -> None:
+def ask_about(engine: Engine, *doc_ids: str, first: int, times: int = 40) -> None:
     """Send a prompt of documents of two blocks each, so often that they are hot; no other test has those tokens."""
     prompt = [first + i % 50 for i in range(64 * len(doc_ids) + 5)]
     spans = [{"id": name, "start": 64 * i, "end": 64 * (i + 1)} for i, name in enumerate(doc_ids)]
