@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -52,6 +53,27 @@ def make_private_folder(folder: Path) -> None:
     parent = folder.parent.stat().st_mode
     if parent & stat.S_IWOTH and (folder.is_symlink() or folder.lstat().st_uid not in (os.geteuid(), _ROOT)):
         raise PermissionError(f"{folder} is another user's, in a folder that everybody may write to")
+
+
+def make_once(path: Path, make: Callable[[Path], object]) -> Path:
+    """Return a folder that ``make`` makes the first time, at the path that it is given, where nothing is yet.
+
+    Atomic: a folder that is there is whole; where two make it at once, that of the first stays.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if not path.is_dir():
+        make_folders(path.parent)
+        with tempfile.TemporaryDirectory(prefix=".making-", dir=path.parent) as making:
+            made = Path(making) / path.name
+            make(made)
+            try:
+                made.rename(path)
+            except OSError:
+                if not path.is_dir():  # else somebody else was faster
+                    raise
+    return path
 
 
 def make_folders(folder: Path) -> None:

@@ -44,6 +44,8 @@ SESSION_HEADER = "x-session-id"
 """Alike for requests with the same first document, or the same beginning: vLLM's router and others hash this name."""
 SPECULATION_HEADER = "x-ragcache-speculation"
 """The id of a speculation, on its request, its confirmation and what is asked about it."""
+SPECULATION_ROUTE = re.compile(r"/v1/ragcache/speculations/([^/]+)")
+"""Routes of a speculation, with its id: where it is confirmed, ended and asked about."""
 REPLICA_HEADER = "x-ragcache-replica"
 """How a server calls itself, on its answers; whose figures are asked for, where one is asked for a request's."""
 MAX_DOCUMENTS = 4096

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import platformdirs
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.private_files import FOLDER_MODE, make_folders
+from ragcache_core.private_files import FOLDER_MODE, make_once
 
 _VERSION = 1
 """Part of a model's name: what is made otherwise must not be taken for what was made before."""
@@ -75,25 +74,13 @@ def random_model(shape: ModelShape = ModelShape(), folder: Path | None = None) -
     digest = hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=6).hexdigest()
     folder = folder or Path(platformdirs.user_cache_dir("ragcache")) / "models"
     path = folder / f"random-llama-{shape.num_parameters / 1e6:.0f}m-{digest}"
-    if path.is_dir():
-        return path
-    make_folders(folder)
-    with tempfile.TemporaryDirectory(prefix=".making-", dir=folder) as making:
-        made = Path(making) / path.name
-        made.mkdir(FOLDER_MODE)
-        _write(shape, made)
-        try:
-            made.rename(path)
-        except OSError:  # somebody else was faster
-            if not path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-                raise
-    return path
+    return make_once(path, partial(_write, shape))
 
 
 def _write(shape: ModelShape, folder: Path) -> None:
     from safetensors.numpy import save_file
 
+    folder.mkdir(FOLDER_MODE)
     rng = np.random.default_rng(shape.seed)
     weights = {}
     for name, size in _weights(shape):

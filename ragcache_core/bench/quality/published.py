@@ -7,6 +7,7 @@ out: there is nothing to compare with.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
@@ -25,15 +26,15 @@ Aliases = Mapping[str, Sequence[str]]
 Text = Annotated[str, Field(pattern=r"\S")]
 
 
-class Published(BaseModel):
+class Published(BaseModel, ABC):
     """A record of a file; ``expected`` says in its error what the format has."""
 
     model_config = ConfigDict(frozen=True)
     expected: ClassVar[str]
 
+    @abstractmethod
     def questions(self, aliases: Aliases) -> Iterator[Question]:
         """Yield the questions that have an answer, each with the documents that are shown for it."""
-        raise NotImplementedError
 
 
 class _SquadAnswer(BaseModel):

@@ -26,10 +26,10 @@ from ragcache_core.errors import EngineUnreachableError
 from ragcache_core.routing.choice import KnownReplica, choose_replica
 from ragcache_core.routing.index import PathIndex
 from ragcache_core.routing.load import OnItsWay, ReplicaLoad
+from ragcache_core.wire import SPECULATION_ROUTE
 
 HOME = "https://ragcache-fleet"
 """In place of a replica's address, until one is chosen."""
-_SPECULATION_ROUTE = re.compile(r"/v1/ragcache/speculations/([^/]+)")
 _REQUEST_ROUTE = re.compile(r"/v1/ragcache/requests/(?:(?:chat)?cmpl-)?(.*-r([0-9]{1,6}))")
 _PLACED = re.compile(r"-r\d+$")
 _REQUEST_ID = "X-Request-Id"
@@ -145,7 +145,7 @@ class ReplicaSet:
 
     def _pinned(self, request: httpx.Request) -> Replica | None:
         """Return the replica that alone can answer this."""
-        if found := _SPECULATION_ROUTE.search(request.url.path):
+        if found := SPECULATION_ROUTE.search(request.url.path):
             with self._counting():
                 return self._speculations.get(found[1])
         if (found := _REQUEST_ROUTE.search(request.url.path)) and int(found[2]) < len(self.all):

@@ -22,9 +22,8 @@ from ragcache_core.client.ray_serve.ask import HOPS, UNREACHED, Ask, Head
 from ragcache_core.client.ray_serve.merging import MERGED, PATHS_ROUTE, cursors_of
 from ragcache_core.client.speculation.request_capture import asks_completion
 from ragcache_core.runtime.api_keys import is_among, shown_digest
-from ragcache_core.wire import REPLICA_HEADER, max_body_bytes
+from ragcache_core.wire import REPLICA_HEADER, SPECULATION_ROUTE, max_body_bytes
 
-_SPECULATION_ROUTE = re.compile(r"/v1/ragcache/speculations/([^/]+)")
 _REQUEST_ROUTE = re.compile(r"/v1/ragcache/requests/")
 _OF_ONE = re.compile(r"/v1/ragcache/(cache|cache/gc|drain|documents/(show|pin|unpin|prefetch))")
 _MAX_PLACES = 8192
@@ -76,7 +75,7 @@ class Front:
             return _refused(409, f"{route} is each replica's own, and Ray Serve has no name for one of them")
         if (ask.method, route) in MERGED:
             return await self._of_all(ask, route)
-        if (found := _SPECULATION_ROUTE.match(route)) is not None:
+        if (found := SPECULATION_ROUTE.match(route)) is not None:
             ask.replica = self._places.get(found[1])
         elif _REQUEST_ROUTE.match(route):
             ask.replica = self._places.get(request.headers.get(REPLICA_HEADER, ""))
@@ -115,7 +114,7 @@ class Front:
                 if time.monotonic() >= ends_s:
                     return _unavailable(str(failure))
                 _logger.warning("a request is sent to another replica: %s", failure)
-                if ask.sent_to in ask.tried:
+                if ask.sent_to is None or ask.sent_to in ask.tried:  # nobody is there, or nobody else
                     await asyncio.sleep(_PAUSE_S)
                 ask = ask.again()
 

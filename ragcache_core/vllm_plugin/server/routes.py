@@ -236,7 +236,7 @@ class RAGCacheEndpoint:
         app.include_router(cache_routes.router)
         keys = [key for key in app.state.args.api_key or [envs.VLLM_API_KEY] if key]
         app.state.ragcache_tenants = tenants = tenants_of(app.state.args, keys)
-        app.add_middleware(TenantRequests, secret="" if tenants is None else tenants.secret)
+        app.add_middleware(TenantRequests)
         app.add_middleware(RequestBodyCheck)
         app.add_middleware(DefaultsHeader)
         if tenants is not None and tenants.have_keys:

@@ -95,9 +95,8 @@ def report_for(tenant: str, report: Mapping[str, Any]) -> dict[str, Any]:
 class TenantRequests:
     """Middleware that puts a tenant's salt into his requests; see :func:`owned_body`."""
 
-    def __init__(self, app: ASGIApp, secret: str = "") -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._secret = secret
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Change the bodies of what reads or makes KV; let everything else pass."""
@@ -110,8 +109,9 @@ class TenantRequests:
             messages.append(await receive())
         if messages[-1]["type"] != "http.request":
             return  # who asked is gone
+        secret = scope["app"].state.ragcache_tenants.secret
         try:
-            body = owned_body(b"".join(message.get("body", b"") for message in messages), tenant, self._secret)
+            body = owned_body(b"".join(message.get("body", b"") for message in messages), tenant, secret)
         except ConfigError as error:
             said = {"message": str(error), "type": "BadRequestError", "param": None, "code": 400}
             await JSONResponse({"error": said}, 400)(scope, receive, send)

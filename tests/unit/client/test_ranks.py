@@ -359,7 +359,7 @@ from ragcache_core.client.launch import process
 process.SERVER_MODULE = "tests.support.scripted_process"
 fleet = Engine.launch(sys.argv[1], data_parallel_size=2, cache=None, log_path=sys.argv[2])
 print(*[engine.pid for engine in fleet.engines], flush=True)
-time.sleep(600)
+time.sleep(600)  # until it is killed
 """
 
 

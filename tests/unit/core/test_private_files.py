@@ -15,7 +15,7 @@ from ragcache_core.chunkstore import ChunkNote, ChunkStore, ChunkWrite
 from ragcache_core.cli import cli
 from ragcache_core.client.launch.arguments import new_log_path
 from ragcache_core.errors import CacheDirectoryError
-from ragcache_core.private_files import make_folders, make_private_folder, open_private
+from ragcache_core.private_files import make_folders, make_once, make_private_folder, open_private
 from ragcache_core.profiles.files import write_json
 from ragcache_core.retrieval import DocumentStore
 from ragcache_core.runtime.shared_memory import EngineFiles, new_engine_id
@@ -154,3 +154,28 @@ def test_an_engines_host_memory_is_its_owners_alone(umask: Callable[[int], int],
         assert (memory.stat().st_mode & 0o777, files.sockets.stat().st_mode & 0o777) == (0o600, 0o700)
     finally:
         files.remove()
+
+
+def test_a_folder_is_made_once_and_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "made"
+
+    def fail(folder: Path) -> None:
+        write(folder)
+        raise RuntimeError("half of it")
+
+    def write(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "file").write_text("whole")
+
+    def slower(folder: Path) -> None:
+        make_once(path, write)
+        folder.mkdir()
+        (folder / "file").write_text("of who came second")
+
+    with pytest.raises(RuntimeError):
+        make_once(path, fail)
+    assert list(path.parent.iterdir()) == [], "nothing is left of it"
+    assert make_once(path, slower) == path
+    assert make_once(path, fail) == path
+    assert (path / "file").read_text() == "whole"
+    assert list(path.parent.iterdir()) == [path]

@@ -45,8 +45,9 @@ def server(path: Path) -> Iterator[TestClient]:
         return JSONResponse({"path": request.url.path, "body": (await request.body()).decode(), "priority": priority})
 
     app = Starlette(routes=[Route("/{path:path}", echo, methods=["GET", "POST", "DELETE"])])
+    app.state.ragcache_tenants = Tenants.from_toml(path)
     app.add_middleware(TenantRequests)
-    app.add_middleware(Door, keys=[SERVER], work=Work(), tenants=Tenants.from_toml(path))
+    app.add_middleware(Door, keys=[SERVER], work=Work(), tenants=app.state.ragcache_tenants)
     with TestClient(app) as client:
         yield client
 

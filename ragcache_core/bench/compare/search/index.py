@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import shutil
-import tempfile
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Self
@@ -15,7 +14,7 @@ import platformdirs
 from ragcache_core.bench.compare.search.vectors import DocumentVectors
 from ragcache_core.errors import ConfigError, StoreError
 from ragcache_core.memory import read_memory
-from ragcache_core.private_files import make_folders
+from ragcache_core.private_files import make_once
 from ragcache_core.retrieval import DocumentStore, PrecomputedEmbedder
 from ragcache_core.retrieval.base import IndexKind
 from ragcache_core.retrieval.index.ivf import IVFIndex
@@ -122,21 +121,10 @@ def open_index(options: SearchOptions, folder: Path | None = None) -> SearchInde
     """
     folder = folder or Path(platformdirs.user_cache_dir("ragcache")) / "searches"
     path = folder / f"{options.kind}-{options.count}x{options.dim}-{_VERSION}"
-    if not path.is_dir():
-        options.check_memory()
-        try:
-            make_folders(folder)
-        except OSError as error:
-            raise StoreError(f"{folder} cannot be used ({error.strerror}): name another --search-folder") from error
-        with tempfile.TemporaryDirectory(prefix=".making-", dir=folder) as making:
-            made = Path(making) / path.name
-            _make(options, made)
-            try:
-                made.rename(path)
-            except OSError:  # another process was faster
-                if not path.is_dir():
-                    shutil.rmtree(path, ignore_errors=True)
-                    raise
+    try:
+        make_once(path, partial(_make, options))
+    except OSError as error:
+        raise StoreError(f"{folder} cannot be used ({error.strerror}): name another --search-folder") from error
     try:
         return SearchIndex.open(path, options)
     except StoreError as error:
@@ -145,6 +133,7 @@ def open_index(options: SearchOptions, folder: Path | None = None) -> SearchInde
 
 def _make(options: SearchOptions, path: Path) -> None:
     """Make the store part by part: lists are trained on the first, and anew where that is a quarter of all or less."""
+    options.check_memory()
     vectors = DocumentVectors(options.count, options.dim)
     store = DocumentStore.create(
         path,
