@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,7 +45,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_offload.base import get_offload_block_hash
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from ragcache_core.client.launch import arguments
@@ -334,3 +335,33 @@ def _key_of(tokens: tuple[int, ...]) -> bytes:
     """Return the hash of the last block of some tokens."""
     key: bytes = request("", list(tokens), 1).block_hashes[-1]
     return key
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    """Return as many tokens, which ``seed`` decides."""
+    return random.Random(seed).choices(range(10, 900), k=count)
+
+
+def serve_at_random(scheduler: Any, steps: Steps, dice: random.Random) -> list[Request]:
+    """Serve 120 requests about pairs of six documents, some given up, with resets of host memory; return them.
+
+    In the end nothing is left of them. ``steps`` checks what they read.
+    """
+    documents = [tokens(100 + i, dice.randrange(20, 70)) for i in range(6)]
+    asked = []
+    for number in range(120):
+        words = [*dice.choice(documents), *dice.choice(documents), *tokens(number, 9)]
+        asked.append(request(f"r{number}", words, dice.randrange(1, 40)))
+        scheduler.add_request(asked[-1])
+        for _ in range(dice.randrange(6)):
+            steps.step()
+        if number % 7 == 3 and scheduler.requests:
+            scheduler.finish_requests(dice.choice(list(scheduler.requests)), RequestStatus.FINISHED_ABORTED)
+        if number % 50 == 30:
+            scheduler.connector.reset_cache()
+    steps.rest(max_steps=5000)
+    own = own_connector(scheduler.connector)
+    assert not scheduler.requests
+    assert not own.scheduler._req_status
+    assert not any(chunk.ref_cnt for chunk in own._policy._chunks.values())
+    return asked

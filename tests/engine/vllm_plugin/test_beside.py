@@ -18,7 +18,6 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from ragcache_core.client.launch import arguments
@@ -31,7 +30,15 @@ from ragcache_core.vllm_plugin.connector import bare
 from ragcache_core.vllm_plugin.connector.tiered_connector import RAGCacheConnector
 from ragcache_core.vllm_plugin.scheduler.own import own_scheduler
 from tests.engine.vllm_plugin.other_connector import KeepingConnector
-from tests.engine.vllm_plugin.storing_scene import BLOCK, Steps, engine_config, host_scheduler, request
+from tests.engine.vllm_plugin.storing_scene import (
+    BLOCK,
+    Steps,
+    engine_config,
+    host_scheduler,
+    request,
+    serve_at_random,
+    tokens,
+)
 from tests.support.waiting import until
 
 OTHER = {"kv_connector": "KeepingConnector", "kv_connector_module_path": KeepingConnector.__module__}
@@ -56,34 +63,14 @@ def two_connectors(
         yield scheduler
 
 
-def tokens(seed: int, count: int) -> list[int]:
-    return random.Random(seed).choices(range(10, 900), k=count)
-
-
 @pytest.mark.parametrize("loads_async", [False, True], ids=["loads in a step", "loads before"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["one step in flight", "two steps in flight"])
 def test_no_request_reads_kv_of_other_tokens_whoever_loads_it(is_async: bool, loads_async: bool) -> None:
     num_loaded = num_loaded_by_other = num_preempted = 0
     for seed in range(3):
-        dice, asked = random.Random(seed), []
-        documents = [tokens(100 + i, dice.randrange(20, 70)) for i in range(6)]
         with two_connectors(24, "160KiB", loads_async=loads_async, is_async=is_async) as scheduler:
             steps = Steps(scheduler, is_async, store_steps=2)
-            for number in range(120):
-                words = [*dice.choice(documents), *dice.choice(documents), *tokens(number, 9)]
-                asked.append(request(f"r{number}", words, dice.randrange(1, 40)))
-                scheduler.add_request(asked[-1])
-                for _ in range(dice.randrange(6)):
-                    steps.step()
-                if number % 7 == 3 and scheduler.requests:
-                    scheduler.finish_requests(dice.choice(list(scheduler.requests)), RequestStatus.FINISHED_ABORTED)
-                if number % 50 == 30:
-                    scheduler.connector.reset_cache()
-            steps.rest(max_steps=5000)
-            own = own_connector(scheduler.connector)
-            assert not scheduler.requests
-            assert not own.scheduler._req_status
-            assert not any(chunk.ref_cnt for chunk in own._policy._chunks.values())
+            asked = serve_at_random(scheduler, steps, random.Random(seed))
             assert steps.num_stored > 30
             num_loaded += scheduler._controller.counters.num_loaded_bytes
             num_loaded_by_other += KeepingConnector.num_loaded

@@ -7,14 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from vllm.v1.request import RequestStatus
 
 from ragcache_core.types import Tier
-from tests.engine.vllm_plugin.storing_scene import Steps, host_scheduler, request
-
-
-def tokens(seed: int, count: int) -> list[int]:
-    return random.Random(seed).choices(range(10, 900), k=count)
+from tests.engine.vllm_plugin.storing_scene import Steps, host_scheduler, request, serve_at_random, tokens
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["one step in flight", "two steps in flight"])
@@ -57,23 +52,9 @@ def test_no_request_reads_kv_of_other_tokens_however_late_copies_are_made(
 ) -> None:
     num_loaded = num_stored = 0
     for seed in range(4):
-        dice = random.Random(seed)
-        documents = [tokens(100 + i, dice.randrange(20, 70)) for i in range(6)]
         with host_scheduler(num_blocks, host_bytes, is_async=is_async) as scheduler:
             steps = Steps(scheduler, is_async, store_steps)
-            for number in range(120):
-                words = [*dice.choice(documents), *dice.choice(documents), *tokens(number, 9)]
-                scheduler.add_request(request(f"r{number}", words, dice.randrange(1, 40)))
-                for _ in range(dice.randrange(6)):
-                    steps.step()
-                if number % 7 == 3 and scheduler.requests:
-                    scheduler.finish_requests(dice.choice(list(scheduler.requests)), RequestStatus.FINISHED_ABORTED)
-                if number % 50 == 30:
-                    scheduler.connector.reset_cache()
-            steps.rest(max_steps=5000)
-            assert not scheduler.requests
-            assert not scheduler.connector.scheduler._req_status
-            assert not any(chunk.ref_cnt for chunk in scheduler.connector._policy._chunks.values())
+            serve_at_random(scheduler, steps, random.Random(seed))
             num_loaded += scheduler._controller.counters.num_loaded_bytes
             num_stored += steps.num_stored
     assert num_loaded > 0
