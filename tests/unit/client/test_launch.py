@@ -321,10 +321,11 @@ def test_kv_memory_that_holds_no_whole_prompt_is_told_with_our_cure(owner: Owner
     assert "gpu_memory_utilization" not in str(error.value)
 
 
-@pytest.mark.parametrize("tokenizer", ["/nonexist", "./nowhere", "~/nowhere", "../a/b/c"])
-def test_a_tokenizer_that_is_not_there_starts_nothing(owner: Owner, tokenizer: str) -> None:
-    with pytest.raises(EngineStartError, match=f"there is no tokenizer at '{tokenizer}': name a folder"):
-        owner.launch(CacheConfig(), tokenizer=tokenizer)
+@pytest.mark.parametrize("tokenizer", ["{}/nowhere", "./nowhere", "~/nowhere", "../a/b/c"])
+def test_a_tokenizer_that_is_not_there_starts_nothing(owner: Owner, tmp_path: Path, tokenizer: str) -> None:
+    folder = tokenizer.format(tmp_path)
+    with pytest.raises(EngineStartError, match=f"there is no tokenizer at '{folder}': name a folder"):
+        owner.launch(CacheConfig(), tokenizer=folder)
     assert owner.arguments == []
 
 
