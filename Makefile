@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up on first use. See README.md.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-quick test-engine test-parallel test-benchmarks test-install vllm-facts test-vllm lint format docs dist check-deployment bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks bench-depth bench-fleet pictures gpu-check clean
+.PHONY: help setup demo test test-quick test-engine test-parallel test-benchmarks test-install vllm-facts test-vllm lint format docs dist check-deployment bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks bench-depth bench-fleet bench-headline pictures gpu-check clean
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -59,7 +59,7 @@ $(READY): pyproject.toml requirements/lock.txt
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-test test-quick test-engine test-parallel test-benchmarks test-install bench bench-tiers bench-pipeline bench-compare bench-chunks bench-depth bench-fleet pictures: export HF_HUB_OFFLINE = 1
+test test-quick test-engine test-parallel test-benchmarks test-install bench bench-tiers bench-pipeline bench-compare bench-chunks bench-depth bench-fleet bench-headline pictures: export HF_HUB_OFFLINE = 1
 
 demo: $(READY) ## answer questions from documents through LangChain and LlamaIndex; writes build/demo.json
 	$(VENV)/bin/python -m examples.demo $(if $(MODEL),--model $(MODEL))
@@ -150,6 +150,10 @@ bench-depth: $(READY) ## compare selections, alphas and orders on the demo model
 
 bench-fleet: $(READY) ## measure what replicas are worth, simulated and real; writes build/bench-fleet.json (an hour)
 	$(VENV)/bin/python -m tests.benchmarks.fleet $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part))
+
+bench-headline: $(READY) ## measure the first page of docs/benchmarks.md again; writes build/bench-headline.* (40 minutes)
+	$(VENV)/bin/python -m examples.demo_model_training.recurring --out build/recurring-questions.jsonl
+	$(VENV)/bin/python -m tests.benchmarks.headline $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part))
 
 bench-compare: $(READY) ## put real engines under the same load, ours beside vLLM's; writes build/bench-compare.* (hours)
 	$(VENV)/bin/ragcache bench --html build/bench-compare.html --resume $(ARGS)

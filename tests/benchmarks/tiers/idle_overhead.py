@@ -27,6 +27,7 @@ _GPU_BLOCKS = 2048
 _QUIET_S = 1.5
 """Between batches: vLLM's worker spins for a second after its last step, on cores that the other engines need."""
 _SIDES = ("plain", "twin", "ours")
+_NUM_STARTS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,18 +91,18 @@ def random_texts(seed: int, load: int) -> TokenTexts:
     return TokenTexts(tuple(drawn[:8]), tuple(drawn), encode)
 
 
-def measure_idle(plan: Plan) -> Part:
+def measure_idle(plan: Plan, num_starts: int = _NUM_STARTS) -> Part:
     """Run the default configuration and plain vLLM, twice, side by side, batch by batch in turn."""
-    return _measure(plan, plan.model, LOADS, "idle_throughput_ratio")
+    return _measure(plan, plan.model, LOADS, "idle_throughput_ratio", num_starts)
 
 
 def measure_idle_large(plan: Plan) -> Part:
     """Do the same with the benchmark model of 30 million parameters, whose steps take longer."""
-    return _measure(plan, str(random_model()), _LOADS_LARGE, "idle_throughput_ratio_30m")
+    return _measure(plan, str(random_model()), _LOADS_LARGE, "idle_throughput_ratio_30m", _NUM_STARTS)
 
 
-def _measure(plan: Plan, model: str, loads: Sequence[Load], name: str) -> Part:
-    num_starts = plan.sized(5, 1)
+def _measure(plan: Plan, model: str, loads: Sequence[Load], name: str, num_starts: int) -> Part:
+    num_starts = plan.sized(num_starts, 1)
     starts: dict[str, list[Start]] = {load.name: [] for load in loads}
     num_stored = num_loaded = 0.0
     for i in range(num_starts):
