@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up on first use. See README.md.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-quick test-engine test-parallel test-benchmarks test-install vllm-facts test-vllm lint format docs dist check-deployment bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks bench-depth bench-fleet bench-headline pictures gpu-check clean
+.PHONY: help setup demo test test-quick test-engine test-slow test-parallel test-benchmarks test-install vllm-facts test-vllm lint format docs dist check-deployment bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks bench-depth bench-fleet bench-headline pictures gpu-check clean
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -22,6 +22,7 @@ WORKERS ?= 2
 # Files of which some tests look at an engine between two tokens: those, marked `alone`, run with nothing beside them.
 ALONE  := $(addprefix tests/engine/,client/test_speculating.py client/test_lifecycle.py langchain_integration/test_speculative_rag.py \
   llamaindex_integration/test_llamaindex_speculation.py vllm_plugin/test_tenants.py)
+UNIT   := tests/unit tests/contracts -n $(WORKERS)
 # Files in the order of tests/engine/conftest.py, those that take longest first.
 ENGINE := tests/engine tests/vllm_facts -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=15 --durations-min=20
 # What also runs on another release of vLLM: answers over all tiers, restarts, speculation, and schedulers without a model.
@@ -59,21 +60,26 @@ $(READY): pyproject.toml requirements/lock.txt
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-test test-quick test-engine test-parallel test-benchmarks test-install bench bench-tiers bench-pipeline bench-compare bench-chunks bench-depth bench-fleet bench-headline pictures: export HF_HUB_OFFLINE = 1
+test test-quick test-engine test-slow test-parallel test-benchmarks test-install bench bench-tiers bench-pipeline bench-compare bench-chunks bench-depth bench-fleet bench-headline pictures: export HF_HUB_OFFLINE = 1
 
 demo: $(READY) ## answer questions from documents through LangChain and LlamaIndex; writes build/demo.json
 	$(VENV)/bin/python -m examples.demo $(if $(MODEL),--model $(MODEL))
 
-test: $(READY) ## lint, types and every test, but those of test-parallel and test-benchmarks
+test: $(READY) ## lint, types and tests, but those of test-slow, test-parallel and test-benchmarks: 12 minutes on two cores
 	@$(MAKE) --no-print-directory --jobs=2 lint test-quick
 	@$(MAKE) --no-print-directory test-engine
 
 test-quick: $(READY) ## the tests that need no engine
-	$(call timed,unit tests,$(VENV)/bin/python -m pytest -n $(WORKERS) tests/unit tests/contracts)
+	$(call timed,unit tests,$(VENV)/bin/python -m pytest $(UNIT) -m "not slow")
 
-test-engine: $(READY) ## the tests on real engines, but those of test-benchmarks
-	$(call timed,tests on engines,$(VENV)/bin/python -m pytest $(ENGINE) -m "not benchmark and not alone" --ignore=$(PARALLEL))
-	$(call timed,tests with nothing beside them,$(VENV)/bin/python -m pytest $(ALONE) -m alone)
+test-engine: $(READY) ## the tests on real engines
+	$(call timed,tests on engines,$(VENV)/bin/python -m pytest $(ENGINE) -m "not benchmark and not alone and not slow" --ignore=$(PARALLEL))
+	$(call timed,tests with nothing beside them,$(VENV)/bin/python -m pytest $(ALONE) -m "alone and not slow")
+
+test-slow: $(READY) ## what takes minutes and seldom breaks: model families, kills, containers, stores that are shared, examples
+	$(call timed,slow unit tests,$(VENV)/bin/python -m pytest $(UNIT) -m slow)
+	$(call timed,slow tests on engines,$(VENV)/bin/python -m pytest $(ENGINE) -m "slow and not benchmark and not alone" --ignore=$(PARALLEL))
+	$(call timed,slow tests with nothing beside them,$(VENV)/bin/python -m pytest $(ALONE) -m "slow and alone")
 
 test-parallel: $(READY) ## the tests on engines of several workers, on several engines behind one server, and on Ray Serve
 	$(call timed,tests on several workers,$(VENV)/bin/python -m pytest $(PARALLEL) --durations=5)

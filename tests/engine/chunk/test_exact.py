@@ -12,7 +12,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.support.forks import printed
 
-pytestmark = pytest.mark.timeout(900)  # an engine for each mode, one after the other
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # an engine for each mode, one after the other
 _MODES = {
     "float32": "float32",
     "bfloat16": "bfloat16",

@@ -13,7 +13,10 @@ import pytest
 
 from tests.conftest import ROOT
 
-pytestmark = pytest.mark.timeout(900)  # two engines, one after the other, and a hundred requests for each
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+]  # two engines, one after the other, and a hundred requests for each
 _NUM_ROUNDS = 24
 
 

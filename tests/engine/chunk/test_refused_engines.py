@@ -13,6 +13,8 @@ from ragcache_core.vllm_plugin.chunks.connector import ChunkDocumentConnector, C
 from ragcache_core.vllm_plugin.compat import KVConnectorRole
 from ragcache_core.vllm_plugin.scheduler.scheduler import RAGCacheScheduler
 
+pytestmark = pytest.mark.slow
+
 _ONE_GROUP = SimpleNamespace(kv_cache_groups=[object()])
 
 

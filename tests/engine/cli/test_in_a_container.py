@@ -22,6 +22,8 @@ from ragcache_core.client.launch.process import free_port
 from tests.conftest import DEMO_MODEL, ROOT
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 KEY = "of-a-secret"
 MIB = 1 << 20
 HOST_BYTES = 128 * MIB

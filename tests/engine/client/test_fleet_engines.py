@@ -16,6 +16,8 @@ from ragcache_core import CacheConfig, Document, Fleet, PromptLayout, RenderedPr
 from ragcache_core.client import Engine
 from tests.conftest import DEMO_MODEL, ENGINE_ARGS
 
+pytestmark = pytest.mark.slow
+
 TOWNS = [f"{first}{last}" for first in ("Ar", "Be", "Co", "Du") for last in ("ville", "ton", "ham", "berg")]
 """So many that a hash spreads them."""
 

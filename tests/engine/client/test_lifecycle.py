@@ -25,6 +25,8 @@ from ragcache_core.errors import EngineDiedError, EngineStartError
 from tests.conftest import DEMO_MODEL, ENGINE_ARGS
 from tests.support.asking_ahead import speculate
 
+pytestmark = pytest.mark.slow
+
 LONG: dict[str, Any] = {"max_tokens": 1500, "n": 4, "temperature": 1.0, "extra_body": {"ignore_eos": True}}
 GREEDY: dict[str, Any] = {"max_tokens": 500, "temperature": 0.0, "extra_body": {"ignore_eos": True}}
 

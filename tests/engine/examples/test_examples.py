@@ -23,6 +23,8 @@ from examples._shared import demo_questions
 from ragcache_core.client import Engine
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = [
     "filtered_search",
     "answer_cache",

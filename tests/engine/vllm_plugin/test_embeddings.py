@@ -25,6 +25,8 @@ from ragcache_core.vllm_plugin.server.routes import RAGCacheEndpoint
 from tests.conftest import ENGINE_ARGS
 from tests.engine.vllm_plugin.listening_model import write_listening_model
 
+pytestmark = pytest.mark.slow
+
 NUM_TOKENS, HIDDEN_SIZE = 5, 64
 _OURS = "ragcache_core.vllm_plugin.connector"
 LEFT_OUT = {"audio_num_tokens": [NUM_TOKENS]}

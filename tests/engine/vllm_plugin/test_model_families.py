@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-pytestmark = pytest.mark.timeout(900)  # engines one after the other, three for each family
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # engines one after the other, three for each family
 
 GROUPS = {
     "gemma3": {"SlidingWindowSpec": 5, "FullAttentionSpec": 1},

@@ -16,6 +16,8 @@ from ragcache_core.config import CacheConfig
 from ragcache_core.prompt import RenderedPrompt
 from tests.conftest import DEMO_MODEL
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -20,6 +20,8 @@ from tests.conftest import DEMO_MODEL, ENGINE_ARGS
 from tests.support.shared_stores import RedisServer, redis_server
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 BLOCK = 32
 WORDS = ("Zorval", "Tenrik", "was", "a", "company", "founded", "by", "Anna", "Boris", "in", "1823", "makes", "clocks")
 QUESTION = "Who founded Zorval?"

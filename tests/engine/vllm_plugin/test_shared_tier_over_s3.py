@@ -16,6 +16,8 @@ from tests.conftest import DEMO_MODEL, ENGINE_ARGS
 from tests.support.shared_stores import S3_ENV, s3_server
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 BLOCK = 128
 """Few objects for each prompt: this server of S3 is slow, and what is asked of a store has half a second."""
 WORDS = ("Zorval", "Tenrik", "was", "a", "company", "founded", "by", "Anna", "Boris", "in", "1823", "makes", "clocks")

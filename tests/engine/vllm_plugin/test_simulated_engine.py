@@ -30,6 +30,8 @@ from ragcache_core.wire import tile
 from tests.conftest import DEMO_MODEL
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 BLOCK = 32
 BLOCK_BYTES = 128 << 10
 NUM_GPU_BLOCKS, NUM_HOST_BLOCKS = 30, 60

@@ -23,6 +23,8 @@ from ragcache_core.wire import KEY
 from tests.conftest import DEMO_MODEL, ENGINE_ARGS
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 LAYOUT = PromptLayout()
 BLOCK, BLOCK_BYTES = 32, 128 << 10
 NUM_SAMPLES = 40

@@ -16,6 +16,8 @@ from tests.benchmarks.searches import DocumentTexts, DrawnSearch
 from tests.conftest import DEMO_MODEL
 from tests.support.scripted_server import IDLE, ScriptedServer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:

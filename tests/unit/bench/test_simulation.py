@@ -28,6 +28,8 @@ from tests.benchmarks.simulation.__main__ import (
     workload,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_ratio_is_taken_seed_by_seed_and_has_their_spread() -> None:
     ratio = Ratio.of("mean_ttft_s", [{"mean_ttft_s": 1.0}, {"mean_ttft_s": 9.0}], [{"mean_ttft_s": 2.0}] * 2)

@@ -16,6 +16,8 @@ from tests.benchmarks.tiers.exactness import mismatches
 from tests.benchmarks.tiers.hit_share import cached_share
 from tests.benchmarks.tiers.idle_overhead import LOADS, Start, geometric_mean, random_texts, unique_requests
 
+pytestmark = pytest.mark.slow
+
 CHEAP = ("decisions", "index", "killpoints", "policies", "warm-forecast")
 
 

@@ -18,6 +18,8 @@ from ragcache_core.cli import cli
 from ragcache_core.cli.subcommands.paper import paper
 from ragcache_core.sim.sweep import Journal
 
+pytestmark = pytest.mark.slow
+
 
 def run(*arguments: str | Path) -> Result:
     return CliRunner().invoke(cli, ["bench", "paper", *map(str, arguments)])

@@ -21,6 +21,8 @@ from ragcache_core.sim.sweep import FinishedRun, Journal
 from ragcache_core.sim.traces.trace import write_trace
 from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
 
+pytestmark = pytest.mark.slow
+
 SMALL = ("--policies", "lru,pgdsf", "--host-tokens", "0,20000", "--gpu-tokens", "20000", "--jobs", "2")
 
 

@@ -18,6 +18,8 @@ from ragcache_core.profiles.prefill import load_profile
 from ragcache_core.sim.testbeds import load_testbed
 from ragcache_kernels.check.preset import Preset, write_json
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[3]
 CHECK = str(ROOT / "kernels" / "gpu_check.py")
 ALLOWED = {"numpy", "torch", "triton", "tqdm", "ragcache_kernels"} | sys.stdlib_module_names

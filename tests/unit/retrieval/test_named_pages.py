@@ -17,6 +17,8 @@ from ragcache_core.ingest import Splitting
 from ragcache_core.retrieval import DocumentStore
 from ragcache_core.types import Document
 
+pytestmark = pytest.mark.slow
+
 NOT_IMPORTED = {"antigravity", "idlelib", "this", "tkinter", "turtle", "turtledemo"}
 """They open windows and browsers, or print a poem."""
 QUESTIONS = (
