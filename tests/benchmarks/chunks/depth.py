@@ -14,7 +14,6 @@ from pathlib import Path
 from examples.demo_model_training.recurring import DEEP_KINDS, recurring_questions
 from ragcache_core.bench.quality import FULL, NAIVE, PREFIX, Summary, Way, chunk_ways, order_ways, summarise
 from ragcache_core.bench.quality.summary import ALL_KINDS
-from ragcache_core.errors import ConfigError
 from ragcache_core.types import DEFAULT_ALPHA, SelectionName
 from tests.benchmarks.chunks.answers import asked
 from tests.benchmarks.command import benchmark
@@ -36,11 +35,6 @@ ByWay = Mapping[str, Mapping[str, Summary]]
 
 def measure_depth(plan: Plan) -> Part:
     """Answer by both models with every selection, alpha and order."""
-    if not DEEP_MODEL.exists():
-        raise ConfigError(
-            f"there is no {DEEP_MODEL}: train it and export it there, as examples/demo_model/README.md says of a "
-            "deeper model"
-        )
     num_questions = 4 if plan.is_quick else NUM_QUESTIONS
     choice, report = (recurring_questions(num_questions, seed, DEEP_KINDS) for seed in (CHOICE_SEED, REPORT_SEED))
     candidates = [way for selection, alphas in CANDIDATES.items() for way in chunk_ways(selection, alphas)]

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from ragcache_core.bench.quality import FULL, PREFIX, AskedAnswer, Question, Summary, Way, chunk_ways
-from ragcache_core.errors import ConfigError
 from tests.benchmarks.chunks import depth
 from tests.benchmarks.chunks.depth import chosen, measure_depth
 from tests.benchmarks.report import Plan, to_json
@@ -49,14 +48,6 @@ def test_what_both_models_keep_is_chosen_for_both() -> None:
 
 def test_nothing_is_chosen_where_all_lose_too_much() -> None:
     assert chosen([DEEP], CANDIDATES[:1]) is None
-
-
-def test_a_deep_model_that_is_not_there_is_said_before_an_engine_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="train it and export it there"):
-        measure_depth(Plan("a-model", tmp_path, 0, True, lambda _: None, None))
 
 
 def test_the_choice_is_made_on_one_seeds_questions_and_the_others_are_reported(
