@@ -89,6 +89,7 @@ class EngineFacts:
 
     model_root: str
     block_size: int
+    num_kv_tokens: int
     max_prompt_tokens: int
     vllm_version: str
     token_ids: tuple[int, ...]
@@ -135,6 +136,7 @@ def read_facts(engine: Engine) -> EngineFacts:
         return EngineFacts(
             model_root=Handshake(http, engine.base_url, engine.api_key).model_card().root,
             block_size=block_size,
+            num_kv_tokens=num_kv_tokens,
             max_prompt_tokens=min(engine.max_model_len, num_kv_tokens) - 1,  # one token is generated
             vllm_version=str(version.json()["version"]),
             token_ids=tuple(sorted(set(tokenized.json()["tokens"]))),

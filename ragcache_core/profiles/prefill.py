@@ -7,13 +7,15 @@ import platform
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
+from typing import Self, cast
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.policy.prefill_cost import PrefillCostModel
 from ragcache_core.profiles.files import kept_path, model_identity, read_json, write_json
+from ragcache_core.sim.testbeds import StepTimes
 
 FORMAT = 1
+_OF_KV = ("tokens_per_gib", "host_gib_per_s")
 _KIND = "ragcache profile"
 
 
@@ -23,7 +25,8 @@ class Profile:
 
     ``model`` is a :func:`~ragcache_core.profiles.files.model_identity`, ``hardware`` a :func:`hardware_name`,
     ``measured_at`` a date and time in ISO 8601. ``spread`` is how far the times of a point lie apart, as a share of
-    their median: the median of the points.
+    their median: the median of the points. What was not asked for, and so not measured, is ``None``: the steps of
+    several requests, the size of KV, and how fast it comes from host memory.
     """
 
     model: str
@@ -34,10 +37,13 @@ class Profile:
     num_repeats: int
     spread: float
     cost_model: PrefillCostModel
+    steps: StepTimes | None = None
+    tokens_per_gib: float | None = None
+    host_gib_per_s: float | None = None
 
     def to_dict(self) -> dict[str, object]:
         """Return plain JSON data."""
-        facts = {key: value for key, value in asdict(self).items() if key != "cost_model"}
+        facts = {key: value for key, value in asdict(self).items() if key != "cost_model" and value is not None}
         return {"kind": _KIND, "format": FORMAT, **facts, "cost_model": self.cost_model.to_dict()}
 
     @classmethod
@@ -60,9 +66,15 @@ class Profile:
                 "num_repeats": int(num_repeats),
                 "spread": int(spread) | float(spread),
                 "cost_model": cost_model,
-            } if kind == _KIND:
+                **more,
+            } if kind == _KIND and all(isinstance(more.get(name, 0.0), int | float) for name in _OF_KV):
                 times = PrefillCostModel.from_dict(cost_model)
-                return cls(model, hardware, measured_at, vllm_version, dtype, num_repeats, spread, times)
+                steps = None if more.get("steps") is None else StepTimes.from_dict(more["steps"])
+                tokens_per_gib, host_gib_per_s = (cast("float | None", more.get(name)) for name in _OF_KV)
+                return cls(
+                    model, hardware, measured_at, vllm_version, dtype, num_repeats, spread, times, steps,
+                    tokens_per_gib, host_gib_per_s,
+                )  # fmt: skip
         raise ConfigError("it is no profile")
 
 

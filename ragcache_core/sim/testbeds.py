@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Self
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.policy.prefill_cost import PrefillCost, PrefillCostModel
@@ -42,6 +43,33 @@ class PrefillFormula:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTimes:
+    """What was measured of an engine's steps, in seconds.
+
+    Attributes:
+        request_s: of a request, beside its steps: to send it, take it in and answer.
+        step_s: of a step, whatever it computes.
+        sequence_s: that an answer adds to a step by its next token.
+    """
+
+    request_s: float
+    step_s: float
+    sequence_s: float
+
+    @classmethod
+    def from_dict(cls, data: object) -> Self:
+        """Return the times that a file has.
+
+        Raises:
+            ConfigError: it has others, or something that is no time.
+        """
+        names = [field.name for field in fields(cls)]
+        if not isinstance(data, dict) or set(data) != set(names):
+            raise ConfigError(f"steps is {data!r:.80}; it has {', '.join(names)}")
+        return cls(*(_number(data, name, None) for name in names))
+
+
+@dataclass(frozen=True, slots=True)
 class Testbed:
     """A model on its hardware.
 
@@ -53,6 +81,7 @@ class Testbed:
         decode_per_token_s: what a token of context adds to an iteration that decodes; None: what ``cost`` says of one
             new token.
         assumed: names and values of what its file does not say.
+        steps: what was measured of its steps.
     """
 
     __test__ = False  # it is no test, whatever pytest makes of its name
@@ -65,6 +94,7 @@ class Testbed:
     disk_gib_per_s: float = _NVME_GIB_PER_S
     decode_per_token_s: float | None = None
     assumed: tuple[str, ...] = ()
+    steps: StepTimes | None = None
 
     def decode_s(self, num_context_tokens: int) -> float:
         """Return the seconds of an iteration that computes one more token behind ``num_context_tokens``."""
@@ -76,6 +106,33 @@ class Testbed:
         """Return the seconds in which KV comes to the GPU; that of the disk passes through the host."""
         num_host_gib = (num_host_tokens + num_disk_tokens) / self.tokens_per_gib
         return num_host_gib / self.host_gib_per_s + num_disk_tokens / self.tokens_per_gib / self.disk_gib_per_s
+
+    def read_s(self, num_disk_tokens: int) -> float:
+        """Return the seconds in which KV comes from the disk to host memory."""
+        return num_disk_tokens / self.tokens_per_gib / self.disk_gib_per_s
+
+    # Steps of several requests
+
+    @property
+    def request_s(self) -> float:
+        """What a request takes beside its steps: to be sent, taken in and answered."""
+        return self.steps.request_s if self.steps is not None else 0.0
+
+    @property
+    def step_s(self) -> float:
+        """What a step takes, whatever it computes."""
+        return self.steps.step_s if self.steps is not None else self.base_s
+
+    def chunk_s(self, num_cached_tokens: int, num_new_tokens: int) -> float:
+        """Return what a part of a prefill adds to a step."""
+        alone_s = self.cost.estimate_s(num_cached_tokens, num_new_tokens)
+        return max(alone_s - self.request_s - self.step_s, 0.0)
+
+    def answer_s(self, num_context_tokens: int) -> float:
+        """Return what a token of an answer adds to a step."""
+        if self.steps is not None:
+            return self.steps.sequence_s
+        return max(self.decode_s(num_context_tokens) - self.base_s, 0.0)
 
     def lengths_beyond(self, num_cached_tokens: int, num_new_tokens: int) -> str | None:
         """Return what is missing where prompts are longer than what was measured; None for a formula, or if nothing."""
@@ -139,8 +196,8 @@ def load_testbed(name_or_file: str) -> Testbed:
     """Return a testbed of :data:`TESTBEDS` or :data:`MEASURED`, or of a JSON file.
 
     A file holds a profile as ``ragcache profile`` writes it, or the prefill times alone. Beside them may stand
-    ``tokens_per_gib`` (8,192 without it), ``host_gib_per_s`` and ``disk_gib_per_s``; instead of times ``formula`` with
-    ``base_s``, ``per_cached_s``, ``per_new_s`` and ``per_pair_s``.
+    ``tokens_per_gib`` (8,192 without it), ``host_gib_per_s``, ``disk_gib_per_s`` and ``steps``; instead of times
+    ``formula`` with ``base_s``, ``per_cached_s``, ``per_new_s`` and ``per_pair_s``.
 
     Raises:
         ConfigError: there is neither such a name nor such a file, or it holds something else.
@@ -187,8 +244,11 @@ def _read(name: str, data: Mapping[str, object]) -> Testbed:
             raise ConfigError(f"{key} is 0; give the GiB that a link brings in a second")
     if tokens_per_gib < 1:
         raise ConfigError("tokens_per_gib is less than 1; give the tokens whose KV a GiB holds")
+    steps = None if data.get("steps") is None else StepTimes.from_dict(data["steps"])
     assumed = tuple(f"{key} {value:,g}" for key, value in _OF_KV.items() if key not in data)
-    return Testbed(name, cost, base_s, int(tokens_per_gib), host_gib_per_s, disk_gib_per_s, assumed=assumed)
+    return Testbed(
+        name, cost, base_s, int(tokens_per_gib), host_gib_per_s, disk_gib_per_s, assumed=assumed, steps=steps
+    )
 
 
 def _number(data: Mapping[str, object], key: str, default: float | None) -> float:

@@ -6,9 +6,10 @@ import json
 import random
 import statistics
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import click
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from ragcache_core.client.profiling import EngineFacts, Grid, Measurement
     from ragcache_core.config import CacheConfig
 
+RANDOM = "random"
+"""A Llama of 30 million parameters, made on the spot: that of ``ragcache bench``."""
+_RANDOM_TOKENS = range(256, 4_096)
 _STARTUP_TIMEOUT_S = 600.0
 _CPU_KV_CACHE_BYTES = 1 << 30
 _ASSUMED_BLOCK_SIZE = 16
@@ -54,6 +58,10 @@ _NOISY_SPREAD = 0.25
 @click.option("--block-size", type=int, metavar="TOKENS", help="Tokens in a KV block. [default: vLLM's choice]")
 @click.option("--max-tokens", type=click.IntRange(1), help="Longest prompt to measure. [default: the engine's longest]")
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Times per point; their median.")
+@click.option("--steps", is_flag=True, help="Measure answers beside one another as well, for 'ragcache simulate'.")
+@click.option(
+    "--host-memory", metavar="SIZE", help="Measure loads from host memory of that size as well; takes --kv-cache-bytes."
+)
 @click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Keep the profile here instead.")
 @click.option("--dry-run", is_flag=True, help="Show what would be measured, and launch nothing.")
 @click.option(
@@ -73,6 +81,8 @@ def profile(
     block_size: int | None,
     max_tokens: int | None,
     repeats: int,
+    steps: bool,
+    host_memory: str | None,
     output: Path | None,
     dry_run: bool,
     startup_timeout: float | None,
@@ -90,6 +100,7 @@ def profile(
     of_a_launch = {
         "--kv-cache-bytes": kv_cache_bytes,
         "--block-size": block_size,
+        "--host-memory": host_memory,
         "--startup-timeout": startup_timeout,
         "--log": log,
         "what follows '--'": vllm_args or None,
@@ -104,8 +115,15 @@ def profile(
     from ragcache_core.config import CacheConfig
     from ragcache_core.profiles.prefill import check_writable, profile_path
 
+    is_random = model == RANDOM
+    if is_random:
+        from ragcache_core.bench.compare.random_model import random_model
+
+        model = str(random_model())
     check_model(model)
-    sizes = CacheConfig(kv_cache_bytes=kv_cache_bytes, block_size=block_size)
+    sizes = CacheConfig(kv_cache_bytes=kv_cache_bytes, block_size=block_size, host_bytes=host_memory)
+    if host_memory is not None and kv_cache_bytes is None:
+        raise click.UsageError("--host-memory pushes a prompt out of KV memory: give --kv-cache-bytes, as 64MiB.")
     path = output or profile_path(model)
     check_writable(path)
     if max_tokens is not None:  # a length that cannot work is known before a model is loaded
@@ -125,9 +143,12 @@ def profile(
         if dry_run:
             _show_plan(grid, repeats, path, as_json)
             return
+        if is_random:  # ordinary text is one unknown word to it
+            facts = replace(facts, token_ids=tuple(_RANDOM_TOKENS))
         measurements = _measure(engine, facts, grid, repeats)
         hardware = None if url is None or _is_here(url) else f"the machine of {url}"
-        _keep(engine, facts, measurements, model, hardware, path, as_json)
+        more = _measure_more(engine, facts, repeats, sizes, steps=steps)
+        _keep(engine, facts, measurements, more, model, hardware, path, as_json)
 
 
 def _is_here(url: str) -> bool:
@@ -153,13 +174,14 @@ def _launch(
     log: Path | None,
     vllm_args: tuple[str, ...],
 ) -> Engine:
-    """Launch plain vLLM: what is measured is its own prefix cache."""
+    """Launch plain vLLM, with its own host memory at most: what is measured is its own prefix cache."""
     from ragcache_core.client import Engine
+    from ragcache_core.client.launch.vllm_offload import VLLMOffload
     from ragcache_core.runtime.environment import CPU_KV_CACHE_BYTES_ENV
 
     return Engine.launch(
         model,
-        cache=None,
+        cache=None if sizes.host_bytes is None else VLLMOffload(int(sizes.host_bytes)),
         api_key=api_key,
         tokenizer=tokenizer,
         startup_timeout_s=_STARTUP_TIMEOUT_S if startup_timeout_s is None else startup_timeout_s,
@@ -211,10 +233,39 @@ def _measure(engine: Engine, facts: EngineFacts, grid: Grid, repeats: int) -> tu
         return measure(asker(engine), grid, facts.token_ids, num_repeats=repeats, rng=rng, report=bar.advance)
 
 
+def _measure_more(
+    engine: Engine, facts: EngineFacts, repeats: int, sizes: CacheConfig, *, steps: bool
+) -> dict[str, Any]:
+    """Return what a profile has beside its times, as far as it was asked for."""
+    from ragcache_core.client.profiling import asker
+    from ragcache_core.client.profiling_steps import asker_together, measure_loads, measure_steps
+
+    rng = random.Random()  # noqa: S311 (as above)
+    more: dict[str, Any] = {}
+    if sizes.kv_cache_bytes is not None:
+        more["tokens_per_gib"] = facts.num_kv_tokens / (int(sizes.kv_cache_bytes) / 2**30)
+    if steps:
+        more["steps"] = measure_steps(
+            asker_together(engine), facts.token_ids, block_size=facts.block_size, num_repeats=repeats, rng=rng
+        )
+    if sizes.host_bytes is not None:
+        tokens_per_s = measure_loads(
+            asker(engine),
+            facts.token_ids,
+            num_kv_tokens=facts.num_kv_tokens,
+            block_size=facts.block_size,
+            num_repeats=repeats,
+            rng=rng,
+        )
+        more["host_gib_per_s"] = tokens_per_s / more["tokens_per_gib"]
+    return more
+
+
 def _keep(
     engine: Engine,
     facts: EngineFacts,
     measurements: Sequence[Measurement],
+    more: dict[str, Any],
     model: str,
     hardware: str | None,
     path: Path,
@@ -233,10 +284,16 @@ def _keep(
         num_repeats=len(measurements[0].times_s),
         spread=statistics.median(m.spread for m in measurements),
         cost_model=cost_model(measurements),
+        **more,
     )
     if not as_json:  # first, so that they are not lost where the profile cannot be saved
         click.echo(f"{measured.model} on {measured.hardware}, {measured.dtype}, vLLM {measured.vllm_version}")
         click.echo(_table(measurements))
+        if measured.steps is not None:
+            times = (f"{name} {seconds * 1000:.2f} ms" for name, seconds in asdict(measured.steps).items())
+            click.echo(f"steps: {', '.join(times)}")
+        if measured.host_gib_per_s is not None:
+            click.echo(f"from host memory: {measured.host_gib_per_s:.2f} GiB/s")
     save_profile(measured, path)
     if as_json:
         points = [

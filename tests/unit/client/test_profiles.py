@@ -22,6 +22,7 @@ from ragcache_core.profiles.prefill import (
     profile_path,
     save_profile,
 )
+from ragcache_core.sim.testbeds import StepTimes, load_testbed
 
 TIMES = PrefillCostModel((0, 128), (32, 64), ((0.1, 0.2), (0.2, 0.4)))
 PROFILE = Profile("demo-1", "one machine", "2026-01-01T00:00:00+00:00", "0.32.0", "float32", 3, 0.05, TIMES)
@@ -46,6 +47,19 @@ def test_a_profile_is_found_again_by_its_model(model: Path) -> None:
     assert load_profile(path) == TIMES
     assert Profile.from_dict(json.loads(path.read_text())) == PROFILE
     assert find_profile("org/model") is None
+
+
+def test_what_was_measured_beside_the_prefills_is_kept_and_what_was_not_is_left_out(tmp_path: Path) -> None:
+    whole = replace(PROFILE, steps=StepTimes(0.01, 0.004, 0.001), tokens_per_gib=131_072.0, host_gib_per_s=2.5)
+    save_profile(whole, tmp_path / "whole.json")
+    data = json.loads((tmp_path / "whole.json").read_text())
+    assert Profile.from_dict(data) == whole
+    testbed = load_testbed(str(tmp_path / "whole.json"))
+    assert (testbed.steps, testbed.tokens_per_gib, testbed.host_gib_per_s) == (whole.steps, 131_072, 2.5)
+    assert testbed.assumed == ("disk_gib_per_s 2",)
+    assert not {"steps", "tokens_per_gib", "host_gib_per_s"} & set(PROFILE.to_dict())
+    with pytest.raises(ConfigError, match="steps is"):
+        Profile.from_dict(data | {"steps": {"request_s": 1}})
 
 
 def test_every_model_and_every_hardware_has_a_file_of_its_own(user_data_dir: Path) -> None:

@@ -115,7 +115,7 @@ def test_what_the_tiers_say_counts_where_they_say_it() -> None:
 
 def test_the_facts_are_the_servers() -> None:
     facts = read_facts(cast("Engine", ClockedEngine(num_blocks=33)))
-    assert facts == EngineFacts("examples/demo_model", 16, 32 * 16 - 1, "0.32.0", TOKEN_IDS)
+    assert facts == EngineFacts("examples/demo_model", 16, 32 * 16, 32 * 16 - 1, "0.32.0", TOKEN_IDS)
     assert read_facts(cast("Engine", ClockedEngine(max_model_len=300))).max_prompt_tokens == 299
 
 
