@@ -1,22 +1,65 @@
-"""Blocks of KV in their tiers, as vLLM's pool, its offloading and RAGCache's plugin move them, one request at a time.
+"""Blocks of KV in their tiers, as vLLM's pool, its offloading and RAGCache's plugin move them.
 
 The tree knows what lies where and chooses what is evicted. What is here is the rest: which blocks are free and without
-content, what a request holds, and in which order everything is asked of the tree, because the order decides ties.
-Transfers and writes take no time: whoever asks next finds them done.
+content, what requests hold, and in which order everything is asked of the tree, because the order decides ties.
+Writes take no time, and how long a transfer takes is another's matter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, field
 
 from ragcache_core.tree import KnowledgeTree, Location, admit
 from ragcache_core.types import Tier
 
 
-class GPUBlocks:
-    """vLLM's pool of ``num_blocks``, one of which is its null block, and the blocks of the request that runs.
+class _Holds:
+    """What requests and copies use in a tier: held in the tree from the first to the last of them."""
 
-    A block is in use by the request, free and cached, or spare: free and without content, or with a copy of what
+    def __init__(self, tree: KnowledgeTree, tier: Tier) -> None:
+        self._tree = tree
+        self._tier = tier
+        self._counts: dict[Hashable, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._counts
+
+    def hold(self, key: Hashable) -> None:
+        self._counts[key] = self._counts.get(key, 0) + 1
+        at = _located(self._tree, key)
+        self._tree.hold(at.node, 1 << at.unit, self._tier)
+
+    def let_go(self, key: Hashable) -> None:
+        if (num_left := self._counts[key] - 1) > 0:
+            self._counts[key] = num_left
+            return
+        del self._counts[key]
+        at = _located(self._tree, key)
+        self._tree.let_go(at.node, 1 << at.unit, self._tier)
+
+
+@dataclass(slots=True, eq=False)
+class HeldBlocks:
+    """The blocks of a request that runs: those with a content that others can find, those without, and copies."""
+
+    keys: list[Hashable] = field(default_factory=list)
+    num_unnamed: int = 0
+    copies: list[Hashable] = field(default_factory=list)
+
+    @property
+    def num_blocks(self) -> int:
+        """All that the request has."""
+        return len(self.keys) + self.num_unnamed
+
+
+class GPUBlocks:
+    """vLLM's pool of ``num_blocks``, one of which is its null block, and the blocks of the requests that run.
+
+    A block is in use by requests, free and cached, or spare: free and without content, or with a copy of what
     another block holds. Spare ones are handed out first, copies as the last of them.
     """
 
@@ -25,20 +68,21 @@ class GPUBlocks:
         self._tier = tree.tiers[Tier.GPU]
         self._block_size = block_size
         self.num_usable = num_blocks - 1
-        self._held: list[Hashable] = []
-        self._num_unnamed = 0
+        self._holds = _Holds(tree, Tier.GPU)
+        self._held: list[HeldBlocks] = []
         self._copies: list[Hashable] = []
-        self._copies_in_use: list[Hashable] = []
-
-    @property
-    def num_in_use(self) -> int:
-        """Blocks of the request that runs."""
-        return len(self._held) + self._num_unnamed
 
     @property
     def num_spare(self) -> int:
         """Blocks that are free and that the tree does not count."""
-        return self.num_usable - self._tier.num_units - self._num_unnamed - len(self._copies_in_use)
+        num_others = sum(held.num_unnamed + len(held.copies) for held in self._held)
+        return self.num_usable - self._tier.num_units - num_others
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that no request uses."""
+        num_others = sum(held.num_unnamed + len(held.copies) for held in self._held)
+        return self.num_usable - len(self._holds) - num_others
 
     def num_leading(self, keys: Sequence[Hashable]) -> int:
         """Return how many of ``keys`` are here, up to the first that is not."""
@@ -47,47 +91,53 @@ class GPUBlocks:
                 return i
         return len(keys)
 
-    def use(self, keys: Sequence[Hashable]) -> None:
-        """Let the request use what is here."""
+    def num_in_use(self, keys: Sequence[Hashable]) -> int:
+        """Return how many of ``keys`` some request uses."""
+        return sum(key in self._holds for key in keys)
+
+    def use(self, keys: Sequence[Hashable]) -> HeldBlocks:
+        """Let a request use what is here; it gives back what is returned with :meth:`free`."""
+        held = HeldBlocks()
+        self._held.append(held)
         for key in keys:
-            self._hold(key)
+            self._hold(held, key)
             if key in self._copies:  # vLLM finds the older block first
                 self._copies.remove(key)
-                self._copies_in_use.append(key)
+                held.copies.append(key)
+        return held
 
-    def take(self, num_blocks: int) -> None:
-        """Give the request blocks without content: spare ones, then those that the tree gives up."""
+    def take(self, held: HeldBlocks, num_blocks: int) -> None:
+        """Give a request blocks without content, of the free ones: spare ones, then those that the tree gives up."""
         num_missing = num_blocks - self.num_spare
         if num_missing > 0:
             num_missing -= len(self._tree.evict_up_to(Tier.GPU, num_missing))
             for _ in range(num_missing):  # others depend on what is left: an allocation that fits must succeed
-                if self._tree.evict_anything(Tier.GPU) is None:
-                    self._copies_in_use.pop()  # of what the request uses, the other copy
-        self._num_unnamed += num_blocks
+                if self._tree.evict_anything(Tier.GPU) is None:  # of what requests use, the other copy
+                    next(other for other in (held, *self._held) if other.copies).copies.pop()
+        held.num_unnamed += num_blocks
         del self._copies[: max(len(self._copies) - self.num_spare, 0)]
 
-    def name(self, keys: Sequence[Hashable], first: int, last: int) -> None:
-        """Note that the request's blocks ``[first, last)`` are full: they have a content that others can find."""
+    def name(self, held: HeldBlocks, keys: Sequence[Hashable], first: int, last: int) -> None:
+        """Note that a request's blocks ``[first, last)`` are full: they have a content that others can find."""
         for i in range(first, last):
             at = self._place(keys, i)
-            self._hold(keys[i])
-            if self._tier.resident[at.node.id] >> at.unit & 1:
-                self._copies.append(keys[i])  # of the block that held it before
+            is_used = keys[i] in self._holds
+            self._hold(held, keys[i])
+            if self._tier.resident[at.node.id] >> at.unit & 1:  # the block that held it before, which others may use
+                (held.copies if is_used else self._copies).append(keys[i])
             self._tree.add(at.node, 1 << at.unit, Tier.GPU)
-            self._num_unnamed -= 1
+            held.num_unnamed -= 1
 
-    def free(self) -> None:
-        """Take the request's blocks back, the last ones first."""
-        for key in reversed(self._held):
-            _let_go(self._tree, key, Tier.GPU)
-        self._held.clear()
-        self._num_unnamed = 0
-        self._copies += reversed(self._copies_in_use)
-        self._copies_in_use.clear()
+    def free(self, held: HeldBlocks) -> None:
+        """Take a request's blocks back, the last ones first."""
+        for key in reversed(held.keys):
+            self._holds.let_go(key)
+        self._held.remove(held)
+        self._copies += reversed(held.copies)
 
-    def _hold(self, key: Hashable) -> None:
-        _hold(self._tree, key, Tier.GPU)
-        self._held.append(key)
+    def _hold(self, held: HeldBlocks, key: Hashable) -> None:
+        self._holds.hold(key)
+        held.keys.append(key)
 
     def _place(self, keys: Sequence[Hashable], index: int) -> Location:
         """Return where block ``index`` stands; an answer's, which the tree does not know, is added to it."""
@@ -144,37 +194,41 @@ class HostChunks:
     def __init__(self, tree: KnowledgeTree, num_chunks: int, disk: DiskChunks | None) -> None:
         self._tree = tree
         self._tier = tree.tiers[Tier.HOST]
+        self._holds = _Holds(tree, Tier.HOST)
         self._disk = disk
         self.num_chunks = num_chunks
         self._writing: list[Hashable] = []
-        self._promised: list[Hashable] = []
 
     def look_up(self, keys: Sequence[Hashable]) -> list[Tier]:
-        """Return where the first of ``keys`` come from, up to the first that is nowhere; they are held until taken."""
+        """Return where the first of ``keys`` come from, up to the first that is nowhere.
+
+        They are held here until they are given to :meth:`let_go`.
+        """
         sources: dict[Hashable, Tier] = {}
+        promised: list[Hashable] = []
         num_promoted = -1
         while len(sources) != num_promoted:  # vLLM asks again once all that it had brought is there
             num_promoted = len(sources)
-            self._let_promises_go()
-            found = 0
+            self.let_go(promised)
+            promised = []
             for key in keys:
                 if _is_in(self._tree, key, Tier.HOST):
-                    _hold(self._tree, key, Tier.HOST)
+                    self._holds.hold(key)
                 elif self._disk is not None and self._disk.has(key) and self._make_room(1, [key]):
                     self._insert(key)
                     sources[key] = Tier.DISK
                 else:
                     break
-                self._promised.append(key)
-                found += 1
-        return [sources.get(key, Tier.HOST) for key in keys[:found]]
+                promised.append(key)
+        return [sources.get(key, Tier.HOST) for key in promised]
 
-    def take_promised(self) -> None:
-        """Note that what was looked up last lies on the GPU now."""
-        self._let_promises_go()
+    def let_go(self, keys: Sequence[Hashable]) -> None:
+        """Note that what was looked up lies on the GPU now, or is not wanted."""
+        for key in keys:
+            self._holds.let_go(key)
 
-    def store(self, keys: Sequence[Hashable]) -> int:
-        """Copy what is not here yet, and return how many that were; none where not all of it fits.
+    def store(self, keys: Sequence[Hashable]) -> list[Hashable]:
+        """Copy what is not here yet, and return it; nothing where not all of it fits.
 
         A selective policy keeps out what is not worth its space, and with a disk below nothing: what does not come here
         does not get there.
@@ -184,19 +238,21 @@ class HostChunks:
             num_free = self.num_chunks - self._tier.num_units
             new = new[: admit(self._tree, Tier.HOST, new, num_free, self._tree.shielded(keys)).num_admitted]
         if not self._make_room(len(new), keys):
-            return 0
+            return []
         for key in new:
             self._insert(key)
         self._writing += new
-        return len(new)
+        return new
 
     def settle(self) -> None:
         """Note that what was being written is here."""
-        for key in self._writing:
-            _let_go(self._tree, key, Tier.HOST)
+        self.let_go(self._writing)
         if self._disk is not None:
             self._disk.store(self._writing)
         self._writing.clear()
+
+    def on_answered(self, keys: Sequence[Hashable], stored: Collection[Hashable], found: Collection[Hashable]) -> None:
+        """Do nothing: uses are counted in the tree."""
 
     def _make_room(self, num_chunks: int, keys: Sequence[Hashable]) -> bool:
         num_missing = num_chunks - (self.num_chunks - self._tier.num_units)
@@ -205,14 +261,9 @@ class HostChunks:
         return self._tree.evict(Tier.HOST, num_missing, self._tree.shielded(keys)) is not None
 
     def _insert(self, key: Hashable) -> None:
+        self._holds.hold(key)
         at = _located(self._tree, key)
-        self._tree.hold(at.node, 1 << at.unit, Tier.HOST)
         self._tree.add(at.node, 1 << at.unit, Tier.HOST)
-
-    def _let_promises_go(self) -> None:
-        for key in self._promised:
-            _let_go(self._tree, key, Tier.HOST)
-        self._promised.clear()
 
 
 def _located(tree: KnowledgeTree, key: Hashable) -> Location:
@@ -224,13 +275,3 @@ def _located(tree: KnowledgeTree, key: Hashable) -> Location:
 def _is_in(tree: KnowledgeTree, key: Hashable, tier: Tier) -> bool:
     location = tree.locate(key)
     return location is not None and bool(tree.resident_mask(location.node, tier) >> location.unit & 1)
-
-
-def _hold(tree: KnowledgeTree, key: Hashable, tier: Tier) -> None:
-    at = _located(tree, key)
-    tree.hold(at.node, 1 << at.unit, tier)
-
-
-def _let_go(tree: KnowledgeTree, key: Hashable, tier: Tier) -> None:
-    at = _located(tree, key)
-    tree.let_go(at.node, 1 << at.unit, tier)

@@ -43,13 +43,17 @@ class SimulationOptions:
         beyond: what to do where the trace has longer prompts than a measured profile.
         queue: which of those that wait is next; ``window`` bounds how often one is overtaken.
         granularity: documents, or blocks of ``block_size`` tokens.
-        retrieval_s: from a request's arrival until its documents are known.
+        retrieval_s: from a request's arrival until its documents are known. ``search`` is a file of measured searches,
+            of which each request draws one instead.
         max_batch: requests that the engine runs at a time.
+        max_batched_tokens: that a step of the engine computes, as vLLM schedules them; None: iterations of whole
+            prompts. Of blocks alone.
         frequency: whether uses are counted beyond eviction; None: as the paper has it for ``pgdsf`` (not), and as the
             engine has it for all others.
         ghost_size: evicted documents whose uses are remembered.
         max_cached_documents: of a prompt, that are stored below the GPU; those behind them are the first to go. None:
             all. Of blocks alone.
+        knows_documents: whether documents are told from the rest of a prompt; without, blocks are kept as vLLM does.
         overlaps_transfers: whether KV is loaded layer by layer while the layers before are computed.
         speculation: whether candidates of a search that goes on are prefilled in idle time.
         settle_shares: for each stage of a search, the share of searches whose candidates are the final ones from then
@@ -83,10 +87,13 @@ class SimulationOptions:
     granularity: Granularity = "document"
     block_size: int = 16
     retrieval_s: float = 0.08
+    search: str | None = None
     max_batch: int = 1
+    max_batched_tokens: int | None = None
     frequency: FrequencyScope | None = None
     ghost_size: int = 100_000
     max_cached_documents: int | None = None
+    knows_documents: bool = True
     overlaps_transfers: bool = True
     speculation: Speculation = "none"
     settle_shares: tuple[float, ...] = (0.25, 0.25, 0.25, 0.25)
@@ -125,6 +132,7 @@ class SimulationOptions:
             raise ConfigError(
                 f"settle_shares are {shares!r}; give a share of 0 or more for each stage, together at most 1"
             )
+        self._check_steps()
         self._check_fleet()
         self._check_chunks()
         self._check_max_cached_documents()
@@ -150,6 +158,24 @@ class SimulationOptions:
                 f"max_cached_documents is {limit}, which the engine has and Algorithm 1 has not: choose granularity "
                 "block, or leave it out"
             )
+
+    def _check_steps(self) -> None:
+        limit = self.max_batched_tokens
+        if not self.knows_documents and self.granularity != "block":
+            raise ConfigError("knows_documents is False, and whole documents are kept: choose granularity block")
+        if limit is None:
+            return
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < self.max_batch:
+            raise ConfigError(
+                f"max_batched_tokens is {limit!r}; a step computes a token of each of max_batch {self.max_batch} "
+                "requests at least: raise it, or leave it out"
+            )
+        for name, needed in (("granularity", "block"), ("speculation", "none"), ("chunk_reuse", None)):
+            if (value := getattr(self, name)) != needed:
+                raise ConfigError(
+                    f"{name} is {value}, which steps of max_batched_tokens are not simulated with: "
+                    + ("leave it out" if needed is None else f"choose {needed}")
+                )
 
     def _check_fleet(self) -> None:
         _check_choice("routing", self.routing, ROUTINGS)

@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
+from pathlib import Path
 from time import perf_counter_ns
 
 import numpy as np
@@ -21,6 +22,7 @@ from ragcache_core.sim.options import BELADY, SimulationOptions
 from ragcache_core.sim.recording import Recorder
 from ragcache_core.sim.result import SimulationResult
 from ragcache_core.sim.testbeds import Testbed, load_testbed
+from ragcache_core.sim.traces.searches import read_searches
 from ragcache_core.sim.traces.trace import Trace, TracedRequest
 from ragcache_core.speculation import Action, Cancel, Confirm, SpeculativePipeline, Start
 
@@ -39,7 +41,8 @@ def simulate(
 
     A request arrives, its documents are known ``retrieval_s`` later, and their order is chosen then, as a client does;
     it waits in the project's own queue until the engine admits it (:class:`~ragcache_core.sim.engine.EngineModel`),
-    and the cache is asked and changed at that moment. Its TTFT counts from its arrival.
+    and the cache is asked and changed at that moment. Its TTFT counts from its arrival. With ``max_batched_tokens`` the
+    engine is a :class:`~ragcache_core.sim.stepping.engine.StepEngine`, which does as vLLM does.
 
     With ``speculation`` its search has as many stages as there are ``settle_shares``, of equal length. The project's
     own :class:`~ragcache_core.speculation.SpeculativePipeline` is told of each. Candidates that are not final yet
@@ -65,10 +68,54 @@ def simulate(
             raise ConfigError(f"replicas is {options.replicas} and only one engine is warmed: leave warming out")
         return simulate_fleet(trace, options, testbed, notes, progress=progress, keeps_requests=keeps_requests)
     recorder = Recorder(trace, options, keeps_requests=keeps_requests)
+    if options.max_batched_tokens is not None:
+        return _in_steps(trace, options, testbed, recorder, notes, progress)
     simulation = _Simulation(trace, options, testbed, recorder, progress)
     simulation.warm(warmed)
     simulation.run()
     return recorder.result(notes)
+
+
+def _in_steps(
+    trace: Trace,
+    options: SimulationOptions,
+    testbed: Testbed,
+    recorder: Recorder,
+    notes: tuple[str, ...],
+    progress: Callable[[int], object] | None,
+) -> SimulationResult:
+    from ragcache_core.sim.blocks import BlockCache
+    from ragcache_core.sim.stepping.simulation import StepSimulation
+
+    num_done = 0
+
+    def on_done(job: Job) -> None:
+        nonlocal num_done
+        recorder.add(job)
+        num_done += 1
+        if progress is not None and num_done % PROGRESS_EVERY == 0:
+            progress(PROGRESS_EVERY)
+
+    simulation = StepSimulation(BlockCache(options, testbed.cost), options, testbed)
+    ready_s = trace.arrival_s + search_s(len(trace), options)
+    order = ready_s.argsort(kind="stable")
+    simulation.replay(((number, trace[number]) for number in order.tolist()), ready_s[order].tolist(), on_done)
+    if progress is not None:
+        progress(num_done % PROGRESS_EVERY)
+    recorder.max_overtaken = simulation.max_overtaken
+    return recorder.result(notes)
+
+
+def search_s(num_requests: int, options: SimulationOptions) -> np.ndarray:
+    """Return how long each request's search takes: the constant of the options, or drawn from measured ones.
+
+    Raises:
+        ConfigError: the file of measured searches cannot be used.
+    """
+    if options.search is None:
+        return np.full(num_requests, options.retrieval_s)
+    measured = np.asarray(read_searches(Path(options.search)))
+    return np.random.default_rng([options.seed, 1]).choice(measured, num_requests)
 
 
 def check_trace(trace: Trace, options: SimulationOptions, testbed: Testbed) -> tuple[str, ...]:
@@ -170,9 +217,9 @@ class _Simulation:
         self._deferred: dict[int, _Search] = {}
         self._cancelled: set[Job] = set()
         self._now_s = 0.0
-        self._requests = iter(trace)
+        self._trace = trace
         self._num_stages = len(options.settle_shares) if options.speculation == "dynamic" else 1
-        self._events = _stages(trace, options.retrieval_s, self._num_stages)
+        self._events = _stages(trace.arrival_s, search_s(len(trace), options), self._num_stages)
         self._settled = _settling(len(trace), options) if self._num_stages > 1 else repeat(0)
 
     def warm(self, prompts: Iterable[tuple[TracedRequest, int]]) -> None:
@@ -210,11 +257,11 @@ class _Simulation:
         """Take note that a stage of a request's search ended."""
         is_final = stage == self._num_stages - 1
         if self._num_stages == 1:
-            self._generate(number, next(self._requests), now_s)
+            self._generate(number, self._trace[number], now_s)
             return
         if stage == 0:
             pipeline: SpeculativePipeline[int] = SpeculativePipeline(max_prefill_bs=self._options.max_prefill_bs)
-            self._searches[number] = _Search(number, next(self._requests), next(self._settled), pipeline)
+            self._searches[number] = _Search(number, self._trace[number], next(self._settled), pipeline)
         search = self._searches[number]
         candidates = min(stage, search.settled)
         num_pending = self._num_pending() - (search.job is not None and search.job.done_s is None)
@@ -315,15 +362,14 @@ class _Simulation:
             self._num_unreported = 0
 
 
-def _stages(trace: Trace, retrieval_s: float, num_stages: int) -> Iterator[tuple[float, int, int]]:
+def _stages(arrival_s: np.ndarray, search_s: np.ndarray, num_stages: int) -> Iterator[tuple[float, int, int]]:
     """Yield (time, number of the request, stage) for each end of a stage of a search, in the order of time."""
-    offsets = [retrieval_s * (stage + 1) / num_stages for stage in range(num_stages)]
-    arrivals = trace.arrival_s
-    if num_stages == 1:
-        return zip((arrivals + offsets[0]).tolist(), range(len(trace)), repeat(0))
-    return heapq.merge(
-        *(zip((arrivals + offset).tolist(), range(len(trace)), repeat(stage)) for stage, offset in enumerate(offsets))
-    )
+    streams = []
+    for stage in range(num_stages):
+        ends_s = arrival_s + search_s * (stage + 1) / num_stages
+        order = ends_s.argsort(kind="stable")
+        streams.append(zip(ends_s[order].tolist(), order.tolist(), repeat(stage)))
+    return heapq.merge(*streams)
 
 
 def _settling(num_requests: int, options: SimulationOptions) -> Iterator[int]:

@@ -40,7 +40,7 @@ class Shares(click.ParamType[Any]):
         "ragcache simulate mmlu.jsonl --policy pgdsf --host-tokens 262144 --output out.json",
         "ragcache simulate mmlu.jsonl --order cache_aware --queue cache-aware --per-request --output out.json",
         "ragcache simulate sysx.jsonl --chunk-reuse 0.3 --host-tokens 262144",
-        "ragcache simulate mine.jsonl --granularity block --max-batch 4 --cost-model profile.json",
+        "ragcache simulate mine.jsonl --granularity block --max-batch 8 --max-batched-tokens 1024 --cost-model p.json",
         "ragcache simulate mmlu.jsonl --policy belady --warm-up 3000 --json | jq .summary",
         "ragcache simulate mmlu.jsonl --replicas 8 --routing joint --order cache_aware",
         "ragcache simulate mmlu.jsonl --replicas 8 --routing round-robin --shared-tokens 2000000 --link 1.2 --json",
@@ -99,7 +99,21 @@ class Shares(click.ParamType[Any]):
 @click.option(
     "--retrieval-s", type=float, default=0.08, show_default=True, metavar="S", help="How long a search takes."
 )
+@click.option(
+    "--search",
+    default=None,
+    metavar="FILE",
+    help="Searches take what they took in the results of 'ragcache bench --search', instead of --retrieval-s.",
+)
 @click.option("--max-batch", type=int, default=1, show_default=True, metavar="N", help="Requests that run at a time.")
+@click.option(
+    "--max-batched-tokens",
+    type=int,
+    default=None,
+    metavar="N",
+    help="Simulate the engine's steps, of N tokens each at most, as vLLM schedules them; of blocks. "
+    "[default: whole prompts]",
+)
 @click.option(
     "--frequency",
     type=click.Choice(["cached", "ghost"]),
@@ -112,11 +126,18 @@ class Shares(click.ParamType[Any]):
     help="Keep the first N documents of a prompt, as the engine's option does; of blocks alone. [default: all]",
 )
 @click.option(
+    "--documents/--no-documents",
+    "knows_documents",
+    default=True,
+    show_default=True,
+    help="Tell documents from the rest of a prompt; without, blocks are kept as vLLM does. Of blocks alone.",
+)
+@click.option(
     "--overlap-transfers/--no-overlap-transfers",
     "overlaps_transfers",
     default=True,
     show_default=True,
-    help="Load KV layer by layer while the layers before are computed.",
+    help="Load KV while others are computed: layer by layer, or, with --max-batched-tokens, beside other requests.",
 )
 @click.option(
     "--speculation",
@@ -189,7 +210,7 @@ def run(trace: Path, per_request: bool, output: Path | None, as_json: bool, **se
     with options_as_typed(run):
         options = SimulationOptions(**settings)
         load_testbed(options.cost_model)
-    check_output("--output", output, (trace, Path(options.cost_model)))
+    check_output("--output", output, (trace, Path(options.cost_model), Path(options.search or "")))
     requests = read_trace(trace)
     with options_as_typed(run), counting_requests("simulating", len(requests)) as report:
         result = run_simulation(requests, options, progress=report, keeps_requests=per_request)
