@@ -191,15 +191,30 @@ def _prompts(
     count = comparison.num_trace_requests
     if search is not None:
         return _searched_prompts(options, search, comparison, scale, vocab_size, stack)
-    read = None if options.trace is None else scaled(read_trace(options.trace).head(count), scale)
-
-    def trace(seed: int) -> Trace:
-        return read if read is not None else scaled(make_trace(WORKLOADS[options.workload], count, seed), scale)
-
     return {
-        seed: TracedPrompts(trace(seed), vocab_size, seed=seed, num_output_tokens=options.output_tokens)
+        seed: TracedPrompts(
+            traced(options.workload, options.trace, None, count, seed, scale),
+            vocab_size,
+            seed=seed,
+            num_output_tokens=options.output_tokens,
+        )
         for seed in comparison.seeds
     }
+
+
+def traced(workload: str, path: Path | str | None, sha256: str | None, count: int, seed: int, scale: float) -> Trace:
+    """Return the requests of a seed: those of the workload, or of the file at ``path``, which is the same for all.
+
+    Raises:
+        ConfigError: the file is not the one of ``sha256``.
+        TraceError: it is broken.
+    """
+    if path is None:
+        return scaled(make_trace(WORKLOADS[workload], count, seed), scale)
+    path = Path(path)
+    if sha256 is not None and _digest(path) != sha256:
+        raise ConfigError(f"{path} is another trace than the one that was measured: put that one in its place")
+    return scaled(read_trace(path).head(count), scale)
 
 
 def _searched_prompts(
@@ -252,5 +267,9 @@ def _facts(options: BenchOptions, scale: float) -> dict[str, Any]:
     if options.search is None:
         asked = {name: value for name, value in asked.items() if not name.startswith("search")}
     asked = {name: str(value) if isinstance(value, Path) else value for name, value in asked.items()}
-    digest = None if options.trace is None else hashlib.sha256(options.trace.read_bytes()).hexdigest()
+    digest = None if options.trace is None else _digest(options.trace)
     return {**asked, "trace_sha256": digest, "ragcache_version": __version__}
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

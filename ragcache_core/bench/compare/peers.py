@@ -15,6 +15,9 @@ from ragcache_core.client.launch.vllm_offload import VLLMEviction, VLLMOffload
 from ragcache_core.config import CacheConfig, ChunkReuse
 from ragcache_core.ordering import DocumentOrder
 
+MAX_BATCHED_TOKENS = 1_024
+"""Tokens that a step computes at most."""
+
 
 @dataclass(frozen=True, slots=True)
 class Setup:
@@ -26,7 +29,7 @@ class Setup:
     block_size: int
     max_model_len: int
     max_num_seqs: int = 8
-    max_num_batched_tokens: int = 1_024
+    max_num_batched_tokens: int = MAX_BATCHED_TOKENS
     disk_bytes: int = 0
     vllm_args: tuple[str, ...] = ()
 

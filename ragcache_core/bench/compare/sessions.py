@@ -26,6 +26,8 @@ from ragcache_core.client import Engine
 
 _SETTLE_S = 3.0
 _NUM_UNCACHED_WARM_UP = 8
+NUM_IN_FLIGHT = 8
+"""Requests at a time where nothing is timed."""
 _EXTERNAL_HITS = "vllm:external_prefix_cache_hits_total"
 
 
@@ -166,7 +168,7 @@ def measure(
     num_seen = 0
     for rate in session.rates:
         on_rate("warming up")
-        load.run_through(amounts.before(rate, peer.keeps_anything)[num_seen:], in_flight=_NUM_UNCACHED_WARM_UP)
+        load.run_through(amounts.before(rate, peer.keeps_anything)[num_seen:], in_flight=NUM_IN_FLIGHT)
         on_rate(f"{rates_rps[rate]:.3g} requests/s")
         numbers = amounts.timed(rate)
         arrivals = poisson_arrivals(len(numbers), rates_rps[rate], seed=session.seed * 1_000 + rate)

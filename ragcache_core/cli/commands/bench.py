@@ -260,16 +260,47 @@ bench.add_command(paper)
 
 @bench.command(
     short_help="Print, and draw, what a comparison measured.",
-    examples=["ragcache bench report build/compare.json --html build/compare.html"],
+    examples=[
+        "ragcache bench report build/compare.json --html build/compare.html",
+        "ragcache bench report build/compare.json --predict profile.json",
+    ],
 )
 @click.argument("results", type=click.Path(path_type=Path), metavar="OUT")
 @_html_option
-def report(results: Path, html_path: Path | None, as_json: bool) -> None:
-    """Print the tables of a comparison that 'ragcache bench' wrote to OUT, and write its page; nothing is measured."""
+@click.option(
+    "--predict",
+    metavar="PROFILE",
+    help="Simulate the runs with a profile of 'ragcache profile --steps --output', and show both side by side.",
+)
+def report(results: Path, html_path: Path | None, predict: str | None, as_json: bool) -> None:
+    """Print the tables of a comparison that 'ragcache bench' wrote to OUT, and write its page; nothing is measured.
+
+    With --predict it prints instead what the simulator says of each engine, beside what was measured.
+    """
     from ragcache_core.bench.compare.results import Results
 
     check_output("--html", html_path, [results])
-    _report(Results.read(results), html_path, as_json=as_json)
+    read = Results.read(results)
+    if predict is None:
+        _report(read, html_path, as_json=as_json)
+        return
+    if html_path is not None:
+        raise click.UsageError("A prediction has no page: leave out --html or --predict.")
+    _show_predictions(read, predict, as_json=as_json)
+
+
+def _show_predictions(results: Results, profile: str, *, as_json: bool) -> None:
+    from ragcache_core.bench.compare.prediction import predict, table
+    from ragcache_core.sim.testbeds import load_testbed
+
+    with Bar("simulating", len(results.runs), "runs") as bar:
+        predictions, notes = predict(results, load_testbed(profile), on_run=lambda: bar.advance(1))
+    for note in notes:
+        click.echo(f"ragcache: {note}", err=True)
+    if as_json:
+        print_json({"predictions": [prediction.to_dict() for prediction in predictions], "notes": notes})
+    else:
+        click.echo(table(predictions).text())
 
 
 def _report(results: Results, html_path: Path | None, *, as_json: bool) -> None:
