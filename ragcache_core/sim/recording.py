@@ -41,7 +41,7 @@ class Recorder:
         self._num_reordered = self._swapped_out_tokens = self._loaded_tokens = 0
         self._computed_tokens = self._chunk_reused_tokens = self._chunk_recomputed_tokens = 0
         self._shared_hit_tokens = 0
-        self._prefill_s = 0.0
+        self._prefill_s = self._response_s = 0.0
         self._last_s = -math.inf
         self._records: list[RequestRecord | None] | None = [None] * len(trace) if keeps_requests else None
 
@@ -61,6 +61,7 @@ class Recorder:
         if job.number < self._options.warm_up:
             return
         self._ttft_s.append(ttft_s)
+        self._response_s += max(job.done_s, job.ready_s) - self._arrival_s[job.number]
         self._decision_ns.append(job.decision_ns)
         self._num_documents += len(served.tiers)
         self._num_document_tokens += sum(job.request.doc_tokens) + job.request.history_tokens
@@ -128,6 +129,7 @@ class Recorder:
             p95_ttft_s=float(np.percentile(ttft_s, 95)),
             shared_hit_tokens=self._shared_hit_tokens,
             busiest_over_mean=max(shares) * len(shares) / sum(shares) if sum(shares) else 1.0,
+            mean_response_s=self._response_s / num_requests,
         )
         records = None if self._records is None else tuple(r for r in self._records if r is not None)
         return SimulationResult(self._options, summary, (*notes, *self._overload(summary)), records, replicas)

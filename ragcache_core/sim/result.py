@@ -46,6 +46,7 @@ class Summary:
         chunk_recomputed_tokens: of the documents that were reused so, computed all the same.
         p50_decision_s, p99_decision_s: real time to choose a replica, look up, count, order, evict and place, for a
             request.
+        mean_response_s: from a request's arrival to its last token.
         shared_hit_tokens: of documents, read from a tier that replicas share; they are in no other figure of hits.
         busiest_over_mean: seconds that the busiest replica computed, over the mean of all; 1 where there is one.
     """
@@ -72,6 +73,7 @@ class Summary:
     p95_ttft_s: float
     shared_hit_tokens: int
     busiest_over_mean: float
+    mean_response_s: float
 
     def to_dict(self) -> dict[str, object]:
         """Return plain JSON data."""

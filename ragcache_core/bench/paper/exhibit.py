@@ -61,7 +61,7 @@ class Row:
     @property
     def ratios(self) -> tuple[float, float] | None:
         """Ours over the paper's, for the lower and the upper end; None where there is nothing to divide by."""
-        if self.paper is None or math.isinf(self.paper.high):
+        if self.paper is None or math.isinf(self.paper.high) or not self.paper.low:
             return None
         return self.low / self.paper.low, self.high / self.paper.high
 

@@ -1,4 +1,4 @@
-"""``ragcache bench paper``: the figures and tables of the RAGCache paper beside ours, in simulation.
+"""``ragcache bench paper``: figures and tables of the RAGCache paper, and of Cache-Craft, beside ours, in simulation.
 
 Nothing is tuned to look right: settings are those that the paper's text gives, what it does not give is named with the
 figure, and a row that does not agree says so.
@@ -12,23 +12,29 @@ from typing import Any
 
 from ragcache_core.bench.machine import machine
 from ragcache_core.bench.page import Report
+from ragcache_core.bench.paper.cache_craft import figure_22, figure_24
 from ragcache_core.bench.paper.exhibit import Exhibit
+from ragcache_core.bench.paper.large_models import figure_16
 from ragcache_core.bench.paper.policies import figure_17, table_2
 from ragcache_core.bench.paper.reordering import figure_18
-from ragcache_core.bench.paper.request_rate import figure_13, figure_15, table_4
+from ragcache_core.bench.paper.request_rate import figure_13, figure_14, figure_15, table_4
 from ragcache_core.bench.paper.runs import FIRST_SEED, MISTRAL, PaperRuns
 from ragcache_core.bench.paper.search import figure_19, table_3
 
 EXHIBITS: Mapping[str, Callable[[PaperRuns], Exhibit]] = MappingProxyType(
     {
         "figure 13": figure_13,
+        "figure 14": figure_14,
         "figure 15": figure_15,
+        "figure 16": figure_16,
         "figure 17": figure_17,
         "table 2": table_2,
         "figure 18": figure_18,
         "figure 19": figure_19,
         "table 3": table_3,
         "table 4": table_4,
+        "cache-craft 22": figure_22,
+        "cache-craft 24": figure_24,
     }
 )
 """In the order in which they are measured; those that share runs stand together."""
@@ -53,7 +59,7 @@ def paper_report(exhibits: Sequence[Exhibit], num_seeds: int, num_requests: int 
         f"Cost model {MISTRAL.cost_model}, but for curves that name another model.",
     ]
     return Report(
-        "The RAGCache paper beside ours",
+        "The papers beside ours",
         lead,
         [plot for exhibit in exhibits for plot in exhibit.plots],
         [table for exhibit in exhibits for table in exhibit.all_tables()],

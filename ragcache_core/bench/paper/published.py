@@ -1,7 +1,7 @@
-"""What the RAGCache paper published, as its text has it: each number with the place where it stands.
+"""What the papers published, as their texts have it: each number with the place where it stands.
 
-Figures 13, 15, 17, 18 and 19 are plots, and what they show is nowhere written as numbers: of them there is what the
-text claims.
+Figures 13 to 19 of RAGCache, and all of Cache-Craft's, are plots, and what they show is nowhere written as numbers: of
+them there is what the text claims.
 """
 
 from __future__ import annotations
@@ -110,6 +110,11 @@ CLAIMS: Mapping[str, Published] = MappingProxyType(
         "reordering": Published(1.2, 2.1, "§7.3, Figure 18"),
         "speculation": Published.exactly(1.6, "§7.3, Figure 19: up to"),
         "unhidden search": Published(1.5, 4.3, "§7.3, Table 3"),
+        "large ttft over vllm": Published(1.4, 2.1, "§7.2, Figure 16"),
+        "large ttft over sglang": Published(1.2, 2.6, "§7.2, Figure 16"),
+        "large ttft": Published(0.0, 1.4, "§7.2, Figure 16"),
+        "vllm serves Mixtral-8x7B": Published.exactly(2.0, "§7.2, Figure 16"),
+        "vllm serves LLaMA2-70B": Published.exactly(1.5, "§7.2, Figure 16"),
     }
 )
 """What the text says of its figures: how many times lower a TTFT is, or how many times higher a rate."""
@@ -123,3 +128,19 @@ MAX_BATCH = 4
 WINDOW = 32
 TOP_K = (1, 3, 5)
 MEAN_CORPUS_TOKENS = 3_718.0
+HOST_LARGE_GIB = 384
+MIXTRAL_MAX_BATCH = 8
+
+CACHE_CRAFT: Mapping[str, Published] = MappingProxyType(
+    {
+        "throughput, none recomputed": Published.exactly(1.9, "§5.3.1, Figure 22: up to"),
+        "throughput, 30 % recomputed": Published.exactly(1.6, "§5.3.1, Figure 22"),
+        "response, none recomputed": Published.exactly(3.3, "§5.3.1, Figure 22: up to"),
+        "response, 30 % recomputed": Published.exactly(2.1, "§5.3.1, Figure 22"),
+        "ttft": Published.exactly(2.5, "§5.4.1, Figure 23(a)"),
+        "p99 ttft": Published.exactly(3.0, "§5.4.1, Figure 24"),
+        "computed": Published.exactly(0.49, "§5.4.1, Figure 24"),
+        "exact prefix": Published.exactly(0.18, "§5.4.1"),
+    }
+)
+"""What Cache-Craft's text says of reuse at any position against prefix caching, on Sys-X with LLaMA-3-8B."""

@@ -9,7 +9,7 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ragcache_core.bench.paper.published import HOST_7B_GIB, MAX_BATCH, WINDOW
+from ragcache_core.bench.paper.published import HOST_7B_GIB, HOST_LARGE_GIB, MAX_BATCH, MIXTRAL_MAX_BATCH, WINDOW
 from ragcache_core.bench.paper.ratios import DEFAULT_POLICY
 from ragcache_core.sim.options import SimulationOptions
 from ragcache_core.sim.sweep import FinishedRun, Journal, plan, run_all
@@ -137,13 +137,17 @@ def workload(name: str, requests_per_s: float, **changes: Any) -> Workload:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model of the paper's Table 1 on its A10G: 24 GiB, of which 14 are weights; we give 5 of the rest to the cache.
+    """A model of the paper's Table 1 on its testbed.
 
-    The paper does not say how much of the GPU its cache has.
+    The paper does not say how much of the GPU its cache has. On an A10G, 24 GiB of which 14 are weights, we give it 5
+    of the rest; on two H800, 160 GiB, what is left of nine tenths of them beside 90 and 130 GiB of weights.
     """
 
     name: str
     cost_model: str
+    gpu_gib: int = GPU_GIB
+    host_gib: int = HOST_7B_GIB
+    max_batch: int = MAX_BATCH
 
     @property
     def tokens_per_gib(self) -> int:
@@ -153,6 +157,8 @@ class Model:
 
 MISTRAL = Model("Mistral-7B", "a10g-mistral-7b")
 LLAMA2 = Model("LLaMA2-7B", "a10g-llama2-7b")
+MIXTRAL = Model("Mixtral-8x7B", "h800-mixtral-8x7b", 54, HOST_LARGE_GIB, MIXTRAL_MAX_BATCH)
+LLAMA2_70B = Model("LLaMA2-70B", "h800-llama2-70b", 14, HOST_LARGE_GIB)
 
 
 def vllm(model: Model) -> SimulationOptions:
@@ -164,17 +170,17 @@ def sglang(model: Model) -> SimulationOptions:
     """Return SGLang as the paper has it: prefixes are kept on the GPU alone, the least recently used goes."""
     return SimulationOptions(
         policy="lru",
-        gpu_tokens=GPU_GIB * model.tokens_per_gib,
+        gpu_tokens=model.gpu_gib * model.tokens_per_gib,
         host_tokens=0,
         cost_model=model.cost_model,
-        max_batch=MAX_BATCH,
+        max_batch=model.max_batch,
         window=WINDOW,
     )
 
 
-def ragcache(model: Model, host_gib: int = HOST_7B_GIB) -> SimulationOptions:
+def ragcache(model: Model, host_gib: int | None = None) -> SimulationOptions:
     """Return the paper's Algorithm 1, first come first served: PGDSF whose counts end with a document's eviction."""
-    return replace(sglang(model), policy="pgdsf", host_tokens=host_gib * model.tokens_per_gib)
+    return replace(sglang(model), policy="pgdsf", host_tokens=(host_gib or model.host_gib) * model.tokens_per_gib)
 
 
 def reordered(options: SimulationOptions) -> SimulationOptions:

@@ -12,8 +12,9 @@ from ragcache_core.cli.output import check_outputs, check_plot, output_option, w
 from ragcache_core.cli.subcommands.sweep import clear_journal, read_finished
 from ragcache_core.runtime.terminal import Bar
 
-_FIGURES = ("13", "15", "17", "18", "19")
+_FIGURES = ("13", "14", "15", "16", "17", "18", "19")
 _TABLES = ("2", "3", "4")
+_CACHE_CRAFT = ("22", "24")
 _QUICK_REQUESTS = 120
 
 
@@ -29,6 +30,13 @@ _QUICK_REQUESTS = 120
 )
 @click.option("--figure", "figures", multiple=True, type=click.Choice(_FIGURES), help="A figure; may be repeated.")
 @click.option("--table", "tables", multiple=True, type=click.Choice(_TABLES), help="A table; may be repeated.")
+@click.option(
+    "--cache-craft",
+    "cache_craft",
+    multiple=True,
+    type=click.Choice(_CACHE_CRAFT),
+    help="A figure of Cache-Craft's; may be repeated.",
+)
 @click.option("--all", "is_all", is_flag=True, help="All of them.")
 @click.option(
     "--seeds",
@@ -61,6 +69,7 @@ _QUICK_REQUESTS = 120
 def paper(
     figures: tuple[str, ...],
     tables: tuple[str, ...],
+    cache_craft: tuple[str, ...],
     is_all: bool,
     num_seeds: int,
     num_requests: int | None,
@@ -72,7 +81,7 @@ def paper(
     plot: Path | None,
     resume: bool,
 ) -> None:
-    """Simulate figures and tables of the RAGCache paper, and print its numbers beside ours.
+    """Simulate figures and tables of the RAGCache paper, and of Cache-Craft, and print their numbers beside ours.
 
     Each says with what it was simulated, how many rows agree, why others do not, and which command measures the same
     on a real engine. What the paper only plots is compared with what its text says of it. Interrupted by Ctrl-C, it
@@ -80,7 +89,8 @@ def paper(
     """
     if as_json and as_markdown:
         raise click.UsageError("--json and --markdown both want standard output: give one of them.")
-    asked = {*(f"figure {number}" for number in figures), *(f"table {number}" for number in tables)}
+    kinds = {"figure": figures, "table": tables, "cache-craft": cache_craft}
+    asked = {f"{kind} {number}" for kind, numbers in kinds.items() for number in numbers}
     if not asked and not is_all:
         raise click.UsageError("Name what to simulate: --figure N, --table N, or --all.")
     if resume and output is None:

@@ -12,6 +12,7 @@ import pytest
 from ragcache_core.bench.paper.exhibit import Exhibit, Row
 from ragcache_core.bench.paper.exhibits import EXHIBITS, measure, to_dict
 from ragcache_core.bench.paper.published import (
+    CACHE_CRAFT,
     CLAIMS,
     HOST_GIB,
     MEAN_TTFT_S,
@@ -23,7 +24,9 @@ from ragcache_core.bench.paper.published import (
 )
 from ragcache_core.bench.paper.runs import (
     LLAMA2,
+    LLAMA2_70B,
     MISTRAL,
+    MIXTRAL,
     Case,
     PaperRuns,
     default,
@@ -156,6 +159,25 @@ def test_speculation_that_is_right_at_once_leaves_a_quarter_of_the_search() -> N
             least = rows[f"{name}, {share:.1%} searched, DSP, all settle in the first stage"].low
             assert 0.2 < least / SEARCH_MS[name, share] < 0.45
             assert least < rows[f"{name}, {share:.1%} searched, DSP"].low
+
+
+def test_the_large_models_rows_are_the_texts_and_what_was_fitted_counts_for_nothing() -> None:
+    figure_16 = quick("figure 16")
+    assert len(figure_16.compared) == 6
+    claimed = {CLAIMS[f"large ttft{over}"] for over in ("", " over vllm", " over sglang")}
+    assert {row.paper for row in figure_16.compared} == claimed
+    fitted = [row for row in figure_16.rows if "fitted" in row.what]
+    assert [row.is_ours for row in fitted] == [True, True]
+    assert (MIXTRAL.max_batch, LLAMA2_70B.max_batch, MIXTRAL.host_gib) == (8, 4, 384)
+
+
+def test_of_cache_craft_what_its_text_says_is_compared_and_reuse_computes_less() -> None:
+    figure_24, figure_22 = quick("cache-craft 24"), quick("cache-craft 22")
+    assert {row.paper for row in (*figure_24.compared, *figure_22.compared)} == set(CACHE_CRAFT.values())
+    computed = next(row for row in figure_24.rows if row.what.startswith("tokens computed"))
+    assert 0.3 < computed.high < 1.0
+    served, _, _ = figure_22.tables
+    assert [row[0] for row in served.rows] == ["prefix caching", "none recomputed", "30 % recomputed"]
 
 
 def test_policies_without_a_single_hit_are_refused_with_the_cure() -> None:

@@ -57,7 +57,8 @@ def test_a_table_can_be_printed_as_a_section_of_a_page() -> None:
     ("arguments", "status", "message"),
     [
         ([], 2, "--figure N, --table N, or --all"),
-        (["--figure", "16"], 2, "'16' is not one of"),
+        (["--figure", "12"], 2, "'12' is not one of"),
+        (["--cache-craft", "20"], 2, "'20' is not one of"),
         (["--table", "1"], 2, "'1' is not one of"),
         (["--table", "3", "--seeds", "0"], 2, "--seeds"),
         (["--table", "3", "--jobs", "0"], 2, "--jobs"),
@@ -75,7 +76,7 @@ def test_a_mistake_is_one_clear_error(arguments: list[str], status: int, message
 def test_the_help_shows_examples_and_every_figure() -> None:
     done = CliRunner().invoke(paper, ["--help"])
     assert "Examples:" in done.stdout
-    assert "13|15|17|18|19" in done.stdout
+    assert "13|14|15|16|17|18|19" in done.stdout
     assert "2|3|4" in done.stdout
 
 
