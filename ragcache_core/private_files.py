@@ -93,10 +93,11 @@ def make_folders(folder: Path) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
+def replacing(path: Path, *, is_waited_for: bool = True) -> Iterator[IO[bytes]]:
     """Give a file that takes the place of ``path`` at the end of the block, on disk by then, and its owner's alone.
 
     What was there before stays until then, and when the block raises. A pipe or a terminal is written to as it is.
+    Unless the disk ``is_waited_for``, a file that was just written may be damaged after a loss of power.
 
     Raises:
         OSError: the disk is full, or the folder is not there or cannot be written to.
@@ -109,8 +110,9 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     try:
         with open(temporary, "wb", opener=open_private) as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
+            if is_waited_for:
+                file.flush()
+                os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
         with suppress(OSError):

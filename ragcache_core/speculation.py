@@ -13,12 +13,13 @@ the final stage         generate at once                generate at once: the sc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 _LEAST_SHARE, _LEAST_SHARE_IDLE = 0.5, 0.1
 _WEIGHT = 0.2
+_ENOUGH_SEARCHES = 3
 
 D = TypeVar("D")
 """What a stage found: the documents in the order of the prompt. What is equal leads to the same prompt."""
@@ -117,6 +118,10 @@ class SpeculativePipeline(Generic[D]):
         self._num_started += 1
         return [self._live]
 
+    def on_unpromising(self) -> None:
+        """Forget the start that was deferred: its candidates turned out not to be worth it."""
+        self._deferred = None
+
     def on_failed(self, number: int) -> list[Action[D]]:
         """Return nothing to do yet: what failed is started again when there is room, unless too much failed.
 
@@ -150,28 +155,42 @@ class SpeculativePipeline(Generic[D]):
 
 
 class SettlingHistory:
-    """How much of what a stage named was right in the end, stage by stage, over the searches of one retriever.
+    """How much of what a stage named was right in the end, stage by stage, over the searches of one source.
 
     A start costs the asker and the engine something even in idle time, and is worth it where the candidates tend to
     stand. The share counted is the beginning that candidates and final documents have in common, which is what a
-    prefill of the candidates is good for. Until it is known better, every stage is trusted.
+    prefill of the candidates is good for. It is learnt from every search, whether or not something was started: so a
+    stage that is not known yet starts something only where the engine is idle.
     """
 
-    def __init__(self) -> None:
-        self._shares: dict[int, float] = {}
+    def __init__(self, learnt: Mapping[int, tuple[float, int]] | None = None) -> None:
+        """Begin with what was ``learnt`` before."""
+        self._learnt = dict(learnt or {})
+
+    @property
+    def learnt(self) -> dict[int, tuple[float, int]]:
+        """For each stage the share of it that is right of late, and how many searches say so."""
+        return dict(self._learnt)
 
     @property
     def is_hopeless(self) -> bool:
         """Whether no stage is worth a start. It is learnt from searches, not from starts: it may end without one."""
-        return bool(self._shares) and max(self._shares.values()) < _LEAST_SHARE_IDLE
+        return bool(self._learnt) and not any(self.is_promising(stage, is_idle=True) for stage in self._learnt)
+
+    def is_known(self, stage: int) -> bool:
+        """Return whether enough searches had this stage to say how often it is right."""
+        return self._learnt.get(stage, (0.0, 0))[1] >= _ENOUGH_SEARCHES
 
     def is_promising(self, stage: int, *, is_idle: bool) -> bool:
         """Return whether a start from a stage's candidates is worth it: a small chance is if the engine ``is_idle``."""
-        return self._shares.get(stage, 1.0) >= (_LEAST_SHARE_IDLE if is_idle else _LEAST_SHARE)
+        if not self.is_known(stage):
+            return is_idle
+        return self._learnt[stage][0] >= (_LEAST_SHARE_IDLE if is_idle else _LEAST_SHARE)
 
     def record(self, stage: int, candidates: Sequence[object], final: Sequence[object]) -> None:
         """Take note of a search that ended with ``final``, and of what a stage of it had named."""
         num_alike = next((i for i, (a, b) in enumerate(zip(candidates, final)) if a != b), len(final))  # noqa: B905
         share = min(num_alike, len(candidates)) / len(final) if final else 0.0
-        before = self._shares.get(stage, 1.0)
-        self._shares[stage] = before + _WEIGHT * (share - before)
+        before, count = self._learnt.get(stage, (0.0, 0))
+        weight = max(_WEIGHT, 1 / (count + 1))  # the mean at first, then what is of late
+        self._learnt[stage] = before + weight * (share - before), count + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 from collections.abc import Callable, Generator, Iterator
@@ -21,6 +22,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from ragcache_core.client import Engine
+from ragcache_core.client.pipeline.histories import HISTORIES
 from ragcache_core.client.speculation.manager import SpeculationManager
 from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.config import CacheConfig
@@ -34,6 +36,7 @@ hypothesis.settings.register_profile("ragcache", derandomize=bool(os.environ.get
 hypothesis.settings.load_profile("ragcache")
 
 ROOT = Path(__file__).resolve().parent.parent
+_NUMBERS = itertools.count()
 DEMO_MODEL = ROOT / "examples" / "demo_model"
 ENGINE_ARGS: dict[str, Any] = {
     "cache": CacheConfig(kv_cache_bytes="1GiB", block_size=32, host_bytes="256MiB"),
@@ -72,6 +75,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _has_gpu() -> bool:
     return Path("/dev/nvidia0").exists()
+
+
+@pytest.fixture(autouse=True)
+def nothing_learnt_before(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have each test begin without what searches of another one, or of the user, have taught of a store's stages."""
+    monkeypatch.setattr(HISTORIES, "folder", tmp_path_factory.getbasetemp() / "stages" / str(next(_NUMBERS)))
 
 
 @pytest.fixture(scope="session")

@@ -197,6 +197,11 @@ class StoreReader:
         return self._folder
 
     @property
+    def identity(self) -> str:
+        """What names the store in every process: what is learnt of its searches is kept under it."""
+        return str(self._folder)
+
+    @property
     def embedder(self) -> Embedder:
         """The embedder; of a trainable one, the store's own fitted copy."""
         return self._snapshot.embedder

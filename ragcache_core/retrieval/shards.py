@@ -388,6 +388,11 @@ class ShardedStore:
         return self._stores
 
     @property
+    def identity(self) -> str:
+        """What names the shards together in every process."""
+        return "\n".join(store.identity for store in self._stores)
+
+    @property
     def embedder(self) -> Embedder:
         """The embedder of all shards."""
         return next((store.embedder for store in self._stores if len(store)), self._stores[0].embedder)

@@ -15,7 +15,11 @@ from ragcache_core.types import Document, RetrievalUpdate
 
 @runtime_checkable
 class StageSource(Protocol):
-    """Finds documents in stages."""
+    """Finds documents in stages.
+
+    It may have an ``identity``, a string that names it in every process. What retrievers learn of its stages is kept
+    under that name then, for later ones.
+    """
 
     def stages(self, query: str, k: int) -> AsyncGenerator[RetrievalUpdate, None]:
         """Yield what is known after each stage; the last update, and no other, is final.

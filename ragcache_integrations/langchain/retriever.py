@@ -16,6 +16,7 @@ from pydantic import AliasChoices, ConfigDict, Field, PrivateAttr, field_validat
 
 from ragcache_core.client import EngineClient
 from ragcache_core.client.ordering.document_order import in_order
+from ragcache_core.client.pipeline.histories import HISTORIES
 from ragcache_core.client.pipeline.run import Speculator, run_pipeline
 from ragcache_core.client.pipeline.session import SearchOverlap
 from ragcache_core.client.pipeline.stages import DEFAULT_TIMEOUT_S
@@ -221,7 +222,7 @@ class RAGCacheRetriever(BaseRetriever):
             timeout_s=timeout_s,
             on_event=on_event,
             arrange=None if self.document_order == "retrieval" else partial(self._arranged, engine, prompt),
-            history=self._history,
+            history=self._history_of(k),
             k=k,
         )
         if overlap is not None:
@@ -232,8 +233,16 @@ class RAGCacheRetriever(BaseRetriever):
         return [to_langchain(document) for document in result.documents]
 
     def _metric(self) -> Metric | None:
-        store = self.store.store if isinstance(self.store, StagedFAISS) else self.store
-        return getattr(store, "metric", None)
+        return getattr(self._searched(), "metric", None)
+
+    def _searched(self) -> AnyStore | StageSource:
+        return self.store.store if isinstance(self.store, StagedFAISS) else self.store
+
+    def _history_of(self, k: int) -> SettlingHistory:
+        reranker = None if self.compressor is None else (type(self.compressor).__name__, self.num_candidates)
+        order = (self.document_order, self.keep_first, self.max_score_loss)
+        settings = (k, self.stages, self.search_type, reranker, order)
+        return HISTORIES.of(self._searched(), settings, otherwise=self._history)
 
     def _asked_for(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings of a search: the retriever's, those of ``search_kwargs``, and before them a call's.
@@ -267,8 +276,7 @@ class RAGCacheRetriever(BaseRetriever):
         return settings
 
     def _updates(self, query: str, settings: Mapping[str, Any]) -> AsyncGenerator[RetrievalUpdate, None]:
-        store = self.store.store if isinstance(self.store, StagedFAISS) else self.store
-        where = as_where(settings["filter"])
+        store, where = self._searched(), as_where(settings["filter"])
         if not isinstance(store, AnyStore):
             asked = "a filter" if where is not None else f"search_type={self.search_type!r}"
             if where is not None or self.search_type != "similarity":

@@ -19,6 +19,7 @@ from llama_index_instrumentation.span import active_span_id
 
 from ragcache_core.client import EngineClient
 from ragcache_core.client.ordering.document_order import in_order
+from ragcache_core.client.pipeline.histories import HISTORIES
 from ragcache_core.client.pipeline.result import similarities
 from ragcache_core.client.pipeline.run import run_pipeline
 from ragcache_core.client.pipeline.session import SearchOverlap
@@ -227,7 +228,7 @@ class RAGCacheRetriever(BaseRetriever):
             timeout_s=timeout_s,
             on_event=partial(publish, query=query.query_str, span_id=active_span_id.get(), metric=metric),
             arrange=None if self._document_order == "retrieval" else partial(self._arranged, engine, prompt, found),
-            history=self._history,
+            history=self._history_of(),
             k=self._similarity_top_k,
         )
         if overlap is not None:
@@ -238,6 +239,12 @@ class RAGCacheRetriever(BaseRetriever):
             if told is not None:
                 told.remember_documents([shown_document(n.node) for n in nodes], query=query.query_str)
         return nodes
+
+    def _history_of(self) -> SettlingHistory:
+        rerankers = tuple(type(p).__name__ for p in self._postprocessors), self._num_candidates
+        order = (self._document_order, self._keep_first, self._max_score_loss)
+        settings = (self._similarity_top_k, self._stages, self._mmr is not None, rerankers, order)
+        return HISTORIES.of(self._store, settings, otherwise=self._history)
 
     async def _postprocessed(
         self, query: QueryBundle, found: _FoundNodes, is_async: bool, documents: Sequence[Document]

@@ -107,12 +107,14 @@ class DrawnSearch:
 class UnsettledSearch:
     """A search each of whose stages names other documents: whatever is speculated is wrong until the end.
 
-    The documents are drawn out of ``num_documents``, the same for the same question.
+    The documents are drawn out of ``num_documents``, the same for the same question. With an ``identity`` what is
+    learnt of it is kept.
     """
 
     texts: DocumentTexts
     num_documents: int
     search_s: float
+    identity: str | None = None
 
     async def stages(self, query: str, k: int) -> AsyncGenerator[RetrievalUpdate, None]:
         """Yield stages that have nothing in common."""

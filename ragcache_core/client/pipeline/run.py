@@ -57,7 +57,7 @@ async def run_pipeline(
     """
     check_timeout(timeout_s)
     with search_span() as trace:
-        run = SearchRun(client, speculator, on_event, arrange, history or SettlingHistory(), k, trace)
+        run = SearchRun(client, speculator, on_event, arrange, history, k, trace)
         try:
             result = await run.result(updates, timeout_s)
             await run.end_tasks()

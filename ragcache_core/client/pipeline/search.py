@@ -34,6 +34,7 @@ _LOAD_FRESH_S = 0.05
 _FIRST_POLL_S, _LAST_POLL_S = 0.01, 0.16
 """How long an engine that cannot admit a speculation is not asked again: longer each time, since it is busy."""
 _SELDOM_RIGHT = "what stages of earlier searches named was seldom right in the end"
+_TOO_SOON = "too few searches were seen to say which stages are right, and the engine is not idle"
 _START_GRACE_S = 0.1
 """Final documents wait for a start that began no longer ago: the request would have to be made all the same."""
 
@@ -49,7 +50,7 @@ class SearchRun:
         speculator: Speculator | None,
         on_event: Callable[[PipelineEvent], Awaitable[None] | None] | None,
         arrange: Callable[[Sequence[Document]], Sequence[Document]] | None,
-        history: SettlingHistory,
+        history: SettlingHistory | None,
         k: int | None,
         trace: SearchTrace | None,
     ) -> None:
@@ -63,6 +64,7 @@ class SearchRun:
         self._candidates: list[tuple[int, _Documents]] = []  # what stages named, in the order of the prompt
         self._load: EngineLoad | None = None
         self._load_told_s = 0.0
+        self._was_idle = True  # whenever it was asked
         self._is_asking = False
         self._poll_s = _FIRST_POLL_S
         self._live: StartedSpeculation | None = None
@@ -70,7 +72,8 @@ class SearchRun:
         self._prefetched: _Documents = ()
         self._arranged: dict[tuple[DocId, ...], tuple[_Documents, _Documents]] = {}
         self._events: list[PipelineEvent] = []
-        self._num_stages = self._num_started = self._num_cancelled = self._num_unpromising = 0
+        self._num_stages = self._num_started = self._num_cancelled = 0
+        self._unpromising: list[str] = []  # why candidates started nothing
         self._stage = 0
         self._cannot: str | None = None  # why nothing can be speculated in this search
         self._failure: str | None = None
@@ -80,7 +83,7 @@ class SearchRun:
         self._tasks.read(updates, timeout_s, self._on_stage, self._on_search_failed, k=self._k)
         if self._client is None or self._starts is None:
             self._cannot = "there is no engine to speculate on" if self._client is None else "speculation is off"
-        elif self._history.is_hopeless:
+        elif self._history is not None and self._history.is_hopeless:
             self._cannot = _SELDOM_RIGHT
         else:
             self._ask_load(0.0)
@@ -135,10 +138,20 @@ class SearchRun:
         return None
 
     def _is_promising(self, stage: int) -> bool:
-        is_idle = self._load is not None and self._load.has_room
-        is_promising = self._history.is_promising(stage, is_idle=is_idle)
-        self._num_unpromising += not is_promising
+        """Return whether a stage's candidates are worth a start; of one that is not known, in idle time alone."""
+        if self._history is None:
+            return True
+        if not self._history.is_known(stage):
+            is_promising, why_not = self._was_idle, _TOO_SOON
+        else:
+            is_idle = self._load is not None and self._load.has_room
+            is_promising, why_not = self._history.is_promising(stage, is_idle=is_idle), _SELDOM_RIGHT
+        if not is_promising:
+            self._unpromising.append(why_not)
         return is_promising
+
+    def _is_too_soon(self) -> bool:
+        return self._history is not None and not self._history.is_known(self._stage) and not self._was_idle
 
     def _in_prompt_order(self, documents: _Documents) -> _Documents:
         if self._arrange is None:
@@ -150,8 +163,9 @@ class SearchRun:
         return self._arranged[key][1]
 
     async def _finish(self, update: RetrievalUpdate, documents: _Documents, search_s: float) -> PipelineResult:
-        for stage, candidates in self._candidates:
-            self._history.record(stage, _texts(candidates), _texts(documents))
+        if self._history is not None:
+            for stage, candidates in self._candidates:
+                self._history.record(stage, _texts(candidates), _texts(documents))
         self._drop_ahead()
         if self._live is not None and _texts(self._live.documents) == _texts(documents):
             await self._settle(self._live)
@@ -201,7 +215,11 @@ class SearchRun:
             self._drop_ahead()
             return
         self._load, self._load_told_s = load, time.perf_counter()
+        self._was_idle = self._was_idle and load.has_room
         self._pipeline.max_prefill_bs = load.max_prefill_bs
+        if self._is_too_soon() and self._pipeline.is_deferred:
+            self._unpromising.append(_TOO_SOON)
+            self._pipeline.on_unpromising()
         self._perform(self._pipeline.on_load(self._num_pending()))
         if self._pipeline.is_deferred and load.reads_ahead:
             self._prefetch()
@@ -323,10 +341,13 @@ class SearchRun:
             return why
         if not self._documents:
             return "the search had no candidates before its final documents"
-        if self._num_unpromising == len(self._candidates):
-            return _SELDOM_RIGHT
+        why_none = self._unpromising[-1] if len(self._unpromising) >= len(self._candidates) else None
+        if why_none == _SELDOM_RIGHT:
+            return why_none
         if self._load is None:
             return "the documents were final before the engine had told its load"
+        if self._load.has_room and why_none is not None:
+            return why_none
         if self._load.has_room:
             return "the documents were final before the engine had told its load again"
         if pending := self._load.num_pending_prefills:

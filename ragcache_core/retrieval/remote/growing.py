@@ -42,6 +42,7 @@ class GrowingEffort(Generic[Effort]):
             coroutine function is awaited.
         efforts: from little to the most, which is the search as it would be without stages.
         embed: turns the question into what ``find`` gets, once for all efforts.
+        identity: names what is searched, in every process: what is learnt of its stages is kept under it.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class GrowingEffort(Generic[Effort]):
         efforts: Sequence[Effort],
         *,
         embed: Callable[[str], Any] | None = None,
+        identity: str | None = None,
     ) -> None:
         if isinstance(efforts, str) or not isinstance(efforts, Sequence) or not efforts:
             raise ConfigError(f"efforts is {efforts!r:.80}: give at least one, the last is the search without stages")
@@ -58,6 +60,7 @@ class GrowingEffort(Generic[Effort]):
         self._find = find
         self._efforts = tuple(efforts)
         self._embed = embed
+        self.identity = None if identity is None else f"{identity}\n{self._efforts!r}"
 
     async def stages(self, query: str, k: int) -> AsyncGenerator[RetrievalUpdate, None]:
         """Yield what each effort found, unless one with more came first; the last is final."""

@@ -52,7 +52,8 @@ def lancedb_stages(
         kept = [{name: value for name, value in row.items() if name != vector_column} for row in rows]
         return [(made(row), row["_distance"]) for row in kept]
 
-    return GrowingEffort(find, efforts, embed=as_embedder(embedder).embed_query)
+    identity = f"lancedb {getattr(table, 'name', '')}"
+    return GrowingEffort(find, efforts, embed=as_embedder(embedder).embed_query, identity=identity)
 
 
 def _document_of(row: Mapping[str, Any]) -> Document:

@@ -101,4 +101,4 @@ def pgvector_stages(
             rows = connection.execute(asked, values).fetchall()
         return [(Document(str(doc_id), text, metadata or {}), distance) for doc_id, text, metadata, distance in rows]
 
-    return GrowingEffort(find, efforts, embed=as_embedder(embedder).embed_query)
+    return GrowingEffort(find, efforts, embed=as_embedder(embedder).embed_query, identity=f"pgvector {table}")

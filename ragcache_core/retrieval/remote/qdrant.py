@@ -76,7 +76,7 @@ def qdrant_stages(
         return documents(await client.query_points(**settings(vector, k, effort)))
 
     is_async = inspect.iscoroutinefunction(client.query_points)
-    return GrowingEffort(find_awaited if is_async else find, efforts, embed=embed)
+    return GrowingEffort(find_awaited if is_async else find, efforts, embed=embed, identity=f"qdrant {collection_name}")
 
 
 def _document_of(point_id: str, payload: Mapping[str, Any]) -> Document:

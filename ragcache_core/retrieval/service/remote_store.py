@@ -331,6 +331,11 @@ class RemoteStore:
     # About the store
 
     @property
+    def identity(self) -> str:
+        """What names the store in every process: its address."""
+        return self._url
+
+    @property
     def url(self) -> str:
         """Where the service is."""
         return self._url

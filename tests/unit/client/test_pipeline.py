@@ -50,6 +50,29 @@ async def test_a_source_that_is_never_right_before_its_end_is_believed_no_more()
     assert result.report.is_confirmed, "it is watched all the same, and believed again"
 
 
+async def test_a_source_that_nobody_knows_yet_is_sent_ahead_of_where_the_engine_is_idle() -> None:
+    speculator, history = ScriptedSpeculator(), SettlingHistory()
+    assert (await run(Source("ab", "ab"), ScriptedDoor(), speculator, history=history)).report.is_confirmed
+    source, door = Source("ab", "ab", "ab", "ab", "ab"), ScriptedDoor(2)
+    source.between[2] = lambda: setattr(door, "num_pending", 0)
+    result = await run(source, door, speculator, history=history)
+    assert result.report.num_started == 0, "it was busy a moment ago"
+    assert "had no room" in (result.report.skipped_because or "")
+    assert len(speculator.sent) == 1
+
+
+async def test_what_a_busy_engine_shows_of_a_sources_stages_is_learnt_without_sending_anything() -> None:
+    speculator, history, door = ScriptedSpeculator(), SettlingHistory(), ScriptedDoor(2)
+    for _ in range(3):
+        result = await run(Source("ab", "ab", "ab", "ab", "ab"), door, speculator, history=history)
+    assert speculator.num_calls == 0
+    assert "had no room" in (result.report.skipped_because or "")
+    source = Source("ab", "ab", "ab", "ab", "ab")
+    source.between[2] = lambda: setattr(door, "num_pending", 0)
+    result = await run(source, door, speculator, history=history)
+    assert result.report.is_confirmed, "its first stage is known to be right: it waits for room"
+
+
 async def test_candidates_that_stay_are_sent_once_and_confirmed() -> None:
     speculator, source = ScriptedSpeculator(), Source("ab", "ab", "ab", "ab")
     result = await run(source, ScriptedDoor(), speculator)
@@ -237,8 +260,8 @@ async def test_the_scheduler_says_whether_there_is_room_and_not_the_number_of_pr
         "ones as max_prefill_bs allows, 2"
     )
     door.has_room, door.num_pending = True, 5
-    for _ in range(5):
-        history.record(0, "b", "a")
+    for named in "aaabbbb":
+        history.record(0, named, "a")
     assert not history.is_promising(0, is_idle=False)
     assert (await run(Source("a", "a"), door, speculator, history=history)).report.is_confirmed
 

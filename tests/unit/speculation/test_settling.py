@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from ragcache_core.speculation import SettlingHistory, SpeculativePipeline, Start
@@ -15,9 +17,16 @@ def after(history: SettlingHistory, stage: int, candidates: tuple[str, ...], sea
     return history
 
 
-def test_every_stage_is_trusted_until_it_is_known_better() -> None:
-    history = SettlingHistory()
-    assert all(history.is_promising(stage, is_idle=False) for stage in range(6))
+def test_a_stage_that_is_not_known_yet_is_trusted_with_idle_time_alone() -> None:
+    for right, searches in itertools.product((RIGHT, WRONG), range(3)):
+        history = after(SettlingHistory(), 0, right, searches)
+        for stage in range(2):
+            assert history.is_promising(stage, is_idle=True)
+            assert not history.is_promising(stage, is_idle=False)
+            assert not history.is_known(stage)
+    history = after(SettlingHistory(), 0, RIGHT, 3)
+    assert history.is_known(0)
+    assert history.is_promising(0, is_idle=False)
 
 
 def test_a_stage_that_is_wrong_again_and_again_is_tried_no_more() -> None:
@@ -27,9 +36,23 @@ def test_a_stage_that_is_wrong_again_and_again_is_tried_no_more() -> None:
 
 
 def test_what_is_seldom_right_is_worth_idle_time_only() -> None:
-    history = after(SettlingHistory(), 0, WRONG, 5)
+    history = after(after(SettlingHistory(), 0, RIGHT, 3), 0, WRONG, 5)
     assert history.is_promising(0, is_idle=True)
     assert not history.is_promising(0, is_idle=False)
+
+
+def test_the_first_searches_count_alike_and_later_ones_push_them_out() -> None:
+    history = after(after(SettlingHistory(), 0, WRONG, 2), 0, RIGHT, 2)
+    assert history.learnt == {0: (pytest.approx(0.5), 4)}
+    assert after(history, 0, WRONG, 3).learnt[0][0] == pytest.approx(0.5 * 0.8**3)
+
+
+def test_what_was_learnt_is_where_another_history_begins() -> None:
+    history = after(after(SettlingHistory(), 0, WRONG, 9), 1, RIGHT, 9)
+    again = SettlingHistory(history.learnt)
+    assert (again.is_promising(0, is_idle=True), again.is_promising(1, is_idle=False)) == (False, True)
+    after(again, 0, RIGHT, 9)
+    assert not history.is_promising(0, is_idle=True), "each learns by itself"
 
 
 def test_a_right_beginning_counts_for_its_share() -> None:
@@ -72,3 +95,10 @@ def test_nothing_is_started_or_put_off_for_candidates_that_do_not_promise_anythi
     assert pipeline.on_stage("c", is_final=False, num_pending=9, is_promising=False) == []
     assert pipeline.on_load(0) == []
     assert pipeline.on_stage("d", is_final=False, num_pending=0) == [Start(0, "d")]
+
+
+def test_a_start_that_was_put_off_is_forgotten_when_it_promises_nothing_any_more() -> None:
+    pipeline: SpeculativePipeline[str] = SpeculativePipeline(max_prefill_bs=4)
+    assert pipeline.on_stage("a", is_final=False, num_pending=9) == []
+    pipeline.on_unpromising()
+    assert (pipeline.is_deferred, pipeline.on_load(0)) == (False, [])

@@ -1,0 +1,123 @@
+"""What is known of sources' stages: kept for all retrievers of this process, and for later ones in small files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+
+import platformdirs
+
+from ragcache_core.private_files import make_private_folder, replacing
+from ragcache_core.speculation import SettlingHistory
+
+_logger = logging.getLogger(__name__)
+
+_FORMAT = 1
+_MOST_KEPT = 256
+"""How many sources and settings are remembered, in the process and in files: those used last."""
+_SAVED_EVERY = 8
+_LEAST_CHANGE = 0.1
+
+
+class Histories:
+    """One history for each source and its settings, whichever retriever searches. May be used by any thread.
+
+    A source is known by its ``identity``, a string that is the same in every process: of a store its path, of a served
+    one its address. Files hold shares and numbers of searches, under a digest of the names; one that is damaged, or of
+    another version, is as if it were not there, and a folder that cannot be written to is done without.
+
+    Args:
+        folder: where the files are, by default in the user's cache folder.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
+        self._at = lru_cache(_MOST_KEPT)(KeptHistory)
+
+    def of(self, source: object, settings: Sequence[object], *, otherwise: SettlingHistory) -> SettlingHistory:
+        """Return what is known of a source that is searched with ``settings``; of one without a name ``otherwise``."""
+        identity = getattr(source, "identity", None)
+        if not isinstance(identity, str) or not identity:
+            return otherwise
+        named = json.dumps([identity, *map(repr, settings)])
+        key = hashlib.sha256(named.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+        folder = self.folder or Path(platformdirs.user_cache_dir("ragcache")) / "stages"
+        return self._at(folder / f"{key}.json")
+
+    def forget(self) -> None:
+        """Remember nothing in this process: what is asked for next is read from its file."""
+        self._at.cache_clear()
+
+
+class KeptHistory(SettlingHistory):
+    """A history with a file: read at first, and written when enough has been learnt, which takes a tenth of a ms."""
+
+    def __init__(self, path: Path) -> None:
+        """Begin with what ``path`` says, if it says anything."""
+        super().__init__(_read(path))
+        self._path = path
+        self._saved = {stage: share for stage, (share, _) in self.learnt.items()}
+        self._num_unsaved = 0
+        self._saving = threading.Lock()  # nobody waits for it
+
+    def record(self, stage: int, candidates: Sequence[object], final: Sequence[object]) -> None:
+        """Take note of a search; see :meth:`SettlingHistory.record`."""
+        was_known = self.is_known(stage)
+        super().record(stage, candidates, final)
+        self._num_unsaved += 1
+        if (self.is_known(stage) != was_known or self._num_unsaved >= _SAVED_EVERY) and self._saving.acquire(False):
+            try:
+                self._save()
+            finally:
+                self._saving.release()
+
+    def _save(self) -> None:
+        self._num_unsaved = 0
+        known = {stage: said for stage, said in self.learnt.items() if self.is_known(stage)}
+        if all(abs(share - self._saved.get(stage, -1.0)) < _LEAST_CHANGE for stage, (share, _) in known.items()):
+            return
+        try:
+            make_private_folder(self._path.parent)
+            if not self._path.exists():
+                _make_place(self._path.parent)
+            with replacing(self._path, is_waited_for=False) as file:
+                file.write(json.dumps({"format": _FORMAT, "stages": known}).encode())
+        except OSError as error:
+            _logger.debug("what was learnt of a search's stages is not kept: %s", error)
+        self._saved = {stage: share for stage, (share, _) in known.items()}
+
+
+def _read(path: Path) -> dict[int, tuple[float, int]]:
+    try:
+        match json.loads(path.read_bytes()):
+            case {"format": int(version), "stages": dict(stages)} if version == _FORMAT:
+                return {int(stage): _checked(*said) for stage, said in stages.items()}
+    except (OSError, ValueError, TypeError) as error:
+        _logger.debug("nothing is known of a search's stages: %s", error)
+    return {}
+
+
+def _checked(share: float, count: int) -> tuple[float, int]:
+    if not (isinstance(count, int) and 0 <= share <= 1 and count > 0):
+        raise ValueError(f"a stage is right by {share!r} after {count!r} searches")
+    return float(share), count
+
+
+def _make_place(folder: Path) -> None:
+    """Remove the files that were written longest ago, where there are too many for one more."""
+    written = []
+    for path in folder.glob("*.json"):
+        with suppress(OSError):  # another process was faster
+            written.append((path.stat().st_mtime, path))
+    for _, path in sorted(written)[: max(0, len(written) - _MOST_KEPT + 1)]:
+        path.unlink(missing_ok=True)
+
+
+HISTORIES = Histories()
+"""Those of this process."""
