@@ -90,7 +90,8 @@ class RetrievalUpdate:
     """What a staged search knows after one stage (RAGCache §5.3, Algorithm 2, "D_temp").
 
     ``documents`` are ordered best first and ``scores`` are parallel to them: squared L2 distances (ascending) or
-    inner products (descending), by the store's metric. ``stage`` counts from 0. The update with ``is_final`` is the
+    inner products (descending), by the store's metric. ``stage`` counts from 0; -1 is what the same
+    question found last, before anything was searched. The update with ``is_final`` is the
     answer of the unmodified index, or what a store that is searched by words as well makes of it; an earlier one is a
     guess. ``swaps`` are what was asked to be exchanged in it; a document that came in has the place of the other.
     """

@@ -16,7 +16,7 @@ from pydantic import AliasChoices, ConfigDict, Field, PrivateAttr, field_validat
 
 from ragcache_core.client import EngineClient
 from ragcache_core.client.ordering.document_order import in_order
-from ragcache_core.client.pipeline.histories import HISTORIES
+from ragcache_core.client.pipeline.histories import HISTORIES, Learnt
 from ragcache_core.client.pipeline.run import Speculator, run_pipeline
 from ragcache_core.client.pipeline.session import SearchOverlap
 from ragcache_core.client.pipeline.stages import DEFAULT_TIMEOUT_S
@@ -31,7 +31,6 @@ from ragcache_core.retrieval.reranking import NUM_CANDIDATES, Reranking, num_can
 from ragcache_core.retrieval.sources import StageSource, as_source, near_enough, nothing_found
 from ragcache_core.retrieval.stores import AnyStore
 from ragcache_core.retrieval.threads import in_thread, run_blocking
-from ragcache_core.speculation import SettlingHistory
 from ragcache_core.swaps import CANDIDATES_PER_DOCUMENT, check_max_score_loss
 from ragcache_core.types import Document, RetrievalUpdate
 from ragcache_integrations.langchain.chain import RANK_KEY
@@ -120,7 +119,7 @@ class RAGCacheRetriever(BaseRetriever):
     """The longest that a search may take; ``None`` waits as long as it takes."""
     speculate: bool = True
     """Whether the engine works ahead during a search."""
-    _history: SettlingHistory = PrivateAttr(default_factory=SettlingHistory)
+    _learnt: Learnt = PrivateAttr(default_factory=Learnt)
     _reranking: Reranking = PrivateAttr()
 
     def model_post_init(self, context: Any, /) -> None:
@@ -215,6 +214,9 @@ class RAGCacheRetriever(BaseRetriever):
                 partial(_static_prefix, prompt),
             )
             updates = swapping.stages(updates, k)
+        learnt, store = self._learnt_of(k), self._searched()
+        if isinstance(store, AnyStore) and not callable(settings["filter"]):
+            updates = learnt.recent.stages(updates, f"{query}\n{sorted(settings.items())!r}", store.get)
         result = await run_pipeline(
             updates,
             None if engine is None else engine.integration.speculation,
@@ -222,7 +224,7 @@ class RAGCacheRetriever(BaseRetriever):
             timeout_s=timeout_s,
             on_event=on_event,
             arrange=None if self.document_order == "retrieval" else partial(self._arranged, engine, prompt),
-            history=self._history_of(k),
+            history=learnt.history,
             k=k,
         )
         if overlap is not None:
@@ -238,11 +240,11 @@ class RAGCacheRetriever(BaseRetriever):
     def _searched(self) -> AnyStore | StageSource:
         return self.store.store if isinstance(self.store, StagedFAISS) else self.store
 
-    def _history_of(self, k: int) -> SettlingHistory:
+    def _learnt_of(self, k: int) -> Learnt:
         reranker = None if self.compressor is None else (type(self.compressor).__name__, self.num_candidates)
         order = (self.document_order, self.keep_first, self.max_score_loss)
         settings = (k, self.stages, self.search_type, reranker, order)
-        return HISTORIES.of(self._searched(), settings, otherwise=self._history)
+        return HISTORIES.of(self._searched(), settings, otherwise=self._learnt)
 
     def _asked_for(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings of a search: the retriever's, those of ``search_kwargs``, and before them a call's.

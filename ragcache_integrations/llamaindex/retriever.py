@@ -19,7 +19,7 @@ from llama_index_instrumentation.span import active_span_id
 
 from ragcache_core.client import EngineClient
 from ragcache_core.client.ordering.document_order import in_order
-from ragcache_core.client.pipeline.histories import HISTORIES
+from ragcache_core.client.pipeline.histories import HISTORIES, Learnt
 from ragcache_core.client.pipeline.result import similarities
 from ragcache_core.client.pipeline.run import run_pipeline
 from ragcache_core.client.pipeline.session import SearchOverlap
@@ -41,7 +41,6 @@ from ragcache_core.retrieval.reranking import Reranking, num_candidates_of
 from ragcache_core.retrieval.sources import StageSource, as_source, nothing_found
 from ragcache_core.retrieval.stores import AnyStore, place_of
 from ragcache_core.retrieval.threads import in_thread, run_blocking
-from ragcache_core.speculation import SettlingHistory
 from ragcache_core.swaps import CANDIDATES_PER_DOCUMENT, check_max_score_loss
 from ragcache_core.types import DocId, Document, RetrievalUpdate
 from ragcache_integrations.llamaindex.events import publish
@@ -164,7 +163,7 @@ class RAGCacheRetriever(BaseRetriever):
         self._document_order = document_order
         self._keep_first = keep_first
         self._max_score_loss = max_score_loss
-        self._history = SettlingHistory()
+        self._learnt = Learnt()
         self._search_timeout_s = search_timeout_s
         self._speculate = speculate
         self._overlap: SearchOverlap[AskAhead] | None = None
@@ -221,6 +220,10 @@ class RAGCacheRetriever(BaseRetriever):
             )
             num_candidates = self._similarity_top_k * CANDIDATES_PER_DOCUMENT
             updates = swapping.stages(self._updates(query, embed, found, num_candidates), self._similarity_top_k)
+        learnt = self._learnt_of()
+        if isinstance(self._store, AnyStore) and query.embedding is None:
+            asked = (query.query_str, *query.embedding_strs, repr(self._where), repr(self._mmr))
+            updates = learnt.recent.stages(updates, asked, self._store.get)
         result = await run_pipeline(
             updates,
             None if engine is None else engine.integration.speculation,
@@ -228,7 +231,7 @@ class RAGCacheRetriever(BaseRetriever):
             timeout_s=timeout_s,
             on_event=partial(publish, query=query.query_str, span_id=active_span_id.get(), metric=metric),
             arrange=None if self._document_order == "retrieval" else partial(self._arranged, engine, prompt, found),
-            history=self._history_of(),
+            history=learnt.history,
             k=self._similarity_top_k,
         )
         if overlap is not None:
@@ -240,11 +243,11 @@ class RAGCacheRetriever(BaseRetriever):
                 told.remember_documents([shown_document(n.node) for n in nodes], query=query.query_str)
         return nodes
 
-    def _history_of(self) -> SettlingHistory:
+    def _learnt_of(self) -> Learnt:
         rerankers = tuple(type(p).__name__ for p in self._postprocessors), self._num_candidates
         order = (self._document_order, self._keep_first, self._max_score_loss)
         settings = (self._similarity_top_k, self._stages, self._mmr is not None, rerankers, order)
-        return HISTORIES.of(self._store, settings, otherwise=self._history)
+        return HISTORIES.of(self._store, settings, otherwise=self._learnt)
 
     async def _postprocessed(
         self, query: QueryBundle, found: _FoundNodes, is_async: bool, documents: Sequence[Document]

@@ -8,11 +8,13 @@ import logging
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
 import platformdirs
 
+from ragcache_core.client.pipeline.recent import RecentQuestions
 from ragcache_core.private_files import make_private_folder, replacing
 from ragcache_core.speculation import SettlingHistory
 
@@ -25,12 +27,21 @@ _SAVED_EVERY = 8
 _LEAST_CHANGE = 0.1
 
 
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """What earlier searches of a source taught: how often its stages were right, and what questions found."""
+
+    history: SettlingHistory = field(default_factory=SettlingHistory)
+    recent: RecentQuestions = field(default_factory=RecentQuestions)
+
+
 class Histories:
-    """One history for each source and its settings, whichever retriever searches. May be used by any thread.
+    """One :class:`Learnt` for each source and its settings, whichever retriever searches. May be used by any thread.
 
     A source is known by its ``identity``, a string that is the same in every process: of a store its path, of a served
-    one its address. Files hold shares and numbers of searches, under a digest of the names; one that is damaged, or of
-    another version, is as if it were not there, and a folder that cannot be written to is done without.
+    one its address. Files hold shares and numbers of searches under a digest of the names, nothing of questions. One
+    that is damaged, or of another version, is as if it were not there; a folder that cannot be written to is done
+    without.
 
     Args:
         folder: where the files are, by default in the user's cache folder.
@@ -38,9 +49,9 @@ class Histories:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
-        self._at = lru_cache(_MOST_KEPT)(KeptHistory)
+        self._at = lru_cache(_MOST_KEPT)(lambda path: Learnt(KeptHistory(path)))
 
-    def of(self, source: object, settings: Sequence[object], *, otherwise: SettlingHistory) -> SettlingHistory:
+    def of(self, source: object, settings: Sequence[object], *, otherwise: Learnt) -> Learnt:
         """Return what is known of a source that is searched with ``settings``; of one without a name ``otherwise``."""
         identity = getattr(source, "identity", None)
         if not isinstance(identity, str) or not identity:

@@ -1,4 +1,4 @@
-"""What a kept conversation, a hidden embedding of the question, and stages of a remote store bring to the first token.
+"""What a kept conversation, a hidden embedding or reranker, and stages of a remote store bring to the first token.
 
 The baselines are, on the same engine: second turns whose history nobody kept, since no conversation had gone on yet;
 and the same searches without speculation.
@@ -13,17 +13,22 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
+from langchain_core.callbacks import Callbacks
+from langchain_core.documents import BaseDocumentCompressor
+from langchain_core.documents import Document as LangChainDocument
 from numpy.typing import NDArray
 
 from ragcache_core.bench.token_client import TokenAnswer, TokenClient, TokenRequest
 from ragcache_core.client import Engine
 from ragcache_core.config import CacheConfig
-from ragcache_core.retrieval import DocumentStore, StageSource, TfidfSvdEmbedder, as_source, qdrant_stages
+from ragcache_core.retrieval import DocumentStore, StageSource, TfidfSvdEmbedder, qdrant_stages
+from ragcache_core.retrieval.stores import AnyStore
 from ragcache_core.types import Document, PromptSegment, SegmentKind
 from ragcache_core.wire import encode_kv_transfer_params, tile
 from tests.benchmarks.engines import BLOCK_SIZE, TokenTexts, block_bytes, launch
@@ -34,13 +39,13 @@ from tests.benchmarks.searches import DocumentTexts, Vectors
 _GPU_BLOCKS, _HOST_BLOCKS = 128, 4096
 _DOCUMENT_TOKENS, _ANSWER_TOKENS = 300, 192
 _WORDS = 330
-_EMBEDDING_S = 0.15
+_EMBEDDING_S = _RERANKER_S = 0.15
 _REMOTE_S = {16: 0.02, 128: 0.2}
 """How long a remote store searches with an effort, ``hnsw_ef``."""
 
 
 def measure_live(plan: Plan) -> Part:
-    """Measure the three on one engine, one after the other."""
+    """Measure them on one engine, one after the other."""
     details: dict[str, Any] = {}
     figures: list[Figure] = []
     cache = CacheConfig(
@@ -58,8 +63,10 @@ def measure_live(plan: Plan) -> Part:
         figures.append(_turn_figure(not_kept, kept))
         texts = DocumentTexts(plan.corpus, _WORDS)
         count, num_documents = plan.sized(12, 3), plan.sized(150, 60)
-        sources: dict[str, Callable[[], StageSource]] = {
-            "embedding": lambda: _embedded_elsewhere(folder, stack, texts, num_documents),
+        sources: dict[str, Callable[[], AnyStore | StageSource]] = {
+            "embedding": lambda: _embedded_elsewhere(folder / "words", stack, texts, num_documents, word_weight=0.7),
+            "repeated": lambda: _embedded_elsewhere(folder / "vectors", stack, texts, num_documents, word_weight=0.0),
+            "reranker": lambda: _one_stage(folder / "reranked", stack, texts, num_documents),
             "remote": lambda: _remote(stack, texts, num_documents, _REMOTE_S),
             "remote_at_once": lambda: _remote(stack, texts, num_documents, {}),
         }
@@ -69,7 +76,13 @@ def measure_live(plan: Plan) -> Part:
             start = number * (num_documents // len(sources))
             questions = [f"Where does {_key(start + i)} stand?" for i in range(2 * count + 4)]
             source = made()
-            chains = (chain(engine, source, k=1, speculate=False), chain(engine, source, k=1, speculate=True))
+            reranked: dict[str, Any] = (
+                {"compressor": _SlowReranker(), "num_candidates": 8} if name == "reranker" else {}
+            )
+            asking = partial(chain, engine, source, k=1, **reranked)
+            chains = asking(speculate=False), asking(speculate=True)
+            if name == "repeated":
+                asyncio.run(ask_in_turn(chains, questions))
             without, with_it = asyncio.run(ask_in_turn(chains, questions))
             details[name] = {"without": [vars_of(a) for a in without], "ours": [vars_of(a) for a in with_it]}
             figures.append(_search_figure(name, without, with_it))
@@ -175,12 +188,35 @@ def _with_key(texts: DocumentTexts, number: int) -> Document:
     return replace(document, text=f"{_key(number)}. {document.text}")
 
 
-def _embedded_elsewhere(folder: Path, stack: ExitStack, texts: DocumentTexts, count: int) -> StageSource:
+def _embedded_elsewhere(
+    folder: Path, stack: ExitStack, texts: DocumentTexts, count: int, *, word_weight: float
+) -> AnyStore:
     documents = [_with_key(texts, i) for i in range(count)]
     embedder = _ServiceEmbedder(TfidfSvdEmbedder(64).fit([document.text for document in documents]))
-    store = stack.enter_context(DocumentStore.create(folder / "embedded", embedder=embedder, word_weight=0.7))
+    store = stack.enter_context(DocumentStore.create(folder, embedder=embedder, word_weight=word_weight))
     store.add(documents)
-    return as_source(store)
+    return store
+
+
+def _one_stage(folder: Path, stack: ExitStack, texts: DocumentTexts, count: int) -> AnyStore:
+    store = stack.enter_context(DocumentStore.create(folder))
+    store.add([_with_key(texts, i) for i in range(count)])
+    return store
+
+
+class _SlowReranker(BaseDocumentCompressor):
+    """A cross encoder that takes its time, and puts the record that the question names first."""
+
+    async def acompress_documents(
+        self, documents: Sequence[LangChainDocument], query: str, callbacks: Callbacks = None
+    ) -> Sequence[LangChainDocument]:
+        await asyncio.sleep(_RERANKER_S)  # the service
+        return sorted(documents, key=lambda document: query.split()[2] not in document.page_content)
+
+    def compress_documents(
+        self, documents: Sequence[LangChainDocument], query: str, callbacks: Callbacks = None
+    ) -> Sequence[LangChainDocument]:
+        raise NotImplementedError("questions are asked asynchronously")
 
 
 @dataclass(frozen=True, slots=True)

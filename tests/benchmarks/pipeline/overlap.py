@@ -22,6 +22,7 @@ from ragcache_core.client import Engine
 from ragcache_core.client.pipeline.histories import HISTORIES
 from ragcache_core.config import CacheConfig
 from ragcache_core.retrieval.sources import StageSource
+from ragcache_core.retrieval.stores import AnyStore
 from ragcache_core.stats import EngineStats
 from ragcache_integrations.langchain import ChatRAGCache, RAGCacheRetriever, SpeculativeRAG, prompt_from_layout
 from tests.benchmarks.engines import BLOCK_SIZE, block_bytes, launch
@@ -204,10 +205,12 @@ def launch_engine(plan: Plan) -> Engine:
     return launch(plan.model, cache, max_num_batched_tokens=512)
 
 
-def chain(engine: Engine, source: StageSource, *, speculate: bool, k: int = K) -> SpeculativeRAG:
-    """Return the fused pair over ``source``, or the same without speculation."""
+def chain(
+    engine: Engine, source: AnyStore | StageSource, *, speculate: bool, k: int = K, **settings: Any
+) -> SpeculativeRAG:
+    """Return the fused pair over ``source``, or the same without speculation; ``settings`` are the retriever's."""
     return SpeculativeRAG(
-        retriever=RAGCacheRetriever(store=source, engine=engine, k=k, speculate=speculate),
+        retriever=RAGCacheRetriever(store=source, engine=engine, k=k, speculate=speculate, **settings),
         prompt=prompt_from_layout(),
         llm=ChatRAGCache(engine=engine, max_tokens=_MAX_TOKENS, temperature=0),
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ragcache_core.client.pipeline.histories import Histories
+from ragcache_core.client.pipeline.histories import Histories, Learnt
 from ragcache_core.speculation import SettlingHistory
 
 WRONG, RIGHT = ("mars",), ("sun",)
@@ -27,7 +27,7 @@ def learn(histories: Histories, named: Sequence[str], source: object = Named(), 
 
 
 def history(histories: Histories, source: object = Named(), *settings: object) -> SettlingHistory:
-    return histories.of(source, settings, otherwise=SettlingHistory())
+    return histories.of(source, settings, otherwise=Learnt()).history
 
 
 def test_all_who_search_a_source_with_the_same_settings_learn_together(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_source_that_stays_as_it_is_writes_no_file_again(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("identity", [None, "", 7])
 def test_a_source_without_a_name_is_its_retrievers_own_business(tmp_path: Path, identity: object) -> None:
-    histories, own = Histories(tmp_path), SettlingHistory()
+    histories, own = Histories(tmp_path), Learnt()
     assert histories.of(Named(identity), (), otherwise=own) is own
     assert histories.of(object(), (), otherwise=own) is own
 

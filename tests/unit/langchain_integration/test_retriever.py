@@ -1,11 +1,13 @@
 import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import pytest
-from langchain_core.callbacks import BaseCallbackHandler
-from langchain_core.documents import Document
+from langchain_core.callbacks import BaseCallbackHandler, Callbacks
+from langchain_core.documents import BaseDocumentCompressor, Document
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import ConfigurableField
 from langchain_core.tools import create_retriever_tool
@@ -60,6 +62,29 @@ class Candidates(BaseCallbackHandler):
 def test_ids_and_metadata_come_through(store: StagedFAISS) -> None:
     (first,) = RAGCacheRetriever(store=store, k=1).invoke("Who is Mel?")
     assert (first.id, first.page_content, first.metadata) == ("p1", TEXTS[1], {"number": 1})
+
+
+def test_what_a_question_found_last_is_its_first_stage_whichever_retriever_is_asked(store: StagedFAISS) -> None:
+    def stages(question: str, **asked: Any) -> list[tuple[int, list[str]]]:
+        retriever, seen = RAGCacheRetriever(store=store, k=2, compressor=SlowReverser()), Candidates()
+        retriever.invoke(question, config={"callbacks": [seen]}, **asked)
+        return [(event["stage"], event["doc_ids"]) for event in seen.seen]
+
+    *searched, final = stages("Who is Mel?")
+    assert [stage for stage, _ in searched] == [0]
+    assert stages("Who is Mel?") == [(-1, final[1]), *searched, final]
+    assert stages("Who is Zor?")[0][0] == 0
+    assert stages("Who is Mel?", filter={"number": {"$gte": 0}})[0][0] == 0, "another filter is another question"
+    assert stages("Who is Mel?", filter=lambda metadata: True)[0][0] == 0
+    assert stages("Who is Mel?", filter=lambda metadata: True)[0][0] == 0, "what a function lets pass has no name"
+
+
+class SlowReverser(BaseDocumentCompressor):
+    """Takes longer than it is worth."""
+
+    def compress_documents(self, documents: Sequence[Document], query: str, callbacks: Callbacks = None) -> Any:
+        time.sleep(0.05)  # a model
+        return list(reversed(documents))[:2]
 
 
 def test_a_document_store_of_the_core_serves_as_well(store: StagedFAISS) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+import time
 from collections.abc import AsyncGenerator, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from llama_index.core import StorageContext, VectorStoreIndex
 from llama_index.core.instrumentation.events.retrieval import RetrievalEndEvent, RetrievalStartEvent
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.response_synthesizers import ResponseMode
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
@@ -50,6 +52,35 @@ def store(tmp_path: Path) -> Iterator[DocumentStore]:
     with DocumentStore.create(tmp_path / "store", metric="ip") as store:
         store.add(Document(name, text, {"page": i}) for i, (name, text) in enumerate(TEXTS.items()))
         yield store
+
+
+class SlowReverser(BaseNodePostprocessor):
+    """Takes longer than it is worth."""
+
+    def _postprocess_nodes(
+        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
+    ) -> list[NodeWithScore]:
+        time.sleep(0.05)  # a model
+        return list(reversed(nodes))
+
+
+def test_what_a_question_found_last_is_its_first_stage_whichever_retriever_is_asked(
+    store: DocumentStore, event_log: EventLog
+) -> None:
+    def stages(query: str | QueryBundle, **settings: object) -> list[tuple[int, list[str]]]:
+        event_log.events.clear()
+        retriever = RAGCacheRetriever(store, node_postprocessors=[SlowReverser()], **settings)  # type: ignore[arg-type]
+        retriever.retrieve(query)
+        return [(event.stage, list(event.document_ids)) for event in event_log.of(RetrievalStageEvent)]
+
+    *searched, final = stages("Who keeps the lighthouse?")
+    assert [stage for stage, _ in searched] == [0]
+    assert stages("Who keeps the lighthouse?") == [(-1, final[1]), *searched, final]
+    assert stages("Who keeps birds?")[0][0] == 0
+    filters = MetadataFilters(filters=[MetadataFilter(key="page", value=0, operator=FilterOperator.GTE)])
+    assert stages("Who keeps the lighthouse?", filters=filters)[0][0] == 0, "another filter is another question"
+    vector = store.embedder.embed_query("Who keeps the lighthouse?").tolist()
+    assert stages(QueryBundle("Who keeps the lighthouse?", embedding=vector))[0][0] == 0
 
 
 async def both_ways(retriever: RAGCacheRetriever, query: str | QueryBundle) -> list[NodeWithScore]:
