@@ -6,7 +6,9 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +17,7 @@ from ragcache_core.bench.compare.peers import Peer
 from ragcache_core.bench.compare.prompts import TracedPrompts
 from ragcache_core.bench.compare.results import Results
 from ragcache_core.bench.compare.sessions import Amounts, Session, capacity_rps, measure, plan
+from ragcache_core.bench.compare.warm_disks import NUM_AWAKE, WarmDisks, wait_until_still
 from ragcache_core.client import Engine
 from ragcache_core.errors import ConfigError
 
@@ -77,10 +80,12 @@ def run_comparison(
     prompts: Callable[[int], TracedPrompts],
     open_engine: OpenEngine,
     progress: Progress,
+    warm_disks: WarmDisks | None = None,
 ) -> None:
     """Measure what ``results`` lack. Every engine is closed when its session ends, however it ends.
 
-    ``prompts`` returns the requests of a seed.
+    ``prompts`` returns the requests of a seed. With ``warm_disks`` an engine that has a disk begins with one that saw
+    the warm-up, and sees the end of that itself.
 
     Raises:
         EngineStartError, EngineDiedError, ...: an engine failed; what was finished before is in ``results``.
@@ -88,7 +93,10 @@ def run_comparison(
     names: Mapping[str, Peer] = {peer.name: peer for peer in comparison.peers}
     sessions = _sessions(comparison, results)
     amounts = comparison.amounts
+    num_warmed = 0 if warm_disks is None else max(0, amounts.num_warm_up - NUM_AWAKE)
+    num_left_out = sum(num_warmed for session in sessions if names[session.peer].uses_host)
     num_requests = sum(amounts.count(session, names[session.peer].keeps_anything) for session in sessions)
+    num_requests -= num_left_out
     progress.plan(num_requests)
     work, start_s = (
         f"{len(sessions)} engines to open one after the other, {num_requests:,} requests",
@@ -104,6 +112,7 @@ def run_comparison(
     seconds = sum(
         start_s + _seconds(session, amounts, names[session.peer], results.rates_rps, speed_rps) for session in sessions
     )
+    seconds -= num_left_out / speed_rps
     if sessions:
         progress.announce(f"{work}: about {duration(seconds)}")
     by_seed: dict[int, TracedPrompts] = {}
@@ -113,10 +122,13 @@ def run_comparison(
             by_seed = {session.seed: prompts(session.seed)}
         where = f"{_shown(session)}, {number} of {len(sessions)}"
         progress.say(f"{where}: starting")
-        with (
-            tempfile.TemporaryDirectory(prefix="ragcache-bench-") as folder,
-            open_engine(peer, session.host_bytes, Path(folder)) as engine,
-        ):
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragcache-bench-")))
+            if warm_disks is not None and peer.uses_host:
+                opened = partial(open_engine, peer, session.host_bytes)
+                warm = partial(_warm_disk, opened, peer, by_seed[session.seed], num_warmed, where, progress)
+                warm_disks.copied(peer.name, session.seed, warm, folder)
+            engine = stack.enter_context(open_engine(peer, session.host_bytes, folder))
             measure(
                 engine,
                 peer,
@@ -127,7 +139,25 @@ def run_comparison(
                 on_answer=progress.advance,
                 on_rate=_telling(progress, where),
                 keep=results.add,
+                num_warmed=num_warmed if peer.uses_host else 0,
             )
+
+
+def _warm_disk(
+    open_engine: Callable[[Path], Engine],
+    peer: Peer,
+    prompts: TracedPrompts,
+    num_warmed: int,
+    where: str,
+    progress: Progress,
+    folder: Path,
+) -> None:
+    """Fill ``folder`` with the disk tier of an engine that has seen the first requests of the warm-up."""
+    folder.mkdir()
+    progress.say(f"{where}: warming a disk by {num_warmed} requests, once")
+    with open_engine(folder) as engine:
+        _load(engine, peer, prompts).run_through(range(num_warmed), in_flight=_IN_FLIGHT)
+        wait_until_still(folder)
 
 
 def _sessions(comparison: Comparison, results: Results) -> list[Session]:
@@ -150,12 +180,14 @@ def _rates(
         open_engine(first, host_bytes, Path(folder)) as engine,
     ):
         start_s = time.perf_counter() - began_s
-        load = Load(
-            engine, prompts, order=first.order, sends_documents=first.sends_documents, speculates=first.speculates
-        )
+        load = _load(engine, first, prompts)
         num_requests = min(comparison.amounts.num_requests, len(prompts) - _IN_FLIGHT)
         capacity = capacity_rps(load, num_requests, in_flight=_IN_FLIGHT)
     return tuple(round(share * capacity, 4) for share in comparison.rates), round(capacity, 4), start_s
+
+
+def _load(engine: Engine, peer: Peer, prompts: TracedPrompts) -> Load:
+    return Load(engine, prompts, order=peer.order, sends_documents=peer.sends_documents, speculates=peer.speculates)
 
 
 def _seconds(session: Session, amounts: Amounts, peer: Peer, rates_rps: Sequence[float], speed_rps: float) -> float:

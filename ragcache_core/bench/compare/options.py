@@ -22,6 +22,7 @@ from ragcache_core.bench.compare.search.peers import SPECULATIVE
 from ragcache_core.bench.compare.search.prompts import SearchedPrompts
 from ragcache_core.bench.compare.sessions import Amounts
 from ragcache_core.bench.compare.sizing import HOST_TOKENS, KV_TOKENS, ModelFacts, check_host, window
+from ragcache_core.bench.compare.warm_disks import WarmDisks
 from ragcache_core.client import Engine
 from ragcache_core.config import BytesOrNone
 from ragcache_core.errors import ConfigError
@@ -35,6 +36,8 @@ _RANDOM_MODELS_SCALE = 0.125
 _ASSUMED_VOCABULARY = 1_024
 """Tokens that every model has, for a server whose model is not said."""
 _SIZE = TypeAdapter(BytesOrNone)
+_NOT_OF_A_DISK = {"compare", "rates", "are_shares", "seeds", "first_seed", "host_memory_bytes", "has_warm_disks"}
+"""Facts of a comparison that its disk tiers do not depend on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,7 @@ class BenchOptions:
     kv_memory: str | None = None
     host_memory: tuple[str, ...] = ()
     disk_memory: str = "0"
+    warm_disks: Path | None = None
     block_size: int = 32
     max_num_seqs: int = 8
     vllm_args: tuple[str, ...] = ()
@@ -77,6 +81,7 @@ class Prepared:
     prompts: Mapping[int, TracedPrompts]
     open_engine: OpenEngine
     facts: Mapping[str, Any]
+    warm_disks: WarmDisks | None = None
 
 
 def prepare(options: BenchOptions, stack: ExitStack | None = None) -> Prepared:
@@ -131,7 +136,17 @@ def prepare(options: BenchOptions, stack: ExitStack | None = None) -> Prepared:
         "disk_memory_bytes": setup.disk_bytes,
         "max_model_len": needed,
     }
-    return Prepared(comparison, prompts, open_engine, {**_facts(options, scale), **sizes})
+    known = {**_facts(options, scale), **sizes}
+    return Prepared(comparison, prompts, open_engine, known, _warm_disks(options, known, setup.disk_bytes))
+
+
+def _warm_disks(options: BenchOptions, known: Mapping[str, Any], disk_bytes: int) -> WarmDisks | None:
+    if options.warm_disks is None:
+        return None
+    if not disk_bytes:
+        raise ConfigError("--warm-disks keeps disk tiers, and no engine has one: give --disk-memory as well")
+    decides = {name: value for name, value in known.items() if name not in _NOT_OF_A_DISK}
+    return WarmDisks(options.warm_disks, {**decides, "num_rates": len(options.rates)})
 
 
 def _on_a_server(options: BenchOptions, search: SearchOptions | None, stack: ExitStack | None) -> Prepared:
@@ -264,6 +279,8 @@ def _facts(options: BenchOptions, scale: float) -> dict[str, Any]:
     for decided in ("api_key", "kv_memory", "host_memory", "disk_memory"):
         del asked[decided]
     del asked["search_folder"]
+    if asked.pop("warm_disks") is not None:
+        asked["has_warm_disks"] = True
     if options.search is None:
         asked = {name: value for name, value in asked.items() if not name.startswith("search")}
     asked = {name: str(value) if isinstance(value, Path) else value for name, value in asked.items()}

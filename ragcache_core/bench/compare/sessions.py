@@ -153,8 +153,12 @@ def measure(
     on_answer: Callable[[], object],
     on_rate: Callable[[str], object],
     keep: Callable[[Run], object],
+    num_warmed: int = 0,
 ) -> None:
-    """Warm ``engine`` up, and measure the session's rates on it; ``keep`` is given each as soon as it is finished."""
+    """Warm ``engine`` up, and measure the session's rates on it; ``keep`` is given each as soon as it is finished.
+
+    The first ``num_warmed`` requests of the warm-up are left out: its disk has seen them.
+    """
     load = Load(
         engine,
         prompts,
@@ -165,7 +169,7 @@ def measure(
     )
     if peer.order == "cache_aware":
         engine.arrange_documents([], peer.order)  # begins to follow the cache
-    num_seen = 0
+    num_seen = num_warmed
     for rate in session.rates:
         on_rate("warming up")
         load.run_through(amounts.before(rate, peer.keeps_anything)[num_seen:], in_flight=NUM_IN_FLIGHT)

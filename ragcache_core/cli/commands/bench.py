@@ -23,7 +23,18 @@ _ENGINES = "no-cache,vllm,vllm-host-lru,vllm-host-arc,ragcache,ragcache-cache-aw
 _AUTO = "auto:0.25,0.5,0.8,1.2,1.8,2.6"
 _SPECULATIVE = ",ragcache-speculative"
 _OF_A_LAUNCH = frozenset(
-    ("compare", "model", "dtype", "kv_memory", "host_memory", "disk_memory", "block_size", "max_num_seqs", "vllm_args")
+    (
+        "compare",
+        "model",
+        "dtype",
+        "kv_memory",
+        "host_memory",
+        "disk_memory",
+        "warm_disks",
+        "block_size",
+        "max_num_seqs",
+        "vllm_args",
+    )
 )
 
 
@@ -160,6 +171,12 @@ _html_option = click.option(
     metavar="SIZE",
     help="Disk for engines with host memory; vLLM's own file tier has no limit.",
 )
+@click.option(
+    "--warm-disks",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Warm each engine's disk once, keep it in DIR, and begin with a copy: most of a long warm-up is not repeated.",
+)
 @click.option("--block-size", type=click.IntRange(1), default=32, show_default=True, help="Tokens in a KV block.")
 @click.option("--max-num-seqs", type=click.IntRange(1), default=8, show_default=True, help="Requests that run at once.")
 @click.option("--vllm-arg", "vllm_args", multiple=True, metavar="ARG", help="An argument of vLLM's server as it is.")
@@ -217,7 +234,12 @@ def bench(
         try:
             with _Progress("bench", unit="requests") as progress:
                 run_comparison(
-                    prepared.comparison, results, prepared.prompts.__getitem__, prepared.open_engine, progress
+                    prepared.comparison,
+                    results,
+                    prepared.prompts.__getitem__,
+                    prepared.open_engine,
+                    progress,
+                    prepared.warm_disks,
                 )
         except (KeyboardInterrupt, SystemExit):
             click.echo(f"ragcache: {len(results.runs)} runs are finished: add --resume to go on", err=True)
