@@ -33,6 +33,8 @@ _LOAD_FRESH_S = 0.05
 """What the engine said of its load longer ago starts nothing: it is asked again."""
 _FIRST_POLL_S, _LAST_POLL_S = 0.01, 0.16
 """How long an engine that cannot admit a speculation is not asked again: longer each time, since it is busy."""
+_BUSY_ANSWERS = 2
+"""An engine that has no room so often, one time after the other, is busy: one may just have answered."""
 _SELDOM_RIGHT = "what stages of earlier searches named was seldom right in the end"
 _TOO_SOON = "too few searches were seen to say which stages are right, and the engine is not idle"
 _START_GRACE_S = 0.1
@@ -64,7 +66,8 @@ class SearchRun:
         self._candidates: list[tuple[int, _Documents]] = []  # what stages named, in the order of the prompt
         self._load: EngineLoad | None = None
         self._load_told_s = 0.0
-        self._was_idle = True  # whenever it was asked
+        self._num_full = 0  # so often it had no room, one time after the other
+        self._was_idle = True
         self._is_asking = False
         self._poll_s = _FIRST_POLL_S
         self._live: StartedSpeculation | None = None
@@ -215,7 +218,8 @@ class SearchRun:
             self._drop_ahead()
             return
         self._load, self._load_told_s = load, time.perf_counter()
-        self._was_idle = self._was_idle and load.has_room
+        self._num_full = 0 if load.has_room else self._num_full + 1
+        self._was_idle = self._was_idle and self._num_full < _BUSY_ANSWERS
         self._pipeline.max_prefill_bs = load.max_prefill_bs
         if self._is_too_soon() and self._pipeline.is_deferred:
             self._unpromising.append(_TOO_SOON)
