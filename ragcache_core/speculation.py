@@ -161,10 +161,14 @@ class SettlingHistory:
     stand. The share counted is the beginning that candidates and final documents have in common, which is what a
     prefill of the candidates is good for. It is learnt from every search, whether or not something was started: so a
     stage that is not known yet starts something only where the engine is idle.
+
+    Attributes:
+        num_running: how many searches of the source run now, as those who run them count.
     """
 
     def __init__(self, learnt: Mapping[int, tuple[float, int]] | None = None) -> None:
         """Begin with what was ``learnt`` before."""
+        self.num_running = 0
         self._learnt = dict(learnt or {})
 
     @property

@@ -34,7 +34,7 @@ _LOAD_FRESH_S = 0.05
 _FIRST_POLL_S, _LAST_POLL_S = 0.01, 0.16
 """How long an engine that cannot admit a speculation is not asked again: longer each time, since it is busy."""
 _BUSY_ANSWERS = 2
-"""An engine that has no room so often, one time after the other, is busy: one may just have answered."""
+"""An engine that has no room so often, one time after the other, is busy: it may just have answered."""
 _SELDOM_RIGHT = "what stages of earlier searches named was seldom right in the end"
 _TOO_SOON = "too few searches were seen to say which stages are right, and the engine is not idle"
 _START_GRACE_S = 0.1
@@ -66,8 +66,9 @@ class SearchRun:
         self._candidates: list[tuple[int, _Documents]] = []  # what stages named, in the order of the prompt
         self._load: EngineLoad | None = None
         self._load_told_s = 0.0
-        self._num_full = 0  # so often it had no room, one time after the other
-        self._was_idle = True
+        self._num_full = self._most_full = 0  # so often it had no room, one time after the other
+        self._has_tried = False  # anything was sent
+        self._is_over = False
         self._is_asking = False
         self._poll_s = _FIRST_POLL_S
         self._live: StartedSpeculation | None = None
@@ -83,6 +84,8 @@ class SearchRun:
 
     async def result(self, updates: AsyncIterator[RetrievalUpdate], timeout_s: float | None) -> PipelineResult:
         """Return what the search comes to. Whoever awaits it ends the tasks, and abandons a run that failed."""
+        if self._history is not None:
+            self._history.num_running += 1
         self._tasks.read(updates, timeout_s, self._on_stage, self._on_search_failed, k=self._k)
         if self._client is None or self._starts is None:
             self._cannot = "there is no engine to speculate on" if self._client is None else "speculation is off"
@@ -105,6 +108,9 @@ class SearchRun:
 
     async def end_tasks(self) -> None:
         """Leave no task, and the updates closed: as soon as they are, or cut off when that takes too long."""
+        if self._history is not None and not self._is_over:
+            self._history.num_running -= 1
+        self._is_over = True
         await self._tasks.end()
 
     # The search
@@ -145,7 +151,7 @@ class SearchRun:
         if self._history is None:
             return True
         if not self._history.is_known(stage):
-            is_promising, why_not = self._was_idle, _TOO_SOON
+            is_promising, why_not = self._may_try(self._history), _TOO_SOON
         else:
             is_idle = self._load is not None and self._load.has_room
             is_promising, why_not = self._history.is_promising(stage, is_idle=is_idle), _SELDOM_RIGHT
@@ -153,8 +159,18 @@ class SearchRun:
             self._unpromising.append(why_not)
         return is_promising
 
+    def _may_try(self, history: SettlingHistory) -> bool:
+        """Return whether a stage that is not known may start something: once where other searches of its source run.
+
+        They say that the engine is in demand, and show what the stage is worth as well.
+        """
+        if history.num_running > 1:
+            return self._most_full == 0 and not self._has_tried
+        return self._most_full < _BUSY_ANSWERS
+
     def _is_too_soon(self) -> bool:
-        return self._history is not None and not self._history.is_known(self._stage) and not self._was_idle
+        history = self._history
+        return history is not None and not history.is_known(self._stage) and not self._may_try(history)
 
     def _in_prompt_order(self, documents: _Documents) -> _Documents:
         if self._arrange is None:
@@ -219,7 +235,7 @@ class SearchRun:
             return
         self._load, self._load_told_s = load, time.perf_counter()
         self._num_full = 0 if load.has_room else self._num_full + 1
-        self._was_idle = self._was_idle and self._num_full < _BUSY_ANSWERS
+        self._most_full = max(self._most_full, self._num_full)
         self._pipeline.max_prefill_bs = load.max_prefill_bs
         if self._is_too_soon() and self._pipeline.is_deferred:
             self._unpromising.append(_TOO_SOON)
@@ -243,6 +259,7 @@ class SearchRun:
             match action:
                 case Start(number):
                     assert self._starts is not None
+                    self._has_tried = True
                     self._live = live = self._starts.take(self._documents)
                     live.send(number=number, stage=self._stage)
                     live.add_sent_callback(partial(self._tasks.post, partial(self._on_sent, live)))

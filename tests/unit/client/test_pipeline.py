@@ -61,6 +61,36 @@ async def test_a_source_that_nobody_knows_yet_is_sent_ahead_of_where_the_engine_
     assert len(speculator.sent) == 1
 
 
+async def test_searches_side_by_side_try_a_source_that_nobody_knows_yet_once_each() -> None:
+    async def asked(speculator: ScriptedSpeculator) -> None:
+        source = Source("ab", "cd", "ef", "gh")
+        await run_pipeline(source.updates(), ScriptedDoor(), speculator, history=history)
+
+    history, alone, beside = SettlingHistory(), ScriptedSpeculator(), ScriptedSpeculator()
+    await asked(alone)
+    assert len(alone.sent) == 3
+    await asyncio.gather(asked(beside), asked(beside))
+    assert len(beside.sent) == 2
+    assert history.num_running == 0
+
+
+async def test_a_search_that_fails_or_is_left_runs_no_more() -> None:
+    history = SettlingHistory()
+
+    async def failing() -> AsyncIterator[RetrievalUpdate]:
+        yield update("a")
+        raise ValueError("no index")
+
+    with pytest.raises(ValueError, match="no index"):
+        await run_pipeline(failing(), ScriptedDoor(), ScriptedSpeculator(), history=history)
+    left = asyncio.create_task(run(Source(*"aaaaaa"), ScriptedDoor(), ScriptedSpeculator(), history=history))
+    await asyncio.sleep(STEP_S)  # it is under way
+    assert history.num_running == 1
+    left.cancel()
+    await asyncio.wait([left])
+    assert history.num_running == 0
+
+
 async def test_what_a_busy_engine_shows_of_a_sources_stages_is_learnt_without_sending_anything() -> None:
     speculator, history, door = ScriptedSpeculator(), SettlingHistory(), ScriptedDoor(2)
     for _ in range(3):
