@@ -12,6 +12,7 @@ from tests.benchmarks.command import benchmark
 from tests.benchmarks.pipeline.agents import measure_agents
 from tests.benchmarks.pipeline.document_order import measure_arranging
 from tests.benchmarks.pipeline.exactness import measure_pipeline_exactness
+from tests.benchmarks.pipeline.first_searches import measure_first_searches
 from tests.benchmarks.pipeline.live import measure_live
 from tests.benchmarks.pipeline.overlap import measure_never_settles, measure_overlap
 from tests.benchmarks.pipeline.queue import measure_queue_step, measure_reordering
@@ -38,6 +39,7 @@ PARTS: dict[str, Callable[[Plan], Part]] = {
     "served-store": measure_served_store,
     "agents": measure_agents,
     "never-settles": measure_never_settles,
+    "first-searches": measure_first_searches,
     "reordering": measure_reordering,
     "queue-step": measure_queue_step,
     "exactness": measure_pipeline_exactness,
