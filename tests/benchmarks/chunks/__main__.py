@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tests.benchmarks.chunks.answers import measure_answers, measure_curve
+from tests.benchmarks.chunks.load import measure_load
 from tests.benchmarks.chunks.ttft import measure_ttft
 from tests.benchmarks.command import benchmark
 from tests.benchmarks.report import Goal, Part, Plan
@@ -25,23 +26,28 @@ GOALS: dict[str, Goal] = {
     "computed_tokens_ratio_cont": _MOST_COMPUTED,
     "em_cont_loss": _MOST_LOST,
     "ttft_ratio": Goal(">=", 2.0),
+    "load_response_ratio": Goal(">=", 2.1),
+    "load_throughput_ratio": Goal(">=", 1.6),
 }
 
 PARTS: dict[str, Callable[[Plan], Part]] = {
     "answers": measure_answers,
     "ttft": measure_ttft,
+    "load": measure_load,
     "curve": measure_curve,
 }
 
 main = benchmark(
     "bench-chunks",
-    "Measure chunk reuse: computed tokens, right answers by kind of question, time to first token, several alphas.",
+    "Measure chunk reuse: computed tokens, right answers by kind of question, several alphas, times alone and loaded.",
     PARTS,
     GOALS,
     """  python -m examples.demo_model_training.recurring --out build/recurring-questions.jsonl
   python -m tests.benchmarks.chunks
   python -m tests.benchmarks.chunks --quick --output build/smoke.json
-  python -m tests.benchmarks.chunks --only answers --only ttft""",
+  python -m tests.benchmarks.chunks --only answers --only ttft
+  python -m tests.benchmarks.chunks --only load --resume""",
+    keeps_runs=True,
 )
 
 if __name__ == "__main__":

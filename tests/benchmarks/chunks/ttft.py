@@ -30,7 +30,7 @@ SCALE = 0.25
 RECOMPUTED = 0.3
 HISTORY = 1_000
 """Requests before those that are sent; their documents are known."""
-_FLAT_ALPHA = 1e6
+FLAT_ALPHA = 1e6
 """So large that the CFO of whatever changed is 1, and ``max_recompute`` decides."""
 _GROUP = 5
 _KV_BYTES, _HOST_BYTES = 1 << 30, 3 << 30
@@ -46,7 +46,7 @@ def measure_ttft(plan: Plan) -> Part:
     num_warm_up = len(trace) - num_timed
     vocab_size = ModelFacts.read(model, "float32").vocab_size
     prompts = TracedPrompts(trace, vocab_size, seed=plan.seed, num_output_tokens=1)
-    reuse = ChunkReuse(selection="cache_craft", alpha=_FLAT_ALPHA, max_recompute=RECOMPUTED, share=0.9)
+    reuse = ChunkReuse(selection="cache_craft", alpha=FLAT_ALPHA, max_recompute=RECOMPUTED, share=0.9)
     cache = CacheConfig(kv_cache_bytes=_KV_BYTES, host_bytes=_HOST_BYTES, block_size=BLOCK_SIZE, chunk_reuse=reuse)
     plan.report("ttft: starting both engines")
     with (
