@@ -61,7 +61,8 @@ class ChunkReuseStats:
     computed anew. ``num_computed_tokens`` were computed on the way, those between the reused documents included: vLLM
     reports them as cached, ``RequestStats.num_cached_tokens`` is without them. ``fix_overhead`` is the estimated share
     of the reused documents that has to be computed (CFO, Cache-Craft Eq. 12; the mean over them), and ``variants`` say
-    which stored KV was chosen for each of them, by its number.
+    which stored KV was chosen for each of them, by its number. ``num_prefix_tokens`` lay in GPU memory as an earlier
+    request had left them that reused documents by the same settings: approximate as these, and computed by nobody.
     """
 
     num_chunks: int
@@ -70,6 +71,7 @@ class ChunkReuseStats:
     num_computed_tokens: int
     fix_overhead: float
     variants: tuple[int, ...] = ()
+    num_prefix_tokens: int = 0
 
     def to_dict(self) -> dict[str, object]:
         """Return plain JSON data."""
@@ -256,7 +258,8 @@ class ChunkStats:
 
     ``num_chunks`` contents are stored as ``num_variants``, on ``used_tokens`` of ``capacity_tokens`` in host memory and
     ``used_disk_tokens`` of ``disk_capacity_tokens`` on disk, in whole pages. ``num_requests`` reused
-    ``num_reused_chunks``: ``num_reused_tokens`` as they were stored, ``num_recomputed_tokens`` computed anew.
+    ``num_reused_chunks``: ``num_reused_tokens`` as they were stored, ``num_recomputed_tokens`` computed anew, and found
+    ``num_prefix_tokens`` as requests before them, with the same settings, had left them on the GPU.
 
     ``num_refused_requests``, speculative ones included, wanted to reuse documents and were answered exactly: with an
     adapter, a cache salt, images, prompt embeddings or prompt logprobs, more documents than a request may have, or a
@@ -285,6 +288,9 @@ class ChunkStats:
     )
     num_recomputed_tokens: int = _counter(
         "ragcache_chunk_recomputed_tokens", "Tokens of these that were computed anew."
+    )
+    num_prefix_tokens: int = _counter(
+        "ragcache_chunk_prefix_tokens", "Approximate tokens of earlier requests that were found on the GPU."
     )
     num_captured_chunks: int = _counter("ragcache_chunk_captured", "Documents whose KV was kept for reuse.")
     num_evicted_chunks: int = _counter("ragcache_chunk_evicted", "Of those, the ones that left host memory for others.")

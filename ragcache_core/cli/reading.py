@@ -183,6 +183,7 @@ def _cache_counters(reading: EngineStats) -> Iterator[tuple[str, str]]:
     if (chunks := reading.chunks) is not None:
         reused = f"{chunks.num_reused_chunks:,} chunks of {chunks.num_requests:,} requests"
         tokens = f"{chunks.num_reused_tokens:,} tokens reused, {chunks.num_recomputed_tokens:,} computed anew"
+        tokens += f", {chunks.num_prefix_tokens:,} in approximate prefixes"
         yield "chunk reuse", f"{reused}: {tokens}; {chunks.num_refused_requests:,} requests refused"
         stored = f"{chunks.num_chunks:,} chunks, {chunks.num_variants:,} variants"
         host = f"{chunks.used_tokens:,} of {chunks.capacity_tokens:,} tokens in host memory"

@@ -180,15 +180,7 @@ class KnowledgeTree(TieredTree):
         if turn:
             self._claim(path, turn)
         self.record_prefill(path, num_hit_units=num_hit_units, cost_per_token_s=cost_per_token_s)
-        for node in path:
-            node.frequency += 1
-            self.policy.on_access(node, self.num_requests)
-            node.last_request = self.num_requests
-            node.updated = self._next_sequence()
-            for state in self.tiers:
-                state.update_rank(node)
-            if node.id in self._ghosts:
-                self._ghosts.move_to_end(node.id)
+        self._count_uses(path)
         for state in self.tiers:
             state.compact(self._nodes)
         if self._max_replicated:
@@ -207,6 +199,14 @@ class KnowledgeTree(TieredTree):
             if node.start + len(node.keys) > num_hit_units:
                 node.total_cost_s += cost_per_token_s
                 node.num_computed += 1
+
+    def record_apart(self, nodes: Sequence[TreeNode], *, num_hit_units: int, cost_per_token_s: float) -> None:
+        """Count a use of nodes beside the path of a request, which :meth:`record_access` counts: no further request.
+
+        See there for the rest.
+        """
+        self.record_prefill(nodes, num_hit_units=num_hit_units, cost_per_token_s=cost_per_token_s)
+        self._count_uses(nodes)
 
     def restore(self, node: TreeNode, *, frequency: int, cost_s: float) -> None:
         """Give a node that grew again from storage the numbers that were stored with it; the largest win."""
@@ -243,6 +243,17 @@ class KnowledgeTree(TieredTree):
                     self._forget(node)
 
     # Inside
+
+    def _count_uses(self, nodes: Iterable[TreeNode]) -> None:
+        for node in nodes:
+            node.frequency += 1
+            self.policy.on_access(node, self.num_requests)
+            node.last_request = self.num_requests
+            node.updated = self._next_sequence()
+            for state in self.tiers:
+                state.update_rank(node)
+            if node.id in self._ghosts:
+                self._ghosts.move_to_end(node.id)
 
     def _set_frequency(self, node: TreeNode, frequency: int) -> None:
         node.frequency = frequency

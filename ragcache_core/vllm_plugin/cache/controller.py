@@ -460,9 +460,45 @@ class CacheController:
         if (state := self._requests.get(request_id)) is not None:
             state.loaded_s = now_s
 
-    def on_approximated(self, request_id: str, first_block: int) -> None:
-        """Keep a request's blocks from ``first_block`` on apart: their KV is approximate, no other may use them."""
-        self._requests[request_id].first_private = first_block
+    def on_approximated(self, request_id: str, first_block: int, keys: Sequence[Key]) -> None:
+        """Keep a request's blocks from ``first_block`` on apart: their KV is approximate.
+
+        Who consented to the same approximation finds those of its prompt by ``keys``.
+        """
+        state = self._requests[request_id]
+        is_forgotten = state.first_private is not None and not state.apart
+        state.first_private = first_block
+        self._release_apart(state)
+        if is_forgotten:
+            return
+        state.apart = keys[: state.num_prompt_tokens // self.tokens_per_block]
+        if path := self.tree.insert(self._path_segments(state, state.apart)):
+            state.retained_apart = cast("Key", path[-1].keys[-1])
+            self.tree.retain(state.retained_apart)
+
+    def is_on_gpu(self, key: Key) -> bool:
+        """Return whether a block lies in GPU memory."""
+        at = self.tree.locate(key)
+        return at is not None and bool(self.tree.resident_mask(at.node, Tier.GPU) >> at.unit & 1)
+
+    def _count_apart(self, state: RequestState) -> None:
+        """Count a use of the approximate blocks of a request that has ended; they cost what was computed for them."""
+        path = None if state.retained_apart is None else self.tree.retained_path(state.retained_apart)
+        if path is None or not state.apart or state.first_private is None or state.admitted_s is None:
+            return
+        first = state.first_private * self.tokens_per_block
+        num_tokens = max(state.num_prompt_tokens - first, 1)
+        num_computed = 0 if state.chunk_reuse is None else state.chunk_reuse.num_computed_tokens
+        self.tree.record_apart(
+            [node for node in path if node.start >= state.first_private],
+            num_hit_units=state.num_tokens_by_tier[Origin.GPU] // self.tokens_per_block,
+            cost_per_token_s=self._prefill_cost.estimate_s(first, num_computed) / num_tokens,
+        )
+
+    def _release_apart(self, state: RequestState) -> None:
+        if state.retained_apart is not None:
+            self.tree.release(state.retained_apart)
+            state.retained_apart = None
 
     def on_finished(self, request_id: str, now_s: float | None = None) -> dict[str, object] | None:
         """Drop a request, release its path, and return its figures; None for one that was not known.
@@ -481,6 +517,8 @@ class CacheController:
         if state.retained is not None:
             self.tree.release(state.retained)
             state.retained = None
+        self._count_apart(state)
+        self._release_apart(state)
         if now_s is not None:
             self._recent.add(state, now_s)
         self._finished[request_id] = state.to_dict()

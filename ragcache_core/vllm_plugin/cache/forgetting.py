@@ -178,6 +178,7 @@ class Forgetting:
         for request_id, first_block in forgotten.requests.items():
             state = self._requests[request_id]
             state.has_forgotten |= bool(doc_ids) or is_all  # what is only too old is no secret
+            state.apart = ()
             if state.first_private is None or first_block < state.first_private:
                 state.first_private = first_block
                 if self.store_at_most is not None:
@@ -218,7 +219,8 @@ class Forgetting:
             documents = [s for s in state.metadata.segments if s.kind is SegmentKind.DOCUMENT and s.doc_id in doc_ids]
             freed.doc_ids.update(cast("DocId", document.doc_id) for document in documents)
             blocks = [document.start // self._tokens_per_block for document in documents[:1]]
-            blocks += [next((i for i, key in enumerate(state.keys) if key in units), len(state.keys))]
-            if documents or blocks[-1] < len(state.keys):
+            keys = state.apart or state.keys
+            blocks += [next((i for i, key in enumerate(keys) if key in units), len(keys))]
+            if documents or blocks[-1] < len(keys):
                 first[request_id] = min(blocks)
         return first

@@ -56,6 +56,9 @@ class RequestState:
         tail_ids: of documents that begin in its prompt's last block, which is not full.
         prefill_s: how long its prefill takes with what is cached of it, as it was when it arrived or was admitted.
         first_private: its first block that no other request may use: its KV is not that of its tokens, or is forgotten.
+        apart: its prompt's blocks with those that are approximate as requests with the same settings find them; empty
+            where none is, or what it has is forgotten.
+        retained_apart: the last of them that is retained.
         has_forgotten: a document was forgotten whose KV it has.
         loaded_s: when what it has of lower tiers was last copied into its blocks.
         is_queued: it waits for admission, and its prefix is watched and protected.
@@ -86,6 +89,8 @@ class RequestState:
     tail_ids: frozenset[DocId] = frozenset()
     prefill_s: float = 0.0
     first_private: int | None = None
+    apart: Sequence[Key] = ()
+    retained_apart: Key | None = None
     has_forgotten: bool = False
     is_queued: bool = False
     watched: list[WatchedNode] = field(default_factory=list)

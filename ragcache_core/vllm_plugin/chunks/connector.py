@@ -22,7 +22,7 @@ from ragcache_core.types import Origin, SegmentKind
 from ragcache_core.vllm_plugin.build_context import building
 from ragcache_core.vllm_plugin.chunks.build import build_execution, build_scheduling, check_engine
 from ragcache_core.vllm_plugin.chunks.messages import ChunkReport, ChunkStep, StoredChunk
-from ragcache_core.vllm_plugin.chunks.private_hashes import private_hashes
+from ragcache_core.vllm_plugin.chunks.private_hashes import private_hash, private_hashes
 from ragcache_core.vllm_plugin.chunks.reuse_state import ReuseOptions
 from ragcache_core.vllm_plugin.chunks.scheduler import ChunkScheduling
 from ragcache_core.vllm_plugin.compat import (
@@ -118,6 +118,7 @@ class ChunkReuse(KVConnectorBase_V1):
         self._chunk_engine = (vllm_config, kv_cache_config)
         self._offers: dict[str, _Offer] = {}
         self._approximate_from: dict[str, int] = {}  # the first such token of the request that is admitted now
+        self._borders: set[int] = set()  # with which blocks approximate KV began so far
         self._is_prefilling = False  # whether the step computes a prompt that somebody waits for
         self._execution: ChunkExecutor | None = None
         self._memory: ChunkMemory | None = None
@@ -165,6 +166,7 @@ class ChunkReuse(KVConnectorBase_V1):
         spans = chunk_spans(request.prompt_token_ids, places)  # without what separates them
         doc_ids = [document.doc_id or "" for document in documents]
         self.scheduling.on_new_request(request.request_id, request.all_token_ids, spans, options, doc_ids)
+        self._look_for_shared(request)
 
     def _options(
         self, request: Request, asked: ChunkReuseRequest, metadata: RequestMetadata, *, reuses: bool
@@ -184,7 +186,37 @@ class ChunkReuse(KVConnectorBase_V1):
             expected_uses=metadata.expected_uses,
         )
 
+    def _look_for_shared(self, request: Request) -> bool:
+        """Have a request look up what others with its settings left behind what is cached exactly of it, if they did.
+
+        Return whether it looks for anything else than before.
+        """
+        if not self.scheduling.reuses(request.request_id):
+            return False
+        controller, namespace = self._controller, self.scheduling.namespace(request.request_id)
+        state = controller.state_of(request.request_id)
+        assert state is not None
+        if state.first_private is not None and not state.apart:  # what it has is forgotten
+            return False
+        exact = state.keys[: state.first_private]
+        num_exact, num_fast, _ = controller.leading_blocks(controller.last_known(exact))
+        most = min(len(exact), (request.num_tokens - 1) // controller.tokens_per_block)
+        if num_exact < num_fast or num_exact >= most:
+            return False
+        for first in sorted(self._borders, reverse=True):
+            if first <= num_exact and controller.is_on_gpu(private_hash(exact[num_exact], first, namespace)):
+                self._keep_apart(request, first * controller.tokens_per_block)
+                return True
+        return False
+
     def _match_below(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._look_for_shared(request):
+            return None, False  # the look-up was for other blocks
+        state = self._controller.state_of(request.request_id)
+        if state is not None and state.apart:
+            assert state.first_private is not None
+            first = state.first_private * self._controller.tokens_per_block
+            self.scheduling.on_shared(request.request_id, first, max(num_computed_tokens, first))
         num_below, is_async = super()._match_below(request, num_computed_tokens)
         self._offers.pop(request.request_id, None)
         if num_below is None or not self.scheduling.is_known(request.request_id):
@@ -222,15 +254,21 @@ class ChunkReuse(KVConnectorBase_V1):
             self._keep_apart(request, first)
 
     def _keep_apart(self, request: Request, first_approximate: int) -> None:
-        """Let no other request find blocks from the one with the first approximate token on, in any tier."""
+        """Let only requests with the same settings find blocks from the one with the first approximate token on.
+
+        They are kept in GPU memory alone.
+        """
         state = self._controller.state_of(request.request_id)
         assert state is not None
         block_size = self._controller.tokens_per_block
         first_block, first_private = first_approximate // block_size, state.first_private
         if first_private is None or first_block < first_private:
             # A new list: who keeps book of the request's documents goes on with the exact one.
-            request.block_hashes = private_hashes(request.block_hashes, first_block)
-            self._controller.on_approximated(request.request_id, first_block)
+            exact = [*state.keys, *request.block_hashes[len(state.keys) :]]
+            namespace = self.scheduling.namespace(request.request_id)
+            request.block_hashes = private_hashes(exact, first_block, namespace)
+            self._controller.on_approximated(request.request_id, first_block, request.block_hashes)
+            self._borders.add(first_block)
             first_private = first_block
         if isinstance(self, OffloadingConnector):
             keep_from_storing(self, request.request_id, first_private * block_size)
@@ -281,7 +319,7 @@ class ChunkReuse(KVConnectorBase_V1):
     ) -> tuple[bool, dict[str, Any] | None]:
         self._offers.pop(request.request_id, None)
         figures = self.scheduling.on_finished(request.request_id)
-        if figures is not None and figures.num_reused_tokens:
+        if figures is not None and (figures.num_reused_tokens or figures.num_prefix_tokens):
             self._controller.on_chunks_reused(request.request_id, figures.to_stats())
         finished: tuple[bool, dict[str, Any] | None] = super()._finish(request, outcome)
         return finished

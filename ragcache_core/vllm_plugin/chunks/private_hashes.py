@@ -1,21 +1,27 @@
 """Keeps approximate KV out of the exact prefix cache.
 
 vLLM names a block by the hash of all tokens up to it, and takes what a connector brings for what the tokens say. So
-from the first block with approximate KV on, a request gets hashes of its own, which no other request can have; later
-blocks chain off them by themselves. Where the first approximate token lies in the prompt's last block, which is not
-full and has no hash yet, there is none to replace: the pool caches no block of the request from that one on, and the
-tiers below store none (``TreeBlockPool.cache_full_blocks``, ``offload.compat.keep_from_storing``).
+from the first block with approximate KV on, a request has the hashes of a namespace: only requests that reuse chunks by
+the very same settings have them, and find such blocks; later blocks chain off them by themselves. Where the first
+approximate token lies in the prompt's last block, which is not full and has no hash yet, there is none to replace: the
+pool caches no block of an answer behind approximate ones, and the tiers below store none of either
+(``TreeBlockPool.cache_full_blocks``, ``offload.compat.keep_from_storing``).
 """
 
 from __future__ import annotations
 
 import hashlib
-import secrets
 from collections.abc import Sequence
 
 
-def private_hashes(block_hashes: Sequence[bytes], first_private: int) -> list[bytes]:
-    """Return a request's block hashes, from block ``first_private`` on such as no other request has."""
-    nonce = secrets.token_bytes(32)
-    private = (hashlib.sha256(nonce + block_hash).digest() for block_hash in block_hashes[first_private:])
-    return [*block_hashes[:first_private], *private]
+def private_hash(block_hash: bytes, first: int, namespace: bytes) -> bytes:
+    """Return what a block is called in ``namespace`` where approximate KV begins with block ``first`` of the prompt.
+
+    So a block has one block alone before it.
+    """
+    return hashlib.sha256(namespace + first.to_bytes(8, "big") + block_hash).digest()
+
+
+def private_hashes(block_hashes: Sequence[bytes], first: int, namespace: bytes) -> list[bytes]:
+    """Return a request's block hashes, from block ``first`` on as they are in ``namespace``."""
+    return [*block_hashes[:first], *(private_hash(each, first, namespace) for each in block_hashes[first:])]

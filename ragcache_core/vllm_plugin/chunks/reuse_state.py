@@ -41,19 +41,21 @@ class ReuseFigures:
 
     num_reused_tokens: int = 0
     num_recomputed_tokens: int = 0
+    num_prefix_tokens: int = 0
     num_computed_rows: float = 0.0
     overheads: list[float] = field(default_factory=list)
     variants: list[int] = field(default_factory=list)
 
     def to_stats(self) -> ChunkReuseStats:
-        """Return them as they are told; chunks were reused."""
+        """Return them as they are told; the answer is approximate."""
         return ChunkReuseStats(
             num_chunks=len(self.overheads),
             num_reused_tokens=self.num_reused_tokens,
             num_recomputed_tokens=self.num_recomputed_tokens,
             num_computed_tokens=round(self.num_computed_rows),
-            fix_overhead=sum(self.overheads) / len(self.overheads),
+            fix_overhead=sum(self.overheads) / max(len(self.overheads), 1),
             variants=tuple(self.variants),
+            num_prefix_tokens=self.num_prefix_tokens,
         )
 
 
@@ -77,6 +79,8 @@ class ReuseState:
     token_ids: Sequence[int]
     spans: tuple[ChunkSpan, ...]
     options: ReuseOptions
+    namespace: bytes = b""
+    """Whose approximate KV it finds, and who finds its own."""
     documents: tuple[str, ...] = ()
     """Digests of the documents that ``spans`` are."""
     is_forgotten: bool = False

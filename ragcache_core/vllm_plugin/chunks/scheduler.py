@@ -10,13 +10,16 @@ and may begin anew at any time, when it was preempted.
 
 from __future__ import annotations
 
+import secrets
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from ragcache_core.chunk.recompute import losses
-from ragcache_core.chunk.types import ChunkSpan
+from ragcache_core.chunk.selection import make_selection
+from ragcache_core.chunk.types import ChunkSpan, chunk_key
 from ragcache_core.policy import PrefillCost
 from ragcache_core.types import DocId, Tier
 from ragcache_core.vllm_plugin.cache.forgetting import Forgotten, Freed
@@ -44,6 +47,8 @@ from ragcache_core.vllm_plugin.chunks.slices import cut_slices
 
 _LEAST_ASKINGS_A_STEP = 8
 """A question that fits into a step less often than this is not asked what it looks at."""
+_MAX_SHARED = 1 << 16
+"""Documents of approximate prefixes of which is kept how much context they have lost; of others it is all of it."""
 
 
 class ChunkScheduling:
@@ -93,6 +98,9 @@ class ChunkScheduling:
         self._capturing: set[str] = set()
         self._cancelled: list[str] = []
         self._forgotten: list[str] = []
+        self._secret = secrets.token_bytes(32)
+        self._lost: OrderedDict[bytes, float] = OrderedDict()
+        """How much context a document has lost in the approximate prefix of a namespace, as :func:`losses` says it."""
 
     def on_new_request(
         self,
@@ -104,7 +112,8 @@ class ChunkScheduling:
     ) -> None:
         """Take a request with chunk reuse on; ``token_ids`` grow with its answer, ``doc_ids`` name its ``spans``."""
         documents = tuple(map(digest_of, doc_ids))
-        request = self._requests[request_id] = ReuseState(token_ids, tuple(spans), options, documents)
+        namespace = self._namespace(options, token_ids[spans[-1].end :])
+        request = self._requests[request_id] = ReuseState(token_ids, tuple(spans), options, namespace, documents)
         for span, document in zip(spans if documents else (), documents, strict=True):
             self.library.name(span.key, document)
         self.plans.preload(request_id, request)
@@ -112,6 +121,30 @@ class ChunkScheduling:
     def is_known(self, request_id: str) -> bool:
         """Return whether chunk reuse is on for a request."""
         return request_id in self._requests
+
+    def reuses(self, request_id: str) -> bool:
+        """Return whether a request takes approximate KV."""
+        request = self._requests.get(request_id)
+        return request is not None and request.options.reuses
+
+    def namespace(self, request_id: str) -> bytes:
+        """Return what only requests have whose chunks are reused by the same settings as this one's."""
+        return self._requests[request_id].namespace
+
+    def _namespace(self, options: ReuseOptions, question: Sequence[int]) -> bytes:
+        selection = make_selection(options.selection)
+        is_asked = selection.needs_relevance or (options.is_focused and not selection.is_all_or_nothing)
+        how = f"{options.selection} {options.alpha!r} {options.max_recompute!r} {options.is_focused}"
+        return chunk_key(question if is_asked else (), behind=self._secret + how.encode())
+
+    def on_shared(self, request_id: str, first: int, end: int) -> None:
+        """Take note that a request has found its tokens ``[first, end)`` as one of the same settings left them."""
+        request = self._requests[request_id]
+        request.figures.num_prefix_tokens = end - first
+        for number, span in enumerate(request.spans):
+            if first < span.end and span.start < end:
+                lost = self._lost.get(request.namespace + span.context + span.key, 1.0)
+                request.lost[number] = max(request.lost[number], lost)
 
     def scatter_rows(self) -> None:
         """Take note that tokens which stand anywhere cost the workers no more than neighbours do.
@@ -161,10 +194,12 @@ class ChunkScheduling:
             num_recomputed_tokens=sum(len(chunk.recomputed) for chunk in plan.reused),
             overheads=[chunk.overhead for chunk in plan.reused],
             variants=[chunk.variant.number for chunk in plan.reused],
+            num_prefix_tokens=request.figures.num_prefix_tokens,
         )
         stored = {chunk.span for chunk in reused}
         computed = [span for span in request.spans if span not in stored and plan.start <= span.start]
         request.lost = losses(request.spans, request.lost, plan.start, plan)
+        self._record_lost(request)
         self._reserve(request_id, request, [span for span in computed if span.end <= plan.end])
         positions = np.asarray(plan.recomputed, dtype=np.int64)
         focus = self.plans.focus(request, plan, reused)
@@ -201,8 +236,10 @@ class ChunkScheduling:
         request.offered = None
         is_off = {span for span, lost in zip(request.spans, request.lost, strict=True) if lost}
         request.lost = losses(request.spans, request.lost, num_exact, None)
+        if any(request.lost):
+            self._record_lost(request)
         computed = [span for span in request.spans if 2 * (span.end - num_exact) >= span.num_tokens]
-        # Of a request that was preempted, the first part of a document may be its own approximate KV.
+        # The first part of a document may be approximate KV, of the request before it was preempted or of another.
         self._reserve(request_id, request, [s for s in computed if s.start >= num_exact or s not in is_off])
         if request.open:
             self._capturing.add(request_id)
@@ -340,6 +377,14 @@ class ChunkScheduling:
             max_runs=self._max_step_runs,
             are_guesses=are_guesses,
         )
+
+    def _record_lost(self, request: ReuseState) -> None:
+        for span, lost in zip(request.spans, request.lost, strict=True):
+            name = request.namespace + span.context + span.key
+            self._lost[name] = lost
+            self._lost.move_to_end(name)
+        while len(self._lost) > _MAX_SHARED:
+            self._lost.popitem(last=False)
 
     # Captures
 

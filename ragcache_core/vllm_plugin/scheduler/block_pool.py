@@ -295,14 +295,20 @@ class TreeBlockPool(BlockPool):
         block_mask: list[bool] | None = None,
     ) -> None:
         state = self.controller.state_of(request.request_id)
+        num_told = num_full_blocks
         if state is not None and (first_private := state.first_private) is not None:
-            # What chunk reuse provided, or is forgotten: no look-up is to find it, so it is no content.
-            first_private = first_private * self.controller.tokens_per_block // block_size
-            num_full_blocks = min(num_full_blocks, max(first_private, num_cached_blocks))
-            block_mask = None if block_mask is None else block_mask[: num_full_blocks - num_cached_blocks]
-        super().cache_full_blocks(
-            request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask
-        )
+            # Answers behind what chunk reuse provided, or what is forgotten: no look-up finds it, so it is no content.
+            size = self.controller.tokens_per_block
+            num_findable = max(first_private, len(state.apart)) * size // block_size
+            num_full_blocks = min(num_full_blocks, max(num_findable, num_cached_blocks))
+            num_told = min(num_full_blocks, max(first_private * size // block_size, num_cached_blocks))
+        tells, done = self.enable_kv_cache_events, num_cached_blocks
+        for end in sorted({num_told, num_full_blocks}):  # no event tells of approximate blocks
+            self.enable_kv_cache_events = tells and end == num_told
+            mask = None if block_mask is None else block_mask[done - num_cached_blocks : end - num_cached_blocks]
+            super().cache_full_blocks(request, blocks, done, end, block_size, kv_cache_group_id, mask)
+            done = end
+        self.enable_kv_cache_events = tells
         cached = [i for i in range(num_cached_blocks, num_full_blocks) if blocks[i].block_hash is not None]
         for i in cached:
             self.free_block_queue.spare_copy(blocks[i].block_hash)

@@ -81,6 +81,37 @@ def test_documents_are_reused_behind_others_and_the_request_says_so(launched: En
     assert stats.num_computed_tokens + stats.num_cached_tokens == stats.num_prompt_tokens
 
 
+def test_what_an_approximate_answer_left_is_found_by_those_who_ask_alike_and_by_nobody_else(
+    launched: Engine, engine: Engine
+) -> None:
+    _ask(launched, "bad", _THIRD)
+    text, first = _ask(launched, "gdab", _THIRD)
+    assert first.chunk_reuse is not None
+    assert first.chunk_reuse.num_prefix_tokens == 0
+    again, same = _ask(launched, "gdab", _THIRD)
+    assert again == text
+    assert same.chunk_reuse is not None
+    assert same.chunk_reuse.num_prefix_tokens > first.chunk_reuse.num_reused_tokens
+    assert same.chunk_reuse.num_computed_tokens == same.chunk_reuse.num_recomputed_tokens == 0
+    assert same.num_computed_tokens <= 32, "the block of the last token"
+    _, longer = _ask(launched, "gdabc", _THIRD)
+    assert longer.chunk_reuse is not None
+    assert longer.chunk_reuse.num_prefix_tokens > 0, "what both prompts begin with"
+    _, otherwise = _ask(launched, "gdab", {**_THIRD, "max_recompute": 0.25})
+    assert otherwise.chunk_reuse is not None
+    assert otherwise.chunk_reuse.num_prefix_tokens == 0
+
+    exact, plain = _ask(launched, "gdab", False)
+    assert plain.chunk_reuse is None
+    assert exact == _ask(engine, "gdab")[0]
+    assert plain.num_cached_tokens < first.num_cached_tokens, "none of it is plain KV"
+    wholly, all_computed = _ask(launched, "gdabc", _ALL)
+    assert wholly == _ask(engine, "gdabc")[0]
+    assert all_computed.chunk_reuse is None or all_computed.chunk_reuse.num_prefix_tokens == 0
+    counted = _chunks(launched)
+    assert counted.num_prefix_tokens >= same.chunk_reuse.num_prefix_tokens + longer.chunk_reuse.num_prefix_tokens
+
+
 def test_answers_without_it_are_those_of_an_engine_that_has_it_not(launched: Engine, engine: Engine) -> None:
     expected = {names: _ask(engine, names)[0] for names in ("abc", "dcba", "fade", "bead")}
     for names in ("fade", "bead", "dcba"):

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
+from ragcache_core.vllm_plugin.chunks.private_hashes import private_hashes
 from tests.engine.vllm_plugin.pool_scene import BLOCK, LENGTHS, MODELS, POLICIES, Pool, Running
 
 
@@ -317,7 +318,7 @@ def test_blocks_from_the_first_approximate_one_on_are_found_by_nobody(first_priv
     """By this alone, whatever their names are: the last block of a prompt gets its name after it was told apart."""
     it = Pool(40)
     request, same = it.new("BC"), it.new("BC")
-    it.controller.on_approximated(request.request_id, first_private)
+    it.controller.on_approximated(request.request_id, first_private, [])
     assert it.start(request) == 0
     for token in range(3 * BLOCK):
         assert it.advance(request, token)
@@ -325,3 +326,20 @@ def test_blocks_from_the_first_approximate_one_on_are_found_by_nobody(first_priv
     assert len(request.block_hashes) > first_private
     it.finish(request)
     assert it.start(same) == first_private * BLOCK
+
+
+def test_approximate_blocks_of_a_prompt_are_found_by_who_asks_alike_and_those_of_its_answer_by_nobody() -> None:
+    it = Pool(40)
+    request, alike, plain = it.new("BC"), it.new("BC"), it.new("BC")
+    num_prompt_blocks = len(request.block_hashes)
+    for each in (request, alike):
+        each.block_hashes = private_hashes(each.block_hashes, 2, b"alike")
+        it.controller.on_approximated(each.request_id, 2, each.block_hashes)
+    assert it.start(request) == 0
+    for token in range(3 * BLOCK):
+        assert it.advance(request, token)
+    assert it.cached_keys() == set(request.block_hashes[:num_prompt_blocks])
+    it.finish(request)
+    assert it.start(plain) == 2 * BLOCK
+    it.finish(plain)
+    assert it.start(alike) > 2 * BLOCK

@@ -10,6 +10,7 @@ from ragcache_core.tree import check_invariants
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.controller import CacheController
 from ragcache_core.vllm_plugin.cache.forgetting import Forgotten, Freed, OutOfReach
+from ragcache_core.vllm_plugin.chunks.private_hashes import private_hashes
 from ragcache_core.wire import RequestMetadata
 
 from .scene import BLOCK, controller, keys, run, segments
@@ -166,3 +167,28 @@ def test_what_is_left_is_told_until_the_last_holder_has_given_it_up() -> None:
     shelves[0].late = 0
     it.forgetting.sweep()
     assert it.forgetting.left() == {"num_requests": 0, "num_blocks": 0, "problems": []}
+
+
+def test_what_chunk_reuse_made_of_a_document_is_forgotten_with_it() -> None:
+    """Those of a request that has ended, and those that one in the engine would have left."""
+    it = controller()
+    gpu, exact = Shelf(it, Tier.GPU), keys(6)
+    apart = private_hashes(exact, 1, b"alike")
+    parts = segments(("", 4), ("a", 12), ("b", 20), (None, 24))
+    for request_id in ("ended", "there"):
+        it.on_new_request(request_id, RequestMetadata(parts), exact, 24, 0.0)
+        it.on_admitted(request_id, exact, {}, 0.0)
+        it.on_approximated(request_id, 1, apart)
+        gpu.put([key for key in apart if not it.is_on_gpu(key)])
+    it.on_finished("ended")
+    it.forget({"b"})
+    assert gpu.seen[0].requests == {"there": 3}
+    assert apart[3] in gpu.seen[0].units
+    assert [it.is_on_gpu(key) for key in apart] == [True, True, True, False, False, False]
+    state = it.state_of("there")
+    assert state is not None
+    assert (state.first_private, list(state.apart)) == (1, [])
+    it.on_approximated("there", 0, private_hashes(exact, 0, b"alike"))
+    assert list(state.apart) == [], "it is given up for good"
+    it.on_finished("there")
+    check_invariants(it.tree)

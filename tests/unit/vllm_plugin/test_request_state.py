@@ -16,6 +16,7 @@ from ragcache_core.tree import check_invariants
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.controller import CacheController
 from ragcache_core.vllm_plugin.cache.request_state import RequestState
+from ragcache_core.vllm_plugin.chunks.private_hashes import private_hashes
 from ragcache_core.wire import RequestMetadata
 from tests.unit.vllm_plugin.scene import BLOCK, controller, keys, segments
 
@@ -90,7 +91,7 @@ def step(it: CacheController, alive: dict[str, list[bytes]], number: int, what: 
             if not state.is_queued:
                 it.on_waiting(request_id)
         case "approximate":
-            it.on_approximated(request_id, which)
+            it.on_approximated(request_id, which, private_hashes(alive[request_id], which, b""))
             it.on_chunks_reused(request_id, ChunkReuseStats(1, 2, 3, 4, 0.3, (0,)))
         case "load" if (location := it.tree.locate(alive[request_id][which % len(alive[request_id])])) is not None:
             if not it.tree.resident_mask(location.node, more) >> location.unit & 1:

@@ -115,6 +115,7 @@ class ChunkCounters:
     num_reused_chunks: int = 0
     num_reused_tokens: int = 0
     num_recomputed_tokens: int = 0
+    num_prefix_tokens: int = 0
     num_captured_chunks: int = 0
     num_evicted_chunks: int = 0
     num_mismatched_chunks: int = 0
@@ -130,6 +131,7 @@ class ChunkCounters:
         self.num_reused_chunks += reuse.num_chunks
         self.num_reused_tokens += reuse.num_reused_tokens
         self.num_recomputed_tokens += reuse.num_recomputed_tokens
+        self.num_prefix_tokens += reuse.num_prefix_tokens
 
     def to_dict(self) -> dict[str, int]:
         """Return them by name."""
