@@ -180,6 +180,11 @@ class ChunkReuseRequest(_Settings):
     max_recompute: Annotated[float, Field(ge=0, le=1, strict=True)] | None = None
     """The largest share of a reused document that is computed."""
 
+    focus: Annotated[int, Field(ge=0, le=1024, strict=True)] | None = None
+    """After how many layers, one after the other, in which the question looks at the same documents, no token of the
+    others is computed any further (Cache-Craft Algorithm 1's w); 0: never. A smaller number computes less, and trusts
+    earlier layers. It acts on selections of a part of a document, thus not on ``whole_chunks``."""
+
     @model_validator(mode="after")
     def _check_budget(self) -> Self:
         if self.quality is not None and self.alpha is not None:
@@ -203,6 +208,7 @@ class ChunkReuse(ChunkReuseRequest):
 
     selection: SelectionName = "whole_chunks"
     max_recompute: Annotated[float, Field(ge=0, le=1, strict=True)] = 1.0
+    focus: Annotated[int, Field(ge=0, le=1024, strict=True)] = 3
 
     share: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.5
     """Of ``host_bytes`` and ``disk_bytes``, the share for what is reused this way. The rest stays with documents that

@@ -75,7 +75,11 @@ class PluginSettings(CacheConfig):
         if quality is None:
             is_chosen = reuse.alpha is not None and selection == reuse.selection
             return reuse.alpha if is_chosen else DEFAULT_ALPHA[selection]
-        is_as_measured = selection == reuse.selection and asked.max_recompute in (None, reuse.max_recompute)
+        is_as_measured = (
+            selection == reuse.selection
+            and asked.max_recompute in (None, reuse.max_recompute)
+            and asked.focus in (None, reuse.focus)
+        )
         try:
             return choose_alpha(self.points, quality).alpha if is_as_measured else None
         except ConfigError:

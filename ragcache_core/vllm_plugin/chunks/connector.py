@@ -182,6 +182,7 @@ class ChunkReuse(KVConnectorBase_V1):
             selection=reuse.selection if asked.selection is None else asked.selection,
             alpha=alpha,
             max_recompute=reuse.max_recompute if asked.max_recompute is None else asked.max_recompute,
+            focus=reuse.focus if asked.focus is None else asked.focus,
             reuses=reuses,
             expected_uses=metadata.expected_uses,
         )

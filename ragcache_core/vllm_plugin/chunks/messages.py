@@ -155,12 +155,14 @@ class FocusRequest:
     """Find out which chunks the question looks at, and stop computing the others (Cache-Craft Algorithm 1).
 
     ``question_start`` is the first token of the question; ``chunks`` are all chunks of the prompt, and
-    ``droppable`` those, by their place in ``chunks``, of which stored KV takes over.
+    ``droppable`` those, by their place in ``chunks``, of which stored KV takes over. It is found out when ``window``
+    layers in a row agree.
     """
 
     question_start: int
     chunks: tuple[tuple[int, int], ...]
     droppable: tuple[int, ...]
+    window: int
 
 
 @dataclass(frozen=True, slots=True)

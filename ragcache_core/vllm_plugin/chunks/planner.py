@@ -92,6 +92,8 @@ class ChunkPlans:
         """Return what a question looks at while a job runs; None where it can let nothing go."""
         droppable = tuple(request.spans.index(chunk.span) for chunk in reused if chunk.recomputed)
         question_start = request.spans[-1].end
-        if not request.options.is_focused or not droppable or question_start >= plan.end or len(request.spans) < 2:
+        window = request.options.focus
+        if not window or not droppable or question_start >= plan.end or len(request.spans) < 2:
             return None
-        return FocusRequest(question_start, tuple((span.start, span.end) for span in request.spans), droppable)
+        places = tuple((span.start, span.end) for span in request.spans)
+        return FocusRequest(question_start, places, droppable, window)

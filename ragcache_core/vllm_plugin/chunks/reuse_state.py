@@ -19,6 +19,7 @@ from ragcache_core.vllm_plugin.chunks.messages import Capture, CapturedChunk, Ca
 class ReuseOptions:
     """How a request's chunks are reused, with everything that was left open decided.
 
+    ``focus`` is the window of :class:`~ragcache_core.chunk.focus.FocusedChunks`; with 0 nothing is let go on the way.
     One that reuses none is answered exactly; its chunks are kept all the same. ``expected_uses`` are those that
     a forecast promises of its chunks.
     """
@@ -26,7 +27,7 @@ class ReuseOptions:
     selection: str
     alpha: float
     max_recompute: float
-    is_focused: bool = True
+    focus: int = 3
     reuses: bool = True
     expected_uses: int = 0
 

@@ -133,8 +133,8 @@ class ChunkScheduling:
 
     def _namespace(self, options: ReuseOptions, question: Sequence[int]) -> bytes:
         selection = make_selection(options.selection)
-        is_asked = selection.needs_relevance or (options.is_focused and not selection.is_all_or_nothing)
-        how = f"{options.selection} {options.alpha!r} {options.max_recompute!r} {options.is_focused}"
+        is_asked = selection.needs_relevance or (options.focus > 0 and not selection.is_all_or_nothing)
+        how = f"{options.selection} {options.alpha!r} {options.max_recompute!r} {options.focus}"
         return chunk_key(question if is_asked else (), behind=self._secret + how.encode())
 
     def on_shared(self, request_id: str, first: int, end: int) -> None:

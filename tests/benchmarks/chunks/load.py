@@ -37,7 +37,7 @@ _BASELINE, _CHUNKS = "vllm", "ragcache-chunks"
 
 def measure_load(plan: Plan) -> Part:
     """Put all engines under each rate, one engine after the other; what is finished is kept in ``plan.kept_at``."""
-    num_history, num_recent, num_timed = plan.sized(300, 8), plan.sized(20, 2), plan.sized(24, 3)
+    num_history, num_recent, num_timed = plan.sized(200, 8), plan.sized(16, 2), plan.sized(16, 3)
     model = str(random_model())
     facts = ModelFacts.read(model, "float32")
     drawn = scaled(make_trace(WORKLOADS["sysx"], num_history + num_recent + len(SHARES) * num_timed, plan.seed), SCALE)

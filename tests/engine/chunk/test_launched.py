@@ -81,6 +81,17 @@ def test_documents_are_reused_behind_others_and_the_request_says_so(launched: En
     assert stats.num_computed_tokens + stats.num_cached_tokens == stats.num_prompt_tokens
 
 
+def test_documents_are_reused_behind_others_with_the_less_computed_the_sooner_focus_lets_others_go(
+    launched: Engine,
+) -> None:
+    _ask(launched, "def", _THIRD)
+    reuses = [_ask(launched, "fed", {**_THIRD, "focus": focus})[1].chunk_reuse for focus in (0, 1)]
+    whole, focused = (reuse for reuse in reuses if reuse is not None)
+    assert focused.num_recomputed_tokens == whole.num_recomputed_tokens
+    assert whole.num_computed_tokens >= whole.num_recomputed_tokens
+    assert focused.num_computed_tokens < whole.num_computed_tokens
+
+
 def test_what_an_approximate_answer_left_is_found_by_those_who_ask_alike_and_by_nobody_else(
     launched: Engine, engine: Engine
 ) -> None:

@@ -194,7 +194,7 @@ def test_an_offer_is_all_tokens_but_the_last_and_begins_behind_what_is_cached() 
 def test_slices_respect_the_budget_and_what_a_step_computes_already() -> None:
     bench = Bench(max_step_tokens=32)
     bench.store("ab")
-    bench.arrive("r", "ba", ReuseOptions("first_tokens", 1e9, 0.5, is_focused=False))
+    bench.arrive("r", "ba", ReuseOptions("first_tokens", 1e9, 0.5, focus=0))
     bench.scheduling.offer("r", 0)
     bench.scheduling.begin("r", [1], awaits_load=False)
     (job,) = bench.scheduling._jobs.values()
@@ -210,7 +210,7 @@ def test_slices_respect_the_budget_and_what_a_step_computes_already() -> None:
 def test_a_full_step_still_leaves_a_quarter_of_its_tokens_to_jobs() -> None:
     bench = Bench(max_step_tokens=32)
     bench.store("ab")
-    bench.arrive("r", "ba", ReuseOptions("first_tokens", 1e9, 0.5, is_focused=False))
+    bench.arrive("r", "ba", ReuseOptions("first_tokens", 1e9, 0.5, focus=0))
     bench.scheduling.offer("r", 0)
     bench.scheduling.begin("r", [1], awaits_load=False)
     assert [part.num_rows for part in bench.step(other=(0, 32)).slices] == [8]
@@ -509,7 +509,7 @@ def test_a_question_too_long_to_be_computed_again_in_each_slice_is_not_asked(
 def test_no_slice_is_begun_for_little_more_than_asking_the_question_again() -> None:
     bench = Bench(max_step_tokens=64)
     bench.store("ab")
-    rest = ReuseOptions("first_tokens", 1e9, 0.5, is_focused=False)
+    rest = ReuseOptions("first_tokens", 1e9, 0.5, focus=0)
     for name, options in (("first", rest), ("second", _HALF)):
         bench.arrive(name, "ba", options, question=range(900, 908))
         bench.scheduling.offer(name, 0)
@@ -519,6 +519,53 @@ def test_no_slice_is_begun_for_little_more_than_asking_the_question_again() -> N
     assert [part.request_id for part in first] == ["first"]
     assert 0 < 64 - first[0].num_rows < 2 * num_asking
     assert [part.request_id for part in bench.step().slices] == ["second"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_shared"),
+    [
+        (ReuseOptions("cache_craft", 1.0, 1.0), ReuseOptions("cache_craft", 1.0, 1.0), False),
+        (ReuseOptions("cache_craft", 1.0, 1.0, focus=0), ReuseOptions("cache_craft", 1.0, 1.0, focus=0), True),
+        (ReuseOptions("question_driven", 1.0, 1.0, focus=0), ReuseOptions("question_driven", 1.0, 1.0, focus=0), False),
+        (ReuseOptions("whole_chunks", 1.7, 1.0), ReuseOptions("whole_chunks", 1.7, 1.0), True),
+        (ReuseOptions("whole_chunks", 1.7, 1.0), ReuseOptions("whole_chunks", 1.6, 1.0), False),
+        (ReuseOptions("whole_chunks", 1.7, 1.0), ReuseOptions("whole_chunks", 1.7, 0.5), False),
+        (ReuseOptions("whole_chunks", 1.7, 1.0), ReuseOptions("random", 1.7, 1.0), False),
+    ],
+)
+def test_requests_find_what_another_left_where_it_is_what_they_would_compute(
+    one: ReuseOptions, other: ReuseOptions, is_shared: bool
+) -> None:
+    """With other questions; the same question and settings always do, and no other engine."""
+    bench = Bench()
+    tokens = bench.arrive("one", "ab", one)
+    spans = bench.scheduling._requests["one"].spans
+    bench.scheduling.on_new_request("same", tokens, spans, one)
+    bench.scheduling.on_new_request("other", [*tokens[:-1], tokens[-1] + 1], spans, other)
+    names = [bench.scheduling.namespace(name) for name in ("one", "same", "other")]
+    assert names[0] == names[1]
+    assert (names[0] == names[2]) == is_shared
+    elsewhere = Bench()
+    elsewhere.arrive("one", "ab", one)
+    assert elsewhere.scheduling.namespace("one") != names[0]
+
+
+def test_what_a_found_prefix_has_lost_is_known_or_taken_for_all() -> None:
+    bench = Bench()
+    bench.store("abc")
+    how = ReuseOptions("cache_craft", 1e9, 0.3, focus=0)
+    tokens = bench.arrive("first", "cba", how)
+    bench.scheduling.offer("first", 0)
+    bench.scheduling.begin("first", [1], awaits_load=False)
+    lost = list(bench.scheduling._requests["first"].lost)
+    assert any(0.0 < each < 1.0 for each in lost)
+    spans = bench.scheduling._requests["first"].spans
+    bench.scheduling.on_new_request("next", tokens, spans, how)
+    bench.scheduling.on_shared("next", 0, len(tokens) - 1)
+    assert bench.scheduling._requests["next"].lost == lost
+    bench.scheduling.on_new_request("unknown", tokens, spans, ReuseOptions("cache_craft", 1e9, 0.2, focus=0))
+    bench.scheduling.on_shared("unknown", 0, len(tokens) - 1)
+    assert bench.scheduling._requests["unknown"].lost == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("is_focused", [True, False])
@@ -531,11 +578,12 @@ def test_a_step_has_no_more_runs_of_neighbours_than_backends_have_room_for(
     left: dict[str, list[int]] = {}
     questions: dict[str, list[int]] = {}
     for name, documents in (("first", "dcba"), ("second", "cab")):
-        bench.arrive(name, documents, ReuseOptions("random", 1e9, 0.3, is_focused=is_focused))
+        bench.arrive(name, documents, ReuseOptions("random", 1e9, 0.3, focus=3 * is_focused))
         bench.scheduling.offer(name, 0)
         bench.scheduling.begin(name, [1], awaits_load=False)
         job = bench.scheduling._jobs[name]
         assert (job.focus is not None) == is_focused
+        assert job.focus is None or job.focus.window == 3
         left[name] = job.positions.tolist()
         questions[name] = [at for at in left[name] if job.focus is not None and at >= job.focus.question_start]
     while any(left.values()):
@@ -557,7 +605,7 @@ def test_workers_that_compute_scattered_rows_get_them_one_by_one_and_all_at_once
         if is_scattered:
             bench.scheduling.scatter_rows()
         bench.store("abcd")
-        bench.arrive("r", "dcba", ReuseOptions("random", 1e9, 0.3, is_focused=False))
+        bench.arrive("r", "dcba", ReuseOptions("random", 1e9, 0.3, focus=0))
         bench.scheduling.offer("r", 0)
         bench.scheduling.begin("r", [1], awaits_load=False)
         positions = bench.scheduling._jobs["r"].positions.tolist()

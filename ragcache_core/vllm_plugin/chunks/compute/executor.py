@@ -21,8 +21,6 @@ from ragcache_core.vllm_plugin.chunks.messages import Capture, CaptureId, ChunkR
 from ragcache_core.vllm_plugin.chunks.model.attention_layers import AttentionLayer
 from ragcache_core.vllm_plugin.chunks.model.paged_kv import to_device
 
-_FOCUS_WINDOW = 3
-
 
 class ChunkExecutor:
     """Runs what a step's metadata asks for.
@@ -175,7 +173,7 @@ class ChunkExecutor:
             if focus is not None:
                 questions = (running.positions >= focus.question_start).nonzero().flatten()
                 chosen = torch.cat((chosen, questions[questions >= last]))  # they look, in every slice
-                chunks = FocusedChunks(len(focus.chunks), window=_FOCUS_WINDOW)
+                chunks = FocusedChunks(len(focus.chunks), window=focus.window)
                 looking.append(Looking(number, running, focus, chunks))
             rows.append(Rows(running.block_ids, running.positions[chosen], running.token_ids[chosen]))
         seen = SeenInSlices(self._capture, self._layers, lambda job, end: self._slots(job, 0, end), slices, looking)
