@@ -39,7 +39,8 @@ class ChunkPlans:
             return None
         end = len(request.token_ids) - 1
         stored = self._stored(request, num_exact)
-        for candidates in (stored, self._on_host(stored)):
+        on_host = self._on_host(stored)
+        for candidates in (on_host,) if request.is_late else (stored, on_host):
             if not candidates:
                 return None
             plan = self._planned(request, candidates, num_exact, end)

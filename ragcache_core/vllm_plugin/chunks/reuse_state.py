@@ -88,6 +88,10 @@ class ReuseState:
     """A document of it is; nothing of it is kept any more."""
     figures: ReuseFigures = field(default_factory=ReuseFigures)
     offered: ReusePlan | None = None
+    waits_since_s: float | None = None
+    """Since when it could begin, but for what is read from disk."""
+    is_late: bool = False
+    """It has waited long enough; what is not there is computed."""
     is_tried: bool = False
     positions: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """What its job computes, sorted."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from ragcache_core.chunk.recompute import losses
 from ragcache_core.chunk.selection import make_selection
-from ragcache_core.chunk.types import ChunkSpan, chunk_key
+from ragcache_core.chunk.types import ChunkSpan, ReusePlan, chunk_key
 from ragcache_core.policy import PrefillCost
 from ragcache_core.types import DocId, Tier
 from ragcache_core.vllm_plugin.cache.forgetting import Forgotten, Freed
@@ -158,7 +158,8 @@ class ChunkScheduling:
     def offer(self, request_id: str, num_exact: int) -> int | None:
         """Return how many tokens beyond ``num_exact``, which are cached exactly, can be provided.
 
-        0: vLLM prefills it, because nothing of it is stored. None: ask again, something is being read from disk.
+        0: vLLM prefills it, because nothing of it is stored. None: ask again, something is being read from disk. For
+        that it waits no longer than computing it instead takes.
         """
         request = self._requests[request_id]
         self._begin_anew(request_id, request)
@@ -166,14 +167,27 @@ class ChunkScheduling:
         if plan is not None and plan.start == num_exact and plan.end == len(request.token_ids) - 1:
             variants = [chunk.variant for chunk in plan.read]
             if not any(map(self.library.is_lost, variants)):
-                return plan.end - plan.start if all(map(self.library.is_on_host, variants)) else None
+                if all(map(self.library.is_on_host, variants)):
+                    return plan.end - plan.start
+                request.is_late = request.is_late or self._is_late(request, plan)
+                if not request.is_late:
+                    return None
         self.library.release(request_id)
         request.offered = self.plans.plan(request_id, request, num_exact)
         if request.offered is None:
             return 0
         if all(self.library.is_on_host(chunk.variant) for chunk in request.offered.read):
             return request.offered.end - request.offered.start
+        self._is_late(request, request.offered)  # from now on it waits
         return None
+
+    def _is_late(self, request: ReuseState, plan: ReusePlan) -> bool:
+        """Return whether a request has waited for a disk as long as it takes to compute what is still to come."""
+        if request.waits_since_s is None:
+            request.waits_since_s = self.library.now_s
+        missing = [chunk for chunk in plan.read if not self.library.is_on_host(chunk.variant)]
+        num_tokens = sum(map(plan.num_kept, missing))
+        return self.library.now_s - request.waits_since_s >= self._prefill_cost.estimate_s(plan.start, num_tokens)
 
     def begin(self, request_id: str, block_ids: Sequence[int], *, awaits_load: bool) -> int:
         """Begin to provide what was offered; return the first token that may not be what a prefill would make of it.
@@ -440,7 +454,8 @@ class ChunkScheduling:
     def _begin_anew(self, request_id: str, request: ReuseState) -> None:
         """Take a request as a new one that has been prefilled, or was being, and was preempted."""
         if request.is_tried or request.open:
-            request.is_tried = False
+            request.is_tried = request.is_late = False
+            request.waits_since_s = None
             request.open.clear()
             request.offered = None
             self._capturing.discard(request_id)

@@ -431,6 +431,26 @@ def test_workers_figures_are_averaged() -> None:
     assert variant.statistics.intra == 20.0
 
 
+def test_a_request_waits_for_a_disk_no_longer_than_computing_takes() -> None:
+    """Its turn begins the waiting; what has come until then is reused, and the rest is read for others."""
+    bench = Bench(num_pages=6, num_disk_pages=64)
+    for document in "abc":
+        bench.store(document)
+        bench.step()
+    tokens = bench.arrive("r", "da")
+    library = bench.scheduling.library
+    at_most_s = PrefillCostModel.default().estimate_s(0, len(tokens))
+    library.now_s += 100.0
+    assert bench.scheduling.offer("r", 0) is None
+    library.now_s += 0.01 * at_most_s
+    assert bench.scheduling.offer("r", 0) is None
+    library.now_s += at_most_s
+    assert bench.scheduling.offer("r", 0) == 0, "nothing of it has come"
+    bench.step()
+    bench.step()
+    assert bench.scheduling.offer("r", 0) == len(tokens) - 1, "now it has"
+
+
 def test_what_lies_on_disk_alone_is_read_while_its_request_waits() -> None:
     bench = Bench(num_pages=6, num_disk_pages=64)
     for document in "abc":
