@@ -266,6 +266,7 @@ class TreeBlockPool(BlockPool):
 
     controller: CacheController
     free_block_queue: TreeFreeBlockQueue
+    enable_kv_cache_events: bool
 
     @classmethod
     def take_over(cls, pool: BlockPool, controller: CacheController) -> TreeFreeBlockQueue:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.benchmarks.chunks.answers import measure_answers, measure_curve
+from tests.benchmarks.chunks.answers import measure_ablations, measure_answers, measure_curve
 from tests.benchmarks.chunks.load import measure_load
 from tests.benchmarks.chunks.ttft import measure_ttft
 from tests.benchmarks.command import benchmark
@@ -35,6 +35,7 @@ PARTS: dict[str, Callable[[Plan], Part]] = {
     "ttft": measure_ttft,
     "load": measure_load,
     "curve": measure_curve,
+    "ablations": measure_ablations,
 }
 
 main = benchmark(

@@ -20,7 +20,7 @@ from ragcache_core.bench.quality import (
     summarise,
 )
 from ragcache_core.bench.quality.measuring import QualityRun
-from ragcache_core.config import CacheConfig
+from ragcache_core.config import CacheConfig, ChunkReuse
 from ragcache_core.types import DEFAULT_ALPHA, SelectionName
 from tests.benchmarks.engines import BLOCK_SIZE
 from tests.benchmarks.report import Figure, Part, Plan
@@ -33,6 +33,17 @@ CURVE: dict[SelectionName, tuple[float, ...]] = {
     "whole_chunks": (1.2, 1.4, 1.5, 1.6, 1.8, 2.0, 3.0),
     "cache_craft": (0.3, 0.6, 1.0, 2.0),
 }
+_PART = {"alpha": 1e6, "max_recompute": 0.3}
+"""30 % of every document that stands elsewhere: no CCI decides."""
+ABLATIONS = (
+    Way("as stored", ChunkReuse(selection="cache_craft", alpha=0.0)),
+    Way("CCI", ChunkReuse(selection="cache_craft", alpha=1.0, max_recompute=0.3)),
+    Way("no CCI", ChunkReuse(selection="cache_craft", **_PART)),
+    Way("no focus", ChunkReuse(selection="cache_craft", focus=0, **_PART)),
+    Way("first tokens", ChunkReuse(selection="first_tokens", **_PART)),
+    Way("question", ChunkReuse(selection="question_driven", **_PART)),
+    Way("random", ChunkReuse(selection="random", **_PART)),
+)
 _KINDS = {"": "all", "_single": "single-hop", "_two_hop": "two-hop", "_cont": "continued"}
 """What a figure's name has -> the kind of question."""
 _WARM_UP = "none: every engine starts empty, and what fills it is counted; naive reuse has read each document alone"
@@ -70,6 +81,21 @@ def measure_curve(plan: Plan) -> Part:
     )
     curve_plot(by_way, plan.model).save_png(CURVE_PICTURE)
     return Part(_WARM_UP, figures, {"summaries": _details(by_way)})
+
+
+def measure_ablations(plan: Plan) -> Part:
+    """Answer with 30 % of reused documents computed anew, each way without a part of Cache-Craft (§5.2, Figure 20)."""
+    by_way = _summaries(plan, [FULL, PREFIX, *ABLATIONS])
+    prefix = by_way[PREFIX.name]["all"]
+    figures = []
+    for way in ABLATIONS:
+        found = by_way[way.name]
+        whole = found["all"]
+        note = f"computed {whole.computed_ratio(prefix):.3f} of prefix caching; continued "
+        note += f"{found['continued'].exact_match:.3f}; ROUGE-L {whole.rouge_l:.3f}, Jaccard {whole.jaccard:.3f}"
+        key, full = f"em_ablation_{way.name.replace(' ', '_')}", by_way[FULL.name]["all"]
+        figures.append(Figure(key, round(whole.exact_match, 4), round(full.exact_match, 4), note=note))
+    return Part(_WARM_UP, tuple(figures), {"summaries": _details(by_way)})
 
 
 def curve_plot(by_way: Mapping[str, Mapping[str, Summary]], model: str) -> Plot:
