@@ -25,7 +25,8 @@ LAYOUT = PromptLayout()
 CHUNKS = {
     "num_chunks": 3, "num_variants": 4, "capacity_tokens": 8000, "used_tokens": 1500, "disk_capacity_tokens": 9000,
     "used_disk_tokens": 2500, "is_disk_enabled": False, "num_requests": 2, "num_reused_chunks": 5,
-    "num_reused_tokens": 900, "num_recomputed_tokens": 300, "num_captured_chunks": 4, "num_evicted_chunks": 1,
+    "num_reused_tokens": 900, "num_recomputed_tokens": 300, "num_prefix_tokens": 70,
+    "num_captured_chunks": 4, "num_evicted_chunks": 1,
     "num_mismatched_chunks": 6, "num_too_long_chunks": 7, "num_crowded_out_chunks": 8, "num_dropped_chunks": 9,
     "num_corrupt_chunks": 10, "num_lost_chunks": 11, "num_refused_requests": 12,
 }  # fmt: skip
@@ -117,7 +118,8 @@ def test_the_engine_says_which_chunks_it_keeps(engine: Engine, server: ScriptedS
     assert reading.chunks == ChunkStats(**CHUNKS)  # type: ignore[arg-type]  # as the engine sends them: numbers and a truth
     assert reading.to_dict()["chunks"] == CHUNKS
     lines = lines_of(reading)
-    assert "chunk reuse      5 chunks of 2 requests: 900 tokens reused, 300 computed anew; 12 requests refused" in lines
+    tokens = "900 tokens reused, 300 computed anew, 70 in approximate prefixes"
+    assert f"chunk reuse      5 chunks of 2 requests: {tokens}; 12 requests refused" in lines
     assert (
         "stored chunks    3 chunks, 4 variants; 1,500 of 8,000 tokens in host memory, 2,500 of 9,000 on disk "
         "(switched off: see the log)"

@@ -19,6 +19,7 @@ from tests.unit.langchain_integration.ways import answered, each_way
 ASKED = [HumanMessage("The sun is a star. What is the sun?")]
 REUSE = {
     "num_chunks": 2, "num_reused_tokens": 20, "num_recomputed_tokens": 9, "num_computed_tokens": 0,
+    "num_prefix_tokens": 4,
     "fix_overhead": 0.25, "variants": [0, 7],
 }  # fmt: skip
 
@@ -84,6 +85,6 @@ def test_an_answer_says_what_was_reused_and_the_handler_sums_it_up(llm: ChatRAGC
     server.reuse = None
     assert answer.response_metadata["ragcache"]["chunk_reuse"] == REUSE
     stats = request_stats_from_dict(answer.response_metadata["ragcache"])
-    assert stats.chunk_reuse == ChunkReuseStats(2, 20, 9, 0, 0.25, (0, 7))
+    assert stats.chunk_reuse == ChunkReuseStats(2, 20, 9, 0, 0.25, (0, 7), 4)
     summary = handler.summary()
     assert (summary.num_reused_chunks, summary.num_reused_tokens, summary.num_recomputed_tokens) == (4, 40, 18)
