@@ -335,10 +335,13 @@ def test_approximate_blocks_of_a_prompt_are_found_by_who_asks_alike_and_those_of
     for each in (request, alike):
         each.block_hashes = private_hashes(each.block_hashes, 2, b"alike")
         it.controller.on_approximated(each.request_id, 2, each.block_hashes)
+    it.pool.enable_kv_cache_events = True
     assert it.start(request) == 0
     for token in range(3 * BLOCK):
         assert it.advance(request, token)
     assert it.cached_keys() == set(request.block_hashes[:num_prompt_blocks])
+    told = [event.token_ids for event in it.pool.take_events()]
+    assert told == [request.prompt_token_ids[: 2 * BLOCK]], "no event tells of approximate blocks"
     it.finish(request)
     assert it.start(plain) == 2 * BLOCK
     it.finish(plain)
