@@ -103,8 +103,7 @@ def test_what_an_approximate_answer_left_is_found_by_those_who_ask_alike_and_by_
     assert again == text
     assert same.chunk_reuse is not None
     assert same.chunk_reuse.num_prefix_tokens > first.chunk_reuse.num_reused_tokens
-    assert same.chunk_reuse.num_computed_tokens == same.chunk_reuse.num_recomputed_tokens == 0
-    assert same.num_computed_tokens <= 32, "the block of the last token"
+    assert same.num_computed_tokens <= 32 > same.chunk_reuse.num_reused_tokens, "all but the block of the last token"
     _, longer = _ask(launched, "gdabc", _THIRD)
     assert longer.chunk_reuse is not None
     assert longer.chunk_reuse.num_prefix_tokens > 0, "what both prompts begin with"
@@ -119,8 +118,8 @@ def test_what_an_approximate_answer_left_is_found_by_those_who_ask_alike_and_by_
     wholly, all_computed = _ask(launched, "gdabc", _ALL)
     assert wholly == _ask(engine, "gdabc")[0]
     assert all_computed.chunk_reuse is None or all_computed.chunk_reuse.num_prefix_tokens == 0
-    counted = _chunks(launched)
-    assert counted.num_prefix_tokens >= same.chunk_reuse.num_prefix_tokens + longer.chunk_reuse.num_prefix_tokens
+    num_found = same.chunk_reuse.num_prefix_tokens + longer.chunk_reuse.num_prefix_tokens
+    assert until(lambda: _chunks(launched).num_prefix_tokens >= num_found, timeout_s=20)
 
 
 def test_answers_without_it_are_those_of_an_engine_that_has_it_not(launched: Engine, engine: Engine) -> None:
