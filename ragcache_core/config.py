@@ -93,15 +93,9 @@ def keeping(connectors: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def check_connectors(
-    connectors: Sequence[Mapping[str, Any]],
-    *,
-    reuses_chunks: bool = False,
-    max_age: float | None = None,
-    below_host: str | None = None,
+    connectors: Sequence[Mapping[str, Any]], *, reuses_chunks: bool = False, max_age: float | None = None
 ) -> None:
     """Refuse connectors of vLLM that cannot stand beside ours, each described as in its ``kv_transfer_config``.
-
-    ``below_host`` names the setting that gives ours a tier below host memory, if there is one.
 
     Raises:
         ValueError: with what to leave out.
@@ -124,11 +118,6 @@ def check_connectors(
         raise ValueError(
             f"chunk_reuse is set beside {_names(connectors)}, which would keep approximate KV as if it were exact: "
             "leave chunk_reuse or connectors out"
-        )
-    if connectors and below_host is not None:
-        raise ValueError(
-            f"{below_host} is set beside {_names(connectors)}: where those fail to load, host memory is emptied, which "
-            f"must not be while it is read into from below: leave {below_host} or connectors out"
         )
     if max_age is not None and (keepers := keeping(connectors)):
         raise ValueError(
@@ -344,12 +333,7 @@ class CacheConfig(_Settings):
                 "host_bytes or leave chunk_reuse out"
             )
         try:
-            check_connectors(
-                self.connectors,
-                reuses_chunks=self.chunk_reuse is not None,
-                max_age=self.max_age,
-                below_host="disk_bytes" if self.disk_bytes else "shared" if self.shared else None,
-            )
+            check_connectors(self.connectors, reuses_chunks=self.chunk_reuse is not None, max_age=self.max_age)
         except ValueError as error:
             raise ValueError(f"CacheConfig.{error}") from error
         return self

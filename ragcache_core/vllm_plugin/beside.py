@@ -76,9 +76,8 @@ def check_beside(vllm_config: Any, *, reuses_chunks: bool, max_age: float | None
     others = [child for child in among if not is_own(child)]
     if len(among) > len(others) + 1:
         raise ConfigError(f"connectors names {len(among) - len(others)} of RAGCache: leave all but one out")
-    below_host = "secondary_tiers" if extra_config(transfer).get("secondary_tiers") else None
     try:
-        check_connectors(others, reuses_chunks=reuses_chunks, max_age=max_age, below_host=below_host)
+        check_connectors(others, reuses_chunks=reuses_chunks, max_age=max_age)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if transfer.kv_load_failure_policy != "recompute":

@@ -120,10 +120,6 @@ class DocumentAware:
         """Begin to read from disk what a prompt needs that nobody asks yet; return whether there is anything."""
         return False
 
-    def take_prefetched(self) -> set[str]:
-        """Return the prompts of :meth:`prefetch` that have ended since the last call, as vLLM is told of requests."""
-        return set()
-
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         assert self.controller is not None
         self.controller.on_looked_up(request.request_id, num_computed_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +28,14 @@ from ragcache_core.vllm_plugin.connector.gpu_connector import DocumentAware, Doc
 from ragcache_core.vllm_plugin.disk.manager import DiskTier
 from ragcache_core.vllm_plugin.disk.prefetcher import DiskPrefetcher
 from ragcache_core.vllm_plugin.offload.compat import (
+    end_spoiled,
     fence_blocks,
     has_events,
     host_policy_of,
     needs_steps,
     newest_store_below,
     num_copies_of_blocks,
+    spoil_stores,
     store_at_most,
 )
 from ragcache_core.vllm_plugin.offload.host_policy import ADAPTED, TreeCachePolicy
@@ -101,6 +104,7 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         self._policy: TreeCachePolicy | None = None
         self._prefetched: set[str] = set()
+        self._spoiled: set[int] = set()
         with building(vllm_config, kv_cache_config) as context:
             context.worker_bytes = self._worker_bytes
             super().__init__(vllm_config, role, kv_cache_config)
@@ -189,10 +193,6 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         self._prefetcher.add_prompt(request)
         return True
 
-    def take_prefetched(self) -> set[str]:
-        prefetched, self._prefetched = self._prefetched, set()
-        return prefetched
-
     def _end_prefetch(self, request: Request) -> None:
         request.status = RequestStatus.FINISHED_ABORTED
         self._forget_promises(request)
@@ -201,6 +201,9 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return what workers have to copy, and count what they store."""
+        if self._prefetched:  # of which no other connector has heard
+            ended, self._prefetched = self._prefetched, set()
+            scheduler_output = replace(scheduler_output, finished_req_ids=scheduler_output.finished_req_ids | ended)
         if self._prefetcher is not None:
             self._prefetcher.begin_reads()  # with which vLLM's offloading goes on below
         if self._policy is not None:
@@ -216,9 +219,11 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         assert self.controller is not None
         for request_id in connector_output.finished_recving or ():
             self.controller.on_load_ended(request_id, time.monotonic())
-        if self._is_beside and connector_output.invalid_block_ids:
+        if self._spoiled:
+            self._spoiled = end_spoiled(self, self._spoiled)
+        if connector_output.invalid_block_ids:
             # What another connector failed to load in this step is being stored under the hash of what it should be.
-            OffloadingConnector.reset_cache(self)
+            self._spoiled |= spoil_stores(self)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         return super().take_events() if self._tells_events else ()  # else vLLM asks each tier in each step

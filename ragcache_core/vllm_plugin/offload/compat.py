@@ -87,6 +87,33 @@ def store_at_most(connector: OffloadingConnector, request_id: str, num_tokens: i
         state.max_offload_tokens = num_tokens if limit is None else min(limit, num_tokens)
 
 
+def spoil_stores(connector: OffloadingConnector) -> set[int]:
+    """Keep nothing of what is being stored, nor of requests that have ended; return which copies have to end."""
+    offloading = connector.scheduler
+    for request_id, state in offloading._req_status.items():
+        if state.req.is_finished():
+            store_at_most(connector, request_id, 0)
+    stores = {number: job for number, job in offloading._jobs.items() if job.is_store}
+    for job in stores.values():
+        offloading.manager.spoil(job.keys)
+    return set(stores)
+
+
+def end_spoiled(connector: OffloadingConnector, jobs: set[int]) -> set[int]:
+    """Have requests store anew what was spoiled when one of these copies has ended; return those that go on.
+
+    Not with sliding windows, where what a request has left behind may be another's by now.
+    """
+    offloading = connector.scheduler
+    going_on = jobs & offloading._jobs.keys()
+    if going_on != jobs:
+        for state in offloading._req_status.values():
+            for config, group in zip(offloading.config.kv_group_configs, state.group_states, strict=True):
+                if config.sliding_window_size_in_chunks is None:
+                    group.next_stored_chunk_idx = 0
+    return going_on
+
+
 def keep_from_storing(connector: OffloadingConnector, request_id: str, num_tokens: int) -> None:
     """Make the offloading store no more than the first ``num_tokens`` of a request, and forget the keys beyond."""
     offloading = connector.scheduler

@@ -33,6 +33,7 @@ from ragcache_core.vllm_plugin.offload.compat import adopt_chunks, host_policy_o
 from ragcache_core.vllm_plugin.offload.cpu_worker import copying_worker
 from ragcache_core.vllm_plugin.offload.host_index import HostIndex
 from ragcache_core.vllm_plugin.offload.host_policy import SelectiveHostTier, TreeCachePolicy, TreeHostTier
+from ragcache_core.vllm_plugin.offload.spoiled_stores import SpoilingManager
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -101,6 +102,7 @@ class RAGCacheSpec(TieringOffloadingSpec):
             self._warn_of_little_memory(host)
             manager = self._build()
             assert isinstance(manager, TieringOffloadingManager)
+            SpoilingManager.take_over(manager)
             policy = host_policy_of(manager)
             if isinstance(policy, TreeCachePolicy):
                 host.num_other_blocks = lambda: policy.num_other_chunks

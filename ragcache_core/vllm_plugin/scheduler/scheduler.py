@@ -66,8 +66,8 @@ class _TreeScheduling:
     waiting: Any
     kv_holding_waiting: Any
     deferred_waiting: set[Request]
+    block_size: int
     max_num_scheduled_tokens: int
-    finished_req_ids: set[str]
     need_mamba_block_aligned_split: bool
     _inflight_prefills: set[Request]
     _free_request_blocks: Callable[[Request], None]
@@ -109,7 +109,6 @@ class _TreeScheduling:
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._step_began_s = time.monotonic()
         self._controller.tick(steady_s())
-        self.finished_req_ids |= self._own_connector.take_prefetched()
         if self._queue is None:
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
         self._queue.real.reconsider()
@@ -153,12 +152,26 @@ class _TreeScheduling:
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
         )
+        if (said := model_runner_output.kv_connector_output) is not None and said.invalid_block_ids:
+            self._compute_again(said.invalid_block_ids)
         self._controller.on_step(self._step_began_s, time.monotonic())
         if self._num_front_ends > 1:
             tell_all_front_ends(outputs, self._num_front_ends)
         if self._has_own_process:
             freeze_survivors()
         return outputs
+
+    def _compute_again(self, invalid_block_ids: set[int]) -> None:
+        """Have every request compute for itself what another connector failed to load, and none find anything of it.
+
+        Of requests that share such a block vLLM has the first compute it, which may end before, and it lets later
+        requests find the block, and what was computed behind it, meanwhile.
+        """
+        for request in self.running:
+            (blocks,) = self.kv_cache_manager.get_block_ids(request.request_id)
+            first = next((i for i, block_id in enumerate(blocks) if block_id in invalid_block_ids), len(blocks))
+            request.num_computed_tokens = min(request.num_computed_tokens, first * self.block_size)
+        self.kv_cache_manager.evict_blocks(set(range(self.kv_cache_config.num_blocks)))
 
     def confirm(self, speculation: str) -> dict[str, object] | None:
         """Make a speculation's requests real.

@@ -304,10 +304,14 @@ class Steps:
                     self._engine[blocks[len(held) - 1]] = held[-1]
                     continue
                 seen = max(first - _WINDOW + 1, 0) if isinstance(group.kv_cache_spec, SlidingWindowSpec) else 0
-                self._engine.update(zip(blocks[first // BLOCK :], held[first // BLOCK :], strict=False))
+                for block, new in zip(blocks[first // BLOCK :], held[first // BLOCK :], strict=False):
+                    if self._engine.get(block, ())[: len(new)] != new:  # else another may have computed more of it
+                        self._engine[block] = new
                 read += [(name, blocks[i], held[i]) for i in range(seen // BLOCK, len(held))]
         for name, block, wanted in read:
-            assert self._engine.get(block) == wanted, f"{name} reads KV of other tokens in block {block}"
+            assert self._engine.get(block, ())[: len(wanted)] == wanted, (
+                f"{name} reads KV of other tokens in block {block}"
+            )
 
     def _store(self, jobs: list[int]) -> None:
         for number in jobs:
@@ -316,14 +320,16 @@ class Steps:
             for block, chunk in zip(job.src_spec.block_ids.tolist(), job.dst_spec.block_ids.tolist(), strict=True):
                 self._host.write(chunk, self._engine[block])
 
-    def _on_stored(self, tier: Any, complete: Callable[..., None], keys: Any, *context: Any, **success: bool) -> None:
-        for key in keys:
+    def _on_stored(
+        self, tier: Any, complete: Callable[..., None], keys: Any, context: Any, success: bool = True
+    ) -> None:
+        for key in keys if success else ():
             if (chunk := tier._policy._chunks.get(key)) is not None:  # a reset may have dropped it
                 stored = self._host.read(chunk.chunk_id)
                 said = content(group_of(key), self._tokens_of[get_offload_block_hash(key)])
                 assert stored == said, "a chunk is not what it is said to be"
                 self.num_stored += 1
-        complete(keys, *context, **success)
+        complete(keys, context, success)
 
 
 def content(group: int, tokens: tuple[int, ...]) -> tuple[int, ...]:

@@ -33,7 +33,14 @@ def both(folder: Path) -> Iterator[Engine]:
         "kv_connector": "ExampleConnector",
         "kv_connector_extra_config": {"shared_storage_path": str(folder / "example")},
     }
-    cache = CacheConfig(kv_cache_bytes="64MiB", block_size=BLOCK, host_bytes="64MiB", connectors=(example,))
+    cache = CacheConfig(
+        kv_cache_bytes="64MiB",
+        block_size=BLOCK,
+        host_bytes="64MiB",
+        disk_bytes="64MiB",
+        directory=folder / "kv",
+        connectors=(example,),
+    )
     settings = {**ENGINE_ARGS, "cache": cache, "env": {"VLLM_SERVER_DEV_MODE": "1"}}
     with Engine.launch(str(DEMO_MODEL), log_path=folder / "server.log", **settings) as running:
         yield running
@@ -44,10 +51,18 @@ def ask(engine: Engine, shown: list[Document], question: str) -> Generation:
     return engine.generate(prompt, max_tokens=12)
 
 
-def empty_the_gpu(engine: Engine) -> None:
-    url = f"{engine.base_url.removesuffix('/v1')}/reset_prefix_cache"
+def post(engine: Engine, route: str) -> int:
     headers = {"Authorization": f"Bearer {engine.api_key}"}
-    assert until(lambda: httpx.post(url, headers=headers, timeout=30).status_code == 200, 30)
+    return httpx.post(f"{engine.base_url.removesuffix('/v1')}/{route}", headers=headers, timeout=30).status_code
+
+
+def empty_the_gpu(engine: Engine) -> None:
+    assert until(lambda: post(engine, "reset_prefix_cache") == 200, 30)
+
+
+def empty_gpu_and_host(engine: Engine) -> None:
+    """Make the engine sleep with its weights, and wake up."""
+    assert [post(engine, route) for route in ("sleep?level=1", "wake_up")] == [200, 200]
 
 
 def test_answers_are_plain_vllms_whoever_has_the_kv(both: Engine, plain: Engine, folder: Path) -> None:
@@ -81,13 +96,32 @@ def test_the_server_tells_of_the_tiers_and_speculates_as_ever(both: Engine, plai
     assert not ahead.is_failed
     assert until(lambda: both.stats().num_confirmed_speculations == 1, 30)
     stats = both.stats()
-    assert [tier.name for tier in stats.tiers] == ["gpu", "host"]
+    assert [tier.name for tier in stats.tiers] == ["gpu", "host", "disk"]
     assert stats.num_requests == 10
     host = stats.tiers[1]
     assert host.num_hit_tokens > 0
     text = httpx.get(f"{both.base_url.removesuffix('/v1')}/metrics", timeout=30).text
     assert "ragcache_requests_total" in text
     assert "vllm:kv_offload" in text
+
+
+def test_ours_has_a_disk_beside_the_other_connector(both: Engine, plain: Engine) -> None:
+    shown, questions = DOCUMENTS[:2], [f"{word} is what they make? " * 10 for word in ("Tea", "Clocks", "Which")]
+    ask(both, shown, questions[0])
+    assert until(lambda: ask(both, shown, questions[0]).stats.num_stored_bytes == 0, 30)
+    empty_gpu_and_host(both)
+    answer = ask(both, shown, questions[1])
+    assert answer.text == ask(plain, shown, questions[1]).text
+    assert (answer.stats.num_disk_tokens or 0) > 2 * BLOCK
+    assert until(lambda: ask(both, shown, questions[1]).stats.num_stored_bytes == 0, 30)
+    empty_gpu_and_host(both)
+    prompt = PromptLayout().render(both.tokenizer, shown, questions[2])
+    num_read = both.prefetch(prompt)
+    assert num_read > 2 * BLOCK
+    assert until(lambda: both.prefetch(prompt) == 0, 30), "of which the other connector, which is told, knows nothing"
+    answer = ask(both, shown, questions[2])
+    assert answer.text == ask(plain, shown, questions[2]).text
+    assert answer.stats.num_host_tokens == num_read
 
 
 def test_the_other_connectors_kv_is_not_forgotten_and_that_is_said(both: Engine) -> None:

@@ -53,12 +53,9 @@ def another(connector: str) -> Any:
     return engine(kv_connector=connector, kv_connector_module_path=None)
 
 
-def beside(
-    *others: dict[str, Any], ours: int = 1, ragcache: dict[str, Any] | None = None, below: Any = (), **changed: Any
-) -> Any:
-    """Return an engine with other connectors before ours, which has tiers ``below`` host memory."""
-    settings = {"ragcache": ragcache or {}, "secondary_tiers": list(below)}
-    own = {"kv_connector": "RAGCacheConnector", "kv_connector_extra_config": settings}
+def beside(*others: dict[str, Any], ours: int = 1, ragcache: dict[str, Any] | None = None, **changed: Any) -> Any:
+    """Return an engine with other connectors before ours."""
+    own = {"kv_connector": "RAGCacheConnector", "kv_connector_extra_config": {"ragcache": ragcache or {}}}
     built = engine(
         kv_connector="MultiConnector",
         kv_connector_module_path=None,
@@ -179,24 +176,6 @@ REFUSALS = {
         "CacheConfig.max_age is 60",
         "what ExampleConnector keeps has no age",
         "leave max_age or connectors out",
-    ),
-    "a disk beside another connector": Refusal(
-        lambda: CacheConfig(host_bytes="1GiB", disk_bytes="1GiB", connectors=(NIXL,)),
-        "CacheConfig.disk_bytes is set beside NixlConnector",
-        "where those fail to load, host memory is emptied, which must not be while it is read into from below",
-        "leave disk_bytes or connectors out",
-    ),
-    "a shared store beside another connector": Refusal(
-        lambda: CacheConfig(host_bytes="1GiB", shared="redis://store:6379/0", connectors=(NIXL,)),
-        "CacheConfig.shared is set beside NixlConnector",
-        "where those fail to load, host memory is emptied, which must not be while it is read into from below",
-        "leave shared or connectors out",
-    ),
-    "tiers below host memory beside another connector, by the engine": Refusal(
-        lambda: check_engine(beside(NIXL, below=[{"type": "fs"}])),
-        "secondary_tiers is set beside NixlConnector",
-        "where those fail to load, host memory is emptied, which must not be while it is read into from below",
-        "leave secondary_tiers or connectors out",
     ),
     "another connector, and requests that fail with their KV": Refusal(
         lambda: check_engine(beside(NIXL, policy="fail")),
