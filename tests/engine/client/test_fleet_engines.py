@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from dataclasses import dataclass, replace
 
+import httpx
 import pytest
 
 from examples import fleet as example
 from ragcache_core import CacheConfig, Document, Fleet, PromptLayout, RenderedPrompt
 from ragcache_core.client import Engine
+from ragcache_core.types import RetrievalUpdate
+from ragcache_integrations.langchain import ChatRAGCache, RAGCacheRetriever, SpeculativeRAG, prompt_from_layout
 from tests.conftest import DEMO_MODEL, ENGINE_ARGS
+from tests.engine.search_scene import QUESTION, documents
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -24,11 +30,12 @@ TOWNS = [f"{first}{last}" for first in ("Ar", "Be", "Co", "Du") for last in ("vi
 
 @pytest.fixture(scope="module")
 def second(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    settings = {**ENGINE_ARGS, "cache": CacheConfig(kv_cache_bytes="256MiB", block_size=32, host_bytes="64MiB")}
-    log_path = tmp_path_factory.mktemp("second") / "server.log"
-    with Engine.launch(
-        str(DEMO_MODEL), api_key=engine.api_key, max_restarts=0, log_path=Path(log_path), **settings
-    ) as own:
+    folder = tmp_path_factory.mktemp("second")
+    cache = CacheConfig(
+        kv_cache_bytes="256MiB", block_size=32, host_bytes="64MiB", disk_bytes="64MiB", directory=folder / "kv"
+    )
+    settings = {**ENGINE_ARGS, "cache": cache, "env": {"VLLM_SERVER_DEV_MODE": "1"}, "log_path": folder / "server.log"}
+    with Engine.launch(str(DEMO_MODEL), api_key=engine.api_key, max_restarts=0, **settings) as own:
         yield own
 
 
@@ -70,6 +77,53 @@ def test_an_order_is_chosen_by_what_any_replica_has(fleet: Fleet) -> None:
     assert [d.doc_id for d in arranged.documents] == ["fleet-Gor", "fleet-Hul", "fleet-Ing"]
     again = fleet.generate(PromptLayout().render(fleet.tokenizer, arranged.documents, "Why?"), max_tokens=4)
     assert again.stats.num_cached_tokens > 0.7 * again.stats.num_prompt_tokens
+
+
+def empty_gpu_and_host(replica: Engine) -> None:
+    """Make a replica sleep with its weights, and wake up."""
+    for route in ("sleep?level=1", "wake_up"):
+        url, headers = replica.base_url.removesuffix("v1"), {"Authorization": f"Bearer {replica.api_key}"}
+        httpx.post(f"{url}{route}", headers=headers, timeout=30).raise_for_status()
+
+
+def read_from_disk(replica: Engine) -> int:
+    return {tier.name: tier.num_hit_tokens for tier in replica.stats().tiers}["disk"]
+
+
+@dataclass
+class AwaitedSource:
+    """Names its documents, and has no more to say before something has happened."""
+
+    found: tuple[Document, ...]
+    has_happened: Callable[[], bool]
+    is_in_time: bool = False
+
+    async def stages(self, query: str, k: int) -> AsyncGenerator[RetrievalUpdate, None]:
+        update = RetrievalUpdate(self.found, (1.0,) * len(self.found), 0, False)
+        yield update
+        self.is_in_time = await asyncio.to_thread(until, self.has_happened, 30.0)
+        yield replace(update, stage=1, is_final=True)
+
+
+async def test_a_searchs_candidates_are_read_from_disk_by_the_replica_that_has_them_before_the_search_ends(
+    fleet: Fleet, engine: Engine, second: Engine
+) -> None:
+    found = documents(2)
+    asked = PromptLayout().render(second.tokenizer, found, QUESTION)
+    assert await asyncio.to_thread(until, lambda: second.generate(asked, max_tokens=2).stats.num_stored_bytes == 0, 30)
+    empty_gpu_and_host(second)
+    fleet.arrange_documents([], "cache_aware")  # begins to ask what replicas have
+    assert await asyncio.to_thread(fleet.integration.ordering.refresh, 10.0)
+    others, num_read = engine.stats().num_requests, read_from_disk(second)
+    source = AwaitedSource(found, lambda: read_from_disk(second) >= num_read + len(asked.token_ids) // 2)
+    llm = ChatRAGCache(engine=fleet, max_tokens=8, temperature=0)
+    retriever = RAGCacheRetriever(store=source, engine=fleet)
+    said = await SpeculativeRAG(retriever=retriever, prompt=prompt_from_layout(), llm=llm).ainvoke(QUESTION)
+    assert source.is_in_time
+    stats = said.response_metadata["ragcache"]
+    assert stats["pipeline"]["is_confirmed"]
+    assert stats["num_disk_tokens"] >= len(asked.token_ids) // 2
+    assert engine.stats().num_requests == others
 
 
 def test_the_example_asks_both_ways(
