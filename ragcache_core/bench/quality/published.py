@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from ragcache_core.bench.quality.questions import ALL_KINDS, Question, text_document
 from ragcache_core.types import QuestionFormat
@@ -23,7 +24,17 @@ _HOPS = re.compile(r"\dhop")
 
 Aliases = Mapping[str, Sequence[str]]
 """Other names of an entity, by its Wikidata id."""
-Text = Annotated[str, Field(pattern=r"\S")]
+
+
+def _not_blank(text: str) -> str:
+    if not text.strip():
+        raise PydanticCustomError(
+            "blank", "{text} is blank: give it text, or leave the record out", {"text": f"{text!r:.20}"}
+        )
+    return text
+
+
+Text = Annotated[str, AfterValidator(_not_blank)]
 
 
 class Published(BaseModel, ABC):
@@ -70,6 +81,34 @@ class Squad(Published):
                     start = max(0, min(place - number % NUM_SQUAD_DOCUMENTS, len(texts) - NUM_SQUAD_DOCUMENTS))
                     shown = [(self.title, text) for text in texts[start : start + NUM_SQUAD_DOCUMENTS]]
                     yield _question(asked.question, [answer.text for answer in asked.answers], shown)
+
+
+class _HubAnswers(BaseModel):
+    text: list[str]
+
+
+class SquadRow(BaseModel):
+    """A question of SQuAD as the Hugging Face hub has it, a row of which names its paragraph and its article."""
+
+    expected: ClassVar[str] = (
+        'SQuAD on the hub has rows of {"title", "context", "question", "answers": {"text": [...]}}'
+    )
+    title: str = ""
+    context: Text
+    question: Text
+    answers: _HubAnswers
+
+
+def articles(rows: Iterable[SquadRow]) -> Iterator[Squad]:
+    """Yield the articles that the rows are of, with their paragraphs and questions in the rows' order."""
+    found: dict[str, dict[str, list[_SquadQuestion]]] = {}
+    for row in rows:
+        answers = [_SquadAnswer(text=text) for text in row.answers.text if text.strip()]
+        asked = found.setdefault(row.title, {}).setdefault(row.context, [])
+        asked.append(_SquadQuestion(question=row.question, answers=answers))
+    for title, paragraphs in found.items():
+        shown = [_SquadParagraph(context=context, qas=asked) for context, asked in paragraphs.items()]
+        yield Squad(title=title, paragraphs=shown)
 
 
 def _pairs(context: Any) -> Any:
@@ -170,6 +209,11 @@ FORMATS: dict[QuestionFormat, type[Published]] = {
 }
 
 
+def is_row(record: object) -> bool:
+    """Return whether a record of SQuAD is a row of the hub, and no article."""
+    return isinstance(record, dict) and isinstance(record.get("context"), str)
+
+
 def format_of(record: object) -> QuestionFormat | None:
     """Return the published format that a file's first record looks like, if any."""
     match record:
@@ -180,7 +224,7 @@ def format_of(record: object) -> QuestionFormat | None:
         case {"paragraphs": _}:
             return "squad"
         case {"question": _, "context": str(), "answers": {"text": _}}:
-            return "squad"  # rows of the hub, which hold no article: refused with what the authors' file has
+            return "squad"  # rows of the hub
         case {"input": _, "context": _}:
             return "longbench"
         case {"question": _, "context": _, "evidences": _}:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from ragcache_core.bench.quality.published import FORMATS, Aliases, AliasesOfEntity, format_of
+from ragcache_core.bench.quality.published import (
+    FORMATS,
+    Aliases,
+    AliasesOfEntity,
+    Published,
+    SquadRow,
+    articles,
+    format_of,
+    is_row,
+)
 from ragcache_core.bench.quality.questions import EXAMPLE, Question, questions_of, share
 from ragcache_core.errors import ConfigError
 from ragcache_core.types import QuestionFormat
@@ -36,13 +45,18 @@ def read_questions(
             with its number and what was expected.
     """
     text = _text(path)
-    found = _format_of(text) if question_format == "auto" else question_format
+    found = format_of(_first(text)) or "ragcache" if question_format == "auto" else question_format
     if found == "ragcache":
         questions = questions_of(text, path, corpus)
     elif corpus is not None:
         raise ConfigError(f"the questions {path} hold their documents, as {found} does: leave the corpus out")
     else:
         questions = list(_published(text, path, found))
+    if not questions and found != "ragcache" and (num_records := sum(1 for _ in _records(text))):
+        raise ConfigError(
+            f"the questions {path} are {num_records} records of {found} without an answer, and at least one is needed: "
+            "give a part with answers, as what is for training or validation is"
+        )
     if not questions:
         raise ConfigError(f"the questions {path} are empty, or none has an answer: one question a line, as {EXAMPLE}")
     return questions if limit is None else share(questions, limit)
@@ -57,19 +71,24 @@ def _text(path: Path) -> str:
         raise ConfigError(f"the questions {path} cannot be read ({reason}): {cure}") from error
 
 
-def _format_of(text: str) -> QuestionFormat:
+def _first(text: str) -> object:
+    """Return a file's first record; None where it has none."""
     try:
         _, record = next(_records(text), ("", None))
     except ValueError:
         record = None
-    return format_of(record) or "ragcache"
+    return record
 
 
 def _published(text: str, path: Path, name: QuestionFormat) -> Iterator[Question]:
     model = FORMATS[name]
     aliases_path = path.with_name(_ALIASES_FILE)
     aliases = _aliases(aliases_path) if name == "2wikimultihopqa" and aliases_path.exists() else {}
-    for place, record in _parsed(text, path, model, model.expected):
+    records: Iterable[tuple[str, Published]] = _parsed(text, path, model, model.expected)
+    if name == "squad" and is_row(_first(text)):
+        rows = (row for _, row in _parsed(text, path, SquadRow, SquadRow.expected))
+        records = ((str(path), article) for article in articles(rows))
+    for place, record in records:
         try:
             yield from record.questions(aliases)
         except ValueError as error:

@@ -46,6 +46,13 @@ SQUAD = {
         }
     ],
 }
+SQUAD_ROW = {
+    "id": "56be85543aeaaa14008c9063",
+    "title": "Zorval",
+    "context": "Zorval was founded by Anna Krenvi in Tolmar.",
+    "question": "Who founded Zorval?",
+    "answers": {"text": ["Anna Krenvi"], "answer_start": [22]},
+}
 HOTPOTQA = [
     {
         "_id": "5a8b57f25542995d1e6f1371",
@@ -139,6 +146,41 @@ def test_paragraphs_of_squad_come_in_changing_company_and_the_asked_one_is_alway
     assert len({tuple(texts(question)) for question in questions[6 * 7 : 7 * 7]}) == NUM_SQUAD_DOCUMENTS
 
 
+@pytest.mark.parametrize("are_lines", [True, False], ids=["lines", "a list"])
+def test_squad_as_the_hub_has_it_reads_alike(are_lines: bool, tmp_path: Path) -> None:
+    rows = [
+        {
+            "id": f"{article}-{place}-{number}",
+            "title": f"Article {article}",
+            "context": f"Paragraph {place} of {article}.",
+            "question": f"What is {number} of {place}?",
+            "answers": {"text": ["x"] if number else [], "answer_start": [0] if number else []},
+        }
+        for article in range(2)
+        for place in range(7)
+        for number in range(3)
+    ]
+    articles = [
+        {
+            "title": f"Article {article}",
+            "paragraphs": [
+                {
+                    "context": f"Paragraph {place} of {article}.",
+                    "qas": [
+                        {"question": f"What is {number} of {place}?", "answers": [{"text": "x"}] if number else []}
+                        for number in range(3)
+                    ],
+                }
+                for place in range(7)
+            ],
+        }
+        for article in range(2)
+    ]
+    found = read(tmp_path, "\n".join(map(json.dumps, rows)) if are_lines else json.dumps(rows))
+    assert found == read(tmp_path, json.dumps({"data": articles}))
+    assert len(found) == 2 * 7 * 2
+
+
 def test_hotpotqa_has_titles_joined_sentences_and_types(tmp_path: Path) -> None:
     (question,) = read(tmp_path, FILES["hotpotqa"])
     assert (question.answers, question.kind) == (("Tolmar",), "bridge")
@@ -205,14 +247,29 @@ def test_a_limit_takes_as_many_of_each_type(tmp_path: Path) -> None:
             "record 1: context.0.1: Input should",
         ),
         ("hotpotqa", json.dumps([{**HOTPOTQA[0], "context": []}]), "record 1: the question 'Where .*' has no document"),
-        ("2wikimultihopqa", json.dumps([{**TWOWIKI[0], "answer": ""}]), "record 1: answer: String should match"),
+        ("2wikimultihopqa", json.dumps([{**TWOWIKI[0], "answer": ""}]), "record 1: answer: '' is blank: give it text"),
         ("musique", FILES["musique"] + "\n{", "line 3: no JSON"),
         (
             "musique",
             json.dumps({**MUSIQUE, "paragraphs": 3}),
             "line 1: paragraphs: Input should be a valid list: MuSiQue",
         ),
-        ("musique", json.dumps({**MUSIQUE, "answerable": False}), "are empty, or none has an answer"),
+        (
+            "musique",
+            json.dumps({**MUSIQUE, "answerable": False}),
+            "are 1 records of musique without an answer, and at le",
+        ),
+        (
+            "squad",
+            json.dumps({**SQUAD_ROW, "context": " "}),
+            "line 1: context: ' ' is blank: give it text, .*: SQuAD on",
+        ),
+        ("squad", json.dumps({**SQUAD_ROW, "answers": {"text": []}}), "are 1 records of squad without an answer"),
+        (
+            "squad",
+            json.dumps({**SQUAD_ROW, "answers": ["x"]}),
+            "line 1: answers: Input should be .*: SQuAD on the hub has",
+        ),
         ("longbench", json.dumps({**LONGBENCH, "answers": []}), "line 1: answers: List should have at least 1 item"),
         ("longbench", "[1]", "record 1: Input should be a valid dictionary or .*: LongBench has lines"),
         ("longbench", "", "are empty, or none has an answer"),
