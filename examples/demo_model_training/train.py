@@ -179,6 +179,7 @@ class Trainer:
         """Write a checkpoint that `load` continues from. Atomic: a crash leaves the last one whole."""
         state = {
             "config": self.model.config.to_dict(),
+            "curriculum": self.options.curriculum,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "progress": {name: getattr(self.progress, name) for name in Progress.__slots__},
@@ -190,8 +191,18 @@ class Trainer:
         temporary.replace(path)
 
     def load(self, path: Path) -> None:
-        """Continue from a checkpoint of the same model configuration."""
+        """Continue from a checkpoint of the same model configuration.
+
+        Raises:
+            SystemExit: it was taught another curriculum.
+        """
         state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+        taught = state.get("curriculum", "demo")  # what older checkpoints do not say
+        if taught != self.options.curriculum:
+            raise SystemExit(
+                f"{path} was taught the curriculum {taught!r}, not {self.options.curriculum!r}: resume with "
+                f"--curriculum {taught}, or leave --resume out"
+            )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.progress = Progress(**state["progress"])

@@ -59,6 +59,12 @@ def test_checkpoint_resumes_with_the_same_next_step(tmp_path: Path) -> None:
     assert resumed.train_step(next(resumed.source.batches(0))) == expected
 
 
+def test_a_checkpoint_that_was_taught_something_else_is_refused(tmp_path: Path) -> None:
+    Trainer.start(replace(OPTIONS, curriculum="deep")).save(tmp_path / "deep.pt")
+    with pytest.raises(SystemExit, match="deep.pt was taught the curriculum 'deep', not 'demo': resume with --curric"):
+        Trainer.start(OPTIONS).load(tmp_path / "deep.pt")
+
+
 def test_training_stops_after_its_last_step(tmp_path: Path) -> None:
     trainer = Trainer.start(replace(OPTIONS, num_steps=3, max_batch_tokens=256))
     train(trainer, tmp_path / "demo.pt")
