@@ -99,7 +99,7 @@ def prepare(options: BenchOptions, stack: ExitStack | None = None) -> Prepared:
     peers = _peers(options.compare, SPECULATIVE if search else {})
     model = str(random_model()) if options.model == RANDOM else options.model
     facts = ModelFacts.read(model, options.dtype)
-    scale = _scale(options, _RANDOM_MODELS_SCALE if options.model == RANDOM else 1.0)
+    scale = _scale(options)
     kv_bytes = facts.memory_bytes(KV_TOKENS, scale, options.block_size)
     if options.kv_memory is not None:
         kv_bytes = _bytes("--kv-memory", options.kv_memory)
@@ -136,7 +136,7 @@ def prepare(options: BenchOptions, stack: ExitStack | None = None) -> Prepared:
         "disk_memory_bytes": setup.disk_bytes,
         "max_model_len": needed,
     }
-    known = {**_facts(options, scale), **sizes}
+    known = {**asked_facts(options), **sizes}
     return Prepared(comparison, prompts, open_engine, known, _warm_disks(options, known, setup.disk_bytes))
 
 
@@ -157,7 +157,7 @@ def _on_a_server(options: BenchOptions, search: SearchOptions | None, stack: Exi
     speculates = is_ragcache and search is not None
     peer = Peer(SERVER, f"the server at {options.engine}", is_ragcache=is_ragcache, speculates=speculates)
     comparison = replace(_comparison(options, (peer,), (1,)), start_s=0.0)
-    scale = _scale(options, 1.0)
+    scale = _scale(options)
     prompts = _prompts(options, comparison, scale, _ASSUMED_VOCABULARY, search, stack)
     facts = ModelFacts(_ASSUMED_VOCABULARY, 1, num_tokens)
     window(prompts, facts, num_requests=comparison.num_trace_requests, kv_bytes=num_tokens, block_size=1)
@@ -165,7 +165,7 @@ def _on_a_server(options: BenchOptions, search: SearchOptions | None, stack: Exi
     def open_engine(peer: Peer, host_bytes: int, folder: Path) -> Engine:  # noqa: ARG001 (it has its own)
         return Engine.connect(options.engine, api_key=options.api_key)
 
-    return Prepared(comparison, prompts, open_engine, _facts(options, scale))
+    return Prepared(comparison, prompts, open_engine, asked_facts(options))
 
 
 def _peers(names: tuple[str, ...], more: Mapping[str, Peer]) -> tuple[Peer, ...]:
@@ -261,7 +261,8 @@ def _searched_prompts(
     }
 
 
-def _scale(options: BenchOptions, default: float) -> float:
+def _scale(options: BenchOptions) -> float:
+    default = _RANDOM_MODELS_SCALE if options.engine == LAUNCH and options.model == RANDOM else 1.0
     scale = default if options.scale is None else options.scale
     check_scale(scale)
     return scale
@@ -274,8 +275,9 @@ def _bytes(name: str, size: str) -> int:
         raise ConfigError(f"{name} is {size!r:.80}: write a size as 64MiB or 1GiB") from error
 
 
-def _facts(options: BenchOptions, scale: float) -> dict[str, Any]:
-    asked = asdict(replace(options, api_key=None, scale=scale))
+def asked_facts(options: BenchOptions) -> dict[str, Any]:
+    """Return in what results must agree with ``options``, as far as that is known before anything is made."""
+    asked = asdict(replace(options, api_key=None, scale=_scale(options)))
     for decided in ("api_key", "kv_memory", "host_memory", "disk_memory"):
         del asked[decided]
     del asked["search_folder"]

@@ -43,13 +43,7 @@ class Results:
         if not path.exists():
             return fresh
         kept = cls.read(path)
-        asked = json.loads(json.dumps(fresh.options))
-        for name in (*asked, *kept.options):
-            if asked.get(name) != kept.options.get(name):
-                raise ConfigError(
-                    f"{path} was measured with {name} = {kept.options.get(name)!r:.120}, not {asked.get(name)!r:.120}: "
-                    "resume with the same options, trace and version, or choose another --output"
-                )
+        kept.check_same({**dict.fromkeys(kept.options), **options})
         kept._machine_now = dict(machine)
         return kept
 
@@ -77,6 +71,19 @@ class Results:
                 f"{path} is not the file of a comparison ({error!r:.120}): name one that 'ragcache bench' wrote"
             ) from error
         return results
+
+    def check_same(self, options: Mapping[str, Any]) -> None:
+        """Refuse to go on with other ``options``; what these leave open may be anything.
+
+        Raises:
+            ConfigError: with the first that differs.
+        """
+        for name, value in json.loads(json.dumps(options)).items():
+            if value != self.options.get(name):
+                raise ConfigError(
+                    f"{self.path} was measured with {name} = {self.options.get(name)!r:.120}, not {value!r:.120}: "
+                    "resume with the same options, trace and version, or choose another --output"
+                )
 
     def set_rates(self, rates_rps: tuple[float, ...], capacity_rps: float | None) -> None:
         """Keep the rates that were decided, and by what capacity of an engine without a cache."""

@@ -19,9 +19,7 @@ from ragcache_core.runtime.terminal import Bar
 if TYPE_CHECKING:
     from ragcache_core.bench.compare.results import Results
 
-_ENGINES = "no-cache,vllm,vllm-host-lru,vllm-host-arc,ragcache,ragcache-cache-aware"
 _AUTO = "auto:0.25,0.5,0.8,1.2,1.8,2.6"
-_SPECULATIVE = ",ragcache-speculative"
 _OF_A_LAUNCH = frozenset(
     (
         "compare",
@@ -126,9 +124,9 @@ _html_option = click.option(
 @click.option(
     "--compare",
     metavar="ENGINES",
-    help="The engines; the first is what throughput is compared with. Also ragcache-chunks, whose answers are "
-    "approximate, and with --search ragcache-speculative and ragcache-cache-aware-speculative. "
-    f"[default: {_ENGINES}; with --search{_SPECULATIVE.replace(',', ' ')} too]",
+    help="The engines, as vllm,vllm-host-lru,ragcache; the first is what throughput is compared with. An unknown name "
+    "is refused with all that there are, of which ragcache-chunks has approximate answers, and what ends in "
+    "-speculative needs --search. [default: all but these; with --search ragcache-speculative too]",
 )
 @click.option(
     "--rates",
@@ -215,17 +213,25 @@ def bench(
     check_outputs({"--output": output, "--html": html_path}, [given["trace"] or Path()])
     from ragcache_core.bench.compare.caveats import beforehand
     from ragcache_core.bench.compare.comparison import run_comparison
-    from ragcache_core.bench.compare.options import BenchOptions, prepare
+    from ragcache_core.bench.compare.options import BenchOptions, asked_facts, prepare
+    from ragcache_core.bench.compare.peers import EXACT
     from ragcache_core.bench.compare.results import Results, check_is_new
+    from ragcache_core.bench.compare.search.peers import SPECULATIVE
     from ragcache_core.bench.machine import machine
 
     check_is_new(output, resume=resume)
     numbers, are_shares = rates
     sizes = () if host_memory is None else tuple(host_memory.split(","))
-    compare = compare or (_ENGINES if given["search"] is None else _ENGINES + _SPECULATIVE)
+    engines = EXACT if given["search"] is None else (*EXACT, next(iter(SPECULATIVE)))
     options = BenchOptions(
-        compare=tuple(compare.split(",")), rates=numbers, are_shares=are_shares, host_memory=sizes, **given
+        compare=tuple(compare.split(",")) if compare else engines,
+        rates=numbers,
+        are_shares=are_shares,
+        host_memory=sizes,
+        **given,
     )
+    if resume and output.exists():  # an index for another search would be made in vain
+        Results.read(output).check_same(asked_facts(options))
     with ExitStack() as stack:
         prepared = prepare(options, stack)
         for warning in beforehand(options.seeds, options.requests):

@@ -168,7 +168,9 @@ def test_the_search_is_in_the_loop_and_in_the_figures(tmp_path: Path) -> None:
         arguments = [*on(server, path), *search, "--search-folder", str(tmp_path)]
         done = bench(*arguments, "--html", str(tmp_path / "report.html"))
         again = bench(*arguments, "--resume", "--json")
+        index = sorted(tmp_path.rglob("*"))
         other = bench(*arguments, "--search-dim", "9", "--resume")
+        assert sorted(tmp_path.rglob("*")) == index, "an index was made in vain"
         refused = bench(*arguments, "--search-folder", str(tmp_path / "new"))
         asked = [seen for seen in server.requests if "prompt" in seen.body]
     assert done.exit_code == 0, done.output
