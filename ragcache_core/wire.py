@@ -46,6 +46,8 @@ SPECULATION_HEADER = "x-ragcache-speculation"
 """The id of a speculation, on its request, its confirmation and what is asked about it."""
 SPECULATION_ROUTE = re.compile(r"/v1/ragcache/speculations/([^/]+)")
 """Routes of a speculation, with its id: where it is confirmed, ended and asked about."""
+REQUEST_ROUTE = re.compile(r"/v1/ragcache/requests/(.+)")
+"""Route of the figures of a request that was answered, with the id of its response."""
 REPLICA_HEADER = "x-ragcache-replica"
 """How a server calls itself, on its answers; whose figures are asked for, where one is asked for a request's."""
 MAX_DOCUMENTS = 4096

@@ -26,11 +26,11 @@ from ragcache_core.errors import EngineUnreachableError
 from ragcache_core.routing.choice import KnownReplica, choose_replica
 from ragcache_core.routing.index import PathIndex
 from ragcache_core.routing.load import OnItsWay, ReplicaLoad
-from ragcache_core.wire import SPECULATION_ROUTE
+from ragcache_core.wire import REQUEST_ROUTE, SPECULATION_ROUTE
 
 HOME = "https://ragcache-fleet"
 """In place of a replica's address, until one is chosen."""
-_REQUEST_ROUTE = re.compile(r"/v1/ragcache/requests/(?:(?:chat)?cmpl-)?(.*-r([0-9]{1,6}))")
+_RESPONSE_OF = re.compile(r"(?:(?:chat)?cmpl-)?(.*-r([0-9]{1,6}))")
 _PLACED = re.compile(r"-r\d+$")
 _REQUEST_ID = "X-Request-Id"
 """vLLM makes the id of a response from it: which replica has that response's figures is read off its end."""
@@ -148,7 +148,7 @@ class ReplicaSet:
         if found := SPECULATION_ROUTE.search(request.url.path):
             with self._counting():
                 return self._speculations.get(found[1])
-        if (found := _REQUEST_ROUTE.search(request.url.path)) and int(found[2]) < len(self.all):
+        if (found := _response(request)) and int(found[2]) < len(self.all):
             return self.all[int(found[2])]
         return None
 
@@ -160,7 +160,7 @@ class ReplicaSet:
 
     def _followed(self, request: httpx.Request) -> httpx.Request:
         """Return a question about an answer by the name that it has where it went on."""
-        if not (found := _REQUEST_ROUTE.search(request.url.path)) or found[1] not in self._moved:
+        if not (found := _response(request)) or found[1] not in self._moved:
             return request
         name = found[1]
         while (later := self._moved.get(name)) is not None:
@@ -305,6 +305,12 @@ class RoutedRequest:
 
 class _BusyError(httpx.ConnectError):
     """A replica takes no requests now, and said so."""
+
+
+def _response(request: httpx.Request) -> re.Match[str] | None:
+    """Return the id in a question about an answer that a replica of this fleet gave, and that replica's number."""
+    found = REQUEST_ROUTE.search(request.url.path)
+    return found and _RESPONSE_OF.match(found[1])
 
 
 def _seconds(retry_after: str | None) -> float:

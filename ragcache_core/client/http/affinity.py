@@ -18,9 +18,8 @@ import httpx
 
 from ragcache_core.client.http.asked import Asked, is_sendable
 from ragcache_core.client.speculation.request_capture import asks_completion
-from ragcache_core.wire import REPLICA_HEADER, SESSION_HEADER, SPECULATION_HEADER, SPECULATION_ROUTE
+from ragcache_core.wire import REPLICA_HEADER, REQUEST_ROUTE, SESSION_HEADER, SPECULATION_HEADER, SPECULATION_ROUTE
 
-_REQUEST_ROUTE = re.compile(r"/v1/ragcache/requests/([^/]+)")
 _RESPONSE_ID = re.compile(rb'"id":\s*"([^"]{1,200})"')
 _MAX_REMEMBERED = 4096
 _BAD_GATEWAY, _UNAVAILABLE = 502, 503
@@ -56,7 +55,7 @@ class ProxyAffinity:
         elif found := SPECULATION_ROUTE.search(request.url.path):
             known = self._speculations.get(found[1], _Place())
             said = {SESSION_HEADER: known.session, SPECULATION_HEADER: found[1]}
-        elif found := _REQUEST_ROUTE.search(request.url.path):
+        elif found := REQUEST_ROUTE.search(request.url.path):
             known = self._answers.get(unquote(found[1]), _Place())
             said = {SESSION_HEADER: known.session, REPLICA_HEADER: known.replica}
         for name, value in said.items():

@@ -22,9 +22,8 @@ from ragcache_core.client.ray_serve.ask import HOPS, UNREACHED, Ask, Head
 from ragcache_core.client.ray_serve.merging import MERGED, PATHS_ROUTE, cursors_of
 from ragcache_core.client.speculation.request_capture import asks_completion
 from ragcache_core.runtime.api_keys import is_among, shown_digest
-from ragcache_core.wire import REPLICA_HEADER, SPECULATION_ROUTE, max_body_bytes
+from ragcache_core.wire import REPLICA_HEADER, REQUEST_ROUTE, SPECULATION_ROUTE, max_body_bytes
 
-_REQUEST_ROUTE = re.compile(r"/v1/ragcache/requests/")
 _OF_ONE = re.compile(r"/v1/ragcache/(cache|cache/gc|drain|documents/(show|pin|unpin|prefetch))")
 _MAX_PLACES = 8192
 _MAX_LOST = 3
@@ -77,7 +76,7 @@ class Front:
             return await self._of_all(ask, route)
         if (found := SPECULATION_ROUTE.match(route)) is not None:
             ask.replica = self._places.get(found[1])
-        elif _REQUEST_ROUTE.match(route):
+        elif REQUEST_ROUTE.match(route):
             ask.replica = self._places.get(request.headers.get(REPLICA_HEADER, ""))
         elif route in _PROBES:
             return await self._probe(ask)
