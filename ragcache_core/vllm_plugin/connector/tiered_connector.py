@@ -28,15 +28,17 @@ from ragcache_core.vllm_plugin.connector.gpu_connector import DocumentAware, Doc
 from ragcache_core.vllm_plugin.disk.manager import DiskTier
 from ragcache_core.vllm_plugin.disk.prefetcher import DiskPrefetcher
 from ragcache_core.vllm_plugin.offload.compat import (
-    end_spoiled,
+    end_copies,
     fence_blocks,
     has_events,
     host_policy_of,
     needs_steps,
     newest_store_below,
     num_copies_of_blocks,
+    rows_in_copies,
     spoil_stores,
     store_at_most,
+    withhold_rows,
 )
 from ragcache_core.vllm_plugin.offload.host_policy import ADAPTED, TreeCachePolicy
 from ragcache_core.vllm_plugin.offload.spec import why_no_host
@@ -104,7 +106,7 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         self._policy: TreeCachePolicy | None = None
         self._prefetched: set[str] = set()
-        self._spoiled: set[int] = set()
+        self._late_copies: dict[int, tuple[int, list[int]]] = {}
         with building(vllm_config, kv_cache_config) as context:
             context.worker_bytes = self._worker_bytes
             super().__init__(vllm_config, role, kv_cache_config)
@@ -217,13 +219,13 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         super().update_connector_output(connector_output)
         assert self.controller is not None
+        if self._late_copies and (meta := connector_output.kv_connector_worker_meta) is not None:
+            end_copies(self, self._late_copies, meta.completed_jobs)
         for request_id in connector_output.finished_recving or ():
             self.controller.on_load_ended(request_id, time.monotonic())
-        if self._spoiled:
-            self._spoiled = end_spoiled(self, self._spoiled)
         if connector_output.invalid_block_ids:
             # What another connector failed to load in this step is being stored under the hash of what it should be.
-            self._spoiled |= spoil_stores(self)
+            spoil_stores(self)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         return super().take_events() if self._tells_events else ()  # else vLLM asks each tier in each step
@@ -242,7 +244,10 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         return newest is not None and now_s - self._waits_since_s < _STEPS_FOR_DISK_S
 
     def reset_cache(self) -> bool | None:
+        self._late_copies |= rows_in_copies(self)
         is_reset: bool | None = OffloadingConnector.reset_cache(self)
+        if self._late_copies:  # else a read from disk gets a row before it is read or written for the last time
+            withhold_rows(self, self._late_copies)
         self._on_reset()
         return is_reset
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ragcache_core.vllm_plugin.compat import OffloadingEvent, OffloadKey, ReqContext
+from ragcache_core.vllm_plugin.compat import OffloadingEvent, OffloadKey, ReqContext, RequestStatus
 
 if TYPE_CHECKING:
     from ragcache_core.vllm_plugin.compat import (
@@ -87,31 +87,47 @@ def store_at_most(connector: OffloadingConnector, request_id: str, num_tokens: i
         state.max_offload_tokens = num_tokens if limit is None else min(limit, num_tokens)
 
 
-def spoil_stores(connector: OffloadingConnector) -> set[int]:
-    """Keep nothing of what is being stored, nor of requests that have ended; return which copies have to end."""
+def rows_in_copies(connector: OffloadingConnector) -> dict[int, tuple[int, list[int]]]:
+    """Return the rows of host memory that copies use: job -> the workers that have not ended it, and its rows."""
+    offloading = connector.scheduler
+    chunks = offloading.manager.primary_tier._policy
+    return {
+        number: (job.pending_count, [chunk.chunk_id for key in job.keys if (chunk := chunks.get(key)) is not None])
+        for number, job in offloading._jobs.items()
+    }
+
+
+def withhold_rows(connector: OffloadingConnector, copies: Mapping[int, tuple[int, Sequence[int]]]) -> None:
+    """Have host memory, which has just been reset, give out no row that copies from before use."""
+    tier = connector.scheduler.manager.primary_tier
+    used = {row for _, rows in copies.values() for row in rows}
+    tier._num_allocated_chunks = tier._num_chunks
+    tier._free_list = [row for row in reversed(range(tier._num_chunks)) if row not in used]
+
+
+def end_copies(
+    connector: OffloadingConnector, copies: dict[int, tuple[int, list[int]]], ended: Mapping[int, int]
+) -> None:
+    """Take ``ended``, job -> by how many workers, out of ``copies``, and give out the rows that none uses any more."""
+    for job, num_workers in ended.items():
+        if job in copies:
+            num_pending, rows = copies.pop(job)
+            if num_pending > num_workers:
+                copies[job] = num_pending - num_workers, rows
+            else:
+                used = {row for _, others in copies.values() for row in others}
+                connector.scheduler.manager.primary_tier._free_list += [row for row in rows if row not in used]
+
+
+def spoil_stores(connector: OffloadingConnector) -> None:
+    """Keep nothing of what is being stored, nor anything more of the requests that have KV by now."""
     offloading = connector.scheduler
     for request_id, state in offloading._req_status.items():
-        if state.req.is_finished():
+        if state.req.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
             store_at_most(connector, request_id, 0)
-    stores = {number: job for number, job in offloading._jobs.items() if job.is_store}
-    for job in stores.values():
-        offloading.manager.spoil(job.keys)
-    return set(stores)
-
-
-def end_spoiled(connector: OffloadingConnector, jobs: set[int]) -> set[int]:
-    """Have requests store anew what was spoiled when one of these copies has ended; return those that go on.
-
-    Not with sliding windows, where what a request has left behind may be another's by now.
-    """
-    offloading = connector.scheduler
-    going_on = jobs & offloading._jobs.keys()
-    if going_on != jobs:
-        for state in offloading._req_status.values():
-            for config, group in zip(offloading.config.kv_group_configs, state.group_states, strict=True):
-                if config.sliding_window_size_in_chunks is None:
-                    group.next_stored_chunk_idx = 0
-    return going_on
+    for job in offloading._jobs.values():
+        if job.is_store:
+            offloading.manager.spoil(job.keys)
 
 
 def keep_from_storing(connector: OffloadingConnector, request_id: str, num_tokens: int) -> None:

@@ -162,15 +162,17 @@ class _TreeScheduling:
         return outputs
 
     def _compute_again(self, invalid_block_ids: set[int]) -> None:
-        """Have every request compute for itself what another connector failed to load, and none find anything of it.
+        """Have every request compute for itself what another connector failed to load, and none find what any has now.
 
-        Of requests that share such a block vLLM has the first compute it, which may end before, and it lets later
-        requests find the block, and what was computed behind it, meanwhile.
+        Of requests that share such a block vLLM has the first compute it, which may end before; it lets later requests
+        find the block, and what was computed behind it, meanwhile; and with two steps in flight the second has begun.
         """
-        for request in self.running:
+        loading = (one for one in self.kv_holding_waiting if one.status == RequestStatus.WAITING_FOR_REMOTE_KVS)
+        for request in (*self.running, *loading):
             (blocks,) = self.kv_cache_manager.get_block_ids(request.request_id)
             first = next((i for i, block_id in enumerate(blocks) if block_id in invalid_block_ids), len(blocks))
             request.num_computed_tokens = min(request.num_computed_tokens, first * self.block_size)
+            self._controller.on_approximated(request.request_id, 0)
         self.kv_cache_manager.evict_blocks(set(range(self.kv_cache_config.num_blocks)))
 
     def confirm(self, speculation: str) -> dict[str, object] | None:

@@ -305,8 +305,9 @@ class Steps:
                     continue
                 seen = max(first - _WINDOW + 1, 0) if isinstance(group.kv_cache_spec, SlidingWindowSpec) else 0
                 for block, new in zip(blocks[first // BLOCK :], held[first // BLOCK :], strict=False):
-                    if self._engine.get(block, ())[: len(new)] != new:  # else another may have computed more of it
-                        self._engine[block] = new
+                    old = self._engine.get(block, ())
+                    if old[: len(new)] != new or (len(old) - 2) // BLOCK != (len(new) - 2) // BLOCK:
+                        self._engine[block] = new  # else another has computed more of the same block
                 read += [(name, blocks[i], held[i]) for i in range(seen // BLOCK, len(held))]
         for name, block, wanted in read:
             assert self._engine.get(block, ())[: len(wanted)] == wanted, (

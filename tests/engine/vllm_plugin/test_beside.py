@@ -102,41 +102,34 @@ class LoadsFail(Steps):
         if failed:
             self.num_failed += 1
             self._unsaid[self.num] = failed
-            loads.update(dict.fromkeys(failed, self._nonsense()))
+            loads.update(dict.fromkeys(failed, (0, -1, self.num)))
         ran = super()._run(output)
         if failed:
             said = ran.kv_connector_output or KVConnectorOutput()
             ran.kv_connector_output = replace(said, invalid_block_ids=failed)
         return ran
 
-    def _nonsense(self) -> tuple[int, ...]:
-        return (0, -1, self.num)
-
     def _compute(self, output: Any) -> None:
-        wrong: set[str] = set()
+        wrong: dict[str, tuple[int, ...]] = {}
         nonsense = {(0, -1, step) for step in self._unsaid}
+        written: dict[str, list[int]] = {}
         for _ in output.num_scheduled_tokens:  # one may read what another computes in this very step
             for name, num_tokens in output.num_scheduled_tokens.items():
                 (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(name)
                 end = self.scheduler.requests[name].num_computed_tokens
                 first = (end - num_tokens) // BLOCK
-                if nonsense.intersection(map(self._engine.get, blocks[:first])) and name not in wrong:
-                    wrong.add(name)
-                    self._engine.update(dict.fromkeys(blocks[first : -(-end // BLOCK)], self._nonsense()))
-        if wrong:
-            self._unsaid.setdefault(self.num, set())
+                if name not in wrong and (read := nonsense.intersection(map(self._engine.get, blocks[:first]))):
+                    wrong[name], written[name] = max(read), blocks[first : -(-end // BLOCK)]
+                    self._engine.update(dict.fromkeys(written[name], wrong[name]))
         right = {name: num for name, num in output.num_scheduled_tokens.items() if name not in wrong}
         super()._compute(replace(output, num_scheduled_tokens=right))
-        for name in wrong:
-            (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(name)
-            end = self.scheduler.requests[name].num_computed_tokens
-            first = (end - output.num_scheduled_tokens[name]) // BLOCK
-            self._engine.update(dict.fromkeys(blocks[first : -(-end // BLOCK)], self._nonsense()))
+        for name, what in wrong.items():
+            self._engine.update(dict.fromkeys(written[name], what))
 
     def _update(self, output: Any, ran: Any) -> None:
         super()._update(output, ran)
-        if ran.kv_connector_output is not None and ran.kv_connector_output.invalid_block_ids:
-            self._unsaid.clear()
+        if ran.kv_connector_output is not None and (said := ran.kv_connector_output.invalid_block_ids):
+            self._unsaid = {step: failed for step, failed in self._unsaid.items() if failed is not said}
 
 
 @pytest.fixture
@@ -159,6 +152,10 @@ def test_what_another_connector_failed_to_load_is_not_stored() -> None:
         steps.rest()
         assert steps.num_failed == 1
         assert again.num_output_tokens == 4
+        assert not scheduler._controller.tree.tiers[Tier.HOST].num_units
+        KeepingConnector.kept.clear()
+        scheduler.add_request(request("later", [*shared, *tokens(4, 9)], 1))
+        steps.rest()
         assert scheduler._controller.tree.tiers[Tier.HOST].num_units >= len(shared) // BLOCK, "computed, then stored"
 
 

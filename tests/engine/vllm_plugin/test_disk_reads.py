@@ -76,6 +76,27 @@ def end(scheduler: Any, name: str) -> None:
     scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
 
+def test_a_read_gets_no_memory_that_a_store_from_before_a_reset_still_writes_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = tokens(1, 64)
+    with host_scheduler(NUM_BLOCKS, "1MiB", **stored(tmp_path, [*words, *tokens(2, 9)])) as scheduler:
+        steps = Steps(scheduler, is_async=False, store_steps=3)
+        copy = steps._store
+        # sleeps until a read that begins with the same step has ended
+        monkeypatch.setattr(steps, "_store", lambda jobs: (time.sleep(0.1 if jobs else 0.0), copy(jobs)))
+        scheduler.add_request(request("stored", tokens(3, 80), 4))
+        steps.step()
+        with scheduler.keeping_weights():
+            scheduler.connector.reset_cache()
+        scheduler.add_request(request("read", [*words, *tokens(4, 9)], 4))
+        assert until(partial(rests, steps), 30.0)
+        assert scheduler._controller.counters.num_tokens_by_tier[Tier.DISK] == len(words)
+        host = scheduler.connector.scheduler.manager.primary_tier
+        num_free = host._get_num_free_chunks()
+        assert num_free + scheduler._controller.tree.tiers[Tier.HOST].num_units == host._num_chunks, "none is lost"
+
+
 def test_what_a_request_needs_is_read_while_it_is_queued(tmp_path: Path) -> None:
     words = tokens(1, 100)
     with host_scheduler(NUM_BLOCKS, "1MiB", **stored(tmp_path, words)) as scheduler:
