@@ -58,7 +58,14 @@ PRIVATE: dict[Any, tuple[str, ...]] = {
     compat.Scheduler: (
         *("_inflight_prefills", "_preempt_request", "_free_request_blocks", "_handle_blocked_waiting_request"),
     ),
-    CPUOffloadingManager: ("_policy", "_num_evictable_cache_chunks", "_free_chunk"),
+    CPUOffloadingManager: (
+        "_policy",
+        "_num_evictable_cache_chunks",
+        "_free_chunk",
+        "_free_list",
+        "_num_allocated_chunks",
+        "_num_chunks",
+    ),
     compat.TieringOffloadingSpec: ("_engine_id", "_manager", "_scheduler_mmap"),
     OffloadingConnectorScheduler: ("_jobs", "_req_status", "_current_batch_allocated_block_ids"),
     kv_cache_utils: ("_NON_CRYPTO_HASH_FUNCTIONS",),
