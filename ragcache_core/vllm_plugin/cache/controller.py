@@ -463,16 +463,14 @@ class CacheController:
     def on_approximated(self, request_id: str, first_block: int, keys: Sequence[Key]) -> None:
         """Keep a request's blocks from ``first_block`` on apart: their KV is approximate.
 
-        Who consented to the same approximation finds those of its prompt by ``keys``.
+        Who consented to the same approximation finds those of its prompt by ``keys``; without any nobody does.
         """
         state = self._requests[request_id]
         is_forgotten = state.first_private is not None and not state.apart
         state.first_private = first_block
         self._release_apart(state)
-        if is_forgotten:
-            return
-        state.apart = keys[: state.num_prompt_tokens // self.tokens_per_block]
-        if path := self.tree.insert(self._path_segments(state, state.apart)):
+        state.apart = () if is_forgotten else keys[: state.num_prompt_tokens // self.tokens_per_block]
+        if state.apart and (path := self.tree.insert(self._path_segments(state, state.apart))):
             state.retained_apart = cast("Key", path[-1].keys[-1])
             self.tree.retain(state.retained_apart)
 

@@ -172,7 +172,7 @@ class _TreeScheduling:
             (blocks,) = self.kv_cache_manager.get_block_ids(request.request_id)
             first = next((i for i, block_id in enumerate(blocks) if block_id in invalid_block_ids), len(blocks))
             request.num_computed_tokens = min(request.num_computed_tokens, first * self.block_size)
-            self._controller.on_approximated(request.request_id, 0)
+            self._controller.on_approximated(request.request_id, 0, ())
         self.kv_cache_manager.evict_blocks(set(range(self.kv_cache_config.num_blocks)))
 
     def confirm(self, speculation: str) -> dict[str, object] | None:
