@@ -201,7 +201,7 @@ def _has_kept(engine: Engine, num_captured: int) -> bool:
 def test_a_forgotten_document_is_in_no_chunk_and_no_file_and_is_computed_anew(
     launched: Engine, directory: Path
 ) -> None:
-    prompt = _LAYOUT.render(launched.tokenizer, [_DOCUMENTS["e"], _DOCUMENTS["g"]], _QUESTION)
+    prompt = _LAYOUT.render(launched.tokenizer, [_DOCUMENTS["e"], _DOCUMENTS["t"]], _QUESTION)
     documents = (segment for segment in prompt.segments if segment.kind is SegmentKind.DOCUMENT)
     token_ids, behind = (pack_token_ids(prompt.token_ids[each.start : each.text_end]) for each in documents)
 
@@ -210,7 +210,7 @@ def test_a_forgotten_document_is_in_no_chunk_and_no_file_and_is_computed_anew(
 
     expected = _ask(launched, "ef", False)[0]
     _ask(launched, "fe", _NOTHING)
-    _ask(launched, "eg", _NOTHING)
+    _ask(launched, "et", _NOTHING)
     assert until(lambda: token_ids in files() and behind in files(), timeout_s=20)
     num_variants = _chunks(launched).num_variants
     receipt = launched.forget(["e"])
