@@ -218,8 +218,8 @@ class CacheController:
         if old := self.tree.older_than(oldest_s):
             self.record_change()
             self.forgetting.forget_nodes(old)
-        if self._chunks is not None:
-            self._chunks.expire(oldest_s)
+        if self._chunks is not None and self._chunks.expire(oldest_s):
+            self.forgetting.forget_approximate()
 
     def _block_bytes_by_tier(self) -> dict[Tier, int]:
         return {tier: report.block_bytes for tier, report in self.tiers.items()}
@@ -471,6 +471,8 @@ class CacheController:
         self._release_apart(state)
         state.apart = () if is_forgotten else keys[: state.num_prompt_tokens // self.tokens_per_block]
         if state.apart and (path := self.tree.insert(self._path_segments(state, state.apart))):
+            if first_block < len(state.apart):
+                self.forgetting.on_approximated(state.apart[first_block])
             state.retained_apart = cast("Key", path[-1].keys[-1])
             self.tree.retain(state.retained_apart)
 

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
     from ragcache_core.vllm_plugin.cache.pins import Pins
 
+_FEW_APPROXIMATE = 1024
+"""So many beginnings of approximate KV are remembered before those that are gone are looked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
@@ -129,6 +132,8 @@ class Forgetting:
         self._tokens_per_block = tokens_per_block
         self._holders: list[Holder] = []
         self._is_waiting = False
+        self._approximate: set[Key] = set()
+        self._most_approximate = _FEW_APPROXIMATE
         self.store_at_most: Callable[[str, int], None] | None = None
 
     @property
@@ -147,9 +152,23 @@ class Forgetting:
             if why_left is not None:
                 self.add_holder(OutOfReach(why_left))
 
+    def on_approximated(self, key: Key) -> None:
+        """Take note of a block with which approximate KV begins.
+
+        What it was computed behind once is not known by its place, so it goes with any document that is forgotten.
+        """
+        self._approximate.add(key)
+        if len(self._approximate) > self._most_approximate:
+            self._approximate_nodes()
+            self._most_approximate = max(2 * len(self._approximate), _FEW_APPROXIMATE)
+
     def forget(self, doc_ids: Set[DocId]) -> dict[str, object]:
         """Give documents up, and return the receipt; see :class:`~ragcache_core.stats.ForgetReceipt`."""
-        return self._give_up(self._tree.named(doc_ids), doc_ids)
+        return self._give_up(_tops([*self._tree.named(doc_ids), *self._approximate_nodes()]), doc_ids)
+
+    def forget_approximate(self) -> None:
+        """Give up all approximate KV: something that it may have been made of is too old."""
+        self.forget_nodes(self._approximate_nodes())
 
     def forget_all(self) -> dict[str, object]:
         """Give up everything, and return the receipt."""
@@ -159,10 +178,13 @@ class Forgetting:
 
     def forget_nodes(self, nodes: Iterable[TreeNode]) -> None:
         """Give up nodes, with what stands behind them; their documents stay what they are elsewhere."""
-        chosen = {node.id: node for node in nodes}
-        tops = [node for node in chosen.values() if not any(step.id in chosen for step in node.path()[:-1])]
-        if tops:
+        if tops := _tops(nodes):
             self._give_up(tops, frozenset())
+
+    def _approximate_nodes(self) -> list[TreeNode]:
+        places = {key: at for key in self._approximate if (at := self._tree.locate(key)) is not None}
+        self._approximate = set(places)
+        return [at.node for at in places.values()]
 
     def _give_up(self, tops: Sequence[TreeNode], doc_ids: Set[DocId], *, is_all: bool = False) -> dict[str, object]:
         nodes = [node for top in tops for node in top.below()]
@@ -224,3 +246,9 @@ class Forgetting:
             if documents or blocks[-1] < len(keys):
                 first[request_id] = min(blocks)
         return first
+
+
+def _tops(nodes: Iterable[TreeNode]) -> list[TreeNode]:
+    """Return those of ``nodes`` that stand behind none of the others."""
+    chosen = {node.id: node for node in nodes}
+    return [node for node in chosen.values() if not any(step.id in chosen for step in node.path()[:-1])]

@@ -205,7 +205,8 @@ class ChunkReuse(KVConnectorBase_V1):
         if num_exact < num_fast or num_exact >= most:
             return False
         for first in sorted(self._borders, reverse=True):
-            if first <= num_exact and controller.is_on_gpu(private_hash(exact[num_exact], first, namespace)):
+            after = range(num_exact, first - 1, -1)  # none where the border lies beyond
+            if after and all(controller.is_on_gpu(private_hash(exact[i], first, namespace)) for i in after):
                 self._keep_apart(request, first * controller.tokens_per_block)
                 return True
         return False

@@ -395,7 +395,7 @@ class ChunkScheduling:
     def _record_lost(self, request: ReuseState) -> None:
         for span, lost in zip(request.spans, request.lost, strict=True):
             name = request.namespace + span.context + span.key
-            self._lost[name] = lost
+            self._lost[name] = max(lost, self._lost.get(name, 0.0))  # another's may be there beside it
             self._lost.move_to_end(name)
         while len(self._lost) > _MAX_SHARED:
             self._lost.popitem(last=False)

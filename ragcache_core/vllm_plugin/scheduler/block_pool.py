@@ -285,6 +285,15 @@ class TreeBlockPool(BlockPool):
         """Return how many blocks of windows and states are cached."""
         return len(self.cached_block_hash_to_block) - self.controller.tree.tiers[Tier.GPU].num_units
 
+    def emit_cached_block_events(
+        self, request: Request, num_cached_blocks: int, block_size: int, kv_cache_group_id: int
+    ) -> None:
+        state = self.controller.state_of(request.request_id)
+        if state is not None and (first_private := state.first_private) is not None:
+            num_exact = first_private * self.controller.tokens_per_block // block_size
+            num_cached_blocks = min(num_cached_blocks, num_exact)  # no event tells of approximate blocks
+        super().emit_cached_block_events(request, num_cached_blocks, block_size, kv_cache_group_id)
+
     def cache_full_blocks(
         self,
         request: Request,

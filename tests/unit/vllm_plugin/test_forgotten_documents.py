@@ -182,13 +182,44 @@ def test_what_chunk_reuse_made_of_a_document_is_forgotten_with_it() -> None:
         gpu.put([key for key in apart if not it.is_on_gpu(key)])
     it.on_finished("ended")
     it.forget({"b"})
-    assert gpu.seen[0].requests == {"there": 3}
+    assert gpu.seen[0].requests == {"there": 1}
     assert apart[3] in gpu.seen[0].units
-    assert [it.is_on_gpu(key) for key in apart] == [True, True, True, False, False, False]
+    assert [it.is_on_gpu(key) for key in apart] == [True, False, False, False, False, False]
     state = it.state_of("there")
     assert state is not None
     assert (state.first_private, list(state.apart)) == (1, [])
     it.on_approximated("there", 0, private_hashes(exact, 0, b"alike"))
     assert list(state.apart) == [], "it is given up for good"
     it.on_finished("there")
+    check_invariants(it.tree)
+
+
+def test_what_may_have_been_made_of_a_document_elsewhere_is_forgotten_with_it() -> None:
+    """A variant of ``a`` behind ``b`` was reused behind ``c``: the place does not say so."""
+    it = controller()
+    gpu, exact = Shelf(it, Tier.GPU), keys(6)
+    apart = private_hashes(exact, 3, b"alike")
+    it.on_new_request("one", RequestMetadata(segments(("", 4), ("c", 12), ("a", 20), (None, 24))), exact, 24, 0.0)
+    it.on_admitted("one", exact, {}, 0.0)
+    it.on_approximated("one", 3, apart)
+    gpu.put(apart)
+    it.on_finished("one")
+    it.forgetting.forget_nodes([])
+    assert all(map(it.is_on_gpu, apart)), "nothing was forgotten"
+    it.forget({"b"})
+    assert [it.is_on_gpu(key) for key in apart] == [True, True, True, False, False, False]
+    check_invariants(it.tree)
+
+
+def test_what_was_made_of_something_too_old_is_given_up_with_it() -> None:
+    it = controller()
+    gpu, apart = Shelf(it, Tier.GPU), private_hashes(keys(6), 1, b"alike")
+    it.on_new_request("one", RequestMetadata(segments(("a", 12), (None, 24))), keys(6), 24, 0.0)
+    it.on_admitted("one", keys(6), {}, 0.0)
+    it.on_approximated("one", 1, apart)
+    gpu.put(apart)
+    it.forgetting.forget_approximate()
+    assert [it.is_on_gpu(key) for key in apart] == [True, False, False, False, False, False]
+    assert not it.state_of("one").apart  # type: ignore[union-attr]  # it is there
+    it.on_finished("one")
     check_invariants(it.tree)

@@ -286,8 +286,8 @@ class ChunkManager:
                 held[name] = (before[0] + len(stored), before[1] + num_pages, before[2] + num_disk_pages)
         return held
 
-    def expire(self, oldest_s: float) -> None:
-        """Drop the variants that were computed before a moment, as :meth:`forget` does."""
+    def expire(self, oldest_s: float) -> bool:
+        """Drop the variants that were computed before a moment, as :meth:`forget` does; return whether any was."""
         old = [
             (chunk, stored)
             for chunk in list(self._stock.chunks.values())
@@ -298,6 +298,7 @@ class ChunkManager:
             self._stock.doom(chunk, stored)
         if old:
             self._stock.is_scrub_due = self._stock.num_disk_pages > 0
+        return bool(old)
 
     def num_forgotten(self) -> int:
         """Return how much of what was forgotten is still here, in memory or on a worker's disk."""
