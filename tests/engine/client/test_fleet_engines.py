@@ -16,10 +16,11 @@ import pytest
 from examples import fleet as example
 from ragcache_core import CacheConfig, Document, Fleet, PromptLayout, RenderedPrompt
 from ragcache_core.client import Engine
+from ragcache_core.retrieval.sources import StageSource
 from ragcache_core.types import RetrievalUpdate
 from ragcache_integrations.langchain import ChatRAGCache, RAGCacheRetriever, SpeculativeRAG, prompt_from_layout
 from tests.conftest import DEMO_MODEL, ENGINE_ARGS
-from tests.engine.search_scene import QUESTION, documents
+from tests.engine.search_scene import QUESTION, SlowSource, documents
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -105,24 +106,31 @@ class AwaitedSource:
         yield replace(update, stage=1, is_final=True)
 
 
+def ask_over(engine: Engine, source: StageSource) -> SpeculativeRAG:
+    llm = ChatRAGCache(engine=engine, max_tokens=8, temperature=0)
+    return SpeculativeRAG(
+        retriever=RAGCacheRetriever(store=source, engine=engine), prompt=prompt_from_layout(), llm=llm
+    )
+
+
 async def test_a_searchs_candidates_are_read_from_disk_by_the_replica_that_has_them_before_the_search_ends(
     fleet: Fleet, engine: Engine, second: Engine
 ) -> None:
     found = documents(2)
-    asked = PromptLayout().render(second.tokenizer, found, QUESTION)
-    assert await asyncio.to_thread(until, lambda: second.generate(asked, max_tokens=2).stats.num_stored_bytes == 0, 30)
+    warm = ask_over(second, SlowSource((found,)))
+    while (stored := await warm.ainvoke(QUESTION)).response_metadata["ragcache"]["num_stored_bytes"]:
+        pass
+    num_tokens = stored.response_metadata["ragcache"]["num_prompt_tokens"]
     empty_gpu_and_host(second)
     fleet.arrange_documents([], "cache_aware")  # begins to ask what replicas have
     assert await asyncio.to_thread(fleet.integration.ordering.refresh, 10.0)
     others, num_read = engine.stats().num_requests, read_from_disk(second)
-    source = AwaitedSource(found, lambda: read_from_disk(second) >= num_read + len(asked.token_ids) // 2)
-    llm = ChatRAGCache(engine=fleet, max_tokens=8, temperature=0)
-    retriever = RAGCacheRetriever(store=source, engine=fleet)
-    said = await SpeculativeRAG(retriever=retriever, prompt=prompt_from_layout(), llm=llm).ainvoke(QUESTION)
+    source = AwaitedSource(found, lambda: read_from_disk(second) >= num_read + num_tokens // 2)
+    said = await ask_over(fleet, source).ainvoke(QUESTION)
     assert source.is_in_time
     stats = said.response_metadata["ragcache"]
     assert stats["pipeline"]["is_confirmed"]
-    assert stats["num_disk_tokens"] >= len(asked.token_ids) // 2
+    assert stats["num_disk_tokens"] >= num_tokens // 2
     assert engine.stats().num_requests == others
 
 
