@@ -24,16 +24,26 @@ def test_a_set_up_says_what_it_fetches_and_how_large_it_is_and_shows_pips_progre
 
 
 def test_every_test_is_run_once_and_each_part_says_how_long_it_took(tmp_path: Path) -> None:
-    runs = [line for line in _lines("test", tmp_path / "venv") if "-m pytest" in line]
+    runs, slow_runs = (
+        [line for line in _lines(target, tmp_path / "venv") if "-m pytest" in line] for target in ("test", "test-slow")
+    )
     unit, engine, alone = runs
-    assert all(re.search(r'&& echo "ragcache: .* took \$\(\(', line) for line in runs)
+    slow_unit, slow_engine, slow_alone = slow_runs
+    assert all(re.search(r'&& echo "ragcache: .* took \$\(\(', line) for line in runs + slow_runs)
     assert "tests/unit tests/contracts" in unit
-    assert '-m "not benchmark and not alone"' in engine
+    assert '-m "not slow"' in unit
+    assert "-m slow" in slow_unit
+    assert '-m "not benchmark and not alone and not slow"' in engine
+    assert '-m "slow and not benchmark and not alone"' in slow_engine
     (parallel,) = (line for line in _lines("test-parallel", tmp_path / "venv") if "-m pytest" in line)
     assert re.findall(r"--ignore=(\S+?)\b(?=[\s)])", engine) == re.findall(r"tests/engine/\w+", parallel)
-    assert "-m alone" in alone
+    assert '-m "alone and not slow"' in alone
+    assert '-m "slow and alone"' in slow_alone
     marked = {path for path in (ROOT / "tests").rglob("*.py") if "@pytest.mark.alone" in path.read_text()}
-    assert {ROOT / path for path in re.findall(r"tests/\S+\.py", alone)} == marked - {Path(__file__).resolve()}
+    for line in (alone, slow_alone):
+        assert {ROOT / path for path in re.findall(r"tests/\S+\.py", line)} == marked - {Path(__file__).resolve()}
     (benchmarks,) = (line for line in _lines("test-benchmarks", tmp_path / "venv") if "-m pytest" in line)
     assert "-m benchmark" in benchmarks
-    assert {"make test", "make test-benchmarks"} <= set((ROOT / ".ci" / "run").read_text().splitlines())
+    assert {"make test", "make test-slow", "make test-benchmarks"} <= set(
+        (ROOT / ".ci" / "run").read_text().splitlines()
+    )

@@ -168,7 +168,7 @@ def test_what_the_deep_curriculum_teaches_is_evaluated_after_all_else() -> None:
 
 
 def test_the_cards_command_for_a_deeper_model_is_understood() -> None:
-    card = (DEMO_MODEL / "README.md").read_text(encoding="utf-8")
+    card = (DEMO_MODEL.with_name("deep_demo_model") / "README.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"python -m examples.demo_model_training.train (--out build/deep.pt .*)", card)
     arguments = parse_arguments(command.split())
     assert (arguments.layers, arguments.curriculum) == (12, "deep")
