@@ -13,24 +13,24 @@ class SpoilingManager(TieringOffloadingManager):
     Host memory is not given to anything else, as a read from disk, while a copy writes to it: a reset would do that.
     """
 
-    _spoiled: set[OffloadKey]
+    spoiled: set[OffloadKey]
 
     @classmethod
     def take_over(cls, manager: TieringOffloadingManager) -> None:
         """Make ``manager`` one of this class, before its first request."""
         manager.__class__ = cls
         assert isinstance(manager, cls)
-        manager._spoiled = set()
+        manager.spoiled = set()
 
     def spoil(self, keys: Collection[OffloadKey]) -> None:
         """Have the stores of ``keys``, which are under way, end as ones that failed."""
-        self._spoiled.update(keys)
+        self.spoiled.update(keys)
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
-        is_spoiled = not self._spoiled.isdisjoint(keys)
-        self._spoiled.difference_update(keys)
+        is_spoiled = not self.spoiled.isdisjoint(keys)
+        self.spoiled.difference_update(keys)
         super().complete_store(keys, req_context, success and not is_spoiled)
 
     def reset_cache(self) -> None:
         super().reset_cache()
-        self._spoiled.clear()
+        self.spoiled.clear()
