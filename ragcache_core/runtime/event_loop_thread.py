@@ -12,6 +12,9 @@ from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
 
+_CANCELLED_AGAIN_S = 0.5
+"""What runs on so long after its cancellation has lost it, as where a connection's timeout came at the same moment."""
+
 
 class EventLoopThread:
     """A thread that runs an event loop. :meth:`close` cancels what runs there and ends it."""
@@ -49,9 +52,11 @@ class EventLoopThread:
             self._loop.close()
 
     async def _end(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
+        tasks = running = asyncio.all_tasks() - {asyncio.current_task()}
+        while running:
+            for task in running:
+                task.cancel()
+            _, running = await asyncio.wait(running, timeout=_CANCELLED_AGAIN_S)
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._at_end is not None:
             await self._at_end()

@@ -235,7 +235,8 @@ class CachedPrefixes(KnownPrefixes):
         """Wait until it is time to ask again, or somebody waits for it."""
         if self._num_at_once == 0:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._is_wanted.wait(), _ASK_EVERY_S)
+                async with asyncio.timeout(_ASK_EVERY_S):  # wait_for may lose a cancellation
+                    await self._is_wanted.wait()
             self._is_wanted.clear()
         self._num_at_once = max(self._num_at_once - 1, 0)
 
