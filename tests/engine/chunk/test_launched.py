@@ -25,7 +25,7 @@ from tests.support.waiting import until
 
 _LAYOUT = PromptLayout()
 _WORDS = ("Zorval", "Tenrik", "was", "a", "company", "founded", "by", "Anna", "Boris", "in", "1823", "makes", "clocks")
-_DOCUMENTS = {name: Document(name, " ".join(Random(name).choices(_WORDS, k=60))) for name in "abcdefgpqrstuvwxyz"}
+_DOCUMENTS = {name: Document(name, " ".join(Random(name).choices(_WORDS, k=60))) for name in "abcdefghpqrstuvwxyz"}
 _QUESTION = "Who founded Zorval?"
 _THIRD: dict[str, Any] = {"selection": "cache_craft", "alpha": 1e9, "max_recompute": 0.3}
 _NOTHING: dict[str, Any] = {"selection": "cache_craft", "alpha": 0.0}
@@ -201,7 +201,7 @@ def _has_kept(engine: Engine, num_captured: int) -> bool:
 def test_a_forgotten_document_is_in_no_chunk_and_no_file_and_is_computed_anew(
     launched: Engine, directory: Path
 ) -> None:
-    prompt = _LAYOUT.render(launched.tokenizer, [_DOCUMENTS["e"], _DOCUMENTS["t"]], _QUESTION)
+    prompt = _LAYOUT.render(launched.tokenizer, [_DOCUMENTS["e"], _DOCUMENTS["h"]], _QUESTION)
     documents = (segment for segment in prompt.segments if segment.kind is SegmentKind.DOCUMENT)
     token_ids, behind = (pack_token_ids(prompt.token_ids[each.start : each.text_end]) for each in documents)
 
@@ -210,7 +210,7 @@ def test_a_forgotten_document_is_in_no_chunk_and_no_file_and_is_computed_anew(
 
     expected = _ask(launched, "ef", False)[0]
     _ask(launched, "fe", _NOTHING)
-    _ask(launched, "et", _NOTHING)
+    _ask(launched, "eh", _NOTHING)
     assert until(lambda: token_ids in files() and behind in files(), timeout_s=20)
     num_variants = _chunks(launched).num_variants
     receipt = launched.forget(["e"])
