@@ -65,7 +65,7 @@ test test-quick test-engine test-slow test-parallel test-benchmarks test-install
 demo: $(READY) ## answer questions from documents through LangChain and LlamaIndex; writes build/demo.json
 	$(VENV)/bin/python -m examples.demo $(if $(MODEL),--model $(MODEL))
 
-test: $(READY) ## lint, types and tests, but those of test-slow, test-parallel and test-benchmarks: 12 minutes on two cores
+test: $(READY) ## lint, types and tests, but those of test-slow, test-parallel and test-benchmarks: some 20 minutes on two cores
 	@$(MAKE) --no-print-directory --jobs=2 lint test-quick
 	@$(MAKE) --no-print-directory test-engine
 
@@ -157,7 +157,7 @@ bench-depth: $(READY) ## compare selections, alphas and orders on the demo model
 bench-fleet: $(READY) ## measure what replicas are worth, simulated and real; writes build/bench-fleet.json (an hour)
 	$(VENV)/bin/python -m tests.benchmarks.fleet $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part))
 
-bench-headline: $(READY) ## measure the first page of docs/benchmarks.md again; writes build/bench-headline.* (40 minutes)
+bench-headline: $(READY) ## measure the first page of docs/benchmarks.md again; writes build/bench-headline.* (most of an hour)
 	$(VENV)/bin/python -m examples.demo_model_training.recurring --out build/recurring-questions.jsonl
 	$(VENV)/bin/python -m tests.benchmarks.headline $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part))
 

@@ -1,4 +1,4 @@
-"""``make bench-headline``: the first page of docs/benchmarks.md again, in 40 minutes; ``build/bench-headline.json``.
+"""``make bench-headline``: the first page of docs/benchmarks.md again; ``build/bench-headline.json``.
 
 Parts of the other benchmarks as they are there, but for three that are smaller: the engines side by side, the policy
 against the bound, and what the cache costs where nothing comes again.
@@ -124,7 +124,7 @@ GOALS: dict[str, Goal] = {
 
 main = benchmark(
     "bench-headline",
-    "Measure the first page of docs/benchmarks.md again: 40 minutes on two cores.",
+    "Measure the first page of docs/benchmarks.md again, smaller.",
     PARTS,
     GOALS,
     """  python -m examples.demo_model_training.recurring --out build/recurring-questions.jsonl
