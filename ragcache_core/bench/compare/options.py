@@ -13,9 +13,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from ragcache_core._version import __version__
 from ragcache_core.bench.compare.comparison import Comparison, OpenEngine
-from ragcache_core.bench.compare.peers import EXACT, PEERS, Peer, Setup
+from ragcache_core.bench.compare.peers import EXACT, MAX_BATCHED_TOKENS, PEERS, Peer, Setup
 from ragcache_core.bench.compare.prompts import TracedPrompts, check_scale, scaled
-from ragcache_core.bench.compare.random_model import random_model
+from ragcache_core.bench.compare.random_model import LLAMA_3_8B, random_model
 from ragcache_core.bench.compare.report import LAUNCH, SERVER
 from ragcache_core.bench.compare.search.index import SearchOptions, open_index
 from ragcache_core.bench.compare.search.peers import SPECULATIVE
@@ -30,7 +30,7 @@ from ragcache_core.retrieval.base import IndexKind
 from ragcache_core.sim.traces.trace import Trace, read_trace
 from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
 
-RANDOM = "random"
+RANDOM, RANDOM_8B = "random", "random-8b"
 AUTO_SHARES = (0.25, 0.5, 0.8, 1.2, 1.8, 2.6)
 _RANDOM_MODELS_SCALE = 0.125
 _ASSUMED_VOCABULARY = 1_024
@@ -65,6 +65,7 @@ class BenchOptions:
     warm_disks: Path | None = None
     block_size: int = 32
     max_num_seqs: int = 8
+    max_num_batched_tokens: int = MAX_BATCHED_TOKENS
     vllm_args: tuple[str, ...] = ()
     search: int | None = None
     search_dim: int = 128
@@ -97,7 +98,7 @@ def prepare(options: BenchOptions, stack: ExitStack | None = None) -> Prepared:
     if options.engine != LAUNCH:
         return _on_a_server(options, search, stack)
     peers = _peers(options.compare, SPECULATIVE if search else {})
-    model = str(random_model()) if options.model == RANDOM else options.model
+    model, model_args = _model(options.model)
     facts = ModelFacts.read(model, options.dtype)
     scale = _scale(options)
     kv_bytes = facts.memory_bytes(KV_TOKENS, scale, options.block_size)
@@ -122,8 +123,9 @@ def prepare(options: BenchOptions, stack: ExitStack | None = None) -> Prepared:
         options.block_size,
         needed,
         options.max_num_seqs,
+        options.max_num_batched_tokens,
         disk_bytes=_bytes("--disk-memory", options.disk_memory),
-        vllm_args=options.vllm_args,
+        vllm_args=(*model_args, *options.vllm_args),
     )
 
     def open_engine(peer: Peer, host_bytes: int, folder: Path) -> Engine:
@@ -138,6 +140,15 @@ def prepare(options: BenchOptions, stack: ExitStack | None = None) -> Prepared:
     }
     known = {**asked_facts(options), **sizes}
     return Prepared(comparison, prompts, open_engine, known, _warm_disks(options, known, setup.disk_bytes))
+
+
+def _model(name: str) -> tuple[str, tuple[str, ...]]:
+    """Return the folder or name of a model, and what vLLM must be told to load it."""
+    if name == RANDOM:
+        return str(random_model()), ()
+    if name == RANDOM_8B:
+        return str(random_model(LLAMA_3_8B, has_weights=False)), ("--load-format=dummy",)
+    return name, ()
 
 
 def _warm_disks(options: BenchOptions, known: Mapping[str, Any], disk_bytes: int) -> WarmDisks | None:

@@ -181,7 +181,7 @@ def simulated(peer: Peer, host_bytes: int, options: Mapping[str, Any]) -> Simula
         granularity="block",
         block_size=options["block_size"],
         max_batch=options["max_num_seqs"],
-        max_batched_tokens=max(MAX_BATCHED_TOKENS, options["max_num_seqs"]),
+        max_batched_tokens=max(options.get("max_num_batched_tokens", MAX_BATCHED_TOKENS), options["max_num_seqs"]),
         overlaps_transfers=False,
     )
 

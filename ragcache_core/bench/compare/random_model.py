@@ -1,7 +1,7 @@
 """A Llama with random weights, made on the spot: what it says is noise, what its prefill costs is not.
 
 The model is a pure function of its shape, so it is made once and kept in the user's cache folder. NumPy alone draws the
-weights: nothing here needs torch.
+weights: nothing here needs torch. A large one is made without, and vLLM draws them itself (``--load-format dummy``).
 """
 
 from __future__ import annotations
@@ -62,37 +62,55 @@ class ModelShape:
         return self.hidden_size // self.num_heads
 
 
-def random_model(shape: ModelShape = ModelShape(), folder: Path | None = None) -> Path:
+LLAMA_3_8B = ModelShape(
+    hidden_size=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    intermediate_size=14_336,
+    vocab_size=128_256,
+    max_tokens=131_072,
+)
+"""Llama-3.1-8B: 8 billion parameters, 16 GiB of them and 128 KiB of KV a token in bfloat16: for a GPU."""
+
+
+def random_model(shape: ModelShape = ModelShape(), folder: Path | None = None, *, has_weights: bool = True) -> Path:
     """Return the folder of a model of that shape in Hugging Face format; made the first time.
 
     Atomic: a folder that is there is whole. ``folder`` holds such models, by default one in the user's cache folder.
+    Without weights an engine loads it with ``--load-format dummy`` alone.
 
     Raises:
         OSError: the folder cannot be written to.
     """
-    config = {"version": _VERSION, **asdict(shape)}
+    config = {"version": _VERSION, **asdict(shape), **({} if has_weights else {"has_weights": False})}
     digest = hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=6).hexdigest()
     folder = folder or Path(platformdirs.user_cache_dir("ragcache")) / "models"
     path = folder / f"random-llama-{shape.num_parameters / 1e6:.0f}m-{digest}"
-    return make_once(path, partial(_write, shape))
+    return make_once(path, partial(_write, shape, has_weights))
 
 
-def _write(shape: ModelShape, folder: Path) -> None:
-    from safetensors.numpy import save_file
-
+def _write(shape: ModelShape, has_weights: bool, folder: Path) -> None:
     folder.mkdir(FOLDER_MODE)
-    rng = np.random.default_rng(shape.seed)
-    weights = {}
-    for name, size in _weights(shape):
-        drawn = rng.standard_normal(size, dtype=np.float32) * np.float32(_STANDARD_DEVIATION)
-        weights[name] = np.ones(size, np.float32) if len(size) == 1 else drawn
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    if has_weights:
+        _write_weights(shape, folder / "model.safetensors")
     _write_json(folder / "config.json", _config(shape))
     _write_json(folder / "generation_config.json", {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2})
     _write_json(folder / "tokenizer.json", _tokenizer(shape.vocab_size))
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     settings = {**special, "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": _CHAT_TEMPLATE}
     _write_json(folder / "tokenizer_config.json", {**settings, "model_max_length": shape.max_tokens})
+
+
+def _write_weights(shape: ModelShape, path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    rng = np.random.default_rng(shape.seed)
+    weights = {}
+    for name, size in _weights(shape):
+        drawn = rng.standard_normal(size, dtype=np.float32) * np.float32(_STANDARD_DEVIATION)
+        weights[name] = np.ones(size, np.float32) if len(size) == 1 else drawn
+    save_file(weights, path, metadata={"format": "pt"})
 
 
 def _weights(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:

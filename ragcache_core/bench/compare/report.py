@@ -82,11 +82,17 @@ def _asked(options: Mapping[str, Any]) -> str:
     )
 
 
+_RANDOM_MODELS = {
+    "random": "A random Llama of 30 million parameters",
+    "random-8b": "A random Llama of the shape of Llama-3.1-8B",
+}
+
+
 def _engines(options: Mapping[str, Any]) -> str:
     """Return in a few words what the engines had."""
     if options["engine"] != LAUNCH:
         return f"The server at {options['engine']}"
-    model = "A random Llama of 30 million parameters" if options["model"] == "random" else options["model"]
+    model = _RANDOM_MODELS.get(options["model"], options["model"])
     sizes = {name: worded(f"{name}_bytes", options[f"{name}_bytes"]) for name in ("kv_memory", "host_memory")}
     return f"{model}, {options['dtype']}; {sizes['kv_memory']} of KV memory; {sizes['host_memory']} of host memory"
 

@@ -31,6 +31,7 @@ _OF_A_LAUNCH = frozenset(
         "warm_disks",
         "block_size",
         "max_num_seqs",
+        "max_num_batched_tokens",
         "vllm_args",
     )
 )
@@ -69,7 +70,7 @@ _html_option = click.option(
         "ragcache bench --workload mmlu --output build/compare.json --html build/compare.html",
         "ragcache bench --compare vllm,ragcache --rates 1,2,4 --seeds 1 --requests 100 --output out.json",
         "ragcache bench --trace retrievals.jsonl --scale 0.25 --host-memory 64MiB,256MiB --output out.json --resume",
-        "ragcache bench --model org/model --dtype bfloat16 --scale 1 --vllm-arg=--no-enforce-eager --output out.json",
+        "ragcache bench --model random-8b --dtype bfloat16 --max-num-batched-tokens 8192 --vllm-arg=--no-enforce-eager",
         "ragcache bench --search 1000000 --compare vllm,ragcache,ragcache-speculative --rates 1,2 --output out.json",
         "ragcache bench --engine http://127.0.0.1:8000 --api-key KEY --rates 1,2 --output out.json",
     ],
@@ -144,8 +145,9 @@ _html_option = click.option(
     "--model",
     default="random",
     show_default=True,
-    metavar="DIR|NAME|random",
-    help="The model; random is a Llama of 30 million parameters made on the spot.",
+    metavar="DIR|NAME|random|random-8b",
+    help="The model; random is a Llama of 30 million parameters made on the spot, random-8b one of the shape of "
+    "Llama-3.1-8B, for a GPU.",
 )
 @click.option(
     "--dtype",
@@ -154,7 +156,7 @@ _html_option = click.option(
     show_default=True,
     help="Of weights and KV.",
 )
-@click.option("--scale", type=float, help="Lengths times this. [default: 0.125 for the random model, 1 for others]")
+@click.option("--scale", type=float, help="Lengths times this. [default: 0.125 for random, 1 for other models]")
 @click.option("--output-tokens", type=click.IntRange(1), help="Tokens of each answer. [default: the trace's]")
 @click.option("--kv-memory", metavar="SIZE", help="KV memory. [default: 40,960 tokens times the scale]")
 @click.option(
@@ -177,6 +179,13 @@ _html_option = click.option(
 )
 @click.option("--block-size", type=click.IntRange(1), default=32, show_default=True, help="Tokens in a KV block.")
 @click.option("--max-num-seqs", type=click.IntRange(1), default=8, show_default=True, help="Requests that run at once.")
+@click.option(
+    "--max-num-batched-tokens",
+    type=click.IntRange(1),
+    default=1_024,
+    show_default=True,
+    help="Tokens that a step computes at most.",
+)
 @click.option("--vllm-arg", "vllm_args", multiple=True, metavar="ARG", help="An argument of vLLM's server as it is.")
 @click.option(
     "--output",
