@@ -238,7 +238,7 @@ def check_sendable(value: object, name: str) -> None:
             check_text(value, place)
         elif isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{place} is {value}; a number must be finite: send another one, or leave it out")
-        elif isinstance(value, int) and not -(2**63) <= value < 2**64:
+        elif isinstance(value, int) and not _in_64_bits(value):
             raise ConfigError(
                 f"{place} is {quoted(value, 30)}; a whole number must lie within 64 bits, -2^63 to 2^64 - 1: send a "
                 "smaller one"
@@ -246,8 +246,17 @@ def check_sendable(value: object, name: str) -> None:
         elif isinstance(value, Mapping):
             waiting += [(key, f"a name in {place}") for key in value]
             waiting += [(inner, f"{place}.{key}") for key, inner in value.items()]
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, list | tuple) and not _are_whole_numbers(value):
             waiting += [(inner, f"{place}[{i}]") for i, inner in enumerate(value)]
+
+
+def _are_whole_numbers(values: Sequence[Any]) -> bool:
+    """Return whether all are within 64 bits: one look at the thousands of tokens of a prompt."""
+    return set(map(type, values)) == {int} and _in_64_bits(min(values)) and _in_64_bits(max(values))
+
+
+def _in_64_bits(number: int) -> bool:
+    return -(2**63) <= number < 2**64
 
 
 def read_doc_ids(raw: object) -> list[str]:

@@ -99,6 +99,19 @@ def test_memory_is_scaled_as_the_lengths_are(tmp_path: Path) -> None:
     assert "api_key" not in facts
 
 
+def test_the_random_model_of_8_billion_is_loaded_without_weights_and_asked_whole_prompts(
+    launched: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    options = replace(SMALL, model="random-8b", dtype="bfloat16", max_num_batched_tokens=8_192, vllm_args=("--seed=1",))
+    prepared = prepare(options)
+    prepared.open_engine(PEERS["ragcache"], 1 << 30, tmp_path)
+    assert prepared.facts["scale"] == 1
+    assert prepared.facts["kv_bytes_per_token"] == 128 << 10
+    assert launched[0]["extra_args"] == ("--load-format=dummy", "--seed=1")
+    assert launched[0]["max_num_batched_tokens"] == 8_192
+
+
 def test_every_seed_has_requests_for_every_rate() -> None:
     prepared = prepare(replace(SMALL, seeds=2, first_seed=7, rates=AUTO_SHARES, are_shares=True))
     assert set(prepared.prompts) == {7, 8}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from ragcache_core.bench.compare.random_model import ModelShape, random_model
+from ragcache_core.bench.compare.random_model import LLAMA_3_8B, ModelShape, random_model
 from ragcache_core.errors import ConfigError
 from tests.benchmarks.engines import block_bytes
 
@@ -49,6 +49,14 @@ def test_the_weights_are_all_that_the_configuration_asks_for(tmp_path: Path) -> 
     assert 0.015 < float(weights["lm_head.weight"].std()) < 0.025
     assert block_bytes(str(model)) == 2 * 2 * 8 * 2 * 4 * 32
     assert json.loads((model / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_a_large_model_is_made_without_weights_and_never_taken_for_one_that_has_them(tmp_path: Path) -> None:
+    made = random_model(SMALL, tmp_path, has_weights=False)
+    assert not list(made.glob("*.safetensors"))
+    assert made != random_model(SMALL, tmp_path)
+    assert 8.0e9 < LLAMA_3_8B.num_parameters < 8.1e9
+    assert LLAMA_3_8B.num_layers * LLAMA_3_8B.num_kv_heads * LLAMA_3_8B.head_dim * 2 * 2 == 128 << 10
 
 
 def test_a_word_is_a_token(tmp_path: Path) -> None:

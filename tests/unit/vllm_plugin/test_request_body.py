@@ -70,6 +70,7 @@ async def test_a_request_goes_to_the_engine_that_has_its_documents_unless_it_nam
         (f'{{"top_k": {HUGE}}}', "the request.top_k is 100000000000000000000000000000; a whole number must lie"),
         (f'{{"seed": -{HUGE}}}', "the request.seed is -1"),
         (f'{{"top_k": 1{"0" * 5000}}}', "a number of thousands of digits"),
+        (f'{{"prompt": [1, 2, {HUGE}]}}', "the request.prompt[2] is 100000000000000000000000000000; a whole"),
         ('{"temperature": 1e999}', "the request.temperature is inf; a number must be finite"),
         ('{"logit_bias": {"1": NaN}}', "the request.logit_bias.1 is nan"),
         ('{"top_p": -Infinity}', "the request.top_p is -inf"),
