@@ -6,7 +6,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from ragcache_core.errors import ConfigError
 
 _IN_FLIGHT = 8
 
-OpenEngine = Callable[[Peer, int, Path], Engine]
+OpenEngine = Callable[[Peer, int, Path], AbstractContextManager[Engine]]
 """Returns an engine of that kind with so many bytes of host memory, and a folder that is its own."""
 
 
@@ -144,7 +144,7 @@ def run_comparison(
 
 
 def _warm_disk(
-    open_engine: Callable[[Path], Engine],
+    open_engine: Callable[[Path], AbstractContextManager[Engine]],
     peer: Peer,
     prompts: TracedPrompts,
     num_warmed: int,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ragcache_core._version import __version__
 from ragcache_core.bench.compare.comparison import Comparison, OpenEngine
-from ragcache_core.bench.compare.peers import EXACT, MAX_BATCHED_TOKENS, PEERS, Peer, Setup
+from ragcache_core.bench.compare.peers import MAX_BATCHED_TOKENS, PEERS, USUAL, Peer, Setup
 from ragcache_core.bench.compare.prompts import TracedPrompts, check_scale, scaled
 from ragcache_core.bench.compare.random_model import LLAMA_3_8B, random_model
 from ragcache_core.bench.compare.report import LAUNCH, SERVER
@@ -48,7 +48,7 @@ class BenchOptions:
     api_key: str | None = None
     workload: str = "mmlu"
     trace: Path | None = None
-    compare: tuple[str, ...] = EXACT
+    compare: tuple[str, ...] = USUAL
     rates: tuple[float, ...] = AUTO_SHARES
     are_shares: bool = True
     seeds: int = 3
@@ -126,10 +126,11 @@ def prepare(options: BenchOptions, stack: ExitStack | None = None) -> Prepared:
         options.max_num_batched_tokens,
         disk_bytes=_bytes("--disk-memory", options.disk_memory),
         vllm_args=(*model_args, *options.vllm_args),
+        scale=scale,
     )
 
-    def open_engine(peer: Peer, host_bytes: int, folder: Path) -> Engine:
-        return peer.launch(setup, host_bytes, folder)
+    def open_engine(peer: Peer, host_bytes: int, folder: Path) -> AbstractContextManager[Engine]:
+        return peer.opened(setup, host_bytes, folder)
 
     sizes = {
         "kv_memory_bytes": kv_bytes,

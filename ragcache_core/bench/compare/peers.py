@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from ragcache_core.bench.compare.lmcache import CHUNK_TOKENS, lmcache_server
 from ragcache_core.client import Engine
 from ragcache_core.client.launch.vllm_offload import VLLMEviction, VLLMOffload
 from ragcache_core.config import CacheConfig, ChunkReuse
@@ -32,6 +34,8 @@ class Setup:
     max_num_batched_tokens: int = MAX_BATCHED_TOKENS
     disk_bytes: int = 0
     vllm_args: tuple[str, ...] = ()
+    scale: float = 1.0
+    """What lengths are times; LMCache's chunks are as well."""
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of ``Engine.launch`` that say so."""
@@ -54,6 +58,7 @@ class Peer:
     is_ragcache: bool = False
     speculates: bool = False
     eviction: VLLMEviction | None = None
+    is_lmcache: bool = False
     keeps_anything: bool = True
     order: DocumentOrder = "retrieval"
     chunk_reuse: ChunkReuse | None = None
@@ -61,19 +66,34 @@ class Peer:
     @property
     def uses_host(self) -> bool:
         """Whether it has a tier in host memory."""
-        return self.is_ragcache or self.eviction is not None
+        return self.is_ragcache or self.is_lmcache or self.eviction is not None
 
     @property
     def sends_documents(self) -> bool:
         """Whether requests say which of their tokens are which document; vLLM has no use for it."""
         return self.is_ragcache
 
-    def launch(self, setup: Setup, host_bytes: int, folder: Path, *, log_path: Path | None = None) -> Engine:
+    @contextmanager
+    def opened(self, setup: Setup, host_bytes: int, folder: Path) -> Iterator[Engine]:
+        """Have the engine, and what it needs beside it, while the context is open.
+
+        Raises:
+            ConfigError: it is not installed here.
+        """
+        with ExitStack() as stack:
+            beside = None
+            if self.is_lmcache:
+                blocks = max(1, round(CHUNK_TOKENS * setup.scale / setup.block_size))
+                server = lmcache_server(host_bytes, blocks * setup.block_size, folder, setup.disk_bytes)
+                beside = stack.enter_context(server)
+            yield stack.enter_context(self.launch(setup, host_bytes, folder, beside))
+
+    def launch(self, setup: Setup, host_bytes: int, folder: Path, beside: VLLMOffload | None = None) -> Engine:
         """Return the engine, ready; it is not started again if it dies, for its successor would know nothing.
 
-        ``folder`` is for a disk tier. vLLM's own has no limit.
+        ``folder`` is for a disk tier. vLLM's own has no limit. ``beside`` leads to a server that has the tiers.
         """
-        cache: CacheConfig | VLLMOffload | None = None
+        cache: CacheConfig | VLLMOffload | None = beside
         arguments = setup.arguments()
         if self.is_ragcache:
             settings: dict[str, Any] = {"kv_cache_bytes": setup.kv_bytes, "block_size": setup.block_size}
@@ -85,9 +105,7 @@ class Peer:
             arguments["enable_prefix_caching"] = self.keeps_anything
             if self.eviction is not None:
                 cache = VLLMOffload(host_bytes, self.eviction, folder if setup.disk_bytes else None)
-        launched: Engine = Engine.launch(
-            setup.model, cache=cache, progress=False, max_restarts=0, log_path=log_path, **arguments
-        )
+        launched: Engine = Engine.launch(setup.model, cache=cache, progress=False, max_restarts=0, **arguments)
         return launched
 
 
@@ -98,6 +116,7 @@ PEERS: Mapping[str, Peer] = {
         Peer("vllm", "vLLM, its own prefix caching in KV memory"),
         Peer("vllm-host-lru", "vLLM, its own offloading to host memory, LRU", eviction="lru"),
         Peer("vllm-host-arc", "vLLM, its own offloading to host memory, ARC", eviction="arc"),
+        Peer("lmcache", "vLLM with LMCache and its server, where it is installed", is_lmcache=True),
         Peer("ragcache", "RAGCache as it comes", is_ragcache=True),
         Peer(
             "ragcache-cache-aware",
@@ -115,8 +134,8 @@ PEERS: Mapping[str, Peer] = {
 }
 """By the names that ``ragcache bench --compare`` takes."""
 
-EXACT = tuple(name for name, peer in PEERS.items() if peer.chunk_reuse is None)
-"""Those whose answers are vLLM's: what is compared where nothing else is said."""
+USUAL = tuple(name for name, peer in PEERS.items() if peer.chunk_reuse is None and not peer.is_lmcache)
+"""What is compared where nothing else is said: what is installed, and answers as vLLM does."""
 
 
 @dataclass(frozen=True, slots=True)

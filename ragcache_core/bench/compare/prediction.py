@@ -110,7 +110,7 @@ def table(predictions: Sequence[Prediction]) -> Table:
 
 
 def _is_known(name: str) -> bool:
-    return name in PEERS and PEERS[name].chunk_reuse is None
+    return name in PEERS and PEERS[name].chunk_reuse is None and not PEERS[name].is_lmcache
 
 
 def _requests(options: Mapping[str, Any], seeds: Iterable[int], num_rates: int) -> dict[int, list[TracedRequest]]:

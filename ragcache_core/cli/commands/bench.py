@@ -126,8 +126,9 @@ _html_option = click.option(
     "--compare",
     metavar="ENGINES",
     help="The engines, as vllm,vllm-host-lru,ragcache; the first is what throughput is compared with. An unknown name "
-    "is refused with all that there are, of which ragcache-chunks has approximate answers, and what ends in "
-    "-speculative needs --search. [default: all but these; with --search ragcache-speculative too]",
+    "is refused with all that there are, of which ragcache-chunks has approximate answers, lmcache must be "
+    "installed, and what ends in -speculative needs --search. [default: all but these; with --search "
+    "ragcache-speculative too]",
 )
 @click.option(
     "--rates",
@@ -223,7 +224,7 @@ def bench(
     from ragcache_core.bench.compare.caveats import beforehand
     from ragcache_core.bench.compare.comparison import run_comparison
     from ragcache_core.bench.compare.options import BenchOptions, asked_facts, prepare
-    from ragcache_core.bench.compare.peers import EXACT
+    from ragcache_core.bench.compare.peers import USUAL
     from ragcache_core.bench.compare.results import Results, check_is_new
     from ragcache_core.bench.compare.search.peers import SPECULATIVE
     from ragcache_core.bench.machine import machine
@@ -231,7 +232,7 @@ def bench(
     check_is_new(output, resume=resume)
     numbers, are_shares = rates
     sizes = () if host_memory is None else tuple(host_memory.split(","))
-    engines = EXACT if given["search"] is None else (*EXACT, next(iter(SPECULATIVE)))
+    engines = USUAL if given["search"] is None else (*USUAL, next(iter(SPECULATIVE)))
     options = BenchOptions(
         compare=tuple(compare.split(",")) if compare else engines,
         rates=numbers,

@@ -227,6 +227,7 @@ def test_a_forgotten_document_is_in_no_chunk_and_no_file_and_is_computed_anew(
     assert launched.forget(["e"]).num_variants == 0
 
 
+@pytest.mark.slow
 def test_chunks_outlive_the_engine_and_damaged_ones_are_computed_exactly(
     launched: Engine, engine: Engine, directory: Path
 ) -> None:

@@ -91,6 +91,7 @@ def test_a_server_is_started_asked_and_ended_by_ctrl_c_without_a_trace(tmp_path:
     assert CliRunner().invoke(cli, ["simulate", str(recorded)]).exit_code == 0
 
 
+@pytest.mark.slow
 def test_sigterm_while_the_model_is_loading_leaves_no_process(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     with serving(log) as process:

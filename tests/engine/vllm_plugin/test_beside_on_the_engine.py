@@ -17,6 +17,8 @@ from tests.conftest import DEMO_MODEL, ENGINE_ARGS
 from tests.support.asking_ahead import speculate
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 BLOCK = 32
 DOCUMENTS = [Document(f"d{i}", f"Company {i} makes clocks, ships and {i * 7} kinds of tea. " * 12) for i in range(4)]
 PAIRS = [DOCUMENTS[:2], DOCUMENTS[2:], [DOCUMENTS[3], DOCUMENTS[0]]]

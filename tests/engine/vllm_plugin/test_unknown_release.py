@@ -65,6 +65,7 @@ def alone(next_release: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield engine
 
 
+@pytest.mark.slow
 def test_it_answers_as_plain_vllm_and_tells_what_documents_were_cached(alone: Engine, plain: Engine) -> None:
     for documents in (*PROMPTS, *PROMPTS):
         prompt = LAYOUT.render(alone.tokenizer, documents, "Who makes clocks?")
@@ -80,6 +81,7 @@ def test_it_answers_as_plain_vllm_and_tells_what_documents_were_cached(alone: En
     assert stats.num_requests == 4
 
 
+@pytest.mark.slow
 def test_one_warning_names_the_release_what_is_missing_and_the_cure(alone: Engine) -> None:
     assert alone.log_path is not None
     lines = alone.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -90,6 +92,7 @@ def test_one_warning_names_the_release_what_is_missing_and_the_cure(alone: Engin
     assert warning.endswith("Install one of those, or a newer ragcache")
 
 
+@pytest.mark.slow
 def test_nothing_is_asked_ahead_of_an_engine_that_would_not_wait_with_it(alone: Engine) -> None:
     with httpx.Client(base_url=alone.base_url, headers={"Authorization": f"Bearer {alone.api_key}"}) as http:
         load = http.get("ragcache/load").json()

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
+import psutil
 import pytest
 
+from ragcache_core.bench.compare.lmcache import LMCacheOffload
 from ragcache_core.bench.compare.options import AUTO_SHARES, BenchOptions, prepare
 from ragcache_core.bench.compare.peers import PEERS, Setup, usage
 from ragcache_core.bench.compare.results import Results
@@ -17,11 +22,29 @@ from ragcache_core.bench.compare.sessions import tokens_by_tier
 from ragcache_core.client import Engine
 from ragcache_core.client.launch.vllm_offload import VLLMOffload
 from ragcache_core.config import CacheConfig, ChunkReuse
-from ragcache_core.errors import ConfigError, TraceError
+from ragcache_core.errors import ConfigError, EngineStartError, TraceError
 from ragcache_core.sim.traces.trace import Trace, TracedRequest, write_trace
 from tests.support.scripted_server import THREE_TIERS, ScriptedServer
 
 SETUP = Setup("model", "float32", 40 << 20, 32, 2_048, vllm_args=("--seed", "1"))
+_LMCACHE = """#!PYTHON
+import json, os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+
+
+class Said(BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = json.dumps({"pid": os.getpid(), "said": sys.argv[1:]}).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+
+for name in ("--port", "--http-port"):
+    server = HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index(name) + 1])), Said)
+    Thread(target=server.serve_forever).start()
+"""
 SMALL = BenchOptions(compare=("vllm", "ragcache"), seeds=1, requests=4, warm_up=2, rates=(1.0, 2.0), are_shares=False)
 
 
@@ -29,7 +52,12 @@ SMALL = BenchOptions(compare=("vllm", "ragcache"), seeds=1, requests=4, warm_up=
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What ``Engine.launch`` was told, instead of an engine."""
     seen: list[dict[str, Any]] = []
-    monkeypatch.setattr(Engine, "launch", lambda model, **settings: seen.append({"model": model, **settings}))
+
+    def launch(model: str, **settings: Any) -> AbstractContextManager[None]:
+        seen.append({"model": model, **settings})
+        return nullcontext()
+
+    monkeypatch.setattr(Engine, "launch", launch)
     return seen
 
 
@@ -52,7 +80,8 @@ def test_each_engine_is_what_its_name_says(launched: list[dict[str, Any]], tmp_p
     for name, peer in PEERS.items():
         peer.launch(SETUP, 64 << 20, tmp_path)
         by_name[name] = launched[-1]
-    assert [by_name[name].get("enable_prefix_caching") for name in PEERS] == [False, True, True, True, None, None, None]
+    prefix_caching = [by_name[name].get("enable_prefix_caching") for name in PEERS]
+    assert prefix_caching == [False, True, True, True, True, None, None, None]
     assert by_name["vllm"]["cache"] is None
     assert by_name["vllm-host-lru"]["cache"] == VLLMOffload(64 << 20, "lru")
     assert by_name["vllm-host-arc"]["cache"] == VLLMOffload(64 << 20, "arc")
@@ -64,6 +93,52 @@ def test_each_engine_is_what_its_name_says(launched: list[dict[str, Any]], tmp_p
     assert [name for name, peer in PEERS.items() if peer.sends_documents] == ours
     assert [name for name, peer in PEERS.items() if not peer.uses_host] == ["no-cache", "vllm"]
     assert "ragcache-chunks" not in BenchOptions().compare, "an approximate engine is compared where it is named"
+    assert "lmcache" not in BenchOptions().compare, "and so is what has to be installed"
+
+
+def test_lmcache_has_a_server_of_its_own_as_long_as_its_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "bin" / "lmcache"
+    program.parent.mkdir()
+    program.write_text(_LMCACHE.replace("PYTHON", sys.executable))
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    seen: dict[str, Any] = {}
+
+    @contextmanager
+    def launched(_model: str, *, cache: LMCacheOffload, **_settings: object) -> Iterator[str]:
+        seen.update(cache.transfer_config("engine"))
+        seen["server"] = httpx.get(f"http://127.0.0.1:{cache.port}").json()
+        yield "engine"
+
+    monkeypatch.setattr(Engine, "launch", launched)
+    setup = replace(SETUP, scale=0.125, disk_bytes=1 << 30)
+    (folder := tmp_path / "disk").mkdir()
+    with PEERS["lmcache"].opened(setup, 64 << 20, folder) as engine:
+        assert engine == "engine"
+        assert psutil.pid_exists(seen["server"]["pid"])
+    assert not psutil.pid_exists(seen["server"]["pid"])
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "bin", folder], "its log is gone"
+    said = dict(zip(seen["server"]["said"][1::2], seen["server"]["said"][2::2], strict=False))
+    assert said["--chunk-size"] == "32", "256 tokens at an eighth of the lengths"
+    assert float(said["--l1-size-gb"]) == 64 / 1024
+    assert seen["kv_connector"] == "LMCacheMPConnector"
+
+
+def test_an_lmcache_that_is_not_there_or_does_not_start_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (folder := tmp_path / "disk").mkdir()
+    with pytest.raises(ConfigError, match="pip install lmcache"), PEERS["lmcache"].opened(SETUP, 64 << 20, folder):
+        pass
+    (tmp_path / "lmcache").write_text("#!/bin/sh\necho no device\nexit 3\n")
+    (tmp_path / "lmcache").chmod(0o700)
+    with (
+        pytest.raises(EngineStartError, match=r"exit status 3\): no device"),
+        PEERS["lmcache"].opened(SETUP, 64 << 20, folder),
+    ):
+        pass
 
 
 def test_whoever_has_host_memory_has_the_disk_as_well(launched: list[dict[str, Any]], tmp_path: Path) -> None:
@@ -105,7 +180,8 @@ def test_the_random_model_of_8_billion_is_loaded_without_weights_and_asked_whole
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     options = replace(SMALL, model="random-8b", dtype="bfloat16", max_num_batched_tokens=8_192, vllm_args=("--seed=1",))
     prepared = prepare(options)
-    prepared.open_engine(PEERS["ragcache"], 1 << 30, tmp_path)
+    with prepared.open_engine(PEERS["ragcache"], 1 << 30, tmp_path):
+        pass
     assert prepared.facts["scale"] == 1
     assert prepared.facts["kv_bytes_per_token"] == 128 << 10
     assert launched[0]["extra_args"] == ("--load-format=dummy", "--seed=1")

@@ -1,0 +1,120 @@
+"""LMCache as a peer: its own server, which owns its tiers, and vLLM with its connector; nothing of it is replaced.
+
+It is measured where it is installed (``pip install lmcache``). Its server's processor time and memory are not among
+those of the engine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from ragcache_core.client.launch.process import free_port
+from ragcache_core.client.launch.vllm_offload import VLLMOffload
+from ragcache_core.errors import ConfigError, EngineStartError
+
+CHUNK_TOKENS = 256
+"""Tokens that it keeps and gives up as one by default: with lengths times a scale, times that as well."""
+_PATIENCE_S = 90.0
+_CLOSING_S = 15.0
+_QUIET = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", "DO_NOT_TRACK": "1"}
+_SET_PARENT_DEATH_SIGNAL = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LMCacheOffload(VLLMOffload):
+    """What ``Engine.launch(cache=...)`` runs: vLLM with LMCache's connector to a server at ``port``."""
+
+    port: int = 0
+
+    def transfer_config(self, engine_id: str) -> dict[str, object]:
+        return {
+            "kv_connector": "LMCacheMPConnector",
+            "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "engine_id": engine_id,
+            "kv_connector_extra_config": {"lmcache.mp.host": "tcp://localhost", "lmcache.mp.port": self.port},
+        }
+
+
+@contextmanager
+def lmcache_server(host_bytes: int, chunk_tokens: int, folder: Path, disk_bytes: int = 0) -> Iterator[LMCacheOffload]:
+    """Run LMCache's server while the context is open; what is yielded has an engine use it.
+
+    Args:
+        host_bytes: of its tier in host memory.
+        chunk_tokens: what it keeps and gives up as one, a multiple of the engine's blocks.
+        folder: for its log, and for its tier on disk.
+        disk_bytes: of its tier on disk; 0 is no such tier.
+
+    Raises:
+        ConfigError: LMCache is not installed here.
+        EngineStartError: its server ends, or is not ready in time.
+    """
+    beside = Path(sys.executable).parent / "lmcache"
+    program = str(beside) if beside.exists() else shutil.which("lmcache")
+    if program is None:
+        raise ConfigError("lmcache is to be compared and is not installed: pip install lmcache, or leave it out")
+    port, http_port, metrics_port = (free_port("127.0.0.1") for _ in range(3))
+    arguments = [
+        *("--port", port, "--http-port", http_port, "--prometheus-port", metrics_port),
+        *("--chunk-size", chunk_tokens, "--l1-size-gb", host_bytes / 2**30, "--no-l1-use-lazy"),
+        *("--eviction-policy", "LRU", "--shm-name", f"ragcache-lmcache-{os.getpid()}-{port}"),
+    ]
+    if disk_bytes:
+        tier = {"type": "fs_native", "base_path": str(folder), "max_capacity_gb": disk_bytes / 2**30}
+        arguments += ["--l2-adapter", json.dumps(tier | {"eviction": {"eviction_policy": "LRU"}})]
+    log_path = folder.with_name(f"{folder.name}-lmcache.log")
+    with ExitStack() as stack:
+        log = stack.enter_context(log_path.open("wb"))
+        stack.callback(log_path.unlink)
+        server = subprocess.Popen(
+            [program, "server", *map(str, arguments)],
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **_QUIET},
+            preexec_fn=_end_with_parent,
+        )
+        stack.callback(_close, server)
+        _wait_until_ready(server, f"http://127.0.0.1:{http_port}/healthcheck", log_path)
+        yield LMCacheOffload(host_bytes, port=port)
+
+
+def _end_with_parent() -> None:
+    """Have the kernel end the server when whoever started it is gone, by ``kill -9`` as well."""
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+
+
+def _wait_until_ready(server: subprocess.Popen[bytes], url: str, log_path: Path) -> None:
+    ends_s = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < ends_s and server.poll() is None:
+        try:
+            httpx.get(url, timeout=2.0, trust_env=False)
+        except httpx.HTTPError:
+            time.sleep(0.25)
+        else:
+            return
+    said = log_path.read_text(errors="replace")[-1_000:]
+    raise EngineStartError(f"LMCache's server is not ready (exit status {server.poll()}): {said}")
+
+
+def _close(server: subprocess.Popen[bytes]) -> None:
+    server.terminate()
+    try:
+        server.wait(_CLOSING_S)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
