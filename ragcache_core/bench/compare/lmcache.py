@@ -72,7 +72,8 @@ def lmcache_server(host_bytes: int, chunk_tokens: int, folder: Path, disk_bytes:
     arguments = [
         *("--port", port, "--http-port", http_port, "--prometheus-port", metrics_port),
         *("--chunk-size", chunk_tokens, "--l1-size-gb", host_bytes / 2**30, "--no-l1-use-lazy"),
-        *("--eviction-policy", "LRU", "--shm-name", f"ragcache-lmcache-{os.getpid()}-{port}"),
+        *("--eviction-policy", "LRU", "--supported-transfer-mode", "auto"),  # of devices and of processors
+        *("--shm-name", f"ragcache-lmcache-{os.getpid()}-{port}"),
     ]
     if disk_bytes:
         tier = {"type": "fs_native", "base_path": str(folder), "max_capacity_gb": disk_bytes / 2**30}
