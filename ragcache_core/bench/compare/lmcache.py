@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ import httpx
 from ragcache_core.client.launch.process import free_port
 from ragcache_core.client.launch.vllm_offload import VLLMOffload
 from ragcache_core.errors import ConfigError, EngineStartError
+from ragcache_core.runtime.sessions import kill_session
 
 CHUNK_TOKENS = 256
 """Tokens that it keeps and gives up as one by default: with lengths times a scale, times that as well."""
@@ -88,6 +89,7 @@ def lmcache_server(host_bytes: int, chunk_tokens: int, folder: Path, disk_bytes:
             stderr=log,
             env={**os.environ, **_QUIET},
             preexec_fn=_end_with_parent,
+            start_new_session=True,  # Ctrl-C is for the engine first
         )
         stack.callback(_close, server)
         _wait_until_ready(server, f"http://127.0.0.1:{http_port}/healthcheck", log_path)
@@ -114,8 +116,7 @@ def _wait_until_ready(server: subprocess.Popen[bytes], url: str, log_path: Path)
 
 def _close(server: subprocess.Popen[bytes]) -> None:
     server.terminate()
-    try:
+    with suppress(subprocess.TimeoutExpired):
         server.wait(_CLOSING_S)
-    except subprocess.TimeoutExpired:
-        server.kill()
-        server.wait()
+    kill_session(server.pid)  # and whatever it has started
+    server.wait()

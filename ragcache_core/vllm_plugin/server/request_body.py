@@ -19,14 +19,12 @@ from ragcache_core.errors import ConfigError
 from ragcache_core.vllm_plugin.server.rank_choice import RankChoice, documents_of
 from ragcache_core.wire import KEY, MAX_DOCUMENTS, check_depth, check_sendable, read_expected_uses
 
-_SUSPICIOUS = re.compile(
-    rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]|[0-9]{19}|[eE]\+?[0-9]{3}|NaN|Infinity|_transfer_params|\\u00[5-7]|\0"
-)
-"""Without one of these, a body holds no half of a surrogate pair, no number beyond 64 bits or a float, no metadata.
+_SUSPICIOUS = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]|[0-9]{19}|[eE]\+?[0-9]{3}|NaN|Infinity|\\u00[5-7]|\0")
+"""Without one of these, a body holds no half of a surrogate pair, no number beyond 64 bits or a float.
 
 Letters may be written as escapes, and all of it in UTF-16 or 32, which has zeros; Python reads halves as bytes, too."""
 _METADATA = b"_transfer_params"
-"""Stands in every request that names its documents: found at once, where the expression reads the prompt's tokens."""
+"""Stands in the name of all metadata: found at once, where the expression would read the prompt's tokens."""
 _RANK = b"x-data-parallel-rank"
 """The header by which vLLM takes a request to one of several data-parallel engines."""
 
