@@ -17,6 +17,7 @@ from ragcache_core.client import Engine
 from ragcache_core.errors import ConfigError
 from ragcache_core.retrieval import ShardedStore
 from ragcache_integrations.langchain import ChatRAGCache, RAGCacheRetriever, StagedFAISS
+from tests.support.late_search import begin_late
 from tests.support.scripted_server import ScriptedServer
 from tests.support.scripted_source import ScriptedSource
 
@@ -64,7 +65,11 @@ def test_ids_and_metadata_come_through(store: StagedFAISS) -> None:
     assert (first.id, first.page_content, first.metadata) == ("p1", TEXTS[1], {"number": 1})
 
 
-def test_what_a_question_found_last_is_its_first_stage_whichever_retriever_is_asked(store: StagedFAISS) -> None:
+def test_what_a_question_found_last_is_its_first_stage_whichever_retriever_is_asked(
+    store: StagedFAISS, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin_late(store.store, monkeypatch)
+
     def stages(question: str, **asked: Any) -> list[tuple[int, list[str]]]:
         retriever, seen = RAGCacheRetriever(store=store, k=2, compressor=SlowReverser()), Candidates()
         retriever.invoke(question, config={"callbacks": [seen]}, **asked)

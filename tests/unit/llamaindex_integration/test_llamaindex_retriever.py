@@ -36,6 +36,7 @@ from ragcache_integrations.llamaindex import (
     StagedFAISSVectorStore,
     TfidfSvdEmbedding,
 )
+from tests.support.late_search import begin_late
 from tests.support.scripted_server import ScriptedServer
 from tests.support.scripted_source import ScriptedSource, Stage
 from tests.unit.llamaindex_integration.conftest import EventLog
@@ -65,8 +66,10 @@ class SlowReverser(BaseNodePostprocessor):
 
 
 def test_what_a_question_found_last_is_its_first_stage_whichever_retriever_is_asked(
-    store: DocumentStore, event_log: EventLog
+    store: DocumentStore, event_log: EventLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    begin_late(store, monkeypatch)
+
     def stages(query: str | QueryBundle, **settings: object) -> list[tuple[int, list[str]]]:
         event_log.events.clear()
         retriever = RAGCacheRetriever(store, node_postprocessors=[SlowReverser()], **settings)  # type: ignore[arg-type]
