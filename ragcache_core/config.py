@@ -160,7 +160,8 @@ class ChunkReuseRequest(_Settings):
     """Which tokens of a reused document are computed all the same: ``whole_chunks`` all of the documents that depend on
     what is missing and none of the others, ``cache_craft`` those that had looked most at other documents (Cache-Craft
     Eq. 14), ``first_tokens`` each document's first ones (EPIC), ``question_driven`` those that the question asks for,
-    ``random`` any, to compare with."""
+    ``most_attended`` those that its other tokens had looked at most (as H2O does) and ``random`` any, both to compare
+    with."""
 
     alpha: Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)] | None = None
     """How many: Eq. 12's factor, in place of ``quality``. ``None`` without ``quality`` is 1.7 with ``whole_chunks``, 1

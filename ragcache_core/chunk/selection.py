@@ -110,6 +110,26 @@ class QuestionDrivenSelection:
         return [tuple(offsets) for offsets in chosen]
 
 
+class MostAttendedSelection:
+    """The tokens that the chunk's other tokens had looked at most (Prefill-H2O): what Cache-Craft compares itself with.
+
+    It is measured of chunks that were captured for this selection. Of others, and of what a disk brings back, it takes
+    the first tokens: most attention goes there.
+    """
+
+    name: ClassVar[str] = "most_attended"
+    needs_relevance: ClassVar[bool] = False
+    is_all_or_nothing: ClassVar[bool] = False
+
+    def select(self, chunks: Sequence[SelectableChunk]) -> list[tuple[int, ...]]:
+        return [self._of_one(chunk) for chunk in chunks]
+
+    @staticmethod
+    def _of_one(chunk: SelectableChunk) -> tuple[int, ...]:
+        received = chunk.variant.statistics.token_received
+        return _highest(received, chunk.budget) if received else tuple(range(chunk.budget))
+
+
 class RandomSelection:
     """Any tokens: what every other selection must beat. The seed and the chunk's content decide which."""
 
@@ -139,6 +159,7 @@ SELECTIONS: dict[str, Callable[[], TokenSelection]] = {
     "whole_chunks": WholeChunksSelection,
     "first_tokens": FirstTokensSelection,
     "question_driven": QuestionDrivenSelection,
+    "most_attended": MostAttendedSelection,
     "random": RandomSelection,
 }
 """Every selection by the name that configurations use."""

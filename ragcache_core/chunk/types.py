@@ -79,6 +79,9 @@ class ChunkStatistics:
     """In [0, 1], how much of the chunk's attention went to chunks that had lost their own context: 0 where all before
     it was as a prefill makes it. See :func:`~ragcache_core.chunk.scores.lost_context`."""
 
+    token_received: tuple[float, ...] = field(default=(), kw_only=True)
+    """The attention that each token got from the chunk's later ones; empty where nobody measured it."""
+
     context: ContextKey = field(kw_only=True)
     """What it stood behind, the text between ``prefix`` included: a variant is known by it."""
 
@@ -86,7 +89,10 @@ class ChunkStatistics:
         if not len(self.inter) == len(self.prefix_lengths) == len(self.prefix):
             counts = f"{len(self.inter)} scores and {len(self.prefix_lengths)} lengths"
             raise ValueError(f"{counts} for a prefix of {len(self.prefix)} chunks: one of each for every chunk")
-        masses = (*self.inter, self.intra, *self.token_inter, self.inherited)
+        masses = (*self.inter, self.intra, *self.token_inter, *self.token_received, self.inherited)
+        if len(self.token_received) not in (0, len(self.token_inter)):
+            counts = f"{len(self.token_received)} and {len(self.token_inter)} tokens"
+            raise ValueError(f"attention that {counts} of one chunk got and paid: one number for each of its tokens")
         if not (min(masses) >= 0.0 and math.isfinite(sum(masses))):
             raise ValueError("attention that is negative or not finite: this capture must not be kept")
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from ragcache_core.chunk.recompute import losses
-from ragcache_core.chunk.selection import make_selection
+from ragcache_core.chunk.selection import MostAttendedSelection, make_selection
 from ragcache_core.chunk.types import ChunkSpan, ReusePlan, chunk_key
 from ragcache_core.policy import PrefillCost
 from ragcache_core.types import DocId, Tier
@@ -417,7 +417,8 @@ class ChunkScheduling:
                 continue
             name = (request_id, reservation.key, reservation.number)
             places = tuple((each.start, each.end) for each in before)
-            capture = Capture(name, span.start, span.end, places, reservation.pages)
+            counts_received = request.options.selection == MostAttendedSelection.name
+            capture = Capture(name, span.start, span.end, places, reservation.pages, counts_received)
             request.open[name] = OpenCapture(capture, reservation, before, lost)
 
     def _stop_capturing(self, request_id: str, request: ReuseState) -> None:

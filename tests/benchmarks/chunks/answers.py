@@ -42,6 +42,7 @@ ABLATIONS = (
     Way("no focus", ChunkReuse(selection="cache_craft", focus=0, **_PART)),
     Way("first tokens", ChunkReuse(selection="first_tokens", **_PART)),
     Way("question", ChunkReuse(selection="question_driven", **_PART)),
+    Way("most attended", ChunkReuse(selection="most_attended", **_PART)),
     Way("random", ChunkReuse(selection="random", **_PART)),
 )
 _KINDS = {"": "all", "_single": "single-hop", "_two_hop": "two-hop", "_cont": "continued"}

@@ -40,6 +40,7 @@ class Prompt:
         """Return what is measured when a chunk of this prompt is captured."""
         span, before = self.spans[number], self.spans[:number]
         rows = self.averaged()[span.start : span.end]
+        within = np.tril(rows[:, span.start : span.end], k=-1)
         outside = sum((rows[:, b.start : b.end].sum(axis=1) for b in before), np.zeros(span.num_tokens))
         return ChunkStatistics(
             prefix=tuple(b.key for b in before),
@@ -47,6 +48,7 @@ class Prompt:
             inter=tuple(self.inter(number, earlier) for earlier in range(number)),
             intra=self.intra(number),
             token_inter=tuple(outside.tolist()),
+            token_received=tuple(within.sum(axis=0).tolist()),
             context=span.context,
         )
 

@@ -193,6 +193,11 @@ def test_scores_must_be_as_many_as_the_chunks_before() -> None:
         ChunkStatistics((key(1), key(2)), (4, 5), (1.0,), 1.0, (1.0,), context=b"")
 
 
+def test_of_a_chunk_either_all_tokens_are_watched_or_none() -> None:
+    with pytest.raises(ValueError, match="1 and 2 tokens of one chunk got and paid"):
+        ChunkStatistics((), (), (), 1.0, (1.0, 1.0), token_received=(1.0,), context=b"")
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_what_does_not_look_inwards_looks_outwards(seed: int) -> None:
     captured = prompt([5, 7, 11], seed=seed)

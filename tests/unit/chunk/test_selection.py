@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,6 +56,20 @@ def test_cache_craft_takes_the_tokens_that_looked_most_at_other_chunks(seed: int
     chosen = type(chosen)(chosen.key, 0, 13, captured.statistics(2))
     (offsets,) = make_selection("cache_craft").select([SelectableChunk(chosen, 4)])
     assert set(offsets) == set(outside.argsort()[-4:].tolist())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_most_attended_takes_the_tokens_that_later_ones_of_the_chunk_looked_at_most(seed: int) -> None:
+    captured = prompt([5, 13], seed=seed)
+    own = captured.spans[1]
+    received = [captured.averaged()[place + 1 : own.end, place].sum() for place in range(own.start, own.end)]
+    chosen = replace(variant(1, 13), statistics=captured.statistics(1))
+    (offsets,) = make_selection("most_attended").select([SelectableChunk(chosen, 4)])
+    assert set(offsets) == set(np.argsort(received)[-4:].tolist())
+
+
+def test_of_a_chunk_whose_tokens_nobody_watched_most_attended_takes_the_first() -> None:
+    assert make_selection("most_attended").select([SelectableChunk(variant(0, 6), 2)]) == [(0, 1)]
 
 
 def test_of_tokens_that_looked_alike_the_first_are_taken() -> None:

@@ -10,6 +10,8 @@ import torch
 
 from ragcache_core.vllm_plugin.chunks.compute import attention_mass
 from ragcache_core.vllm_plugin.chunks.compute.attention_mass import PromptKeys, measured_layers
+from ragcache_core.vllm_plugin.chunks.compute.capture import ChunkCapture, figures_of
+from ragcache_core.vllm_plugin.chunks.messages import Capture
 
 _HEADS, _GROUP, _DIM, _KEYS = 2, 3, 8, 29
 _CHUNKS = [(3, 11), (11, 17), (20, 29)]
@@ -47,6 +49,30 @@ def test_mass_is_the_sum_of_the_weights(soft_cap: float, max_scores: int, monkey
     query = torch.randn((len(positions), _HEADS * _GROUP, _DIM), generator=generator)
     mass = PromptKeys(_layer(keys, soft_cap), torch.arange(_KEYS)).mass(query, positions, _CHUNKS)
     torch.testing.assert_close(mass, _expected(query, positions, keys, soft_cap))
+
+
+@pytest.mark.parametrize("counts_received", [False, True])
+def test_a_capture_in_two_steps_knows_what_each_token_paid_and_what_it_got(*, counts_received: bool) -> None:
+    generator = torch.Generator().manual_seed(2)
+    start, end = 11, _KEYS
+    keys, query = (torch.randn((_KEYS, heads, _DIM), generator=generator) for heads in (_HEADS, _HEADS * _GROUP))
+    places, own = torch.arange(start, end), [(3, 11), *((place, place + 1) for place in range(start, end))]
+    weights = PromptKeys(_layer(keys), torch.arange(_KEYS)).mass(query[start:], places, own)
+    layer, kept = _layer(keys), []
+    layer.unrotated.read = lambda positions, slots: (keys[slots], keys[slots])
+    memory = SimpleNamespace(write=lambda *args: kept.append(args))
+    capture = Capture(("r", b"", 0), start, end, ((3, 11),), (0,), counts_received)
+    chunks = ChunkCapture([layer], memory)
+    for first, last in ((start - 2, start + 7), (start + 7, end)):
+        chunks.measure(0, [capture], query[first:last], torch.arange(first, last), torch.arange(last))
+    mass = chunks.keep(capture, torch.arange(_KEYS))
+    assert mass is not None
+    assert kept
+    found = figures_of(capture, mass)
+    assert found.token_inter == pytest.approx(weights[:, 0].tolist())
+    assert found.inter == pytest.approx((float(weights[:, 0].sum()),))
+    assert found.intra == pytest.approx(float(weights[:, 1:].sum()))
+    assert found.token_received == pytest.approx(tuple(weights[:, 1:].sum(0).tolist()) if counts_received else ())
 
 
 @pytest.mark.parametrize(

@@ -34,10 +34,11 @@ class ChunkPages(Protocol):
 class _Measured:
     """Sums so far: ``mass`` [num_tokens of the chunk, chunks before it and itself], on the device.
 
-    ``seen`` says of which tokens, on the CPU.
+    ``received`` [num_tokens] is what they got from the chunk's later ones; ``seen`` says of which tokens, on the CPU.
     """
 
     mass: torch.Tensor
+    received: torch.Tensor
     seen: torch.Tensor
 
 
@@ -80,18 +81,23 @@ class ChunkCapture:
             if first == last:
                 continue
             chunks = [*capture.before, (capture.start, capture.end)]
-            mass = keys.mass(query[first:last], positions[first:last], chunks)
+            rows = query[first:last], positions[first:last]
+            mass = keys.mass(*rows, chunks)
             measured = self._measured.get(capture.id)
             if measured is None:
                 num_tokens = capture.end - capture.start
                 measured = _Measured(
                     torch.zeros((num_tokens, len(chunks)), device=query.device),
+                    torch.zeros(num_tokens, device=query.device),
                     torch.zeros(num_tokens, dtype=torch.bool),
                 )
                 self._measured[capture.id] = measured
             offsets = positions[first:last] - capture.start
             measured.mass[to_device(offsets, query.device)] += mass / len(self._measured_layers)
             measured.seen[offsets] = True
+            if capture.counts_received:
+                tokens = [(place, place + 1) for place in range(capture.start, capture.end)]
+                measured.received += keys.mass(*rows, tokens).sum(0) / len(self._measured_layers)
 
     def keep(self, capture: Capture, slots: torch.Tensor) -> torch.Tensor | None:
         """Copy a complete chunk's KV into its pages, and return what was measured; None if too little of it was seen.
@@ -104,7 +110,8 @@ class ChunkCapture:
             slots: where the cache keeps the prompt, up to the chunk's end at least.
 
         Returns:
-            float32 [num_tokens, num_chunks]: how each token attends to the chunks before, and to its own.
+            float32 [num_tokens, num_chunks]: how each token attends to the chunks before, and to its own. With
+            ``counts_received`` a column more: how much its chunk's later tokens attend to it.
         """
         measured = self._measured.pop(capture.id, None)
         if measured is None or 2 * int(measured.seen.sum()) < capture.end - capture.start:
@@ -117,6 +124,8 @@ class ChunkCapture:
         if not bool(seen.all()):
             is_seen = to_device(seen, mass.device).unsqueeze(1)
             mass = torch.where(is_seen, mass, (mass * is_seen).sum(0) / int(seen.sum()))
+        if capture.counts_received:
+            mass = torch.cat((mass, measured.received.unsqueeze(1)), 1)
         return mass.to("cpu", non_blocking=True)
 
     def forget(self, request_ids: Iterable[str]) -> None:
@@ -126,7 +135,9 @@ class ChunkCapture:
             del self._measured[name]
 
 
-def figures_of(mass: torch.Tensor) -> CapturedChunk:
+def figures_of(capture: Capture, mass: torch.Tensor) -> CapturedChunk:
     """Return the sums of what :meth:`ChunkCapture.keep` measured, whose copy has ended."""
-    sums = mass.sum(0).tolist()
-    return CapturedChunk(tuple(sums[:-1]), sums[-1], tuple(mass[:, :-1].sum(1).tolist()))
+    own = len(capture.before)
+    sums = mass[:, : own + 1].sum(0).tolist()
+    received = mass[:, -1].tolist() if capture.counts_received else ()
+    return CapturedChunk(tuple(sums[:own]), sums[own], tuple(mass[:, :own].sum(1).tolist()), tuple(received))

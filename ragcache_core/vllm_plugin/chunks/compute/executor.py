@@ -17,7 +17,7 @@ from ragcache_core.vllm_plugin.chunks.compute.attention_probe import Looking, Ru
 from ragcache_core.vllm_plugin.chunks.compute.capture import ChunkCapture, ChunkPages, figures_of
 from ragcache_core.vllm_plugin.chunks.compute.loader import LayerwiseLoader, Placed, copy_rate
 from ragcache_core.vllm_plugin.chunks.compute.selective_prefill import LastKeysWritten, PartialPrefill, Rows
-from ragcache_core.vllm_plugin.chunks.messages import Capture, CaptureId, ChunkReport, ChunkStep, Slice
+from ragcache_core.vllm_plugin.chunks.messages import Capture, ChunkReport, ChunkStep, Slice
 from ragcache_core.vllm_plugin.chunks.model.attention_layers import AttentionLayer
 from ragcache_core.vllm_plugin.chunks.model.paged_kv import to_device
 
@@ -39,7 +39,7 @@ class ChunkExecutor:
         self._observed = Observed(layers)
         self._running: dict[str, Running] = {}
         self._finished: dict[str, torch.cuda.Event | None] = {}
-        self._kept: list[tuple[CaptureId, torch.Tensor]] = []
+        self._kept: list[tuple[Capture, torch.Tensor]] = []
         self._report = ChunkReport()
         self._step = ChunkStep()
         is_cuda = prefill.device.type == "cuda"
@@ -122,7 +122,7 @@ class ChunkExecutor:
         """Return what was done since the last call, when the chunks that were kept lie in their pages."""
         if self._kept and self._stream is not None:
             torch.cuda.current_stream().synchronize()
-        self._report.captured.update((name, figures_of(mass)) for name, mass in self._kept)
+        self._report.captured.update((capture.id, figures_of(capture, mass)) for capture, mass in self._kept)
         self._kept.clear()
         report, self._report = self._report, ChunkReport()
         return report
@@ -230,7 +230,7 @@ class ChunkExecutor:
             mass = self._capture.keep(capture, slots)
             self._report.num_captured[capture.id] += 1
             if mass is not None:
-                self._kept.append((capture.id, mass))
+                self._kept.append((capture, mass))
 
     def _slots(self, running: Running, first: int, last: int) -> torch.Tensor:
         return self._prefill.slots(running.block_ids, torch.arange(first, last, device=running.block_ids.device))
