@@ -49,6 +49,7 @@ from ragcache_core.bench.quality.questions import Question, to_line
 
 SEED: Final = 888_000
 NUM_DOCUMENTS: Final = 5
+NUM_FACTS: Final = (3, 5)
 _NUM_ENTRIES: Final = 96
 _SKEW: Final = 0.6
 """The r-th most popular entry is drawn with a weight of r ** -0.6."""
@@ -67,19 +68,21 @@ class Entry:
     popularity: float
 
 
-def single_hop(rng: random.Random) -> Iterator[Question]:
-    """Yield single-hop questions without end."""
-    entries = _entries(rng, _same_kind_entities(rng, _NUM_ENTRIES), _WHOLE)
+def single_hop(
+    rng: random.Random, num_documents: int = NUM_DOCUMENTS, num_facts: tuple[int, int] = NUM_FACTS
+) -> Iterator[Question]:
+    """Yield single-hop questions over so many documents of at least and at most so many facts, without end."""
+    entries = _entries(rng, _same_kind_entities(rng, _NUM_ENTRIES, num_facts), _WHOLE)
     while True:
         entry = _draw(rng, entries)
         others = [other for other in entries if other.entity.kind == entry.entity.kind and other is not entry]
-        shown = [entry, *_draw_some(rng, others, NUM_DOCUMENTS - 1)]
+        shown = [entry, *_draw_some(rng, others, num_documents - 1)]
         key = rng.choice(list(entry.entity.facts))
-        yield _question(rng, "single-hop", entry, key, rng.sample([e.documents[0] for e in shown], NUM_DOCUMENTS))
+        yield _question(rng, "single-hop", entry, key, rng.sample([e.documents[0] for e in shown], num_documents))
 
 
-def two_hop(rng: random.Random) -> Iterator[Question]:
-    """Yield two-hop questions without end."""
+def two_hop(rng: random.Random, num_documents: int = NUM_DOCUMENTS) -> Iterator[Question]:
+    """Yield two-hop questions over so many documents, without end."""
     entities = draw_linked_entities(rng, Names(rng), _NUM_ENTRIES, num_facts=4, link_share=0.9)
     entries = _entries(rng, entities, _WHOLE)
     by_name = {entry.entity.name: entry for entry in entries}
@@ -91,28 +94,34 @@ def two_hop(rng: random.Random) -> Iterator[Question]:
         key = rng.choice(links)
         bridge = by_name[first.entity.facts[key]]
         others = [other for other in entries if other not in (first, bridge)]
-        shown = [first, bridge, *_draw_some(rng, others, NUM_DOCUMENTS - 2)]
+        shown = [first, bridge, *_draw_some(rng, others, num_documents - 2)]
         asked = two_hop_question(rng, first.entity, key, bridge.entity, rng.choice(list(bridge.entity.facts)))
-        documents = rng.sample([entry.documents[0] for entry in shown], NUM_DOCUMENTS)
+        documents = rng.sample([entry.documents[0] for entry in shown], num_documents)
         yield Question(asked.text, (asked.answer,), tuple(documents), "two-hop")
 
 
-def continued(rng: random.Random) -> Iterator[Question]:
-    """Yield questions whose answer the second half of an entry tells, without end."""
-    entries = _entries(rng, _same_kind_entities(rng, _NUM_ENTRIES // 2), _SPLIT)
+def continued(
+    rng: random.Random, num_documents: int = NUM_DOCUMENTS, num_facts: tuple[int, int] = NUM_FACTS
+) -> Iterator[Question]:
+    """Yield questions whose answer the second half of an entry tells, over so many documents, without end.
+
+    An entry, of which a document is a half, has at least and at most so many facts.
+    """
+    entries = _entries(rng, _same_kind_entities(rng, _NUM_ENTRIES // 2, num_facts), _SPLIT)
     while True:
         entry = _draw(rng, entries)
         others = [other for other in entries if other.entity.kind == entry.entity.kind and other is not entry]
         groups = [entry.documents]
-        if rng.random() < 0.5:  # another whole entry, and half of a third one
-            whole, other = _draw_some(rng, others, 2)
-            groups += [whole.documents, (rng.choice(other.documents),)]
+        if rng.random() < 0.5 and num_documents > 3:  # another whole entry, and halves of others
+            whole, *others_shown = _draw_some(rng, others, num_documents - 3)
+            groups.append(whole.documents)
         else:
-            groups += [(rng.choice(other.documents),) for other in _draw_some(rng, others, 3)]
+            others_shown = _draw_some(rng, others, num_documents - 2)
+        groups += [(rng.choice(other.documents),) for other in others_shown]
         shown = [document for group in rng.sample(groups, len(groups)) for document in group]
         behind = shown[shown.index(entry.documents[1]) + 1 :]
         is_ambiguous = bool(behind) and behind[0].doc_id.endswith(" 2")  # "It" of a stranger, as if said of our entry
-        is_unique = len({document.text for document in shown}) == NUM_DOCUMENTS
+        is_unique = len({document.text for document in shown}) == num_documents
         if is_unique and not is_ambiguous:
             yield _question(rng, "continued", entry, rng.choice(entry.continued), shown)
 
@@ -166,12 +175,12 @@ def recurring_questions(
     return questions
 
 
-def _same_kind_entities(rng: random.Random, num_entities: int) -> list[Entity]:
+def _same_kind_entities(rng: random.Random, num_entities: int, num_facts: tuple[int, int]) -> list[Entity]:
     """Return as many entities of every kind; those of one kind have the same relations."""
     names = Names(rng)
     entities = []
     for kind in ENTITY_KINDS:
-        keys = rng.sample(list(RELATIONS[kind]), rng.randint(3, 5))
+        keys = rng.sample(list(RELATIONS[kind]), rng.randint(*num_facts))
         for _ in range(num_entities // len(ENTITY_KINDS)):
             name = names.person() if kind == "person" else names.word()
             entities.append(draw_entity(rng, names, kind, name, len(keys), keys))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tests.benchmarks.chunks.answers import measure_ablations, measure_answers, measure_curve
+from tests.benchmarks.chunks.context_size import measure_context_size
 from tests.benchmarks.chunks.load import measure_load
 from tests.benchmarks.chunks.ttft import measure_ttft
 from tests.benchmarks.command import benchmark
@@ -36,6 +37,7 @@ PARTS: dict[str, Callable[[Plan], Part]] = {
     "load": measure_load,
     "curve": measure_curve,
     "ablations": measure_ablations,
+    "sizes": measure_context_size,
 }
 
 main = benchmark(

@@ -33,21 +33,21 @@ CURVE: dict[SelectionName, tuple[float, ...]] = {
     "whole_chunks": (1.2, 1.4, 1.5, 1.6, 1.8, 2.0, 3.0),
     "cache_craft": (0.3, 0.6, 1.0, 2.0),
 }
-_PART = {"alpha": 1e6, "max_recompute": 0.3}
+THIRTY_PERCENT = {"alpha": 1e6, "max_recompute": 0.3}
 """30 % of every document that stands elsewhere: no CCI decides."""
 ABLATIONS = (
     Way("as stored", ChunkReuse(selection="cache_craft", alpha=0.0)),
     Way("CCI", ChunkReuse(selection="cache_craft", alpha=1.0, max_recompute=0.3)),
-    Way("no CCI", ChunkReuse(selection="cache_craft", **_PART)),
-    Way("no focus", ChunkReuse(selection="cache_craft", focus=0, **_PART)),
-    Way("first tokens", ChunkReuse(selection="first_tokens", **_PART)),
-    Way("question", ChunkReuse(selection="question_driven", **_PART)),
-    Way("most attended", ChunkReuse(selection="most_attended", **_PART)),
-    Way("random", ChunkReuse(selection="random", **_PART)),
+    Way("no CCI", ChunkReuse(selection="cache_craft", **THIRTY_PERCENT)),
+    Way("no focus", ChunkReuse(selection="cache_craft", focus=0, **THIRTY_PERCENT)),
+    Way("first tokens", ChunkReuse(selection="first_tokens", **THIRTY_PERCENT)),
+    Way("question", ChunkReuse(selection="question_driven", **THIRTY_PERCENT)),
+    Way("most attended", ChunkReuse(selection="most_attended", **THIRTY_PERCENT)),
+    Way("random", ChunkReuse(selection="random", **THIRTY_PERCENT)),
 )
 _KINDS = {"": "all", "_single": "single-hop", "_two_hop": "two-hop", "_cont": "continued"}
 """What a figure's name has -> the kind of question."""
-_WARM_UP = "none: every engine starts empty, and what fills it is counted; naive reuse has read each document alone"
+WARM_UP = "none: every engine starts empty, and what fills it is counted; naive reuse has read each document alone"
 
 
 def measure_answers(plan: Plan) -> Part:
@@ -59,7 +59,7 @@ def measure_answers(plan: Plan) -> Part:
     for name, kind in _KINDS.items():
         figures += _figures(name, kind, full[kind], prefix[kind], naive[kind], reuse[kind])
     details = {"selection": "whole_chunks", "alpha": ALPHA, "summaries": _details(by_way)}
-    return Part(_WARM_UP, tuple(figures), details)
+    return Part(WARM_UP, tuple(figures), details)
 
 
 def measure_curve(plan: Plan) -> Part:
@@ -81,7 +81,7 @@ def measure_curve(plan: Plan) -> Part:
         for way in ways
     )
     curve_plot(by_way, plan.model).save_png(CURVE_PICTURE)
-    return Part(_WARM_UP, figures, {"summaries": _details(by_way)})
+    return Part(WARM_UP, figures, {"summaries": _details(by_way)})
 
 
 def measure_ablations(plan: Plan) -> Part:
@@ -96,7 +96,7 @@ def measure_ablations(plan: Plan) -> Part:
         note += f"{found['continued'].exact_match:.3f}; ROUGE-L {whole.rouge_l:.3f}, Jaccard {whole.jaccard:.3f}"
         key, full = f"em_ablation_{way.name.replace(' ', '_')}", by_way[FULL.name]["all"]
         figures.append(Figure(key, round(whole.exact_match, 4), round(full.exact_match, 4), note=note))
-    return Part(_WARM_UP, tuple(figures), {"summaries": _details(by_way)})
+    return Part(WARM_UP, tuple(figures), {"summaries": _details(by_way)})
 
 
 def curve_plot(by_way: Mapping[str, Mapping[str, Summary]], model: str) -> Plot:

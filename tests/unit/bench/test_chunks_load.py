@@ -9,7 +9,7 @@ import pytest
 
 from ragcache_core.bench.compare.sessions import Run
 from ragcache_core.bench.quality import AskedAnswer, Question, Way
-from tests.benchmarks.chunks import answers
+from tests.benchmarks.chunks import answers, context_size
 from tests.benchmarks.chunks.load import SHARES, load_figures, peers, responses_s
 from tests.benchmarks.report import Plan
 
@@ -64,8 +64,35 @@ def test_ablations_are_told_apart_by_right_answers_at_what_they_compute(monkeypa
     monkeypatch.setattr(answers, "read_questions", lambda *_, **__: [])
     part = answers.measure_ablations(Plan("a-model", Path(), 0, True, lambda _: None, None))
     found = {figure.key: figure for figure in part.figures}
-    assert len(found) == len(answers.ABLATIONS) == 7
+    assert len(found) == len(answers.ABLATIONS) == 8
     assert (found["em_ablation_no_focus"].value, found["em_ablation_random"].value) == (1.0, 0.0)
     assert "computed 0.250 of prefix caching; continued 0.000; ROUGE-L 0.500, Jaccard 0.250" in (
         found["em_ablation_no_CCI"].note
     )
+
+
+def test_questions_of_every_size_are_answered_by_one_engine_and_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = []
+
+    def asked(
+        _plan: Plan, _model: str, questions: Sequence[Question], ways: Sequence[Way]
+    ) -> Iterator[tuple[Way, list[AskedAnswer]]]:
+        shown.extend(questions)
+        for way in ways:
+            yield (
+                way,
+                [
+                    AskedAnswer(question.kind, "x", len(question.documents) < 12 or not way.chunks, 0.5, 100, 50)
+                    for question in questions
+                ],
+            )
+
+    monkeypatch.setattr(context_size, "asked", asked)
+    part = context_size.measure_context_size(Plan("a-model", Path(), 0, True, lambda _: None, None))
+    assert {len(question.documents) for question in shown} == {3, 5, 8, 12}
+    assert len({document.text for question in shown for document in question.documents}) > 100
+    found = {figure.key: figure for figure in part.figures}
+    assert len(found) == len(context_size.SETTINGS) * len(context_size.WAYS)
+    assert found["em_8_documents_30_percent_no_focus"].value == 1.0
+    assert found["em_12_documents_30_percent_no_focus"].value == 0.0
+    assert "continued 0.000 of 1.000; ROUGE-L 0.500; prompts of 100 tokens" in found["em_12_documents_30_percent"].note
