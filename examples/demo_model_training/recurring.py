@@ -107,7 +107,8 @@ def continued(
 
     An entry, of which a document is a half, has at least and at most so many facts.
     """
-    entries = _entries(rng, _same_kind_entities(rng, _NUM_ENTRIES // 2, num_facts), _SPLIT)
+    num_entries = max(_NUM_ENTRIES // 2, len(ENTITY_KINDS) * num_documents)
+    entries = _entries(rng, _same_kind_entities(rng, num_entries, num_facts), _SPLIT)
     while True:
         entry = _draw(rng, entries)
         others = [other for other in entries if other.entity.kind == entry.entity.kind and other is not entry]
