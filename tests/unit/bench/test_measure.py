@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from tests.benchmarks.__main__ import main
@@ -21,6 +22,7 @@ def test_the_ratio_is_the_median_over_pairs() -> None:
     assert Comparison("x", (1.0, 2.0, 4.0), (2.0, 2.0, 40.0)).ratio == 2.0
 
 
+@pytest.mark.slow
 def test_a_small_benchmark_writes_a_row_for_every_index(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     arguments = ["--vectors", "1000", "--dimension", "8", "--pairs", "5", "--output", str(path)]

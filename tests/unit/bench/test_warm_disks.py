@@ -74,6 +74,7 @@ def test_a_disk_is_warmed_once_and_every_engine_of_that_kind_begins_with_it(engi
     assert engines.opened[3:] == [("ragcache", ["seen-by-1"])], "later comparisons have it as well"
 
 
+@pytest.mark.slow
 def test_another_engine_and_other_requests_have_disks_of_their_own(engines: Engines, tmp_path: Path) -> None:
     compare(engines, tmp_path, "ragcache", "vllm-host-lru")
     compare(engines, tmp_path, "ragcache", facts="b")

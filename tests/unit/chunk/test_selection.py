@@ -28,7 +28,7 @@ def selectable(draw: st.DrawFn) -> list[SelectableChunk]:
 
 
 @pytest.mark.parametrize("name", SELECTIONS)
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(chunks=selectable())
 def test_a_selection_spends_its_budget_within_the_chunks(name: str, chunks: list[SelectableChunk]) -> None:
     selected = make_selection(name).select(chunks)
@@ -41,7 +41,7 @@ def test_a_selection_spends_its_budget_within_the_chunks(name: str, chunks: list
 
 
 @pytest.mark.parametrize("name", SELECTIONS)
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(chunks=selectable())
 def test_a_selection_chooses_the_same_tokens_again(name: str, chunks: list[SelectableChunk]) -> None:
     assert make_selection(name).select(chunks) == make_selection(name).select(chunks)

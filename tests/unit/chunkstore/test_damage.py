@@ -258,6 +258,7 @@ def test_an_input_error_is_a_miss_for_its_chunk_alone_and_forgets_nothing(
     assert store.read_many(requests) == [True] * 4
 
 
+@pytest.mark.slow
 def test_random_damage_to_any_file_never_serves_a_wrong_byte_nor_keeps_the_store_from_opening(tmp_path: Path) -> None:
     result = run_damage(tmp_path, num_points=60, seed=5)
     assert result.num_points == 60

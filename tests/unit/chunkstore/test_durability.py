@@ -20,6 +20,7 @@ from tests.benchmarks.tiers.crash_points import run_killpoints
 from .conftest import CHUNK_BYTES, IDENTITY, Opening, aligned, keys, payload, read, writes
 
 
+@pytest.mark.slow
 def test_killed_at_any_instant_a_store_loses_nothing_acknowledged_and_serves_nothing_wrong(tmp_path: Path) -> None:
     result = run_killpoints(tmp_path, num_points=40, seed=11)
     assert result.num_points == 40

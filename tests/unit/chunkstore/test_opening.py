@@ -123,6 +123,7 @@ print(num_refused)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "killed"])
 def test_a_read_that_fails_anywhere_while_a_store_is_opened_costs_nothing(tmp_path: Path, is_closed: bool) -> None:
     """SQLite's own check returns such errors as text, as it does damage."""

@@ -222,6 +222,7 @@ def test_the_replicas_of_an_engine_share_host_memory_and_disk(
     assert list(Path("/dev/shm").glob(f"*{engine_id}*")) == []
 
 
+@pytest.mark.slow
 def test_a_shared_store_that_refuses_us_starts_nothing_and_one_that_does_not_answer_is_warned_of(
     owner: Owner, caplog: pytest.LogCaptureFixture
 ) -> None:

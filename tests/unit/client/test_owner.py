@@ -43,6 +43,7 @@ def session_members(session_id: int) -> list[int]:
     return alive
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["SIGTERM", "SIGHUP", "SIGKILL", "an error"])
 def test_a_server_ends_with_its_owner(end: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", OWNER, str(tmp_path / "log"), end]

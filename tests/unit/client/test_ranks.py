@@ -375,6 +375,7 @@ time.sleep(600)  # until it is killed
 """
 
 
+@pytest.mark.slow
 def test_ranks_end_with_the_program_that_launched_them(tmp_path: Path) -> None:
     command = [sys.executable, "-c", OWNER, str(DEMO_MODEL), str(tmp_path / "server.log")]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as owner:

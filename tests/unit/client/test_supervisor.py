@@ -144,6 +144,7 @@ def test_a_server_whose_own_process_stands_still_and_does_not_answer_is_started_
     assert until(lambda: owner.run == 2, 20)
 
 
+@pytest.mark.slow
 def test_a_busy_server_that_is_slow_to_say_how_it_is_is_left_alone(own: Own, server: ScriptedServer) -> None:
     owner = own(lambda: FakeProcess(BUSY), hang_s=2.0)
     server.health_wait_s = 60.0

@@ -21,6 +21,7 @@ def model() -> DemoLlama:
     return load_exported(FOLDER)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "floor"), [("single, k = 3", 0.9), ("three-hop, k = 3", 0.75), ("continued two-hop, k = 3", 0.85)]
 )

@@ -33,6 +33,7 @@ def batches_of(trainer: Trainer, stage: int = 0) -> Iterator[Batch]:
         yield from trainer.source.batches(stage)
 
 
+@pytest.mark.slow
 def test_loss_falls_within_thirty_steps() -> None:
     trainer = Trainer.start(OPTIONS)
     losses = [trainer.train_step(batch) for batch in itertools.islice(batches_of(trainer), 30)]

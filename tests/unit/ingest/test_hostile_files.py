@@ -37,6 +37,7 @@ def seconds_for(path: Path) -> float:
     return time.process_time() - started_s
 
 
+@pytest.mark.slow
 @given(
     suffix=st.sampled_from([".html", ".md", ".txt"]),
     begin=st.sampled_from(["", *FRAGMENTS]),
@@ -61,6 +62,7 @@ def test_no_text_of_a_hundred_kilobytes_takes_long(
     assert seconds_for(path) < BUDGET_S
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("suffix", "begin", "fragment"), [(".html", "", "a<br>"), (".md", "", "a"), (".txt", "", "a")])
 def test_a_file_four_times_as_long_takes_about_four_times_as_long(
     tmp_path: Path, suffix: str, begin: str, fragment: str

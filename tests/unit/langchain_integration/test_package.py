@@ -19,6 +19,7 @@ def test_without_langchain_the_error_says_what_to_install(missing: str) -> None:
     assert 'pip install "ragcache[langchain]"' in result.stderr
 
 
+@pytest.mark.slow
 def test_the_engine_stays_out_of_the_application() -> None:
     names = "import sys; from ragcache_integrations.langchain import *"
     result = run(f"{names}; print(sorted({{'vllm', 'llama_index'}} & set(sys.modules)))")

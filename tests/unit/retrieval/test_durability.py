@@ -102,6 +102,7 @@ print(json.dumps(states))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_that_is_killed_at_any_step_is_there_or_not(tmp_path: Path, change: str) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

@@ -45,6 +45,7 @@ def test_the_canonical_order_is_that_of_ids() -> None:
         assert arranged.question_tokens == request.question_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["retrieval", "canonical"])
 def test_the_bound_grows_with_host_memory_and_lies_between_every_policy_and_endless_memory(order: str) -> None:
     def token_hit_rate(policy: str, host_tokens: int) -> float:

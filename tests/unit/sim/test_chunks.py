@@ -215,7 +215,7 @@ def test_every_token_is_cached_or_reused_or_computed_and_only_exact_ones_are_cac
 @pytest.mark.parametrize("granularity", ["document", "block"])
 def test_what_is_reused_says_where_it_was(granularity: Granularity) -> None:
     options = replace(REUSE, granularity=granularity, block_size=BLOCK, gpu_tokens=8_000, policy="tournament")
-    trace = make_trace(WORKLOADS["nq-small"], 120, seed=3)
+    trace = make_trace(WORKLOADS["nq-small"], 60, seed=3)
     options = replace(options, gpu_tokens=16_384, host_tokens=32_768, disk_tokens=65_536)
     summary = simulate(trace, options).summary
     prompts = int(trace.doc_tokens.sum()) + int(trace.question_tokens.sum())

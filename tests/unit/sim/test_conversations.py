@@ -111,7 +111,7 @@ def test_single_turns_about_documents_find_as_much_as_where_nobody_looks_for_con
     disk_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mmlu = replace(WORKLOADS["mmlu"], mean_tokens=200.0, mean_output_tokens=200.0, output_sigma=0.5)
-    trace = make_trace(mmlu, 1500, 3)
+    trace = make_trace(mmlu, 600, 3)
     sizes = {"gpu_tokens": 8_000, "host_tokens": 20_000, "disk_tokens": disk_tokens}
     learned = sum(cached for cached, _ in serve(trace, **sizes)[0])
     monkeypatch.setattr(ReturningTurns, "is_likely", lambda self, turn: False)

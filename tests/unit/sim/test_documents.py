@@ -145,6 +145,7 @@ def test_every_request_finds_what_algorithm_1_left_it(
     check_against_algorithm_1(small_trace(drawn), options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("documents", "num_requests"), [(2, 3_000), (5, 1_000)])
 def test_thousands_of_requests_find_what_algorithm_1_left_them(documents: int, num_requests: int) -> None:
     workload = replace(WORKLOADS["mmlu"], documents_per_request=documents)

@@ -181,6 +181,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "is_kept_alive"), [(signal.SIGINT, True), (signal.SIGKILL, False)])
 def test_what_is_finished_survives_the_end_of_the_sweep_and_no_process_does(
     tmp_path: Path, trace: Path, number: signal.Signals, is_kept_alive: bool
