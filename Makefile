@@ -147,7 +147,7 @@ bench-pipeline: $(READY) ## measure what overlap and order bring; writes build/b
 bench-simulation: $(READY) ## simulate policies, orders and queues; writes build/bench-simulation.json (half an hour)
 	$(VENV)/bin/python -m tests.benchmarks.simulation $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part))
 
-bench-chunks: $(READY) ## measure what reuse of documents anywhere saves and costs; writes build/bench-chunks.json (three quarters of an hour)
+bench-chunks: $(READY) ## measure what reuse of documents anywhere saves and costs; writes build/bench-chunks.json (an hour and a half)
 	$(VENV)/bin/python -m examples.demo_model_training.recurring --out build/recurring-questions.jsonl
 	$(VENV)/bin/python -m tests.benchmarks.chunks $(if $(MODEL),--model $(MODEL)) $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part))
 

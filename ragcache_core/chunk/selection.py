@@ -113,8 +113,8 @@ class QuestionDrivenSelection:
 class MostAttendedSelection:
     """The tokens that the chunk's other tokens had looked at most (Prefill-H2O): what Cache-Craft compares itself with.
 
-    It is measured of chunks that were captured for this selection. Of others, and of what a disk brings back, it takes
-    the first tokens: most attention goes there.
+    It is measured of chunks that are computed whole by a request with this selection. Of others, and of what a start
+    finds on disk, it takes the first tokens: most attention goes there.
     """
 
     name: ClassVar[str] = "most_attended"

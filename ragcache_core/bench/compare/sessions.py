@@ -176,11 +176,14 @@ def measure(
         on_rate(f"{rates_rps[rate]:.3g} requests/s")
         numbers = amounts.timed(rate)
         arrivals = poisson_arrivals(len(numbers), rates_rps[rate], seed=session.seed * 1_000 + rate)
-        before, tiers_before = usage(engine.pid), tokens_by_tier(engine)
+        before, tiers_before, reused_before = usage(engine.pid), tokens_by_tier(engine), _reused_tokens(engine)
         began_s = time.perf_counter()
         answers = load.replay(numbers, arrivals)
         duration_s = time.perf_counter() - began_s - arrivals[0]
         after = usage(engine.pid)
+        served, num_cached = _settled(engine, tiers_before, answers), sum(a.num_cached_tokens for a in answers)
+        if peer.chunk_reuse is not None:  # vLLM calls cached what was computed on the way as well
+            num_cached = min(num_cached, sum(served.values()) + _reused_tokens(engine) - reused_before)
         keep(
             Run(
                 session.peer,
@@ -192,10 +195,10 @@ def measure(
                 tuple(round(a.ttft_s, 6) for a in answers),
                 tuple(round(a.tpot_s, 6) for a in answers if a.tpot_s is not None),
                 sum(a.num_prompt_tokens for a in answers),
-                sum(a.num_cached_tokens for a in answers),
+                num_cached,
                 sum(a.num_output_tokens for a in answers),
                 sum(a.is_reordered for a in answers),
-                _settled(engine, tiers_before, answers),
+                served,
                 None if engine.pid is None else round(after.cpu_s - before.cpu_s, 3),
                 None if engine.pid is None else after.memory_bytes,
                 SearchRun.of(a.search for a in answers),
@@ -219,6 +222,12 @@ def tokens_by_tier(engine: Engine) -> dict[str, int]:
     if stats.policy is not None:
         return {tier.name: tier.num_hit_tokens for tier in stats.tiers}
     return {"gpu": stats.num_prefix_hit_tokens, "host": int(TokenClient(engine).counter(_EXTERNAL_HITS))}
+
+
+def _reused_tokens(engine: Engine) -> int:
+    """Return the prompt tokens that were taken so far as they were stored behind other documents."""
+    chunks = engine.stats().chunks
+    return 0 if chunks is None else chunks.num_reused_tokens + chunks.num_prefix_tokens
 
 
 def _settled(engine: Engine, before: Mapping[str, int], answers: Sequence[Answered]) -> dict[str, int]:

@@ -129,6 +129,7 @@ def variants(draw: st.DrawFn, name: int, num_tokens: int, number: int = 0) -> Ch
         inter=tuple(draw(masses) for _ in prefix),
         intra=draw(masses),
         token_inter=tuple(map(float, draw(token_scores(num_tokens)))),
+        token_received=tuple(map(float, draw(st.just([]) | token_scores(num_tokens)))),
         inherited=draw(st.sampled_from([0.0, 0.0, 0.2, 0.9])),
         context=behind(prefix),
     )

@@ -180,9 +180,9 @@ def test_a_fraction_of_a_token_is_a_token(overhead: float, num_tokens: int) -> N
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])
-@pytest.mark.parametrize("place", ["inter", "intra", "token_inter"])
+@pytest.mark.parametrize("place", ["inter", "intra", "token_inter", "token_received"])
 def test_attention_that_is_no_attention_is_no_statistics(bad: float, place: str) -> None:
-    masses = {"inter": (1.0, 1.0), "intra": 1.0, "token_inter": (1.0, 1.0, 1.0)}
+    masses = {"inter": (1.0, 1.0), "intra": 1.0, **dict.fromkeys(("token_inter", "token_received"), (1.0, 1.0, 1.0))}
     masses[place] = bad if place == "intra" else (1.0, bad, *masses[place][2:])
     with pytest.raises(ValueError, match="negative or not finite"):
         ChunkStatistics(prefix=(key(1), key(2)), prefix_lengths=(4, 5), context=b"", **masses)

@@ -75,6 +75,19 @@ def test_a_capture_in_two_steps_knows_what_each_token_paid_and_what_it_got(*, co
     assert found.token_received == pytest.approx(tuple(weights[:, 1:].sum(0).tolist()) if counts_received else ())
 
 
+def test_of_a_capture_whose_first_tokens_a_prefix_hit_brought_nobody_knows_what_they_paid() -> None:
+    generator = torch.Generator().manual_seed(3)
+    keys, query = (torch.randn((_KEYS, heads, _DIM), generator=generator) for heads in (_HEADS, _HEADS * _GROUP))
+    layer = _layer(keys)
+    layer.unrotated.read = lambda positions, slots: (keys[slots], keys[slots])
+    capture = Capture(("r", b"", 0), 11, _KEYS, ((3, 11),), (0,), True)
+    chunks = ChunkCapture([layer], SimpleNamespace(write=lambda *args: None))
+    chunks.measure(0, [capture], query[14:], torch.arange(14, _KEYS), torch.arange(_KEYS))
+    mass = chunks.keep(capture, torch.arange(_KEYS))
+    assert mass is not None
+    assert figures_of(capture, mass).token_received == ()
+
+
 @pytest.mark.parametrize(
     ("num_layers", "expected"), [(1, (0,)), (4, (0, 1, 2, 3)), (32, (2, 6, 10, 14, 18, 22, 26, 30))]
 )

@@ -117,7 +117,8 @@ class Bench:
         for _ in range(self.num_workers):
             one = ChunkReport()
             one.num_captured[capture.id] += 1
-            measured = CapturedChunk(tuple(1.0 for _ in capture.before), 20.0, tuple(0.1 for _ in range(num_tokens)))
+            received = tuple(map(float, range(num_tokens))) if capture.counts_received else ()
+            measured = CapturedChunk(tuple(1.0 for _ in capture.before), 20.0, (0.1,) * num_tokens, received)
             one.captured[capture.id] = measured
             merged = report.merged(one)
             report.num_captured, report.captured = merged.num_captured, merged.captured
@@ -297,6 +298,21 @@ def test_however_little_is_inherited_a_request_for_everything_computes_it_again(
     stored = {spans[2].key: [ChunkVariant(spans[2].key, 0, 7, statistics)]}
     found = plan_reuse(spans, stored, start=17, end=24, selection=make_selection(selection), alpha=1e9)
     assert found.recomputed == tuple(range(17, 24))
+
+
+def test_how_much_tokens_are_looked_at_is_measured_for_the_selection_that_goes_by_it_alone() -> None:
+    bench = Bench(num_workers=2)
+    for name, selection in (("a", "most_attended"), ("b", "cache_craft")):
+        tokens = bench.arrive(name, name, ReuseOptions(selection, 1.0, 0.5))
+        bench.scheduling.offer(name, 0)
+        bench.scheduling.compute(name, 0)
+        bench.step(**{name: (0, len(tokens))})
+        bench.scheduling.on_finished(name)
+    ((watched,), (other,)) = (
+        bench.scheduling.library.find({_KEYS[name]: _DOCUMENTS[name]})[_KEYS[name]] for name in "ab"
+    )
+    assert watched.statistics.token_received == tuple(map(float, range(watched.num_tokens)))
+    assert other.statistics.token_received == ()
 
 
 def test_what_is_prefilled_behind_its_own_approximate_blocks_inherits_as_well() -> None:

@@ -17,6 +17,9 @@ from ragcache_core.vllm_plugin.chunks.messages import Capture, CapturedChunk, Ca
 from ragcache_core.vllm_plugin.chunks.model.attention_layers import AttentionLayer
 from ragcache_core.vllm_plugin.chunks.model.paged_kv import to_device
 
+_RECEIVED_AT_ONCE = 256
+"""Tokens of which is measured at once how much they are looked at: rows times these is what it takes of memory."""
+
 
 class ChunkPages(Protocol):
     """Where the KV of chunks is kept; see ``storage/host_pool.py``."""
@@ -96,8 +99,10 @@ class ChunkCapture:
             measured.mass[to_device(offsets, query.device)] += mass / len(self._measured_layers)
             measured.seen[offsets] = True
             if capture.counts_received:
-                tokens = [(place, place + 1) for place in range(capture.start, capture.end)]
-                measured.received += keys.mass(*rows, tokens).sum(0) / len(self._measured_layers)
+                for at in range(capture.start, capture.end, _RECEIVED_AT_ONCE):
+                    tokens = [(place, place + 1) for place in range(at, min(at + _RECEIVED_AT_ONCE, capture.end))]
+                    received = keys.mass(*rows, tokens).sum(0) / len(self._measured_layers)
+                    measured.received[at - capture.start :][: len(tokens)] += received
 
     def keep(self, capture: Capture, slots: torch.Tensor) -> torch.Tensor | None:
         """Copy a complete chunk's KV into its pages, and return what was measured; None if too little of it was seen.
@@ -111,7 +116,8 @@ class ChunkCapture:
 
         Returns:
             float32 [num_tokens, num_chunks]: how each token attends to the chunks before, and to its own. With
-            ``counts_received`` a column more: how much its chunk's later tokens attend to it.
+            ``counts_received`` a column more: how much its chunk's later tokens attend to it, -1 where a prefix hit
+            brought some of them.
         """
         measured = self._measured.pop(capture.id, None)
         if measured is None or 2 * int(measured.seen.sum()) < capture.end - capture.start:
@@ -124,6 +130,7 @@ class ChunkCapture:
         if not bool(seen.all()):
             is_seen = to_device(seen, mass.device).unsqueeze(1)
             mass = torch.where(is_seen, mass, (mass * is_seen).sum(0) / int(seen.sum()))
+            measured.received.fill_(-1.0)
         if capture.counts_received:
             mass = torch.cat((mass, measured.received.unsqueeze(1)), 1)
         return mass.to("cpu", non_blocking=True)
@@ -139,5 +146,5 @@ def figures_of(capture: Capture, mass: torch.Tensor) -> CapturedChunk:
     """Return the sums of what :meth:`ChunkCapture.keep` measured, whose copy has ended."""
     own = len(capture.before)
     sums = mass[:, : own + 1].sum(0).tolist()
-    received = mass[:, -1].tolist() if capture.counts_received else ()
-    return CapturedChunk(tuple(sums[:own]), sums[own], tuple(mass[:, :own].sum(1).tolist()), tuple(received))
+    received = tuple(mass[:, -1].tolist()) if capture.counts_received and mass[0, -1] >= 0.0 else ()
+    return CapturedChunk(tuple(sums[:own]), sums[own], tuple(mass[:, :own].sum(1).tolist()), received)
