@@ -37,7 +37,7 @@ THIRTY_PERCENT = {"alpha": 1e6, "max_recompute": 0.3}
 """30 % of every document that stands elsewhere: no CCI decides."""
 ABLATIONS = (
     Way("as stored", ChunkReuse(selection="cache_craft", alpha=0.0)),
-    Way("CCI", ChunkReuse(selection="cache_craft", alpha=1.0, max_recompute=0.3)),
+    Way("CCI", ChunkReuse(selection="cache_craft", alpha=0.5)),  # no bound: CCI decides how much
     Way("no CCI", ChunkReuse(selection="cache_craft", **THIRTY_PERCENT)),
     Way("no focus", ChunkReuse(selection="cache_craft", focus=0, **THIRTY_PERCENT)),
     Way("first tokens", ChunkReuse(selection="first_tokens", **THIRTY_PERCENT)),
