@@ -81,8 +81,8 @@ def single_hop(
         yield _question(rng, "single-hop", entry, key, rng.sample([e.documents[0] for e in shown], num_documents))
 
 
-def two_hop(rng: random.Random, num_documents: int = NUM_DOCUMENTS) -> Iterator[Question]:
-    """Yield two-hop questions over so many documents, without end."""
+def two_hop(rng: random.Random) -> Iterator[Question]:
+    """Yield two-hop questions without end."""
     entities = draw_linked_entities(rng, Names(rng), _NUM_ENTRIES, num_facts=4, link_share=0.9)
     entries = _entries(rng, entities, _WHOLE)
     by_name = {entry.entity.name: entry for entry in entries}
@@ -94,9 +94,9 @@ def two_hop(rng: random.Random, num_documents: int = NUM_DOCUMENTS) -> Iterator[
         key = rng.choice(links)
         bridge = by_name[first.entity.facts[key]]
         others = [other for other in entries if other not in (first, bridge)]
-        shown = [first, bridge, *_draw_some(rng, others, num_documents - 2)]
+        shown = [first, bridge, *_draw_some(rng, others, NUM_DOCUMENTS - 2)]
         asked = two_hop_question(rng, first.entity, key, bridge.entity, rng.choice(list(bridge.entity.facts)))
-        documents = rng.sample([entry.documents[0] for entry in shown], num_documents)
+        documents = rng.sample([entry.documents[0] for entry in shown], NUM_DOCUMENTS)
         yield Question(asked.text, (asked.answer,), tuple(documents), "two-hop")
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from ragcache_core.bench.compare.load_generator import Answered, Load, poisson_arrivals
+from ragcache_core.bench.compare.load_generator import Load, poisson_arrivals
 from ragcache_core.bench.compare.peers import Peer, usage
 from ragcache_core.bench.compare.prompts import TracedPrompts
 from ragcache_core.bench.compare.search.question import SearchRun
@@ -181,7 +181,8 @@ def measure(
         answers = load.replay(numbers, arrivals)
         duration_s = time.perf_counter() - began_s - arrivals[0]
         after = usage(engine.pid)
-        served, num_cached = _settled(engine, tiers_before, answers), sum(a.num_cached_tokens for a in answers)
+        num_cached = sum(a.num_cached_tokens for a in answers)
+        served = _settled(engine, tiers_before, num_cached)
         if peer.chunk_reuse is not None:  # vLLM calls cached what was computed on the way as well
             num_cached = min(num_cached, sum(served.values()) + _reused_tokens(engine) - reused_before)
         keep(
@@ -230,9 +231,8 @@ def _reused_tokens(engine: Engine) -> int:
     return 0 if chunks is None else chunks.num_reused_tokens + chunks.num_prefix_tokens
 
 
-def _settled(engine: Engine, before: Mapping[str, int], answers: Sequence[Answered]) -> dict[str, int]:
+def _settled(engine: Engine, before: Mapping[str, int], num_cached: int) -> dict[str, int]:
     """Return what the tiers served since ``before``; the engine tells of its last step a moment after it."""
-    num_cached = sum(a.num_cached_tokens for a in answers)
     until_s = time.monotonic() + _SETTLE_S
     while True:
         served = {tier: count - before.get(tier, 0) for tier, count in tokens_by_tier(engine).items()}

@@ -21,7 +21,7 @@ from tests.benchmarks.report import Figure, Part, Plan
 
 DEEP_MODEL = Path("examples/deep_demo_model")
 CHOICE_SEED, REPORT_SEED = 889_000, 890_000
-NUM_QUESTIONS = 24
+NUM_QUESTIONS = 25
 """Of each kind and seed."""
 MOST_LOST = 1 / NUM_QUESTIONS
 """Of the answers of a kind: one."""

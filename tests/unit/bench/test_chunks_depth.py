@@ -46,6 +46,14 @@ def test_what_both_models_keep_is_chosen_for_both() -> None:
     assert chosen([SHALLOW, DEEP], CANDIDATES) == "whole_chunks 2"
 
 
+def test_one_answer_of_a_kind_may_be_lost() -> None:
+    one, two = (
+        by_way(full=(1.0, 1.0, 9), prefix=(1.0, 1.0, 9), w15=(1.0, 1.0 - n / depth.NUM_QUESTIONS, 5)) for n in (1, 2)
+    )
+    assert chosen([one], CANDIDATES[:1]) == "whole_chunks 1.5"
+    assert chosen([two], CANDIDATES[:1]) is None
+
+
 def test_nothing_is_chosen_where_all_lose_too_much() -> None:
     assert chosen([DEEP], CANDIDATES[:1]) is None
 

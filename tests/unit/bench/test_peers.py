@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,16 @@ import pytest
 from ragcache_core.bench.compare.lmcache import LMCacheOffload
 from ragcache_core.bench.compare.options import AUTO_SHARES, BenchOptions, prepare
 from ragcache_core.bench.compare.peers import PEERS, Setup, usage
+from ragcache_core.bench.compare.prompts import TracedPrompts
 from ragcache_core.bench.compare.results import Results
-from ragcache_core.bench.compare.sessions import tokens_by_tier
+from ragcache_core.bench.compare.sessions import Amounts, Run, Session, measure, tokens_by_tier
 from ragcache_core.client import Engine
 from ragcache_core.client.launch.vllm_offload import VLLMOffload
 from ragcache_core.config import CacheConfig, ChunkReuse
 from ragcache_core.errors import ConfigError, EngineStartError, TraceError
 from ragcache_core.sim.traces.trace import Trace, TracedRequest, write_trace
-from tests.support.scripted_server import THREE_TIERS, ScriptedServer
+from ragcache_core.stats import ChunkStats
+from tests.support.scripted_server import THREE_TIERS, Reply, ScriptedServer, Seen
 
 SETUP = Setup("model", "float32", 40 << 20, 32, 2_048, vllm_args=("--seed", "1"))
 _LMCACHE = """#!PYTHON
@@ -163,6 +165,38 @@ def test_tokens_of_each_tier_are_read_from_ours_and_from_plain_vllm(demo_model: 
         assert tokens_by_tier(engine) == {"gpu": 4096, "host": 2048, "disk": 0}
     with ScriptedServer() as server, Engine.connect(server.url, tokenizer=demo_model) as engine:
         assert set(tokens_by_tier(engine)) == {"gpu", "host"}
+
+
+@pytest.mark.parametrize(("name", "num_cached"), [("ragcache", 2 * 60), ("ragcache-chunks", 2 * 10)])
+def test_what_chunk_reuse_computes_on_the_way_is_not_cached(name: str, num_cached: int, demo_model: str) -> None:
+    """vLLM tells of it as of cached tokens; the engine's counters know what was read."""
+    chunks: dict[str, Any] = dict.fromkeys((each.name for each in fields(ChunkStats)), 0)
+    trace = Trace.from_requests(TracedRequest(0.0, ("a", "b"), (40, 30), 8, 1) for _ in range(2))
+    runs: list[Run] = []
+
+    def reusing(seen: Seen) -> Reply | None:
+        if "prompt" not in seen.body:
+            return None
+        chunks["num_reused_tokens"] += 10
+        return Reply("x", num_cached_tokens=60)
+
+    cache = {**THREE_TIERS, "chunks": chunks}
+    with (
+        ScriptedServer(cache=cache, rules=[reusing]) as server,
+        Engine.connect(server.url, tokenizer=demo_model) as engine,
+    ):
+        measure(
+            engine,
+            PEERS[name],
+            Session(name, 1, 0, (0,)),
+            TracedPrompts(trace, 1_024, seed=0),
+            [50.0],
+            Amounts(0, 2),
+            on_answer=lambda: None,
+            on_rate=lambda _: None,
+            keep=runs.append,
+        )
+    assert [run.num_cached_tokens for run in runs] == [num_cached]
 
 
 def test_memory_is_scaled_as_the_lengths_are(tmp_path: Path) -> None:

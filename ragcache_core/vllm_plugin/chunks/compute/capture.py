@@ -116,8 +116,8 @@ class ChunkCapture:
 
         Returns:
             float32 [num_tokens, num_chunks]: how each token attends to the chunks before, and to its own. With
-            ``counts_received`` a column more: how much its chunk's later tokens attend to it, -1 where a prefix hit
-            brought some of them.
+            ``counts_received`` a column more, unless a prefix hit brought some of them: how much its chunk's later
+            tokens attend to it.
         """
         measured = self._measured.pop(capture.id, None)
         if measured is None or 2 * int(measured.seen.sum()) < capture.end - capture.start:
@@ -130,8 +130,7 @@ class ChunkCapture:
         if not bool(seen.all()):
             is_seen = to_device(seen, mass.device).unsqueeze(1)
             mass = torch.where(is_seen, mass, (mass * is_seen).sum(0) / int(seen.sum()))
-            measured.received.fill_(-1.0)
-        if capture.counts_received:
+        elif capture.counts_received:
             mass = torch.cat((mass, measured.received.unsqueeze(1)), 1)
         return mass.to("cpu", non_blocking=True)
 
@@ -146,5 +145,5 @@ def figures_of(capture: Capture, mass: torch.Tensor) -> CapturedChunk:
     """Return the sums of what :meth:`ChunkCapture.keep` measured, whose copy has ended."""
     own = len(capture.before)
     sums = mass[:, : own + 1].sum(0).tolist()
-    received = tuple(mass[:, -1].tolist()) if capture.counts_received and mass[0, -1] >= 0.0 else ()
-    return CapturedChunk(tuple(sums[:own]), sums[own], tuple(mass[:, :own].sum(1).tolist()), received)
+    received = mass[:, own + 1 :].flatten().tolist()
+    return CapturedChunk(tuple(sums[:own]), sums[own], tuple(mass[:, :own].sum(1).tolist()), tuple(received))
