@@ -1,7 +1,7 @@
 """``make bench-headline``: the first page of docs/benchmarks.md again; ``build/bench-headline.json``.
 
-Parts of the other benchmarks as they are there, but for three that are smaller: the engines side by side, the policy
-against the bound, and what the cache costs where nothing comes again.
+Parts of the other benchmarks as they are there, but for four that are smaller: the engines side by side, the disk, the
+policy against the bound, and what the cache costs where nothing comes again.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def measure_side_by_side(plan: Plan) -> Part:
         are_shares=False,
         seeds=1,
         first_seed=1 + plan.seed,
-        requests=plan.sized(60, 4),
-        warm_up=plan.sized(600, 4),
+        requests=plan.sized(50, 4),
+        warm_up=plan.sized(300, 4),
         host_memory=("256MiB",),
     )
     COMPARISON.parent.mkdir(exist_ok=True)
@@ -104,12 +104,12 @@ class _Progress:
 PARTS: dict[str, Callable[[Plan], Part]] = {
     "exactness": measure_exactness,
     "side-by-side": measure_side_by_side,
-    "disk-ttft": measure_disk_ttft,
+    "disk-ttft": partial(measure_disk_ttft, waiting=(1, 8)),
     "overlap": measure_overlap,
     "answers": measure_answers,
     "mmlu_8": measure_fleet("mmlu", 8),
     "bound": measure_bound,
-    "idle": partial(measure_idle, num_starts=1),
+    "idle": partial(measure_idle, num_starts=1, num_batches=3),
 }
 
 GOALS: dict[str, Goal] = {

@@ -21,7 +21,7 @@ from ragcache_core.config import CacheConfig
 from tests.benchmarks.engines import BLOCK_SIZE, TokenTexts, block_bytes, launch
 from tests.benchmarks.report import Figure, Part, Plan, percentiles_ms
 
-WAITING = (1, 8, 32)
+_WAITING = (1, 8, 32)
 _DOCUMENT_TOKENS = 1400
 _MAX_MODEL_LEN = 1536
 _MAX_SEQS = 8
@@ -42,12 +42,12 @@ class _Rounds:
     num_mismatches: int = 0
 
 
-def measure_disk_ttft(plan: Plan) -> Part:
-    """Measure 1, 8 and 32 requests at once."""
-    num_rounds = {num_waiting: plan.sized(max(24 // num_waiting, 4), 1) for num_waiting in WAITING}
+def measure_disk_ttft(plan: Plan, waiting: Sequence[int] = _WAITING) -> Part:
+    """Measure so many requests at once, one number after another."""
+    num_rounds = {num_waiting: plan.sized(max(24 // num_waiting, 4), 1) for num_waiting in waiting}
     num_stored = 1 + sum(num_waiting * rounds for num_waiting, rounds in num_rounds.items())
     document_bytes = _MAX_MODEL_LEN // BLOCK_SIZE * block_bytes(plan.model)
-    measured = {num_waiting: _Rounds() for num_waiting in WAITING}
+    measured = {num_waiting: _Rounds() for num_waiting in waiting}
     with tempfile.TemporaryDirectory(prefix="ragcache-bench-") as folder:
         settings: dict[str, Any] = {
             "kv_cache_bytes": _GPU_DOCUMENTS * document_bytes,
@@ -68,13 +68,13 @@ def measure_disk_ttft(plan: Plan) -> Part:
             for request in (stored[0], new[0]):
                 client.ask(request)
             at = 1
-            for num_waiting in WAITING:
+            for num_waiting in waiting:
                 for turn in range(num_rounds[num_waiting]):
                     plan.report(f"disk-ttft: {num_waiting} at once, round {turn + 1} of {num_rounds[num_waiting]}")
                     asked = slice(at, at + num_waiting)
                     _add(measured[num_waiting], _ask(client, stored[asked]), _ask(client, new[asked]), computed[asked])
                     at += num_waiting
-    figures = [figure for num_waiting in WAITING for figure in _figures(num_waiting, measured[num_waiting])]
+    figures = [figure for num_waiting in waiting for figure in _figures(num_waiting, measured[num_waiting])]
     figures.append(Figure("disk_ttft_mismatches", sum(each.num_mismatches for each in measured.values())))
     details = {
         f"{name}_s_{num_waiting}": values

@@ -28,6 +28,7 @@ _QUIET_S = 1.5
 """Between batches: vLLM's worker spins for a second after its last step, on cores that the other engines need."""
 _SIDES = ("plain", "twin", "ours")
 _NUM_STARTS = 5
+_NUM_BATCHES = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +92,18 @@ def random_texts(seed: int, load: int) -> TokenTexts:
     return TokenTexts(tuple(drawn[:8]), tuple(drawn), encode)
 
 
-def measure_idle(plan: Plan, num_starts: int = _NUM_STARTS) -> Part:
+def measure_idle(plan: Plan, num_starts: int = _NUM_STARTS, num_batches: int = _NUM_BATCHES) -> Part:
     """Run the default configuration and plain vLLM, twice, side by side, batch by batch in turn."""
-    return _measure(plan, plan.model, LOADS, "idle_throughput_ratio", num_starts)
+    return _measure(plan, plan.model, LOADS, "idle_throughput_ratio", num_starts, num_batches)
 
 
 def measure_idle_large(plan: Plan) -> Part:
     """Do the same with the benchmark model of 30 million parameters, whose steps take longer."""
-    return _measure(plan, str(random_model()), _LOADS_LARGE, "idle_throughput_ratio_30m", _NUM_STARTS)
+    return _measure(plan, str(random_model()), _LOADS_LARGE, "idle_throughput_ratio_30m", _NUM_STARTS, _NUM_BATCHES)
 
 
-def _measure(plan: Plan, model: str, loads: Sequence[Load], name: str, num_starts: int) -> Part:
-    num_starts = plan.sized(num_starts, 1)
+def _measure(plan: Plan, model: str, loads: Sequence[Load], name: str, num_starts: int, num_batches: int) -> Part:
+    num_starts, num_batches = plan.sized(num_starts, 1), plan.sized(num_batches, 1)
     starts: dict[str, list[Start]] = {load.name: [] for load in loads}
     num_stored = num_loaded = 0.0
     for i in range(num_starts):
@@ -111,7 +112,9 @@ def _measure(plan: Plan, model: str, loads: Sequence[Load], name: str, num_start
             clients = {side: _start(running, model, side) for side in np.roll(_SIDES, i).tolist()}
             for j, load in enumerate(loads):
                 where = f"start {i + 1} of {num_starts}: {load.name}"
-                starts[load.name].append(_time_batches(plan, load, random_texts(plan.seed, j), clients, where))
+                starts[load.name].append(
+                    _time_batches(plan, load, random_texts(plan.seed, j), clients, where, num_batches)
+                )
             num_stored += clients["ours"].counter("ragcache_stored_bytes_total")
             num_loaded += clients["ours"].counter("ragcache_loaded_bytes_total")
     ours = [_of_ours(f"{name}_{load.name}", load, starts[load.name]) for load in loads]
@@ -137,8 +140,9 @@ def _start(running: ExitStack, model: str, side: str) -> TokenClient:
     return TokenClient(running.enter_context(engine))
 
 
-def _time_batches(plan: Plan, load: Load, texts: TokenTexts, clients: Mapping[str, TokenClient], where: str) -> Start:
-    num_batches = plan.sized(6, 1)
+def _time_batches(
+    plan: Plan, load: Load, texts: TokenTexts, clients: Mapping[str, TokenClient], where: str, num_batches: int
+) -> Start:
     batches_s: dict[str, list[float]] = {side: [] for side in _SIDES}
     for i in range(-1, num_batches):
         plan.report(f"idle throughput, {where}, batch {i + 1} of {num_batches}")
