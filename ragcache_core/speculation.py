@@ -15,9 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 _LEAST_SHARE, _LEAST_SHARE_IDLE = 0.5, 0.1
+_LEAST_LEFT_S = 0.01
+"""What a start hides of a search is less than this where no more is left of it, and a start costs about as much."""
 _WEIGHT = 0.2
 _ENOUGH_SEARCHES = 3
 
@@ -154,26 +156,35 @@ class SpeculativePipeline(Generic[D]):
         self._is_over, self._live, self._deferred = True, None, None
 
 
+class StageRecord(NamedTuple):
+    """What a stage was of late: the share of it that was right, and how long before the end of its search it came."""
+
+    share: float
+    left_s: float
+    num_searches: int
+
+
 class SettlingHistory:
-    """How much of what a stage named was right in the end, stage by stage, over the searches of one source.
+    """How much of what a stage named was right in the end, and how long before it, over the searches of one source.
 
     A start costs the asker and the engine something even in idle time, and is worth it where the candidates tend to
-    stand. The share counted is the beginning that candidates and final documents have in common, which is what a
-    prefill of the candidates is good for. It is learnt from every search, whether or not something was started: so a
-    stage that is not known yet starts something only where the engine is idle.
+    stand, and the search goes on for longer than a start takes. The share counted is the beginning that candidates and
+    final documents have in common, which is what a prefill of the candidates is good for. It is learnt from every
+    search, whether or not something was started: so a stage that is not known yet starts something only where the
+    engine is idle.
 
     Attributes:
         num_running: how many searches of the source run now, as those who run them count.
     """
 
-    def __init__(self, learnt: Mapping[int, tuple[float, int]] | None = None) -> None:
+    def __init__(self, learnt: Mapping[int, StageRecord] | None = None) -> None:
         """Begin with what was ``learnt`` before."""
         self.num_running = 0
         self._learnt = dict(learnt or {})
 
     @property
-    def learnt(self) -> dict[int, tuple[float, int]]:
-        """For each stage the share of it that is right of late, and how many searches say so."""
+    def learnt(self) -> dict[int, StageRecord]:
+        """What is known of each stage."""
         return dict(self._learnt)
 
     @property
@@ -182,19 +193,24 @@ class SettlingHistory:
         return bool(self._learnt) and not any(self.is_promising(stage, is_idle=True) for stage in self._learnt)
 
     def is_known(self, stage: int) -> bool:
-        """Return whether enough searches had this stage to say how often it is right."""
-        return self._learnt.get(stage, (0.0, 0))[1] >= _ENOUGH_SEARCHES
+        """Return whether enough searches had this stage to say what it is worth."""
+        return stage in self._learnt and self._learnt[stage].num_searches >= _ENOUGH_SEARCHES
 
     def is_promising(self, stage: int, *, is_idle: bool) -> bool:
         """Return whether a start from a stage's candidates is worth it: a small chance is if the engine ``is_idle``."""
         if not self.is_known(stage):
             return is_idle
-        return self._learnt[stage][0] >= (_LEAST_SHARE_IDLE if is_idle else _LEAST_SHARE)
+        of_late = self._learnt[stage]
+        return of_late.left_s >= _LEAST_LEFT_S and of_late.share >= (_LEAST_SHARE_IDLE if is_idle else _LEAST_SHARE)
 
-    def record(self, stage: int, candidates: Sequence[object], final: Sequence[object]) -> None:
-        """Take note of a search that ended with ``final``, and of what a stage of it had named."""
+    def record(self, stage: int, candidates: Sequence[object], final: Sequence[object], left_s: float) -> None:
+        """Take note of a search that ended with ``final``, ``left_s`` after a stage of it had named ``candidates``."""
         num_alike = next((i for i, (a, b) in enumerate(zip(candidates, final)) if a != b), len(final))  # noqa: B905
         share = min(num_alike, len(candidates)) / len(final) if final else 0.0
-        before, count = self._learnt.get(stage, (0.0, 0))
-        weight = max(_WEIGHT, 1 / (count + 1))  # the mean at first, then what is of late
-        self._learnt[stage] = before + weight * (share - before), count + 1
+        before = self._learnt.get(stage, StageRecord(0.0, 0.0, 0))
+        weight = max(_WEIGHT, 1 / (before.num_searches + 1))  # the mean at first, then what is of late
+        self._learnt[stage] = StageRecord(
+            before.share + weight * (share - before.share),
+            before.left_s + weight * (left_s - before.left_s),
+            before.num_searches + 1,
+        )

@@ -10,17 +10,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import inf
 from pathlib import Path
 
 import platformdirs
 
 from ragcache_core.client.pipeline.recent import RecentQuestions
 from ragcache_core.private_files import make_private_folder, replacing
-from ragcache_core.speculation import SettlingHistory
+from ragcache_core.speculation import SettlingHistory, StageRecord
 
 _logger = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2
 _MOST_KEPT = 256
 """How many sources and settings are remembered, in the process and in files: those used last."""
 _SAVED_EVERY = 8
@@ -29,7 +30,7 @@ _LEAST_CHANGE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """What earlier searches of a source taught: how often its stages were right, and what questions found."""
+    """What earlier searches of a source taught: how early its stages were right, and what questions found."""
 
     history: SettlingHistory = field(default_factory=SettlingHistory)
     recent: RecentQuestions = field(default_factory=RecentQuestions)
@@ -39,9 +40,9 @@ class Histories:
     """One :class:`Learnt` for each source and its settings, whichever retriever searches. May be used by any thread.
 
     A source is known by its ``identity``, a string that is the same in every process: of a store its path, of a served
-    one its address. Files hold shares and numbers of searches under a digest of the names, nothing of questions. One
-    that is damaged, or of another version, is as if it were not there; a folder that cannot be written to is done
-    without.
+    one its address. Files hold shares, seconds and numbers of searches under a digest of the names, nothing of
+    questions. One that is damaged, or of another version, is as if it were not there; a folder that cannot be written
+    to is done without.
 
     Args:
         folder: where the files are, by default in the user's cache folder.
@@ -73,14 +74,14 @@ class KeptHistory(SettlingHistory):
         """Begin with what ``path`` says, if it says anything."""
         super().__init__(_read(path))
         self._path = path
-        self._saved = {stage: share for stage, (share, _) in self.learnt.items()}
+        self._saved = self.learnt
         self._num_unsaved = 0
         self._saving = threading.Lock()  # nobody waits for it
 
-    def record(self, stage: int, candidates: Sequence[object], final: Sequence[object]) -> None:
+    def record(self, stage: int, candidates: Sequence[object], final: Sequence[object], left_s: float) -> None:
         """Take note of a search; see :meth:`SettlingHistory.record`."""
         was_known = self.is_known(stage)
-        super().record(stage, candidates, final)
+        super().record(stage, candidates, final, left_s)
         self._num_unsaved += 1
         if (self.is_known(stage) != was_known or self._num_unsaved >= _SAVED_EVERY) and self._saving.acquire(False):
             try:
@@ -91,7 +92,7 @@ class KeptHistory(SettlingHistory):
     def _save(self) -> None:
         self._num_unsaved = 0
         known = {stage: said for stage, said in self.learnt.items() if self.is_known(stage)}
-        if all(abs(share - self._saved.get(stage, -1.0)) < _LEAST_CHANGE for stage, (share, _) in known.items()):
+        if not any(_differ(self._saved.get(stage), of_late) for stage, of_late in known.items()):
             return
         try:
             make_private_folder(self._path.parent)
@@ -101,10 +102,18 @@ class KeptHistory(SettlingHistory):
                 file.write(json.dumps({"format": _FORMAT, "stages": known}).encode())
         except OSError as error:
             _logger.debug("what was learnt of a search's stages is not kept: %s", error)
-        self._saved = {stage: share for stage, (share, _) in known.items()}
+        self._saved = known
 
 
-def _read(path: Path) -> dict[int, tuple[float, int]]:
+def _differ(saved: StageRecord | None, now: StageRecord) -> bool:
+    return (
+        saved is None
+        or abs(now.share - saved.share) >= _LEAST_CHANGE
+        or not saved.left_s / 2 <= now.left_s <= 2 * saved.left_s
+    )
+
+
+def _read(path: Path) -> dict[int, StageRecord]:
     try:
         match json.loads(path.read_bytes()):
             case {"format": int(version), "stages": dict(stages)} if version == _FORMAT:
@@ -114,10 +123,10 @@ def _read(path: Path) -> dict[int, tuple[float, int]]:
     return {}
 
 
-def _checked(share: float, count: int) -> tuple[float, int]:
-    if not (isinstance(count, int) and 0 <= share <= 1 and count > 0):
-        raise ValueError(f"a stage is right by {share!r} after {count!r} searches")
-    return float(share), count
+def _checked(share: float, left_s: float, count: int) -> StageRecord:
+    if not (isinstance(count, int) and 0 <= share <= 1 and 0 <= left_s < inf and count > 0):
+        raise ValueError(f"a stage is right by {share!r}, {left_s!r} s before the end, after {count!r} searches")
+    return StageRecord(float(share), float(left_s), count)
 
 
 def _make_place(folder: Path) -> None:

@@ -35,7 +35,7 @@ _FIRST_POLL_S, _LAST_POLL_S = 0.01, 0.16
 """How long an engine that cannot admit a speculation is not asked again: longer each time, since it is busy."""
 _BUSY_ANSWERS = 2
 """An engine that has no room so often, one time after the other, is busy: it may just have answered."""
-_SELDOM_RIGHT = "what stages of earlier searches named was seldom right in the end"
+_NOT_WORTH_IT = "what stages of earlier searches named was seldom right in the end, or came too late to gain by it"
 _TOO_SOON = "too few searches were seen to say which stages are right, and the engine is not idle"
 _START_GRACE_S = 0.1
 """Final documents wait for a start that began no longer ago: the request would have to be made all the same."""
@@ -63,7 +63,7 @@ class SearchRun:
         self._pipeline: SpeculativePipeline[_Documents] = SpeculativePipeline(max_prefill_bs=0)  # until told
         self._history, self._trace = history, trace
         self._k = k
-        self._candidates: list[tuple[int, _Documents]] = []  # what stages named, in the order of the prompt
+        self._candidates: list[tuple[int, _Documents, float]] = []  # what stages named, as prompts show it, and when
         self._load: EngineLoad | None = None
         self._load_told_s = 0.0
         self._num_full = self._most_full = 0  # so often it had no room, one time after the other
@@ -90,7 +90,7 @@ class SearchRun:
         if self._client is None or self._starts is None:
             self._cannot = "there is no engine to speculate on" if self._client is None else "speculation is off"
         elif self._history is not None and self._history.is_hopeless:
-            self._cannot = _SELDOM_RIGHT
+            self._cannot = _NOT_WORTH_IT
         else:
             self._ask_load(0.0)
         while True:
@@ -130,7 +130,7 @@ class SearchRun:
             return await self._finish(update, self._in_prompt_order(update.documents), search_s)
         if update.documents:
             self._documents = self._in_prompt_order(update.documents)
-            self._candidates.append((update.stage, self._documents))
+            self._candidates.append((update.stage, self._documents, search_s))
             is_fresh = time.perf_counter() - self._load_told_s < _LOAD_FRESH_S
             self._perform(
                 self._pipeline.on_stage(
@@ -154,7 +154,7 @@ class SearchRun:
             is_promising, why_not = self._may_try(self._history), _TOO_SOON
         else:
             is_idle = self._load is not None and self._load.has_room
-            is_promising, why_not = self._history.is_promising(stage, is_idle=is_idle), _SELDOM_RIGHT
+            is_promising, why_not = self._history.is_promising(stage, is_idle=is_idle), _NOT_WORTH_IT
         if not is_promising:
             self._unpromising.append(why_not)
         return is_promising
@@ -183,8 +183,8 @@ class SearchRun:
 
     async def _finish(self, update: RetrievalUpdate, documents: _Documents, search_s: float) -> PipelineResult:
         if self._history is not None:
-            for stage, candidates in self._candidates:
-                self._history.record(stage, _texts(candidates), _texts(documents))
+            for stage, candidates, named_s in self._candidates:
+                self._history.record(stage, _texts(candidates), _texts(documents), search_s - named_s)
         self._drop_ahead()
         if self._live is not None and _texts(self._live.documents) == _texts(documents):
             await self._settle(self._live)
@@ -363,7 +363,7 @@ class SearchRun:
         if not self._documents:
             return "the search had no candidates before its final documents"
         why_none = self._unpromising[-1] if len(self._unpromising) >= len(self._candidates) else None
-        if why_none == _SELDOM_RIGHT:
+        if why_none == _NOT_WORTH_IT:
             return why_none
         if self._load is None:
             return "the documents were final before the engine had told its load"

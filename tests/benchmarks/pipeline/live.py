@@ -67,8 +67,8 @@ def measure_live(plan: Plan) -> Part:
             "embedding": lambda: _embedded_elsewhere(folder / "words", stack, texts, num_documents, word_weight=0.7),
             "repeated": lambda: _embedded_elsewhere(folder / "vectors", stack, texts, num_documents, word_weight=0.0),
             "reranker": lambda: _one_stage(folder / "reranked", stack, texts, num_documents),
-            "remote": lambda: _remote(stack, texts, num_documents, _REMOTE_S),
-            "remote_at_once": lambda: _remote(stack, texts, num_documents, {}),
+            "remote": lambda: _remote("slow", stack, texts, num_documents, _REMOTE_S),
+            "remote_at_once": lambda: _remote("fast", stack, texts, num_documents, {}),
         }
         for number, (name, made) in enumerate(sources.items()):
             plan.report(f"live: {name}")
@@ -231,7 +231,7 @@ class _RemoteClient:
         return self.own.query_points(search_params=search_params, **asked)
 
 
-def _remote(stack: ExitStack, texts: DocumentTexts, count: int, takes_s: dict[int, float]) -> StageSource:
+def _remote(name: str, stack: ExitStack, texts: DocumentTexts, count: int, takes_s: dict[int, float]) -> StageSource:
     import qdrant_client
 
     models, size = qdrant_client.models, 64
@@ -239,16 +239,16 @@ def _remote(stack: ExitStack, texts: DocumentTexts, count: int, takes_s: dict[in
     warnings.filterwarnings("ignore", "Local mode")  # it is exact, and says so
     client = qdrant_client.QdrantClient(":memory:")
     stack.callback(client.close)
-    client.create_collection("docs", vectors_config=models.VectorParams(size=size, distance=models.Distance.COSINE))
+    client.create_collection(name, vectors_config=models.VectorParams(size=size, distance=models.Distance.COSINE))
     vectors = Vectors.draw(count, 1, 0).documents
     client.upsert(
-        "docs",
+        name,
         [
             models.PointStruct(id=i, vector=vectors[i].tolist(), payload={"text": _with_key(texts, i).text})
             for i in range(count)
         ],
     )
-    return qdrant_stages(_RemoteClient(client, takes_s), "docs", _NearRecord(vectors), efforts=(16, 128))
+    return qdrant_stages(_RemoteClient(client, takes_s), name, _NearRecord(vectors), efforts=(16, 128))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,11 @@ class Named:
     identity: Any = "/srv/docs.ragcache"
 
 
-def learn(histories: Histories, named: Sequence[str], source: object = Named(), searches: int = 8) -> None:
+def learn(
+    histories: Histories, named: Sequence[str], source: object = Named(), searches: int = 8, left_s: float = 0.5
+) -> None:
     for _ in range(searches):
-        history(histories, source).record(0, named, RIGHT)
+        history(histories, source).record(0, named, RIGHT, left_s)
 
 
 def history(histories: Histories, source: object = Named(), *settings: object) -> SettlingHistory:
@@ -53,6 +55,8 @@ def test_three_searches_are_kept_already_and_what_changes_later_too(tmp_path: Pa
     assert not history(Histories(tmp_path)).is_promising(0, is_idle=True)
     learn(histories, RIGHT, searches=16)
     assert history(Histories(tmp_path)).is_promising(0, is_idle=False)
+    learn(histories, RIGHT, searches=40, left_s=0.0)
+    assert not history(Histories(tmp_path)).is_promising(0, is_idle=True)
 
 
 def test_a_source_that_stays_as_it_is_writes_no_file_again(tmp_path: Path) -> None:
@@ -77,14 +81,17 @@ def test_a_source_without_a_name_is_its_retrievers_own_business(tmp_path: Path, 
         b"",
         b"\xff\x00",
         b"[]",
-        b'{"format": 1}',
-        b'{"format": 1, "stages": {"0": 3}}',
-        b'{"format": 1, "stages": {"0": [NaN, 9]}}',
-        b'{"format": 1, "stages": {"0": [7.0, 9]}}',
-        b'{"format": 1, "stages": {"0": ["a", 9]}}',
-        b'{"format": 1, "stages": {"0": [1.0, "b"]}}',
-        b'{"format": 1, "stages": {"first": [1.0, 9]}}',
+        b'{"format": 2}',
+        b'{"format": 2, "stages": {"0": 3}}',
         b'{"format": 2, "stages": {"0": [1.0, 9]}}',
+        b'{"format": 2, "stages": {"0": [NaN, 0.5, 9]}}',
+        b'{"format": 2, "stages": {"0": [7.0, 0.5, 9]}}',
+        b'{"format": 2, "stages": {"0": ["a", 0.5, 9]}}',
+        b'{"format": 2, "stages": {"0": [1.0, -1.0, 9]}}',
+        b'{"format": 2, "stages": {"0": [1.0, Infinity, 9]}}',
+        b'{"format": 2, "stages": {"0": [1.0, 0.5, "b"]}}',
+        b'{"format": 2, "stages": {"first": [1.0, 0.5, 9]}}',
+        b'{"format": 1, "stages": {"0": [1.0, 9]}}',
     ],
 )
 def test_a_damaged_file_is_as_if_it_were_not_there_and_is_replaced(tmp_path: Path, damaged: bytes) -> None:
@@ -93,7 +100,7 @@ def test_a_damaged_file_is_as_if_it_were_not_there_and_is_replaced(tmp_path: Pat
     path.write_bytes(damaged)
     assert history(Histories(tmp_path)).learnt == {}
     learn(Histories(tmp_path), WRONG)
-    assert json.loads(path.read_bytes())["stages"] == {"0": [0.0, 3]}
+    assert json.loads(path.read_bytes())["stages"] == {"0": [0.0, 0.5, 3]}
 
 
 def test_a_folder_that_cannot_be_written_to_is_done_without(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ async def test_a_source_that_is_never_right_before_its_end_is_believed_no_more()
     num_sent, num_asked = len(speculator.sent), door.num_asked
     assert 0 < num_sent < 30
     result = await run(Source("ab", "cd", "ef"), door, speculator, history=history)
-    assert result.report.skipped_because == "what stages of earlier searches named was seldom right in the end"
+    assert "seldom right" in (result.report.skipped_because or "")
     assert (len(speculator.sent), door.num_asked) == (num_sent, num_asked)
     for _ in range(3):
         result = await run(Source("ef", "ef", "ef"), door, speculator, history=history)
@@ -291,7 +291,7 @@ async def test_the_scheduler_says_whether_there_is_room_and_not_the_number_of_pr
     )
     door.has_room, door.num_pending = True, 5
     for named in "aaabbbb":
-        history.record(0, named, "a")
+        history.record(0, named, "a", 1.0)
     assert not history.is_promising(0, is_idle=False)
     assert (await run(Source("a", "a"), door, speculator, history=history)).report.is_confirmed
 

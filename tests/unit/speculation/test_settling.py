@@ -11,9 +11,11 @@ from ragcache_core.speculation import SettlingHistory, SpeculativePipeline, Star
 RIGHT, WRONG = ("sun", "moon"), ("mars", "venus")
 
 
-def after(history: SettlingHistory, stage: int, candidates: tuple[str, ...], searches: int) -> SettlingHistory:
+def after(
+    history: SettlingHistory, stage: int, candidates: tuple[str, ...], searches: int, *, left_s: float = 1.0
+) -> SettlingHistory:
     for _ in range(searches):
-        history.record(stage, candidates, RIGHT)
+        history.record(stage, candidates, RIGHT, left_s)
     return history
 
 
@@ -43,8 +45,9 @@ def test_what_is_seldom_right_is_worth_idle_time_only() -> None:
 
 def test_the_first_searches_count_alike_and_later_ones_push_them_out() -> None:
     history = after(after(SettlingHistory(), 0, WRONG, 2), 0, RIGHT, 2)
-    assert history.learnt == {0: (pytest.approx(0.5), 4)}
-    assert after(history, 0, WRONG, 3).learnt[0][0] == pytest.approx(0.5 * 0.8**3)
+    assert history.learnt == {0: (pytest.approx(0.5), 1.0, 4)}
+    of_late = after(history, 0, WRONG, 3, left_s=0.0).learnt[0]
+    assert (of_late.share, of_late.left_s) == pytest.approx((0.5 * 0.8**3, 0.8**3))
 
 
 def test_what_was_learnt_is_where_another_history_begins() -> None:
@@ -53,6 +56,13 @@ def test_what_was_learnt_is_where_another_history_begins() -> None:
     assert (again.is_promising(0, is_idle=True), again.is_promising(1, is_idle=False)) == (False, True)
     after(again, 0, RIGHT, 9)
     assert not history.is_promising(0, is_idle=True), "each learns by itself"
+
+
+def test_a_stage_that_leaves_no_time_to_gain_is_not_started_from() -> None:
+    history = after(SettlingHistory(), 0, RIGHT, 20, left_s=0.005)
+    assert history.is_hopeless
+    assert not history.is_promising(0, is_idle=True)
+    assert after(history, 0, RIGHT, 5, left_s=0.1).is_promising(0, is_idle=False), "a search that grew is tried again"
 
 
 def test_a_right_beginning_counts_for_its_share() -> None:
@@ -71,8 +81,8 @@ def test_a_stage_wins_its_trust_back() -> None:
 def test_a_stage_may_name_fewer_or_more_than_there_are_in_the_end(candidates: tuple[str, ...]) -> None:
     history = after(SettlingHistory(), 0, candidates, 50)
     assert history.is_promising(0, is_idle=True) == bool(candidates)
-    history.record(0, candidates, ())
-    history.record(1, (), ())
+    history.record(0, candidates, (), 1.0)
+    history.record(1, (), (), 1.0)
 
 
 def test_searches_whose_stages_are_all_wrong_are_hopeless_until_one_is_right() -> None:
@@ -81,7 +91,7 @@ def test_searches_whose_stages_are_all_wrong_are_hopeless_until_one_is_right() -
     for stage in range(3):
         after(history, stage, WRONG, 20)
     assert history.is_hopeless
-    history.record(1, RIGHT, RIGHT)
+    history.record(1, RIGHT, RIGHT, 1.0)
     assert not history.is_hopeless
 
 
