@@ -35,6 +35,11 @@ def reuse_tables(reuse: TraceReuse) -> list[Table]:
     ]
     by_position.append(("all, by tokens", "", f"{reuse.anywhere_tokens:.1%}", f"{reuse.same_prefix_tokens:.1%}"))
     tables.append(Table("Come again", ("position", "retrievals", "anywhere", "behind the same"), by_position, 1))
+    known = [(f"{share:.0%}", f"{of:.1%}") for share, of in reuse.known_documents]
+    tables.append(Table("Known documents", ("at least", "of requests"), known, 1))
+    sources = [(str(number), f"{share:.1%}") for number, share in reuse.sources]
+    if sources:
+        tables.append(Table("Documents that all came before, last in", ("requests", "share"), sources, 1))
     together = [("pairs of documents", f"{reuse.repeated_pairs:.1%}"), ("whole sets", f"{reuse.repeated_sets:.1%}")]
     tables.append(Table("Together again", ("what", "share"), together, 1))
     return tables
@@ -49,8 +54,16 @@ def reuse_report(name: str, summary: TraceSummary, reuse: TraceReuse) -> Report:
     if reuse.top_documents:
         plots = [
             lines(
-                "Popularity", "most popular documents, %", "share of retrievals",
-                {"retrievals": _percent(reuse.top_documents)}, log_x=True,
+                "Popularity", "most popular, %", "share of retrievals",
+                {
+                    "documents": _percent(reuse.top_documents),
+                    **({"sets of documents": _percent(reuse.top_sets)} if reuse.top_sets else {}),
+                },
+                log_x=True,
+            ),
+            lines(
+                "Known documents", "at least this share of a request's documents came before, %", "share of requests",
+                {"requests": _percent(reuse.known_documents)},
             ),
             lines(
                 "Reuse by time", "seconds since the document's last retrieval", "share of retrievals",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -15,6 +16,7 @@ from ragcache_core.sim.traces.trace import Trace
 TOP_SHARES = (0.01, 0.03, 0.05, 0.1, 0.2, 0.5)
 WITHIN_S = (10.0, 60.0, 600.0, 3_600.0, 86_400.0)
 QUANTILES = (0.1, 0.5, 0.9, 0.99)
+KNOWN_SHARES = (0.01, 0.25, 0.5, 0.75, 1.0)
 _POSITIONS = 8
 
 
@@ -34,7 +36,7 @@ class PositionReuse:
 
 @dataclass(frozen=True, slots=True)
 class TraceReuse:
-    """What papers draw of a trace (RAGCache's Figures 3 and 5, Cache-Craft's 1, 5, 6 and 8).
+    """What papers draw of a trace (RAGCache's Figures 3 and 5, Cache-Craft's 1, 3, 5, 6 and 8a).
 
     Attributes:
         top_documents: pairs of a share of the documents that are retrieved at all, the most popular first, and the
@@ -44,8 +46,12 @@ class TraceReuse:
         return_s: quantiles of the time since a document's last retrieval, of those that have one.
         positions: up to the eighth.
         anywhere_tokens, same_prefix_tokens: of the documents' tokens, the shares as in :class:`PositionReuse`.
-        repeated_sets: requests whose documents an earlier one retrieved together, in whatever order, of those with two
-            or more.
+        known_documents: pairs of a share of a request's documents and the share of the requests of which earlier ones
+            have retrieved at least so many.
+        sources: pairs of a number and the share of requests, of those with two or more documents that all came before,
+            whose documents last came in so many requests; the last pair is for as many or more.
+        top_sets: as ``top_documents``, of what is retrieved together, in whatever order, by requests for two or more.
+        repeated_sets: the share of those requests whose set an earlier one retrieved.
         repeated_pairs: pairs among the first eight documents of a request that an earlier one had among its own.
         prompt_tokens, document_tokens, output_tokens: quantiles of requests' prompts, of documents as they are
             retrieved, and of answers.
@@ -60,6 +66,9 @@ class TraceReuse:
     positions: tuple[PositionReuse, ...]
     anywhere_tokens: float
     same_prefix_tokens: float
+    known_documents: tuple[tuple[float, float], ...]
+    sources: tuple[tuple[int, float], ...]
+    top_sets: tuple[tuple[float, float], ...]
     repeated_sets: float
     repeated_pairs: float
     prompt_tokens: tuple[tuple[float, float], ...]
@@ -70,8 +79,8 @@ class TraceReuse:
 
 def reuse_of(trace: Trace) -> TraceReuse:
     """Return how the documents of ``trace`` come again."""
-    counts = np.sort(np.bincount(trace.docs))[::-1] if len(trace.docs) else np.zeros(0, np.int64)
-    is_prefix, num_pairs, num_repeated_pairs, num_sets, num_repeated_sets = _walk(trace)
+    walk = _walk(trace)
+    is_prefix, known = walk.is_prefix, np.asarray(walk.known)
     position = np.arange(len(trace.docs)) - np.repeat(trace.first[:-1], np.diff(trace.first))
     since_s = _since_last(trace)
     is_again = np.isfinite(since_s)
@@ -79,7 +88,7 @@ def reuse_of(trace: Trace) -> TraceReuse:
     prompts = own + trace.question_tokens + trace.history_tokens
     num_tokens = max(int(prompts.sum()), 1)
     return TraceReuse(
-        top_documents=tuple((top, _top_share(counts, top)) for top in TOP_SHARES) if len(counts) else (),
+        top_documents=_top_shares(np.unique(trace.docs, return_counts=True)[1]),
         returns_within_s=tuple((within, _mean(since_s <= within)) for within in WITHIN_S),
         return_s=_quantiles(since_s[is_again]),
         positions=tuple(
@@ -89,8 +98,11 @@ def reuse_of(trace: Trace) -> TraceReuse:
         ),
         anywhere_tokens=_weighed(is_again, trace.doc_tokens),
         same_prefix_tokens=_weighed(is_prefix, trace.doc_tokens),
-        repeated_sets=num_repeated_sets / max(num_sets, 1),
-        repeated_pairs=num_repeated_pairs / max(num_pairs, 1),
+        known_documents=tuple((share, _mean(known >= share)) for share in KNOWN_SHARES) if len(known) else (),
+        sources=_shares_of(walk.num_sources),
+        top_sets=_top_shares(np.fromiter(walk.sets.values(), np.int64, len(walk.sets))),
+        repeated_sets=1 - len(walk.sets) / max(walk.sets.total(), 1) if walk.sets else 0.0,
+        repeated_pairs=walk.num_repeated_pairs / max(walk.num_pairs, 1),
         prompt_tokens=_quantiles(prompts),
         document_tokens=_quantiles(trace.doc_tokens),
         output_tokens=_quantiles(trace.output_tokens),
@@ -102,31 +114,50 @@ def reuse_of(trace: Trace) -> TraceReuse:
     )
 
 
-def _walk(trace: Trace) -> tuple[npt.NDArray[np.bool_], int, int, int, int]:
-    """Return which retrievals stand behind the same documents as an earlier one, and counts of pairs and of sets."""
+@dataclass(slots=True)
+class _Walk:
+    """What is counted of a trace, request by request.
+
+    ``is_prefix``: which retrievals stand behind the same documents as an earlier one; ``known``: of each request with
+    documents the share that came before; ``num_sources``: from how many requests those of two or more last came, if all
+    did; ``sets``: how often each set of two or more came.
+    """
+
+    is_prefix: npt.NDArray[np.bool_]
+    known: list[float] = field(default_factory=list)
+    num_sources: list[int] = field(default_factory=list)
+    sets: Counter[frozenset[int]] = field(default_factory=Counter)
+    num_pairs: int = 0
+    num_repeated_pairs: int = 0
+
+
+def _walk(trace: Trace) -> _Walk:
+    walk = _Walk(np.zeros(len(trace.docs), np.bool_))
     nodes: dict[tuple[int, int], int] = {}
-    is_prefix = np.zeros(len(trace.docs), np.bool_)
     pairs: set[tuple[int, int]] = set()
-    sets: set[frozenset[int]] = set()
-    num_pairs = num_repeated_pairs = num_sets = num_repeated_sets = 0
+    last: dict[int, int] = {}
     docs = trace.docs.tolist()
-    for start, end in pairwise(trace.first.tolist()):
+    for number, (start, end) in enumerate(pairwise(trace.first.tolist())):
         node = -1
         for i in range(start, end):
             num_nodes = len(nodes)
             node = nodes.setdefault((node, docs[i]), num_nodes)
-            is_prefix[i] = node < num_nodes
+            walk.is_prefix[i] = node < num_nodes
+        together = frozenset(docs[start:end])
+        sources = [last[doc] for doc in together if doc in last]
+        last.update(dict.fromkeys(together, number))
+        if together:
+            walk.known.append(len(sources) / len(together))
         if end - start < 2:
             continue
+        if len(sources) == len(together):
+            walk.num_sources.append(len(set(sources)))
         own = set(combinations(sorted(set(docs[start : min(end, start + _POSITIONS)])), 2))
-        num_pairs += len(own)
-        num_repeated_pairs += len(own & pairs)
+        walk.num_pairs += len(own)
+        walk.num_repeated_pairs += len(own & pairs)
         pairs |= own
-        together = frozenset(docs[start:end])
-        num_sets += 1
-        num_repeated_sets += together in sets
-        sets.add(together)
-    return is_prefix, num_pairs, num_repeated_pairs, num_sets, num_repeated_sets
+        walk.sets[together] += 1
+    return walk
 
 
 def _since_last(trace: Trace) -> npt.NDArray[np.float64]:
@@ -139,8 +170,17 @@ def _since_last(trace: Trace) -> npt.NDArray[np.float64]:
     return since_s
 
 
-def _top_share(counts: npt.NDArray[np.int64], top: float) -> float:
-    return float(counts[: max(1, round(top * len(counts)))].sum() / counts.sum())
+def _top_shares(counts: npt.NDArray[np.int64]) -> tuple[tuple[float, float], ...]:
+    if not len(counts):
+        return ()
+    ranked = np.sort(counts)[::-1]
+    return tuple((top, float(ranked[: max(1, round(top * len(ranked)))].sum() / ranked.sum())) for top in TOP_SHARES)
+
+
+def _shares_of(numbers: Sequence[int]) -> tuple[tuple[int, float], ...]:
+    """Return how often each number is there, the eighth's place for all that are as large or larger."""
+    counts = Counter(min(number, _POSITIONS) for number in numbers)
+    return tuple((number, count / counts.total()) for number, count in sorted(counts.items()))
 
 
 def _mean(values: npt.NDArray[np.bool_]) -> float:

@@ -47,6 +47,19 @@ def test_documents_come_again_together_in_whatever_order() -> None:
     assert (longer.repeated_sets, longer.repeated_pairs) == (0.0, 1 / 4)
 
 
+def test_a_request_knows_its_documents_from_those_before_it() -> None:
+    reuse = reuse_of(TRACE)  # none, a of two, both, both
+    assert reuse.known_documents == ((0.01, 3 / 4), (0.25, 3 / 4), (0.5, 3 / 4), (0.75, 2 / 4), (1.0, 2 / 4))
+    assert reuse.sources == ((1, 1 / 2), (2, 1 / 2))  # ba: a came last with c and b alone; ab: both with ba
+    many = [(float(at), doc) for at, doc in enumerate("abcabcabc")]
+    assert reuse_of(trace(*many, (9.0, "abc"))).sources == ((3, 1.0),)
+
+
+def test_sets_have_a_popularity_of_their_own() -> None:
+    assert dict(reuse_of(TRACE).top_sets)[0.5] == pytest.approx(3 / 4)  # ab of ab and ac
+    assert reuse_of(trace((0.0, "a"), (1.0, "a"))).top_sets == ()
+
+
 def test_a_document_twice_in_one_prompt_is_no_pair() -> None:
     reuse = reuse_of(trace((0.0, "aa"), (1.0, "aa")))
     assert reuse.repeated_pairs == 0.0
@@ -63,5 +76,6 @@ def test_what_prompts_consist_of_adds_up() -> None:
 def test_a_trace_without_documents_has_lengths_alone() -> None:
     reuse = reuse_of(trace((0.0, ""), (1.0, "")))
     assert not any((reuse.top_documents, reuse.return_s, reuse.positions, reuse.document_tokens))
+    assert not any((reuse.known_documents, reuse.sources, reuse.top_sets))
     assert reuse.anywhere_tokens == reuse.repeated_pairs == 0.0
     assert dict(reuse.prompt_tokens)[0.5] == 10.0
