@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from ragcache_core.bench.compare.random_model import ModelShape, random_model
 from ragcache_core.cli import cli
 from ragcache_core.sim.traces.trace import Trace, TracedRequest, write_trace
+from tests.benchmarks import headline
 
 pytestmark = pytest.mark.benchmark
 
@@ -128,3 +129,18 @@ def test_the_page_is_written_and_going_on_with_what_is_finished_opens_no_engine(
     refused = bench(folder)
     assert refused.exit_code == 1
     assert "--resume" in refused.output
+
+
+def test_the_first_page_of_the_benchmarks_is_measured_again(tmp_path: Path) -> None:
+    parts = [part for part in headline.PARTS if part not in ("answers", "exactness")]  # have tests of their own
+    arguments = [
+        "--quick",
+        "--output",
+        str(tmp_path / "out.json"),
+        *(word for part in parts for word in ("--only", part)),
+    ]
+    done = CliRunner().invoke(headline.main, arguments, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    report = json.loads((tmp_path / "out.json").read_text())
+    not_measured = {goal.split("_")[0] for goal in report["goals_not_measured"]}
+    assert not_measured == {"computed", "em", "exact"}

@@ -33,7 +33,7 @@ SHALLOW = by_way(
     full=(1.0, 1.0, 2000), prefix=(1.0, 1.0, 1000), w15=(1.0, 0.98, 200), w2=(1.0, 1.0, 400), cc=(1.0, 1.0, 900)
 )
 DEEP = by_way(
-    full=(1.0, 1.0, 2000), prefix=(1.0, 1.0, 1000), w15=(1.0, 0.94, 200), w2=(1.0, 0.98, 500), cc=(1.0, 1.0, 950)
+    full=(1.0, 1.0, 2000), prefix=(1.0, 1.0, 1000), w15=(1.0, 0.9, 200), w2=(1.0, 0.98, 500), cc=(1.0, 1.0, 950)
 )
 
 
@@ -87,7 +87,8 @@ def test_the_choice_is_made_on_one_seeds_questions_and_the_others_are_reported(
     assert part.details["chosen"] == {
         "default": "whole_chunks 1.7",
         "chosen": "whole_chunks 2",
-        "4_layers": "whole_chunks 1.5",
+        "order": PREFIX.name,
+        "4_layers": "whole_chunks 1.7",
         "12_layers": "whole_chunks 2",
     }
     figures = {figure.key: figure for figure in part.figures}
