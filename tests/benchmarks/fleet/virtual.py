@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +14,12 @@ import numpy as np
 from ragcache_core.bench.compare.summary import Estimate
 from ragcache_core.bench.plots import Plot, beside, lines
 from ragcache_core.sim.options import Routing, SimulationOptions
-from ragcache_core.sim.sweep import FinishedRun, Journal, Run, run_all
+from ragcache_core.sim.sweep import Run
 from ragcache_core.sim.sweep import plan as plan_runs
 from ragcache_core.sim.traces.trace import Trace, write_trace
 from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
 from tests.benchmarks.report import Figure, Part, Plan
+from tests.benchmarks.simulated import simulate_runs
 
 LOAD = 0.8
 OTHERS: tuple[Routing, ...] = ("round-robin", "power-of-two", "hash", "bounded", "vllm-router")
@@ -148,21 +148,11 @@ def compare(
 
 
 def _run(plan: Plan, name: str, trace: Trace, options: Sequence[SimulationOptions]) -> list[Summary]:
-    num_done = 0
-
-    def count(num_requests: int) -> None:
-        nonlocal num_done
-        num_done += num_requests
-        plan.report(f"{name}: {num_done / len(trace) / len(options):.0%}")
-
     with TemporaryDirectory(prefix="ragcache-fleet-") as folder:
         path = Path(folder) / "trace.jsonl"
         write_trace(trace, path)
         runs: list[Run] = [run for each in options for run in plan_runs([path], each)]
-        journal = None if plan.kept_at is None else Journal(plan.kept_at)
-        keep: Callable[[FinishedRun], None] = (lambda _: None) if journal is None else journal.append
-        finished = {} if journal is None else journal.read()
-        done = run_all(runs, jobs=os.cpu_count() or 1, finished=finished, keep=keep, report=count)
+        done = simulate_runs(plan, name, runs, len(trace) * len(runs))
     return [dict(run.summary) for run in done]
 
 

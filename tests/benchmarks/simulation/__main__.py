@@ -2,12 +2,12 @@
 
 Every seed gives one trace, and all systems run on it: ratios are taken seed by seed, and reported as their mean with
 the spread over the seeds. The baseline is the paper's Algorithm 1 to the letter: PGDSF whose counts end with a
-document's eviction, documents in the order of the search. Nothing is asserted: the table says which goals are met.
+document's eviction, documents in the order of the search; ``policies`` has rivals and traces of its own. Nothing is
+asserted: the table says which goals are met.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,12 +17,13 @@ from typing import Any
 
 from ragcache_core.bench.paper.ratios import DEFAULT_POLICY, Ratio, Summary
 from ragcache_core.sim.options import BELADY, SimulationOptions
-from ragcache_core.sim.sweep import FinishedRun, Journal, Run, run_all
 from ragcache_core.sim.sweep import plan as plan_runs
 from ragcache_core.sim.traces.trace import Trace, write_trace
 from ragcache_core.sim.traces.workload import WORKLOADS, Workload, make_trace
 from tests.benchmarks.command import benchmark
 from tests.benchmarks.report import Figure, Goal, Part, Plan
+from tests.benchmarks.simulated import simulate_runs
+from tests.benchmarks.simulation import rivals
 
 GOALS: dict[str, Goal] = {
     "mmlu_ttft_ratio_8": Goal("<=", 0.88),
@@ -41,6 +42,7 @@ GOALS: dict[str, Goal] = {
     "order_vs_canonical_max": Goal("<=", 1.0),
     "load_ttft_ratio": Goal("<=", 0.5),
     "load_p99_ratio": Goal("<=", 1.0),
+    **rivals.goals(),
 }
 
 _FIRST_SEED = 101  # on seeds below this one policies were chosen and tuned
@@ -218,28 +220,12 @@ def _compare(
             for system in systems:
                 options = _options(system, setting, warm_up)
                 (runs[setting, system, seed],) = plan_runs([path], options)
-        num_done = 0
-
-        def count(num_simulated: int) -> None:
-            nonlocal num_done
-            num_done += num_simulated
-            plan.report(f"{', '.join(workloads)}: {num_done / num_requests:.1f} of {len(runs)} runs")
-
-        done = _run(plan, list(runs.values()), count)
+        done = simulate_runs(plan, ", ".join(workloads), list(runs.values()), num_requests * len(runs))
     summaries = {at: finished.summary for at, finished in zip(runs, done, strict=True)}
     return {
         setting: {system: [summaries[setting, system, seed] for seed in seeds] for system in systems}
         for setting in settings
     }
-
-
-def _run(plan: Plan, runs: Sequence[Run], report: Callable[[int], object]) -> list[FinishedRun]:
-    """Simulate what is not finished yet, in as many processes as there are cores, and keep each run at once."""
-    jobs = os.cpu_count() or 1
-    if plan.kept_at is None:
-        return run_all(runs, jobs=jobs, report=report)
-    journal = Journal(plan.kept_at)
-    return run_all(runs, jobs=jobs, finished=journal.read(), keep=journal.append, report=report)
 
 
 def _options(system: System, setting: Setting, warm_up: int) -> SimulationOptions:
@@ -266,9 +252,9 @@ def _write_traces(
     loaded = [at for at in paths if at[0].load]
     if not loaded:
         return paths
-    plan.report(f"what {ALGORITHM_1.name} can serve")
     idle = [run for at in loaded for run in plan_runs([paths[at]], _options(ALGORITHM_1, at[0], warm_up))]
-    for (setting, seed), run in zip(loaded, _run(plan, idle, lambda _: None), strict=True):
+    done = simulate_runs(plan, f"what {ALGORITHM_1.name} can serve", idle, num_requests * len(idle))
+    for (setting, seed), run in zip(loaded, done, strict=True):
         service_s = run.summary["mean_ttft_s"] - run.options["retrieval_s"]  # nobody waits for anybody
         assert setting.load
         path = paths[setting, seed] = folder / f"{setting}-{seed}.jsonl"
@@ -295,11 +281,12 @@ PARTS: dict[str, Callable[[Plan], Part]] = {
     "drift": measure_drift,
     "canonical": measure_canonical,
     "load": measure_load,
+    "policies": rivals.measure_policies,
 }
 
 main = benchmark(
     "bench-simulation",
-    "Simulate policies, orders of documents and queues against the paper's Algorithm 1, seed by seed.",
+    "Simulate policies, orders of documents and queues against the paper's Algorithm 1, and policies against others.",
     PARTS,
     GOALS,
     """  python -m tests.benchmarks.simulation

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from ragcache_core.bench.paper.ratios import Ratio
+from ragcache_core.bench.paper.ratios import DEFAULT_POLICY, Ratio
 from ragcache_core.sim.options import SimulationOptions
+from ragcache_core.sim.simulator import simulate
 from ragcache_core.sim.sweep import FinishedRun, Run, run_all
-from ragcache_core.sim.traces.workload import WORKLOADS
-from tests.benchmarks.simulation import __main__ as simulation
+from ragcache_core.sim.traces.trace import Trace, TracedRequest, write_trace
+from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
+from tests.benchmarks import simulated
+from tests.benchmarks.report import Plan
+from tests.benchmarks.simulation import rivals
 from tests.benchmarks.simulation.__main__ import (
     ALGORITHM_1,
     CACHE_AWARE,
@@ -27,6 +33,7 @@ from tests.benchmarks.simulation.__main__ import (
     main,
     workload,
 )
+from tests.benchmarks.simulation.rivals import RIVALS, distinct_tokens, figures_of, goals, measure_policies, one_by_one
 
 pytestmark = pytest.mark.slow
 
@@ -117,7 +124,7 @@ def test_a_run_that_was_interrupted_goes_on_with_what_was_finished(
 
         run_all(runs, keep=keep_one, **settings)
 
-    monkeypatch.setattr(simulation, "run_all", interrupted)
+    monkeypatch.setattr(simulated, "run_all", interrupted)
     assert CliRunner().invoke(main, arguments).exit_code == 1
     assert len(journal.read_text().splitlines()) == 1
     refused = CliRunner().invoke(main, arguments)
@@ -130,8 +137,64 @@ def test_a_run_that_was_interrupted_goes_on_with_what_was_finished(
         num_finished.append(len(settings["finished"]))
         return run_all(runs, **settings)
 
-    monkeypatch.setattr(simulation, "run_all", counted)
+    monkeypatch.setattr(simulated, "run_all", counted)
     done = CliRunner().invoke(main, [*arguments, "--resume"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     assert num_finished == [1]
     assert not journal.exists(), "all of it is in the report now"
+
+
+def _prompt(arrival_s: float, *documents: str) -> TracedRequest:
+    return TracedRequest(arrival_s, documents, (100,) * len(documents), 32, 5)
+
+
+def test_distinct_tokens_are_those_of_each_document_behind_each_others() -> None:
+    trace = Trace.from_requests([_prompt(0, "a", "b"), _prompt(1, "a", "b"), _prompt(2, "b"), _prompt(3, "a", "c")])
+    assert distinct_tokens(trace) == 400
+
+
+def test_requests_that_come_at_once_wait_for_nobody_when_they_come_one_by_one() -> None:
+    trace = Trace.from_requests(_prompt(0, f"d{i % 4}", "d9") for i in range(20))
+    options = SimulationOptions(retrieval_s=0.0)
+    waiting, alone = (simulate(of, options).summary for of in (trace, one_by_one(trace)))
+    assert waiting.mean_ttft_s > 5 * alone.mean_ttft_s
+    assert alone.mean_ttft_s == pytest.approx(alone.prefill_s / 20)
+    assert alone.token_hit_rate == waiting.token_hit_rate
+
+
+def test_a_figure_is_the_worst_ratio_to_the_best_rival_and_names_both() -> None:
+    def summaries(hit_rate: float, ttft_s: float, **better: float) -> dict[str, dict[str, float]]:
+        behind = {name: {"token_hit_rate": better.get(name, 0.0), "mean_ttft_s": 2.0} for name in RIVALS}
+        return {DEFAULT_POLICY: {"token_hit_rate": hit_rate, "mean_ttft_s": ttft_s}, **behind}
+
+    hits, ttft = figures_of("nq", "gpu", {0.01: summaries(0.0, 1.0), 0.3: summaries(0.3, 3.0, arc=0.4, lfu=0.1)})
+    assert (hits.key, hits.value, hits.note) == ("nq_hit_of_best_gpu", 0.75, "at 30%: 0.300 against 0.400 of arc")
+    assert (ttft.key, ttft.value) == ("nq_ttft_of_best_gpu", 1.5)
+    (found_nothing, _) = figures_of("nq", "gpu", {0.01: summaries(0.0, 1.0)})
+    assert found_nothing.value == 1.0
+
+
+def test_every_policy_has_the_same_room_and_the_figures_are_of_their_runs(report: dict[str, Any]) -> None:
+    details = report["parts"]["policies"]["details"]
+    assert len(details) >= 8
+    for name, by_share in details.items():
+        trace, tiers = name.split(", ")
+        assert list(by_share) == ["10%", "60%"]
+        assert all(set(of) == {DEFAULT_POLICY, *RIVALS} for of in by_share.values())
+        ratios = [
+            of[DEFAULT_POLICY]["mean_ttft_s"] / min(of[rival]["mean_ttft_s"] for rival in RIVALS)
+            for of in by_share.values()
+        ]
+        assert report[f"{trace}_ttft_of_best_{tiers}"] == pytest.approx(max(ratios), abs=1e-3)
+
+
+def test_an_imported_trace_is_measured_and_has_goals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rivals, "IMPORTED", tmp_path / "traces")
+    monkeypatch.setattr(rivals, "MADE", ())
+    assert goals() == {}, "nothing was imported"
+    (tmp_path / "traces").mkdir()
+    trace = make_trace(WORKLOADS["mmlu"], 300, 5)
+    write_trace(replace(trace, arrival_s=np.zeros(300)), tmp_path / "traces" / "campus.jsonl")
+    part = measure_policies(Plan("", tmp_path, seed=0, is_quick=True, report=lambda _: None))
+    assert {figure.key for figure in part.figures} == set(goals())
+    assert set(part.details) == {"campus, gpu", "campus, tiers"}
