@@ -144,7 +144,7 @@ bench-tiers: $(READY) ## measure what the tiers bring and cost; writes build/ben
 bench-pipeline: $(READY) ## measure what overlap and order bring; writes build/bench-pipeline.json (twenty minutes)
 	$(VENV)/bin/python -m tests.benchmarks.pipeline $(if $(MODEL),--model $(MODEL)) $(foreach part,$(ONLY),--only $(part))
 
-bench-simulation: $(READY) ## simulate policies, orders and queues; writes build/bench-simulation.json (half an hour)
+bench-simulation: $(READY) ## simulate policies, orders and queues; writes build/bench-simulation.json (three quarters of an hour)
 	$(VENV)/bin/python -m tests.benchmarks.simulation $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part))
 
 bench-chunks: $(READY) ## measure what reuse of documents anywhere saves and costs; writes build/bench-chunks.json (an hour and a half)

@@ -32,7 +32,7 @@ TIERS = {"gpu": (8, 0, 0), "tiers": (1, 3, 4)}
 """How many eighths of a capacity are on GPU, host and disk."""
 _SHARES = (0.01, 0.03, 0.1, 0.3, 0.6)
 _FIRST_SEED = 2  # policies were tuned on seed 1
-_NUM_REQUESTS = 4_000
+_NUM_REQUESTS = 6_000
 _GAP_S = 1_000.0
 
 ByShare = Mapping[float, Mapping[str, Summary]]
