@@ -139,7 +139,12 @@ class CacheController:
         self._next_expiry_s = -math.inf
         if chunks is not None:
             chunks.now_s = now_s
-        self.paths = PrefixPublisher(self.tree, tokens_per_block, chunks=dict if chunks is None else chunks.stored)
+        self.paths = PrefixPublisher(
+            self.tree,
+            tokens_per_block,
+            chunks=dict if chunks is None else chunks.stored,
+            is_own=lambda node: self.tenants.tenant_of(node.owner) is None,
+        )
         self.counters = Counters()
         self.has_room = has_room or (lambda: False)
         self.last_step = 0.0, 0.0

@@ -7,15 +7,18 @@
     changes("5f0c.2") ->  what has changed since
 
 The server joins the answers of its engines (``server/several_engines.py``). The tree's changes are followed while
-somebody asks for them. What each path consists of is known from requests.
+somebody asks for them. What each path consists of is known from requests, and of one that the tree has from before a
+restart from its nodes: the first request with a static prefix tells what those behind it begin with.
 """
 
 from __future__ import annotations
 
 import secrets
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import cast
 
 from ragcache_core.ordering import (
     MAX_PATH_DOCUMENTS,
@@ -32,6 +35,8 @@ _MAX_PATHS = 100_000
 _MAX_AT_ONCE = 1000
 """Paths that one answer looks at, and says: the engine core's next step waits for it, some 3 ms."""
 _MAX_UNREAD = 50_000
+_MAX_PREFIXES = 1000
+"""Static prefixes behind which paths from before a restart are looked for."""
 _MIN_LOG = 10_000
 
 
@@ -64,7 +69,8 @@ class PrefixPublisher:
 
     The ``max_paths`` shown last are known. From the first :meth:`changes` on the tree is followed, until
     ``max_unread`` nodes have changed since somebody has asked. A path that the tree forgets is known again when it is
-    shown again. ``chunks`` returns those that are stored for reuse behind any documents, with their tokens.
+    shown again. ``chunks`` returns those that are stored for reuse behind any documents, with their tokens. Of the
+    tree's nodes from before a restart those are told that ``is_own`` says may be.
     """
 
     def __init__(
@@ -74,12 +80,19 @@ class PrefixPublisher:
         max_paths: int = _MAX_PATHS,
         max_unread: int = _MAX_UNREAD,
         chunks: Callable[[], Mapping[bytes, int]] = dict,
+        is_own: Callable[[TreeNode], bool] = lambda _: True,
     ) -> None:
         self._tree = tree
         self._tokens_per_unit = tokens_per_unit
         self._max_paths = max_paths
         self._max_unread = max_unread
         self._chunks = chunks
+        self._is_own = is_own
+        self._has_before: bool | None = None
+        """Whether the tree had anything when the first request came."""
+        self._prefixes: set[bytes] = set()
+        self._from_before: deque[Iterator[_Path | None]] = deque()
+        self._has_begun_at_root = False
         self._paths: OrderedDict[tuple[bytes, DocPath], _Path] = OrderedDict()
         self._changed: set[TreeNode] | None = None
         self._begin_log()
@@ -108,12 +121,59 @@ class PrefixPublisher:
         shown = [s for s in segments if s.kind is SegmentKind.DOCUMENT][:MAX_PATH_DOCUMENTS]
         documents = tuple(sys.intern(s.doc_id or "") for s in shown)
         ends = [min(end // self._tokens_per_unit, len(keys)) for end in (shown[0].start, *(s.end for s in shown))]
+        if self._has_before is None:
+            self._has_before = any(node.frequency for node in self._tree.root.iter_children())
+        if self._has_before and prefix not in self._prefixes and len(self._prefixes) < _MAX_PREFIXES:
+            self._prefixes.add(prefix)
+            self._look_behind(prefix, keys[: ends[0]])
         for num_documents in range(len(shown), -1, -1):  # what is forgotten first is the end of a path
             if last := ends[num_documents]:
                 first = ends[num_documents - 1] if num_documents > 1 else 0
                 self._track(_Path(prefix, documents[:num_documents], keys[last - 1], first, last))
         while len(self._paths) > self._max_paths:
             self._forget(next(iter(self._paths.values())))
+
+    def _look_behind(self, prefix: bytes, static: Sequence[bytes]) -> None:
+        """Have paths from before a restart taken in that stand behind a static prefix of these units.
+
+        A prefix shorter than a unit has none of its own: what begins with a document is taken for the first one's. A
+        path that is taken for another's is told as cached until a request shows it, which finds nothing there.
+        """
+        if static:
+            location = self._tree.locate(static[-1])
+            if location is not None and location.unit + 1 == len(location.node.keys):
+                self._from_before.append(self._paths_below(prefix, location.node, ()))
+        elif not self._has_begun_at_root:
+            self._has_begun_at_root = True
+            self._from_before.append(self._paths_below(prefix, self._tree.root, ()))
+
+    def _paths_below(self, prefix: bytes, node: TreeNode, documents: DocPath) -> Iterator[_Path | None]:
+        """Yield for each document what nobody has shown since the restart, or None; shorter paths come first."""
+        if len(documents) == MAX_PATH_DOCUMENTS:
+            return
+        for child in list(node.iter_children()):
+            if child.doc_id is None or child.is_private or not self._is_own(child):
+                yield None
+                continue
+            last = child
+            while (more := _same_document(last)) is not None:
+                last = more
+            path = (*documents, sys.intern(child.doc_id))
+            first, end = child.start if documents else 0, last.start + len(last.keys)
+            is_from_before = last.frequency > 0 and not last.last_request
+            yield _Path(prefix, path, cast("bytes", last.keys[-1]), first, end) if is_from_before else None
+            yield from self._paths_below(prefix, last, path)
+
+    def _take_in(self) -> None:
+        """Take in paths from before a restart, as many as an answer may look at."""
+        num_looked_at = 0
+        while self._from_before and num_looked_at < _MAX_AT_ONCE:
+            for path in islice(self._from_before[0], _MAX_AT_ONCE - num_looked_at):
+                num_looked_at += 1
+                if path and (path.prefix, path.documents) not in self._paths and len(self._paths) < self._max_paths:
+                    self._track(path)
+            if num_looked_at < _MAX_AT_ONCE:
+                self._from_before.popleft()
 
     def _track(self, path: _Path) -> None:
         at = path.prefix, path.documents
@@ -146,7 +206,7 @@ class PrefixPublisher:
         return {
             "cursor": f"{self._epoch}.{end}",
             "is_reset": is_reset,
-            "is_complete": end >= len(self._log) and not self._unsaid,
+            "is_complete": end >= len(self._log) and not self._unsaid and not self._from_before,
             "changes": encode_changes(changes),
         }
 
@@ -170,6 +230,7 @@ class PrefixPublisher:
         for node in self._changed:
             self._unsaid.update(self._by_node.get(node.id, ()))
         self._changed.clear()
+        self._take_in()
         for _ in range(min(len(self._unsaid), _MAX_AT_ONCE)):
             path = self._unsaid.pop()
             self._leave(path)
@@ -226,3 +287,8 @@ class PrefixPublisher:
             if not paths:
                 del self._by_node[node_id]
         path.node_ids = []
+
+
+def _same_document(node: TreeNode) -> TreeNode | None:
+    """Return the node that goes on with a document that was divided, if there is one."""
+    return next((child for child in node.iter_children() if child.doc_id == node.doc_id), None)

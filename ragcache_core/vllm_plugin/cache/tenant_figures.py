@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ragcache_core.runtime.tenants import Tenants, mark_of, salt_of
-from ragcache_core.tree import KnowledgeTree
+from ragcache_core.tree import KnowledgeTree, TreeNode
 from ragcache_core.types import DocId, Origin, Tier
 from ragcache_core.vllm_plugin.cache.document_usage import DocumentUses
 from ragcache_core.vllm_plugin.cache.prefix_publisher import PrefixPublisher
@@ -33,7 +34,7 @@ class TenantFigures:
         self._tree = tree
         self._tenants = tenants
         self._by_name = {
-            name: _Tenant(DocumentUses(tree), PrefixPublisher(tree, tokens_per_block))
+            name: _Tenant(DocumentUses(tree), PrefixPublisher(tree, tokens_per_block, is_own=partial(_is_owned, name)))
             for name in (() if tenants is None else tenants.by_name)
         }
         self._by_mark = {mark_of(name): name for name in self._by_name}
@@ -156,3 +157,7 @@ class TenantFigures:
             "num_evicted_blocks": shares.evicted.get(name, 0) * blocks_per_unit,
             "is_enabled": report.is_enabled,
         }
+
+
+def _is_owned(name: str, node: TreeNode) -> bool:
+    return node.owner == name

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from typing import Any
+import sys
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ragcache_core.chunkstore.chunks import ChunkEntry
+from ragcache_core.chunkstore.regrowing import note_of, regrow
 from ragcache_core.ordering import MAX_PATH_DOCUMENTS, CachedPaths, best_order, static_prefix_digest
 from ragcache_core.tree import PathSegment, check_invariants
 from ragcache_core.types import PromptSegment, Tier
+from ragcache_core.vllm_plugin.cache import prefix_publisher
 from ragcache_core.vllm_plugin.cache.controller import CacheController
 from ragcache_core.vllm_plugin.cache.prefix_publisher import PrefixPublisher
 from ragcache_core.wire import RequestMetadata
@@ -42,7 +47,7 @@ class Engine:
         tokens += [1000 + question] * QUESTION
         parts.append((None, len(tokens)))
         tiled = segments(*parts)
-        keys = [repr(tokens[: BLOCK * (i + 1)]).encode() for i in range(len(tokens) // BLOCK)]
+        keys = [key_of(tokens[: BLOCK * (i + 1)]) for i in range(len(tokens) // BLOCK)]
         self._num_requests += 1
         name = f"r{self._num_requests}"
         it = self.controller
@@ -92,6 +97,10 @@ class Engine:
             self.shown[prefix, documents] = keys[:num_units], num_units * BLOCK
 
 
+def key_of(tokens: list[int]) -> bytes:
+    return hashlib.sha256(repr(tokens).encode()).digest()
+
+
 def prefix_of(static: int = 0) -> bytes:
     found = static_prefix_digest([static] * STATIC, segments(("", STATIC), ("a", STATIC + 1)))
     assert found is not None
@@ -131,6 +140,91 @@ def test_chunks_are_known_while_they_are_stored_and_are_no_paths() -> None:
     chunks = {b"l" * 32: 4, b"m" * 32: 9}
     it.tell()
     assert [it.mirror.has_chunk(name * 32) for name in (b"k", b"l", b"m")] == [False, True, True]
+
+
+def restarted(old: Engine) -> Engine:
+    """Return an engine whose tree grew again from all that ``old`` had computed, as from a disk."""
+    tree, new = old.controller.tree, Engine()
+    places = [place for node in tree.nodes() for key in node.keys if (place := tree.locate(key)) is not None]
+    places.sort(key=lambda place: place.node.start + place.unit)
+    notes = [(cast("bytes", place.node.keys[place.unit]), note_of(tree, place)) for place in places]
+    entries = [
+        ChunkEntry(key, note.parent, note.doc_id, note.position, note.frequency, note.cost, 0.0, note.is_private)
+        for key, note in notes
+    ]
+    assert regrow(new.controller.tree, entries, Tier.DISK, BLOCK) == ([key for key, _ in notes], [])
+    return new
+
+
+def test_what_the_tree_has_from_before_a_restart_is_known_from_the_first_request_on() -> None:
+    old = Engine()
+    for documents in ("ac", "bca", "cb"):
+        old.ask(documents)
+    new = restarted(old)
+    new.tell()
+    assert new.last == [], "nobody has said what is in front of them"
+    new.ask("ab")
+    new.shown |= old.shown
+    new.check()
+    assert new.mirror.num_cached_tokens(prefix_of(), "bca") == 28
+    assert best_order([new.mirror], "abc", prefix=prefix_of(), keep_first=False) == (1, 2, 0)
+    assert new.controller.tree.evict(Tier.DISK, 5) is not None
+    new.check()
+
+
+def test_paths_from_before_a_restart_belong_to_the_static_prefix_in_front_of_them() -> None:
+    old = Engine()
+    old.ask("ac", static=1)
+    new = restarted(old)
+    new.ask("b", static=2)
+    new.tell()
+    assert new.mirror.num_cached_tokens(prefix_of(2), "a") == 4
+    new.ask("b", static=1)
+    new.tell()
+    assert new.mirror.num_cached_tokens(prefix_of(1), "ac") == 24
+
+
+def test_what_begins_with_a_document_is_behind_the_first_static_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "STATIC", BLOCK - 1)
+    old = Engine()
+    old.ask("ac")
+    new = restarted(old)
+    new.ask("b", static=1)
+    new.ask("b")
+    new.tell()
+    assert new.mirror.num_cached_tokens(prefix_of(1), "ac") == 20, "a guess"
+    new.ask("ac", static=1)
+    new.ask("ac")
+    new.shown |= old.shown
+    new.check()
+
+
+def test_an_answer_takes_in_a_few_paths_from_before_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = Engine()
+    for documents in ("ac", "bca", "cb"):
+        old.ask(documents)
+    new = restarted(old)
+    new.ask("cb")
+    new.shown |= old.shown
+    monkeypatch.setattr(prefix_publisher, "_MAX_AT_ONCE", 1)
+    assert new.tell() > 5
+    new.check()
+
+
+def test_what_is_private_or_anothers_is_not_told_after_a_restart() -> None:
+    old = Engine()
+    old.ask("ac")
+    for change in ("private", "owned"):
+        new = restarted(old)
+        for node in new.controller.tree.nodes():
+            if node.doc_id == "c":
+                node.is_private = change == "private"
+                node.owner = "somebody" if change == "owned" else None
+        tree = new.controller.tree
+        new.controller.paths = PrefixPublisher(tree, BLOCK, is_own=lambda node: node.owner is None)
+        new.ask("b")
+        new.tell()
+        assert new.mirror.num_cached_tokens(prefix_of(), "ac") == new.mirror.num_cached_tokens(prefix_of(), "a") == 12
 
 
 def test_nothing_is_said_while_nothing_changes() -> None:
