@@ -61,6 +61,11 @@ class StepEngine:
         """Whether nothing waits, is loaded or runs."""
         return not (self.running or self._loading or self.queue)
 
+    def begin_anew(self) -> None:
+        """Let the clock begin at 0, where nothing is under way."""
+        assert self.is_idle
+        self.now_s = self._disk_free_s = self._link_free_s = 0.0
+
     def enqueue(self, job: Job) -> None:
         """Have a job wait for its turn."""
         self._runs[job] = self.cache.enter(job.request, job.number)

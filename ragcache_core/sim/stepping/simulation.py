@@ -38,7 +38,7 @@ class StepSimulation:
         The clock begins anew. ``on_done`` is told of each when it has its last token.
         """
         engine = self._engine
-        engine.now_s = 0.0
+        engine.begin_anew()
         jobs: list[Job] = []
         left = zip(requests, ready_s, strict=True)
         following = next(left, None)

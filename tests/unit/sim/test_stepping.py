@@ -117,6 +117,16 @@ def test_a_hit_in_host_memory_waits_for_the_step_that_runs_meanwhile() -> None:
     assert hit.first_token_s == pytest.approx(step_s + STEP_S + 4 * PER_TOKEN_S + REQUEST_S)
 
 
+def test_what_was_read_in_a_warm_up_is_not_waited_for_after_it() -> None:
+    requests = [asked(doc, 4) for doc in "abcdefgh"]
+    ttft_s = []
+    for num_rounds in (2, 20):
+        it, _ = engine(gpu=4, host=4, disk=50)
+        it.run_through(enumerate(requests * num_rounds), in_flight=2)
+        ttft_s.append(first_tokens(it, [asked("a", 4)], [0.0]))
+    assert ttft_s[0] == pytest.approx(ttft_s[1])
+
+
 def test_reads_from_disk_are_waited_for_one_after_another() -> None:
     it, _ = engine(gpu=100, host=7, disk=50)
     kept = [asked("a", 4, doc_tokens=24), asked("b", 4, doc_tokens=24)]
