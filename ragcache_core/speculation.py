@@ -163,6 +163,11 @@ class StageRecord(NamedTuple):
     left_s: float
     num_searches: int
 
+    @property
+    def leaves_time(self) -> bool:
+        """Whether a start from it can gain more than it costs."""
+        return self.left_s >= _LEAST_LEFT_S
+
 
 class SettlingHistory:
     """How much of what a stage named was right in the end, and how long before it, over the searches of one source.
@@ -201,7 +206,7 @@ class SettlingHistory:
         if not self.is_known(stage):
             return is_idle
         of_late = self._learnt[stage]
-        return of_late.left_s >= _LEAST_LEFT_S and of_late.share >= (_LEAST_SHARE_IDLE if is_idle else _LEAST_SHARE)
+        return of_late.leaves_time and of_late.share >= (_LEAST_SHARE_IDLE if is_idle else _LEAST_SHARE)
 
     def record(self, stage: int, candidates: Sequence[object], final: Sequence[object], left_s: float) -> None:
         """Take note of a search that ended with ``final``, ``left_s`` after a stage of it had named ``candidates``."""

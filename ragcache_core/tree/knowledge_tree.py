@@ -56,6 +56,7 @@ class KnowledgeTree(TieredTree):
     ) -> None:
         self._max_replicated = replicated_units
         self._fewest_uses = 0
+        self.is_regrown = False
         self._tournament: ShadowTournament | None = None
         if isinstance(policy, TournamentPolicy) and shadow_tokens > 0:
             self._tournament = ShadowTournament(policy, shadow_tokens)
@@ -210,6 +211,7 @@ class KnowledgeTree(TieredTree):
 
     def restore(self, node: TreeNode, *, frequency: int, cost_s: float) -> None:
         """Give a node that grew again from storage the numbers that were stored with it; the largest win."""
+        self.is_regrown = True
         if frequency <= node.frequency:
             return  # as most units of a node say: they were stored with the same numbers
         node.num_computed, node.total_cost_s = 1, cost_s

@@ -106,11 +106,7 @@ class KeptHistory(SettlingHistory):
 
 
 def _differ(saved: StageRecord | None, now: StageRecord) -> bool:
-    return (
-        saved is None
-        or abs(now.share - saved.share) >= _LEAST_CHANGE
-        or not saved.left_s / 2 <= now.left_s <= 2 * saved.left_s
-    )
+    return saved is None or abs(now.share - saved.share) >= _LEAST_CHANGE or saved.leaves_time != now.leaves_time
 
 
 def _read(path: Path) -> dict[int, StageRecord]:

@@ -148,7 +148,7 @@ def _walk(trace: Trace) -> _Walk:
         last.update(dict.fromkeys(together, number))
         if together:
             walk.known.append(len(sources) / len(together))
-        if end - start < 2:
+        if len(together) < 2:
             continue
         if len(sources) == len(together):
             walk.num_sources.append(len(set(sources)))

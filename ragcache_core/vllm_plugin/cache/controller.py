@@ -143,7 +143,7 @@ class CacheController:
             self.tree,
             tokens_per_block,
             chunks=dict if chunks is None else chunks.stored,
-            is_own=lambda node: self.tenants.tenant_of(node.owner) is None,
+            is_own=lambda node: self.tenants.is_everybodys(node.owner),
         )
         self.counters = Counters()
         self.has_room = has_room or (lambda: False)

@@ -8,7 +8,7 @@
 
 The server joins the answers of its engines (``server/several_engines.py``). The tree's changes are followed while
 somebody asks for them. What each path consists of is known from requests, and of one that the tree has from before a
-restart from its nodes: the first request with a static prefix tells what those behind it begin with.
+restart from its nodes: the first request with a static prefix tells what stands in front of those behind it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ _MAX_PATHS = 100_000
 _MAX_AT_ONCE = 1000
 """Paths that one answer looks at, and says: the engine core's next step waits for it, some 3 ms."""
 _MAX_UNREAD = 50_000
-_MAX_PREFIXES = 1000
-"""Static prefixes behind which paths from before a restart are looked for."""
 _MIN_LOG = 10_000
 
 
@@ -88,11 +86,9 @@ class PrefixPublisher:
         self._max_unread = max_unread
         self._chunks = chunks
         self._is_own = is_own
-        self._has_before: bool | None = None
-        """Whether the tree had anything when the first request came."""
-        self._prefixes: set[bytes] = set()
+        self._looked_behind: set[bytes] = set()
+        """The last units of static prefixes; that of one shorter than a unit is empty."""
         self._from_before: deque[Iterator[_Path | None]] = deque()
-        self._has_begun_at_root = False
         self._paths: OrderedDict[tuple[bytes, DocPath], _Path] = OrderedDict()
         self._changed: set[TreeNode] | None = None
         self._begin_log()
@@ -121,11 +117,8 @@ class PrefixPublisher:
         shown = [s for s in segments if s.kind is SegmentKind.DOCUMENT][:MAX_PATH_DOCUMENTS]
         documents = tuple(sys.intern(s.doc_id or "") for s in shown)
         ends = [min(end // self._tokens_per_unit, len(keys)) for end in (shown[0].start, *(s.end for s in shown))]
-        if self._has_before is None:
-            self._has_before = any(node.frequency for node in self._tree.root.iter_children())
-        if self._has_before and prefix not in self._prefixes and len(self._prefixes) < _MAX_PREFIXES:
-            self._prefixes.add(prefix)
-            self._look_behind(prefix, keys[: ends[0]])
+        if self._tree.is_regrown:
+            self._look_behind(prefix, keys[ends[0] - 1] if ends[0] else b"")
         for num_documents in range(len(shown), -1, -1):  # what is forgotten first is the end of a path
             if last := ends[num_documents]:
                 first = ends[num_documents - 1] if num_documents > 1 else 0
@@ -133,26 +126,30 @@ class PrefixPublisher:
         while len(self._paths) > self._max_paths:
             self._forget(next(iter(self._paths.values())))
 
-    def _look_behind(self, prefix: bytes, static: Sequence[bytes]) -> None:
-        """Have paths from before a restart taken in that stand behind a static prefix of these units.
+    def _look_behind(self, prefix: bytes, unit: bytes) -> None:
+        """Have paths from before a restart taken in that stand behind a static prefix whose last whole unit is this.
 
-        A prefix shorter than a unit has none of its own: what begins with a document is taken for the first one's. A
-        path that is taken for another's is told as cached until a request shows it, which finds nothing there.
+        Of prefixes that differ in what fills no unit, or have no whole one, all are taken for the first one's. A path
+        that is taken for another's is told as cached until a request shows it, which finds nothing there.
         """
-        if static:
-            location = self._tree.locate(static[-1])
-            if location is not None and location.unit + 1 == len(location.node.keys):
-                self._from_before.append(self._paths_below(prefix, location.node, ()))
-        elif not self._has_begun_at_root:
-            self._has_begun_at_root = True
-            self._from_before.append(self._paths_below(prefix, self._tree.root, ()))
+        if unit in self._looked_behind:
+            return
+        location = self._tree.locate(unit) if unit else None
+        if unit and (location is None or location.unit + 1 < len(location.node.keys)):
+            return
+        self._looked_behind.add(unit)
+        node = self._tree.root if location is None else location.node
+        self._from_before.append(self._paths_below(prefix, node, ()))
 
     def _paths_below(self, prefix: bytes, node: TreeNode, documents: DocPath) -> Iterator[_Path | None]:
-        """Yield for each document what nobody has shown since the restart, or None; shorter paths come first."""
+        """Yield for each document what nobody has shown since the restart, or None; shorter paths come first.
+
+        Documents that fill no unit are known from requests alone, and so is what stands behind them.
+        """
         if len(documents) == MAX_PATH_DOCUMENTS:
             return
         for child in list(node.iter_children()):
-            if child.doc_id is None or child.is_private or not self._is_own(child):
+            if child.doc_id is None or child.other_ids or child.is_private or not self._is_own(child):
                 yield None
                 continue
             last = child
@@ -172,6 +169,7 @@ class PrefixPublisher:
                 num_looked_at += 1
                 if path and (path.prefix, path.documents) not in self._paths and len(self._paths) < self._max_paths:
                     self._track(path)
+                    self._paths.move_to_end((path.prefix, path.documents), last=False)
             if num_looked_at < _MAX_AT_ONCE:
                 self._from_before.popleft()
 

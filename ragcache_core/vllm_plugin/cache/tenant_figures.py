@@ -60,6 +60,10 @@ class TenantFigures:
         """Return which tenant an owner is; None for a collection, as for nobody."""
         return owner if owner in self._by_name else None
 
+    def is_everybodys(self, owner: str | None) -> bool:
+        """Return whether requests without a tenant own it, alone or with a collection; an owner of old is nobody."""
+        return owner is None or (self._tenants is not None and owner in self._tenants.collections)
+
     def num_units_of(self, tenant: str | None, tier: Tier, num_units: int) -> int:
         """Return how many of a tier's units are a tenant's share; None has what is no tenant's."""
         shares = self._tree.tiers[tier].shares

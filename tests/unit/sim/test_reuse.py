@@ -62,8 +62,8 @@ def test_sets_have_a_popularity_of_their_own() -> None:
 
 def test_a_document_twice_in_one_prompt_is_no_pair() -> None:
     reuse = reuse_of(trace((0.0, "aa"), (1.0, "aa")))
-    assert reuse.repeated_pairs == 0.0
-    assert reuse.repeated_sets == 0.5
+    assert reuse.repeated_pairs == reuse.repeated_sets == 0.0
+    assert reuse.sources == reuse.top_sets == ()
 
 
 def test_what_prompts_consist_of_adds_up() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -142,17 +143,22 @@ def test_chunks_are_known_while_they_are_stored_and_are_no_paths() -> None:
     assert [it.mirror.has_chunk(name * 32) for name in (b"k", b"l", b"m")] == [False, True, True]
 
 
-def restarted(old: Engine) -> Engine:
-    """Return an engine whose tree grew again from all that ``old`` had computed, as from a disk."""
-    tree, new = old.controller.tree, Engine()
-    places = [place for node in tree.nodes() for key in node.keys if (place := tree.locate(key)) is not None]
+def restarted(old: Engine, **settings: Any) -> Engine:
+    """Return an engine whose tree grew again from all that ``old`` has in any tier, as from a disk."""
+    tree, new = old.controller.tree, Engine(**settings)
+    places = [
+        place
+        for node in tree.nodes()
+        for key in node.keys
+        if (place := tree.locate(key)) and any(tree.resident_mask(node, tier) >> place.unit & 1 for tier in Tier)
+    ]
     places.sort(key=lambda place: place.node.start + place.unit)
     notes = [(cast("bytes", place.node.keys[place.unit]), note_of(tree, place)) for place in places]
     entries = [
         ChunkEntry(key, note.parent, note.doc_id, note.position, note.frequency, note.cost, 0.0, note.is_private)
         for key, note in notes
     ]
-    assert regrow(new.controller.tree, entries, Tier.DISK, BLOCK) == ([key for key, _ in notes], [])
+    regrow(new.controller.tree, entries, Tier.DISK, BLOCK)
     return new
 
 
@@ -206,25 +212,79 @@ def test_an_answer_takes_in_a_few_paths_from_before_a_restart(monkeypatch: pytes
     new = restarted(old)
     new.ask("cb")
     new.shown |= old.shown
-    monkeypatch.setattr(prefix_publisher, "_MAX_AT_ONCE", 1)
-    assert new.tell() > 5
+    monkeypatch.setattr(prefix_publisher, "_MAX_AT_ONCE", 2)
+    num_shown = len(new.controller.paths)
+    new.tell_a_part()
+    assert num_shown < len(new.controller.paths) <= num_shown + 2
     new.check()
 
 
-def test_what_is_private_or_anothers_is_not_told_after_a_restart() -> None:
+def test_of_prefixes_that_share_their_units_the_first_one_gets_what_was_there_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     old = Engine()
     old.ask("ac")
-    for change in ("private", "owned"):
-        new = restarted(old)
-        for node in new.controller.tree.nodes():
-            if node.doc_id == "c":
-                node.is_private = change == "private"
-                node.owner = "somebody" if change == "owned" else None
-        tree = new.controller.tree
-        new.controller.paths = PrefixPublisher(tree, BLOCK, is_own=lambda node: node.owner is None)
-        new.ask("b")
-        new.tell()
-        assert new.mirror.num_cached_tokens(prefix_of(), "ac") == new.mirror.num_cached_tokens(prefix_of(), "a") == 12
+    new = restarted(old)
+    monkeypatch.setattr(sys.modules[__name__], "STATIC", STATIC + 1)  # the same first unit, and two tokens more
+    for question in range(2):
+        new.ask("b", question)
+    monkeypatch.setattr(sys.modules[__name__], "STATIC", STATIC - 1)
+    new.ask("b")
+    new.tell()
+    assert new.mirror.num_cached_tokens(prefix_of(), "ac") < 24 == new.mirror.num_cached_tokens(guessed(), "ac")
+
+
+def guessed() -> bytes:
+    found = static_prefix_digest([0] * (STATIC + 1), segments(("", STATIC + 1), ("a", STATIC + 2)))
+    assert found is not None
+    return found
+
+
+def test_a_document_that_fills_no_unit_is_known_again_when_it_is_shown() -> None:
+    old = Engine()
+    old.ask("dac")
+    new = restarted(old)
+    new.ask("b")
+    new.tell()
+    assert new.mirror.num_cached_tokens(prefix_of(), "ac") == new.mirror.num_cached_tokens(prefix_of(), "dac") == 4
+    new.ask("dac")
+    new.check()
+
+
+def test_what_is_private_is_not_told_after_a_restart() -> None:
+    old = Engine()
+    old.ask("ac")
+    new = restarted(old)
+    for node in new.controller.tree.nodes():
+        node.is_private = node.doc_id == "c"
+    new.ask("b")
+    new.tell()
+    assert new.mirror.num_cached_tokens(prefix_of(), "ac") == new.mirror.num_cached_tokens(prefix_of(), "a") == 12
+
+
+@pytest.mark.parametrize(
+    ("owner", "is_everybodys", "is_acmes"),
+    [(None, True, False), ("book", True, False), ("acme", False, True), ("gone", False, False)],
+)
+def test_after_a_restart_everybody_is_told_what_is_nobodys_and_a_tenant_what_is_his(
+    tmp_path: Path, owner: str | None, is_everybodys: bool, is_acmes: bool
+) -> None:
+    path = tmp_path / "tenants.toml"
+    path.write_text(f'[[tenants]]\nname = "acme"\nkeys = ["{"a" * 16}"]\n[[collections]]\nname = "book"\nids = ["c"]\n')
+    old = Engine()
+    old.ask("ac")
+    new = restarted(old, tenants=path)
+    for node in new.controller.tree.nodes():
+        node.owner = owner if node.doc_id else None
+    new.ask("b")
+    new.tell()
+    assert (new.mirror.num_cached_tokens(prefix_of(), "ac") == 24) == is_everybodys
+    acmes, mirror = new.controller.paths_of("acme"), CachedPaths()
+    tokens = [0] * STATIC + [ord("b")] * LENGTHS["b"]
+    keys = [key_of(tokens[: BLOCK * (i + 1)]) for i in range(len(tokens) // BLOCK)]
+    acmes.track(tokens, segments(("", STATIC), ("b", len(tokens))), keys)
+    mirror.apply(acmes.changes("")["changes"])
+    assert (mirror.num_cached_tokens(prefix_of(), "ac") == 24) == is_acmes
 
 
 def test_nothing_is_said_while_nothing_changes() -> None:
@@ -411,6 +471,33 @@ def test_whatever_happens_the_mirror_says_what_the_tree_would(
         it = Engine(ghost_size=ghost_size)
         it.controller.paths = PrefixPublisher(it.controller.tree, BLOCK, max_unread=max_unread)
         run_steps(it, steps)
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(st.tuples(st.permutations("abc").map(lambda p: "".join(p)), st.integers(0, 3)), min_size=1, max_size=6),
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("ask"), st.permutations("abc").map(lambda p: "".join(p[:2])), st.integers(0, 2)),
+            st.tuples(st.just("evict"), st.sampled_from(list(Tier)), st.integers(1, 12)),
+            st.tuples(st.just("lose"), st.sampled_from(list(Tier)), st.integers(0, 30)),
+            st.tuples(st.just("tell a part"), st.none(), st.none()),
+        ),
+        max_size=20,
+    ),
+    st.sampled_from([1, 2, 1000]),
+)
+def test_whatever_happens_after_a_restart_the_mirror_says_what_the_tree_would(
+    before: list[tuple[str, int]], steps: list[Any], num_at_once: int
+) -> None:
+    old = Engine()
+    for documents, question in before:
+        old.ask(documents, question, static=question // 2)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(prefix_publisher, "_MAX_AT_ONCE", num_at_once)
+        it = restarted(old)
+        it.shown |= old.shown
+        run_steps(it, [("ask", "ab", 0), ("ask", "ab", 2), *steps])
 
 
 def run_steps(it: Engine, steps: list[Any]) -> None:
