@@ -160,7 +160,7 @@ def asked(
         "dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "progress": False, "max_restarts": 0,
         "env": {"HF_HUB_OFFLINE": "1"},
     }  # fmt: skip
-    sizes = CacheConfig(kv_cache_bytes="256MiB", host_bytes="512MiB", block_size=BLOCK_SIZE)
+    sizes = CacheConfig(kv_cache_bytes="256MiB", host_bytes="2GiB", block_size=BLOCK_SIZE)
     run = QualityRun(model, questions, sizes, max_tokens=32, launch_options=options)
 
     def begin(way: Way) -> Callable[[int], object]:
