@@ -157,7 +157,7 @@ bench-depth: $(READY) ## compare selections, alphas and orders on the demo model
 bench-fleet: $(READY) ## measure what replicas are worth, simulated and real; writes build/bench-fleet.json (an hour)
 	$(VENV)/bin/python -m tests.benchmarks.fleet $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part))
 
-bench-headline: $(READY) ## measure the first page of docs/benchmarks.md again; writes build/bench-headline.* (most of an hour)
+bench-headline: $(READY) ## measure the first page of docs/benchmarks.md again; writes build/bench-headline.* (40 minutes)
 	$(VENV)/bin/python -m examples.demo_model_training.recurring --out build/recurring-questions.jsonl
 	$(VENV)/bin/python -m tests.benchmarks.headline $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part))
 
