@@ -35,6 +35,8 @@ _MAX_PATHS = 100_000
 _MAX_AT_ONCE = 1000
 """Paths that one answer looks at, and says: the engine core's next step waits for it, some 3 ms."""
 _MAX_UNREAD = 50_000
+_MAX_PLACES = 1000
+"""Static prefixes behind which paths from before a restart are looked for; some applications have one for each user."""
 _MIN_LOG = 10_000
 
 
@@ -132,7 +134,7 @@ class PrefixPublisher:
         Of prefixes that differ in what fills no unit, or have no whole one, all are taken for the first one's. A path
         that is taken for another's is told as cached until a request shows it, which finds nothing there.
         """
-        if unit in self._looked_behind:
+        if unit in self._looked_behind or len(self._looked_behind) >= _MAX_PLACES:
             return
         location = self._tree.locate(unit) if unit else None
         if unit and (location is None or location.unit + 1 < len(location.node.keys)):

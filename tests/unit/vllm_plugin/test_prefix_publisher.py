@@ -240,6 +240,20 @@ def guessed() -> bytes:
     return found
 
 
+def test_behind_so_many_static_prefixes_and_no_more_paths_from_before_are_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefix_publisher, "_MAX_PLACES", 2)
+    old = Engine()
+    for static in range(3):
+        old.ask("ac", static=static)
+    new = restarted(old)
+    for static in range(3):
+        new.ask("b", static=static)
+    new.tell()
+    assert [new.mirror.num_cached_tokens(prefix_of(static), "ac") for static in range(3)] == [24, 24, 4]
+
+
 def test_a_document_that_fills_no_unit_is_known_again_when_it_is_shown() -> None:
     old = Engine()
     old.ask("dac")
