@@ -174,7 +174,7 @@ def test_a_figure_is_the_worst_ratio_to_the_best_rival_and_names_both() -> None:
     assert found_nothing.value == 1.0
 
 
-def test_every_policy_has_the_same_room_and_the_figures_are_of_their_runs(report: dict[str, Any]) -> None:
+def test_every_policy_is_run_at_every_size_and_the_figures_are_of_those_runs(report: dict[str, Any]) -> None:
     details = report["parts"]["policies"]["details"]
     assert len(details) >= 8
     for name, by_share in details.items():
