@@ -32,11 +32,12 @@ def store(engine: Engine, tmp_path: Path) -> Iterator[DocumentStore]:
 
 
 class LangChain:
-    """A chain over a chat model with a cache of answers."""
+    """A chain over a chat model with a cache of answers; its search, which runs first, sends nothing ahead."""
 
     def __init__(self, engine: Engine, store: DocumentStore) -> None:
         self.answers: Any = langchain.SemanticAnswerCache()
-        search = langchain.RAGCacheRetriever(store=store, engine=engine, k=1) | langchain.format_documents
+        retriever = langchain.RAGCacheRetriever(store=store, engine=engine, k=1, speculate=False)
+        search = retriever | langchain.format_documents
         llm = langchain.ChatRAGCache(engine=engine, cache=self.answers, temperature=0, max_tokens=8)
         asking = {"context": search, "question": RunnablePassthrough()}
         self._chain = asking | langchain.prompt_from_layout() | llm
