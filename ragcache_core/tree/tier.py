@@ -12,7 +12,7 @@ from ragcache_core.policy.base import ReplacementPolicy
 from ragcache_core.tree.node import TreeNode
 from ragcache_core.tree.shares import Owner, Shares
 
-_MIGRATED_AT_ONCE: Final = 16
+_MIGRATED_AT_ONCE: Final = 4
 _MIN_ENTRIES: Final = 1024
 
 _Entry = tuple[float, int, int]
