@@ -23,7 +23,7 @@ from ragcache_core.bench.machine import machine
 from ragcache_core.client import Engine
 from ragcache_core.config import ChunkReuse
 from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
-from tests.benchmarks.chunks.ttft import FLAT_ALPHA, RECOMPUTED, SCALE, condensed
+from tests.benchmarks.chunks.ttft import FLAT_ALPHA, HISTORY, RECOMPUTED, SCALE, condensed
 from tests.benchmarks.engines import BLOCK_SIZE
 from tests.benchmarks.report import Figure, Part, Plan, percentiles_ms
 
@@ -37,7 +37,7 @@ _BASELINE, _CHUNKS = "vllm", "ragcache-chunks"
 
 def measure_load(plan: Plan) -> Part:
     """Put all engines under each rate, one engine after the other; what is finished is kept in ``plan.kept_at``."""
-    num_history, num_recent, num_timed = plan.sized(200, 8), plan.sized(16, 2), plan.sized(16, 3)
+    num_history, num_recent, num_timed = plan.sized(HISTORY, 8), plan.sized(16, 2), plan.sized(48, 3)
     model = str(random_model())
     facts = ModelFacts.read(model, "float32")
     drawn = scaled(make_trace(WORKLOADS["sysx"], num_history + num_recent + len(SHARES) * num_timed, plan.seed), SCALE)
