@@ -23,14 +23,13 @@ from ragcache_core.bench.machine import machine
 from ragcache_core.client import Engine
 from ragcache_core.config import ChunkReuse
 from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
-from tests.benchmarks.chunks.ttft import FLAT_ALPHA, HISTORY, RECOMPUTED, SCALE, condensed
+from tests.benchmarks.chunks.ttft import FLAT_ALPHA, HISTORY, HOST_BYTES, RECOMPUTED, SCALE, condensed
 from tests.benchmarks.engines import BLOCK_SIZE
 from tests.benchmarks.report import Figure, Part, Plan, percentiles_ms
 
 SHARES = (0.5, 1.0, 2.0)
 """Rates, as shares of what is served without a cache."""
 OUTPUT_TOKENS = 16
-_HOST_TOKENS = 262_144
 _REUSE = ChunkReuse(selection="cache_craft", alpha=FLAT_ALPHA, max_recompute=RECOMPUTED, share=0.9)
 _BASELINE, _CHUNKS = "vllm", "ragcache-chunks"
 
@@ -43,11 +42,11 @@ def measure_load(plan: Plan) -> Part:
     drawn = scaled(make_trace(WORKLOADS["sysx"], num_history + num_recent + len(SHARES) * num_timed, plan.seed), SCALE)
     trace = condensed(drawn, num_history)
     prompts = TracedPrompts(trace, facts.vocab_size, seed=plan.seed, num_output_tokens=OUTPUT_TOKENS)
-    kv_bytes, host_bytes = (facts.memory_bytes(tokens, SCALE, BLOCK_SIZE) for tokens in (KV_TOKENS, _HOST_TOKENS))
+    kv_bytes = facts.memory_bytes(KV_TOKENS, SCALE, BLOCK_SIZE)
     longest = max(map(prompts.num_tokens, range(len(trace))))
     setup = Setup(model, "float32", kv_bytes, BLOCK_SIZE, -(-(longest + 1) // BLOCK_SIZE) * BLOCK_SIZE)
     num_warm_up = len(trace) - len(SHARES) * num_timed
-    comparison = Comparison(peers(), (host_bytes,), SHARES, True, (plan.seed,), Amounts(num_warm_up, num_timed))
+    comparison = Comparison(peers(), (HOST_BYTES,), SHARES, True, (plan.seed,), Amounts(num_warm_up, num_timed))
     path = plan.kept_at or Path("build/bench-chunks-load.json")
     options = {"shares": list(SHARES), "seed": plan.seed, "quick": plan.is_quick, "num_requests": len(trace)}
     results = Results.open(path, options, machine(), resume=plan.kept_at is not None)
@@ -60,7 +59,7 @@ def measure_load(plan: Plan) -> Part:
         "capacity_rps": results.capacity_rps,
         "machine": results.machine,
         "kv_bytes": kv_bytes,
-        "host_bytes": host_bytes,
+        "host_bytes": HOST_BYTES,
         "runs": [run.to_dict() for run in results.runs],
     }
     warm_up = (

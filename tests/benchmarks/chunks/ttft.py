@@ -33,7 +33,7 @@ HISTORY = 1_000
 FLAT_ALPHA = 1e6
 """So large that the CFO of whatever changed is 1, and ``max_recompute`` decides."""
 _GROUP = 5
-_KV_BYTES, _HOST_BYTES = 1 << 30, 3 << 30
+_KV_BYTES, HOST_BYTES = 1 << 30, 3 << 30
 _WINDOW = 6144
 
 
@@ -47,7 +47,7 @@ def measure_ttft(plan: Plan) -> Part:
     vocab_size = ModelFacts.read(model, "float32").vocab_size
     prompts = TracedPrompts(trace, vocab_size, seed=plan.seed, num_output_tokens=1)
     reuse = ChunkReuse(selection="cache_craft", alpha=FLAT_ALPHA, max_recompute=RECOMPUTED, share=0.9)
-    cache = CacheConfig(kv_cache_bytes=_KV_BYTES, host_bytes=_HOST_BYTES, block_size=BLOCK_SIZE, chunk_reuse=reuse)
+    cache = CacheConfig(kv_cache_bytes=_KV_BYTES, host_bytes=HOST_BYTES, block_size=BLOCK_SIZE, chunk_reuse=reuse)
     plan.report("ttft: starting both engines")
     with (
         launch(model, None, kv_cache_memory_bytes=_KV_BYTES, max_model_len=_WINDOW) as plain,

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
 
 from ragcache_core.vllm_plugin.chunks.model.attention_layers import AttentionLayer
 from ragcache_core.vllm_plugin.chunks.model.paged_kv import to_device
@@ -98,17 +99,18 @@ class PromptKeys:
         if self._layer.unrotated.uses_kernels and not soft_cap(self._layer):
             return self._mass_by_kernel(query, there, chunks)
         keys = self._keys[..., : int(positions[-1]) + 1]
-        num_keys, places = keys.shape[-1], torch.arange(keys.shape[-1], device=keys.device)
-        members = torch.zeros((num_keys, len(chunks)), device=keys.device)
-        for column, (start, end) in enumerate(chunks):
-            members[start:end, column] = 1.0
+        num_keys = keys.shape[-1]
+        members = torch.zeros((len(chunks), num_keys), device=keys.device)
+        for row, (start, end) in enumerate(chunks):
+            members[row, start:end] = 1.0
         num_rows = max(1, _MAX_SCORES // (query.shape[1] * num_keys))
         pieces = []
         for first in range(0, len(query), num_rows):
             part, at = query[first : first + num_rows], there[first : first + num_rows]
-            weights = _weights(self._layer, part, at, keys, places)
-            own = weights.gather(1, at.unsqueeze(1))
-            pieces.append(weights @ members - own * members[at])
+            weights = _weights(self._layer, part, at, int(positions[first]), keys)
+            own = weights.gather(3, at.view(1, -1, 1, 1).expand(*weights.shape[:3], 1))
+            mass = linear(weights, members) - own * members.T[at].unsqueeze(1)
+            pieces.append(mass.sum((0, 2)) / query.shape[1])
         return torch.cat(pieces)
 
     @cached_property
@@ -141,14 +143,16 @@ def soft_cap(layer: AttentionLayer) -> float:
 
 
 def _weights(
-    layer: AttentionLayer, query: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, places: torch.Tensor
+    layer: AttentionLayer, query: torch.Tensor, positions: torch.Tensor, first: int, keys: torch.Tensor
 ) -> torch.Tensor:
-    """Return the softmax of the scores [num_rows, num_keys], the mean of the heads."""
+    """Return the softmax of the scores, [num_kv_heads, num_rows, group, num_keys]; ``first`` is the first position."""
     num_rows, num_heads, head_dim = query.shape
-    grouped = query.float().view(num_rows, keys.shape[0], -1, head_dim).transpose(0, 1)  # [kv heads, rows, group, dim]
-    scores = (grouped.flatten(1, 2) @ keys) * layer.attention.impl.scale
+    scaled = query.float() * layer.attention.impl.scale
+    grouped = scaled.view(num_rows, keys.shape[0], -1, head_dim).transpose(0, 1)  # [kv heads, rows, group, dim]
+    scores = grouped.flatten(1, 2) @ keys
     if cap := soft_cap(layer):
         scores = cap * torch.tanh(scores / cap)
-    scores = scores.view(keys.shape[0], num_rows, -1, keys.shape[2])
-    scores.masked_fill_((places > positions.unsqueeze(1)).unsqueeze(1), float("-inf"))
-    return scores.softmax(-1).sum((0, 2)) / num_heads
+    scores = scores.view(keys.shape[0], num_rows, num_heads // keys.shape[0], keys.shape[2])
+    later = torch.arange(first, keys.shape[2], device=keys.device) > positions.unsqueeze(1)
+    scores[..., first:].masked_fill_(later.unsqueeze(1), float("-inf"))
+    return scores.softmax(-1)
