@@ -143,9 +143,10 @@ def _count(engine: Engine, counts: Counter[str]) -> None:
 
 def _damage(client: Any, rng: random.Random) -> bool:
     """Damage an object; return whether there was one."""
-    name, other = client.randomkey(), client.randomkey()
-    data = None if name is None else client.get(name)
-    if name is None or other is None or not data:
+    if not (names := sorted(client.scan_iter())):
+        return False
+    name, other = rng.choice(names), rng.choice(names)
+    if not (data := client.get(name)):
         return False
     at = rng.randrange(len(data))
     match rng.choice(("changed", "cut", "longer", "emptied", "swapped", "deleted")):
