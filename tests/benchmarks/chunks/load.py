@@ -21,16 +21,14 @@ from ragcache_core.bench.compare.sessions import Amounts, Run
 from ragcache_core.bench.compare.sizing import KV_TOKENS, ModelFacts
 from ragcache_core.bench.machine import machine
 from ragcache_core.client import Engine
-from ragcache_core.config import ChunkReuse
 from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
-from tests.benchmarks.chunks.ttft import FLAT_ALPHA, HISTORY, HOST_BYTES, RECOMPUTED, SCALE, condensed
+from tests.benchmarks.chunks.ttft import HISTORY, HOST_BYTES, RECOMPUTED, REUSE, SCALE, condensed
 from tests.benchmarks.engines import BLOCK_SIZE
 from tests.benchmarks.report import Figure, Part, Plan, percentiles_ms
 
 SHARES = (0.5, 1.0, 2.0)
 """Rates, as shares of what is served without a cache."""
 OUTPUT_TOKENS = 16
-_REUSE = ChunkReuse(selection="cache_craft", alpha=FLAT_ALPHA, max_recompute=RECOMPUTED, share=0.9)
 _BASELINE, _CHUNKS = "vllm", "ragcache-chunks"
 
 
@@ -71,7 +69,7 @@ def measure_load(plan: Plan) -> Part:
 def peers() -> tuple[Peer, ...]:
     """Return the engines: without a cache, with the prefixes of GPU memory, of all tiers, and with chunks reused."""
     exact = (PEERS[name] for name in ("no-cache", _BASELINE, "ragcache"))
-    return (*exact, replace(PEERS[_CHUNKS], chunk_reuse=_REUSE))
+    return (*exact, replace(PEERS[_CHUNKS], chunk_reuse=REUSE))
 
 
 def load_figures(runs: Sequence[Run]) -> tuple[Figure, ...]:

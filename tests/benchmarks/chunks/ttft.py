@@ -30,8 +30,9 @@ SCALE = 0.25
 RECOMPUTED = 0.3
 HISTORY = 1_000
 """Requests before those that are sent; their documents are known."""
-FLAT_ALPHA = 1e6
+_FLAT_ALPHA = 1e6
 """So large that the CFO of whatever changed is 1, and ``max_recompute`` decides."""
+REUSE = ChunkReuse(selection="cache_craft", alpha=_FLAT_ALPHA, max_recompute=RECOMPUTED, share=0.9)
 _GROUP = 5
 _KV_BYTES, HOST_BYTES = 1 << 30, 3 << 30
 _WINDOW = 6144
@@ -46,8 +47,7 @@ def measure_ttft(plan: Plan) -> Part:
     num_warm_up = len(trace) - num_timed
     vocab_size = ModelFacts.read(model, "float32").vocab_size
     prompts = TracedPrompts(trace, vocab_size, seed=plan.seed, num_output_tokens=1)
-    reuse = ChunkReuse(selection="cache_craft", alpha=FLAT_ALPHA, max_recompute=RECOMPUTED, share=0.9)
-    cache = CacheConfig(kv_cache_bytes=_KV_BYTES, host_bytes=HOST_BYTES, block_size=BLOCK_SIZE, chunk_reuse=reuse)
+    cache = CacheConfig(kv_cache_bytes=_KV_BYTES, host_bytes=HOST_BYTES, block_size=BLOCK_SIZE, chunk_reuse=REUSE)
     plan.report("ttft: starting both engines")
     with (
         launch(model, None, kv_cache_memory_bytes=_KV_BYTES, max_model_len=_WINDOW) as plain,
