@@ -87,11 +87,13 @@ class Scene:
         return receipt
 
     def settle(self) -> dict[str, Any]:
-        """Do what can be done without a request, until nothing is left of what was forgotten."""
+        """Do what can be done without a request, until nothing is left of what was forgotten and all is written."""
         left: dict[str, Any] = {}
 
         def is_gone() -> bool:
-            self.steps.rest(100_000)  # it steps while the disk writes
+            self.steps.rest(100_000)  # until the disk has copies; it may write them later
+            for tier in self.scheduler.connector.scheduler.manager.secondary_tiers:
+                tier._io.finish_writes(20)
             left.update(self.scheduler.left())
             return not left["num_blocks"] and not left["num_requests"]
 
