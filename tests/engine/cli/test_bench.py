@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,9 @@ from click.testing import CliRunner
 
 from ragcache_core.bench.compare.random_model import ModelShape, random_model
 from ragcache_core.cli import cli
+from ragcache_core.retrieval.reading import StoreReader
 from ragcache_core.sim.traces.trace import Trace, TracedRequest, write_trace
+from ragcache_core.types import RetrievalUpdate
 from tests.benchmarks import headline
 
 pytestmark = pytest.mark.benchmark
@@ -98,6 +103,17 @@ def test_a_question_is_searched_for_and_answered_ahead_of_the_searchs_end(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ragcache_core.retrieval.threads.stage_cuts", lambda *_: (0.5, 1.0))  # it is a short search
+    search_staged = StoreReader.search_vector_staged
+
+    async def longer(*asked: Any) -> AsyncGenerator[RetrievalUpdate, None]:
+        """Search as the store does, with as much time before the last stage as a start needs."""
+        async with aclosing(search_staged(*asked)) as updates:
+            async for update in updates:
+                if update.is_final:
+                    await asyncio.sleep(0.1)  # as long as a search among millions
+                yield update
+
+    monkeypatch.setattr(StoreReader, "search_vector_staged", longer)
     model = random_model(SMALL, folder)
     search = ("--search", "2000", "--search-dim", "8", "--search-index", "flat", "--search-folder", str(folder))
     arguments = [

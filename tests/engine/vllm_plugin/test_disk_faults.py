@@ -113,12 +113,16 @@ def test_a_directory_that_is_deleted_is_noticed_while_nothing_is_written_and_wha
     monkeypatch.setattr(async_store, "_LOOKS_EVERY_S", 0.01)
     logged: list[str] = []
     monkeypatch.setattr(async_store._log, "error", lambda text, *args: logged.append(text % args))
+    has_read = threading.Event()
+    look = ChunkStore.check_in_place
+    monkeypatch.setattr(ChunkStore, "check_in_place", lambda store: look(store) if has_read.is_set() else None)
     scene = opening()
     stored = scene.store("B")
     scene.end_step()
     assert scene.controller.tiers[Tier.DISK].is_enabled
     shutil.rmtree(scene.directory)
     assert scene.load(stored) == set(stored), "the engine has its files open"
+    has_read.set()
     assert until(lambda: scene.tier._io.why_down() is not None)
     scene.end_step()
     assert scene.controller.report()["tiers"][-1]["is_enabled"] is False
