@@ -22,6 +22,7 @@ from ragcache_core.client.pipeline.tasks import SearchTasks
 from ragcache_core.client.speculation.attempt import Speculator, StartedSpeculation, Starts
 from ragcache_core.client.speculation.client import SpeculationClient
 from ragcache_core.client.speculation.engine_load import EngineLoad
+from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.client.tracing import SearchTrace
 from ragcache_core.speculation import Action, Cancel, Confirm, Generate, SettlingHistory, SpeculativePipeline, Start
 from ragcache_core.stats import PipelineReport
@@ -37,6 +38,10 @@ _BUSY_ANSWERS = 2
 """An engine that has no room so often, one time after the other, is busy: it may just have answered."""
 _NOT_WORTH_IT = "what stages of earlier searches named was seldom right in the end, or came too late to gain by it"
 _TOO_SOON = "too few searches were seen to say which stages are right, and the engine is not idle"
+_GOES_WITHOUT = (
+    "prefills beside searches of this source hid less than half of them of late: this one went without, to see which "
+    "is faster"
+)
 _START_GRACE_S = 0.1
 """Final documents wait for a start that began no longer ago: the request would have to be made all the same."""
 
@@ -91,6 +96,8 @@ class SearchRun:
             self._cannot = "there is no engine to speculate on" if self._client is None else "speculation is off"
         elif self._history is not None and self._history.is_hopeless:
             self._cannot = _NOT_WORTH_IT
+        elif self._history is not None and not self._history.starts.allows_next():
+            self._cannot = _GOES_WITHOUT
         else:
             self._ask_load(0.0)
         while True:
@@ -185,6 +192,8 @@ class SearchRun:
         if self._history is not None:
             for stage, candidates, named_s in self._candidates:
                 self._history.record(stage, _texts(candidates), _texts(documents), search_s - named_s)
+            if self._cannot is _GOES_WITHOUT and self._candidates:
+                self._history.starts.record_without(search_s)
         self._drop_ahead()
         if self._live is not None and _texts(self._live.documents) == _texts(documents):
             await self._settle(self._live)
@@ -201,6 +210,8 @@ class SearchRun:
                 unhidden_s = unhidden_search_s(speculation, self._began_s, search_s)
                 told_s = None if speculation.is_claimable else search_s - unhidden_s
         if self._num_started:
+            if self._history is not None:
+                _record_with(self._history, speculation, self._began_s, search_s)
             kind: Literal["confirm", "miss"] = "miss" if speculation is None else "confirm"
             self._events.append(PipelineEvent(kind, self._stage, _ids(documents), (), True, told_s, search_s))
         report = PipelineReport(
@@ -380,6 +391,20 @@ class SearchRun:
 
     def _now_s(self) -> float:
         return time.perf_counter() - self._began_s
+
+
+def _record_with(history: SettlingHistory, speculation: Speculation | None, began_s: float, search_s: float) -> None:
+    """Take note of a search that started something; of one that was right, when the engine has told all of it."""
+
+    def record(ended: Speculation) -> None:
+        is_of_use = not (ended.is_cancelled or ended.is_failed)
+        unhidden_s = unhidden_search_s(ended, began_s, search_s) if is_of_use else search_s
+        history.starts.record_with(search_s, unhidden_s)
+
+    if speculation is None:
+        history.starts.record_with(search_s, search_s)
+    else:
+        speculation.add_done_callback(record)
 
 
 def _ids(documents: _Documents) -> tuple[DocId, ...]:

@@ -41,6 +41,9 @@ class Sent:
     def confirm(self) -> None:
         self.is_confirmed = True
 
+    def end(self) -> None:
+        self._done()
+
     def fail(self) -> None:
         self.error = RuntimeError("the engine died")
         thread = threading.Thread(target=self._done)  # as the engine handle's own thread does

@@ -61,6 +61,25 @@ async def test_a_source_that_nobody_knows_yet_is_sent_ahead_of_where_the_engine_
     assert len(speculator.sent) == 1
 
 
+async def test_where_starts_hide_less_of_searches_than_they_cost_most_searches_go_without() -> None:
+    history, door = SettlingHistory(), ScriptedDoor()
+    for _ in range(6):
+        speculator = ScriptedSpeculator()
+        result = await run(Source("ab", "ab", "ab"), door, speculator, history=history)
+        for sent in speculator.sent:
+            assert sent.started_s is not None
+            sent.started_s += 1  # it waited in the engine until the search had ended, and longer
+            sent.end()
+    assert "went without" in (result.report.skipped_because or "")
+    for _ in range(2):
+        history.starts.record_without(0.0)
+    num_asked, speculator = door.num_asked, ScriptedSpeculator()
+    for _ in range(7):
+        result = await run(Source("ab", "ab", "ab"), door, speculator, history=history)
+        history.starts.record_without(0.0)
+    assert (len(speculator.sent), door.num_asked - num_asked) == (1, 1), "once, to see whether it is still so"
+
+
 async def test_searches_side_by_side_try_a_source_that_nobody_knows_yet_once_each() -> None:
     async def asked(speculator: ScriptedSpeculator) -> None:
         source = Source("ab", "cd", "ef", "gh")
