@@ -718,8 +718,9 @@ async def test_a_consumer_cancelled_at_the_last_moment_leaves_no_confirmed_specu
             confirmed.set()
             await asyncio.sleep(10)
 
-    task = asyncio.create_task(run(Source("a", "a"), ScriptedDoor(), speculator, on_event=listen))
-    await confirmed.wait()
+    task = asyncio.create_task(run(Source(*"aaaaaaaaaa"), ScriptedDoor(), speculator, on_event=listen))
+    async with asyncio.timeout(10):
+        await confirmed.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

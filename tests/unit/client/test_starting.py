@@ -40,17 +40,17 @@ async def test_a_request_is_made_while_the_engine_is_asked_and_sent_once_it_has_
 
 async def test_what_was_made_from_other_documents_is_never_sent() -> None:
     speculator, door = ScriptedSpeculator(), ScriptedDoor()
-    door.answers_after_s = 2.5 * STEP_S
-    report = (await run(Source("a", "b", "b", "b"), door, speculator)).report
+    door.answers_after_s = 4.5 * STEP_S
+    report = (await run(Source(*"aabbbbbb"), door, speculator)).report
     join_starts()
     assert (speculator.num_calls, speculator.shown()) == (2, [("b",)])
     assert (report.is_confirmed, report.num_started, report.num_cancelled) == (True, 1, 0)
 
 
 async def test_no_thread_waits_for_room() -> None:
-    speculator, source, door = ScriptedSpeculator(), Source(*"aaaaa"), ScriptedDoor(num_pending=2)
-    door.answers_after_s = 1.5 * STEP_S
-    source.between[4] = join_starts
+    speculator, source, door = ScriptedSpeculator(), Source(*"aaaaaaa"), ScriptedDoor(num_pending=2)
+    door.answers_after_s = 3.5 * STEP_S
+    source.between[6] = join_starts
     report = (await run(source, door, speculator)).report
     assert (speculator.num_calls, speculator.sent) == (1, [])
     assert report.skipped_because == "the engine had no room: real requests that wait for their first token: 2"
@@ -114,15 +114,18 @@ def test_making_is_measured_by_the_processor_and_not_by_the_clock() -> None:
 @pytest.fixture
 def stuck() -> Iterator[Callable[[int], list[StartedSpeculation]]]:
     """Return what begins so many starts that hang until the test's end."""
-    end = threading.Event()
+    end, begun = threading.Event(), threading.Semaphore(0)
     join_starts()  # those of other tests
 
     class StuckSpeculator:
         def prepare(self, documents: Sequence[Document]) -> None:
+            begun.release()
             end.wait()
 
     def begin(number: int) -> list[StartedSpeculation]:
-        return [StartedSpeculation(StuckSpeculator(), (document("a"),)) for _ in range(number)]
+        starts = [StartedSpeculation(StuckSpeculator(), (document("a"),)) for _ in range(number)]
+        assert all(begun.acquire(timeout=10) for _ in starts)
+        return starts
 
     yield begin
     end.set()
