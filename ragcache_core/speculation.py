@@ -13,8 +13,10 @@ the final stage         generate at once                generate at once: the sc
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Generic, NamedTuple, TypeVar
 
 _LEAST_SHARE, _LEAST_SHARE_IDLE = 0.5, 0.1
@@ -23,7 +25,7 @@ _LEAST_LEFT_S = 0.01
 _WEIGHT = 0.2
 _ENOUGH_SEARCHES = 3
 _SURELY_HIDDEN = 0.5
-_COMPARED_EVERY = 8
+_COMPARED, _COMPARED_EVERY = 8, 16
 
 D = TypeVar("D")
 """What a stage found: the documents in the order of the prompt. What is equal leads to the same prompt."""
@@ -171,49 +173,42 @@ class StageRecord(NamedTuple):
         return self.left_s >= _LEAST_LEFT_S
 
 
-class Mean:
-    """The mean of what was measured: of all at first, then of what is of late."""
-
-    def __init__(self, value: float = 0.0, count: int = 0) -> None:
-        """Begin with a mean of ``count`` values."""
-        self.value, self.count = value, count
-
-    def add(self, measured: float) -> None:
-        """Count one more value."""
-        self.value += max(_WEIGHT, 1 / (self.count + 1)) * (measured - self.value)
-        self.count += 1
-
-
 class StartsTrial:
     """Whether starts are worth it for the searches of one source: in doubt, some go without, and the two are compared.
 
     A prefill beside a search makes that longer where both share processors, at times by more than it hides. What counts
-    is how long an answer's beginning waits for its search: with a start for what is not hidden of it, without one for
-    all of it (RAGCache Table 3). While starts hide half of their searches or more they are not in doubt. In doubt the
-    two take turns, and from then on every eighth search goes the way that was slower of late.
+    is how long an answer's beginning waits for its search: after a start that was right for what is not hidden of it,
+    without one for all of it (RAGCache Table 3); of each the median of late. While starts hide half of what a search
+    takes alone they are not in doubt. Else the two take turns at first, and then every 16th search goes the way that
+    was slower.
     """
 
     def __init__(self) -> None:
-        self._unhidden, self._searches, self._without = Mean(), Mean(), Mean()
+        """Begin without doubt."""
+        self._unhidden, self._with, self._without = (deque[float](maxlen=_COMPARED) for _ in range(3))
         self._num_in_doubt = 0
 
     def allows_next(self) -> bool:
-        """Return whether the search that begins now may start something."""
-        if self._unhidden.count < _ENOUGH_SEARCHES or self._unhidden.value <= _SURELY_HIDDEN * self._searches.value:
+        """Return whether a search that might start something now does; else it is to start nothing."""
+        if len(self._unhidden) < _ENOUGH_SEARCHES:
+            return True
+        unhidden_s, is_compared = median(self._unhidden), len(self._without) >= _ENOUGH_SEARCHES
+        alone_s = median(self._without if is_compared else self._with)
+        if unhidden_s <= _SURELY_HIDDEN * alone_s:
             return True
         self._num_in_doubt += 1
-        if self._without.count < _ENOUGH_SEARCHES:
+        if not is_compared:
             return self._num_in_doubt % 2 == 0
-        return (self._unhidden.value <= self._without.value) != (self._num_in_doubt % _COMPARED_EVERY == 0)
+        return (unhidden_s <= alone_s) != (self._num_in_doubt % _COMPARED_EVERY == 0)
 
     def record_with(self, search_s: float, unhidden_s: float) -> None:
-        """Take note of a search that started something, and of how much of it was not hidden."""
-        self._searches.add(search_s)
-        self._unhidden.add(unhidden_s)
+        """Take note of a search that started what was right, and of how much of it was not hidden."""
+        self._with.append(search_s)
+        self._unhidden.append(unhidden_s)
 
     def record_without(self, search_s: float) -> None:
         """Take note of a search that was to start nothing."""
-        self._without.add(search_s)
+        self._without.append(search_s)
 
 
 class SettlingHistory:
@@ -262,7 +257,9 @@ class SettlingHistory:
         num_alike = next((i for i, (a, b) in enumerate(zip(candidates, final)) if a != b), len(final))  # noqa: B905
         share = min(num_alike, len(candidates)) / len(final) if final else 0.0
         before = self._learnt.get(stage, StageRecord(0.0, 0.0, 0))
-        shares, left = Mean(before.share, before.num_searches), Mean(before.left_s, before.num_searches)
-        shares.add(share)
-        left.add(left_s)
-        self._learnt[stage] = StageRecord(shares.value, left.value, shares.count)
+        weight = max(_WEIGHT, 1 / (before.num_searches + 1))  # the mean at first, then what is of late
+        self._learnt[stage] = StageRecord(
+            before.share + weight * (share - before.share),
+            before.left_s + weight * (left_s - before.left_s),
+            before.num_searches + 1,
+        )
