@@ -13,10 +13,8 @@ the final stage         generate at once                generate at once: the sc
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Generic, NamedTuple, TypeVar
 
 _LEAST_SHARE, _LEAST_SHARE_IDLE = 0.5, 0.1
@@ -24,8 +22,6 @@ _LEAST_LEFT_S = 0.01
 """What a start hides of a search is less than this where no more is left of it, and a start costs about as much."""
 _WEIGHT = 0.2
 _ENOUGH_SEARCHES = 3
-_SURELY_HIDDEN = 0.5
-_COMPARED, _COMPARED_EVERY = 8, 16
 
 D = TypeVar("D")
 """What a stage found: the documents in the order of the prompt. What is equal leads to the same prompt."""
@@ -173,44 +169,6 @@ class StageRecord(NamedTuple):
         return self.left_s >= _LEAST_LEFT_S
 
 
-class StartsTrial:
-    """Whether starts are worth it for the searches of one source: in doubt, some go without, and the two are compared.
-
-    A prefill beside a search makes that longer where both share processors, at times by more than it hides. What counts
-    is how long an answer's beginning waits for its search: after a start that was right for what is not hidden of it,
-    without one for all of it (RAGCache Table 3); of each the median of late. While starts hide half of what a search
-    takes alone they are not in doubt. Else the two take turns at first, and then every 16th search goes the way that
-    was slower.
-    """
-
-    def __init__(self) -> None:
-        """Begin without doubt."""
-        self._unhidden, self._with, self._without = (deque[float](maxlen=_COMPARED) for _ in range(3))
-        self._num_in_doubt = 0
-
-    def allows_next(self) -> bool:
-        """Return whether a search that might start something now does; else it is to start nothing."""
-        if len(self._unhidden) < _ENOUGH_SEARCHES:
-            return True
-        unhidden_s, is_compared = median(self._unhidden), len(self._without) >= _ENOUGH_SEARCHES
-        alone_s = median(self._without if is_compared else self._with)
-        if unhidden_s <= _SURELY_HIDDEN * alone_s:
-            return True
-        self._num_in_doubt += 1
-        if not is_compared:
-            return self._num_in_doubt % 2 == 0
-        return (unhidden_s <= alone_s) != (self._num_in_doubt % _COMPARED_EVERY == 0)
-
-    def record_with(self, search_s: float, unhidden_s: float) -> None:
-        """Take note of a search that started what was right, and of how much of it was not hidden."""
-        self._with.append(search_s)
-        self._unhidden.append(unhidden_s)
-
-    def record_without(self, search_s: float) -> None:
-        """Take note of a search that was to start nothing."""
-        self._without.append(search_s)
-
-
 class SettlingHistory:
     """How much of what a stage named was right in the end, and how long before it, over the searches of one source.
 
@@ -222,13 +180,11 @@ class SettlingHistory:
 
     Attributes:
         num_running: how many searches of the source run now, as those who run them count.
-        starts: whether starts are worth it at all; not kept for later processes, whose engine may be another.
     """
 
     def __init__(self, learnt: Mapping[int, StageRecord] | None = None) -> None:
         """Begin with what was ``learnt`` before."""
         self.num_running = 0
-        self.starts = StartsTrial()
         self._learnt = dict(learnt or {})
 
     @property

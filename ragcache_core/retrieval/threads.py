@@ -21,6 +21,7 @@ from ragcache_core.retrieval.hybrid import Question
 from ragcache_core.retrieval.selection import Selection
 from ragcache_core.retrieval.storage.snapshot import Snapshot
 from ragcache_core.retrieval.wanted import Wanted
+from ragcache_core.runtime.kept_threads import KeptThreads
 from ragcache_core.types import Document, RetrievalUpdate
 
 _Result = TypeVar("_Result")
@@ -28,6 +29,8 @@ _Result = TypeVar("_Result")
 _INTERRUPT_POLL_S = 0.25
 _LEAST_EMBEDDING_S = 0.005
 """A question that is embedded sooner is not looked for by its words before."""
+_threads = KeptThreads("ragcache-retrieve")
+"""Those of what is called and may block: other retrievers, embedders, rerankers."""
 
 
 class SearchThreads:
@@ -207,7 +210,7 @@ def _use_one_thread() -> None:
 
 
 async def in_thread(call: Callable[[], _Result]) -> _Result:
-    """Return what a blocking call comes to. It has a thread of its own: one that never returns holds up nobody."""
+    """Return what a blocking call comes to. It has a thread to itself: one that never returns holds up nobody."""
     outcome: Future[_Result] = Future()
     outcome.set_running_or_notify_cancel()  # a time-out cannot cancel it any more, only forget it
 
@@ -217,5 +220,5 @@ async def in_thread(call: Callable[[], _Result]) -> _Result:
         except BaseException as error:
             outcome.set_exception(error)
 
-    threading.Thread(target=copy_context().run, args=(run,), name="ragcache-retrieve", daemon=True).start()
+    _threads.run(run)
     return await asyncio.wrap_future(outcome)

@@ -22,7 +22,6 @@ from ragcache_core.client.pipeline.tasks import SearchTasks
 from ragcache_core.client.speculation.attempt import Speculator, StartedSpeculation, Starts
 from ragcache_core.client.speculation.client import SpeculationClient
 from ragcache_core.client.speculation.engine_load import EngineLoad
-from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.client.tracing import SearchTrace
 from ragcache_core.speculation import Action, Cancel, Confirm, Generate, SettlingHistory, SpeculativePipeline, Start
 from ragcache_core.stats import PipelineReport
@@ -38,10 +37,6 @@ _BUSY_ANSWERS = 2
 """An engine that has no room so often, one time after the other, is busy: it may just have answered."""
 _NOT_WORTH_IT = "what stages of earlier searches named was seldom right in the end, or came too late to gain by it"
 _TOO_SOON = "too few searches were seen to say which stages are right, and the engine is not idle"
-_GOES_WITHOUT = (
-    "less than half of this source's searches was hidden of late with prefills beside them: this one went without, "
-    "because that was faster or to see whether it is"
-)
 _START_GRACE_S = 0.1
 """Final documents wait for a start that began no longer ago: the request would have to be made all the same."""
 
@@ -137,13 +132,12 @@ class SearchRun:
             self._documents = self._in_prompt_order(update.documents)
             self._candidates.append((update.stage, self._documents, search_s))
             is_fresh = time.perf_counter() - self._load_told_s < _LOAD_FRESH_S
-            num_pending = self._num_pending() if is_fresh else self._pipeline.max_prefill_bs
-            is_promising = self._cannot is None and self._is_promising(update.stage)
-            if is_promising and num_pending < self._pipeline.max_prefill_bs:
-                is_promising = self._takes_turn()
             self._perform(
                 self._pipeline.on_stage(
-                    self._documents, is_final=False, num_pending=num_pending, is_promising=is_promising
+                    self._documents,
+                    is_final=False,
+                    num_pending=self._num_pending() if is_fresh else self._pipeline.max_prefill_bs,
+                    is_promising=self._cannot is None and self._is_promising(update.stage),
                 )
             )
             if self._pipeline.is_deferred:
@@ -174,13 +168,6 @@ class SearchRun:
             return self._most_full == 0 and not self._has_tried
         return self._most_full < _BUSY_ANSWERS
 
-    def _takes_turn(self) -> bool:
-        """Return whether a start that there is room for is made: not in a search that goes without, to be compared."""
-        if self._has_tried or self._history is None or self._history.starts.allows_next():
-            return True
-        self._cannot = _GOES_WITHOUT
-        return False
-
     def _is_too_soon(self) -> bool:
         history = self._history
         return history is not None and not history.is_known(self._stage) and not self._may_try(history)
@@ -198,8 +185,6 @@ class SearchRun:
         if self._history is not None:
             for stage, candidates, named_s in self._candidates:
                 self._history.record(stage, _texts(candidates), _texts(documents), search_s - named_s)
-            if self._cannot is _GOES_WITHOUT:
-                self._history.starts.record_without(search_s)
         self._drop_ahead()
         if self._live is not None and _texts(self._live.documents) == _texts(documents):
             await self._settle(self._live)
@@ -216,9 +201,6 @@ class SearchRun:
                 unhidden_s = unhidden_search_s(speculation, self._began_s, search_s)
                 told_s = None if speculation.is_claimable else search_s - unhidden_s
         if self._num_started:
-            if self._history is not None and speculation is not None and speculation.has_documents:
-                record = partial(_record_with, self._history, self._began_s, search_s)
-                speculation.add_done_callback(record)
             kind: Literal["confirm", "miss"] = "miss" if speculation is None else "confirm"
             self._events.append(PipelineEvent(kind, self._stage, _ids(documents), (), True, told_s, search_s))
         report = PipelineReport(
@@ -257,8 +239,6 @@ class SearchRun:
         self._pipeline.max_prefill_bs = load.max_prefill_bs
         if self._is_too_soon() and self._pipeline.is_deferred:
             self._unpromising.append(_TOO_SOON)
-            self._pipeline.on_unpromising()
-        if self._pipeline.is_deferred and load.has_room and not self._takes_turn():
             self._pipeline.on_unpromising()
         self._perform(self._pipeline.on_load(self._num_pending()))
         if self._pipeline.is_deferred and load.reads_ahead:
@@ -400,12 +380,6 @@ class SearchRun:
 
     def _now_s(self) -> float:
         return time.perf_counter() - self._began_s
-
-
-def _record_with(history: SettlingHistory, began_s: float, search_s: float, ended: Speculation) -> None:
-    """Take note of a search whose start was right, once that has ended, and if the engine has told when it began."""
-    if ended.started_s is not None and not (ended.is_cancelled or ended.is_failed):
-        history.starts.record_with(search_s, unhidden_search_s(ended, began_s, search_s))
 
 
 def _ids(documents: _Documents) -> tuple[DocId, ...]:

@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextvars import copy_context
 from functools import partial
 from typing import Protocol
 
 from ragcache_core.client.speculation.client import PreparedRequest
 from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.errors import EngineError
+from ragcache_core.runtime.kept_threads import KeptThreads
 from ragcache_core.types import Document
 
 _MAX_THREADS = 32
 
 
-class _Threads:
-    """The limit on threads of all starts, some of which may be stuck; a fork begins with none."""
-
-    def __init__(self) -> None:
-        self.start_anew()
-        os.register_at_fork(after_in_child=self.start_anew)
-
-    def start_anew(self) -> None:
-        self.room = threading.Semaphore(_MAX_THREADS)
-
-
-_threads = _Threads()
+_threads = KeptThreads("ragcache-speculate", most=_MAX_THREADS)
+"""Those of all starts, some of which may be stuck."""
 
 
 class Speculator(Protocol):
@@ -54,10 +43,7 @@ class StartedSpeculation:
     """
 
     def __init__(self, speculator: Speculator, documents: tuple[Document, ...]) -> None:
-        """Have a thread of its own make its request, in a copy of the caller's context; :meth:`send` lets it go.
-
-        The thread holds up no exit of the process.
-        """
+        """Have a thread make its request, in a copy of the caller's context; :meth:`send` lets it go."""
         self.number = self.stage = -1
         self.documents = documents
         self.is_announced = False
@@ -66,18 +52,15 @@ class StartedSpeculation:
         self._may_send = self._may_prefetch = False
         self._decided = threading.Event()
         self._future: Future[Speculation | BaseException | None] = Future()
-        room = _threads.room  # a fork replaces it
-        if not room.acquire(blocking=False):
+        try:
+            is_begun = _threads.run(partial(self._run, speculator))
+        except RuntimeError as error:  # no more threads
+            self._future.set_result(error)
+            return
+        if not is_begun:
             self._future.set_result(
                 EngineError(f"{_MAX_THREADS} other starts are on their way: see whether the speculator hangs")
             )
-            return
-        work = partial(copy_context().run, self._run, speculator, room)
-        try:
-            threading.Thread(target=work, name="ragcache-speculate", daemon=True).start()
-        except RuntimeError as error:  # no more threads
-            room.release()
-            self._future.set_result(error)
 
     def send(self, *, number: int, stage: int) -> None:
         """Send it as soon as it is made."""
@@ -139,17 +122,14 @@ class StartedSpeculation:
         if (speculation := self.speculation) is not None:
             speculation.cancel()
 
-    def _run(self, speculator: Speculator, room: threading.Semaphore) -> None:
+    def _run(self, speculator: Speculator) -> None:
+        self._begun_s = time.perf_counter()
+        if not self._future.set_running_or_notify_cancel():
+            return
         try:
-            self._begun_s = time.perf_counter()
-            if not self._future.set_running_or_notify_cancel():
-                return
-            try:
-                outcome: Speculation | BaseException | None = self._send(speculator)
-            except BaseException as error:  # whatever it is: the answer does not depend on it
-                outcome = error
-        finally:
-            room.release()
+            outcome: Speculation | BaseException | None = self._send(speculator)
+        except BaseException as error:  # whatever it is: the answer does not depend on it
+            outcome = error
         self._future.set_result(outcome)
 
     def _send(self, speculator: Speculator) -> Speculation | None:

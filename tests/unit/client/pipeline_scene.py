@@ -9,9 +9,11 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from ragcache_core.client.pipeline.run import PipelineResult, run_pipeline
+from ragcache_core.client.speculation import attempt
 from ragcache_core.client.speculation.client import PreparedRequest
 from ragcache_core.client.speculation.engine_load import EngineLoad
 from ragcache_core.types import Document, RetrievalUpdate
+from tests.support.waiting import until
 
 STEP_S = 0.02
 """Longer than anything here takes but what is told to."""
@@ -40,9 +42,6 @@ class Sent:
 
     def confirm(self) -> None:
         self.is_confirmed = True
-
-    def end(self) -> None:
-        self._done()
 
     def fail(self) -> None:
         self.error = RuntimeError("the engine died")
@@ -172,7 +171,5 @@ async def run(source: Source, door: Any, speculator: Any, **settings: Any) -> Pi
 
 
 def join_starts() -> None:
-    """Wait for the threads of all starts to end."""
-    for thread in threading.enumerate():
-        if thread.name == "ragcache-speculate":
-            thread.join()
+    """Wait for all starts to be made."""
+    assert until(lambda: attempt._threads.num_busy == 0, 60)

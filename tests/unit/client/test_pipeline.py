@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import math
 import multiprocessing
 import threading
 import time
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 
 from ragcache_core.client.pipeline import search as search_run
-from ragcache_core.client.pipeline.run import PipelineEvent, PipelineResult, run_pipeline
+from ragcache_core.client.pipeline.run import PipelineEvent, run_pipeline
 from ragcache_core.client.speculation.engine_load import EngineLoad
 from ragcache_core.errors import ConfigError, SearchError, SearchTimeoutError
 from ragcache_core.speculation import SettlingHistory
@@ -60,51 +59,6 @@ async def test_a_source_that_nobody_knows_yet_is_sent_ahead_of_where_the_engine_
     assert result.report.num_started == 0, "it was busy a moment ago"
     assert "had no room" in (result.report.skipped_because or "")
     assert len(speculator.sent) == 1
-
-
-async def search_and_answer(
-    history: SettlingHistory,
-    door: ScriptedDoor,
-    *,
-    waits_s: float = 0.0,
-    stages: Sequence[str] = "aaaa",
-    end: str = "end",
-) -> PipelineResult:
-    """Return what a search came to whose speculations began so long after they were sent, and have ended."""
-    speculator = ScriptedSpeculator()
-    result = await run(Source(*stages), door, speculator, history=history)
-    for sent in speculator.sent:
-        sent.started_s = None if math.isnan(waits_s) else sent.sent_s + waits_s
-        getattr(sent, end)()
-    return result
-
-
-async def test_while_starts_hide_most_of_their_searches_every_search_starts() -> None:
-    history, door = SettlingHistory(), ScriptedDoor()
-    for _ in range(6):
-        assert (await search_and_answer(history, door, stages="aaaaaaaaaa")).report.num_started == 1
-
-
-async def test_where_starts_hide_little_of_their_searches_some_go_without_and_are_compared() -> None:
-    history, door = SettlingHistory(), ScriptedDoor()
-    results = [await search_and_answer(history, door, waits_s=1) for _ in range(8)]
-    assert [result.report.num_started for result in results] == [1, 1, 1, 0, 1, 0, 1, 0]
-    assert "went without" in (results[-1].report.skipped_because or "")
-    for _ in range(8):
-        history.starts.record_without(0.001)  # alone they are much shorter
-    started = [(await search_and_answer(history, door, waits_s=1)).report.num_started for _ in range(9)]
-    assert sum(started) <= 1
-
-
-@pytest.mark.parametrize(
-    "told",
-    [{"end": "cancel"}, {"end": "fail"}, {"waits_s": math.nan}, {"stages": ("ab", "ab", "ab", "ac")}],
-    ids=["cancelled", "failed", "not told when it began", "not right"],
-)
-async def test_a_start_of_which_nothing_is_known_to_be_hidden_brings_no_doubt(told: dict[str, Any]) -> None:
-    history, door = SettlingHistory(), ScriptedDoor()
-    for _ in range(8):
-        assert (await search_and_answer(history, door, **{"waits_s": 1.0, **told})).report.num_started
 
 
 async def test_searches_side_by_side_try_a_source_that_nobody_knows_yet_once_each() -> None:

@@ -13,6 +13,7 @@ from contextlib import suppress
 import pytest
 
 from ragcache_core.client.speculation.attempt import StartedSpeculation
+from ragcache_core.runtime.kept_threads import KeptThreads
 from ragcache_core.types import Document
 from tests.unit.client.pipeline_scene import (
     STEP_S,
@@ -162,7 +163,7 @@ async def test_only_a_start_that_began_lately_is_waited_for(stuck: Callable[[int
 
 
 async def test_a_start_that_has_not_begun_is_cancelled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threading.Thread, "start", lambda _: None)
+    monkeypatch.setattr(KeptThreads, "run", lambda _, call: True)
     speculator = ScriptedSpeculator()
     started = StartedSpeculation(speculator, (document("a"),))
     began_s = time.perf_counter()

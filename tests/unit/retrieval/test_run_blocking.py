@@ -6,12 +6,13 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
 import pytest
 
 from ragcache_core.retrieval.threads import in_thread, run_blocking
+from ragcache_core.runtime.kept_threads import KeptThreads
 
 QUESTION: ContextVar[str] = ContextVar("QUESTION")
 
@@ -105,18 +106,12 @@ def test_an_interrupt_cancels_the_coroutine_and_waits_for_its_clean_up() -> None
 async def test_a_call_that_is_given_up_before_its_thread_runs_ends_without_a_word(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    late: list[threading.Thread] = []
-
-    def start_later(thread: threading.Thread) -> None:
-        late.append(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start_later)
+    late: list[Callable[[], None]] = []
+    monkeypatch.setattr(KeptThreads, "run", lambda _, call: late.append(call))
     task = asyncio.ensure_future(in_thread(lambda: "found"))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    monkeypatch.undo()
-    (thread,) = late
-    thread.start()
-    thread.join()
+    (call,) = late
+    call()

@@ -1,0 +1,97 @@
+"""Threads for calls that may never return: kept for the next call, and in nobody's way when the process ends."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from contextvars import copy_context
+from functools import partial
+from weakref import WeakSet
+
+_KEPT_S = 30.0
+
+_all: WeakSet[KeptThreads] = WeakSet()
+
+
+class KeptThreads:
+    """Makes each call in a thread that makes no other meanwhile, and is kept for a later one.
+
+    Whoever starts a thread waits until the system runs it: 4 ms beside busy processes and half a second at times beside
+    an engine, in which an event loop stands still. One that waits already runs at once. An executor's threads hold up
+    the end of the process while one of them is stuck; these do not. A fork begins with none. May be used by any thread.
+    """
+
+    def __init__(self, name: str, *, most: int | None = None) -> None:
+        """Have no thread yet, and at most so many of them that make a call. They are called ``name``."""
+        self._name, self._most = name, most
+        self._start_anew()
+        _all.add(self)
+
+    @property
+    def num_busy(self) -> int:
+        """How many calls are being made."""
+        return self._num_busy
+
+    def run(self, call: Callable[[], None]) -> bool:
+        """Have a thread make ``call``, which raises nothing, in a copy of the caller's context; return at once.
+
+        Returns whether one makes it: else as many calls are being made as may be.
+
+        Raises:
+            RuntimeError: the system gives no more threads.
+        """
+        lock, idle = self._lock, self._idle
+        with lock:
+            if self._most is not None and self._num_busy >= self._most:
+                return False
+            self._num_busy += 1
+            inbox = idle.pop() if idle else None
+        if inbox is None:
+            inbox = queue.SimpleQueue()
+            try:
+                threading.Thread(target=self._serve, args=(inbox, lock, idle), name=self._name, daemon=True).start()
+            except RuntimeError:
+                with lock:
+                    self._num_busy -= 1
+                raise
+        inbox.put(partial(copy_context().run, call))
+        return True
+
+    def _start_anew(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: deque[queue.SimpleQueue[Callable[[], None]]] = deque()
+        self._num_busy = 0
+
+    def _serve(
+        self,
+        inbox: queue.SimpleQueue[Callable[[], None]],
+        lock: threading.Lock,
+        idle: deque[queue.SimpleQueue[Callable[[], None]]],
+    ) -> None:
+        while True:
+            try:
+                call = inbox.get(timeout=_KEPT_S)
+            except queue.Empty:
+                with lock, suppress(ValueError):  # it was just taken for a call
+                    idle.remove(inbox)
+                    return
+                continue
+            try:
+                call()
+            finally:
+                del call  # or it would keep alive what it is about
+                with lock:
+                    self._num_busy -= 1
+                    idle.append(inbox)
+
+
+def _start_all_anew() -> None:
+    for threads in list(_all):
+        threads._start_anew()
+
+
+os.register_at_fork(after_in_child=_start_all_anew)

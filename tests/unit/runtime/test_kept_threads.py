@@ -1,0 +1,136 @@
+"""Threads that are kept for the next call: one call each at a time, and in nobody's way."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+import pytest
+
+from ragcache_core.runtime import kept_threads
+from ragcache_core.runtime.kept_threads import KeptThreads
+from tests.support.waiting import until
+
+PATIENCE_S = 20
+
+
+@pytest.fixture
+def threads(request: pytest.FixtureRequest) -> Iterator[KeptThreads]:
+    kept = KeptThreads(request.node.name)
+    yield kept
+    assert until(lambda: kept.num_busy == 0, PATIENCE_S)
+
+
+def made(threads: KeptThreads) -> threading.Thread:
+    """Return the thread that makes a call, when that has been made."""
+    calls: list[threading.Thread] = []
+    assert threads.run(lambda: calls.append(threading.current_thread()))
+    assert until(lambda: calls and threads.num_busy == 0, PATIENCE_S)
+    return calls[0]
+
+
+def test_a_call_after_another_is_made_by_the_same_thread(threads: KeptThreads) -> None:
+    first = made(threads)
+    assert {made(threads) for _ in range(20)} == {first}
+    assert first.daemon
+
+
+def test_calls_that_last_hold_up_no_other(threads: KeptThreads) -> None:
+    end = threading.Event()
+    for _ in range(5):
+        threads.run(lambda: end.wait(PATIENCE_S) and None)
+    assert threads.num_busy == 5
+    called = threading.Event()
+    threads.run(called.set)
+    assert called.wait(PATIENCE_S)
+    end.set()
+
+
+def test_no_more_calls_are_made_than_may_be() -> None:
+    threads, end = KeptThreads("few", most=2), threading.Event()
+    calls: list[int] = []
+    assert [threads.run(lambda: end.wait(PATIENCE_S) and None) for _ in range(3)] == [True, True, False]
+    end.set()
+    assert until(lambda: threads.num_busy == 0, PATIENCE_S)
+    assert threads.run(lambda: calls.append(1))
+    assert until(lambda: calls == [1], PATIENCE_S)
+
+
+def test_a_call_has_the_context_of_who_asks_for_it_and_leaves_none_behind(threads: KeptThreads) -> None:
+    said: ContextVar[str] = ContextVar("said", default="nothing")
+    heard: list[str] = []
+
+    def hear() -> None:
+        heard.append(said.get())
+        said.set("left behind")
+
+    token = said.set("question")
+    threads.run(hear)
+    assert until(lambda: threads.num_busy == 0, PATIENCE_S)
+    said.reset(token)
+    threads.run(hear)
+    assert until(lambda: len(heard) == 2, PATIENCE_S)
+    assert heard == ["question", "nothing"]
+
+
+def test_a_thread_that_nobody_needs_ends_and_keeps_nothing_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Thing:
+        pass
+
+    monkeypatch.setattr(kept_threads, "_KEPT_S", 0.05)
+    threads, thing = KeptThreads("soon gone"), Thing()
+    known, seen = weakref.ref(thing), []
+    threads.run(lambda thing=thing: seen.append(type(thing)))  # type: ignore[misc]  (bound to the call alone)
+    del thing
+    assert until(lambda: seen and threads.num_busy == 0, PATIENCE_S)
+    assert until(lambda: gc.collect() >= 0 and known() is None, PATIENCE_S)
+    assert until(lambda: "soon gone" not in {thread.name for thread in threading.enumerate()}, PATIENCE_S)
+    assert made(threads).name == "soon gone"
+
+
+def test_calls_at_the_moment_at_which_threads_end_are_all_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_threads, "_KEPT_S", 1e-4)
+    threads, calls = KeptThreads("at once"), []
+    for number in range(2000):
+        assert threads.run(lambda number=number: calls.append(number))  # type: ignore[misc]  (bound in the loop)
+    assert until(lambda: len(calls) == 2000 and threads.num_busy == 0, PATIENCE_S)
+    assert sorted(calls) == list(range(2000))
+
+
+def test_a_system_without_threads_says_so_and_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    threads = KeptThreads("none", most=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                threads.run(lambda: None)
+    assert threads.num_busy == 0
+    assert made(threads).name == "none"
+
+
+def test_a_fork_has_threads_of_its_own(threads: KeptThreads) -> None:
+    made(threads)
+    child = multiprocessing.get_context("fork").Process(target=made, args=(threads,))
+    child.start()
+    child.join(PATIENCE_S)
+    assert child.exitcode == 0
+
+
+def test_a_call_that_never_returns_does_not_hold_up_the_end_of_the_process() -> None:
+    code = """
+import threading
+from ragcache_core.runtime.kept_threads import KeptThreads
+begun = threading.Event()
+KeptThreads("stuck").run(lambda: begun.set() or threading.Event().wait())
+assert begun.wait(10)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)
