@@ -30,7 +30,7 @@ _INTERRUPT_POLL_S = 0.25
 _LEAST_EMBEDDING_S = 0.005
 """A question that is embedded sooner is not looked for by its words before."""
 _threads = KeptThreads("ragcache-retrieve")
-"""Those of what is called and may block: other retrievers, embedders, rerankers."""
+"""Those of what may block for good: whoever's retriever, embedder, reranker or filter it is."""
 
 
 class SearchThreads:

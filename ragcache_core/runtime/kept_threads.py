@@ -21,8 +21,9 @@ class KeptThreads:
     """Makes each call in a thread that makes no other meanwhile, and is kept for a later one.
 
     Whoever starts a thread waits until the system runs it: 4 ms beside busy processes and half a second at times beside
-    an engine, in which an event loop stands still. One that waits already runs at once. An executor's threads hold up
-    the end of the process while one of them is stuck; these do not. A fork begins with none. May be used by any thread.
+    an engine, in which an event loop stands still. For one that is there already nobody waits. An executor's threads
+    hold up the end of the process while one of them is stuck; these do not. A fork begins with none. May be used by any
+    thread.
     """
 
     def __init__(self, name: str, *, most: int | None = None) -> None:
@@ -50,15 +51,16 @@ class KeptThreads:
                 return False
             self._num_busy += 1
             inbox = idle.pop() if idle else None
-        if inbox is None:
-            inbox = queue.SimpleQueue()
+        is_new = inbox is None
+        inbox = inbox or queue.SimpleQueue()
+        inbox.put(partial(copy_context().run, call))
+        if is_new:
             try:
                 threading.Thread(target=self._serve, args=(inbox, lock, idle), name=self._name, daemon=True).start()
             except RuntimeError:
                 with lock:
                     self._num_busy -= 1
                 raise
-        inbox.put(partial(copy_context().run, call))
         return True
 
     def _start_anew(self) -> None:
@@ -80,13 +82,16 @@ class KeptThreads:
                     idle.remove(inbox)
                     return
                 continue
+            is_kept = False
             try:
                 call()
+                is_kept = True
             finally:
                 del call  # or it would keep alive what it is about
                 with lock:
                     self._num_busy -= 1
-                    idle.append(inbox)
+                    if is_kept:
+                        idle.append(inbox)
 
 
 def _start_all_anew() -> None:

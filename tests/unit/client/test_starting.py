@@ -58,7 +58,7 @@ async def test_no_thread_waits_for_room() -> None:
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("the index is gone")], ids=["final", "failed"])
-async def test_a_search_that_ends_before_the_engine_has_told_sends_nothing_and_leaves_no_thread(
+async def test_a_search_that_ends_before_the_engine_has_told_sends_nothing_and_no_start_goes_on(
     error: Exception | None,
 ) -> None:
     speculator, door = ScriptedSpeculator(), ScriptedDoor()

@@ -79,19 +79,33 @@ def test_a_call_has_the_context_of_who_asks_for_it_and_leaves_none_behind(thread
     assert heard == ["question", "nothing"]
 
 
-def test_a_thread_that_nobody_needs_ends_and_keeps_nothing_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_is_kept_keeps_nothing_alive_that_a_call_was_about(threads: KeptThreads) -> None:
     class Thing:
         pass
 
-    monkeypatch.setattr(kept_threads, "_KEPT_S", 0.05)
-    threads, thing = KeptThreads("soon gone"), Thing()
-    known, seen = weakref.ref(thing), []
-    threads.run(lambda thing=thing: seen.append(type(thing)))  # type: ignore[misc]  (bound to the call alone)
+    first, thing = made(threads), Thing()
+    known = weakref.ref(thing)
+    threads.run(lambda thing=thing: None)  # type: ignore[misc]  (bound to the call alone)
     del thing
-    assert until(lambda: seen and threads.num_busy == 0, PATIENCE_S)
-    assert until(lambda: gc.collect() >= 0 and known() is None, PATIENCE_S)
-    assert until(lambda: "soon gone" not in {thread.name for thread in threading.enumerate()}, PATIENCE_S)
+    assert until(lambda: threads.num_busy == 0 and gc.collect() >= 0 and known() is None, PATIENCE_S / 2)
+    assert made(threads) is first, "it was kept all the while"
+
+
+def test_a_thread_that_nobody_needs_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_threads, "_KEPT_S", 0.05)
+    threads = KeptThreads("soon gone")
+    first = made(threads)
+    assert until(lambda: not first.is_alive(), PATIENCE_S)
     assert made(threads).name == "soon gone"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_call_that_raises_takes_its_thread_with_it_and_no_other_call(threads: KeptThreads) -> None:
+    first = made(threads)
+    assert threads.run(lambda: 1 // 0 and None)
+    first.join(PATIENCE_S)
+    assert threads.num_busy == 0
+    assert made(threads) is not first
 
 
 def test_calls_at_the_moment_at_which_threads_end_are_all_made(monkeypatch: pytest.MonkeyPatch) -> None:

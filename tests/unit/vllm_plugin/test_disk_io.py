@@ -476,8 +476,9 @@ def test_closing_finishes_what_was_asked_for_and_can_be_done_twice(opening: Open
     scene.io.close()
     scene.io.close()
     assert scene.written()[0] == keys(100)
-    ended = before - set(threading.enumerate())
-    assert len(ended) == 2 + disk_io._NUM_READERS
+    ended = [thread.name for thread in before - set(threading.enumerate())]
+    assert sum(name.startswith("ragcache-read-") for name in ended) == disk_io._NUM_READERS
+    assert sum(name.startswith(("ragcache-write-", "ragcache-disk-copy")) for name in ended) == 2
     with ChunkStore(
         tmp_path / "cache0", {"model": "demo"}, chunk_bytes=CHUNK_BYTES, capacity_bytes=NUM_ROWS * CHUNK_BYTES
     ) as store:
