@@ -66,8 +66,9 @@ def engines(operator: Engine) -> Iterator[dict[str, Engine]]:
 
 
 def documents(mark: str, num_words: int = 220) -> list[Document]:
-    """Return two documents that no other test has in the cache, of about 760 tokens."""
-    return [Document(f"{mark}-{i}", " ".join(Random(f"{mark} {i}").choices(WORDS, k=num_words))) for i in range(2)]
+    """Return two documents that no other test has in the cache, of the same words and so of as many tokens as any."""
+    words = (WORDS * num_words)[:num_words]
+    return [Document(f"{mark}-{i}", " ".join(Random(f"{mark} {i}").sample(words, num_words))) for i in range(2)]
 
 
 def ask(engine: Engine, mark: str, **settings: Any) -> RequestStats:
