@@ -20,10 +20,10 @@ _all: WeakSet[KeptThreads] = WeakSet()
 class KeptThreads:
     """Makes each call in a thread that makes no other meanwhile, and is kept for a later one.
 
-    Whoever starts a thread waits until the system runs it: 4 ms beside busy processes and half a second at times beside
-    an engine, in which an event loop stands still. For one that is there already nobody waits. An executor's threads
-    hold up the end of the process while one of them is stuck; these do not. A fork begins with none. May be used by any
-    thread.
+    Whoever starts a thread waits until the system runs it, milliseconds beside busy processes (``python -m
+    tests.benchmarks.overhead.threads``), in which an event loop stands still. For one that is there already nobody
+    waits. An executor's threads hold up the end of the process while one of them is stuck; these do not. A fork begins
+    with none. May be used by any thread.
     """
 
     def __init__(self, name: str, *, most: int | None = None) -> None:
@@ -45,20 +45,18 @@ class KeptThreads:
         Raises:
             RuntimeError: the system gives no more threads.
         """
-        lock, idle = self._lock, self._idle
-        with lock:
+        with self._lock:
             if self._most is not None and self._num_busy >= self._most:
                 return False
             self._num_busy += 1
-            inbox = idle.pop() if idle else None
-        is_new = inbox is None
-        inbox = inbox or queue.SimpleQueue()
+            kept = self._idle.pop() if self._idle else None
+        inbox = kept or queue.SimpleQueue()
         inbox.put(partial(copy_context().run, call))
-        if is_new:
+        if kept is None:
             try:
-                threading.Thread(target=self._serve, args=(inbox, lock, idle), name=self._name, daemon=True).start()
+                threading.Thread(target=self._serve, args=(inbox,), name=self._name, daemon=True).start()
             except RuntimeError:
-                with lock:
+                with self._lock:
                     self._num_busy -= 1
                 raise
         return True
@@ -68,18 +66,13 @@ class KeptThreads:
         self._idle: deque[queue.SimpleQueue[Callable[[], None]]] = deque()
         self._num_busy = 0
 
-    def _serve(
-        self,
-        inbox: queue.SimpleQueue[Callable[[], None]],
-        lock: threading.Lock,
-        idle: deque[queue.SimpleQueue[Callable[[], None]]],
-    ) -> None:
+    def _serve(self, inbox: queue.SimpleQueue[Callable[[], None]]) -> None:
         while True:
             try:
                 call = inbox.get(timeout=_KEPT_S)
             except queue.Empty:
-                with lock, suppress(ValueError):  # it was just taken for a call
-                    idle.remove(inbox)
+                with self._lock, suppress(ValueError):  # it was just taken for a call
+                    self._idle.remove(inbox)
                     return
                 continue
             is_kept = False
@@ -88,10 +81,10 @@ class KeptThreads:
                 is_kept = True
             finally:
                 del call  # or it would keep alive what it is about
-                with lock:
+                with self._lock:
                     self._num_busy -= 1
                     if is_kept:
-                        idle.append(inbox)
+                        self._idle.append(inbox)
 
 
 def _start_all_anew() -> None:

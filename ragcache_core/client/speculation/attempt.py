@@ -17,8 +17,6 @@ from ragcache_core.runtime.kept_threads import KeptThreads
 from ragcache_core.types import Document
 
 _MAX_THREADS = 32
-
-
 _threads = KeptThreads("ragcache-speculate", most=_MAX_THREADS)
 """Those of all starts, some of which may be stuck."""
 

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
+from functools import partial
 
 import pytest
 
@@ -81,11 +82,12 @@ def test_a_call_has_the_context_of_who_asks_for_it_and_leaves_none_behind(thread
 
 def test_a_thread_that_is_kept_keeps_nothing_alive_that_a_call_was_about(threads: KeptThreads) -> None:
     class Thing:
-        pass
+        def touch(self) -> None:
+            pass
 
     first, thing = made(threads), Thing()
     known = weakref.ref(thing)
-    threads.run(lambda thing=thing: None)  # type: ignore[misc]  (bound to the call alone)
+    threads.run(thing.touch)
     del thing
     assert until(lambda: threads.num_busy == 0 and gc.collect() >= 0 and known() is None, PATIENCE_S / 2)
     assert made(threads) is first, "it was kept all the while"
@@ -110,9 +112,10 @@ def test_a_call_that_raises_takes_its_thread_with_it_and_no_other_call(threads: 
 
 def test_calls_at_the_moment_at_which_threads_end_are_all_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_threads, "_KEPT_S", 1e-4)
-    threads, calls = KeptThreads("at once"), []
+    threads = KeptThreads("at once")
+    calls: list[int] = []
     for number in range(2000):
-        assert threads.run(lambda number=number: calls.append(number))  # type: ignore[misc]  (bound in the loop)
+        assert threads.run(partial(calls.append, number))
     assert until(lambda: len(calls) == 2000 and threads.num_busy == 0, PATIENCE_S)
     assert sorted(calls) == list(range(2000))
 

@@ -83,7 +83,10 @@ class TreeMachine(RuleBasedStateMachine):
         match = self.tree.match_prefix(segments)
         assert match.num_units == expected
         assert sum(match.num_tokens_by_tier) == match.num_tokens
-        path = self.tree.insert(segments)
+        nodes = {key: at.node for names in self.named.values() for key in names if (at := self.tree.locate(key))}
+        path = self.tree.insert(segments)  # it drops nodes that nothing needs, and makes some of them anew
+        for names in self.named.values():
+            names &= {key for key, node in nodes.items() if (at := self.tree.locate(key)) and at.node is node}
         assert [key for node in path for key in node.keys] == keys
         for segment in segments:
             if segment.doc_id is not None:
