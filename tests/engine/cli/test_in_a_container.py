@@ -1,11 +1,13 @@
-"""``ragcache serve`` as containers run it: no root, nothing to write to but /tmp, 64 MiB of /dev/shm, probes, SIGTERM.
+"""``ragcache serve`` as containers run it: no root, a read-only root, 64 MiB of /dev/shm, probes, SIGTERM.
 
-No container engine is needed: the test makes the namespaces itself, in which ``$TMPDIR`` stands for /tmp.
+No container engine is needed: the test makes the namespaces itself. ``$TMPDIR`` stands for /tmp, mounted noexec as
+Docker's ``--tmpfs`` does, and a folder stands for the image's volume.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,21 +30,23 @@ KEY = "of-a-secret"
 MIB = 1 << 20
 HOST_BYTES = 128 * MIB
 STARTUP_S = 240.0
+CACHE_FOLDERS = re.findall(r"(\w+)=(/cache/\S+)", (ROOT / "examples/deployment/Dockerfile.cpu").read_text("utf-8"))
 ENTER = ["unshare", "--user", "--mount", "--map-root-user", "sh", "-ec"]
 CONTAINER = """
 mount -t tmpfs -o size=64m,mode=1777 tmpfs /dev/shm
-mount -t tmpfs -o mode=1777 tmpfs "$TMPDIR"
+mount -t tmpfs -o mode=1777,noexec tmpfs "$TMPDIR"
+mount -t tmpfs -o mode=1777 tmpfs "$VOLUME"
 mount -o remount,bind,ro /
 exec unshare --user --map-user=10001 --map-group=10001 "$@"
 """
 
 
-def why_no_container(folder: Path) -> str | None:
+def why_no_container(folder: Path, volume: Path) -> str | None:
     """Return why this machine lets nobody make such a namespace; ``None`` where it does."""
     try:
         made = subprocess.run(
             [*ENTER, CONTAINER, "sh", "true"],
-            env={**os.environ, "TMPDIR": str(folder)},
+            env={**os.environ, "TMPDIR": str(folder), "VOLUME": str(volume)},
             capture_output=True,
             text=True,
             check=False,
@@ -53,11 +57,12 @@ def why_no_container(folder: Path) -> str | None:
 
 
 @contextmanager
-def container(folder: Path, output: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
+def container(folder: Path, volume: Path, output: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
     """Run ``ragcache serve`` over the demo model in a container, on every address and with a key of ours."""
     command = ["serve", str(DEMO_MODEL), "--host", "0.0.0.0", "--port", str(port), "--log", "-", "--drain", "120"]
     sizes = ["--kv-cache-bytes", "16MiB", "--host-bytes", str(HOST_BYTES), "--block-size", "32"]
-    vllm_args = ["--", "--max-model-len", "2048", "--dtype", "float32", "--enforce-eager"]
+    of_image = {name: value.replace("/cache", str(volume), 1) for name, value in CACHE_FOLDERS}
+    vllm_args = ["--", "--max-model-len", "2048", "--dtype", "float32"]
     with (
         output.open("wb") as log,
         subprocess.Popen(
@@ -65,7 +70,7 @@ def container(folder: Path, output: Path, port: int) -> Iterator[subprocess.Pope
             stdout=log,
             stderr=log,
             cwd=ROOT,
-            env={**os.environ, "TMPDIR": str(folder), "HOME": "/nonexistent", "RAGCACHE_API_KEY": KEY},
+            env={**os.environ, **of_image, "TMPDIR": str(folder), "VOLUME": str(volume), "RAGCACHE_API_KEY": KEY},
         ) as process,
     ):
         try:
@@ -82,9 +87,10 @@ def engine_core(server: psutil.Process) -> psutil.Process:
 
 
 def test_a_container_serves_answers_its_probes_and_drains(tmp_path: Path) -> None:
-    folder, output = tmp_path / "tmp", tmp_path / "output"
+    folder, volume, output = tmp_path / "tmp", tmp_path / "volume", tmp_path / "output"
     folder.mkdir()
-    if (why := why_no_container(folder)) is not None:
+    volume.mkdir()
+    if (why := why_no_container(folder, volume)) is not None:
         pytest.skip(f"no namespace can be made here: {why}")
     port = free_port("127.0.0.1")
     url = f"http://127.0.0.1:{port}"
@@ -95,7 +101,7 @@ def test_a_container_serves_answers_its_probes_and_drains(tmp_path: Path) -> Non
         except httpx.TransportError:
             return 0
 
-    with container(folder, output, port) as process:
+    with container(folder, volume, output, port) as process:
         said = lambda: output.read_text(errors="replace")  # noqa: E731
         assert until(lambda: "ready: Ctrl-C" in said() or process.poll() is not None, STARTUP_S)
         assert process.poll() is None, said()[-2000:]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import xml.etree.ElementTree as ET
 from dataclasses import fields
@@ -10,19 +9,15 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
-import yaml
 
 from ragcache_core.cli import cli
-from ragcache_core.client.launch.process import GRACE_S
 from ragcache_core.client.pipeline.run import PipelineEvent
 from ragcache_core.config import CacheConfig
 from ragcache_core.ordering import DOCUMENT_ORDERS
 from ragcache_core.stats import ChunkStats, EngineStats, PipelineReport, TierStats, series_of
-from ragcache_core.vllm_plugin.server.middleware import OPEN_PATHS
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs"
-DEPLOYMENT = ROOT / "examples" / "deployment"
 ARCHITECTURE = (DOCS / "architecture.md").read_text(encoding="utf-8")
 HOW_IT_WORKS = (DOCS / "how-it-works.md").read_text(encoding="utf-8")
 OVERLAP = (DOCS / "overlap.md").read_text(encoding="utf-8")
@@ -65,55 +60,22 @@ def test_every_link_within_the_project_leads_somewhere() -> None:
             assert target.startswith("http") or (page.parent / target).exists(), (page.name, target)
 
 
+def test_every_table_row_belongs_to_a_table_and_has_its_columns() -> None:
+    wrong = list[tuple[str, str]]()
+    for page in [*PAGES, *(ROOT / "examples").rglob("*.md")]:
+        text = re.sub(r"(?ms)^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"))
+        for table in re.findall(r"(?m)(?:^ *\|.*\n?)+", text):
+            head, *rows = table.splitlines()
+            if not rows or not re.fullmatch(r" *(?:\| *:?-+:? *)+\|", rows[0]):
+                wrong.append((page.name, head))
+            wrong += [(page.name, row) for row in rows if _num_cells(row) != _num_cells(head)]
+    assert wrong == []
+
+
 def test_every_setting_of_the_cache_is_explained_with_its_option() -> None:
     options = {param.name: param.opts[0] for param in cli.commands["serve"].params}
     for field in CacheConfig.model_fields:
         assert f"| `{field}` | `{options[field]}` |" in HOW_IT_WORKS
-
-
-def test_containers_run_commands_that_are_understood_and_probe_what_answers_without_a_key() -> None:
-    for dockerfile in DEPLOYMENT.glob("Dockerfile*"):
-        (entry,) = re.findall(r"^ENTRYPOINT (\[.*\])$", dockerfile.read_text(encoding="utf-8"), re.MULTILINE)
-        program, command, *options = json.loads(entry)
-        assert (program, command) == ("ragcache", "serve")
-    texts = [(DEPLOYMENT / name).read_text(encoding="utf-8") for name in ("compose.yaml", "kubernetes/engine.yaml")]
-    compose, kubernetes = map(yaml.safe_load, texts)
-    service, pod = compose["services"]["engine"], kubernetes["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    graces = int(service["stop_grace_period"].removesuffix("s")), pod["terminationGracePeriodSeconds"]
-    for arguments, grace_s in zip((service["command"], container["args"]), graces, strict=True):
-        given = cli.commands["serve"].make_context("serve", [*options, *arguments]).params
-        assert (given["host"], given["log"]) == ("0.0.0.0", Path("/dev/stdout"))
-        assert grace_s > given["drain"] + GRACE_S
-    (port,) = (mapping["containerPort"] for mapping in container["ports"])
-    assert port == given["port"]
-    probes = [container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")]
-    assert {probe["port"] for probe in probes} == {port}
-    paths = {probe["path"] for probe in probes} | set(re.findall(r"127\.0\.0\.1:8000(/\w+)", texts[0]))
-    assert paths == {"/ready", "/health"}
-    assert paths <= OPEN_PATHS
-
-
-def test_what_waits_for_a_warm_engine_runs_a_command_that_is_understood() -> None:
-    page = (DOCS / "containers.md").read_text(encoding="utf-8")
-    fragment = next(block for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "ragcache warm" in block)
-    (container,) = yaml.safe_load(fragment)
-    in_the_pod, *then = container["command"][2].split(" && ")
-    warm = yaml.safe_load((DEPLOYMENT / "compose.yaml").read_text(encoding="utf-8"))["services"]["warm"]
-    for program, command, *options in (in_the_pod.split(), [*warm["entrypoint"], *warm["command"]]):
-        assert (program, command) == ("ragcache", "warm")
-        assert cli.commands["warm"].make_context("warm", options).params["wait_s"] > 0
-    assert f"touch {container['readinessProbe']['exec']['command'][-1]}" in then
-
-
-def test_every_file_that_a_deployment_mounts_or_builds_from_is_there() -> None:
-    compose = yaml.safe_load((DEPLOYMENT / "compose.yaml").read_text(encoding="utf-8"))
-    mounted = [volume.split(":")[0] for service in compose["services"].values() for volume in service["volumes"]]
-    files = [source for source in mounted if source.endswith((".yml", ".yaml", ".json"))]
-    assert len(files) >= 5
-    assert [source for source in files if not (DEPLOYMENT / source).is_file()] == []
-    listed = yaml.safe_load((DEPLOYMENT / "kubernetes" / "kustomization.yaml").read_text(encoding="utf-8"))["resources"]
-    assert {*listed, "kustomization.yaml"} == {path.name for path in (DEPLOYMENT / "kubernetes").iterdir()}
 
 
 def test_every_series_of_ours_is_listed() -> None:
@@ -149,6 +111,10 @@ def test_a_picture_is_small_and_reads_on_any_background(picture: Path) -> None:
     assert drawing.findall(".//{http://www.w3.org/2000/svg}text")
     assert picture.stat().st_size < MAX_PICTURE_BYTES
     assert any(f"pictures/{picture.name}" in page.read_text(encoding="utf-8") for page in PAGES)
+
+
+def _num_cells(row: str) -> int:
+    return len(re.findall(r"(?<!\\)\|", row.strip()))
 
 
 def _sources(folder: str) -> list[Path]:
