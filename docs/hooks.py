@@ -10,7 +10,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+import griffe
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from nbconvert import MarkdownExporter
@@ -85,6 +87,40 @@ def on_page_content(html: str, **_: Any) -> str:
     """Show what docstrings say in reStructuredText: names without their roles, examples without their colons."""
     named = ROLE.sub(lambda match: f"<code>{match[1] or match[2]}</code>", html)
     return named.replace("<p>::</p>", "").replace("::</p>", ":</p>")
+
+
+def on_post_build(*, config: MkDocsConfig) -> None:
+    """Refuse an API reference that lacks a public attribute of an exported class.
+
+    Raises:
+        PluginError: names the attributes without an anchor.
+    """
+    anchors = set[str]()
+    for page in PACKAGES:
+        html = (Path(config.site_dir) / page).with_suffix("") / "index.html"
+        anchors |= set(re.findall(r'\bid="?([\w.]+)', html.read_text("utf-8")))
+    if missing := [name for name in _public_names() if name not in anchors]:
+        raise PluginError(f"no page of the API reference has {', '.join(missing)}")
+
+
+def _public_names() -> list[str]:
+    """Return what the packages export, and the public attributes of exported classes, inherited ones included."""
+    loader = griffe.GriffeLoader(search_paths=[ROOT])
+    for package in sorted({package.partition(".")[0] for package in PACKAGES.values()}):
+        loader.load(package)
+    loader.resolve_aliases()
+    names = list[str]()
+    for package in PACKAGES.values():
+        module = loader.modules_collection[package]
+        for name in module.exports or ():
+            exported = module[str(name)]
+            members = exported.all_members if exported.is_class else {}
+            names += [f"{package}.{path}" for path in (name, *(f"{name}.{m}" for m in members if _is_public(m)))]
+    return names
+
+
+def _is_public(name: str) -> bool:
+    return not name.startswith("_") and name != "model_config"
 
 
 def _leaves(nav: Any) -> list[str]:
