@@ -30,6 +30,8 @@ RUN = [
     "trace show mmlu.jsonl",
 ]
 """Command lines that cost a second or two; of the others only the options are read."""
+QUICKSTART_ANSWER = "Drumrumges"
+"""What the demo corpus says of the question that the README's first program asks."""
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -40,13 +42,15 @@ def commands(program: str) -> list[str]:
     """Return the command lines of a program in the pages' console blocks, without what follows a ``#``."""
     lines = [line for page in PAGES for block in blocks(page, "console") for line in block.splitlines()]
     assert all(line.startswith("$ ") for line in lines), "a console block holds command lines only"
-    return list(dict.fromkeys(line[2:].partition("  #")[0].strip() for line in lines if line.split()[1] == program))
+    called = [line[2:].removeprefix(".venv/bin/").partition("  #")[0].strip() for line in lines]
+    return list(dict.fromkeys(line for line in called if line.split()[0] == program))
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with all that the pages name as the reader's own."""
     (tmp_path / "my-model").symlink_to(DEMO_MODEL)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("results", "pictures"))
     (tmp_path / "cache.toml").write_text(
         next(block for block in blocks(ROOT / "docs" / "how-it-works.md", "toml") if "[cache]" in block)
@@ -94,11 +98,14 @@ def test_the_readme_runs_from_top_to_bottom_twice_and_finds_its_documents_cached
             run(source, names)
             printed = capsys.readouterr().out
             if number == 0:
-                _, _, _, again = printed.splitlines()
-                cached, prompt = map(int, re.findall(r"1 request, (\d+) of (\d+) prompt tokens cached", again)[0])
+                _, again = printed.splitlines()
+                (shown,) = re.findall(r"(?s)```text\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"))
+                assert [line.partition(":")[0] for line in printed.splitlines()] == [QUICKSTART_ANSWER] * 2
+                assert [line.partition(":")[0] for line in shown.splitlines()] == [QUICKSTART_ANSWER] * 2
+                cached, prompt = map(int, re.findall(r"(\d+) of (\d+) prompt tokens cached", again)[0])
                 assert 0 < cached < prompt
         end(names)
-    assert [arguments["model"] for arguments in launched] == ["my-model"] * len(launched)
+    assert {arguments["model"] for arguments in launched} == {"examples/demo_model", "my-model"}
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES[1:] if blocks(p, "python")], ids=lambda p: p.stem)
