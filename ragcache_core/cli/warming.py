@@ -81,7 +81,7 @@ def expected_of(
     from ragcache_core.ordering import arrange
     from ragcache_core.retrieval import expected as retrieved
 
-    num_wanted = k or max(1, min(_DEFAULT_K, len(store)))
+    num_wanted = k or _DEFAULT_K
     if trace is not None:
         found = _expected_of_trace(store, trace)
     elif from_log is not None:

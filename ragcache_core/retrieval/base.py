@@ -183,11 +183,11 @@ class StagedIndex(Protocol):
         """Return the internal ids that the Faiss index holds, in no particular order."""
         ...
 
-    def search(self, query: Vectors, k: int, *, exhaustive: bool = False, among: Selection | None = None) -> Neighbors:
-        """Return ``index.search(query, k)``. ``exhaustive`` probes every list, or the whole graph.
+    def search(self, query: Vectors, k: int, *, among: Selection | None = None) -> Neighbors:
+        """Return ``index.search(query, k)``, or the exact answer where that one finds fewer than ``k``.
 
         ``among`` some documents it is Faiss's own search with a selector, and as many of them are looked at as there
-        would be of all, so that a search among few is exact. Fewer than ``k`` come back only where fewer are selected.
+        would be of all, so that a search among few is exact. Fewer than ``k`` come back only where there are fewer.
         """
         ...
 

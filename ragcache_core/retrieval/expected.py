@@ -21,7 +21,7 @@ def retrieved_for(store: StoreReader, questions: Iterable[str], k: int, progress
     """Return what the store's own search finds for each question, the best first; ``progress`` is told of each.
 
     Raises:
-        SearchError, TooFewDocumentsError, EmptyStoreError
+        SearchError, EmptyStoreError
     """
     found = []
     for question in questions:
@@ -43,7 +43,7 @@ def retrieved_by_popularity(store: StoreReader, k: int, progress: _Progress) -> 
         raise EmptyStoreError(f"{store.path} is empty: index documents before they are warmed")
     found = []
     for document in store.get(ids[:: -(-len(ids) // _MAX_ASKED)]):
-        near = store.search(_beginning(document), min(k + 1, len(ids))).documents
+        near = store.search(_beginning(document), k + 1).documents
         others = tuple(other.doc_id for other in near if other.doc_id != document.doc_id)
         found.append(others[:k] or (document.doc_id,))
         progress(1)

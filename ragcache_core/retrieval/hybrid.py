@@ -58,12 +58,12 @@ class Finder:
             weights = question.weights or documents.word_weights()
             self._matches = WordMatches(documents.words(), weights, question.words)
 
-    def search(self, k: int, *, exhaustive: bool = False) -> Neighbors:
-        """Return the ``k`` best documents; ``exhaustive`` looks at all."""
+    def search(self, k: int) -> Neighbors:
+        """Return the ``k`` best documents; fewer only where there are fewer."""
         if not self._num_documents:
             return _NOTHING
         count = self._num_neighbors(k)
-        return self._joined(self._index.search(self._vector, count, exhaustive=exhaustive, among=self._among), k)
+        return self._joined(self._index.search(self._vector, count, among=self._among), k)
 
     def by_words(self, k: int) -> Neighbors:
         """Return the best documents as far as words alone say: with the part of the score that is theirs."""

@@ -47,8 +47,8 @@ class StoreReader:
 
     # Looking up
 
-    def get(self, doc_ids: Iterable[DocId]) -> list[Document]:
-        """Return documents in the order of ``doc_ids``.
+    def get(self, doc_ids: Iterable[DocId], *, missing_ok: bool = False) -> list[Document]:
+        """Return documents in the order of ``doc_ids``; ``missing_ok`` leaves out those that are not stored.
 
         Raises:
             UnknownDocumentError: one of them is not stored.
@@ -56,13 +56,13 @@ class StoreReader:
         wanted = [doc_ids] if isinstance(doc_ids, str) else list(doc_ids)
         self._check_open()
         snapshot = self._snapshot
-        found = self._find(snapshot, wanted)
+        found = self._find(snapshot, wanted, missing_ok=missing_ok)
         documents = snapshot.documents.read(list(found.values()))
-        return [documents[found[doc_id]] for doc_id in wanted]
+        return [documents[found[doc_id]] for doc_id in wanted if doc_id in found]
 
-    def _find(self, snapshot: Snapshot, doc_ids: Sequence[DocId]) -> dict[DocId, int]:
+    def _find(self, snapshot: Snapshot, doc_ids: Sequence[DocId], *, missing_ok: bool = False) -> dict[DocId, int]:
         found = snapshot.documents.find(doc_ids)
-        for doc_id in doc_ids:
+        for doc_id in () if missing_ok else doc_ids:
             if doc_id not in found:
                 raise UnknownDocumentError(f"document {doc_id!r} is not in {self._folder}: check ids() for what is")
         return found
@@ -91,7 +91,8 @@ class StoreReader:
         mmr: MMR | None = None,
     ) -> RetrievalUpdate:
         """Return the ``k`` best documents, in one stage: the answer of the unmodified index, or where words count
-        (``word_weight``) the best of what the index and the words put forward.
+        (``word_weight``) the best of what the index and the words put forward. Where that index finds fewer than ``k``,
+        all its vectors are compared, so that a search returns ``k`` documents, or all documents of a smaller store.
 
         An HNSW index is searched with ``efSearch = max(ef_search, k)``, more while deleted documents are in its graph,
         and its answer is that of the unmodified index with this value.
@@ -107,7 +108,7 @@ class StoreReader:
 
         Raises:
             SearchError: an empty query, an impossible ``k``, a filter on a field that no document has, or on a value of
-                a kind that the field never has. TooFewDocumentsError, EmptyStoreError
+                a kind that the field never has. EmptyStoreError
             ConfigError: something that is no filter.
         """
         snapshot, _ = self.begin_search()
@@ -173,12 +174,12 @@ class StoreReader:
                 yield update
 
     def check_k(self, k: int) -> None:
-        """Raise unless ``k`` documents can be asked for.
+        """Raise unless the store holds ``k`` documents. A search with a larger ``k`` returns all documents.
 
         Raises:
             SearchError, EmptyStoreError, TooFewDocumentsError
         """
-        self.begin_search()[0].index_for(k)
+        self.begin_search()[0].check_k(k)
 
     def begin_search(self) -> tuple[Snapshot, SearchThreads]:
         """Return the state that a search beginning now keeps until it ends, and the threads that run it.

@@ -17,7 +17,6 @@ from ragcache_core.errors import (
     DuplicateDocumentError,
     EmbedderMismatchError,
     EmptyStoreError,
-    TooFewDocumentsError,
     UnknownDocumentError,
 )
 from ragcache_core.retrieval.base import Metric, Vectors
@@ -125,7 +124,7 @@ class ShardedStore:
         """Return the ``k`` nearest documents of all shards, in one stage. See :meth:`DocumentStore.search`.
 
         Raises:
-            SearchError: an empty query, an impossible ``k`` or filter. TooFewDocumentsError, EmptyStoreError
+            SearchError: an empty query, an impossible ``k`` or filter. EmptyStoreError
             EmbedderMismatchError: a shard was fitted otherwise since. An error of a shard's search names the shard.
         """
         shards = self._searched(k)
@@ -276,14 +275,11 @@ class ShardedStore:
         )
 
     def _searched(self, k: object) -> list[_Shard]:
-        """Return the shards that hold documents, if ``k`` can be asked of them."""
-        wanted = check_k(k)
+        """Return the shards that hold documents, if ``k`` is a number of documents."""
+        check_k(k)
         shards = [shard for shard in self._begin() if shard.num_documents]
         if not shards:
             raise EmptyStoreError("the shards hold no documents yet: add some before searching")
-        total = sum(shard.num_documents for shard in shards)
-        if wanted > total:
-            raise TooFewDocumentsError(f"{wanted} documents were asked for, the shards hold {total}: use a smaller k")
         return shards
 
     def _begin(self) -> list[_Shard]:
@@ -310,8 +306,8 @@ class ShardedStore:
 
     # Looking up
 
-    def get(self, doc_ids: Iterable[DocId]) -> list[Document]:
-        """Return documents in the order of ``doc_ids``.
+    def get(self, doc_ids: Iterable[DocId], *, missing_ok: bool = False) -> list[Document]:
+        """Return documents in the order of ``doc_ids``; ``missing_ok`` leaves out those that are in no shard.
 
         Raises:
             UnknownDocumentError: one of them is in no shard.
@@ -322,10 +318,10 @@ class ShardedStore:
             internal = snapshot.documents.find([doc_id for doc_id in wanted if doc_id not in found])
             documents = snapshot.documents.read(list(internal.values()))
             found.update({doc_id: documents[internal_id] for doc_id, internal_id in internal.items()})
-        for doc_id in wanted:
+        for doc_id in () if missing_ok else wanted:
             if doc_id not in found:
                 raise UnknownDocumentError(f"document {doc_id!r} is in no shard: check ids() for what is")
-        return [found[doc_id] for doc_id in wanted]
+        return [found[doc_id] for doc_id in wanted if doc_id in found]
 
     def ids(self) -> list[DocId]:
         """Return the ids of all documents, shard by shard."""

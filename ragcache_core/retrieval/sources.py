@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
-from ragcache_core.errors import ConfigError
+from ragcache_core.errors import ConfigError, EmptyStoreError
 from ragcache_core.types import Document, RetrievalUpdate
 
 
@@ -86,9 +86,22 @@ def _check_yields(search: Callable[..., object]) -> None:
     raise ConfigError(f"{getattr(search, '__qualname__', None) or repr(search)} {why}")
 
 
+NOTHING_FOUND = RetrievalUpdate((), (), 0, is_final=True)
+
+
 async def nothing_found() -> AsyncGenerator[RetrievalUpdate, None]:
     """Yield no documents, as the only stage, which is final."""
-    yield RetrievalUpdate((), (), 0, is_final=True)
+    yield NOTHING_FOUND
+
+
+async def or_nothing(updates: AsyncGenerator[RetrievalUpdate, None]) -> AsyncGenerator[RetrievalUpdate, None]:
+    """Yield the same stages, or for a store without documents one final stage without documents."""
+    try:
+        async with aclosing(updates):
+            async for update in updates:
+                yield update
+    except EmptyStoreError:
+        yield NOTHING_FOUND
 
 
 async def near_enough(

@@ -329,18 +329,19 @@ class DocumentStore(StoreReader):
         self._engines.tell(gone, [document for document in batch if document.doc_id in set(gone)])
         return [document.doc_id for document in batch]
 
-    def delete(self, doc_ids: Iterable[DocId]) -> None:
-        """Remove documents. Atomic and durable.
+    def delete(self, doc_ids: Iterable[DocId], *, missing_ok: bool = False) -> None:
+        """Remove documents. Atomic and durable. ``missing_ok`` passes over ids that are not stored.
 
         Raises:
             UnknownDocumentError: one of them is not stored; nothing was removed. StoreFullError, StoreError
         """
         wanted = list(dict.fromkeys([doc_ids] if isinstance(doc_ids, str) else doc_ids))
         with self._change() as writer:
-            if wanted:
-                snapshot = self._current()
-                self._publish(writer.delete(snapshot, self._find(snapshot, wanted).values()))
-        self._engines.tell(wanted)
+            snapshot = self._current()
+            found = self._find(snapshot, wanted, missing_ok=missing_ok)
+            if found:
+                self._publish(writer.delete(snapshot, found.values()))
+        self._engines.tell([doc_id for doc_id in wanted if doc_id in found])
 
     @contextmanager
     def _change(self) -> Iterator[Writer]:

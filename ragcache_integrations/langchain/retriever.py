@@ -28,7 +28,7 @@ from ragcache_core.ordering import DocumentOrder
 from ragcache_core.retrieval import MMR
 from ragcache_core.retrieval.base import Metric
 from ragcache_core.retrieval.reranking import NUM_CANDIDATES, Reranking, num_candidates_of
-from ragcache_core.retrieval.sources import StageSource, as_source, near_enough, nothing_found
+from ragcache_core.retrieval.sources import StageSource, as_source, near_enough, nothing_found, or_nothing
 from ragcache_core.retrieval.stores import AnyStore
 from ragcache_core.retrieval.threads import in_thread, run_blocking
 from ragcache_core.swaps import CANDIDATES_PER_DOCUMENT, check_max_score_loss
@@ -288,10 +288,10 @@ class RAGCacheRetriever(BaseRetriever):
             return (
                 as_source(store, stages=self.stages).stages(query, settings["k"]) if settings["k"] else nothing_found()
             )
-        if (k := min(settings["k"], len(store))) == 0:
+        if not settings["k"]:
             return nothing_found()
         mmr = _mmr(self.search_type, settings)
-        updates = store.search_staged(query, k, stages=self.stages, where=where, mmr=mmr)
+        updates = or_nothing(store.search_staged(query, settings["k"], stages=self.stages, where=where, mmr=mmr))
         if (threshold := settings.get("score_threshold")) is None:
             return updates
         relevance = relevance_of(store.metric)

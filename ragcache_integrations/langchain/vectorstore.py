@@ -6,10 +6,9 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any, Self
 from uuid import uuid4
@@ -19,10 +18,11 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.runnables.config import run_in_executor
 from langchain_core.vectorstores import VectorStore
 
-from ragcache_core.errors import ConfigError
+from ragcache_core.errors import ConfigError, EmptyStoreError
 from ragcache_core.retrieval import MMR, DocumentStore, LangChainEmbedder, RemoteStore
 from ragcache_core.retrieval.base import Metric
 from ragcache_core.retrieval.filters import Where, parse_filter
+from ragcache_core.retrieval.sources import NOTHING_FOUND
 from ragcache_core.types import Document, RetrievalUpdate
 from ragcache_integrations.langchain.documents import to_langchain
 from ragcache_integrations.langchain.embeddings import CoreEmbeddings
@@ -49,7 +49,6 @@ class StagedFAISS(VectorStore):
     def __init__(self, store: DocumentStore | RemoteStore) -> None:
         """Wrap a store of the core, which may be served elsewhere; who opened it closes it, or :meth:`close` does."""
         self.store = store
-        self._changing = threading.Lock()
         self._discard_folder: Callable[[], object] | None = None
 
     @classmethod
@@ -165,8 +164,7 @@ class StagedFAISS(VectorStore):
 
     def delete(self, ids: Sequence[str] | None = None, **kwargs: Any) -> bool:
         """Remove documents, all of them without ``ids``. Ids that are not stored are passed over."""
-        with self._changing:
-            self.store.delete(self.store.ids() if ids is None else [i for i in ids if i in self.store])
+        self.store.delete(self.store.ids() if ids is None else ids, missing_ok=True)
         return True
 
     async def adelete(self, ids: Sequence[str] | None = None, **kwargs: Any) -> bool:
@@ -176,7 +174,7 @@ class StagedFAISS(VectorStore):
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[LangChainDocument]:
         """Return the documents that are stored, in the order of ``ids``."""
-        return [to_langchain(d) for d in self.store.get([i for i in ids if i in self.store])]
+        return [to_langchain(d) for d in self.store.get(ids, missing_ok=True)]
 
     async def aget_by_ids(self, ids: Sequence[str], /) -> list[LangChainDocument]:
         return await run_in_executor(None, self.get_by_ids, ids)
@@ -225,10 +223,12 @@ class StagedFAISS(VectorStore):
 
         See :meth:`DocumentStore.search_staged <ragcache_core.retrieval.DocumentStore.search_staged>`.
         """
-        if (k := self._clamped(k)) > 0:
-            async with aclosing(self.store.search_staged(query, k, stages=stages, where=as_where(filter))) as updates:
-                async for update in updates:
-                    yield update
+        if k > 0:
+            updates = self.store.search_staged(query, k, stages=stages, where=as_where(filter))
+            with suppress(EmptyStoreError):
+                async with aclosing(updates):
+                    async for update in updates:
+                        yield update
 
     def max_marginal_relevance_search(
         self,
@@ -282,9 +282,6 @@ class StagedFAISS(VectorStore):
     def _select_relevance_score_fn(self) -> Callable[[float], float]:
         return relevance_of(self.store.metric)
 
-    def _clamped(self, k: int) -> int:
-        return max(0, min(k, len(self.store)))
-
     def _search(
         self,
         query: str | list[float],
@@ -296,11 +293,14 @@ class StagedFAISS(VectorStore):
         if unknown:
             raise ConfigError(f"a search knows no {', '.join(unknown)}: it takes k and filter")
         where = as_where(filter)
-        if not (k := self._clamped(k)):
-            return _NOTHING
-        if isinstance(query, str):
-            return self.store.search(query, k, where=where, mmr=mmr)
-        return self.store.search_vector(query, k, where=where, mmr=mmr)
+        if k < 1:
+            return NOTHING_FOUND
+        try:
+            if isinstance(query, str):
+                return self.store.search(query, k, where=where, mmr=mmr)
+            return self.store.search_vector(query, k, where=where, mmr=mmr)
+        except EmptyStoreError:
+            return NOTHING_FOUND
 
     async def _asearch(
         self,
@@ -311,9 +311,6 @@ class StagedFAISS(VectorStore):
         mmr: MMR | None = None,
     ) -> RetrievalUpdate:
         return await run_in_executor(None, self._search, query, k, filter, unknown, mmr)
-
-
-_NOTHING = RetrievalUpdate((), (), 0, is_final=True)
 
 
 def as_where(accepted: MetadataFilter | None) -> Where | Callable[[Document], bool] | None:

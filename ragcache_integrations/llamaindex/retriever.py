@@ -38,7 +38,7 @@ from ragcache_core.ordering import DOCUMENT_ORDERS, DocumentOrder
 from ragcache_core.retrieval import MMR, PrecomputedEmbedder
 from ragcache_core.retrieval.base import Metric
 from ragcache_core.retrieval.reranking import Reranking, num_candidates_of
-from ragcache_core.retrieval.sources import StageSource, as_source, nothing_found
+from ragcache_core.retrieval.sources import StageSource, as_source, nothing_found, or_nothing
 from ragcache_core.retrieval.stores import AnyStore, place_of
 from ragcache_core.retrieval.threads import in_thread, run_blocking
 from ragcache_core.swaps import CANDIDATES_PER_DOCUMENT, check_max_score_loss
@@ -281,16 +281,16 @@ class RAGCacheRetriever(BaseRetriever):
             return self._source.stages(query.query_str, k)
         if len(store) == 0:
             return nothing_found()
-        where, k = self._where, min(k, len(store))
+        where = self._where
         embedding = await embed() if query.embedding is None and embed is not None else query.embedding
         if embedding is not None:
-            return store.search_vector_staged(embedding, k, stages=self._stages, where=where, mmr=self._mmr)
+            return or_nothing(store.search_vector_staged(embedding, k, stages=self._stages, where=where, mmr=self._mmr))
         if isinstance(store.embedder, PrecomputedEmbedder):
             raise ConfigError(
                 f"{place_of(store)} cannot embed a query, the nodes were embedded elsewhere: give RAGCacheRetriever "
                 "the embed_model that did it"
             )
-        return store.search_staged(query.query_str, k, stages=self._stages, where=where, mmr=self._mmr)
+        return or_nothing(store.search_staged(query.query_str, k, stages=self._stages, where=where, mmr=self._mmr))
 
     def _bound_prompt(self, query: str) -> BoundPrompt | None:
         return self._prompt or (None if self._engine is None else self._engine.integration.prompts.prompt_for(query))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,10 @@ from llama_index.core.vector_stores.types import (
 )
 
 from ragcache_core.client.pipeline.result import similarities
-from ragcache_core.errors import ConfigError, SearchError, StoreNotFoundError
+from ragcache_core.errors import ConfigError, EmptyStoreError, SearchError, StoreNotFoundError
 from ragcache_core.retrieval import MMR, DocumentStore, PrecomputedEmbedder, RemoteStore
 from ragcache_core.retrieval.filters import Where, matches
+from ragcache_core.retrieval.sources import or_nothing
 from ragcache_core.types import Document, RetrievalUpdate
 from ragcache_integrations.llamaindex.filters import where_of
 from ragcache_integrations.llamaindex.nodes import document_from_node, node_from_document, source_of
@@ -62,7 +62,6 @@ class StagedFAISSVectorStore(BasePydanticVectorStore):
 
     _store: DocumentStore | RemoteStore = PrivateAttr()
     _owns_store: bool = PrivateAttr()
-    _changing: threading.Lock = PrivateAttr(default_factory=threading.Lock)
 
     def __init__(
         self,
@@ -141,8 +140,7 @@ class StagedFAISSVectorStore(BasePydanticVectorStore):
 
     def clear(self) -> None:
         """Remove every node."""
-        with self._changing:
-            self._store.delete(self._store.ids())
+        self._store.delete(self._store.ids(), missing_ok=True)
 
     async def aclear(self) -> None:
         await asyncio.to_thread(self.clear)
@@ -171,42 +169,40 @@ class StagedFAISSVectorStore(BasePydanticVectorStore):
                 effect; a filter or a number that cannot work.
         """
         mmr = _mmr(query, kwargs)
-        if (k := self._num_results(query)) == 0:
+        if (k := query.similarity_top_k) < 1:
             return _result([], [])
         where = _where(query)
-        if query.query_embedding is not None:
-            return self._as_result(self._store.search_vector(query.query_embedding, k, where=where, mmr=mmr))
-        return self._as_result(self._store.search(_text(query), k, where=where, mmr=mmr))
+        try:
+            if query.query_embedding is not None:
+                return self._as_result(self._store.search_vector(query.query_embedding, k, where=where, mmr=mmr))
+            return self._as_result(self._store.search(_text(query), k, where=where, mmr=mmr))
+        except EmptyStoreError:
+            return _result([], [])
 
     async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
         """Return what :meth:`query` returns. Cancelling it stops the search."""
         mmr = _mmr(query, kwargs)
-        if (k := self._num_results(query)) == 0:
+        if (k := query.similarity_top_k) < 1:
             return _result([], [])
         where = _where(query)
         if query.query_embedding is not None:
             updates = self._store.search_vector_staged(query.query_embedding, k, stages=1, where=where, mmr=mmr)
         else:
             updates = self._store.search_staged(_text(query), k, stages=1, where=where, mmr=mmr)
-        return self._as_result([update async for update in updates][-1])
-
-    def _num_results(self, query: VectorStoreQuery) -> int:
-        return min(query.similarity_top_k, len(self._store))
+        return self._as_result([update async for update in or_nothing(updates)][-1])
 
     def _as_result(self, update: RetrievalUpdate) -> VectorStoreQueryResult:
         nodes = [node_from_document(document) for document in update.documents]
         return _result(nodes, similarities(update.scores, self._store.metric))
 
     def _delete_where(self, is_gone: Callable[[Document], bool], node_ids: Sequence[str] | None = None) -> None:
-        with self._changing:
-            gone = [document.doc_id for document in self._documents(node_ids) if is_gone(document)]
-            if gone:
-                self._store.delete(gone)
+        if gone := [document.doc_id for document in self._documents(node_ids) if is_gone(document)]:
+            self._store.delete(gone, missing_ok=True)
 
     def _documents(self, node_ids: Sequence[str] | None) -> Iterator[Document]:
-        wanted = self._store.ids() if node_ids is None else [doc_id for doc_id in node_ids if doc_id in self._store]
+        wanted = self._store.ids() if node_ids is None else node_ids
         for start in range(0, len(wanted), _SCAN_BATCH):
-            yield from self._store.get(wanted[start : start + _SCAN_BATCH])
+            yield from self._store.get(wanted[start : start + _SCAN_BATCH], missing_ok=True)
 
 
 def _open(path: Path, embedder: object | None, options: dict[str, Any]) -> DocumentStore:

@@ -143,8 +143,8 @@ def ask(
                 click.echo("" if is_streamed else answer.text)
                 click.echo(_summary(found, answer), err=True)
 
+        documents.check_k(num_wanted)
         if is_conversation:
-            documents.check_k(num_wanted)
             engine = stack.enter_context(join())
             _converse(reply, Conversation(layout), as_json=as_json)
         else:

@@ -124,7 +124,7 @@ class FlatIndex:
     def work(self, k: int, among: Selection | None = None) -> float:
         return float((len(self) if among is None else len(among)) * self._native.d)
 
-    def search(self, query: Vectors, k: int, *, exhaustive: bool = False, among: Selection | None = None) -> Neighbors:
+    def search(self, query: Vectors, k: int, *, among: Selection | None = None) -> Neighbors:
         return self._scan.search(query, k, self._rows_of(among))
 
     def stages(

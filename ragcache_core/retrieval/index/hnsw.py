@@ -31,7 +31,7 @@ from ragcache_core.retrieval.base import (
 )
 from ragcache_core.retrieval.extra import faiss
 from ragcache_core.retrieval.index.flat import RowScan
-from ragcache_core.retrieval.selection import Mask, Selection, bitmap_selector
+from ragcache_core.retrieval.selection import Mask, Selection
 
 _LARGEST_DELETED_SHARE = 0.2
 _SELF_CHECK_QUERIES = 4
@@ -51,7 +51,7 @@ class HNSWIndex:
         self._ids: Ids = faiss.vector_to_array(native.id_map)
         self._live = live
         self._num_live = len(self._ids) if live is None else int(live.sum())
-        self._selector = None if live is None else bitmap_selector(live)
+        self._live_rows = None if live is None else Selection(np.flatnonzero(live), len(live))
         self._scan = RowScan(faiss.downcast_index(self._graph.storage), self._ids, is_similarity=options.is_similarity)
         self._traversal: Any = None
         self._is_prepared = False
@@ -102,20 +102,21 @@ class HNSWIndex:
         visited = min(len(self._ids), self.ef(k, among) * self.options.hnsw_m)
         return float(visited * self._graph.d)
 
-    def search(self, query: Vectors, k: int, *, exhaustive: bool = False, among: Selection | None = None) -> Neighbors:
-        if among is None:
-            return self._mapped(*self._search_rows(query, k, len(self._ids) if exhaustive else self.ef(k)))
-        rows = among.rows_in(self._ids)
-        if not exhaustive and not self.scans(k, among):
-            found = self._mapped(*self._search_rows(query, k, self.ef(k, among), rows.selector))
-            if len(found.ids) == min(k, len(among)):
+    def search(self, query: Vectors, k: int, *, among: Selection | None = None) -> Neighbors:
+        rows = self._live_rows if among is None else among.rows_in(self._ids)
+        if not self.scans(k, among):
+            found = self._mapped(*self._search_rows(query, k, self.ef(k, among), rows))
+            if len(found.ids) == self._num_found(k, among):
                 return found
-        return self._scan.search(query, k, rows)
+        return self._scan.search(query, k, rows)  # the graph may have parts that no path leads to
 
-    def _search_rows(self, query: Vectors, k: int, ef: int, selector: Any = None) -> tuple[Vectors, Ids]:
+    def _num_found(self, k: int, among: Selection | None) -> int:
+        return min(k, self._num_live if among is None else len(among))
+
+    def _search_rows(self, query: Vectors, k: int, ef: int, rows: Selection | None) -> tuple[Vectors, Ids]:
         params = faiss.SearchParametersHNSW(efSearch=ef)
-        if (selector := selector or self._selector) is not None:
-            params.sel = selector
+        if rows is not None:
+            params.sel = rows.selector
         scores, rows = self._graph.search(query[None], k, params=params)
         return scores[0], rows[0]
 
@@ -147,8 +148,8 @@ class HNSWIndex:
             order = best_first(run.scores, run.rows, self.options.is_similarity)
             neighbors = self._mapped(run.scores[order], run.rows[order])
             if run.is_done:
-                if among is not None and len(neighbors.ids) < min(k, len(among)):
-                    neighbors = self.search(query, k, exhaustive=True, among=among)
+                if len(neighbors.ids) < self._num_found(k, among):
+                    neighbors = self.search(query, k, among=among)
                 self._work_share += 0.1 * (run.num_distances / (ef * self.options.hnsw_m) - self._work_share)
             yield Stage(neighbors, is_final=run.is_done)
             if run.is_done:
@@ -185,7 +186,7 @@ class HNSWIndex:
             run.advance(1)
             run.advance(None)
             order = best_first(run.scores, run.rows, self.options.is_similarity)
-            scores, rows = self._search_rows(query, k, ef)
+            scores, rows = self._search_rows(query, k, ef, self._live_rows)
             num_found = int((rows >= 0).sum())
             same_rows = np.array_equal(run.rows[order][:num_found], rows[:num_found])
             if not same_rows or run.scores[order][:num_found].tobytes() != scores[:num_found].tobytes():

@@ -142,9 +142,13 @@ class IVFIndex:
         compared = scanned * len(among) / max(1, len(self))
         return float((self.nlist + compared) * self._native.d + scanned * _LOOK_AT_SELECTOR)
 
-    def search(self, query: Vectors, k: int, *, exhaustive: bool = False, among: Selection | None = None) -> Neighbors:
-        found = self._probe(query, k, self.nlist if exhaustive else self.probes(among), among)
-        if among is not None and len(found.ids) < min(k, len(among)):
+    def search(self, query: Vectors, k: int, *, among: Selection | None = None) -> Neighbors:
+        found = self._probe(query, k, self.probes(among), among)
+        return self._filled(found, query, k, among)
+
+    def _filled(self, found: Neighbors, query: Vectors, k: int, among: Selection | None) -> Neighbors:
+        """Return ``found``, or the best of all lists if the probed lists hold fewer than ``k`` documents."""
+        if len(found.ids) < min(k, len(self) if among is None else len(among)):
             return self._probe(query, k, self.nlist, among)
         return found
 
@@ -203,9 +207,7 @@ class IVFIndex:
             order = best_first(scores, ids, is_similarity)
             neighbors = Neighbors.from_faiss(scores[order], ids[order])
             is_final = end == nprobe
-            if is_final and among is not None and len(neighbors.ids) < min(k, len(among)):
-                neighbors = self.search(query, k, among=among)
-            yield Stage(neighbors, is_final)
+            yield Stage(self._filled(neighbors, query, k, among) if is_final else neighbors, is_final)
 
     def with_added(self, ids: Ids, vectors: Vectors) -> IVFIndex:
         native = faiss.clone_index(self._native)

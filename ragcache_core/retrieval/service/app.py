@@ -153,10 +153,10 @@ class StoreApp:
         asked = await self._read(request, _Asked)
         if (refusal := self._refusal()) is not None:
             return refusal
-        self._check_size("k", asked.k)
+        snapshot, threads = self._store.begin_search()
+        self._check_size("k", min(asked.k, len(snapshot.documents)))
         if asked.mmr is not None:
             self._check_size("fetch_k", asked.mmr.fetch_k)
-        snapshot, threads = self._store.begin_search()
         self._count_running(1)
         updates = self._stages(snapshot, threads, asked)
         return LineResponse(self._counted(snapshot, updates), at_end=lambda: self._count_running(-1))

@@ -135,18 +135,18 @@ class RemoteStore:
 
     # Looking up
 
-    def get(self, doc_ids: Iterable[DocId]) -> list[Document]:
-        """Return documents in the order of ``doc_ids``.
+    def get(self, doc_ids: Iterable[DocId], *, missing_ok: bool = False) -> list[Document]:
+        """Return documents in the order of ``doc_ids``; ``missing_ok`` leaves out those that are not stored.
 
         Raises:
             UnknownDocumentError: one of them is not stored. StoreUnreachableError
         """
         wanted = [doc_ids] if isinstance(doc_ids, str) else list(doc_ids)
         found = self._find(wanted)
-        for doc_id in wanted:
+        for doc_id in () if missing_ok else wanted:
             if doc_id not in found:
                 raise UnknownDocumentError(f"document {doc_id!r} is not in {self._url}: check ids() for what is")
-        return [found[doc_id] for doc_id in wanted]
+        return [found[doc_id] for doc_id in wanted if doc_id in found]
 
     def _find(self, doc_ids: Sequence[DocId]) -> dict[DocId, Document]:
         async def find() -> dict[DocId, Document]:
@@ -195,7 +195,7 @@ class RemoteStore:
         """Return the ``k`` best documents, in one stage. See :meth:`DocumentStore.search`.
 
         Raises:
-            SearchError, EmptyStoreError, TooFewDocumentsError, ConfigError: as the store itself raises them.
+            SearchError, EmptyStoreError, ConfigError: as the store itself raises them.
             SearchTimeoutError: it said nothing for ``timeout_s``. StoreUnreachableError
         """
         asked = self._asked(k, 1, where, score_threshold, mmr, query=check_text(query))
@@ -250,7 +250,7 @@ class RemoteStore:
                 yield update
 
     def check_k(self, k: int) -> None:
-        """Raise unless ``k`` documents can be asked for.
+        """Raise unless the store holds ``k`` documents. A search with a larger ``k`` returns all documents.
 
         Raises:
             SearchError, EmptyStoreError, TooFewDocumentsError

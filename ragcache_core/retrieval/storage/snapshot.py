@@ -66,19 +66,27 @@ class Snapshot:
         )
 
     def index_for(self, k: object) -> StagedIndex:
-        """Return the index, if ``k`` documents can be asked of it.
+        """Return the index, if ``k`` is a number of documents and there is a document.
+
+        Raises:
+            SearchError, EmptyStoreError
+        """
+        check_k(k)
+        if self.index is None or not len(self.documents):
+            raise EmptyStoreError("the store holds no documents yet: add some before searching")
+        return self.index
+
+    def check_k(self, k: object) -> None:
+        """Raise unless the store holds ``k`` documents.
 
         Raises:
             SearchError, EmptyStoreError, TooFewDocumentsError
         """
-        wanted = check_k(k)
-        if self.index is None or not len(self.documents):
-            raise EmptyStoreError("the store holds no documents yet: add some before searching")
-        if wanted > len(self.documents):
+        self.index_for(k)
+        if check_k(k) > len(self.documents):
             raise TooFewDocumentsError(
-                f"{wanted} documents were asked for, the store holds {len(self.documents)}: use a smaller k"
+                f"{k} documents were asked for, the store holds {len(self.documents)}: use a smaller k"
             )
-        return self.index
 
     def embed(self, query: object) -> Question:
         """Return the vector of a question, and its words where the store is searched by them.
@@ -93,13 +101,13 @@ class Snapshot:
     def wanted(
         self, k: int, where: Filter | None = None, score_threshold: float | None = None, mmr: MMR | None = None
     ) -> Wanted:
-        """Return what a search shall find, if it can be asked of this store.
+        """Return the query settings, with ``k`` limited to the documents of this snapshot.
 
         Raises:
-            SearchError, EmptyStoreError, TooFewDocumentsError, ConfigError
+            SearchError, EmptyStoreError, ConfigError
         """
         self.index_for(k)
-        return Wanted.of(k, where, score_threshold, mmr)
+        return Wanted.of(min(k, len(self.documents)), where, score_threshold, mmr)
 
     def count(self, wanted: Wanted) -> int:
         """Return how many documents are searched for."""
@@ -112,7 +120,7 @@ class Snapshot:
         of the metadata when a filter names it for the first time: most of a second.
 
         Raises:
-            SearchError: a filter that nothing could pass. EmptyStoreError, TooFewDocumentsError
+            SearchError: a filter that nothing could pass. EmptyStoreError
         """
         if among is None and wanted.where is not None and not callable(wanted.where):
             (among,) = select_documents([self.documents], wanted.where)
@@ -147,12 +155,8 @@ class Snapshot:
             return Neighbors(neighbors.ids[kept][:count], neighbors.scores[kept][:count])
 
         for num_seen in _growing(_FIRST_FETCH * count, total):
-            neighbors = finder.search(num_seen)
-            found = matching(neighbors)
+            found = matching(finder.search(num_seen))
             if len(found.ids) == count:
-                break
-            if len(neighbors.ids) < num_seen:  # what an approximate search reaches is exhausted
-                found = matching(finder.search(total, exhaustive=True))
                 break
         return self.update(Stage(finder.chosen(found, wanted), is_final=True), 0, seen)
 

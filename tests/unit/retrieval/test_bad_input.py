@@ -109,8 +109,7 @@ BAD_CALLS: dict[str, tuple[Callable[[DocumentStore], object], type[Exception], s
     "k of 0": (lambda s: s.search("a", 0), errors.SearchError, "k is 0"),
     "k of -1": (lambda s: staged(s, "a", -1), errors.SearchError, "k is -1"),
     "k of 2.0": (lambda s: s.search("a", 2.0), errors.SearchError, "k is 2.0"),  # type: ignore[arg-type]
-    "k too large": (lambda s: s.search("a", 21), errors.TooFewDocumentsError, "21 .* holds 20"),
-    "k too large, staged": (lambda s: staged(s, "a", 21), errors.TooFewDocumentsError, "21 .* holds 20"),
+    "k checked, too large": (lambda s: s.check_k(21), errors.TooFewDocumentsError, "21 .* holds 20"),
     "stages of 0": (lambda s: staged(s, "a", 2, stages=0), errors.SearchError, "stages is 0"),
     "too many stages": (lambda s: staged(s, "a", 2, stages=10**9), errors.SearchError, "at most 1000"),
     "query vector of 3": (lambda s: s.search_vector([1, 2, 3], 1), errors.SearchError, "3 dimensions, the store 128"),

@@ -252,3 +252,32 @@ def test_writers_in_several_threads_take_turns(folder: Path) -> None:
     for i in range(0, 200, 17):
         assert store.search_vector(vectors[i], 1).documents[0].doc_id == f"doc-{i}"
     store.close()
+
+
+def test_a_search_for_more_documents_than_remain_returns_those_that_remain(folder: Path) -> None:
+    store, vectors = make_store(folder, 6)
+    documents = make_documents(6)
+    store.add(documents, embeddings=vectors)
+    errors_seen: list[Exception] = []
+    is_over = threading.Event()
+
+    def search() -> None:
+        while not is_over.is_set():
+            try:
+                assert 1 <= len(store.search_vector(vectors[0], len(store)).documents) <= 6
+                assert documents[0] in store.get(store.ids(), missing_ok=True)
+            except Exception as error:
+                errors_seen.append(error)
+
+    readers = [threading.Thread(target=search) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for _ in range(60):
+        store.delete([document.doc_id for document in documents[1:]])
+        store.delete(["doc-1", "doc-0-unknown"], missing_ok=True)
+        store.put(documents[1:], embeddings=vectors[1:])
+    is_over.set()
+    for reader in readers:
+        reader.join()
+    assert not errors_seen, errors_seen[0]
+    store.close()

@@ -148,7 +148,6 @@ def test_errors_of_a_search_are_those_of_the_store(store: DocumentStore, remote:
         lambda s: s.search(" ", 2),
         lambda s: s.search("lone \ud800", 2),
         lambda s: s.search(QUERY, 0),
-        lambda s: s.search(QUERY, 21),
         lambda s: s.search(QUERY, 2, where={"colour": "red"}),
         lambda s: s.search(QUERY, 2, where={"number": "three"}),
         lambda s: s.search(QUERY, 2, where={"$nor": []}),
@@ -171,6 +170,10 @@ def test_errors_of_a_search_are_those_of_the_store(store: DocumentStore, remote:
             assert len(nothing) == 0
             with pytest.raises(EmptyStoreError):
                 nothing.search(QUERY, 1)
+
+
+def test_a_k_above_the_number_of_documents_returns_all_whatever_the_service_finds_at_most(remote: RemoteStore) -> None:
+    assert len(remote.search(QUERY, 5000).documents) == 20
 
 
 def test_a_filter_that_is_a_function_and_changes_are_refused_with_their_cures(remote: RemoteStore) -> None:
