@@ -21,11 +21,12 @@ from ragcache_core.retrieval.embedders.base import Embedder, as_embedder
 from ragcache_core.retrieval.embedders.tfidf import TfidfSvdEmbedder
 from ragcache_core.retrieval.extra import extra_module
 from ragcache_core.retrieval.reading import StoreReader
+from ragcache_core.retrieval.storage.framework_documents import AnyDocument, as_documents
 from ragcache_core.retrieval.storage.manifest import MANIFEST_NAME, Manifest, lock_folder, make_folder, read_manifest
 from ragcache_core.retrieval.storage.opening import load_snapshot, match_embedder
 from ragcache_core.retrieval.storage.snapshot import Snapshot
 from ragcache_core.retrieval.storage.writer import Progress, Writer
-from ragcache_core.types import DocId, Document
+from ragcache_core.types import DocId
 
 _BUILT_IN_WORD_WEIGHT = 0.95
 """The built-in vectors are made of the same words, blurred. Measured on 206 named pages: more of them finds fewer."""
@@ -237,13 +238,15 @@ class DocumentStore(StoreReader):
 
     def add(
         self,
-        documents: Iterable[Document],
+        documents: Iterable[AnyDocument],
         *,
         embeddings: object | None = None,
         progress: bool | Progress = False,
         batch_size: int = 256,
     ) -> list[DocId]:
         """Store documents and return their ids. Atomic and durable.
+
+        LangChain documents and LlamaIndex nodes are stored with their ids, texts and metadata.
 
         ``embeddings: [n, dimension]`` are used instead of the embedder's. ``progress`` shows a bar, or is called with
         the numbers of steps done and of all; a step is a document embedded, or learnt from before that.
@@ -256,7 +259,7 @@ class DocumentStore(StoreReader):
 
     def put(
         self,
-        documents: Iterable[Document],
+        documents: Iterable[AnyDocument],
         *,
         embeddings: object | None = None,
         progress: bool | Progress = False,
@@ -265,7 +268,7 @@ class DocumentStore(StoreReader):
         """Store documents in the place of those with the same ids, where there are any. See :meth:`add`."""
         return self._write(documents, True, embeddings, progress, batch_size)
 
-    def replace(self, document: Document, *, embedding: object | None = None) -> None:
+    def replace(self, document: AnyDocument, *, embedding: object | None = None) -> None:
         """Store another version of a document that is here. Atomic and durable.
 
         ``embedding: [dimension]`` is used instead of the embedder's.
@@ -297,7 +300,7 @@ class DocumentStore(StoreReader):
 
     def _write(
         self,
-        documents: Iterable[Document],
+        documents: Iterable[AnyDocument],
         replacing: bool,
         embeddings: object | None,
         progress: bool | Progress,
@@ -307,7 +310,7 @@ class DocumentStore(StoreReader):
     ) -> list[DocId]:
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ConfigError(f"batch_size is {batch_size!r}: give a whole number of at least 1")
-        batch = list(documents)
+        batch = as_documents(documents)
         gone: list[DocId] = []
         with self._change() as writer:
             if batch:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from langchain_core.documents import Document as LangChainDocument
 
-from ragcache_core.types import DocId, Document
+from ragcache_core.retrieval.storage.framework_documents import content_id
+from ragcache_core.types import Document
 
 AnyDocument = Document | LangChainDocument | Mapping[str, Any]
 """A document of the core, of LangChain, or as JSON: ``{"id": ..., "page_content": ...}``."""
-
-
-def content_id(text: str) -> DocId:
-    """Return the id of a document that came without one: the same text has the same id."""
-    return f"text-{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:24]}"
 
 
 def to_core(documents: Iterable[AnyDocument]) -> list[Document]:

@@ -23,6 +23,7 @@ from ragcache_core.retrieval import MMR, DocumentStore, LangChainEmbedder, Remot
 from ragcache_core.retrieval.base import Metric
 from ragcache_core.retrieval.filters import Where, parse_filter
 from ragcache_core.retrieval.sources import NOTHING_FOUND
+from ragcache_core.retrieval.storage.framework_documents import plain_metadata, plain_text, put_nonblank
 from ragcache_core.types import Document, RetrievalUpdate
 from ragcache_integrations.langchain.documents import to_langchain
 from ragcache_integrations.langchain.embeddings import CoreEmbeddings
@@ -138,9 +139,12 @@ class StagedFAISS(VectorStore):
     ) -> list[str]:
         """Store texts and return their ids, new ones where none are given. A stored id is replaced.
 
+        Empty texts are not stored, which a warning says; their ids are returned in their places, and a stored document
+        with such an id is removed. Dates in the metadata become texts in ISO format.
+
         Raises:
             ValueError: not one id or metadata for each text.
-            DocumentError: an empty text, metadata that is not JSON; the store is as it was.
+            DocumentError: metadata that is not JSON; the store is as it was.
         """
         texts = list(texts)
         for name, given in (("metadatas", metadatas), ("ids", ids)):
@@ -148,8 +152,11 @@ class StagedFAISS(VectorStore):
                 raise ValueError(f"{len(given)} {name} for {len(texts)} texts: give one for each, or none at all")
         doc_ids = [doc_id or str(uuid4()) for doc_id in (ids or [None] * len(texts))]
         metadata = metadatas or [{}] * len(texts)
-        documents = {i: Document(i, text, m) for i, text, m in zip(doc_ids, texts, metadata, strict=True)}
-        self.store.put(documents.values(), **kwargs)
+        documents = [
+            Document(i, plain_text(text), plain_metadata(m))
+            for i, text, m in zip(doc_ids, texts, metadata, strict=True)
+        ]
+        put_nonblank(self.store, documents, **kwargs)
         return doc_ids
 
     async def aadd_texts(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from llama_index.core.schema import BaseNode, MetadataMode, NodeRelationship, RelatedNodeInfo, TextNode
 from llama_index.core.vector_stores.utils import metadata_dict_to_node, node_to_metadata_dict
 
+from ragcache_core.retrieval.storage.framework_documents import plain_metadata, plain_text
 from ragcache_core.types import ACL, DocId, Document
 
 _NODE_CONTENT = "_node_content"
@@ -14,8 +15,17 @@ _NO_SOURCE = "None"
 
 def document_from_node(node: BaseNode) -> Document:
     """Return a node as a document: its text, and all the rest of it as metadata. The embedding is left out."""
-    text = node.get_content(metadata_mode=MetadataMode.NONE)
-    return Document(node.node_id, text, node_to_metadata_dict(node, remove_text=True))
+    related = {
+        kind: [_plain(each) for each in nodes] if isinstance(nodes, list) else _plain(nodes)
+        for kind, nodes in node.relationships.items()
+    }
+    plain = node.model_copy(update={"metadata": plain_metadata(node.metadata), "relationships": related})
+    text = plain_text(node.get_content(metadata_mode=MetadataMode.NONE))
+    return Document(node.node_id, text, node_to_metadata_dict(plain, remove_text=True))
+
+
+def _plain(node: RelatedNodeInfo) -> RelatedNodeInfo:
+    return node.model_copy(update={"metadata": plain_metadata(node.metadata)})
 
 
 def node_from_document(document: Document) -> BaseNode:

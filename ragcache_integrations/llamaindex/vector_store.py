@@ -23,6 +23,7 @@ from ragcache_core.errors import ConfigError, EmptyStoreError, SearchError, Stor
 from ragcache_core.retrieval import MMR, DocumentStore, PrecomputedEmbedder, RemoteStore
 from ragcache_core.retrieval.filters import Where, matches
 from ragcache_core.retrieval.sources import or_nothing
+from ragcache_core.retrieval.storage.framework_documents import put_nonblank
 from ragcache_core.types import Document, RetrievalUpdate
 from ragcache_integrations.llamaindex.filters import where_of
 from ragcache_integrations.llamaindex.nodes import document_from_node, node_from_document, source_of
@@ -96,19 +97,20 @@ class StagedFAISSVectorStore(BasePydanticVectorStore):
     def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
         """Store nodes and return their ids; a node whose id is there already is replaced.
 
-        Nodes without embeddings are embedded by the store, if it was made with an embedder.
+        Nodes without embeddings are embedded by the store, if it was made with an embedder. Nodes without text are not
+        stored, which a warning says; their ids are returned in their places.
 
         Raises:
-            ValueError: some nodes have embeddings and some have none. DocumentError: a node has no text.
+            ValueError: some nodes have embeddings and some have none. DocumentError: metadata that is not JSON.
             EmbedderMismatchError: embeddings of another dimension. StoreError: they could not be saved.
         """
-        newest = {node.node_id: node for node in nodes}
-        if not newest:
-            return []
-        documents = [document_from_node(node) for node in newest.values()]
-        are_embedded = any(node.embedding is not None for node in newest.values())
-        embeddings: Any = [node.get_embedding() for node in newest.values()] if are_embedded else None
-        self._store.put(documents, embeddings=embeddings)
+        documents = [document_from_node(node) for node in nodes]
+        with_text = [node for node, document in zip(nodes, documents, strict=True) if document.text.strip()]
+        num_embedded = sum(node.embedding is not None for node in with_text)
+        if num_embedded not in (0, len(with_text)):
+            raise ValueError(f"{num_embedded} of {len(with_text)} nodes have embeddings: embed all nodes, or none")
+        embeddings = [node.embedding for node in nodes] if num_embedded else None
+        put_nonblank(self._store, documents, embeddings=embeddings)
         return [node.node_id for node in nodes]
 
     async def async_add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ragcache_core.cli.command import Command, print_json
+from ragcache_core.cli.command import EXIT_ERROR, Command, print_json
 from ragcache_core.cli.commands.forget import check_complete, forget_option, forgetting, lines_of
 from ragcache_core.cli.cures import as_typed, options_as_typed
 from ragcache_core.cli.options import (
@@ -106,7 +106,7 @@ def _count(number: int, noun: str) -> str:
     show_default=True,
     help="Give a file up after that much processor time.",
 )
-@click.option("--skip-bad", is_flag=True, help="Report bad documents and leave them out, instead of stopping.")
+@click.option("--skip-errors", is_flag=True, help="End with exit code 0 although documents could not be read.")
 @click.option("--update", is_flag=True, help="Replace stored documents whose files have changed.")
 @click.option("--prune", is_flag=True, help="Remove stored documents of files of DIR that are not there any more.")
 @forget_option
@@ -127,7 +127,7 @@ def index(
     embedder: EmbedderName | None,
     max_file_bytes: int,
     max_file_s: float,
-    skip_bad: bool,
+    skip_errors: bool,
     update: bool,
     prune: bool,
     forget_urls: tuple[str, ...],
@@ -143,8 +143,9 @@ def index(
     tables (.csv, .tsv: a document per row) and source code are read, in UTF-8; with the extra "loaders" PDF, Word
     (.docx) and reStructuredText (.rst) as well. Links that lead out of DIR are not followed. Long texts are split at
     their own seams, by characters or by tokens of a model; a store remembers how. Reading a directory again adds what
-    is new and skips what is unchanged. Everything is read before anything is stored: a bad document, or Ctrl-C, leaves
-    the store as it was.
+    is new and skips what is unchanged. Everything is read before anything is stored: Ctrl-C leaves the store as it was.
+    A document that cannot be read is reported and left out, and its stored version stays; the exit code is 1 then, and
+    0 with --skip-errors.
     """
     from ragcache_core.ingest import (
         FileLimits,
@@ -160,7 +161,7 @@ def index(
     with options_as_typed(click.get_current_context().command):
         limits = FileLimits(max_file_bytes, max_file_s)
     files = find_files(paths)
-    readings, num_bad = _read(files, splitting, limits, skip_bad)
+    readings, num_bad = _read(files, splitting, limits)
     wanted = {"index": index, "metric": metric, "encoding": encoding}
     options: dict[str, str] = {name: value for name, value in wanted.items() if value is not None}
     with (
@@ -208,6 +209,12 @@ def index(
         click.echo("\n".join([str(summary), *(f"{url}: {lines_of(each)[0]}" for url, each in receipts.items())]))
         click.echo("\n".join(warmed[1]) if warmed is not None else "", nl=warmed is not None)
     check_complete(receipts)
+    if num_bad and not skip_errors:
+        what = f"{_count(num_bad, 'document')} could not be read and {'is' if num_bad == 1 else 'are'} not stored"
+        click.echo(
+            f"ragcache: error: {what}: correct what is reported above, or accept it with --skip-errors", err=True
+        )
+        click.get_current_context().exit(EXIT_ERROR)
 
 
 def _gone(origins: Mapping[DocId, Origin], paths: Iterable[Path]) -> list[DocId]:
@@ -216,7 +223,7 @@ def _gone(origins: Mapping[DocId, Origin], paths: Iterable[Path]) -> list[DocId]
     return [doc_id for doc_id, origin in origins.items() if origin.folder in folders and origin.is_gone()]
 
 
-def _read(files: FoundFiles, splitting: Splitting, limits: FileLimits, skip_bad: bool) -> tuple[list[FileReading], int]:
+def _read(files: FoundFiles, splitting: Splitting, limits: FileLimits) -> tuple[list[FileReading], int]:
     """Return what all files hold, and how many bad ones were left out."""
     from ragcache_core.ingest import read_files
 
@@ -224,8 +231,6 @@ def _read(files: FoundFiles, splitting: Splitting, limits: FileLimits, skip_bad:
 
     def report(error: DocumentError) -> None:
         nonlocal num_bad
-        if not skip_bad:
-            raise type(error)(f"{error}, or leave bad documents out (--skip-bad)") from error
         num_bad += 1
         click.echo(f"ragcache: left out: {as_typed(str(error))}", err=True)
 

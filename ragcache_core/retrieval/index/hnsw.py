@@ -117,8 +117,8 @@ class HNSWIndex:
         params = faiss.SearchParametersHNSW(efSearch=ef)
         if rows is not None:
             params.sel = rows.selector
-        scores, rows = self._graph.search(query[None], k, params=params)
-        return scores[0], rows[0]
+        scores, found = self._graph.search(query[None], k, params=params)
+        return scores[0], found[0]
 
     def _mapped(self, scores: Vectors, rows: Ids) -> Neighbors:
         found = rows >= 0

@@ -72,8 +72,6 @@ def check_documents(documents: Sequence[Document]) -> list[str]:
     seen: set[DocId] = set()
     metadata = []
     for document in documents:
-        if not isinstance(document, Document):
-            raise DocumentError(f"{type(document).__name__} is not a Document: make one with Document(doc_id, text)")
         _check_text("id", document.doc_id, document.doc_id)
         _check_text("text", document.text, document.doc_id)
         if document.doc_id in seen:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,6 @@ from ragcache_core.errors import (
     DocumentError,
     DuplicateDocumentError,
     EmbedderMismatchError,
-    EmptyDocumentError,
     EmptyStoreError,
     EngineAuthError,
     EngineStartError,
@@ -28,7 +28,6 @@ from ragcache_core.errors import (
     StoreNotFoundError,
     StoreVersionError,
     TooFewDocumentsError,
-    UndecodableDocumentError,
 )
 from ragcache_core.retrieval import DocumentStore, TfidfSvdEmbedder
 from ragcache_core.retrieval.storage import manifest as manifest_file
@@ -204,11 +203,6 @@ CASES: list[tuple[Case, type[RAGCacheError], str]] = [
     (question_longer_than_the_window, PromptTooLongError, r"prompt has \d+ tokens .* window holds 2048: .*shorten"),
     (documents_that_do_not_fit, PromptTooLongError, r"prompt has \d+ tokens .* window holds 2048: retrieve fewer"),
     (answer_that_does_not_fit, PromptTooLongError, "asks for 2048 more, .* window holds 2048"),
-    (empty_document, EmptyDocumentError, "'bad.txt' holds 2 characters, none of them text: .*--skip-bad"),
-    (binary_document, UndecodableDocumentError, "'bad.md' is binary .*offset 7.*--skip-bad"),
-    (document_that_is_not_utf8, UndecodableDocumentError, "'bad.html' is not UTF-8 .byte 0xe4 at offset 4.*UTF-8"),
-    (broken_line_of_json, DocumentError, "line 2 of 'bad.jsonl' is not JSON .*write"),
-    (ids_twice_in_the_files, DuplicateDocumentError, "'a' is in .*bad.jsonl:1 and again in .*bad.jsonl:2: give"),
     (id_in_the_store_already, DuplicateDocumentError, "'doc-3' is in .* with --update"),
     (nothing_to_read, DocumentError, "nothing is at .*nowhere"),
     (truncated("index-*.faiss"), StoreCorruptError, r"has \d+ bytes, the manifest records \d+: .*--rebuild-index"),
@@ -228,6 +222,15 @@ CASES: list[tuple[Case, type[RAGCacheError], str]] = [
 ]  # fmt: skip
 
 
+UNREADABLE: list[tuple[Case, str]] = [
+    (empty_document, "'bad.txt' holds 2 characters, none of them text: "),
+    (binary_document, "'bad.md' is binary .*offset 7"),
+    (document_that_is_not_utf8, "'bad.html' is not UTF-8 .byte 0xe4 at offset 4.*UTF-8"),
+    (broken_line_of_json, "line 2 of 'bad.jsonl' is not JSON .*write"),
+    (ids_twice_in_the_files, "'a' is in .*bad.jsonl:1 and again in .*bad.jsonl:2: give"),
+]
+
+
 def name_of(case: Case) -> str:
     """Return what is wrong: ``no_model_to_serve``, ``truncated-index``."""
     made_by, *_ = case.__qualname__.split(".")
@@ -242,6 +245,18 @@ def test_one_clear_error_and_nothing_is_lost(
     before = scene.fingerprint()
     check_error(invoke(arguments), error, message)
     assert scene.fingerprint() == before
+
+
+@pytest.mark.parametrize(("case", "message"), UNREADABLE, ids=[name_of(case) for case, _ in UNREADABLE])
+def test_a_document_that_cannot_be_read_is_named_and_the_others_are_stored(
+    scene: Scene, case: Case, message: str
+) -> None:
+    done = invoke(case(scene))
+    assert done.status == 1
+    assert re.search(f"left out: .*{message}", done.err)
+    assert "error: 1 document could not be read" in done.err
+    with DocumentStore.open(scene.store, read_only=True) as store:
+        assert "new.txt" in store
 
 
 def test_a_port_that_is_taken(scene: Scene) -> None:

@@ -134,7 +134,7 @@ def test_update_removes_the_rows_and_lines_that_were_taken_out_of_a_file(notes: 
 def test_the_documents_of_a_file_that_is_damaged_now_stay(notes: Path) -> None:
     index(notes)
     (notes / "mel.txt").write_bytes(b"\xff")
-    said = index(notes, "--update", "--skip-bad").stdout
+    said = index(notes, "--update", "--skip-errors").stdout
     assert "1 bad left out, 1 former document of bad files kept, " in said
     assert "mel.txt" in stored(notes)
 
@@ -143,7 +143,7 @@ def test_a_number_that_json_has_not_is_told_with_its_line_and_left_out(notes: Pa
     line = '{{"id": "{0}", "text": "{0}", "metadata": {{"a": {1}}}}}\n'
     (notes / "faq.jsonl").write_text(line.format("faq-1", "NaN") + line.format("faq-2", 1))
     assert "line 1 of 'faq.jsonl' has a number in 'metadata' that is not finite" in index(notes).stderr
-    assert "1 bad left out" in index(notes, "--skip-bad").stdout
+    assert "1 bad left out" in index(notes, "--skip-errors").stdout
     assert "faq-2" in stored(notes)
 
 
@@ -179,31 +179,32 @@ def test_a_file_of_the_same_name_elsewhere_does_not_replace_the_first(notes: Pat
     assert stored(notes)["zor.md"] == "Another Zor."
 
 
-def test_a_bad_document_stops_everything_before_anything_is_stored(notes: Path) -> None:
-    (notes / "empty.txt").write_text("")
-    result = index(notes)
-    assert result.exit_code == 1
-    assert "'empty.txt' holds 0 characters" in result.stderr
-    assert not store_of(notes).exists()
-
-
-def test_bad_documents_can_be_left_out_and_are_reported(notes: Path) -> None:
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("is_accepted", [False, True])
+def test_bad_documents_are_left_out_and_reported_with_exit_code_1_unless_accepted(
+    notes: Path, is_accepted: bool, as_json: bool
+) -> None:
     (notes / "empty.txt").write_text("")
     (notes / "latin.txt").write_bytes(b"f\xfcnf")
-    result = index(notes, "--skip-bad")
-    assert result.exit_code == 0
-    assert "2 bad left out" in result.stdout
-    assert [line[:40] for line in result.stderr.splitlines()] == [
+    result = index(notes, *["--skip-errors"] * is_accepted, *["--json"] * as_json)
+    assert result.exit_code == (0 if is_accepted else 1)
+    if as_json:
+        assert json.loads(result.stdout)["num_bad"] == 2
+    else:
+        assert "4 documents added, 2 bad left out" in result.stdout
+    reported = [
         "ragcache: left out: file 'empty.txt' hol",
         "ragcache: left out: file 'latin.txt' is ",
+        "ragcache: error: 2 documents could not b",
     ]
+    assert [line[:40] for line in result.stderr.splitlines()] == reported[: 2 if is_accepted else 3]
     assert len(stored(notes)) == 4
 
 
 def test_the_longest_file_is_an_option(notes: Path) -> None:
     result = index(notes, "--max-file-bytes", "50")
     assert result.exit_code == 1
-    assert "'faq.jsonl' has 61 bytes, the limit is 50: raise --max-file-bytes, or" in result.stderr
+    assert "'faq.jsonl' has 61 bytes, the limit is 50: raise --max-file-bytes\n" in result.stderr
     assert index(notes, "--max-file-bytes", "1KiB").exit_code == 0
     assert "'much' is no size" in index(notes, "--max-file-bytes", "much").stderr
 
@@ -211,7 +212,7 @@ def test_the_longest_file_is_an_option(notes: Path) -> None:
 def test_nothing_but_bad_documents_is_an_error(notes: Path) -> None:
     for path in notes.iterdir():
         path.write_text("")
-    result = index(notes, "--skip-bad")
+    result = index(notes, "--skip-errors")
     assert result.exit_code == 1
     assert "none of 4 files holds a document" in result.stderr
     assert not store_of(notes).exists()
@@ -305,10 +306,9 @@ def test_progress_moves_while_the_embedder_learns_and_every_few_documents(
 
 def test_what_is_left_out_is_not_told_to_be_left_out_again(notes: Path) -> None:
     (notes / "bad.txt").write_bytes(b"\xff")
-    assert "save it as text in UTF-8, or leave bad documents out (--skip-bad)\n" in index(notes).stderr
-    result = index(notes, "--skip-bad")
+    result = index(notes, "--skip-errors")
     assert "left out: file 'bad.txt' is not UTF-8 (byte 0xff at offset 0): save it as text in UTF-8\n" in result.stderr
-    long = index(notes, "--skip-bad", "--max-file-bytes", "60")
+    long = index(notes, "--skip-errors", "--max-file-bytes", "60")
     assert "the limit is 60: raise --max-file-bytes\n" in long.stderr
 
 

@@ -1,13 +1,17 @@
-from pathlib import Path
+import math
+from datetime import UTC, datetime
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 import pytest
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
+from langchain_core.indexing import InMemoryRecordManager, index
 from langchain_core.vectorstores import VectorStore
 from langchain_tests.integration_tests import VectorStoreIntegrationTests
 
 from ragcache_core.errors import ConfigError, RAGCacheError
+from ragcache_core.retrieval import PrecomputedEmbedder
 from ragcache_integrations.langchain import RAGCacheRetriever, StagedFAISS, TfidfSvdEmbeddings
 
 TEXTS = ["The sun is a star.", "The moon is a moon.", "Mars is a red planet.", "A star shines in the night."]
@@ -127,7 +131,7 @@ def test_mismatched_metadata_and_ids_are_refused(store: StagedFAISS) -> None:
 
 def test_what_the_core_refuses_is_refused(store: StagedFAISS) -> None:
     with pytest.raises(RAGCacheError):
-        store.add_texts([" "])
+        store.add_texts(["text"], metadatas=[{"key": object()}])
     with pytest.raises(RAGCacheError):
         store.similarity_search_by_vector([float("nan")] * 128)
     with pytest.raises(ConfigError):
@@ -179,3 +183,51 @@ async def test_a_filtered_search_has_stages_too(store: StagedFAISS) -> None:
     found = [d.doc_id for d in updates[-1].documents]
     assert found == [d.id for d in store.similarity_search("Which star?", 2, filter={"n": {"$gt": 0}})]
     assert all(d.metadata["n"] for u in updates for d in u.documents)
+
+
+def test_texts_without_content_are_left_out_with_one_warning(
+    store: StagedFAISS, caplog: pytest.LogCaptureFixture
+) -> None:
+    documents = [Document("First page"), Document(""), Document(" \n"), Document("Last\0 page", id="last")]
+    ids = store.add_documents(documents)
+    assert len(ids) == len(documents), "an id in the place of each document"
+    assert [d.page_content for d in store.get_by_ids(ids)] == ["First page", "Last page"]
+    assert [r.getMessage() for r in caplog.records] == ["2 of 4 documents have no text and are not stored"]
+    vectors = np.eye(128)[:3].tolist()
+    plain = StagedFAISS.create(None, PrecomputedEmbedder())
+    plain.add_texts(["one", "", "three"], ids=["1", "2", "3"], embeddings=vectors)
+    assert [d.id for d in plain.similarity_search_by_vector(vectors[2], k=1)] == ["3"], "vectors keep their documents"
+
+
+def test_a_document_that_is_blank_now_takes_its_former_text_out_of_the_store(store: StagedFAISS) -> None:
+    assert store.add_texts(["", "The sun is hot."], ids=["a", "b"]) == ["a", "b"]
+    assert [d.page_content for d in store.get_by_ids(["a", "b"])] == ["The sun is hot."]
+
+
+def test_metadata_that_json_has_no_form_for_is_stored_in_a_plain_form(store: StagedFAISS) -> None:
+    day = datetime(2026, 5, 4, 12, 30, tzinfo=UTC)
+    metadata = {
+        "at": day, "day": day.date(), "score": np.float32(0.5), "count": np.int64(3), "nan": math.nan,
+        "path": PurePosixPath("a/b"), "tags": {"b", "a"}, "nested": {"times": [day.time()]}, 7: "seven",
+    }  # fmt: skip
+    store.add_documents([Document("text", id="x", metadata=metadata)])
+    assert store.get_by_ids(["x"])[0].metadata == {
+        "at": "2026-05-04T12:30:00+00:00", "day": "2026-05-04", "score": 0.5, "count": 3, "nan": None,
+        "path": "a/b", "tags": ["a", "b"], "nested": {"times": ["12:30:00"]}, "7": "seven",
+    }  # fmt: skip
+
+
+def test_langchains_index_keeps_its_record_of_blank_and_changed_documents(tmp_path: Path) -> None:
+    store = StagedFAISS.create(tmp_path / "store", DeterministicFakeEmbedding(size=8))
+    records = InMemoryRecordManager("test")
+    records.create_schema()
+
+    def run(*texts: str) -> dict[str, int]:
+        pages = [Document(text, metadata={"source": f"page-{i}"}) for i, text in enumerate(texts)]
+        return dict(index(pages, records, store, cleanup="full", source_id_key="source", key_encoder="sha256"))
+
+    assert run("Opens at nine.", "", "Closes at five.")["num_added"] == 3
+    assert run("Opens at nine.", "", "Closes at five.")["num_skipped"] == 3
+    assert run("Opens at nine.", "New.", "")["num_deleted"] == 2
+    found = store.similarity_search("Opens", k=9)
+    assert {d.page_content for d in found} == {"Opens at nine.", "New."}

@@ -5,13 +5,19 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections.abc import Iterator, Sequence
+from contextlib import closing
+from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
 import pytest
 from llama_index.core import Document as LlamaDocument
 from llama_index.core import VectorStoreIndex
 from llama_index.core.embeddings import MockEmbedding
+from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
+from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import BaseNode, IndexNode, NodeRelationship, RelatedNodeInfo, TextNode
+from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores.types import (
     FilterCondition,
     FilterOperator,
@@ -25,7 +31,6 @@ from llama_index.core.vector_stores.types import (
 from ragcache_core.errors import (
     ConfigError,
     EmbedderMismatchError,
-    EmptyDocumentError,
     RAGCacheError,
     SearchError,
     StoreCorruptError,
@@ -150,7 +155,6 @@ def test_batch_that_cannot_be_stored_changes_nothing(filled: StagedFAISSVectorSt
     before = without_embedding(filled.get_nodes())
     for nodes, error in (
         ([TextNode(id_="east", text="short", embedding=[1.0, 2.0])], EmbedderMismatchError),
-        ([TextNode(id_="east", text=" ", embedding=[1.0, 2.0, 3.0])], EmptyDocumentError),
         ([TextNode(id_="east", text="none")], ConfigError),
         ([TextNode(id_="east", text="some", embedding=[1.0, 2.0, 3.0]), TextNode(id_="up", text="none")], ValueError),
     ):
@@ -358,3 +362,48 @@ def test_store_cannot_be_pickled(filled: StagedFAISSVectorStore) -> None:
     with pytest.raises(TypeError, match="open"):
         pickle.dumps(filled)
     assert filled.to_dict()["class_name"] == "StagedFAISSVectorStore"
+
+
+def test_a_blank_page_is_left_out_of_an_index_and_keeps_its_id(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes = make_nodes()[:3]
+    nodes[1].text, nodes[2].text = " ", "The\0 wind"
+    with closing(StagedFAISSVectorStore(tmp_path / "store")) as store:
+        assert store.add(nodes) == [node.node_id for node in nodes], "an id in the place of each node"
+        assert [node.get_content() for node in store.get_nodes()] == [nodes[0].get_content(), "The wind"]
+        assert [r.getMessage() for r in caplog.records] == ["1 of 3 documents have no text and are not stored"]
+        nodes[1].embedding = None
+        assert len(store.add(nodes[1:])) == 2, "a blank node needs no embedding"
+
+
+def test_an_upsert_of_a_changed_document_beside_a_blank_one_keeps_both_versions_apart(tmp_path: Path) -> None:
+    def page(number: int, text: str) -> LlamaDocument:
+        return LlamaDocument(text=text, id_=f"page-{number}", metadata={"page": number})
+
+    with closing(StagedFAISSVectorStore(tmp_path / "store")) as store:
+        pipeline = IngestionPipeline(
+            transformations=[SentenceSplitter(), MockEmbedding(embed_dim=8)],
+            docstore=SimpleDocumentStore(),
+            vector_store=store,
+            docstore_strategy=DocstoreStrategy.UPSERTS,
+        )
+        pipeline.run(documents=[page(1, "Opens at nine."), page(3, "Closes at five.")])
+        pipeline.run(documents=[page(1, "Opens at ten."), page(2, ""), page(3, "Closes at five.")])
+        assert sorted(node.get_content() for node in store.get_nodes()) == ["Closes at five.", "Opens at ten."]
+        pipeline.run(documents=[page(1, ""), page(3, "Closes at five.")])
+        assert [node.get_content() for node in store.get_nodes()] == ["Closes at five."]
+
+
+def test_metadata_that_json_has_no_form_for_is_stored_in_a_plain_form(vector_store: StagedFAISSVectorStore) -> None:
+    at, count = datetime(2026, 5, 4, tzinfo=UTC), np.int64(3)
+    source = RelatedNodeInfo(node_id="source", metadata={"at": at, "count": count})
+    relationships = {NodeRelationship.SOURCE: source}
+    node = TextNode(text="text", embedding=[1.0], metadata={"at": at, "count": count}, relationships=relationships)
+    vector_store.add([node])
+    plain = {"at": "2026-05-04T00:00:00+00:00", "count": 3}
+    (stored,) = vector_store.get_nodes()
+    assert stored.metadata == plain
+    assert stored.source_node is not None
+    assert stored.source_node.metadata == plain
+    assert node.metadata["at"] is at, "the caller's node stays as it is"
