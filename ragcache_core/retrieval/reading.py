@@ -218,6 +218,11 @@ class StoreReader:
         return self._snapshot.manifest.options.metric
 
     @property
+    def squared_length(self) -> float:
+        """The inner product of a typical stored vector with itself: 1 for unit vectors, and where words count."""
+        return self._snapshot.squared_length
+
+    @property
     def word_weight(self) -> float:
         """The share of the words in how alike a question and a document are; 0 where vectors alone decide."""
         return self._snapshot.manifest.options.word_weight or 0.0

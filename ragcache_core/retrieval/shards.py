@@ -403,6 +403,11 @@ class ShardedStore:
         """How near two vectors are: ``l2`` or ``ip``."""
         return self._stores[0].metric
 
+    @property
+    def squared_length(self) -> float:
+        """The inner product of a typical stored vector with itself: 1 for unit vectors, and where words count."""
+        return next((store.squared_length for store in self._stores if len(store)), 1.0)
+
 
 def _selected(shards: Sequence[_Shard], wanted: Wanted) -> Sequence[Selection | None]:
     """Return the documents of each shard that may be found; ``None`` for all."""

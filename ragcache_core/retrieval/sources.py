@@ -71,7 +71,7 @@ def as_source(obj: object, *, stages: int | Sequence[float] | None = None) -> St
             _check_yields(search)
             return _StoreSource(obj, stages)  # type: ignore[arg-type]
     raise ConfigError(
-        f"{obj!r} is no source of stages: pass a DocumentStore, a ShardedStore, or an object with "
+        f"{obj!r:.80} is no source of stages: pass a DocumentStore, a ShardedStore, or an object with "
         "stages(query, k) that yields RetrievalUpdates"
     )
 

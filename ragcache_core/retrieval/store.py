@@ -110,7 +110,9 @@ class DocumentStore(StoreReader):
         lock = lock_folder(folder)
         try:
             if (folder / MANIFEST_NAME).exists() or any(folder.glob("documents-*.sqlite")):
-                raise StoreExistsError(f"{folder} holds a document store: open it, or choose another folder")
+                raise StoreExistsError(
+                    f"{folder} holds a document store: open it with open_or_create, or choose another folder"
+                )
             writer = Writer(folder)
             writer.begin(Manifest(options, chosen.name, chosen.dimension), chosen)
             return cls(folder, load_snapshot(folder, lambda _: chosen), writer, lock)

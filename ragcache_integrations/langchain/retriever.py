@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import BaseDocumentCompressor
 from langchain_core.documents import Document as LangChainDocument
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnableConfig
-from pydantic import AliasChoices, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from langchain_core.vectorstores import VectorStore
+from pydantic import AliasChoices, ConfigDict, Field, PlainValidator, PrivateAttr, field_validator, model_validator
 
 from ragcache_core.client import EngineClient
 from ragcache_core.client.ordering.document_order import in_order
@@ -46,6 +47,24 @@ _SETTINGS_OF: dict[SearchType, tuple[str, ...]] = {
     "mmr": ("fetch_k", "lambda_mult"),
 }
 """What ``search_kwargs`` may hold beside ``k`` and ``filter``."""
+
+
+def _check_store(store: object) -> object:
+    """Return ``store`` if it can be searched in stages: one error, instead of one for each type of store.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if isinstance(store, VectorStore) and not isinstance(store, StagedFAISS):
+        name = type(store).__name__
+        raise ConfigError(
+            f"{name} is not searched in stages: pass a StagedFAISS or a DocumentStore, or give SpeculativeRAG the "
+            f"retriever of this store, {name}.as_retriever()"
+        )
+    if not isinstance(store, StagedFAISS):
+        as_source(store)
+    return store
+
 
 _Compress = Callable[[Sequence[LangChainDocument]], Awaitable[Any]]
 
@@ -85,7 +104,9 @@ class RAGCacheRetriever(BaseRetriever):
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
-    store: StagedFAISS | AnyStore | StageSource = Field(exclude=True, repr=False)
+    store: Annotated[StagedFAISS | AnyStore | StageSource, PlainValidator(_check_store)] = Field(
+        exclude=True, repr=False
+    )
     """What is searched: a store, shards of one, one that is served elsewhere, or any other source of stages."""
     engine: EngineClient | None = Field(default=None, exclude=True, repr=False)
     prompt: BoundPrompt | None = Field(default=None, exclude=True, repr=False)
@@ -294,7 +315,7 @@ class RAGCacheRetriever(BaseRetriever):
         updates = or_nothing(store.search_staged(query, settings["k"], stages=self.stages, where=where, mmr=mmr))
         if (threshold := settings.get("score_threshold")) is None:
             return updates
-        relevance = relevance_of(store.metric)
+        relevance = relevance_of(store)
         return near_enough(updates, lambda score: relevance(score) >= threshold)
 
     def _prompt(self, query: str) -> BoundPrompt | None:

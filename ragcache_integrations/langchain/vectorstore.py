@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import tempfile
@@ -16,14 +17,14 @@ from uuid import uuid4
 from langchain_core.documents import Document as LangChainDocument
 from langchain_core.embeddings import Embeddings
 from langchain_core.runnables.config import run_in_executor
-from langchain_core.vectorstores import VectorStore
+from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
 
 from ragcache_core.errors import ConfigError, EmptyStoreError
 from ragcache_core.retrieval import MMR, DocumentStore, LangChainEmbedder, RemoteStore
-from ragcache_core.retrieval.base import Metric
 from ragcache_core.retrieval.filters import Where, parse_filter
 from ragcache_core.retrieval.sources import NOTHING_FOUND
 from ragcache_core.retrieval.storage.framework_documents import plain_metadata, plain_text, put_nonblank
+from ragcache_core.retrieval.stores import AnyStore
 from ragcache_core.types import Document, RetrievalUpdate
 from ragcache_integrations.langchain.documents import to_langchain
 from ragcache_integrations.langchain.embeddings import CoreEmbeddings
@@ -79,6 +80,16 @@ class StagedFAISS(VectorStore):
         return cls(DocumentStore.open(path, embedder=embedding, **how))
 
     @classmethod
+    def open_or_create(
+        cls, path: str | os.PathLike[str], embedding: Embeddings | object | None = None, **index: Any
+    ) -> Self:
+        """Open the store in a folder, or make one where there is none: for programs that run again and again.
+
+        ``index`` are settings of :meth:`create`, which a store that exists has to agree with.
+        """
+        return cls(DocumentStore.open_or_create(path, embedder=embedding, **index))
+
+    @classmethod
     def from_texts(
         cls,
         texts: list[str],
@@ -89,7 +100,7 @@ class StagedFAISS(VectorStore):
         path: str | os.PathLike[str] | None = None,
         **index: Any,
     ) -> Self:
-        """Make a store of texts; see :meth:`create`."""
+        """Make a store of texts; see :meth:`create`. To add texts to a store that exists, :meth:`open_or_create` it."""
         made = cls.create(path, embedding, **index)
         try:
             made.add_texts(texts, metadatas, ids=ids)
@@ -106,6 +117,38 @@ class StagedFAISS(VectorStore):
         settings.setdefault("ids", [d.id for d in documents])
         texts, metadatas = [d.page_content for d in documents], [d.metadata for d in documents]
         return cls.from_texts(texts, embedding, metadatas, **settings)
+
+    @classmethod
+    async def afrom_texts(
+        cls,
+        texts: list[str],
+        embedding: Embeddings | None = None,
+        metadatas: list[dict[str, Any]] | None = None,
+        *,
+        ids: list[str] | None = None,
+        **settings: Any,
+    ) -> Self:
+        return await run_in_executor(None, cls.from_texts, texts, embedding, metadatas, ids=ids, **settings)
+
+    @classmethod
+    async def afrom_documents(
+        cls, documents: list[LangChainDocument], embedding: Embeddings | None = None, **settings: Any
+    ) -> Self:
+        return await run_in_executor(None, cls.from_documents, documents, embedding, **settings)
+
+    def as_retriever(self, **kwargs: Any) -> VectorStoreRetriever:
+        """Return LangChain's retriever over this store. See ``RAGCacheRetriever`` for one that works with an engine.
+
+        Raises:
+            ConfigError: an argument that this retriever would ignore, such as ``engine``.
+        """
+        if unknown := kwargs.keys() - VectorStoreRetriever.model_fields.keys():
+            named = ", ".join(f"{name}=..." for name in sorted(unknown))
+            raise ConfigError(
+                f"as_retriever() ignores {', '.join(sorted(unknown))}: pass settings of a search as "
+                f"search_kwargs={{...}}, or use RAGCacheRetriever(store=..., {named})"
+            )
+        return super().as_retriever(**kwargs)
 
     def close(self) -> None:
         """Save the index and let others write; a store without a ``path`` is deleted. May be called twice."""
@@ -170,12 +213,18 @@ class StagedFAISS(VectorStore):
         return await run_in_executor(None, self.add_texts, texts, metadatas, ids=ids, **kwargs)
 
     def delete(self, ids: Sequence[str] | None = None, **kwargs: Any) -> bool:
-        """Remove documents, all of them without ``ids``. Ids that are not stored are passed over."""
+        """Remove documents, all of them without ``ids``. Ids that are not stored are passed over.
+
+        Raises:
+            ConfigError: another argument, such as a filter, which would leave ``ids`` out and remove all documents.
+        """
+        if kwargs:
+            raise ConfigError(f"delete() knows no {', '.join(sorted(kwargs))}: pass the ids of the documents")
         self.store.delete(self.store.ids() if ids is None else ids, missing_ok=True)
         return True
 
     async def adelete(self, ids: Sequence[str] | None = None, **kwargs: Any) -> bool:
-        return await run_in_executor(None, self.delete, ids)
+        return await run_in_executor(None, self.delete, ids, **kwargs)
 
     # Looking up
 
@@ -287,7 +336,7 @@ class StagedFAISS(VectorStore):
         return _documents(await self._asearch(embedding, k, filter, kwargs, MMR(fetch_k, lambda_mult)))
 
     def _select_relevance_score_fn(self) -> Callable[[float], float]:
-        return relevance_of(self.store.metric)
+        return relevance_of(self.store)
 
     def _search(
         self,
@@ -333,11 +382,17 @@ def as_where(accepted: MetadataFilter | None) -> Where | Callable[[Document], bo
     return parse_filter(accepted)
 
 
-def relevance_of(metric: Metric) -> Callable[[float], float]:
-    """Return a map of scores to [0, 1], 1 for the document itself; ``ip`` takes vectors of length 1."""
-    if metric == "ip":
-        return lambda product: min(1.0, max(0.0, (1.0 + product) / 2))
-    return lambda squared_distance: 1.0 / (1.0 + squared_distance)
+def relevance_of(store: AnyStore) -> Callable[[float], float]:
+    """Return a function from scores of a store to [0, 1], which is larger for nearer documents.
+
+    Squared distances and cosines, which are inner products of unit vectors, give 1 for the document itself. Inner
+    products of other vectors have no largest value: a typical document itself has 0.75, and none has 1.
+    """
+    if store.metric == "l2":
+        return lambda squared_distance: 1.0 / (1.0 + squared_distance)
+    if (squared_length := store.squared_length) == 1.0:
+        return lambda cosine: min(1.0, max(0.0, (1.0 + cosine) / 2))
+    return lambda product: 0.5 + math.atan(product / squared_length) / math.pi
 
 
 def _accepts(accepted: Callable[[Mapping[str, Any]], bool], document: Document) -> bool:

@@ -19,11 +19,12 @@ from llama_index.core.vector_stores.types import (
 )
 
 from ragcache_core.client.pipeline.result import similarities
-from ragcache_core.errors import ConfigError, EmptyStoreError, SearchError, StoreNotFoundError
+from ragcache_core.errors import ConfigError, EmptyStoreError, SearchError
 from ragcache_core.retrieval import MMR, DocumentStore, PrecomputedEmbedder, RemoteStore
 from ragcache_core.retrieval.filters import Where, matches
 from ragcache_core.retrieval.sources import or_nothing
 from ragcache_core.retrieval.storage.framework_documents import put_nonblank
+from ragcache_core.retrieval.storage.manifest import MANIFEST_NAME
 from ragcache_core.types import Document, RetrievalUpdate
 from ragcache_integrations.llamaindex.filters import where_of
 from ragcache_integrations.llamaindex.nodes import document_from_node, node_from_document, source_of
@@ -56,7 +57,7 @@ class StagedFAISSVectorStore(BasePydanticVectorStore):
             inner products by default; with ``metric="l2"`` they are ``1 / (1 + squared distance)``.
 
     Raises:
-        StoreError: the folder cannot be used. ConfigError: options for a store that exists.
+        StoreError: the folder cannot be used. ConfigError: options that a store that exists was not made with.
     """
 
     stores_text: bool = True
@@ -208,15 +209,9 @@ class StagedFAISSVectorStore(BasePydanticVectorStore):
 
 
 def _open(path: Path, embedder: object | None, options: dict[str, Any]) -> DocumentStore:
-    try:
-        store = DocumentStore.open(path, embedder=embedder)
-    except StoreNotFoundError:
-        settings = {"embedder": embedder or PrecomputedEmbedder(), "metric": "ip", **options}
-        return DocumentStore.create(path, **settings)
-    if options:
-        store.close()
-        raise ConfigError(f"{path} holds a store already, {', '.join(options)} cannot change it: make a new one")
-    return store
+    if not (path / MANIFEST_NAME).exists():
+        embedder, options = embedder or PrecomputedEmbedder(), {"metric": "ip", **options}
+    return DocumentStore.open_or_create(path, embedder=embedder, **options)
 
 
 def _text(query: VectorStoreQuery) -> str:

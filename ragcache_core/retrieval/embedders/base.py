@@ -90,7 +90,7 @@ def as_embedder(obj: Any) -> Embedder:
     from ragcache_core.retrieval.embedders.adapters import LangChainEmbedder, LlamaIndexEmbedder
 
     if isinstance(obj, type):
-        raise ConfigError(f"embedder is the class {obj.__name__}: pass an instance of it")
+        raise ConfigError(f"{obj.__qualname__} is a class and not an embedding model: pass an instance of it")
     if isinstance(obj, Embedder):
         return obj
     if _has_methods(obj, "get_text_embedding_batch", "get_query_embedding"):
@@ -98,8 +98,8 @@ def as_embedder(obj: Any) -> Embedder:
     if _has_methods(obj, "embed_documents", "embed_query"):
         return LangChainEmbedder(obj)
     raise ConfigError(
-        f"embedder is a {type(obj).__name__}: pass a RAGCache embedder, a LangChain Embeddings (embed_documents, "
-        "embed_query) or a LlamaIndex BaseEmbedding (get_text_embedding_batch, get_query_embedding)"
+        f"{type(obj).__qualname__} is not an embedding model: pass a RAGCache embedder, a LangChain Embeddings "
+        "(embed_documents, embed_query) or a LlamaIndex BaseEmbedding (get_text_embedding_batch, get_query_embedding)"
     )
 
 

@@ -30,12 +30,14 @@ class StoreFacts:
     word_weight: float
     embeds: bool
     """Whether it embeds questions, so that they may be texts."""
+    squared_length: float = 1.0
+    """The inner product of a typical stored vector with itself."""
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> StoreFacts:
         """Return what is to be said of a store in this state."""
         embeds = snapshot.manifest.embedder_name != PrecomputedEmbedder.name
-        return cls(snapshot.stats(), snapshot.manifest.options.word_weight or 0.0, embeds)
+        return cls(snapshot.stats(), snapshot.manifest.options.word_weight or 0.0, embeds, snapshot.squared_length)
 
     @classmethod
     def read(cls, said: Mapping[str, Any]) -> StoreFacts:
@@ -47,11 +49,16 @@ class StoreFacts:
         stats = StoreStats(**{field.name: said["stats"][field.name] for field in fields(StoreStats)})
         if not isinstance(stats.num_documents, int):
             raise TypeError(f"num_documents is {stats.num_documents!r:.40}")
-        return cls(stats, float(said["word_weight"]), bool(said["embeds"]))
+        return cls(
+            stats,
+            float(said["word_weight"]),
+            bool(said["embeds"]),
+            float(said.get("squared_length", 1.0)) or 1.0,
+        )
 
     def said(self) -> dict[str, Any]:
         """Return this as JSON."""
-        return {"stats": asdict(self.stats), "word_weight": self.word_weight, "embeds": self.embeds}
+        return asdict(self)
 
 
 def hello(facts: StoreFacts, limits: Mapping[str, int]) -> dict[str, Any]:

@@ -369,6 +369,11 @@ class RemoteStore:
         return self._facts.stats.metric
 
     @property
+    def squared_length(self) -> float:
+        """The inner product of a typical stored vector with itself: 1 for unit vectors, and where words count."""
+        return self._facts.squared_length
+
+    @property
     def word_weight(self) -> float:
         """The share of the words in how alike a question and a document are; 0 where vectors alone decide."""
         return self._facts.word_weight

@@ -11,6 +11,7 @@ Internal ids ascend over all segments and are never reused::
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sqlite3
@@ -288,6 +289,15 @@ class DocumentTable:
             if self._weights is None:
                 self._weights = WordWeights(self.words())
             return self._weights
+
+    @functools.cached_property
+    def squared_length(self) -> float:
+        """The mean squared length of the first vectors, exactly 1 if all of these are unit vectors."""
+        vectors = [np.frombuffer(row, np.float32) for _, row in self._select("vector", self.live_ids()[:64].tolist())]
+        lengths = np.array([vector.astype(np.float64) @ vector for vector in vectors])
+        if np.allclose(lengths, 1.0, atol=0.01):
+            return 1.0
+        return float(lengths.mean()) or 1.0
 
     def selected(self, where: Where) -> Selection:
         """Return the documents that a filter accepts. Those of the last filters are remembered."""

@@ -68,7 +68,7 @@ def match_embedder(folder: Path, manifest: Manifest, given: Embedder | None) -> 
     if given is None:
         given = _known_embedder(name, manifest.dimension)
     if given is None:
-        raise EmbedderMismatchError(f"{folder} was made with the embedder {name!r}: pass it as embedder=")
+        raise EmbedderMismatchError(f"{folder} was made with the embedding model {name!r}: pass it to open the store")
     if given.name != name:
         raise EmbedderMismatchError(
             f"{folder} was made with the embedder {name!r}, not {given.name!r}: pass that one, or make a new store"
@@ -90,7 +90,7 @@ def match_embedder(folder: Path, manifest: Manifest, given: Embedder | None) -> 
         raise StoreCorruptError(f"{path} cannot be read ({error}): restore the store from a backup") from error
     if given.is_fitted and not is_same_state(given, saved):
         raise EmbedderMismatchError(
-            f"the embedder was fitted on other documents than {folder}: leave embedder= out, the store holds its own"
+            f"the embedder was fitted on other documents than {folder}: leave it out, the store holds its own"
         )
     return saved
 

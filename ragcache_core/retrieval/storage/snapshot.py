@@ -65,6 +65,11 @@ class Snapshot:
             num_bytes=sum(entry.num_bytes for entry in manifest.files()),
         )
 
+    @property
+    def squared_length(self) -> float:
+        """The inner product of a typical stored vector with itself; 1 where words count, whose scores are cosines."""
+        return 1.0 if self.manifest.options.word_weight else self.documents.squared_length
+
     def index_for(self, k: object) -> StagedIndex:
         """Return the index, if ``k`` is a number of documents and there is a document.
 

@@ -221,7 +221,7 @@ def test_a_question_that_cannot_be_embedded_is_a_miss(caplog: pytest.LogCaptureF
         ({"threshold": float("nan")}, "threshold is nan"),
         ({"max_answers": 0}, "max_answers is 0"),
         ({"embedder": PrecomputedEmbedder()}, "embeds no question"),
-        ({"embedder": "minilm"}, "embedder is a str"),
+        ({"embedder": "minilm"}, "str is not an embedding model"),
     ],
 )
 def test_what_cannot_work_is_refused(settings: dict[str, Any], said: str) -> None:

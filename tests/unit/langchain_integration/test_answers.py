@@ -239,7 +239,7 @@ def test_an_llm_of_another_make_and_many_threads_may_share_one(
 
 
 def test_an_embedding_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match="embedder is a int"):
+    with pytest.raises(ConfigError, match="int is not an embedding model"):
         SemanticAnswerCache(3)  # type: ignore[arg-type]
 
 

@@ -8,10 +8,13 @@ from uuid import UUID
 import pytest
 from langchain_core.callbacks import BaseCallbackHandler, Callbacks
 from langchain_core.documents import BaseDocumentCompressor, Document
+from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import ConfigurableField
 from langchain_core.tools import create_retriever_tool
+from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_tests.integration_tests import RetrieversIntegrationTests
+from pydantic import ValidationError
 
 from ragcache_core.client import Engine
 from ragcache_core.errors import ConfigError
@@ -244,3 +247,12 @@ def test_threads_share_a_retriever(store: StagedFAISS) -> None:
     for thread in threads:
         thread.join()
     assert found == [retriever.invoke("Who is Mel?")] * 8
+
+
+@pytest.mark.parametrize("other", [InMemoryVectorStore(DeterministicFakeEmbedding(size=8)), "docs.store", 7])
+def test_a_store_of_another_kind_is_one_error(other: object) -> None:
+    with pytest.raises(ValidationError, match=r"not searched in stages|no source of stages") as raised:
+        RAGCacheRetriever(store=other)
+    assert raised.value.error_count() == 1
+    if not isinstance(other, str | int):
+        assert "InMemoryVectorStore.as_retriever()" in str(raised.value)

@@ -1,4 +1,7 @@
+import inspect
 import math
+from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 
@@ -10,8 +13,8 @@ from langchain_core.indexing import InMemoryRecordManager, index
 from langchain_core.vectorstores import VectorStore
 from langchain_tests.integration_tests import VectorStoreIntegrationTests
 
-from ragcache_core.errors import ConfigError, RAGCacheError
-from ragcache_core.retrieval import PrecomputedEmbedder
+from ragcache_core.errors import ConfigError, RAGCacheError, StoreExistsError
+from ragcache_core.retrieval import PrecomputedEmbedder, RemoteStore, StoreService
 from ragcache_integrations.langchain import RAGCacheRetriever, StagedFAISS, TfidfSvdEmbeddings
 
 TEXTS = ["The sun is a star.", "The moon is a moon.", "Mars is a red planet.", "A star shines in the night."]
@@ -231,3 +234,121 @@ def test_langchains_index_keeps_its_record_of_blank_and_changed_documents(tmp_pa
     assert run("Opens at nine.", "New.", "")["num_deleted"] == 2
     found = store.similarity_search("Opens", k=9)
     assert {d.page_content for d in found} == {"Opens at nine.", "New."}
+
+
+class LongVectors(DeterministicFakeEmbedding):
+    """Vectors whose lengths are about 40."""
+
+    def embed_query(self, text: str) -> list[float]:
+        return [10 * x for x in super().embed_query(text)]
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        return [self.embed_query(text) for text in texts]
+
+
+def unit_vectors(texts: list[str]) -> list[list[float]]:
+    vectors = np.array(DeterministicFakeEmbedding(size=16).embed_documents(texts))
+    return (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).tolist()
+
+
+@pytest.mark.parametrize("is_served", [False, True])
+def test_relevance_of_inner_products_of_long_vectors_differs(tmp_path: Path, is_served: bool) -> None:
+    embedding = LongVectors(size=16)
+    with ExitStack() as stack:
+        made = stack.enter_context(StagedFAISS.from_texts(TEXTS, embedding, path=tmp_path / "s", metric="ip"))
+        store = made
+        if is_served:
+            pytest.importorskip("uvicorn")
+            service = stack.enter_context(StoreService(made.store))
+            store = StagedFAISS(stack.enter_context(RemoteStore(service.url)))
+        found = store.similarity_search_with_relevance_scores(TEXTS[0], 4)
+        relevances = [relevance for _, relevance in found]
+        assert len(set(relevances)) == 4
+        assert relevances == sorted(relevances, reverse=True)
+        assert all(0 < relevance < 1 for relevance in relevances)
+        assert [d.page_content for d, _ in found[:1]] == TEXTS[:1]
+        assert relevances[0] > 0.65 > 0.6 > relevances[-1], "a text is near itself"
+        retriever = RAGCacheRetriever(
+            store=store, search_type="similarity_score_threshold", search_kwargs={"score_threshold": relevances[1]}
+        )
+        assert [d.page_content for d in retriever.invoke(TEXTS[0])] == [d.page_content for d, _ in found[:2]]
+
+
+def test_relevance_of_unit_vectors_is_one_for_the_document_itself(tmp_path: Path) -> None:
+    class UnitVectors(LongVectors):
+        def embed_query(self, text: str) -> list[float]:
+            return unit_vectors([text])[0]
+
+    for metric in ("l2", "ip"):
+        store = StagedFAISS.from_texts(TEXTS, UnitVectors(size=16), metric=metric)
+        (found, relevance), *others = store.similarity_search_with_relevance_scores(TEXTS[0], 4)
+        assert found.page_content == TEXTS[0]
+        assert relevance == pytest.approx(1.0, abs=1e-6)
+        assert all(other < 0.95 for _, other in others)
+
+
+async def test_a_store_is_made_alike_by_methods_that_are_awaited(tmp_path: Path) -> None:
+    documents = [Document(text, id=doc_id) for text, doc_id in zip(TEXTS, "abcd", strict=True)]
+    expected = StagedFAISS.from_documents(documents).similarity_search("Which star?", 4)
+    for made in (
+        await StagedFAISS.afrom_texts(TEXTS, ids=list("abcd")),
+        await StagedFAISS.afrom_documents(documents),
+        await StagedFAISS.afrom_documents(documents, path=tmp_path / "store"),
+    ):
+        assert made.similarity_search("Which star?", 4) == expected
+
+
+def test_no_method_that_is_awaited_needs_more_arguments_than_its_counterpart() -> None:
+    def needed(method: Callable[..., object]) -> set[str]:
+        return {
+            name
+            for name, parameter in inspect.signature(method).parameters.items()
+            if parameter.default is parameter.empty and parameter.kind.name not in ("VAR_KEYWORD", "VAR_POSITIONAL")
+        }
+
+    awaited = [name for name in dir(StagedFAISS) if name.startswith("a") and hasattr(StagedFAISS, name[1:])]
+    assert len(awaited) > 10
+    for name in awaited:
+        assert needed(getattr(StagedFAISS, name)) == needed(getattr(StagedFAISS, name[1:])), name
+
+
+def test_a_store_is_opened_or_made(tmp_path: Path) -> None:
+    path, embedding = tmp_path / "store", DeterministicFakeEmbedding(size=8)
+    for run, text in enumerate(TEXTS):
+        with StagedFAISS.open_or_create(path, embedding, metric="ip") as store:
+            store.add_texts([text])
+            assert len(store.similarity_search("star", k=9)) == run + 1
+    with pytest.raises(ConfigError, match="metric 'ip', not 'l2'"):
+        StagedFAISS.open_or_create(path, embedding, metric="l2")
+    with pytest.raises(StoreExistsError, match="open_or_create"):
+        StagedFAISS.from_texts(TEXTS, embedding, path=path)
+
+
+def test_an_embedding_that_is_missing_or_wrong_is_named_as_langchain_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    StagedFAISS.from_texts(TEXTS, DeterministicFakeEmbedding(size=8), path=path).close()
+    fitted = TfidfSvdEmbeddings(TEXTS)
+    for open_it in (
+        lambda: StagedFAISS.open(path),
+        lambda: StagedFAISS.open(path, "model"),
+        lambda: StagedFAISS.open(path, DeterministicFakeEmbedding),
+        lambda: StagedFAISS.open(path, fitted),
+        lambda: StagedFAISS.open_or_create(path),
+        lambda: StagedFAISS.create(tmp_path / "other", "model"),
+    ):
+        with pytest.raises(RAGCacheError) as raised:
+            open_it()
+        assert "embedder=" not in str(raised.value)
+        assert not str(raised.value).startswith("embedder")
+
+
+@pytest.mark.parametrize("argument", ["engine", "k", "filter"])
+def test_an_argument_that_langchains_retriever_would_ignore_is_refused(store: StagedFAISS, argument: str) -> None:
+    with pytest.raises(ConfigError, match=rf"ignores {argument}: .*RAGCacheRetriever\(store=..., {argument}=...\)"):
+        store.as_retriever(**{argument: 3})
+
+
+def test_an_argument_that_would_remove_all_documents_is_refused(store: StagedFAISS) -> None:
+    with pytest.raises(ConfigError, match="delete.. knows no filter"):
+        store.delete(filter={"n": 1})
+    assert len(store.similarity_search("star", 9)) == 4

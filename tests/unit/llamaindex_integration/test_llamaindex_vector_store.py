@@ -407,3 +407,19 @@ def test_metadata_that_json_has_no_form_for_is_stored_in_a_plain_form(vector_sto
     assert stored.source_node is not None
     assert stored.source_node.metadata == plain
     assert node.metadata["at"] is at, "the caller's node stays as it is"
+
+
+def test_a_folder_is_opened_again_with_the_same_options_and_not_with_others(tmp_path: Path) -> None:
+    for _ in range(2):
+        with closing(StagedFAISSVectorStore(tmp_path / "store", metric="l2")) as store:
+            store.add(make_nodes())
+    with closing(StagedFAISSVectorStore(tmp_path / "store")) as store:
+        assert len(store.get_nodes()) == 4
+    with pytest.raises(ConfigError, match="metric 'l2', not 'ip'"):
+        StagedFAISSVectorStore(tmp_path / "store", metric="ip")
+
+
+async def test_queries_for_more_nodes_than_there_are_return_all(filled: StagedFAISSVectorStore) -> None:
+    assert len((await both_ways(filled, query_of(99))).ids or ()) == 4
+    filled.clear()
+    assert (await both_ways(filled, query_of(99))).ids == []

@@ -145,8 +145,8 @@ BAD_OPTIONS: dict[str, dict[str, Any]] = {
     "hnsw_m is 1": {"hnsw_m": 1},
     "ef_search is 0": {"ef_search": 0},
     "ef_construction is 1.5": {"ef_construction": 1.5},
-    "embedder is a str": {"embedder": "minilm"},
-    "embedder is the class": {"embedder": TfidfSvdEmbedder},
+    "str is not an embedding model": {"embedder": "minilm"},
+    "TfidfSvdEmbedder is a class": {"embedder": TfidfSvdEmbedder},
 }
 
 
@@ -266,7 +266,7 @@ def test_a_missing_extra_names_the_command_that_installs_it(monkeypatch: pytest.
 
 
 def test_an_object_that_cannot_embed_is_refused() -> None:
-    with pytest.raises(errors.ConfigError, match="embedder is a object"):
+    with pytest.raises(errors.ConfigError, match="object is not an embedding model"):
         as_embedder(object())
 
 
