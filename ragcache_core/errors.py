@@ -33,7 +33,7 @@
     │   ├── DuplicateDocumentError
     │   └── UnknownDocumentError (KeyError)
     ├── SearchError (ValueError)             a query that cannot be answered
-    │   ├── TooFewDocumentsError             k is larger than the store
+    │   ├── TooFewDocumentsError             check_k() with a k that is larger than the store
     │   └── SearchTimeoutError (TimeoutError)  the documents were not final in time
     ├── TraceError (ValueError)              a trace of requests that cannot be read, or a log that holds none
     └── CacheTierError                       the cache of KV chunks on disk

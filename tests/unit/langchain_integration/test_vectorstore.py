@@ -14,7 +14,7 @@ from langchain_core.vectorstores import VectorStore
 from langchain_tests.integration_tests import VectorStoreIntegrationTests
 
 from ragcache_core.errors import ConfigError, RAGCacheError, StoreExistsError
-from ragcache_core.retrieval import PrecomputedEmbedder, RemoteStore, StoreService
+from ragcache_core.retrieval import DocumentStore, PrecomputedEmbedder, RemoteStore, StoreService
 from ragcache_integrations.langchain import RAGCacheRetriever, StagedFAISS, TfidfSvdEmbeddings
 
 TEXTS = ["The sun is a star.", "The moon is a moon.", "Mars is a red planet.", "A star shines in the night."]
@@ -352,3 +352,20 @@ def test_an_argument_that_would_remove_all_documents_is_refused(store: StagedFAI
     with pytest.raises(ConfigError, match="delete.. knows no filter"):
         store.delete(filter={"n": 1})
     assert len(store.similarity_search("star", 9)) == 4
+
+
+async def test_documents_that_are_deleted_before_a_search_begins_are_not_missed(
+    store: StagedFAISS, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The length and the membership that a caller reads are of an older state than the one that is searched."""
+    monkeypatch.setattr(DocumentStore, "__len__", lambda _: 100)
+    monkeypatch.setattr(DocumentStore, "__contains__", lambda _, __: True)
+    retriever = RAGCacheRetriever(store=store, k=6)
+    for num_documents in (4, 1, 0):
+        assert len(store.similarity_search("star", 6)) == num_documents
+        assert len(await store.amax_marginal_relevance_search("star", 6)) == num_documents
+        assert len(retriever.invoke("star")) == len(await retriever.ainvoke("star")) == num_documents
+        assert len(store.get_by_ids(list("abcd"))) == num_documents
+        updates = [update async for update in store.asimilarity_search_staged("star", 6)]
+        assert sum(len(update.documents) for update in updates[-1:]) == num_documents
+        store.delete(["b", "c", "d"] if num_documents == 4 else ["a", "b"])

@@ -38,7 +38,7 @@ from ragcache_core.errors import (
 )
 from ragcache_core.retrieval import DocumentStore
 from ragcache_core.types import Document
-from ragcache_integrations.llamaindex import StagedFAISSVectorStore
+from ragcache_integrations.llamaindex import RAGCacheRetriever, StagedFAISSVectorStore
 
 NAMES = ("east", "north", "up", "north-east")
 VECTORS = ([1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [0.6, 0.8, 0.0])
@@ -423,3 +423,17 @@ async def test_queries_for_more_nodes_than_there_are_return_all(filled: StagedFA
     assert len((await both_ways(filled, query_of(99))).ids or ()) == 4
     filled.clear()
     assert (await both_ways(filled, query_of(99))).ids == []
+
+
+async def test_nodes_that_are_deleted_before_a_query_begins_are_not_missed(
+    filled: StagedFAISSVectorStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The length and the membership that a caller reads are of an older state than the one that is searched."""
+    monkeypatch.setattr(DocumentStore, "__len__", lambda _: 100)
+    monkeypatch.setattr(DocumentStore, "__contains__", lambda _, __: True)
+    retriever = RAGCacheRetriever(filled, similarity_top_k=6, embed_model=MockEmbedding(embed_dim=3))
+    for num_nodes in (4, 2, 0):
+        assert len((await both_ways(filled, query_of(6))).ids or ()) == num_nodes
+        assert len(retriever.retrieve("wind")) == len(await retriever.aretrieve("wind")) == num_nodes
+        assert len(filled.get_nodes(list(NAMES))) == num_nodes
+        filled.delete_nodes(["up", "north"] if num_nodes == 4 else list(NAMES))
