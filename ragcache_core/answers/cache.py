@@ -20,6 +20,7 @@ from ragcache_core.answers.words import WordEmbedder
 from ragcache_core.errors import ConfigError
 from ragcache_core.retrieval.base import Vectors
 from ragcache_core.retrieval.embedders.base import Embedder, as_embedder, check_query
+from ragcache_core.runtime.handle import Handle
 from ragcache_core.types import DocId, Document
 
 _PROBE = "Who asked this question, and when?"
@@ -53,7 +54,7 @@ class _Kept:
     vector: Vectors | None = field(repr=False)
 
 
-class AnswerCache:
+class AnswerCache(Handle):
     """Answers, found again by questions of nearly the same meaning about the very same documents.
 
     Two prompts share an answer if all but the question is equal (:func:`~ragcache_core.answers.asked.ask`) and the

@@ -17,6 +17,7 @@ _AS_TYPED = {
     "pass it to open the store": "choose it with --embedder",
     "leave it out, the store holds its own": "leave --embedder out, the store holds its own",
     "use a smaller k": "use a smaller --k",
+    "lower max_tokens": "lower --max-tokens",
     "launch the engine with a larger max_model_len": "launch the engine with a larger -- --max-model-len",
     "pass the server's api_key": "pass the server's with --api-key",
     ": lower max_model_len": ": lower -- --max-model-len",

@@ -18,6 +18,7 @@ from ragcache_core.client.engine_client import EngineClient, FindTokenizer
 from ragcache_core.client.http.affinity import ProxyAffinity
 from ragcache_core.client.http.attempt import SENT_ONCE, Health, RetryPolicy, check_seconds
 from ragcache_core.client.http.joined_server import JoinedServer
+from ragcache_core.client.launch.arguments import check_types
 from ragcache_core.client.launch.launch import LaunchedServer, launch_server
 from ragcache_core.client.launch.process import GRACE_S
 from ragcache_core.client.launch.supervisor import Supervisor
@@ -25,7 +26,14 @@ from ragcache_core.client.launch.vllm_offload import VLLMOffload
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer, handed_out
 from ragcache_core.client.server_info import Handshake, ModelCard
 from ragcache_core.config import CacheConfig
-from ragcache_core.errors import EngineDiedError, EngineError, EngineUnreachableError, TokenizerUnavailableError
+from ragcache_core.errors import (
+    ConfigError,
+    EngineDiedError,
+    EngineError,
+    EngineUnreachableError,
+    TokenizerUnavailableError,
+    quoted,
+)
 
 if TYPE_CHECKING:
     from ragcache_core.client.fleet.fleet import Fleet
@@ -162,8 +170,10 @@ class Engine(EngineClient):
         Raises:
             EngineStartError: no model there, the port is taken, or the server ended or got stuck before it was ready.
             EngineClosedError: the launch was given up.
-            ConfigError: an argument that is a setting of ``launch`` or ``CacheConfig``, or a time that cannot work.
+            ConfigError: an argument that is a setting of ``launch`` or ``CacheConfig``, or of another type; a time that
+                cannot work.
         """
+        check_types(cache, env, extra_args)
         policy = RetryPolicy(first_token_timeout_s, resume_greedy)
         start = partial(
             launch_server,
@@ -275,6 +285,8 @@ class Engine(EngineClient):
             EngineError: what answers is not a vLLM server.
             ConfigError: a time that cannot work.
         """
+        if not isinstance(url, str):
+            raise ConfigError(f"url is {quoted(url)}: pass the address of a server, 'http://host:8000'")
         policy = RetryPolicy(first_token_timeout_s, resume_greedy)
         check_seconds("hang_timeout_s", hang_timeout_s)
         check_seconds("restart_timeout_s", restart_timeout_s or None)

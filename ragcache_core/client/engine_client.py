@@ -23,6 +23,8 @@ from ragcache_core.client.generation import (
     Generation,
     GenerationChunk,
     Prompt,
+    check_one_answer,
+    check_prompt,
     check_settings,
     streamed_body,
     whole,
@@ -52,6 +54,7 @@ from ragcache_core.client.warming import WarmingClient, WarmingReceipt, check_bo
 from ragcache_core.errors import ConfigError, TokenizerUnavailableError
 from ragcache_core.ordering import DocumentOrder
 from ragcache_core.prompt import ChatMessage, PromptTokenizer, RenderedPrompt, check_prompt_fits
+from ragcache_core.runtime.handle import Handle
 from ragcache_core.stats import EngineStats, ForgetReceipt
 from ragcache_core.types import DocId, Document
 from ragcache_core.wire import ChunkReuseOption, check_sendable, check_text
@@ -79,7 +82,7 @@ class Integration:
     prefetching: Prefetching
 
 
-class EngineClient(ABC):
+class EngineClient(Handle, ABC):
     """Requests to a running server. Its methods may be called by any thread, the async ones from any loop.
 
     Attributes:
@@ -218,6 +221,7 @@ class EngineClient(ABC):
         **sampling: Any,
     ) -> Generation:
         """Return the whole answer to ``prompt``; see :meth:`stream`."""
+        check_one_answer(sampling)
         asked = {"max_tokens": max_tokens, "temperature": temperature, "chunk_reuse": chunk_reuse, **sampling}
         return whole(list(self.stream(prompt, **asked)))
 
@@ -240,7 +244,8 @@ class EngineClient(ABC):
                 approximate: ``True``, ``False``, or a mapping of ``selection``, ``quality`` or ``alpha``, and
                 ``max_recompute``. With ``"store"`` the answer is exact, and its documents are kept for others. ``None``
                 leaves it to the engine (``CacheConfig.chunk_reuse``; without it there is none).
-            **sampling: other fields of the OpenAI protocol, ``stop=["\\n"]``; vLLM's own go into ``extra_body``.
+            **sampling: other fields of the OpenAI protocol, ``stop=["\\n"]``; vLLM's own go into ``extra_body``. With
+                ``n`` above 1 the stream holds the first answer; :meth:`generate` refuses it.
 
         Raises:
             PromptTooLongError, RequestRejectedError, EngineDiedError, EngineUnreachableError, ...
@@ -266,6 +271,7 @@ class EngineClient(ABC):
         **sampling: Any,
     ) -> Generation:
         """Return the whole answer to ``prompt``; see :meth:`stream`. Cancelling it ends the request in the engine."""
+        check_one_answer(sampling)
         asked = {"max_tokens": max_tokens, "temperature": temperature, "chunk_reuse": chunk_reuse, **sampling}
         async with aclosing(self.astream(prompt, **asked)) as chunks:
             return whole([chunk async for chunk in chunks])
@@ -422,6 +428,7 @@ class EngineClient(ABC):
         return await self._prefetching.aprefetch(self._token_ids(prompt), _salt_of(prompt, cache_salt))
 
     def _token_ids(self, prompt: Prompt) -> Sequence[int]:
+        check_prompt(prompt)
         token_ids = prompt.token_ids if isinstance(prompt, RenderedPrompt) else self.tokenize(prompt)
         check_prompt_fits(len(token_ids), self.max_model_len, num_output_tokens=0)
         return token_ids
@@ -442,8 +449,9 @@ class EngineClient(ABC):
 
         Raises:
             TokenizerUnavailableError: the model's tokenizer is not at hand here.
-            ConfigError: it is no Unicode text.
+            ConfigError: it is no Unicode text, or no prompt.
         """
+        check_prompt(prompt)
         return self.integration.prompts.tokenize(prompt)
 
     def remember_documents(
@@ -544,6 +552,7 @@ class EngineClient(ABC):
     ) -> tuple[RequestPlan, dict[str, Any]]:
         prompts = self.integration.prompts
         settings = {"model": self.model, "max_tokens": max_tokens, "temperature": temperature, **sampling}
+        check_prompt(prompt)
         check_settings(settings, is_chat=not isinstance(prompt, str | RenderedPrompt))
         check_sendable(settings, "the request")
         match prompt:

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from ragcache_core.client.prompts.request_plan import RequestPlan, merge_bodies
-from ragcache_core.errors import ConfigError, EngineDiedError
+from ragcache_core.errors import ConfigError, EngineDiedError, quoted
 from ragcache_core.prompt import ChatMessage, RenderedPrompt
 from ragcache_core.stats import RequestStats
 
@@ -47,6 +47,41 @@ def check_settings(names: Iterable[str], *, is_chat: bool) -> None:
             f"a request has no setting {unknown[0]!r}: vLLM's own (top_k, min_p, cache_salt, ...) go into "
             f"extra_body={{{unknown[0]!r}: ...}}, the others are {', '.join(sorted(known))}"
         )
+
+
+def check_prompt(prompt: object) -> None:
+    """Refuse what is not one prompt.
+
+    Raises:
+        ConfigError: it is neither a text, nor a rendered prompt, nor messages.
+    """
+    match prompt:
+        case str() | RenderedPrompt():
+            return
+        case [*messages] if messages and all(isinstance(message, Mapping) for message in messages):
+            return
+        case [*texts] if texts and all(isinstance(text, str) for text in texts):
+            raise ConfigError(f"the prompt is a list of {len(texts)} texts: send one request for each")
+    raise ConfigError(
+        f"the prompt is {quoted(prompt)}: pass a text, what PromptLayout.render returns, or messages like "
+        "[{'role': 'user', 'content': 'Who?'}]"
+    )
+
+
+def check_one_answer(settings: Mapping[str, Any]) -> None:
+    """Refuse a request for several answers where one text is returned.
+
+    Raises:
+        ConfigError: ``n`` is larger than 1.
+    """
+    for given in (settings, settings.get("extra_body") or {}):
+        if (n := given.get("n")) not in (None, 1):
+            raise ConfigError(f"n is {quoted(n)}, but one text is returned: leave n out, and send {quoted(n)} requests")
+
+
+def first_choice(choices: Sequence[Any]) -> Any | None:
+    """Return the choice with index 0 of a streamed event; ``None`` where it holds a part of another answer alone."""
+    return next((choice for choice in choices if not choice.index), None)
 
 
 @cache
@@ -91,9 +126,8 @@ class AnswerReader:
         self.response_id = event.id
         if event.usage is not None:
             self._usage = event.usage.model_dump()
-        if not event.choices:
+        if (choice := first_choice(event.choices)) is None:
             return None
-        choice = event.choices[0]
         if choice.finish_reason:
             self._finish_reason = choice.finish_reason
         text = choice.delta.content if hasattr(choice, "delta") else choice.text

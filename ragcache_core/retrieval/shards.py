@@ -31,6 +31,7 @@ from ragcache_core.retrieval.store import DocumentStore
 from ragcache_core.retrieval.threads import SearchThreads
 from ragcache_core.retrieval.wanted import MMR, Filter, Wanted
 from ragcache_core.retrieval.words import WordWeights
+from ragcache_core.runtime.handle import Handle
 from ragcache_core.types import DocId, Document, RetrievalUpdate
 
 _MOST_IDS_COMPARED = 100_000
@@ -63,7 +64,7 @@ class _Shard:
             raise
 
 
-class ShardedStore:
+class ShardedStore(Handle):
     """Several open stores as one. They stay their owners', who may add to them and close them.
 
     ::

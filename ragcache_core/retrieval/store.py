@@ -26,6 +26,7 @@ from ragcache_core.retrieval.storage.manifest import MANIFEST_NAME, Manifest, lo
 from ragcache_core.retrieval.storage.opening import load_snapshot, match_embedder
 from ragcache_core.retrieval.storage.snapshot import Snapshot
 from ragcache_core.retrieval.storage.writer import Progress, Writer
+from ragcache_core.runtime.handle import Handle
 from ragcache_core.types import DocId
 
 _BUILT_IN_WORD_WEIGHT = 0.95
@@ -34,7 +35,7 @@ _BUILT_IN_WORD_WEIGHT = 0.95
 _logger = logging.getLogger(__name__)
 
 
-class DocumentStore(StoreReader):
+class DocumentStore(Handle, StoreReader):
     """Documents that can be searched by meaning, in stages, while others are added.
 
     Make one with :meth:`create`, :meth:`open` or :meth:`open_or_create` and close it, or use it as a context manager.

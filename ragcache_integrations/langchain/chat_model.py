@@ -16,24 +16,26 @@ from langchain_core.language_models import LanguageModelInput, ModelProfile
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.messages.ai import UsageMetadata, add_ai_message_chunks
-from langchain_core.outputs import ChatGenerationChunk, ChatResult
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult, Generation
 from langchain_core.runnables import Runnable
 from langchain_core.runnables.config import run_in_executor
 from langchain_openai.chat_models.base import BaseChatOpenAI
 from pydantic import Field, PrivateAttr, SecretStr, field_validator
 
-from ragcache_core.client import Engine, EngineClient, RequestPlan, translate_errors
+from ragcache_core.client import EngineClient, RequestPlan
 from ragcache_core.client.generation import check_settings
+from ragcache_core.client.http.errors import translate_errors_as_openai
 from ragcache_core.client.prompts.repeated_documents import check_deduplicate
 from ragcache_core.client.prompts.request_plan import merge_bodies
 from ragcache_core.client.prompts.retrieved_documents import DocumentHint
 from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.deadline import check_ttft_slo
-from ragcache_core.errors import ConfigError
+from ragcache_core.errors import ConfigError, quoted
 from ragcache_core.runtime.environment import API_KEY_ENV, BASE_URL_ENV
-from ragcache_core.stats import STATS_KEY, RequestStats
+from ragcache_core.stats import ANSWER_KEY, STATS_KEY, RequestStats
 from ragcache_core.types import Document
 from ragcache_core.wire import read_chunk_reuse
+from ragcache_integrations._handles import Connections, HoldsHandles, check_engine
 from ragcache_integrations.langchain.documents import to_core
 from ragcache_integrations.langchain.retrieved import CURE
 
@@ -42,9 +44,11 @@ DOCUMENTS_KEY = "ragcache_documents"
 
 _RESPONSE_ID = "ragcache_response_id"
 _NO_KEY = "EMPTY"  # what vLLM's clients send to a server without a key; OPENAI_API_KEY must not reach it
+_RESPONSES_API = ("use_responses_api", "use_previous_response_id")
+_CLIENTS = ("client", "async_client", "root_client", "root_async_client")
 
 
-class ChatRAGCache(BaseChatOpenAI):
+class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
     """A chat model served by a RAGCache engine. Streaming, tool calls, structured output and async are LangChain's own.
 
     ::
@@ -73,9 +77,16 @@ class ChatRAGCache(BaseChatOpenAI):
     ``usage_metadata["input_token_details"]["cache_read"]`` holds the cached tokens, ``response_metadata["ragcache"]``
     the rest (in a stream: of the last chunk): which tier they came from, bytes moved, documents, times.
 
+    ``profile`` says that the model calls tools and answers with structured output. With an engine, and with
+    ``base_url`` after :meth:`connect`, it holds the context window too.
+
+    Copies share the engine, or the connection: ``model_copy``, ``bind``, ``with_config``, ``configurable_fields``.
+
     Raises:
-        ConfigError: neither an engine nor an address (``base_url``, or ``RAGCACHE_BASE_URL`` in the environment).
-        EngineError, PromptTooLongError: from requests; see :mod:`ragcache_core.errors`.
+        ConfigError: neither an engine nor an address (``base_url``, or ``RAGCACHE_BASE_URL`` in the environment); or
+            ``use_responses_api=True``.
+        EngineError, PromptTooLongError: from requests; see :mod:`ragcache_core.errors`. They are instances of the
+            OpenAI SDK's types as well: an ``EngineUnreachableError`` of ``openai.APIConnectionError``.
     """
 
     engine: EngineClient | None = Field(default=None, exclude=True, repr=False)
@@ -92,6 +103,8 @@ class ChatRAGCache(BaseChatOpenAI):
     max_retries: int | None = 0
     """The engine's own client repeats a request that was lost before its first token."""
     use_responses_api: bool | None = False
+    connections: Connections = Field(default_factory=Connections, exclude=True, repr=False)
+    """With ``base_url``: what this model and its copies opened."""
     _connecting: threading.Lock = PrivateAttr(default_factory=threading.Lock)
     _connected: EngineClient | None = PrivateAttr(default=None)
     _hint: DocumentHint = PrivateAttr(default_factory=lambda: DocumentHint(CURE))
@@ -115,10 +128,19 @@ class ChatRAGCache(BaseChatOpenAI):
         return None if ttft_slo is None else check_ttft_slo(ttft_slo)
 
     def __init__(self, *, engine: EngineClient | None = None, **settings: Any) -> None:
+        if (name := next(filter(settings.get, _RESPONSES_API), None)) is not None:
+            raise ConfigError(
+                f"{name} is {quoted(settings[name])}, but the Responses API says nothing of documents: leave it out, "
+                "then requests are chat completions"
+            )
+        settings |= dict.fromkeys(settings.keys() & set(_RESPONSES_API), False)  # None lets LangChain choose the API
         given = {alias: settings.pop(name) for name, alias in _ALIASES.items() if name in settings}
         settings |= {name: value for name, value in given.items() if value is not None}
+        own_client = [settings.pop(name, None) for name in _CLIENTS][2]  # of the model that this one is a copy of
+        own_url = "" if own_client is None else str(own_client.base_url).rstrip("/")
+        check_engine(engine, "base_url=")
         if engine is not None:
-            if settings.get("base_url"):
+            if settings.get("base_url") not in (None, "", engine.base_url, own_url):
                 raise ConfigError("engine= and base_url= were both given: pass the engine, or the address of one")
             if settings.get("tokenizer") is not None:
                 raise ConfigError("engine= and tokenizer= were both given: pass tokenizer= to Engine.connect")
@@ -156,8 +178,13 @@ class ChatRAGCache(BaseChatOpenAI):
         own = {name: value for name, value in own.items() if value is not None}
         return {**own, **super()._get_invocation_params(stop, **kwargs)}
 
-    def _resolve_model_profile(self) -> ModelProfile | None:
-        return {"max_input_tokens": self.engine.max_model_len} if self.engine is not None else None
+    def _resolve_model_profile(self) -> ModelProfile:
+        profile: ModelProfile = {"structured_output": True, "tool_calling": True}
+        return profile if self.engine is None else {**profile, "max_input_tokens": self.engine.max_model_len}
+
+    def _convert_cached_generations(self, cache_val: list[Generation]) -> list[ChatGeneration]:
+        """Do what the parent does, and mark each answer of a cache as such: no request is behind it."""
+        return [_marked_as_kept(generation) for generation in super()._convert_cached_generations(cache_val)]
 
     def with_structured_output(
         self,
@@ -174,13 +201,14 @@ class ChatRAGCache(BaseChatOpenAI):
         engine = self.engine or self._connected
         if engine is not None:
             return engine
-        with self._connecting:
+        with self._connecting, translate_errors_as_openai():
             if self._connected is None:
                 assert isinstance(self.openai_api_key, SecretStr)
                 assert self.openai_api_base is not None
                 key = self.openai_api_key.get_secret_value()
-                engine = Engine.connect(self.openai_api_base, api_key=key, tokenizer=self.tokenizer)
+                engine = self.connections.open(self.openai_api_base, api_key=key, tokenizer=self.tokenizer)
                 self._use_clients_of(engine)
+                self.profile = {"max_input_tokens": engine.max_model_len, **(self.profile or {})}
                 self._connected = engine
             return self._connected
 
@@ -202,25 +230,23 @@ class ChatRAGCache(BaseChatOpenAI):
 
     def close(self) -> None:
         """Close the connection that this model opened itself. An engine that was passed in stays open."""
-        if self._connected is not None:
-            self._connected.close()
+        self.connections.close()
 
     async def aclose(self) -> None:
         """Do :meth:`close` without blocking the event loop."""
-        if self._connected is not None:
-            await self._connected.aclose()
+        await run_in_executor(None, self.connections.close)
 
     # Counting tokens: with the engine's tokenizer, where the parent would download one of OpenAI's.
 
     def get_token_ids(self, text: str) -> list[int]:
-        with translate_errors():
+        with translate_errors_as_openai():
             return list(self.connect().tokenize(text))
 
     def get_num_tokens_from_messages(
         self, messages: Sequence[BaseMessage], tools: Sequence[Any] | None = None, **kwargs: Any
     ) -> int:
         """Return the length of the prompt that the chat template makes of ``messages``; tools are not counted."""
-        with translate_errors():
+        with translate_errors_as_openai():
             return len(self.connect().tokenize(self._get_request_payload(list(messages))["messages"]))
 
     # The four ways to ask. Each plans, delegates, and reports.
@@ -232,7 +258,7 @@ class ChatRAGCache(BaseChatOpenAI):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        with translate_errors():
+        with translate_errors_as_openai():
             call = self._plan(messages, stop, kwargs)
             result = super()._generate(messages, stop, run_manager, **call.kwargs)
         stats = call.read(result)
@@ -246,7 +272,7 @@ class ChatRAGCache(BaseChatOpenAI):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        with translate_errors():
+        with translate_errors_as_openai():
             call = await run_in_executor(None, self._plan, messages, stop, kwargs)
             result = await super()._agenerate(messages, stop, run_manager, **call.kwargs)
         stats = call.read(result)
@@ -260,7 +286,7 @@ class ChatRAGCache(BaseChatOpenAI):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        with translate_errors():
+        with translate_errors_as_openai():
             call = self._plan(messages, stop, kwargs)
             chunks = super()._stream(messages, stop, run_manager, **call.kwargs)
             try:
@@ -281,7 +307,7 @@ class ChatRAGCache(BaseChatOpenAI):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        with translate_errors():
+        with translate_errors_as_openai():
             call = await run_in_executor(None, self._plan, messages, stop, kwargs)
             chunks = super()._astream(messages, stop, run_manager, **call.kwargs)
             try:
@@ -298,7 +324,9 @@ class ChatRAGCache(BaseChatOpenAI):
     def _convert_chunk_to_generation_chunk(
         self, chunk: dict[str, Any], default_chunk_class: type, base_generation_info: dict[str, Any] | None
     ) -> ChatGenerationChunk | None:
-        """Do what the parent does, and keep the response's id, which it drops, where the answer is at its end."""
+        """Do what the parent does for the first answer, and keep the response's id, which it drops, at its end."""
+        if (choices := chunk.get("choices")) and choices[0].get("index"):
+            return None
         converted = super()._convert_chunk_to_generation_chunk(chunk, default_chunk_class, base_generation_info)
         if converted is not None and converted.generation_info and "finish_reason" in converted.generation_info:
             converted.generation_info[_RESPONSE_ID] = chunk.get("id") or chunk.get("chunk", {}).get("id")
@@ -435,6 +463,17 @@ def _note_cached_tokens(message: BaseMessage) -> UsageMetadata | None:
         return None
     message.usage_metadata.setdefault("input_token_details", {}).setdefault("cache_read", 0)
     return message.usage_metadata
+
+
+def _marked_as_kept(generation: ChatGeneration) -> ChatGeneration:
+    """Return an answer of LangChain's cache with the mark of a kept one in place of the first request's statistics."""
+    message = generation.message
+    stats = message.response_metadata.get(STATS_KEY)
+    if not isinstance(stats, dict) or ANSWER_KEY in stats:
+        return generation
+    mark = {STATS_KEY: {ANSWER_KEY: {"question": None, "similarity": 1.0}}}
+    kept = message.model_copy(update={"response_metadata": {**message.response_metadata, **mark}})
+    return generation.model_copy(update={"message": kept})
 
 
 def _documents_of(messages: Sequence[BaseMessage]) -> list[Document]:

@@ -34,6 +34,7 @@ from ragcache_core.retrieval.stores import AnyStore
 from ragcache_core.retrieval.threads import in_thread, run_blocking
 from ragcache_core.swaps import CANDIDATES_PER_DOCUMENT, check_max_score_loss
 from ragcache_core.types import Document, RetrievalUpdate
+from ragcache_integrations._handles import HoldsHandles
 from ragcache_integrations.langchain.chain import RANK_KEY
 from ragcache_integrations.langchain.documents import to_core, to_langchain
 from ragcache_integrations.langchain.events import Listener, async_dispatcher, dispatcher
@@ -69,7 +70,7 @@ def _check_store(store: object) -> object:
 _Compress = Callable[[Sequence[LangChainDocument]], Awaitable[Any]]
 
 
-class RAGCacheRetriever(BaseRetriever):
+class RAGCacheRetriever(HoldsHandles, BaseRetriever):
     """Returns the ``k`` nearest documents of a store.
 
     It dispatches what it knows after each stage of the search as a custom event ``ragcache.candidates``; what it

@@ -22,13 +22,15 @@ from langchain_core.language_models import LanguageModelInput
 from langchain_core.messages import AIMessage
 from langchain_core.runnables import Runnable, RunnableConfig, RunnableSerializable
 from langchain_core.runnables.base import RunnableBindingBase
-from langchain_core.runnables.config import run_in_executor
+from langchain_core.runnables.config import merge_configs, run_in_executor
+from langchain_core.runnables.configurable import DynamicRunnable
 from pydantic import ConfigDict, Field, PrivateAttr
 
 from ragcache_core.client import EngineClient
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt
 from ragcache_core.errors import ConfigError
 from ragcache_core.retrieval.threads import in_thread, run_blocking
+from ragcache_integrations._handles import HoldsHandles
 from ragcache_integrations.langchain.asked_question import AnswerAhead, AskedQuestion, Documents, Prompt
 from ragcache_integrations.langchain.chain import format_documents
 from ragcache_integrations.langchain.chat_model import ChatRAGCache
@@ -47,7 +49,7 @@ class _Bound:
     prompt: BoundPrompt | None
 
 
-class SpeculativeRAG(RunnableSerializable[str | dict[str, Any], AIMessage]):
+class SpeculativeRAG(HoldsHandles, RunnableSerializable[str | dict[str, Any], AIMessage]):
     """Answers a question from what a retriever finds: ``{"context": retriever | format_docs, ...} | prompt | llm``.
 
     While the search goes on, the engine already answers from the candidates of each of its stages. Where they turn out
@@ -139,7 +141,7 @@ class SpeculativeRAG(RunnableSerializable[str | dict[str, Any], AIMessage]):
         config: RunnableConfig,
         **kwargs: Any,
     ) -> AIMessage:
-        asked = self._asked(given, kwargs, {"async_api": False, "run_manager": run_manager})
+        asked = self._asked(given, config, kwargs, {"async_api": False, "run_manager": run_manager})
         try:
             prompt = self.prompt.invoke(asked.values(self._retrieve(asked, config)), config)
             with asked.asking():
@@ -157,7 +159,7 @@ class SpeculativeRAG(RunnableSerializable[str | dict[str, Any], AIMessage]):
         config: RunnableConfig,
         **kwargs: Any,
     ) -> AIMessage:
-        asked = await self._aasked(given, kwargs, {"async_api": True, "run_manager": run_manager})
+        asked = await self._aasked(given, config, kwargs, {"async_api": True, "run_manager": run_manager})
         try:
             prompt = await self.prompt.ainvoke(await self._avalues(asked, config), config)
             with asked.asking():
@@ -175,7 +177,8 @@ class SpeculativeRAG(RunnableSerializable[str | dict[str, Any], AIMessage]):
         config: RunnableConfig,
         **kwargs: Any,
     ) -> Iterator[AIMessage]:
-        asked = self._asked(_sum(list(inputs)), kwargs, {"async_api": False, "stream": True})
+        how = {"async_api": False, "stream": True}
+        asked = self._asked(_sum(list(inputs)), config, kwargs, how)
         try:
             prompt = self.prompt.invoke(asked.values(self._retrieve(asked, config)), config)
             parts = cast("Generator[AIMessage]", self.llm.stream(prompt, config, **kwargs))
@@ -193,7 +196,8 @@ class SpeculativeRAG(RunnableSerializable[str | dict[str, Any], AIMessage]):
         config: RunnableConfig,
         **kwargs: Any,
     ) -> AsyncIterator[AIMessage]:
-        asked = await self._aasked(_sum([part async for part in inputs]), kwargs, {"async_api": True, "stream": True})
+        how = {"async_api": True, "stream": True}
+        asked = await self._aasked(_sum([part async for part in inputs]), config, kwargs, how)
         try:
             prompt = await self.prompt.ainvoke(await self._avalues(asked, config), config)
             parts = _generator(self.llm.astream(prompt, config, **kwargs))
@@ -210,7 +214,9 @@ class SpeculativeRAG(RunnableSerializable[str | dict[str, Any], AIMessage]):
 
     # Reading the question, and searching
 
-    def _asked(self, given: str | dict[str, Any], kwargs: dict[str, Any], how: dict[str, Any]) -> AskedQuestion:
+    def _asked(
+        self, given: str | dict[str, Any], config: RunnableConfig, kwargs: dict[str, Any], how: dict[str, Any]
+    ) -> AskedQuestion:
         """Return the question, ready to be searched for; ``how`` is what decides whether the model will stream."""
         variables = dict(given) if isinstance(given, Mapping) else {self.question_key: given}
         if not isinstance(question := variables.get(self.question_key), str):
@@ -223,7 +229,7 @@ class SpeculativeRAG(RunnableSerializable[str | dict[str, Any], AIMessage]):
             return {**variables, self.context_key: self.format_docs(documents)}
 
         asked = AskedQuestion(question, values, self.prompt)
-        llm, bound = _unbound(self.llm)
+        llm, bound = _unbound(self.llm, config)
         bound |= kwargs
         if isinstance(llm, ChatRAGCache):
             asked.engine = engine = llm.connect()
@@ -251,21 +257,23 @@ class SpeculativeRAG(RunnableSerializable[str | dict[str, Any], AIMessage]):
             self._bound = _Bound(made_of, bound)
         return self._bound.prompt
 
-    async def _aasked(self, given: str | dict[str, Any], kwargs: dict[str, Any], how: dict[str, Any]) -> AskedQuestion:
-        llm, _ = _unbound(self.llm)
+    async def _aasked(
+        self, given: str | dict[str, Any], config: RunnableConfig, kwargs: dict[str, Any], how: dict[str, Any]
+    ) -> AskedQuestion:
+        llm, _ = _unbound(self.llm, config)
         if isinstance(llm, ChatRAGCache) and llm.engine is None:
             await run_in_executor(None, llm.connect)
-        return self._asked(given, kwargs, how)
+        return self._asked(given, config, kwargs, how)
 
     def _retrieve(self, asked: AskedQuestion, config: RunnableConfig) -> Documents:
-        if self._is_staged():
+        if self._is_staged(config):
             return self.retriever.invoke(asked.question, config, overlap=asked.overlap(self.search_timeout_s))
         on_event = dispatcher(asked.question, config)
         find = partial(in_thread, lambda: self.retriever.invoke(asked.question, config))
         return run_blocking(lambda: self._search_at_once(asked, find, on_event))
 
     async def _aretrieve(self, asked: AskedQuestion, config: RunnableConfig) -> Documents:
-        if self._is_staged():
+        if self._is_staged(config):
             overlap = asked.overlap(self.search_timeout_s)
             return await self.retriever.ainvoke(asked.question, config, overlap=overlap)
         on_event = async_dispatcher(asked.question, config)
@@ -275,8 +283,8 @@ class SpeculativeRAG(RunnableSerializable[str | dict[str, Any], AIMessage]):
         """Return what the prompt is made of; ``format_docs`` runs where a chain runs a function, in the executor."""
         return await run_in_executor(config, asked.values, await self._aretrieve(asked, config))
 
-    def _is_staged(self) -> bool:
-        return isinstance(_unbound(self.retriever)[0], RAGCacheRetriever)
+    def _is_staged(self, config: RunnableConfig) -> bool:
+        return isinstance(_unbound(self.retriever, config)[0], RAGCacheRetriever)
 
     async def _search_at_once(
         self, asked: AskedQuestion, find: Callable[[], Awaitable[Documents]], on_event: Listener
@@ -297,12 +305,15 @@ async def _atell(asked: AskedQuestion, config: RunnableConfig) -> None:
         await async_dispatcher(asked.question, config)(event)
 
 
-def _unbound(runnable: Runnable[Any, Any]) -> tuple[Runnable[Any, Any], dict[str, Any]]:
-    """Return what ``bind`` and ``with_config`` wrapped, and the arguments that were bound."""
+def _unbound(runnable: Runnable[Any, Any], config: RunnableConfig) -> tuple[Runnable[Any, Any], dict[str, Any]]:
+    """Return what ``bind``, ``with_config`` and ``configurable_fields`` wrapped, and the arguments that were bound."""
     kwargs: dict[str, Any] = {}
-    while isinstance(runnable, RunnableBindingBase):
-        kwargs = {**runnable.kwargs, **kwargs}
-        runnable = runnable.bound
+    while isinstance(runnable, RunnableBindingBase | DynamicRunnable):
+        if isinstance(runnable, DynamicRunnable):
+            runnable, config = runnable.prepare(config)
+        else:
+            kwargs, config = {**runnable.kwargs, **kwargs}, merge_configs(runnable.config, config)
+            runnable = runnable.bound
     return runnable, kwargs
 
 

@@ -6,11 +6,13 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import httpx
 
 from ragcache_core.errors import (
     EngineAuthError,
+    EngineClosedError,
     EngineDiedError,
     EngineError,
     EngineTimeoutError,
@@ -33,6 +35,17 @@ _INTERNAL_SIGN = "Internal server error"
 """All that it says, with status 500 or inside a stream, of an answer that it had to give up."""
 _CONSTRAINTS = ("response_format", "structured_outputs")
 _TOO_LONG_SIGNS = ("maximum context length", "maximum model length", "max_model_len", "longer than the maximum")
+_MAX_TOKENS_SIGNS = ("max_tokens", "max_completion_tokens", "fewer output tokens")
+# vLLM names these where the prompt fits and the answer does not.
+_OPENAI_TYPES = (
+    (EngineTimeoutError, "APITimeoutError"),
+    (EngineAuthError, "AuthenticationError"),
+    ((EngineUnreachableError, EngineDiedError, EngineClosedError), "APIConnectionError"),
+    ((RequestRejectedError, PromptTooLongError), "BadRequestError"),
+    (EngineError, "APIError"),
+)
+# The OpenAI SDK's type for an error that no exception of the SDK caused; the first match counts.
+_NO_ATTRIBUTES = dict.fromkeys(("request", "response", "body", "code", "param", "type", "request_id"))
 
 
 def says_engine_died(text: str) -> bool:
@@ -70,6 +83,41 @@ def translate_errors() -> Iterator[None]:
         if isinstance(error, (httpx.HTTPError, getattr(sys.modules.get("openai"), "OpenAIError", ()))):
             raise translated(error) from error
         raise
+
+
+@contextmanager
+def translate_errors_as_openai() -> Iterator[None]:
+    """Do :func:`translate_errors`, and make each error of the engine an instance of the OpenAI SDK's type as well.
+
+    Handlers written for another model of the framework catch it then: ``except openai.APIConnectionError``.
+    """
+    try:
+        with translate_errors():
+            yield
+    except (EngineError, PromptTooLongError) as error:
+        _add_openai_type(error)
+        raise
+
+
+def _add_openai_type(error: RAGCacheError) -> None:
+    import openai
+
+    if isinstance(error, openai.OpenAIError):
+        return
+    kind: type[Exception] = getattr(openai, next(name for ours, name in _OPENAI_TYPES if isinstance(error, ours)))
+    cause = error.__cause__
+    if isinstance(cause, openai.OpenAIError):
+        kind = kind if issubclass(kind, type(cause)) else type(cause)
+        error.__dict__.update(vars(cause))
+    error.__dict__["message"] = str(error)
+    error.__class__ = _joined_type(type(error), kind)
+
+
+@cache
+def _joined_type(ours: type[RAGCacheError], theirs: type[Exception]) -> type[RAGCacheError]:
+    """Return a subclass of both under the name of ``ours``, which it is pickled as."""
+    names = {"__module__": ours.__module__, "__qualname__": ours.__qualname__, "__doc__": ours.__doc__}
+    return type(ours.__name__, (ours, theirs), {**_NO_ATTRIBUTES, **names, "__reduce__": lambda e: (ours, e.args)})
 
 
 def translated(error: Exception) -> RAGCacheError:
@@ -114,7 +162,8 @@ def _of_openai(error: Exception) -> RAGCacheError:
         case openai.AuthenticationError() | openai.PermissionDeniedError():
             return EngineAuthError(f"the engine at {_address(error)} refused the API key: pass the server's api_key")
         case openai.BadRequestError() if any(sign in message for sign in _TOO_LONG_SIGNS):
-            return PromptTooLongError(f"{message} Retrieve fewer documents, or launch with a larger max_model_len.")
+            fix = "Lower max_tokens" if any(s in message for s in _MAX_TOKENS_SIGNS) else "Retrieve fewer documents"
+            return PromptTooLongError(f"{message} {fix}, or launch with a larger max_model_len.")
         case openai.BadRequestError() if any(sign in message for sign in _NO_TOOLS_SIGNS):
             return RequestRejectedError(
                 "the engine was started without tools: start it with --enable-auto-tool-choice --tool-call-parser and "

@@ -18,7 +18,7 @@ import platformdirs
 from ragcache_core.chunk import AlphaPoint
 from ragcache_core.client.launch.vllm_offload import VLLMOffload
 from ragcache_core.config import MULTI_CONNECTOR, CacheConfig
-from ragcache_core.errors import ConfigError, EngineStartError
+from ragcache_core.errors import ConfigError, EngineStartError, quoted
 from ragcache_core.memory import has_gpu
 from ragcache_core.private_files import make_private_folder
 from ragcache_core.runtime.environment import CPU_KV_CACHE_BYTES_ENV, ENGINE_ID_ENV
@@ -272,6 +272,20 @@ def vllm_arguments(vllm_args: Mapping[str, object]) -> list[str]:
             case _:
                 arguments += [flag, str(value)]
     return arguments
+
+
+def check_types(cache: object, env: object, extra_args: object) -> None:
+    """Refuse arguments of ``Engine.launch`` that are of another type than it takes.
+
+    Raises:
+        ConfigError: with the type that it takes.
+    """
+    if not isinstance(cache, CacheConfig | VLLMOffload | None):
+        raise ConfigError(f"cache is {quoted(cache)}: pass CacheConfig(...), VLLMOffload(...), or None for plain vLLM")
+    if not isinstance(env, Mapping | None):
+        raise ConfigError(f"env is {quoted(env)}: pass a mapping of names to values")
+    if isinstance(extra_args, str) or not isinstance(extra_args, Sequence):
+        raise ConfigError(f"extra_args is {quoted(extra_args)}: pass a list, ['--max-model-len', '2048']")
 
 
 def check_extra_args(extra_args: Sequence[str]) -> None:

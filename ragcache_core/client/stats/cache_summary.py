@@ -6,6 +6,7 @@ import threading
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+from ragcache_core.runtime.handle import Handle
 from ragcache_core.stats import RequestStats
 from ragcache_core.types import DocId
 
@@ -113,7 +114,7 @@ class CacheSummary:
         return line + (f", {self.num_unfinished:,} unfinished" if self.num_unfinished else "")
 
 
-class CacheTally:
+class CacheTally(Handle):
     """Adds up what happens to a :class:`CacheSummary`. May be shared by threads and by event loops."""
 
     def __init__(self) -> None:

@@ -43,6 +43,7 @@ from ragcache_core.retrieval.storage.snapshot import StoreStats, check_k, check_
 from ragcache_core.retrieval.threads import closed_error
 from ragcache_core.retrieval.wanted import MMR, Filter, Wanted
 from ragcache_core.runtime.event_loop_thread import EventLoopThread
+from ragcache_core.runtime.handle import Handle
 from ragcache_core.types import DocId, Document, RetrievalUpdate
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ _MAX_PAUSE_S = 0.5
 _logger = logging.getLogger(__name__)
 
 
-class RemoteStore:
+class RemoteStore(Handle):
     """A store that runs elsewhere, ``ragcache serve-store``, wherever a :class:`DocumentStore` is read.
 
     ::

@@ -1,0 +1,53 @@
+"""What the objects of both frameworks hold: an engine, connections, a store."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from ragcache_core.client import Engine, EngineClient
+from ragcache_core.errors import ConfigError, quoted
+from ragcache_core.runtime.handle import Handle
+
+
+def check_engine(engine: object, address: str = "") -> None:
+    """Refuse what is not an engine.
+
+    Args:
+        engine: what the caller passed as ``engine=``; ``None`` is no engine, which is allowed.
+        address: the argument that takes an address in its place, if there is one: ``"base_url="``.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if engine is not None and not isinstance(engine, EngineClient):
+        otherwise = f", or {address} with an address" if address else ""
+        raise ConfigError(f"engine is {quoted(engine)}: pass Engine.launch(...) or Engine.connect(...){otherwise}")
+
+
+class Connections:
+    """The connections of a model without an engine, which its copies share."""
+
+    def __init__(self) -> None:
+        self._engines: dict[tuple[object, ...], EngineClient] = {}
+        self._lock = threading.Lock()
+
+    def open(self, url: str, **settings: Any) -> EngineClient:
+        """Return the connection with these settings of ``Engine.connect``, and make it at the first call."""
+        with self._lock:
+            key = (url, *settings.items())
+            if key not in self._engines:
+                self._engines[key] = Engine.connect(url, **settings)
+            return self._engines[key]
+
+    def close(self) -> None:
+        """Close every connection."""
+        for engine in self._engines.values():
+            engine.close()
+
+
+class HoldsHandles(Handle):
+    """Refuses to be deep-copied and pickled; a shallow copy shares the engine and the store."""
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Any:
+        return self.__getstate__()
