@@ -7,7 +7,6 @@ from typing import Any
 
 from ragcache_core.client import Engine, EngineClient
 from ragcache_core.errors import ConfigError, quoted
-from ragcache_core.runtime.handle import Handle
 
 
 def check_engine(engine: object, address: str = "") -> None:
@@ -46,8 +45,14 @@ class Connections:
             engine.close()
 
 
-class HoldsHandles(Handle):
+class HoldsHandles:
     """Refuses to be deep-copied and pickled; a shallow copy shares the engine and the store."""
+
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} holds an engine or an open store, and cannot be deep-copied or pickled: share it, "
+            "or a shallow copy, within a process, and make one in each process that uses it"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Any:
         return self.__getstate__()

@@ -295,7 +295,9 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
             finally:
                 chunks.close()  # type: ignore[attr-defined]  # a generator: closes the response, which ends the request
         self._note_tool_calls(call, call.said())
-        last = call.last_chunk(call.engine.integration.stats.complete(call.stats(), call.response_id))
+        last = call.last_chunk(
+            call.engine.integration.stats.complete(call.stats(), call.response_id, call.plan.segments)
+        )
         if run_manager is not None:
             run_manager.on_llm_new_token("", chunk=last)
         yield last
@@ -316,7 +318,9 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
             finally:
                 await chunks.aclose()  # type: ignore[attr-defined]
         self._note_tool_calls(call, call.said())
-        last = call.last_chunk(await call.engine.integration.stats.acomplete(call.stats(), call.response_id))
+        last = call.last_chunk(
+            await call.engine.integration.stats.acomplete(call.stats(), call.response_id, call.plan.segments)
+        )
         if run_manager is not None:
             await run_manager.on_llm_new_token("", chunk=last)
         yield last

@@ -11,9 +11,11 @@ from llama_index.core.base.llms.types import ChatMessage, ChatResponse, Completi
 from llama_index.llms.openai.utils import to_openai_message_dicts
 from llama_index_instrumentation.span import active_span_id
 
-from ragcache_core.client import EngineClient, RequestPlan, translate_errors
+from ragcache_core.client import EngineClient, RequestPlan
+from ragcache_core.client.http.errors import translate_errors_as_openai
 from ragcache_core.stats import STATS_KEY, RequestStats
 from ragcache_integrations.llamaindex.events import CacheStatsEvent, dispatcher
+from ragcache_integrations.llamaindex.response_stats import current_response
 
 _Response = TypeVar("_Response", ChatResponse, CompletionResponse)
 
@@ -27,6 +29,7 @@ class MeasuredRequest:
         self._plan = plan
         self._model = model
         self._span_id = active_span_id.get()
+        self._response_stats = current_response()
         self._started_s = time.perf_counter()
         self._ttft_s: float | None = None
         self._is_finished = False
@@ -35,7 +38,7 @@ class MeasuredRequest:
         """Yield ``responses``; the last one has the statistics."""
         last: _Response | None = None
         self._started_s = time.perf_counter()  # a stream is asked for when it is read
-        with translate_errors():
+        with translate_errors_as_openai():
             for last in responses:
                 yield self.finish(last) if self._is_end(last) else last
         if last is not None and not self._is_finished:
@@ -45,7 +48,7 @@ class MeasuredRequest:
         """Yield ``responses``; the last one has the statistics."""
         last: _Response | None = None
         self._started_s = time.perf_counter()
-        with translate_errors():
+        with translate_errors_as_openai():
             async for last in responses:
                 yield await self.afinish(last) if self._is_end(last) else last
         if last is not None and not self._is_finished:
@@ -54,13 +57,15 @@ class MeasuredRequest:
     def finish(self, response: _Response) -> _Response:
         """Return the response with its statistics, which are published too."""
         self._note_tool_calls(response)
-        return self._publish(response, self._engine.integration.stats.complete(self._stats(response), _id_of(response)))
+        stats, segments = self._stats(response), self._plan.segments
+        return self._publish(response, self._engine.integration.stats.complete(stats, _id_of(response), segments))
 
     async def afinish(self, response: _Response) -> _Response:
         """Return the response with its statistics, which are published too."""
         self._note_tool_calls(response)
+        stats, segments = self._stats(response), self._plan.segments
         return self._publish(
-            response, await self._engine.integration.stats.acomplete(self._stats(response), _id_of(response))
+            response, await self._engine.integration.stats.acomplete(stats, _id_of(response), segments)
         )
 
     def _note_tool_calls(self, response: ChatResponse | CompletionResponse) -> None:
@@ -76,16 +81,18 @@ class MeasuredRequest:
     def _stats(self, response: _Response) -> RequestStats:
         usage = getattr(response.raw, "usage", None)
         return self._plan.stats(
-            {"prompt_tokens": self._plan.num_prompt_tokens} if usage is None else usage.model_dump(),
+            None if usage is None else usage.model_dump(),
             ttft_s=self._ttft_s,
             total_s=time.perf_counter() - self._started_s,
         )
 
     def _publish(self, response: _Response, stats: RequestStats) -> _Response:
         self._is_finished = True
-        response.additional_kwargs[STATS_KEY] = stats.to_dict()
+        response.additional_kwargs[STATS_KEY] = told = stats.to_dict()
+        if self._response_stats is not None:
+            self._response_stats.add(told)
         if response.raw is not None:  # agents hand on the raw response only
-            setattr(response.raw, STATS_KEY, response.additional_kwargs[STATS_KEY])
+            setattr(response.raw, STATS_KEY, told)
         dispatcher.event(CacheStatsEvent.from_stats(stats, model=self._model, span_id=self._span_id))
         return response
 

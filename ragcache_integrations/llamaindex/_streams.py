@@ -63,7 +63,12 @@ class OpenStreams:
 
 
 def one_call_each(chunk: Any) -> Iterator[Any]:
-    """Yield a chunk as chunks with at most one tool call delta; the text is in the first, the finish in the last."""
+    """Yield a chunk as chunks with at most one tool call delta; the text is in the first, the finish in the last.
+
+    A chunk of another answer than the first (``n`` above 1) is left out: LlamaIndex would read both as one text.
+    """
+    if chunk.choices and chunk.choices[0].index:
+        return
     delta = getattr(chunk.choices[0], "delta", None) if chunk.choices else None
     calls = delta.tool_calls if delta is not None else None
     if calls is None or len(calls) < 2:

@@ -13,6 +13,7 @@ from ragcache_core.answers import AnswerCache, ask
 from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
 from ragcache_core.stats import ANSWER_KEY, STATS_KEY
 from ragcache_integrations.llamaindex.events import KeptAnswerEvent, dispatcher
+from ragcache_integrations.llamaindex.response_stats import current_response
 
 
 class AskedChat:
@@ -22,6 +23,7 @@ class AskedChat:
         self._answers = answers
         self._model = model
         self._span_id = active_span_id.get()
+        self._response_stats = current_response()
         self._since = answers.now()
         queries = [search.query for search in RETRIEVED.searches() if search.query]
         described = json.dumps(settings, sort_keys=True, default=str)
@@ -32,6 +34,8 @@ class AskedChat:
         if (found := self._answers.find(self._asked)) is None:
             return None
         mark = {ANSWER_KEY: {"question": found.question, "similarity": found.similarity}}
+        if self._response_stats is not None:
+            self._response_stats.add(mark)
         dispatcher.event(
             KeptAnswerEvent(
                 model=self._model, question=found.question, similarity=found.similarity, span_id=self._span_id

@@ -30,8 +30,9 @@ from llama_index.llms.openai.utils import to_openai_message_dicts
 from llama_index.llms.openai_like import OpenAILike  # type: ignore[import-untyped]
 
 from ragcache_core.answers import AnswerCache
-from ragcache_core.client import Engine, EngineClient, RequestPlan, translate_errors
+from ragcache_core.client import Engine, EngineClient, RequestPlan
 from ragcache_core.client.generation import check_settings
+from ragcache_core.client.http.errors import translate_errors_as_openai
 from ragcache_core.client.prompts.repeated_documents import check_deduplicate
 from ragcache_core.client.prompts.request_plan import merge_bodies
 from ragcache_core.client.prompts.retrieved_documents import DocumentHint
@@ -40,6 +41,7 @@ from ragcache_core.deadline import check_ttft_slo, unplanned
 from ragcache_core.errors import ConfigError
 from ragcache_core.runtime.environment import API_KEY_ENV, BASE_URL_ENV
 from ragcache_core.wire import check_sendable, read_chunk_reuse
+from ragcache_integrations._handles import HoldsHandles, check_engine
 from ragcache_integrations.llamaindex._requests import MeasuredRequest
 from ragcache_integrations.llamaindex._streams import OpenStreams
 from ragcache_integrations.llamaindex.answers import AskedChat, just
@@ -57,7 +59,7 @@ _NOT_CHAT = "it goes to the completions endpoint, where no documents are known"
 _T = TypeVar("_T")
 
 
-class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
+class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
     """An LLM on a RAGCache engine: chat, completion, streaming and tool calls, sync and async.
 
     ::
@@ -91,6 +93,9 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
     The prompt is shown as it is where that is in time; else with its documents in the order that is cached the
     furthest, or reused behind others, if the engine was started with chunk reuse and calibrated (``chunk_reuse=False``
     rules it out). ``additional_kwargs["ragcache"]["deadline"]`` and :class:`CacheStatsEvent` say what was chosen.
+
+    Errors of requests are instances of the OpenAI SDK's types as well: an ``EngineUnreachableError`` of
+    ``openai.APIConnectionError``.
 
     Raises:
         ConfigError: neither an engine nor an address, or both; ``chunk_reuse``, ``ttft_slo`` or ``deduplicate`` is not
@@ -131,10 +136,9 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         address = api_base or base_url
+        check_engine(engine, "api_base=")
         if engine is not None and address:
             raise ConfigError("engine= and api_base= were both given: pass the engine, or the address of one")
-        if isinstance(engine, str):
-            raise ConfigError(f"engine is {engine!r:.80}: pass Engine.launch(...), or api_base= with an address")
         if unknown := sorted(kwargs.keys() - _SETTINGS - type(self).model_fields.keys()):
             raise ConfigError(
                 f"RAGCacheLLM knows no {unknown[0]!r}: what every request sends goes into additional_kwargs="
@@ -179,13 +183,18 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
     def class_name(cls) -> str:
         return "RAGCacheLLM"
 
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> RAGCacheLLM:
+        """Return the LLM that ``to_dict`` described, on ``engine=`` if it is given, else at the same address."""
+        if kwargs.get("engine") is not None:
+            data = {name: value for name, value in data.items() if name != "api_base"}
+        llm: RAGCacheLLM = super().from_dict(data, **kwargs)
+        return llm
+
     @property
     def engine(self) -> EngineClient:
         """The engine that answers."""
         return self._engine
-
-    def __getstate__(self) -> dict[Any, Any]:
-        raise TypeError("a RAGCacheLLM holds an engine and its key, and cannot be pickled: make one where it is used")
 
     def prepare(
         self, messages: Sequence[ChatMessage], *, is_streamed: bool, **kwargs: Any
@@ -247,7 +256,7 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
         if asked is not None and (kept := asked.find()) is not None:
             return kept
         request = self._plan(messages, kwargs)
-        with translate_errors():
+        with translate_errors_as_openai():
             response: ChatResponse = super()._chat(messages, **request.body)
         response = request.finish(response)
         return response if asked is None else asked.keep(response)
@@ -257,7 +266,7 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
         if asked is not None and (kept := await asyncio.to_thread(asked.find)) is not None:
             return kept
         request = await asyncio.to_thread(self._plan, messages, kwargs)
-        with translate_errors():
+        with translate_errors_as_openai():
             response: ChatResponse = await super()._achat(messages, **request.body)
         response = await request.afinish(response)
         return response if asked is None else await asyncio.to_thread(asked.keep, response)
@@ -290,13 +299,13 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
 
     def _complete(self, prompt: str, **kwargs: Any) -> CompletionResponse:
         request = self._plan_text(kwargs)
-        with translate_errors():
+        with translate_errors_as_openai():
             response: CompletionResponse = super()._complete(prompt, **request.body)
         return request.finish(response)
 
     async def _acomplete(self, prompt: str, **kwargs: Any) -> CompletionResponse:
         request = self._plan_text(kwargs)
-        with translate_errors():
+        with translate_errors_as_openai():
             response: CompletionResponse = await super()._acomplete(prompt, **request.body)
         return await request.afinish(response)
 
@@ -308,6 +317,7 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
         request = self._plan_text(kwargs)
         return request.ameasured(await super()._astream_complete(prompt, **request.body))
 
+    @translate_errors_as_openai()
     def _plan(self, messages: Sequence[ChatMessage], kwargs: Mapping[str, Any]) -> MeasuredRequest:
         kwargs = dict(kwargs)
         chunk_reuse = kwargs.pop("chunk_reuse", self.chunk_reuse)

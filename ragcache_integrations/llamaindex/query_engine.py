@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from typing import Any, Literal
 
 from llama_index.core.base.base_query_engine import BaseQueryEngine
 from llama_index.core.base.base_retriever import BaseRetriever
-from llama_index.core.base.llms.types import ChatMessage, ChatResponse, ChatResponseAsyncGen, ChatResponseGen
+from llama_index.core.base.llms.types import ChatMessage, ChatResponseAsyncGen, ChatResponseGen
 from llama_index.core.base.response.schema import (
     RESPONSE_TYPE,
     AsyncStreamingResponse,
@@ -21,16 +22,16 @@ from llama_index.core.llms import LLM
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.prompts.mixin import PromptMixinType
 from llama_index.core.schema import NodeWithScore, QueryBundle, QueryType
+from llama_index.core.settings import Settings
 
 from ragcache_core.client import EngineClient
 from ragcache_core.client.pipeline.stages import check_timeout
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt
 from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.deadline import check_ttft_slo
-from ragcache_core.errors import ConfigError
+from ragcache_core.errors import ConfigError, quoted
 from ragcache_core.prompt import PromptLayout
 from ragcache_core.retrieval.threads import in_thread, run_blocking
-from ragcache_core.stats import STATS_KEY
 from ragcache_core.wire import read_chunk_reuse
 from ragcache_integrations.llamaindex.asked_query import AskedQuery
 from ragcache_integrations.llamaindex.events import dispatcher
@@ -68,7 +69,7 @@ class RAGCacheQueryEngine(BaseQueryEngine):
     Args:
         retriever: a :class:`RAGCacheRetriever`; any other one works too (by ``query`` it is called in a thread of its
             own), and its search is one stage that hides nothing.
-        llm: a :class:`RAGCacheLLM`; another one answers without speculation.
+        llm: a :class:`RAGCacheLLM`, by default ``Settings.llm``; another one answers without speculation.
         layout: how the prompt is laid out. Its ``relevance_hint`` names the documents by their scores.
         node_postprocessors: what chooses and changes the nodes that are read.
         streaming: whether the answer is a stream.
@@ -82,14 +83,14 @@ class RAGCacheQueryEngine(BaseQueryEngine):
         ttft_slo: by when the first token should come, in seconds from asking the LLM; see :class:`RAGCacheLLM`.
 
     Raises:
-        ConfigError: ``search_timeout_s`` is not above 0; ``chunk_reuse`` or ``ttft_slo`` is not what it may be, or of
-            another LLM.
+        ConfigError: ``retriever`` or ``llm`` is not one; ``search_timeout_s`` is not above 0; ``chunk_reuse`` or
+            ``ttft_slo`` is not what it may be, or of another LLM.
     """
 
     def __init__(
         self,
         retriever: BaseRetriever,
-        llm: LLM,
+        llm: LLM | None = None,
         *,
         layout: PromptLayout | None = None,
         node_postprocessors: Sequence[BaseNodePostprocessor] = (),
@@ -100,6 +101,7 @@ class RAGCacheQueryEngine(BaseQueryEngine):
         ttft_slo: float | None = None,
         callback_manager: CallbackManager | None = None,
     ) -> None:
+        llm = Settings.llm if llm is None else llm
         check_timeout(search_timeout_s)
         read_chunk_reuse(chunk_reuse)
         if ttft_slo is not None:
@@ -109,6 +111,9 @@ class RAGCacheQueryEngine(BaseQueryEngine):
         if settings and not isinstance(llm, RAGCacheLLM):
             name, value = next(iter(settings.items()))
             raise ConfigError(f"{name} is {value!r:.80}, which {type(llm).__name__} cannot do: leave it out")
+        for name, given, kind in (("retriever", retriever, BaseRetriever), ("llm", llm, LLM)):
+            if not isinstance(given, kind):
+                raise ConfigError(f"{name} is {quoted(given)}: pass a {kind.__name__} of LlamaIndex")
         super().__init__(callback_manager=callback_manager or llm.callback_manager)
         self._retriever = retriever
         self._llm = llm
@@ -120,6 +125,23 @@ class RAGCacheQueryEngine(BaseQueryEngine):
         self._settings = settings
         self._has_warned = False
         self._bound: BoundPrompt | None = None
+
+    @classmethod
+    def from_args(cls, retriever: BaseRetriever, llm: LLM | None = None, **settings: Any) -> RAGCacheQueryEngine:
+        """Return a query engine; the arguments are those of the class.
+
+        Of ``RetrieverQueryEngine.from_args`` those are refused that make another prompt than ``layout``.
+
+        Raises:
+            ConfigError: an argument that there is not, and as of the class.
+        """
+        known = inspect.signature(cls).parameters
+        if unknown := sorted(settings.keys() - known.keys()):
+            raise ConfigError(
+                f"RAGCacheQueryEngine knows no {unknown[0]!r}, only {', '.join(known)}: all documents go into one "
+                "prompt, laid out by layout=PromptLayout(...)"
+            )
+        return cls(retriever, llm, **settings)
 
     @property
     def retriever(self) -> BaseRetriever:
@@ -173,7 +195,7 @@ class RAGCacheQueryEngine(BaseQueryEngine):
                 answers = self._llm.stream_chat(self._messages(query, nodes), **self._settings)
                 response = StreamingResponse(sources.tokens(answers), sources.nodes, sources.metadata)
             else:
-                answer = sources.seen(self._llm.chat(self._messages(query, nodes), **self._settings))
+                answer = self._llm.chat(self._messages(query, nodes), **self._settings)
                 response = Response(answer.message.content or "", sources.nodes, sources.metadata)
             event.on_end(payload={EventPayload.RESPONSE: response})
         dispatcher.event(SynthesizeEndEvent(query=query, response=response))
@@ -202,7 +224,7 @@ class RAGCacheQueryEngine(BaseQueryEngine):
                 answers = await self._llm.astream_chat(self._messages(query, nodes), **self._settings)
                 response = AsyncStreamingResponse(sources.atokens(answers), sources.nodes, sources.metadata)
             else:
-                answer = sources.seen(await self._llm.achat(self._messages(query, nodes), **self._settings))
+                answer = await self._llm.achat(self._messages(query, nodes), **self._settings)
                 response = Response(answer.message.content or "", sources.nodes, sources.metadata)
             event.on_end(payload={EventPayload.RESPONSE: response})
         dispatcher.event(SynthesizeEndEvent(query=query, response=response))
@@ -317,21 +339,16 @@ class RAGCacheQueryEngine(BaseQueryEngine):
 
 
 class _Sources:
-    """The nodes of an answer and its metadata: the metadata of every node, and the statistics when they are known."""
+    """The nodes of an answer, and their metadata."""
 
     def __init__(self, nodes: Sequence[NodeWithScore], additional: Sequence[NodeWithScore] | None) -> None:
         self.nodes = [*nodes, *(additional or ())]
         self.metadata: dict[str, Any] = {n.node.node_id: n.node.metadata for n in self.nodes}
 
-    def seen(self, answer: ChatResponse) -> ChatResponse:
-        if (stats := answer.additional_kwargs.get(STATS_KEY)) is not None:
-            self.metadata[STATS_KEY] = {**self.metadata.get(STATS_KEY, {}), **stats}  # beside the report of the search
-        return answer
-
     def tokens(self, answers: ChatResponseGen) -> Generator[str, None, None]:
         try:
             for answer in answers:
-                if delta := self.seen(answer).delta:
+                if delta := answer.delta:
                     yield delta
         finally:
             answers.close()
@@ -339,7 +356,7 @@ class _Sources:
     async def atokens(self, answers: ChatResponseAsyncGen) -> AsyncGenerator[str, None]:
         try:
             async for answer in answers:
-                if delta := self.seen(answer).delta:
+                if delta := answer.delta:
                     yield delta
         finally:
             await answers.aclose()

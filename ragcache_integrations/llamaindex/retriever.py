@@ -43,6 +43,7 @@ from ragcache_core.retrieval.stores import AnyStore, place_of
 from ragcache_core.retrieval.threads import in_thread, run_blocking
 from ragcache_core.swaps import CANDIDATES_PER_DOCUMENT, check_max_score_loss
 from ragcache_core.types import DocId, Document, RetrievalUpdate
+from ragcache_integrations._handles import check_engine
 from ragcache_integrations.llamaindex.events import publish
 from ragcache_integrations.llamaindex.filters import where_of
 from ragcache_integrations.llamaindex.nodes import document_from_node, node_from_document, shown_document
@@ -131,6 +132,7 @@ class RAGCacheRetriever(BaseRetriever):
     ) -> None:
         if not isinstance(similarity_top_k, int) or similarity_top_k < 1:
             raise ConfigError(f"similarity_top_k is {similarity_top_k!r}: give a whole number of at least 1")
+        check_engine(engine)
         check_timeout(search_timeout_s)
         if document_order not in DOCUMENT_ORDERS:
             raise ConfigError(f"document_order is {document_order!r}: choose one of {', '.join(DOCUMENT_ORDERS)}")

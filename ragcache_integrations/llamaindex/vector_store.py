@@ -26,6 +26,7 @@ from ragcache_core.retrieval.sources import or_nothing
 from ragcache_core.retrieval.storage.framework_documents import put_nonblank
 from ragcache_core.retrieval.storage.manifest import MANIFEST_NAME
 from ragcache_core.types import Document, RetrievalUpdate
+from ragcache_integrations._handles import HoldsHandles
 from ragcache_integrations.llamaindex.filters import where_of
 from ragcache_integrations.llamaindex.nodes import document_from_node, node_from_document, source_of
 
@@ -35,7 +36,7 @@ _PREFETCH_FACTOR = 4
 _MMR_SETTINGS = {"mmr_prefetch_factor", "mmr_prefetch_k", "mmr_threshold"}
 
 
-class StagedFAISSVectorStore(BasePydanticVectorStore):
+class StagedFAISSVectorStore(HoldsHandles, BasePydanticVectorStore):
     """Nodes with their embeddings in a folder; an ``add`` or ``delete`` that returned survives a crash.
 
     ::
@@ -91,9 +92,6 @@ class StagedFAISSVectorStore(BasePydanticVectorStore):
         """Save the index and let others write; a store that was given stays open."""
         if self._owns_store:
             self._store.close()
-
-    def __getstate__(self) -> dict[Any, Any]:
-        raise TypeError("a StagedFAISSVectorStore holds an open store and cannot be pickled: open it where it is used")
 
     def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
         """Store nodes and return their ids; a node whose id is there already is replaced.

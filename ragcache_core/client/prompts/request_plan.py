@@ -33,7 +33,12 @@ class RequestPlan:
     deadline: DeadlineReport | None = None
 
     def stats(self, usage: Mapping[str, Any] | None, *, ttft_s: float | None, total_s: float) -> RequestStats:
-        """Return the statistics of the answered request; ``usage`` is the OpenAI protocol's, as the server sent it."""
+        """Return the statistics of the answered request; ``usage`` is the OpenAI protocol's, as the server sent it.
+
+        A stream may have none; the length of the prompt is known here then.
+        """
+        if usage is None:
+            usage = {"prompt_tokens": self.num_prompt_tokens}
         stats = request_stats(usage, self.segments, ttft_s=ttft_s, total_s=total_s)
         return stats if self.deadline is None else replace(stats, deadline=self.deadline)
 

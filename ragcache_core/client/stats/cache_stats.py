@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
@@ -25,7 +25,8 @@ from ragcache_core.client.http.attempt import SENT_ONCE
 from ragcache_core.client.http.errors import translate_errors
 from ragcache_core.client.tracing import RequestTraces
 from ragcache_core.errors import EngineError
-from ragcache_core.stats import ChunkReuseStats, EngineStats, RequestStats, series_of
+from ragcache_core.stats import ChunkReuseStats, EngineStats, RequestStats, document_stats, series_of
+from ragcache_core.types import PromptSegment
 
 _TIMEOUT_S = 2.0
 _PAUSE_S = 10.0
@@ -52,6 +53,7 @@ class _RequestFigures:
     chunk_reuse: ChunkReuseStats | None = None
 
 
+_TOKENS_BY_TIER = ("num_gpu_tokens", "num_host_tokens", "num_disk_tokens", "num_shared_tokens")
 _REQUEST_FIGURES = TypeAdapter(_RequestFigures)
 _ENGINE_STATS = TypeAdapter(EngineStats)
 _ALWAYS_SAID = ("policy", "tiers", "hottest_documents")
@@ -78,10 +80,13 @@ class CacheStatsRoutes:
         self._is_there: bool | None = None
         self._paused_until_s = 0.0
 
-    def complete(self, stats: RequestStats, response_id: str | None) -> RequestStats:
+    def complete(
+        self, stats: RequestStats, response_id: str | None, segments: Sequence[PromptSegment] = ()
+    ) -> RequestStats:
         """Return ``stats`` with the engine's own figures of the answered request.
 
         Asks once, for two seconds at most. Never fails: where the engine does not say, ``stats`` come back as they are.
+        ``segments`` are those of the prompt, for an answer without usage: then the engine says how much was cached.
         """
         said: httpx.Response | None = None
         if self._may_ask(response_id):
@@ -90,9 +95,11 @@ class CacheStatsRoutes:
                     self._read_stats(self._http.get(f"{self._url}/stats", **self._once))
                 if self._is_there:
                     said = self._http.get(self._request_url(response_id), **self._once)
-        return self._completed(stats, response_id, said)
+        return self._completed(stats, response_id, said, segments)
 
-    async def acomplete(self, stats: RequestStats, response_id: str | None) -> RequestStats:
+    async def acomplete(
+        self, stats: RequestStats, response_id: str | None, segments: Sequence[PromptSegment] = ()
+    ) -> RequestStats:
         """Do :meth:`complete` without blocking the event loop."""
         said: httpx.Response | None = None
         if self._may_ask(response_id):
@@ -101,7 +108,7 @@ class CacheStatsRoutes:
                     self._read_stats(await self._http_async.get(f"{self._url}/stats", **self._once))
                 if self._is_there:
                     said = await self._http_async.get(self._request_url(response_id), **self._once)
-        return self._completed(stats, response_id, said)
+        return self._completed(stats, response_id, said, segments)
 
     def add_to(self, stats: EngineStats) -> EngineStats:
         """Return ``stats`` with what the engine says of its cache; plain vLLM's come back as they are.
@@ -123,13 +130,19 @@ class CacheStatsRoutes:
             figures = self._read_stats(await self._http_async.get(f"{self._url}/stats", headers=self._headers))
         return _with_cache(stats, figures)
 
-    def _completed(self, stats: RequestStats, response_id: str | None, said: httpx.Response | None) -> RequestStats:
+    def _completed(
+        self,
+        stats: RequestStats,
+        response_id: str | None,
+        said: httpx.Response | None,
+        segments: Sequence[PromptSegment],
+    ) -> RequestStats:
         """Return ``stats`` with what the engine ``said`` of the request, and end its trace, if it has one."""
         ttft_s: float | None = None
         if said is not None:
             with self._sparing_the_answer():
                 read = _REQUEST_FIGURES.validate_python(_json(said) or {})
-                stats, ttft_s = _with_figures(stats, read), read.ttft_s
+                stats, ttft_s = _with_figures(stats, read, segments), read.ttft_s
         self._traces.complete(response_id, stats, ttft_s)
         return stats
 
@@ -167,9 +180,15 @@ def _json(response: httpx.Response) -> dict[str, object] | None:
     return answer if isinstance(answer, dict) else None
 
 
-def _with_figures(stats: RequestStats, read: _RequestFigures) -> RequestStats:
+def _with_figures(stats: RequestStats, read: _RequestFigures, segments: Sequence[PromptSegment]) -> RequestStats:
     figures: dict[str, Any] = {name: getattr(read, name) for name in _RequestFigures.__dataclass_fields__}
     engine_ttft_s = figures.pop("ttft_s")
+    if not stats.num_cached_tokens:  # the usage may lack it, or the answer the usage
+        num_served = sum(figures[name] or 0 for name in _TOKENS_BY_TIER)
+        num_cached = min(num_served, stats.num_prompt_tokens)
+        stats = replace(
+            stats, num_cached_tokens=num_cached, documents=document_stats(segments, num_cached) or stats.documents
+        )
     if read.chunk_reuse is not None:  # what was computed for it was handed to vLLM, which takes it for cached
         num_cached = max(stats.num_cached_tokens - read.chunk_reuse.num_computed_tokens, 0)
         stats = replace(stats, num_cached_tokens=num_cached)

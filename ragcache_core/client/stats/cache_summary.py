@@ -10,10 +10,12 @@ from ragcache_core.runtime.handle import Handle
 from ragcache_core.stats import RequestStats
 from ragcache_core.types import DocId
 
+_SUMMED_ALWAYS = ("num_output_tokens", "num_loaded_bytes", "num_stored_bytes")
+# The shares of a prompt whose length is not known are in no sum.
 _SUMMED = (
-    *("num_prompt_tokens", "num_cached_tokens", "num_output_tokens"),
+    *("num_prompt_tokens", "num_cached_tokens"),
     *("num_gpu_tokens", "num_host_tokens", "num_disk_tokens", "num_shared_tokens"),
-    *("num_loaded_bytes", "num_stored_bytes"),
+    *_SUMMED_ALWAYS,
 )
 """Statistics of a request that are summed up under their own names; what the engine did not tell counts as nothing."""
 _NUM_TIMES_KEPT = 10_000
@@ -31,6 +33,9 @@ class DocumentHits:
 @dataclass(frozen=True, slots=True)
 class CacheSummary:
     """Sums over requests; ``num_gpu_tokens`` to ``num_stored_bytes`` over those of which the engine told them.
+
+    A request whose number of prompt tokens is not known (a stream without usage from a server that tokenises) adds
+    nothing to ``num_prompt_tokens``, ``num_cached_tokens`` and the tokens by tier.
 
     ``ttft_s`` holds the times to first token that are known, and ``queue_s`` the times before the engine scheduled a
     request, oldest first, of the last 10,000. ``num_unfinished`` counts model calls without statistics, where the
@@ -97,10 +102,12 @@ class CacheSummary:
         if self.num_shared_tokens:
             tiers.append((self.num_shared_tokens, "shared store"))
         told = ": " + ", ".join(f"{n:,} {name}" for n, name in tiers) if any(n for n, _ in tiers) else ""
-        line = (
-            f"{self.num_requests:,} request{'' if self.num_requests == 1 else 's'}, {self.num_cached_tokens:,} of "
-            f"{self.num_prompt_tokens:,} prompt tokens cached ({self.hit_rate:.0%}{told})"
-        )
+        line = f"{self.num_requests:,} request{'' if self.num_requests == 1 else 's'}, "
+        if self.num_requests and not self.num_prompt_tokens:
+            line += "prompt tokens not reported"
+        else:
+            cached = f"{self.num_cached_tokens:,} of {self.num_prompt_tokens:,} prompt tokens cached"
+            line += f"{cached} ({self.hit_rate:.0%}{told})"
         if self.mean_ttft_s is not None:
             line += f", first token after {self.mean_ttft_s * 1000:,.0f} ms on average"
         if self.num_confirmed_speculations:
@@ -134,7 +141,8 @@ class CacheTally(Handle):
         """Add a request that ran to its end."""
         with self._lock:
             self._sums["num_requests"] += 1
-            self._sums.update({name: getattr(stats, name) or 0 for name in _SUMMED})
+            summed = _SUMMED if stats.num_prompt_tokens else _SUMMED_ALWAYS
+            self._sums.update({name: getattr(stats, name) or 0 for name in summed})
             if (reuse := stats.chunk_reuse) is not None:
                 self._sums["num_reused_chunks"] += reuse.num_chunks
                 self._sums["num_reused_tokens"] += reuse.num_reused_tokens
