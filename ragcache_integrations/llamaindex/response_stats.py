@@ -6,11 +6,14 @@ requests made between the two belong to its response.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Generator, Mapping
+from contextlib import aclosing, closing
 from contextvars import ContextVar
 from typing import Any
 
+from llama_index.core.base.response.schema import AsyncStreamingResponse, StreamingResponse
 from llama_index.core.instrumentation.events.synthesis import SynthesizeEndEvent, SynthesizeStartEvent
+from llama_index.core.types import TokenAsyncGen, TokenGen
 from llama_index_instrumentation import get_dispatcher
 from llama_index_instrumentation.base import BaseEvent
 from llama_index_instrumentation.event_handlers import BaseEventHandler
@@ -36,11 +39,39 @@ class ResponseStats:
         self._put()
 
     def put_into(self, response: Any) -> None:
-        """Put the statistics into the metadata of ``response``, also those that arrive later."""
+        """Put the statistics into the metadata of ``response``, also those of requests made when its stream is read."""
         if response.metadata is None:
             response.metadata = {}
         self._metadata = response.metadata
         self._put()
+        if isinstance(response, StreamingResponse):
+            response.response_gen = self._read(response.response_gen)
+        elif isinstance(response, AsyncStreamingResponse):
+            response.response_gen = self._aread(response.response_gen)
+
+    def _read(self, tokens: TokenGen) -> Generator[str, None, None]:
+        with closing(tokens):
+            while True:
+                before = _current.set(self)
+                try:
+                    token = next(tokens)
+                except StopIteration:
+                    return
+                finally:
+                    _current.reset(before)
+                yield token
+
+    async def _aread(self, tokens: TokenAsyncGen) -> AsyncGenerator[str, None]:
+        async with aclosing(tokens):
+            while True:
+                before = _current.set(self)
+                try:
+                    token = await anext(tokens)
+                except StopAsyncIteration:
+                    return
+                finally:
+                    _current.reset(before)
+                yield token
 
     def _put(self) -> None:
         if self._metadata is not None and self._stats:

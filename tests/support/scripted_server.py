@@ -456,6 +456,7 @@ class _Handler(BaseHTTPRequestHandler):
             error = {"message": answer.message, "type": answer.kind, "param": None, "code": answer.status}
             self._send(answer.status, {"error": error})
             return
+        n = request.body.get("n") or 1  # the answers are equal
         pieces, finish_reason = cut_to_request(words_of(answer.text), request.body)
         calls = [{"id": f"call-{request_id}-{i}", "type": "function",
                   "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}}
@@ -475,9 +476,9 @@ class _Handler(BaseHTTPRequestHandler):
             text = "".join(pieces)
             message = {"role": "assistant", "content": text if text or not calls else None, "tool_calls": calls}
             shown: dict[str, Any] = {"message": message} if is_chat else {"text": text}
-            choice = {"index": 0, **shown, "logprobs": None, "finish_reason": finish_reason}
+            choices = [{"index": i, **shown, "logprobs": None, "finish_reason": finish_reason} for i in range(n)]
             kind = "chat.completion" if is_chat else "text_completion"
-            self._send(200, {**head, "object": kind, "choices": [choice], "usage": usage, "kv_transfer_params": None})
+            self._send(200, {**head, "object": kind, "choices": choices, "usage": usage, "kv_transfer_params": None})
             return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream; charset=utf-8")
@@ -499,10 +500,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._wait(answer.token_wait_s if i else 0.0)
             said = delta.get("text") or delta.get("delta", {}).get("content")
             ids = {"token_ids": token_ids([said])} if names_tokens and said else {}
-            choice = {"index": 0, **delta, "finish_reason": None, **ids}
-            self._event({**head, **({} if i else prompt_ids), "choices": [choice]}, is_chat)
+            for index in range(n):
+                choice = {"index": index, **delta, "finish_reason": None, **ids}
+                self._event({**head, **({} if i else prompt_ids), "choices": [choice]}, is_chat)
         last: JsonObject = {"delta": {}} if is_chat else {"text": ""}
-        self._event({**head, "choices": [{"index": 0, **last, "finish_reason": finish_reason}]}, is_chat)
+        for index in range(n):
+            self._event({**head, "choices": [{"index": index, **last, "finish_reason": finish_reason}]}, is_chat)
         if (request.body.get("stream_options") or {}).get("include_usage"):
             self._event({**head, "choices": [], "usage": usage}, is_chat)
         self._chunk(b"data: [DONE]\n\n")

@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import UsageMetadataCallbackHandler
 from langchain_core.messages import AIMessageChunk, HumanMessage
 from langchain_core.outputs import ChatGeneration, LLMResult
 from langchain_core.runnables import RunnableLambda
 
 from ragcache_core import Document
+from ragcache_core.client import Engine
 from ragcache_core.errors import RAGCacheError
 from ragcache_core.sim.traces.trace import read_trace
 from ragcache_integrations.langchain import CacheStatsCallbackHandler, CacheSummary, ChatRAGCache, TraceCallbackHandler
@@ -147,3 +149,45 @@ async def test_the_requests_of_a_chain_are_recorded_as_a_trace_without_text(
         assert sum(request.doc_tokens) + request.question_tokens == answer.usage_metadata["input_tokens"]
         assert request.output_tokens == answer.usage_metadata["output_tokens"]
     assert "planet" not in path.read_text()
+
+
+async def test_answers_of_langchains_own_cache_are_no_requests(
+    engine: Engine, server: ScriptedServer, tmp_path: Path
+) -> None:
+    server.cache = THREE_TIERS
+    llm, handler = ChatRAGCache(engine=engine, cache=InMemoryCache()), CacheStatsCallbackHandler()
+    with TraceCallbackHandler(tmp_path / "mine.jsonl") as recording:
+        asked: Any = {"callbacks": [handler, recording]}
+        first = llm.invoke(QUESTIONS[0], asked)
+        again = [llm.invoke(QUESTIONS[0], asked), await llm.ainvoke(QUESTIONS[0], asked)]
+    summary = handler.summary()
+    assert (summary.num_requests, summary.num_kept_answers, summary.num_unfinished) == (1, 2, 0)
+    assert len(summary.ttft_s) == 1
+    assert len(list(read_trace(tmp_path / "mine.jsonl"))) == 1
+    assert "answer_cache" not in cast("Any", first.response_metadata["ragcache"])
+    for each in again:
+        assert each.content == first.content
+        assert each.response_metadata["ragcache"] == {"answer_cache": {"question": None, "similarity": 1.0}}
+
+
+def test_a_stream_without_usage_is_counted_as_the_engine_counts_it(engine: Engine, server: ScriptedServer) -> None:
+    server.cache = THREE_TIERS
+    llm, handler = ChatRAGCache(engine=engine, stream_usage=False), CacheStatsCallbackHandler()
+    for question in QUESTIONS[:2]:
+        list(llm.stream(question, config(handler), documents=[SUN]))
+    summary = handler.summary()
+    assert summary.num_prompt_tokens > summary.num_cached_tokens > 0
+    assert summary.num_gpu_tokens + summary.num_host_tokens + summary.num_disk_tokens == summary.num_cached_tokens
+    assert summary.documents["sun"].num_cached_tokens > 0
+
+
+def test_the_share_of_a_prompt_of_unknown_length_is_not_told(server: ScriptedServer) -> None:
+    server.cache = THREE_TIERS
+    handler = CacheStatsCallbackHandler()
+    with ScriptedServer(cache=THREE_TIERS) as other, Engine.connect(other.url) as engine:  # it hands out no tokenizer
+        llm = ChatRAGCache(engine=engine, stream_usage=False)
+        for question in QUESTIONS[:2]:
+            list(llm.stream(question, config(handler)))
+    assert handler.summary().hit_rate == 0
+    assert "2 requests, prompt tokens not reported" in str(handler)
+    assert "%" not in str(handler)

@@ -1,17 +1,21 @@
 """Closed streams, cancelled tasks, and errors of the server."""
 
 import asyncio
+import pickle
 from collections.abc import Callable, Generator
-from typing import cast
+from typing import Any, cast
 
+import openai
 import pytest
 from langchain_core.messages import AIMessageChunk
+from langchain_core.runnables import RunnableLambda
 
 from ragcache_core.client import Engine
 from ragcache_core.errors import (
     ConfigError,
     EngineAuthError,
     EngineDiedError,
+    EngineError,
     EngineTimeoutError,
     EngineUnreachableError,
     PromptTooLongError,
@@ -157,3 +161,82 @@ async def test_a_setting_that_there_is_not_is_refused_with_the_cure(llm: ChatRAG
     with pytest.raises(ConfigError, match="no setting 'temprature'"):
         await llm.bind(temprature=0).ainvoke("Who?")
     assert server.requests == []
+
+
+OPENAI_TYPES: dict[str, tuple[Any, type[RAGCacheError], type[openai.OpenAIError]]] = {
+    "a wrong key": (Refusal(401, "Unauthorized"), EngineAuthError, openai.AuthenticationError),
+    "a refused request": (Refusal(400, "top_k must be positive"), RequestRejectedError, openai.BadRequestError),
+    "an unknown model": (Refusal(404, "no model"), RequestRejectedError, openai.NotFoundError),
+    "an engine that failed": (Refusal(500, "a bug"), EngineError, openai.InternalServerError),
+    "a connection that broke": (Reply("one two", cut_after_tokens=1), EngineDiedError, openai.APIConnectionError),
+}
+
+
+@pytest.mark.parametrize("name", OPENAI_TYPES)
+async def test_errors_of_requests_are_those_of_the_openai_sdk_as_well(
+    llm: ChatRAGCache, server: ScriptedServer, name: str
+) -> None:
+    answer, ours, theirs = OPENAI_TYPES[name]
+    server.rules = [lambda _: answer]
+
+    async def read() -> None:
+        async for _ in llm.astream("hello"):
+            pass
+
+    for ask in (lambda: list(llm.stream("hello")), lambda: asyncio.run(read())):
+        with pytest.raises(ours) as raised:
+            await asyncio.to_thread(ask)
+        error: Any = raised.value
+        assert isinstance(error, theirs)
+        assert error.message == str(error)
+        assert type(pickle.loads(pickle.dumps(error))) is ours
+
+
+def test_handlers_for_openais_errors_catch_those_that_no_answer_caused(engine: Engine, server: ScriptedServer) -> None:
+    def second(_: object) -> str:
+        return "the other model"
+
+    def answered_by(llm: ChatRAGCache, error: type[Exception], question: str = "hello") -> str:
+        return str(llm.with_fallbacks([RunnableLambda(second)], exceptions_to_handle=(error,)).invoke(question))
+
+    nothing_there = ChatRAGCache(base_url="http://127.0.0.1:1", model="a-model")
+    slow = ChatRAGCache(engine=engine, timeout=0.05)
+    server.script(Reply("late", wait_s=60))
+    assert answered_by(nothing_there, openai.APIConnectionError) == "the other model"
+    assert answered_by(slow, openai.APITimeoutError) == "the other model"
+    assert answered_by(ChatRAGCache(engine=engine), openai.BadRequestError, "word " * 4000) == "the other model"
+    with pytest.raises(EngineUnreachableError):
+        answered_by(nothing_there, openai.RateLimitError)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "max_tokens=5000 cannot be greater than max_model_len=2048. Please request fewer output tokens.",
+        "'max_tokens' or 'max_completion_tokens' is too large. This model's maximum context length is 2048 tokens.",
+    ],
+)
+def test_an_answer_that_does_not_fit_is_not_the_documents_fault(
+    llm: ChatRAGCache, server: ScriptedServer, message: str
+) -> None:
+    server.script(Refusal(400, message))
+    with pytest.raises(PromptTooLongError, match="Lower max_tokens") as raised:
+        llm.invoke("hello")
+    assert "fewer documents" not in str(raised.value)
+
+
+@pytest.mark.parametrize("engine", ["http://127.0.0.1:8000", 5, {"base_url": "http://host"}])
+def test_what_is_no_engine_is_refused(engine: Any) -> None:
+    with pytest.raises(ConfigError, match="engine is .*: pass Engine.launch.*, or base_url="):
+        ChatRAGCache(engine=engine)
+
+
+@pytest.mark.parametrize("name", ["use_responses_api", "use_previous_response_id"])
+def test_the_responses_api_is_refused_by_name(engine: Engine, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is True, but the Responses API"):
+        ChatRAGCache(engine=engine, **{name: True})
+
+
+def test_no_setting_leads_to_the_responses_api(engine: Engine, server: ScriptedServer) -> None:
+    ChatRAGCache(engine=engine, use_responses_api=None, output_version="responses/v1").invoke("hello")
+    assert server.requests[-1].path == "/v1/chat/completions"

@@ -1,0 +1,86 @@
+"""What is one prompt, and one answer."""
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ragcache_core.client import Engine
+from ragcache_core.errors import ConfigError
+from tests.support.scripted_server import Reply, ScriptedServer
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ScriptedServer]:
+    with ScriptedServer(root="examples/demo_model", rules=[lambda _: Reply("one two three")]) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def engine(server: ScriptedServer) -> Iterator[Engine]:
+    with Engine.connect(server.url) as engine:
+        yield engine
+
+
+SEVERAL: list[dict[str, Any]] = [{"n": 2}, {"extra_body": {"n": 2}}]
+PROMPTS: list[Any] = ["Who?", [{"role": "user", "content": "Who?"}]]
+
+
+@pytest.mark.parametrize("settings", SEVERAL)
+async def test_several_answers_are_refused_where_one_text_is_returned(engine: Engine, settings: Any) -> None:
+    with pytest.raises(ConfigError, match="n is 2, but one text is returned"):
+        engine.generate("Who?", **settings)
+    with pytest.raises(ConfigError, match="n is 2, but one text is returned"):
+        await engine.agenerate("Who?", **settings)
+
+
+@pytest.mark.parametrize("settings", SEVERAL)
+@pytest.mark.parametrize("prompt", PROMPTS)
+async def test_a_stream_of_several_answers_holds_the_first(engine: Engine, prompt: Any, settings: Any) -> None:
+    assert "".join(chunk.text for chunk in engine.stream(prompt, **settings)) == "one two three"
+    assert "".join([chunk.text async for chunk in engine.astream(prompt, **settings)]) == "one two three"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (["a", "b"], "a list of 2 texts: send one request for each"),
+        ([], r"the prompt is \[\]: pass a text"),
+        (None, "the prompt is None: pass a text"),
+        (b"Who?", "the prompt is b'Who[?]': pass a text"),
+        ([["Who?"]], "or messages like"),
+    ],
+)
+async def test_what_is_no_prompt_is_refused(engine: Engine, prompt: Any, message: str) -> None:
+    for ask in (engine.generate, engine.tokenize, engine.prefetch, lambda each: list(engine.stream(each))):
+        with pytest.raises(ConfigError, match=message):
+            ask(prompt)
+    with pytest.raises(ConfigError, match=message):
+        await engine.agenerate(prompt)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"cache": {"host_bytes": 1}}, r"cache is \{'host_bytes': 1\}: pass CacheConfig"),
+        ({"cache": {}, "data_parallel_size": 2}, r"cache is \{\}: pass CacheConfig"),
+        ({"env": ["A=1"]}, r"env is \['A=1'\]: pass a mapping"),
+        ({"extra_args": "--seed 1"}, "extra_args is '--seed 1': pass a list"),
+    ],
+)
+def test_a_launch_with_arguments_of_another_type_is_refused(settings: Any, message: str, demo_model: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Engine.launch(demo_model, **settings)
+
+
+def test_an_address_of_another_type_is_refused() -> None:
+    with pytest.raises(ConfigError, match="url is None: pass the address"):
+        Engine.connect(None)  # type: ignore[arg-type]
+
+
+def test_an_engine_is_neither_copied_nor_pickled(engine: Engine) -> None:
+    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="Engine holds open connections"):
+            duplicate(engine)
