@@ -110,7 +110,7 @@ def _add_openai_type(error: RAGCacheError) -> None:
         kind = kind if issubclass(kind, type(cause)) else type(cause)
         error.__dict__.update(vars(cause))
     error.__dict__["message"] = str(error)
-    error.__class__ = _joined_type(type(error), kind)
+    error.__class__ = _joined_type(type(error), kind)  # type: ignore[arg-type]  # classes are hashable
 
 
 @cache

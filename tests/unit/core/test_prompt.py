@@ -229,3 +229,10 @@ def test_a_short_document_is_not_found_within_other_words() -> None:
     text = "I do not know who wrote All of Anna. Yesterday?\n\nno\n\nYes, A."
     found = locate_documents(text, [("faq-7", "Yes"), ("faq-8", "no"), ("grade", "A")])
     assert [(s.doc_id, text[: s.start].count("\n")) for s in found] == [("faq-8", 2), ("faq-7", 4), ("grade", 4)]
+
+
+def test_an_answer_that_does_not_fit_names_its_own_limit_first() -> None:
+    with pytest.raises(PromptTooLongError, match="lower max_tokens to at most 40, retrieve fewer"):
+        check_prompt_fits(60, 100, 50)
+    with pytest.raises(PromptTooLongError, match="holds 100: retrieve fewer"):
+        check_prompt_fits(100, 100, 50)
