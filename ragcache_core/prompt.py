@@ -443,4 +443,6 @@ class PromptLayout:
                 f"the chat template does not show document {min(missing, default='?')!r} as it was given: use a "
                 "document_format of plain text, and documents that are not empty"
             )
-        return replace(prompt, acls=acls_of(documents))
+        labels = {document.doc_id: document.label for document in documents}
+        segments = tuple(replace(segment, label=labels.get(segment.doc_id or "")) for segment in prompt.segments)
+        return replace(prompt, segments=segments, acls=acls_of(documents))

@@ -241,15 +241,33 @@ class TierStats:
 class DocumentUse:
     """A document, and how many requests have used it since the engine started, wherever it stood in them.
 
-    A request without metadata names no document, and is not counted. ``num_tokens`` is its length in whole blocks, and
-    ``tiers`` hold some of it, where it stood last; they are empty where it was given up. Of more than 1,024 documents
-    the rarest are forgotten, and start anew.
+    A request without metadata names no document, and is not counted. ``num_tokens`` is its length in whole blocks in
+    the latest request. ``tiers`` hold a part of it, on any cached prefix; they are empty where it was given up.
+    ``label`` is its source, where the id is not readable. Of more than 1,024 documents the least used are dropped, and
+    their counts start again.
     """
 
     doc_id: DocId
     frequency: float
     num_tokens: int
     tiers: tuple[str, ...]
+    label: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The label with the id, or the id alone."""
+        return self.doc_id if self.label is None else f"{self.label} ({self.doc_id})"
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain JSON data."""
+        label = {} if self.label is None else {"label": self.label}
+        return {
+            "doc_id": self.doc_id,
+            "frequency": self.frequency,
+            "num_tokens": self.num_tokens,
+            "tiers": list(self.tiers),
+            **label,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -620,7 +638,7 @@ class EngineStats:
         return {
             **asdict(self),
             "tiers": [{**asdict(t), "hit_rate": self.tier_hit_rate(t)} for t in self.tiers],
-            "hottest_documents": [{**asdict(d), "tiers": list(d.tiers)} for d in self.hottest_documents],
+            "hottest_documents": [document.to_dict() for document in self.hottest_documents],
             "prefix_hit_rate": self.prefix_hit_rate,
             "cached_share": self.cached_share,
             "mean_ttft_s": self.mean_ttft_s,
@@ -698,6 +716,7 @@ def _merged_use(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
         "frequency": one["frequency"] + other["frequency"],
         "num_tokens": max(one["num_tokens"], other["num_tokens"]),
         "tiers": [tier.label for tier in Tier if tier.label in {*one["tiers"], *other["tiers"]}],
+        **({"label": label} if (label := one.get("label") or other.get("label")) else {}),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -18,6 +19,11 @@ ACL = "acl"
 """The name of a document's groups in its metadata."""
 _MAX_GROUPS = 1024
 _MAX_GROUP_CHARS = 256
+MAX_LABEL_CHARS = 200
+_SOURCES = ("source", "file_path")  # LangChain's name in the metadata, and LlamaIndex's
+_UNREADABLE_ID = re.compile(
+    r"[0-9a-fA-F]{8}(-?[0-9a-fA-F]{4}){3}-?[0-9a-fA-F]{12}|text-[0-9a-f]{24}|[0-9a-f]{40}|[0-9a-f]{64}"
+)
 _NO_METADATA: Mapping[str, object] = MappingProxyType({})
 
 
@@ -54,6 +60,15 @@ class Document:
                 f"document {self.doc_id!r:.80} has the acl {list(acl)!r:.80}, its metadata say {said!r:.80}: give one "
                 "of them"
             )
+
+    @property
+    def label(self) -> str | None:
+        """The end of its source, as a readable name where the id is none: a UUID, or a hash of the text."""
+        if _UNREADABLE_ID.fullmatch(self.doc_id) is None or not isinstance(self.metadata, Mapping):
+            return None
+        sources = (self.metadata.get(name) for name in _SOURCES)
+        source = next((each for each in sources if isinstance(each, str) and each.strip()), "")
+        return source[-MAX_LABEL_CHARS:].encode("utf-8", "replace").decode() or None
 
 
 def read_acl(value: object, doc_id: object) -> tuple[str, ...]:
@@ -118,7 +133,7 @@ class PromptSegment:
     """Tokens ``[start, end)`` of a prompt and what they are. The segments of a prompt tile it without gaps.
 
     ``text_end`` is where a document's own tokens end, and what separates it from the next one begins; ``None`` is
-    ``end``.
+    ``end``. ``label`` is a document's readable name, where its id is none.
     """
 
     kind: SegmentKind
@@ -126,6 +141,7 @@ class PromptSegment:
     end: int
     doc_id: DocId | None = None
     text_end: int | None = field(default=None, compare=False)
+    label: str | None = field(default=None, compare=False)
 
     @property
     def num_tokens(self) -> int:

@@ -6,7 +6,7 @@
         "prompt_token_ids": [1, 17, ...],          # vLLM's own key: the prompt, tokenised already
         "ragcache": {
             "version": 1,
-            "documents": [{"id": "faq-7", "start": 21, "end": 407}, ...],
+            "documents": [{"id": "faq-7", "start": 21, "end": 407}, ...],  # and a "label", where the id is not readable
             "speculation": "3f2a...",              # only if the answer is not asked for yet: see confirm
             "reordered": true,                     # only if the documents stand in another order than retrieved
             "chunk_reuse": {"max_recompute": 0.3}, # or true, false, "store"; only if it is not to be as the engine does
@@ -25,12 +25,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ragcache_core.config import ChunkReuseRequest
 from ragcache_core.errors import ConfigError, quoted
-from ragcache_core.types import PromptSegment, SegmentKind
+from ragcache_core.types import MAX_LABEL_CHARS, PromptSegment, SegmentKind
 
 WIRE_VERSION = 1
 KEY = "ragcache"
@@ -112,7 +112,12 @@ def encode_kv_transfer_params(
     """
     params: dict[str, object] = {} if prompt_token_ids is None else {"prompt_token_ids": list(prompt_token_ids)}
     documents = [
-        {"id": s.doc_id, "start": s.start, "end": s.end if s.text_end is None else s.text_end}
+        {
+            "id": s.doc_id,
+            "start": s.start,
+            "end": s.end if s.text_end is None else s.text_end,
+            **({} if s.label is None else {"label": s.label}),
+        }
         for s in segments
         if s.kind is SegmentKind.DOCUMENT
     ][:MAX_DOCUMENTS]
@@ -334,9 +339,7 @@ def tile(documents: Sequence[PromptSegment], num_prompt_tokens: int) -> tuple[Pr
             )
         position = document.end
         end = documents[i + 1].start if i + 1 < len(documents) else document.end
-        segments.append(
-            PromptSegment(SegmentKind.DOCUMENT, document.start, max(end, document.end), document.doc_id, document.end)
-        )
+        segments.append(replace(document, end=max(end, document.end), text_end=document.end))
     if position < num_prompt_tokens:
         segments.append(PromptSegment(SegmentKind.QUESTION, position, num_prompt_tokens))
     return tuple(segments)
@@ -359,11 +362,17 @@ def _document(raw: object, index: int) -> PromptSegment:
             and not isinstance(end, bool)
             and _is_text(doc_id)
         ):
-            return PromptSegment(SegmentKind.DOCUMENT, start, end, doc_id)
+            return PromptSegment(SegmentKind.DOCUMENT, start, end, doc_id, label=_label(raw))
     raise ConfigError(
         f"document {index} of the ragcache metadata is {raw!r:.120}; it must hold an id of 1 to {MAX_DOC_ID_CHARS} "
         "characters of Unicode text and integer start and end"
     )
+
+
+def _label(document: Mapping[str, object]) -> str | None:
+    """Return a document's readable name. It is for people alone: what cannot be shown is left out."""
+    label = document.get("label")
+    return label if isinstance(label, str) and 0 < len(label) <= MAX_LABEL_CHARS and _is_text(label) else None
 
 
 def _speculation(raw: object) -> str | None:

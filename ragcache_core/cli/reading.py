@@ -75,7 +75,7 @@ def watched_view(
     if reading.hottest_documents and room.has_gaps:
         parts += [*gap, _documents(reading.hottest_documents)]
     elif reading.hottest_documents:
-        hottest = ", ".join(_printable(document.doc_id) for document in reading.hottest_documents)
+        hottest = ", ".join(_printable(document.name) for document in reading.hottest_documents)
         parts.append(_line(f"hottest: {hottest}"))
     if reading.policy is not None:
         parts += [*gap, *_named(_cache_counters(reading))]
@@ -219,7 +219,7 @@ def _tiers(reading: EngineStats, room: Room) -> RenderableType:
 
 def _documents(documents: Sequence[DocumentUse]) -> RenderableType:
     rows = (
-        (_printable(one.doc_id), f"{one.frequency:,.4g}", f"{one.num_tokens:,}", ", ".join(one.tiers))
+        (_printable(one.name), f"{one.frequency:,.4g}", f"{one.num_tokens:,}", ", ".join(one.tiers))
         for one in documents
     )
     return columns(rows, "<>><", ("hottest documents", "uses", "tokens", "in"))

@@ -24,6 +24,7 @@ from ragcache_core.client.prompts.request_plan import (
     plan_rendered,
     plan_tokens,
 )
+from ragcache_core.client.prompts.labels import LABELS
 from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
 from ragcache_core.client.prompts.rights import RIGHTS, salt_of
 from ragcache_core.client.prompts.server_tokens import AskTokens, ServerTokens, segments_in
@@ -168,6 +169,7 @@ class PromptClient:
         searches = self._remembered.searches()
         documents = None if documents is None else list(documents)
         RIGHTS.add(documents or ())
+        LABELS.add(documents or ())
         shown = self._shown(documents, messages)
         questions = self._questions()
         sent: Sequence[ChatMessage] = without_repeats(messages, shown, questions) if deduplicates else messages

@@ -10,6 +10,7 @@ from typing import Any
 
 from ragcache_core.client.prompts import rights
 from ragcache_core.client.prompts.chat_request import AskedChat
+from ragcache_core.client.prompts.labels import LABELS
 from ragcache_core.client.prompts.rights import RIGHTS, joined_salt
 from ragcache_core.prompt import ChatMessage, PromptTokenizer, RenderedPrompt, check_prompt_fits, render_chat
 from ragcache_core.stats import DeadlineReport, RequestStats, document_stats
@@ -128,7 +129,7 @@ def plan_tokens(
     ``sends_tokens``: the server takes its token ids, as it does where the messages are text.
     """
     params = encode_kv_transfer_params(
-        prompt.segments,
+        LABELS.labelled(prompt.segments),
         prompt.token_ids if sends_tokens else None,
         is_reordered=_shown_ids(prompt.segments) in reordered,
         chunk_reuse=chunk_reuse,
@@ -163,7 +164,7 @@ def plan_rendered(
     check_prompt_fits(len(prompt.token_ids), max_model_len)
     is_reordered = _shown_ids(prompt.segments) in reordered
     params = encode_kv_transfer_params(
-        prompt.segments,
+        LABELS.labelled(prompt.segments),
         is_reordered=is_reordered,
         chunk_reuse=chunk_reuse,
         is_prefill=is_prefill,
@@ -203,6 +204,7 @@ class RememberedDocuments:
         """Remember what a search for ``query`` found, and how prompts show it (its text, if ``shown`` is not given)."""
         documents = tuple(documents)
         RIGHTS.add(documents)
+        LABELS.add(documents)
         with self._lock:
             self._searches.append(RememberedSearch(query, tuple((d.doc_id, d.text) for d in documents)))
             for document in documents:

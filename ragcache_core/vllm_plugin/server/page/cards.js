@@ -156,7 +156,7 @@ export function showHottest(stats) {
     el(
       "tr",
       {},
-      el("td", { className: "name" }, use.doc_id),
+      el("td", { className: "name", title: use.doc_id }, use.label ?? use.doc_id),
       el("td", { className: "number" }, count(use.frequency)),
       el("td", { className: "number" }, count(use.num_tokens)),
       el("td", {}, ...(use.tiers.length ? tierBadges(use.tiers) : [el("span", { className: "faint" }, "gone")])),
