@@ -59,7 +59,8 @@ def regrow(
             continue
         tree.add(location.node, 1 << location.unit, tier)
         tree.make_older(location.node, entry.stored_s)
-        location.node.is_private = entry.is_private
+        if entry.is_private:
+            tree.make_private(location.node)
         tree.restore(location.node, frequency=round(entry.frequency), cost_s=entry.cost)
         units[entry.key] = unit
         found.append(entry.key)

@@ -8,7 +8,7 @@ from operator import or_
 
 from ragcache_core.tree.knowledge_tree import KnowledgeTree
 from ragcache_core.tree.node import TreeNode
-from ragcache_core.types import Tier
+from ragcache_core.types import DocId, Tier
 
 
 def check_invariants(tree: KnowledgeTree, *, is_connected: bool = True) -> None:
@@ -36,6 +36,7 @@ def check_invariants(tree: KnowledgeTree, *, is_connected: bool = True) -> None:
             assert tree.resident_mask(node, tier) & ~node.full_mask == 0
             if is_connected:
                 assert not _gaps(tree, node, tier), (node, tier)
+    _check_documents(tree)
     _check_protection(tree)
     _check_shadows(tree)
     for tier in Tier:
@@ -53,6 +54,19 @@ def check_invariants(tree: KnowledgeTree, *, is_connected: bool = True) -> None:
                 assert state.is_candidate(node), (node, tier)
             if tree.policy.copy_discount:
                 assert state.is_copied(node) == _is_below(tree, node, tier), (node, tier)
+
+
+def _check_documents(tree: KnowledgeTree) -> None:
+    found: dict[DocId, set[TreeNode]] = {}
+    tiers: dict[DocId, set[Tier]] = {}
+    for node in tree.nodes():
+        for doc_id in node.doc_ids():
+            found.setdefault(doc_id, set()).add(node)
+            here = {tier for tier in Tier if tree.resident_mask(node, tier) and not node.is_private}
+            tiers.setdefault(doc_id, set()).update(here)
+    for doc_id, nodes in found.items():
+        assert set(tree.nodes_of(doc_id)) == nodes, doc_id
+        assert set(tree.tiers_of(doc_id)) == tiers[doc_id], doc_id
 
 
 def _is_below(tree: KnowledgeTree, node: TreeNode, tier: Tier) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 
 from ragcache_core.policy.base import ReplacementPolicy
 from ragcache_core.policy.returning import ReturningTurns
@@ -12,7 +12,7 @@ from ragcache_core.tree.conversations import Conversations
 from ragcache_core.tree.node import PathSegment, PrefixMatch, TreeNode
 from ragcache_core.tree.shadow import ShadowTournament
 from ragcache_core.tree.tiered_tree import TieredTree
-from ragcache_core.types import Tier
+from ragcache_core.types import DocId, Tier
 
 
 class KnowledgeTree(TieredTree):
@@ -299,7 +299,8 @@ class KnowledgeTree(TieredTree):
     def _on_left(self, node: TreeNode) -> None:
         self._note_if_ghost(node)
 
-    def _on_renamed(self, node: TreeNode) -> None:
+    def _on_renamed(self, node: TreeNode, doc_ids: Collection[DocId]) -> None:
+        super()._on_renamed(node, doc_ids)
         if self.resident_mask(node, Tier.HOST) or self.resident_mask(node, Tier.DISK):
             self.renamed.add(node.id)
 

@@ -107,6 +107,10 @@ class TreeNode(NodeStats):
             node = node.parent
         return nodes[::-1]
 
+    def doc_ids(self) -> tuple[DocId, ...]:
+        """Return the ids of all documents that it holds a part of."""
+        return (*self.other_ids,) if self.doc_id is None else (self.doc_id, *self.other_ids)
+
     def is_named(self, doc_ids: Set[DocId]) -> bool:
         """Return whether one of the documents begins in it, or goes on."""
         return self.doc_id in doc_ids or not self.other_ids.isdisjoint(doc_ids)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence, Set
 from typing import Final
 
 from ragcache_core.tree.node import MAX_OTHER_IDS, NO_IDS, Location, PathSegment, TreeNode
@@ -21,6 +21,7 @@ class PrefixTree:
         self._nodes: list[TreeNode | None] = []
         self._free_ids: list[int] = []
         self._locations: dict[Hashable, Location] = {}
+        self._by_document: dict[DocId, dict[TreeNode, None]] = {}
         self._sequence = 0
         self.root = self._new_node(None, [], 0, None)
 
@@ -29,8 +30,12 @@ class PrefixTree:
         return len(self._nodes) - len(self._free_ids) - 1
 
     def nodes(self) -> Iterator[TreeNode]:
-        """Yield every node below the root."""
+        """Yield every node below the root. The tree may change between two of them: a node is yielded as it is then."""
         return (node for node in self._nodes if node is not None and node is not self.root)
+
+    def contains(self, node: TreeNode) -> bool:
+        """Return whether a node is still in the tree."""
+        return self._nodes[node.id] is node
 
     def locate(self, key: Hashable) -> Location | None:
         """Return where a unit stands, resident or not."""
@@ -115,14 +120,14 @@ class PrefixTree:
 
     # By document
 
+    def nodes_of(self, doc_id: DocId) -> Collection[TreeNode]:
+        """Return all nodes of a document, resident or not, in the order in which they got its name; O(1)."""
+        return self._by_document.get(doc_id, {}).keys()
+
     def named(self, doc_ids: Set[DocId]) -> list[TreeNode]:
-        """Return the nodes in which documents begin, without those behind others of them; O(nodes)."""
-        found: list[TreeNode] = []
-        left = [self.root]
-        while left:
-            for child in left.pop().iter_children():
-                (found if child.is_named(doc_ids) else left).append(child)
-        return found
+        """Return the nodes in which documents begin, without those below others of them; O(their nodes x height)."""
+        nodes = dict.fromkeys(node for doc_id in doc_ids for node in self.nodes_of(doc_id))
+        return [node for node in nodes if not any(step in nodes for step in node.path()[:-1])]
 
     # For the subclass
 
@@ -135,8 +140,8 @@ class PrefixTree:
     def _on_split(self, node: TreeNode, lower: TreeNode) -> None:
         """Divide what is known of ``node``, which kept its first units, with ``lower``, which has the others."""
 
-    def _on_renamed(self, node: TreeNode) -> None:
-        """Take note that ``node`` is further documents than it was."""
+    def _on_renamed(self, node: TreeNode, doc_ids: Collection[DocId]) -> None:
+        """Take note that ``node`` got the names ``doc_ids`` besides those that it had."""
 
     def _next_sequence(self) -> int:
         self._sequence += 1
@@ -172,6 +177,7 @@ class PrefixTree:
                 child.other_ids = segment.other_ids
                 if parent is self.root or segment.doc_id is not None:
                     child.owner = segment.owner
+                self._index(child, child.doc_ids())
                 at = len(keys)
             else:
                 num_common = _num_common(child.keys, keys, at)
@@ -187,13 +193,18 @@ class PrefixTree:
 
     def _name(self, node: TreeNode, segment: PathSegment) -> None:
         """Take note of further documents that a node is, as far as there are not too many already."""
-        before = node.doc_id, node.other_ids
+        before = node.doc_ids()
         node.doc_id = node.doc_id or segment.doc_id
         if len(node.other_ids) < MAX_OTHER_IDS:
             names = (segment.doc_id, *segment.other_ids)
             node.other_ids |= {name for name in names if name is not None and name != node.doc_id}
-        if before != (node.doc_id, node.other_ids):
-            self._on_renamed(node)
+        if added := [doc_id for doc_id in node.doc_ids() if doc_id not in before]:
+            self._index(node, added)
+            self._on_renamed(node, added)
+
+    def _index(self, node: TreeNode, doc_ids: Iterable[DocId]) -> None:
+        for doc_id in doc_ids:
+            self._by_document.setdefault(doc_id, {})[node] = None
 
     def _new_node(
         self, parent: TreeNode | None, keys: list[Hashable], num_tokens: int, doc_id: DocId | None
@@ -226,6 +237,7 @@ class PrefixTree:
         lower = self._new_node(node, keys, num_tokens, node.doc_id)
         node.copy_stats_to(lower)
         lower.other_ids = node.other_ids
+        self._index(lower, lower.doc_ids())
         lower.children = children
         for child in lower.iter_children():
             child.parent = lower
@@ -242,6 +254,11 @@ class PrefixTree:
             parent.children = None
         for key in node.keys:
             del self._locations[key]
+        for doc_id in node.doc_ids():
+            nodes = self._by_document[doc_id]
+            del nodes[node]
+            if not nodes:
+                del self._by_document[doc_id]
         self._nodes[node.id] = None
         self._free_ids.append(node.id)
         return parent

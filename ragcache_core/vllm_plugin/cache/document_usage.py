@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from heapq import nsmallest
 
 from ragcache_core.stats import MAX_HOTTEST
 from ragcache_core.tree import KnowledgeTree, PathSegment
-from ragcache_core.types import DocId, Tier
+from ragcache_core.types import DocId
 
 _MAX_COUNTED = 1024
 
@@ -17,31 +17,41 @@ _MAX_COUNTED = 1024
 class _Use:
     num_uses: int = 0
     num_tokens: int = 0
-    keys: tuple[Hashable, ...] = ()
-    """The blocks that it was last time."""
+    label: str | None = None
 
 
 class DocumentUses:
-    """How many requests have named each document, wherever it stood in the prompt."""
+    """Counts the requests that use each document, at any position in the prompt.
 
-    def __init__(self, tree: KnowledgeTree) -> None:
+    Args:
+        tree: knows which tiers hold a document.
+        is_own: whether nodes of an owner in the tree may be reported here.
+    """
+
+    def __init__(self, tree: KnowledgeTree, is_own: Callable[[str | None], bool]) -> None:
         self._tree = tree
+        self._is_own = is_own
         self._uses: dict[DocId, _Use] = {}
 
     def __len__(self) -> int:
         return len(self._uses)
 
-    def count(self, doc_ids: Iterable[DocId], path: Iterable[PathSegment]) -> None:
-        """Count a request that uses documents, each once; ``path`` is its prompt. The rarest are forgotten.
+    def count(self, labels: Mapping[DocId, str | None], path: Iterable[PathSegment]) -> None:
+        """Count a request that uses documents, each once; the least used of too many are dropped.
 
-        The documents of requests count, not the tree's nodes: those are cut, and named by the first request.
+        The documents of requests count, not the tree's nodes: those are split, and named by the first request.
+
+        Args:
+            labels: the readable name of each document, None for those without one.
+            path: the request's prompt.
         """
-        for doc_id in doc_ids:
-            self._uses.setdefault(doc_id, _Use()).num_uses += 1
+        for doc_id, label in labels.items():
+            use = self._uses.setdefault(doc_id, _Use())
+            use.num_uses += 1
+            use.label = label or use.label
         for segment in path:
             if segment.doc_id is not None:
-                use = self._uses[segment.doc_id]
-                use.num_tokens, use.keys = segment.num_tokens, tuple(segment.keys)
+                self._uses[segment.doc_id].num_tokens = segment.num_tokens
         if len(self._uses) > _MAX_COUNTED:
             kept = sorted(self._uses.items(), key=lambda item: -item[1].num_uses)[: _MAX_COUNTED // 2]
             self._uses = dict(kept)
@@ -63,13 +73,8 @@ class DocumentUses:
                 "doc_id": doc_id,
                 "frequency": use.num_uses,
                 "num_tokens": use.num_tokens,
-                "tiers": [tier.label for tier in Tier if self._is_resident(use.keys, tier)],
+                "tiers": [tier.label for tier in self._tree.tiers_of(doc_id, self._is_own)],
+                **({} if use.label is None else {"label": use.label}),
             }
             for doc_id, use in hottest
         ]
-
-    def _is_resident(self, keys: Iterable[Hashable], tier: Tier) -> bool:
-        for location in map(self._tree.locate, keys):
-            if location is not None and self._tree.resident_mask(location.node, tier) >> location.unit & 1:
-                return True
-        return False

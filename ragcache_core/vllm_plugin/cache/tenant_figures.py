@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from operator import eq
 from typing import TYPE_CHECKING
 
 from ragcache_core.runtime.tenants import Tenants, mark_of, salt_of
@@ -34,7 +35,10 @@ class TenantFigures:
         self._tree = tree
         self._tenants = tenants
         self._by_name = {
-            name: _Tenant(DocumentUses(tree), PrefixPublisher(tree, tokens_per_block, is_own=partial(_is_owned, name)))
+            name: _Tenant(
+                DocumentUses(tree, partial(eq, name)),
+                PrefixPublisher(tree, tokens_per_block, is_own=partial(_is_owned, name)),
+            )
             for name in (() if tenants is None else tenants.by_name)
         }
         self._by_mark = {mark_of(name): name for name in self._by_name}
