@@ -221,8 +221,8 @@ def kv_bytes_per_block(kv_cache_config: KVCacheConfig) -> int:
 def attach_utilities() -> None:
     """Let the server's process call methods of this one's scheduler, as vLLM's own utilities."""
 
-    def ragcache_confirm(core: EngineCore, speculation_id: str) -> dict[str, object] | None:
-        report: dict[str, object] | None = core.scheduler.confirm(speculation_id)
+    def ragcache_confirm(core: EngineCore, speculation_id: str, tenant: str | None) -> dict[str, object] | None:
+        report: dict[str, object] | None = core.scheduler.confirm(speculation_id, tenant)
         return report
 
     def ragcache_report(core: EngineCore) -> dict[str, object]:
@@ -316,13 +316,15 @@ def may_change_weights(method: object, *, is_paused: bool) -> bool:
     return (is_paused or says_so) and method not in _LEAVES_WEIGHTS
 
 
-async def call_confirm(engine_client: Any, speculation_id: str) -> list[dict[str, Any] | None]:
+async def call_confirm(
+    engine_client: Any, speculation_id: str, tenant: str | None = None
+) -> list[dict[str, Any] | None]:
     """Call what :func:`attach_utilities` attached in the engine's process; it answers when the running step is done.
 
     There is an answer of each of several data-parallel engines, in their order.
     """
     reports: list[dict[str, Any] | None] = await engine_client.engine_core.call_utility_all_async(
-        _CONFIRM, speculation_id
+        _CONFIRM, speculation_id, tenant
     )
     return reports
 

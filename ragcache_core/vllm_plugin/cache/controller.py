@@ -167,7 +167,7 @@ class CacheController:
         self._finished: dict[str, dict[str, object]] = {}
         self._is_dirty = True
         self.retrieved: dict[Key, tuple[float, float]] = {}
-        self.document_uses = DocumentUses(self.tree)
+        self.document_uses = DocumentUses(self.tree, lambda owner: self.tenants.is_everybodys(owner))
         self._recent = RecentRequests()
         tenants = None if settings.tenants is None else Tenants.from_toml(settings.tenants)
         self.tenants = TenantFigures(self.tree, tokens_per_block, tenants)
@@ -286,7 +286,7 @@ class CacheController:
         self._requests[request_id] = state
         path = self.tree.insert(self._path_segments(state, keys))
         if is_salted:
-            _make_private(path)
+            self._make_private(path)
         if path:
             state.retained = cast("Key", path[-1].keys[-1])
             self.tree.retain(state.retained)
@@ -354,14 +354,14 @@ class CacheController:
             self._count_pending(state, -1)
             state.first_token_s = now_s
 
-    def confirm(self, speculation: str) -> list[str]:
+    def confirm(self, speculation: str, tenant: str | None = None) -> list[str]:
         """Make a speculation's requests real, and return the ids of those in the engine.
 
         The documents of a speculation count as used from now on, and so does the request, unless it only prefilled
         for one that comes by itself.
         """
         self.record_change()
-        confirmed = self.speculations.confirm(speculation, self._requests.values())
+        confirmed = self.speculations.confirm(speculation, self._requests.values(), tenant)
         for state in confirmed.alive:
             self._count_pending(state, 1)
         for state in (*confirmed.alive, *confirmed.ended):
@@ -533,6 +533,7 @@ class CacheController:
         """Give documents up in all tiers, with what stands behind them; see :class:`Forgetting`."""
         self.record_change()
         receipt = self.forgetting.forget(doc_ids)
+        self.speculations.forget(doc_ids)
         self.document_uses.forget(doc_ids)
         self._recent.forget(doc_ids)
         self.tenants.forget(doc_ids)
@@ -543,6 +544,7 @@ class CacheController:
         """Give everything up in all tiers, as :meth:`forget` does."""
         self.record_change()
         receipt = self.forgetting.forget_all()
+        self.speculations.forget(None)
         self.document_uses.clear()
         self._recent.forget_all()
         self.tenants.forget_all()
@@ -640,7 +642,7 @@ class CacheController:
         location = self.tree.locate(keys[index])
         assert location is not None
         if state is not None and state.is_salted:
-            _make_private(location.node.path())
+            self._make_private(location.node.path())
         return location
 
     # Reporting
@@ -746,12 +748,12 @@ class CacheController:
         self.counters.num_later_turns += state.turn > 1
         self.tree.record_access(path, num_hit_units=num_hit_units, cost_per_token_s=cost_s, turn=state.turn)
         has_disk = (disk := self.tiers.get(Tier.DISK)) is not None and disk.is_enabled
-        doc_ids = {segment.doc_id for segment in state.metadata.segments if segment.doc_id is not None}
+        labels = {segment.doc_id: segment.label for segment in state.metadata.segments if segment.doc_id is not None}
         if self.pins.doc_ids:
             self.pins.on_used(path)
-        if doc_ids and not state.is_salted:
+        if labels and not state.is_salted and not state.has_forgotten:
             uses = self.document_uses if state.tenant is None else self.tenants.document_uses(state.tenant)
-            uses.count(doc_ids, self._path_segments(state, keys))
+            uses.count(labels, self._path_segments(state, keys))
         if has_disk:
             for node in path:
                 if node.doc_id is not None:  # one unit speaks for its node: a tree that grows again takes the highest
@@ -788,7 +790,6 @@ class CacheController:
         state.tail_ids = short
         return path
 
-
-def _make_private(path: Iterable[TreeNode]) -> None:
-    for node in path:
-        node.is_private = True
+    def _make_private(self, path: Iterable[TreeNode]) -> None:
+        for node in path:
+            self.tree.make_private(node)

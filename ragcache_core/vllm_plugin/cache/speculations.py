@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Set
+from dataclasses import dataclass, replace
 
+from ragcache_core.runtime.tenant_entries import TenantEntries
+from ragcache_core.types import DocId
 from ragcache_core.vllm_plugin.cache.request_state import RequestState
 
 _MAX_REMEMBERED = 1024
@@ -26,16 +27,15 @@ class QueuedSpeculations:
 
     A confirmation may come at any time: before its request (the two travel separately), while it is queued or runs, or
     after it has ended by itself. Of speculations whose request has not arrived yet, and of those whose request has
-    ended, the newest ``max_remembered`` are remembered.
+    ended, the newest ``max_remembered`` of each tenant are remembered.
     """
 
     def __init__(self, max_remembered: int = _MAX_REMEMBERED) -> None:
-        self._max_remembered = max_remembered
         self._num_unconfirmed = 0
-        self._confirmed_early: OrderedDict[str, None] = OrderedDict()
-        self._ended: OrderedDict[str, list[RequestState]] = OrderedDict()
-        self._first_admitted: OrderedDict[str, str] = OrderedDict()
-        self._waited_s: dict[str, float] = {}
+        self._confirmed_early: TenantEntries[str, bool] = TenantEntries(max_remembered)
+        self._ended: TenantEntries[str, list[RequestState]] = TenantEntries(max_remembered)
+        self._first_admitted: TenantEntries[str, str] = TenantEntries(max_remembered)
+        self._waited_s: dict[str, tuple[float, str | None]] = {}
         self.num_requests = 0
         self.num_confirmed = 0
         self.num_tokens = 0
@@ -51,23 +51,22 @@ class QueuedSpeculations:
         if speculation is None:
             return
         self.num_requests += 1
-        if speculation in self._confirmed_early:
+        if self._confirmed_early.get(state.tenant, speculation):
             self._confirm(state)
         else:
             self._num_unconfirmed += 1
 
-    def confirm(self, speculation: str, requests: Iterable[RequestState]) -> Confirmed:
-        """Make a speculation's requests real, and return them; ``requests`` are all in the engine.
+    def confirm(self, speculation: str, requests: Iterable[RequestState], tenant: str | None = None) -> Confirmed:
+        """Make a tenant's speculation's requests real, and return them; ``requests`` are all in the engine.
 
         Repeating it, and an unknown id, do no harm.
         """
-        self._confirmed_early[speculation] = None
-        if len(self._confirmed_early) > self._max_remembered:
-            self._confirmed_early.popitem(last=False)
+        self._confirmed_early.put(tenant, speculation, True)
         alive: list[RequestState] = []
         if self:
-            alive = [state for state in requests if state.metadata.speculation == speculation and state.is_speculative]
-        confirmed = Confirmed(alive, self._ended.pop(speculation, []))
+            own = (state for state in requests if state.tenant == tenant)
+            alive = [state for state in own if state.metadata.speculation == speculation and state.is_speculative]
+        confirmed = Confirmed(alive, self._ended.pop(tenant, speculation) or [])
         self._num_unconfirmed -= len(alive)
         for state in confirmed.ended:
             self.num_wasted_tokens -= state.num_speculative_tokens
@@ -80,18 +79,19 @@ class QueuedSpeculations:
         speculation = state.metadata.speculation
         if speculation is None or state.waited_s is None:
             return
-        if self._first_admitted.setdefault(speculation, state.request_id) == state.request_id:
-            self._waited_s[speculation] = state.waited_s
-        if len(self._first_admitted) > self._max_remembered:
-            self._first_admitted.popitem(last=False)
+        first = self._first_admitted.get(state.tenant, speculation)
+        if first is None:
+            self._first_admitted.put(state.tenant, speculation, state.request_id)
+        if first in (None, state.request_id):
+            self._waited_s[speculation] = state.waited_s, state.tenant
 
     @property
     def has_waited(self) -> bool:
         """Whether :meth:`take_waited_s` has something to return."""
         return bool(self._waited_s)
 
-    def take_waited_s(self) -> dict[str, float]:
-        """Return the speculations that were admitted since the last call, and how long each was queued."""
+    def take_waited_s(self) -> dict[str, tuple[float, str | None]]:
+        """Return the speculations that were admitted since the last call: how long each was queued, and whose it is."""
         waited_s, self._waited_s = self._waited_s, {}
         return waited_s
 
@@ -109,11 +109,18 @@ class QueuedSpeculations:
         if state.metadata.expected_uses:  # nobody will confirm it
             return
         self.num_wasted_tokens += state.num_speculative_tokens
-        ended = self._ended.setdefault(speculation, [])
+        ended = self._ended.get(state.tenant, speculation) or []
         if len(ended) < _MAX_ENDED:
-            ended.append(state)
-        if len(self._ended) > self._max_remembered:
-            self._ended.popitem(last=False)
+            self._ended.put(state.tenant, speculation, [*ended, state])
+
+    def forget(self, doc_ids: Set[DocId] | None) -> None:
+        """Know ended requests with some documents, or with any, no more by what they showed."""
+        for ended in self._ended.values():
+            for state in ended:
+                if doc_ids is None or any(segment.doc_id in doc_ids for segment in state.metadata.segments):
+                    segments = tuple(replace(segment, doc_id=None, label=None) for segment in state.metadata.segments)
+                    state.metadata, state.keys = replace(state.metadata, segments=segments), ()
+                    state.has_forgotten = True
 
     def to_dict(self) -> dict[str, object]:
         """Return the counts by the names that they have in the engine's report."""

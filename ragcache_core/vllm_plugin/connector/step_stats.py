@@ -18,8 +18,8 @@ class RAGCacheStats(KVConnectorStats):
     """What a step has to say.
 
     ``data`` holds ``requests`` by id, the latest ``engine`` report or None, the data of vLLM's offloading, how long
-    each speculation that was admitted has ``waited_s``, and ``num_pending_prefills``, with how long they take, and
-    ``has_room`` where they have changed.
+    each speculation that was admitted has ``waited_s``, with its tenant, and ``num_pending_prefills``, with how long
+    they take, and ``has_room`` where they have changed.
     """
 
     @classmethod
@@ -29,7 +29,7 @@ class RAGCacheStats(KVConnectorStats):
         requests: dict[str, Any],
         engine: dict[str, Any] | None,
         offload: KVConnectorStats | None,
-        waited_s: Mapping[str, float] | None = None,
+        waited_s: Mapping[str, tuple[float, str | None]] | None = None,
         num_pending_prefills: int | None = None,
         pending_prefill_s: float | None = None,
         has_room: bool | None = None,

@@ -13,7 +13,7 @@ from ragcache_core.vllm_plugin.compat import attach_utilities
 class _Reporting:
     get_kv_connector: Any
 
-    def confirm(self, speculation: str) -> dict[str, object] | None:
+    def confirm(self, speculation: str, tenant: str | None = None) -> dict[str, object] | None:
         """Return a report: every request is real here, and nothing is to be confirmed."""
         return self.report()
 

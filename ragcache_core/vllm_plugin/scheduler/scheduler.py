@@ -175,12 +175,12 @@ class _TreeScheduling:
             self._controller.on_approximated(request.request_id, 0, ())
         self.kv_cache_manager.evict_blocks(set(range(self.kv_cache_config.num_blocks)))
 
-    def confirm(self, speculation: str) -> dict[str, object] | None:
-        """Make a speculation's requests real.
+    def confirm(self, speculation: str, tenant: str | None = None) -> dict[str, object] | None:
+        """Make a tenant's speculation's requests real; None are all other clients.
 
         Return a report where no request is left, and so no step follows with which to send one.
         """
-        for request_id in self._controller.confirm(speculation):
+        for request_id in self._controller.confirm(speculation, tenant):
             if self._queue is not None and self._queue.confirm(self.requests[request_id]):
                 self._controller.on_waiting(request_id)
         return self._controller.report() if self._controller.is_idle else None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ragcache_core.config import ChunkReuseRequest
+from ragcache_core.runtime.tenant_entries import TenantEntries
 from ragcache_core.stats import merged_report
 from ragcache_core.vllm_plugin.server.metrics.series import ENGINE
 from ragcache_core.vllm_plugin.server.notifier import Notifier
@@ -17,6 +17,7 @@ from ragcache_core.vllm_plugin.server.several_engines import response_id_of
 from ragcache_core.vllm_plugin.settings import PluginSettings
 
 _MAX_REQUESTS = 10_000
+_MAX_TENANT_REQUESTS = 1024
 _MAX_ADMITTED = 1024
 
 
@@ -34,18 +35,20 @@ class Wait:
 
 
 class Received:
-    """What the server's process knows of the engines; the newest ``max_requests`` requests.
+    """Holds what the server's process knows of the engines, and the statistics of the newest ``max_requests`` requests.
 
+    Of a tenant these are the newest 1,024: no tenant's requests replace or evict another's.
     Its ``notifier`` wakes those who wait for a request's figures, or for a speculation's wait.
     """
 
     def __init__(self, max_requests: int = _MAX_REQUESTS) -> None:
         self.notifier = Notifier()
-        self._max_requests = max_requests
-        self._requests: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._requests: TenantEntries[str, dict[str, Any]] = TenantEntries(
+            max_requests, min(max_requests, _MAX_TENANT_REQUESTS)
+        )
         self._engines: dict[int, dict[str, Any]] = {}
         self._before_the_first: dict[str, Any] | None = None
-        self._waits: OrderedDict[str, Wait] = OrderedDict()
+        self._waits: TenantEntries[str, Wait] = TenantEntries(_MAX_ADMITTED)
         self._num_pending: dict[int, int] = {}
         self._pending_until_s: dict[int, float] = {}
         self._has_room: dict[int, bool] = {}
@@ -103,36 +106,36 @@ class Received:
             if (has_room := data.get("has_room")) is not None:
                 self._has_room[engine_index] = has_room
             for request_id, figures in (data.get("requests") or {}).items():
-                self._requests[response_id_of(request_id)] = figures
-            while len(self._requests) > self._max_requests:
-                self._requests.popitem(last=False)
-            for speculation, waited_s in (data.get("waited_s") or {}).items():
-                before = self._waits.get(speculation, Wait(engine_index, 0, 0.0))
+                self._requests.put(figures.get("tenant"), response_id_of(request_id), figures)
+            for speculation, (waited_s, tenant) in (data.get("waited_s") or {}).items():
+                before = self._waits.get(tenant, speculation) or Wait(engine_index, 0, 0.0)
                 if before.engine_index == engine_index:
-                    self._waits[speculation] = Wait(engine_index, before.num_told + 1, waited_s)
-            while len(self._waits) > _MAX_ADMITTED:
-                self._waits.popitem(last=False)
+                    self._waits.put(tenant, speculation, Wait(engine_index, before.num_told + 1, waited_s))
         if data.get("requests") or data.get("waited_s"):
             self.notifier.tell()
 
-    def request(self, response_id: str) -> dict[str, Any] | None:
-        """Return the figures of an answered request by the ``id`` of its response.
+    def request(
+        self, response_id: str, tenant: str | None = None, *, any_tenant: bool = False
+    ) -> dict[str, Any] | None:
+        """Return the statistics of a tenant's answered request by the ``id`` of its response.
 
-        Of several prompts in one request, or several answers to it, the first counts.
+        Of several prompts in one request, or several answers to it, the first counts. With ``any_tenant`` the request
+        may be any tenant's.
         """
         with self._lock:
             for candidate in (response_id, f"{response_id}-0", f"0_{response_id}"):
-                if (figures := self._requests.get(candidate)) is not None:
-                    return figures
+                found = self._requests.find(candidate) if any_tenant else self._requests.get(tenant, candidate)
+                if found is not None:
+                    return found
         return None
 
-    def wait_of(self, speculation: str, *, after: int = 0) -> Wait | None:
-        """Return how long a speculation has waited; None until that was told more than ``after`` times.
+    def wait_of(self, speculation: str, tenant: str | None = None, *, after: int = 0) -> Wait | None:
+        """Return how long a tenant's speculation has waited; None until that was told more than ``after`` times.
 
         None long afterwards as well.
         """
         with self._lock:
-            wait = self._waits.get(speculation)
+            wait = self._waits.get(tenant, speculation)
         return None if wait is None or wait.num_told <= after else wait
 
     def engine(self) -> dict[str, Any] | None:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ragcache_core.ordering import MAX_PATH_DOCUMENTS
+from ragcache_core.runtime.tenant_entries import TenantEntries
 from ragcache_core.wire import KEY
 
 _MAX_KNOWN = 200_000
+_MAX_KNOWN_OF_TENANT = 20_000
 _MAX_MORE_RUNNING = 4
 """Requests that may run where the documents are, beyond those at the idlest: then to compute them there is faster."""
 
 
 class RankChoice:
     """Remembers to which engine each order of documents was sent last, for the ``max_known`` sent last.
+
+    Each tenant has orders of its own: it finds nothing of what others have cached.
 
     What was sent there is cached there, or was evicted there and will be again: nothing has to be asked of the engines.
     Documents that were sent nowhere go to the idlest engine, of equally idle ones to the one that was sent fewest.
@@ -25,38 +29,35 @@ class RankChoice:
     def __init__(self, num_engines: int, max_known: int = _MAX_KNOWN) -> None:
         self._num_running = [0] * num_engines
         self._num_known = Counter[int]()
-        self._max_known = max_known
-        self._known: OrderedDict[int, int] = OrderedDict()
+        self._known: TenantEntries[int, int] = TenantEntries(max_known, min(max_known, _MAX_KNOWN_OF_TENANT))
 
     @contextmanager
-    def sending(self, documents: Sequence[str]) -> Iterator[int]:
+    def sending(self, documents: Sequence[str], tenant: str | None = None) -> Iterator[int]:
         """Give the engine for a prompt that shows ``documents`` in this order, which works for it inside."""
-        rank = self._choose(documents)
+        rank = self._choose(documents, tenant)
         self._num_running[rank] += 1
         try:
             yield rank
         finally:
             self._num_running[rank] -= 1
 
-    def _choose(self, documents: Sequence[str]) -> int:
+    def _choose(self, documents: Sequence[str], tenant: str | None) -> int:
         paths = list(_paths(documents))
         idlest = min(range(len(self._num_running)), key=lambda rank: (self._num_running[rank], self._num_known[rank]))
-        owners = (self._known[path] for path in reversed(paths) if path in self._known)
-        rank = next(owners, idlest)
+        known = (self._known.get(tenant, path) for path in reversed(paths))
+        rank = next((each for each in known if each is not None), idlest)
         if self._num_running[rank] > self._num_running[idlest] + _MAX_MORE_RUNNING:
             rank = idlest
         for path in reversed(paths):  # what is forgotten first is the end of a path
-            self._know(path, rank)
+            self._know(path, rank, tenant)
         return rank
 
-    def _know(self, path: int, rank: int) -> None:
-        if (before := self._known.pop(path, None)) is not None:
+    def _know(self, path: int, rank: int, tenant: str | None) -> None:
+        if (before := self._known.pop(tenant, path)) is not None:
             self._num_known[before] -= 1
-        self._known[path] = rank
         self._num_known[rank] += 1
-        if len(self._known) > self._max_known:
-            _, forgotten = self._known.popitem(last=False)
-            self._num_known[forgotten] -= 1
+        for evicted in self._known.put(tenant, path, rank):
+            self._num_known[evicted] -= 1
 
 
 def _paths(documents: Sequence[str]) -> Iterator[int]:

@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragcache_core.errors import ConfigError
+from ragcache_core.vllm_plugin.server.middleware import TENANT
 from ragcache_core.vllm_plugin.server.rank_choice import RankChoice, documents_of
 from ragcache_core.wire import KEY, MAX_DOCUMENTS, check_depth, check_sendable, read_expected_uses
 
@@ -61,7 +62,8 @@ class RequestBodyCheck:
 
         choice: RankChoice | None = getattr(scope["app"].state, "ragcache_rank_choice", None)
         documents = [] if choice is None or _RANK in dict(scope["headers"]) else documents_of(body)
-        with choice.sending(documents) if choice is not None and documents else nullcontext() as rank:
+        tenant = scope.get(TENANT)
+        with choice.sending(documents, tenant) if choice is not None and documents else nullcontext() as rank:
             if rank is not None:
                 scope = {**scope, "headers": [*scope["headers"], (_RANK, str(rank).encode())]}
             await self._app(scope, again, send)

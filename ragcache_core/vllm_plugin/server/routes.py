@@ -61,20 +61,18 @@ probes = APIRouter(tags=["ragcache"])
 async def request_figures(response_id: str, asked: Request) -> dict[str, Any]:
     """Return the figures of a request that was answered lately, by the ``id`` of its response.
 
-    They may arrive a moment after the answer: it waits for them a little, and as long for another tenant's as for none.
+    They may arrive a moment after the answer: this waits for them a little, and as long for another tenant's as for
+    none. An operator gets a tenant's where no request of operators has this id.
     Where another server is named by the header, because a proxy sent this here, it does not wait.
     """
     named = asked.headers.get(REPLICA_HEADER)
     if named not in (None, getattr(asked.app.state, "ragcache_replica", None)):
         raise HTTPException(404, f"request {response_id!r:.80} was answered by another replica, {named!r:.40}")
     tenant = tenant_of(asked)
-
-    def find() -> dict[str, Any] | None:
-        figures = received.request(response_id)
-        return figures if figures is not None and tenant in (None, figures.get("tenant")) else None
-
     if received.engine() is not None:
-        figures = await received.notifier.wait_for(find, _PATIENCE_S)
+        figures = await received.notifier.wait_for(lambda: received.request(response_id, tenant), _PATIENCE_S)
+        if figures is None and tenant is None:
+            figures = received.request(response_id, any_tenant=True)
         if figures is not None:
             return figures
     raise HTTPException(404, f"no request {response_id!r:.80} ended lately")
@@ -136,8 +134,8 @@ async def speculation(speculation_id: str, request: Request, after: int = 0) -> 
     """
     if received.engine() is None:
         raise HTTPException(404, "this server runs without RAGCache")
-    own = own_speculation(request, speculation_id)
-    wait = await received.notifier.wait_for(lambda: received.wait_of(own, after=after), _PATIENCE_S)
+    own, tenant = own_speculation(request, speculation_id), tenant_of(request)
+    wait = await received.notifier.wait_for(lambda: received.wait_of(own, tenant, after=after), _PATIENCE_S)
     if wait is None:
         return {"waited_s": None, "num_told": after}
     return {"waited_s": wait.waited_s, "num_told": wait.num_told}
@@ -149,7 +147,7 @@ async def confirm(speculation_id: str, request: Request) -> None:
     if received.engine() is None:
         raise HTTPException(404, "this server runs without RAGCache")
     own = own_speculation(request, speculation_id)
-    received.tell(await call_confirm(request.app.state.ragcache_engine_client, own))
+    received.tell(await call_confirm(request.app.state.ragcache_engine_client, own, tenant_of(request)))
 
 
 class PrefetchRequest(BaseModel):

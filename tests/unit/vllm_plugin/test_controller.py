@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from ragcache_core.policy import PrefillCostModel, make_policy
 from ragcache_core.stats import DocumentUse
 from ragcache_core.types import Tier
-from ragcache_core.vllm_plugin.cache.controller import TierReport
+from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
 from ragcache_core.wire import RequestMetadata
 from tests.unit.vllm_plugin.scene import controller, keys, run, segments
 
@@ -186,11 +188,11 @@ def test_a_speculation_waits_at_first_and_whenever_it_is_preempted_until_somebod
     it.on_new_request("real", RequestMetadata(segments((None, 10))), keys(2), 10, 10.0)
     it.on_admitted("s", keys(2), {}, 10.5)
     it.on_admitted("s", keys(2), {}, 12.0)  # its blocks were loaded until then
-    assert it.speculations.take_waited_s() == {"s": 0.5}
+    assert it.speculations.take_waited_s() == {"s": (0.5, None)}
     it.on_preempted("s", 13.0)
     assert it.speculations.take_waited_s() == {}
     it.on_admitted("s", keys(2), {}, 15.0)
-    assert it.speculations.take_waited_s() == {"s": 2.5}
+    assert it.speculations.take_waited_s() == {"s": (2.5, None)}
     it.confirm("s")
     it.on_preempted("s", 16.0)
     it.on_admitted("s", keys(2), {}, 17.0)
@@ -273,9 +275,9 @@ def test_the_hottest_documents_are_the_ten_most_used_wherever_they_stood() -> No
     for i in range(12):
         for turn in range(i + 1):
             run(it, f"{i} {turn}", segments((f"d{i}", 8), (None, 9)), keys(2, f"{i} after {turn % 2} "))
-    hottest: Any = it.report()["hottest_documents"]
-    assert [document["doc_id"] for document in hottest] == [f"d{i}" for i in range(11, 1, -1)]
-    assert [document["frequency"] for document in hottest] == list(range(12, 2, -1))
+    listed: Any = it.report()["hottest_documents"]
+    assert [document["doc_id"] for document in listed] == [f"d{i}" for i in range(11, 1, -1)]
+    assert [document["frequency"] for document in listed] == list(range(12, 2, -1))
 
 
 def test_a_request_counts_once_for_a_document_however_often_its_node_was_cut() -> None:
@@ -310,6 +312,71 @@ def test_a_document_lies_in_the_tiers_that_hold_any_part_of_it() -> None:
     assert (listed["num_tokens"], listed["tiers"]) == (16, ["host"])
 
 
+def put(it: CacheController, tier: Tier, *block_keys: bytes) -> None:
+    for key in block_keys:
+        at = it.tree.locate(key)
+        assert at is not None
+        it.tree.add(at.node, 1 << at.unit, tier)
+
+
+def hottest(it: CacheController) -> list[dict[str, Any]]:
+    return cast("list[dict[str, Any]]", it.report()["hottest_documents"])
+
+
+def test_a_hot_document_lies_in_the_tiers_of_all_its_prefixes_not_of_the_latest_alone() -> None:
+    it = controller(tiers={tier: TierReport(1000, 10) for tier in Tier})
+    for number, tier in enumerate(Tier):
+        run(it, f"r{number}", segments((f"before {number}", 4), ("a", 12), (None, 13)), keys(3, f"{number} "))
+        put(it, tier, *keys(3, f"{number} "))
+    run(it, "latest", segments(("b", 4), ("a", 12), (None, 13)), keys(3, "latest "))
+    assert hottest(it)[0]["doc_id"] == "a"
+    assert hottest(it)[0]["tiers"] == ["gpu", "host", "disk"]
+    it.tree.clear_tier(Tier.HOST)
+    assert hottest(it)[0]["tiers"] == ["gpu", "disk"]
+
+
+def test_a_tenants_hot_documents_lie_where_his_own_kv_does(tmp_path: Path) -> None:
+    file = tmp_path / "tenants.toml"
+    file.write_text("".join(f'[[tenants]]\nname = "{name}"\nkeys = ["{name * 16}"]\n' for name in "xy"))
+    it = controller(tiers={tier: TierReport(1000, 10) for tier in Tier}, tenants=file)
+    for tier, tenant in zip(Tier, (None, "x", "y"), strict=True):
+        own = keys(2, f"{tenant} ")
+        it.on_new_request("r", RequestMetadata(segments(("a", 8))), own, 8, 1.0, tenant=tenant)
+        it.on_admitted("r", own, {}, 1.0)
+        it.on_finished("r")
+        put(it, tier, *own)
+    report: Any = it.report()
+    assert report["hottest_documents"][0]["tiers"] == ["gpu"]
+    assert [report["tenants"][name]["hottest_documents"][0]["tiers"] for name in "xy"] == [["host"], ["disk"]]
+
+
+@pytest.mark.parametrize("is_all", [False, True])
+def test_a_forgotten_document_is_not_listed_by_requests_that_began_before(is_all: bool) -> None:
+    it = controller(tiers={tier: TierReport(1000, 10) for tier in Tier})
+    parts = segments(("secret", 8), (None, 9))
+    it.on_new_request("ended", RequestMetadata(parts, "s"), keys(2), 9, 1.0)
+    it.on_admitted("ended", keys(2), {}, 1.0)
+    it.on_finished("ended", 2.0)
+    it.on_new_request("queued", RequestMetadata(parts), keys(2), 9, 1.0)
+    it.forget_all() if is_all else it.forget({"secret"})
+    it.confirm("s")
+    it.on_admitted("queued", keys(2), {}, 3.0)
+    it.on_finished("queued")
+    assert hottest(it) == []
+    assert it.report()["num_requests"] == 2, "they count all the same"
+    run(it, "later", parts, keys(2))
+    assert [use["doc_id"] for use in hottest(it)] == ["secret"], "asked about again, it is known again"
+
+
+def test_a_document_with_a_label_is_listed_with_it() -> None:
+    it = controller()
+    (document, question) = segments(("3f2a", 8), (None, 9))
+    run(it, "r", (replace(document, label="guide.pdf"), question), keys(2))
+    assert hottest(it)[0]["label"] == "guide.pdf"
+    it.forget({"3f2a"})
+    assert "guide.pdf" not in json.dumps(it.report())
+
+
 def test_a_document_that_was_given_up_is_listed_with_its_uses_and_no_tier() -> None:
     it = controller()
     run(it, "r", segments(("a", 8), (None, 9)), keys(2))
@@ -326,5 +393,4 @@ def test_a_million_documents_do_not_fill_the_memory_with_their_uses() -> None:
         run(it, f"hot{i}", segments(("hot", 8), (None, 9)), keys(2, "hot "))
     assert len(it.document_uses) <= 1024
     assert len(it.tree) < 20
-    hottest: Any = it.report()["hottest_documents"]
-    assert (hottest[0]["doc_id"], hottest[0]["frequency"]) == ("hot", 3000)
+    assert (hottest(it)[0]["doc_id"], hottest(it)[0]["frequency"]) == ("hot", 3000)

@@ -66,6 +66,21 @@ def test_what_was_sent_long_ago_is_forgotten() -> None:
     assert [sent(choice, name) for name in "abcdeb"] == [0, 1, 0, 0, 1, 0]
 
 
+def test_a_tenants_documents_go_where_his_own_are_whatever_others_send() -> None:
+    choice = RankChoice(2)
+    with choice.sending("a", "acme") as home:
+        pass
+    with choice.sending("b", "acme") as elsewhere:
+        pass
+    assert elsewhere != home
+    for number in range(21_000):
+        with choice.sending([f"{number}"], "other"):
+            pass
+    for documents, rank in (("a", home), ("b", elsewhere)):
+        with choice.sending(documents, "acme") as again:
+            assert again == rank
+
+
 def test_many_documents_are_a_path_of_the_first_of_them() -> None:
     choice = RankChoice(2)
     many = [f"d{i}" for i in range(4000)]

@@ -111,14 +111,14 @@ def test_what_was_measured_is_told_with_the_engines_own_alpha(tmp_path: Path) ->
 def test_how_long_a_speculation_waited_is_what_the_first_engine_said_last() -> None:
     received = Received()
     assert received.wait_of("s") is None
-    received.add({"waited_s": {"s": 0.25}}, engine_index=0)
-    received.add({"waited_s": {"s": 100.0}}, engine_index=1)
+    received.add({"waited_s": {"s": (0.25, None)}}, engine_index=0)
+    received.add({"waited_s": {"s": (100.0, None)}}, engine_index=1)
     assert received.wait_of("s") == Wait(0, 1, 0.25)
     assert received.wait_of("s", after=1) is None, "that is known"
-    received.add({"waited_s": {"s": 1.5}}, engine_index=0)
+    received.add({"waited_s": {"s": (1.5, None)}}, engine_index=0)
     assert received.wait_of("s", after=1) == received.wait_of("s") == Wait(0, 2, 1.5)
     for i in range(1100):
-        received.add({"waited_s": {f"s{i}": 0.0}}, engine_index=0)
+        received.add({"waited_s": {f"s{i}": (0.0, None)}}, engine_index=0)
     assert received.wait_of("s") is None, "the newest are remembered"
     assert received.wait_of("s1099") is not None
 
@@ -134,7 +134,7 @@ async def test_whoever_waits_for_figures_gets_them_when_they_arrive() -> None:
     received.add({"requests": {"cmpl-1": {"queue_s": 0.5}}}, engine_index=0)
     assert await waiting[0] == {"queue_s": 0.5}
     assert not waiting[1].done()
-    await asyncio.to_thread(received.add, {"waited_s": {"s": 0.25}}, 0)
+    await asyncio.to_thread(received.add, {"waited_s": {"s": (0.25, None)}}, 0)
     assert await waiting[1] == Wait(0, 1, 0.25)
     assert await waiting[2] is None
 
@@ -145,3 +145,22 @@ def test_where_speculation_is_off_there_is_no_room() -> None:
     load = received.load()
     assert load is not None
     assert load["has_room"] is False
+
+
+def test_a_tenants_requests_and_waits_neither_replace_nor_evict_those_of_others() -> None:
+    received = Received(max_requests=3)
+    for tenant, figure in (("a", 1), ("b", 2), (None, 3)):
+        own = {} if tenant is None else {"tenant": tenant}
+        received.add({"requests": {"cmpl-same": {"num_gpu_tokens": figure, **own}}}, engine_index=0)
+        received.add({"waited_s": {f"of {tenant}": (float(figure), tenant)}}, engine_index=0)
+    for i in range(1200):
+        received.add({"requests": {f"cmpl-{i}": {"num_gpu_tokens": 0, "tenant": "b"}}}, engine_index=0)
+        received.add({"waited_s": {f"s{i}": (0.0, "b")}}, engine_index=0)
+    assert received.request("cmpl-same", "a") == {"num_gpu_tokens": 1, "tenant": "a"}
+    assert received.request("cmpl-same") == {"num_gpu_tokens": 3}
+    assert received.request("cmpl-same", "b") is None, "evicted by its own tenant's"
+    assert received.request("cmpl-1199", "a") is None
+    assert received.request("cmpl-1199", any_tenant=True) is not None, "operators see each tenant's"
+    assert received.wait_of("of a", "a") == Wait(0, 1, 1.0)
+    assert received.wait_of("of None") == Wait(0, 1, 3.0)
+    assert received.wait_of("of b", "b") is None

@@ -24,7 +24,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
     app.add_middleware(DefaultsHeader)
     app.state.ragcache_defaults, app.state.ragcache_replica, app.state.ragcache_tenants = "{}", OWN, None
     monkeypatch.setattr(received, "engine", lambda: {"policy": "pgdsf"})
-    monkeypatch.setattr(received, "request", {"cmpl-1": {"num_host_tokens": 32}}.get)
+    found = {"cmpl-1": {"num_host_tokens": 32}}
+    monkeypatch.setattr(received, "request", lambda response_id, *_, **__: found.get(response_id))
     with TestClient(app) as client:
         yield client
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from ragcache_core.runtime.tenant_entries import TenantEntries
 from ragcache_core.stats import ChunkReuseStats
 from ragcache_core.tree import check_invariants
 from ragcache_core.types import Tier
@@ -135,7 +136,7 @@ def test_nothing_of_a_request_is_left_after_its_end(steps: list[Any], is_ordered
     check(it, {})
     for speculation in ("s", "t"):  # which are remembered for a while, and by what of them began first
         it.confirm(speculation)
-    it.speculations._first_admitted.clear()
+    it.speculations._first_admitted = TenantEntries(0)
     it.take_finished()
     assert it.is_idle
     assert not it.tree.protected_keys

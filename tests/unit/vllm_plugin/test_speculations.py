@@ -89,6 +89,30 @@ def test_memory_is_bounded_and_what_it_lets_go_stays_wasted() -> None:
     assert forgotten.is_speculative
 
 
+def test_a_tenants_confirmations_evict_no_other_tenants() -> None:
+    it = QueuedSpeculations(max_remembered=2)
+    it.confirm("early", [], "a")
+    ended = replace(state("ended"), tenant="a")
+    it.on_new_request(ended)
+    it.on_finished(ended)
+    first = replace(admitted("first", "r1", 1.0), tenant="a")
+    it.on_admitted(first)
+    for i in range(9):
+        it.confirm(f"flood-{i}", [], "b")
+        other = replace(state(f"other-{i}"), tenant="b")
+        it.on_new_request(other)
+        it.on_finished(other)
+        it.on_admitted(replace(admitted(f"more-{i}", f"m{i}", 1.0), tenant="b"))
+    late = replace(state("early"), tenant="a")
+    it.on_new_request(late)
+    assert late.is_confirmed
+    assert it.confirm("ended", [], "b").ended == [], "another tenant's"
+    assert it.confirm("ended", [], "a").ended == [ended]
+    it.take_waited_s()
+    it.on_admitted(replace(admitted("first", "r2", 5.0), tenant="a"))
+    assert it.take_waited_s() == {}, "the first of them counts"
+
+
 def test_of_a_speculation_it_is_told_how_long_the_request_waited_that_was_admitted_first() -> None:
     it = QueuedSpeculations(max_remembered=2)
     first, second = admitted("s", "first", 2.0), admitted("s", "second", 5.0)
@@ -97,15 +121,15 @@ def test_of_a_speculation_it_is_told_how_long_the_request_waited_that_was_admitt
     it.on_admitted(admitted(None, "real", 5.0))
     it.confirm("early", [])
     it.on_admitted(admitted("early", "soon", 6.0))
-    assert it.take_waited_s() == {"s": 2.0, "early": 6.0}
+    assert it.take_waited_s() == {"s": (2.0, None), "early": (6.0, None)}
     assert it.take_waited_s() == {}
     first.paused_s, second.paused_s = 0.5, 8.0
     it.on_admitted(second)
     it.on_admitted(first)
-    assert it.take_waited_s() == {"s": 2.5}, "it goes on after a pause"
+    assert it.take_waited_s() == {"s": (2.5, None)}, "it goes on after a pause"
     it.on_admitted(admitted("other", "other", 1.0))
     it.on_admitted(second)
-    assert it.take_waited_s() == {"other": 1.0, "s": 13.0}, "what was first is forgotten in the end"
+    assert it.take_waited_s() == {"other": (1.0, None), "s": (13.0, None)}, "what was first is forgotten in the end"
 
 
 @pytest.mark.parametrize(
