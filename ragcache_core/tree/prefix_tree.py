@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence, Set
 from typing import Final
 
 from ragcache_core.tree.node import MAX_OTHER_IDS, NO_IDS, Location, PathSegment, TreeNode
@@ -15,9 +15,13 @@ class PrefixTree:
     """Nodes below a root, each a run of units; runs that share a beginning share nodes.
 
     What else is known of a node belongs to the subclass, which is told when one is made, cut or forgotten.
+
+    Attributes:
+        split_listeners: called with a node that kept its first units, and the new child that has the others.
     """
 
     def __init__(self) -> None:
+        self.split_listeners: list[Callable[[TreeNode, TreeNode], None]] = []
         self._nodes: list[TreeNode | None] = []
         self._free_ids: list[int] = []
         self._locations: dict[Hashable, Location] = {}
@@ -242,6 +246,8 @@ class PrefixTree:
         for child in lower.iter_children():
             child.parent = lower
         self._on_split(node, lower)
+        for listener in self.split_listeners:
+            listener(node, lower)
 
     def _remove_node(self, node: TreeNode) -> TreeNode:
         """Take a leaf out of the tree, and return its parent."""

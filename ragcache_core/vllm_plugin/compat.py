@@ -101,7 +101,7 @@ if TYPE_CHECKING:
 _CONFIRM, _REPORT, _PATHS = "ragcache_confirm", "ragcache_report", "ragcache_cached_paths"
 _FORGET, _LEFT = "ragcache_forget", "ragcache_left"
 _PREFETCH = "ragcache_prefetch"
-_TREE, _REQUESTS = "ragcache_tree", "ragcache_requests"
+_REQUESTS = "ragcache_requests"
 _CACHE = "ragcache_act_on_cache"
 _OWN: dict[str, Any] = {name: getattr(EngineCore, name, None) for name in ("_reset_caches", "sleep", "collective_rpc")}
 """vLLM's own methods, which ours call; None where a release has them no more, and the connector runs alone."""
@@ -182,7 +182,6 @@ __all__ = [
     "call_prefetch",
     "call_recent_requests",
     "call_report",
-    "call_tree_view",
     "connector_of_this_worker",
     "front_end_of",
     "get_block_hash",
@@ -248,15 +247,10 @@ def attach_utilities() -> None:
         begun: dict[str, object] = core.scheduler.prefetch(prompt)
         return begun
 
-    def ragcache_tree(core: EngineCore, limit: int) -> dict[str, object]:
-        view: dict[str, object] = core.scheduler.tree_view(limit)
-        return view
-
     def ragcache_requests(core: EngineCore, limit: int) -> dict[str, object]:
         recent: dict[str, object] = core.scheduler.recent_requests(limit)
         return recent
 
-    setattr(EngineCore, _TREE, ragcache_tree)
     setattr(EngineCore, _REQUESTS, ragcache_requests)
 
     def ragcache_act_on_cache(core: EngineCore, action: str, body: dict[str, Any]) -> dict[str, object]:
@@ -347,12 +341,6 @@ async def call_prefetch(engine_client: Any, token_ids: list[int], salt: str | No
     return begun
 
 
-async def call_tree_view(engine_client: Any, limit: int) -> list[dict[str, Any]]:
-    """Return the most used nodes of each engine's tree, as :func:`call_confirm` gets answers."""
-    views: list[dict[str, Any]] = await engine_client.engine_core.call_utility_all_async(_TREE, limit)
-    return views
-
-
 async def call_recent_requests(engine_client: Any, limit: int) -> list[dict[str, Any]]:
     """Return what becomes of each engine's latest requests, as :func:`call_confirm` gets answers."""
     recent: list[dict[str, Any]] = await engine_client.engine_core.call_utility_all_async(_REQUESTS, limit)
@@ -399,9 +387,16 @@ async def call_left(engine_client: Any) -> list[dict[str, Any]]:
 
 
 async def call_cache(engine_client: Any, action: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what every data-parallel engine answers to an action upon its cache; see the scheduler's."""
-    answers: list[dict[str, Any]] = await engine_client.engine_core.call_utility_all_async(_CACHE, action, body)
-    return answers
+    """Return what every data-parallel engine answers to an action upon its cache; see the scheduler's.
+
+    Each call runs a slice, and the engines' steps run between two of them.
+    """
+    core, body = engine_client.engine_core, {"token": uuid4().hex, "keeps_answer": False, **body}
+    while True:
+        answers: list[dict[str, Any]] = await core.call_utility_all_async(_CACHE, action, body)
+        if all(answers) or any("refused" in answer for answer in answers):
+            return answers
+        body["keeps_answer"] = len(answers) > 1
 
 
 def prompt_of_keys(keys: Sequence[bytes], tokens_per_block: int) -> Request:

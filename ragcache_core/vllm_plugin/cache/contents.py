@@ -1,6 +1,6 @@
 """What is in the cache, by document: where it lies, how often it was used, and what that has saved.
 
-The tree is walked a part at a time, between steps, so that a large one delays none of them::
+Both calls run in slices between steps (:mod:`.operator_calls`), so that a large tree delays none of them::
 
     GET /v1/ragcache/cache?sort=bytes&limit=2  ->  {"documents": [{"id": "a", "paths": 3, "variants": 0, ...}, ...],
                                                     "total": 812, ...}
@@ -10,18 +10,15 @@ Documents of requests with a ``cache_salt`` are in no answer, as in no report.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from heapq import nlargest
-from typing import Any, Final, TypeVar
+from heapq import heappush, heappushpop
+from typing import Any, Final
 
 from ragcache_core.tree import KnowledgeTree, TreeNode
 from ragcache_core.types import DocId, Tier
+from ragcache_core.vllm_plugin.cache.operator_calls import Steps
 
-_Item = TypeVar("_Item")
-AT_ONCE: Final = 500
-"""Nodes, or documents, for which the scheduler's thread is kept at a time: some milliseconds."""
-_MAX_LISTINGS: Final = 32
 MAX_PLACES: Final = 100
 """Paths that are shown of one document."""
 
@@ -71,42 +68,28 @@ class Contents:
         self._block_bytes = block_bytes
         self._chunks = chunks
         self._pinned = pinned
-        self._listings: dict[str, Iterator[dict[str, Any]]] = {}
 
-    def list(self, token: str, sort: str, limit: int) -> dict[str, Any]:
-        """Return the ``limit`` documents with most of what they are sorted by; ``{}`` while that is being found out.
-
-        A listing begins with a ``token`` that was not asked with before, and goes on whenever it is asked again with
-        it. Each document is as it was when the walk passed it.
-        """
-        if token not in self._listings:
-            self._listings[token] = self._listing(sort, limit)
-            if len(self._listings) > _MAX_LISTINGS:
-                del self._listings[next(iter(self._listings))]
-        return next(self._listings[token])
-
-    def _listing(self, sort: str, limit: int) -> Iterator[dict[str, Any]]:
+    def list(self, sort: str, limit: int) -> Steps:
+        """Return the ``limit`` documents with most of what they are sorted by, each as it was when it was looked at."""
         held: dict[DocId, _Held] = {}
-        for part in _parts(list(self._tree.nodes())):
-            for node in part:
-                self._count(node, held)
-            yield {}
+        for node in self._tree.nodes():
+            if not node.is_private:
+                for doc_id in node.doc_ids():
+                    self._count(node, doc_id, held.setdefault(doc_id, _Held()))
+            yield 1
         chunks, block_bytes = self._chunks(), self._block_bytes()
         best: list[tuple[float, DocId]] = []
         total = 0
-        for ids in _parts(list(held)):
-            worths = [(self._worth(sort, held[doc_id], chunks(doc_id), block_bytes), doc_id) for doc_id in ids]
-            here = [(worth, doc_id) for worth, doc_id in worths if worth is not None]
-            total += len(here)
-            best = nlargest(limit, [*best, *here])
-            yield {}
+        for doc_id, mine in held.items():
+            if (worth := self._worth(sort, mine, chunks(doc_id), block_bytes)) is not None:
+                total += 1
+                (heappush if len(best) < limit else heappushpop)(best, (worth, doc_id))
+            yield 1
         shown: list[dict[str, Any]] = []
-        for ids in _parts([doc_id for _, doc_id in best]):
-            shown += [self._describe(doc_id, held[doc_id], chunks(doc_id), block_bytes) for doc_id in ids]
-            yield {}
-        held.clear()
-        while True:  # other engines may still be at it
-            yield {"documents": shown, "total": total}
+        for _, doc_id in sorted(best, reverse=True):
+            shown.append(self._describe(doc_id, held[doc_id], chunks(doc_id), block_bytes))
+            yield 1
+        return {"documents": shown, "total": total}
 
     def _worth(
         self, sort: str, mine: _Held, chunk: ChunkHolding | None, block_bytes: Mapping[Tier, int]
@@ -123,23 +106,17 @@ class Contents:
         num_bytes = sum(mine.num_blocks[tier] * bytes_here for tier, bytes_here in block_bytes.items())
         return num_bytes if chunk is None else num_bytes + chunk.num_host_bytes + chunk.num_disk_bytes
 
-    def _count(self, node: TreeNode, held: dict[DocId, _Held]) -> None:
-        if node.is_private or (node.doc_id is None and not node.other_ids):
-            return
-        for doc_id in node.other_ids if node.doc_id is None else (node.doc_id, *node.other_ids):
-            mine = held.get(doc_id)
-            if mine is None:
-                mine = held[doc_id] = _Held()
-            if node.stored_s is not None:
-                for tier, state in enumerate(self._tree.tiers):
-                    mine.num_blocks[tier] += state.resident[node.id].bit_count()
-                if mine.stored_s is None or node.stored_s < mine.stored_s:
-                    mine.stored_s = node.stored_s
-            mine.saved_s += max(node.num_uses - node.num_computed, 0) * node.avg_cost_s * node.num_tokens
-            if is_beginning(node, doc_id):
-                mine.num_paths += node.stored_s is not None
-                mine.num_uses += node.num_uses
-                mine.num_tokens = max(mine.num_tokens, node.num_tokens)
+    def _count(self, node: TreeNode, doc_id: DocId, mine: _Held) -> None:
+        if node.stored_s is not None:
+            for tier, state in enumerate(self._tree.tiers):
+                mine.num_blocks[tier] += state.resident[node.id].bit_count()
+            if mine.stored_s is None or node.stored_s < mine.stored_s:
+                mine.stored_s = node.stored_s
+        mine.saved_s += max(node.num_uses - node.num_computed, 0) * node.avg_cost_s * node.num_tokens
+        if is_beginning(node, doc_id):
+            mine.num_paths += node.stored_s is not None
+            mine.num_uses += node.num_uses
+            mine.num_tokens = max(mine.num_tokens, node.num_tokens)
 
     def _describe(
         self, doc_id: DocId, mine: _Held, chunk: ChunkHolding | None, block_bytes: Mapping[Tier, int]
@@ -160,52 +137,57 @@ class Contents:
             "pinned": doc_id in self._pinned,
         }
 
-    def show(self, doc_ids: Collection[DocId]) -> dict[str, Any]:
+    def show(self, doc_ids: Collection[DocId]) -> Steps:
         """Return some documents as :meth:`list` does, each with its ``places``: behind what, and how much of it where.
 
-        Those that are not here are left out. O(nodes).
+        Those that are not here are left out. It looks at the nodes of these documents alone.
         """
-        wanted = set(doc_ids)
-        held: dict[DocId, _Held] = {}
-        places: dict[DocId, list[dict[str, Any]]] = {doc_id: [] for doc_id in doc_ids}
         chunks, block_bytes = self._chunks(), self._block_bytes()
-        for node in self._tree.nodes():
-            if node.is_private or not node.is_named(wanted):
-                continue
-            self._count(node, held)
-            for doc_id in wanted.intersection((node.doc_id, *node.other_ids)):
-                if is_beginning(node, doc_id) and len(places[doc_id]) < MAX_PLACES:
-                    places[doc_id].append(self._place(node, doc_id, block_bytes))
-        shown = [
-            {**self._describe(doc_id, held[doc_id], chunks(doc_id), block_bytes), "places": places[doc_id]}
-            for doc_id in doc_ids
-            if doc_id in held
-        ]
-        here = [document for document in shown if document["age_s"] is not None or document["variants"]]
+        here: list[dict[str, Any]] = []
+        for doc_id in doc_ids:
+            mine = _Held()
+            places: dict[TreeNode, _Held] = {}
+            for node in tuple(self._tree.nodes_of(doc_id)):
+                if self._tree.contains(node) and not node.is_private:
+                    self._count(node, doc_id, mine)
+                    self._count_at(node, doc_id, places)
+                yield 1
+            chunk = chunks(doc_id)
+            if mine.stored_s is not None or chunk is not None:
+                shown: list[dict[str, Any]] = []
+                here.append({**self._describe(doc_id, mine, chunk, block_bytes), "places": shown})
+                for node, place in places.items():
+                    path = node.path()
+                    shown.append(_shown_place(path, node.num_uses, place, block_bytes))
+                    yield len(path)
+            yield 1
         return {"documents": here, "total": len(here)}
 
-    def _place(self, node: TreeNode, doc_id: DocId, block_bytes: Mapping[Tier, int]) -> dict[str, Any]:
-        behind = [step.doc_id for step in node.path()[:-1] if step.doc_id is not None]
-        own = [node]
-        for step in own:
-            own += [child for child in step.iter_children() if child.is_named({doc_id})]
-        blocks = {
-            tier: sum(state.resident[step.id].bit_count() for step in own)
-            for tier, state in zip(Tier, self._tree.tiers, strict=True)
-        }
-        return {
-            "behind": list(dict.fromkeys(behind)),
-            "tokens": sum(step.num_tokens for step in own),
-            "bytes": {tier.label: blocks[tier] * block_bytes.get(tier, 0) for tier in Tier},
-            "uses": node.num_uses,
-        }
+    def _count_at(self, node: TreeNode, doc_id: DocId, places: dict[TreeNode, _Held]) -> None:
+        """Count a node of a document with the path on which that begins, as far as so many are shown."""
+        first = node
+        while not is_beginning(first, doc_id) and first.parent is not None:
+            first = first.parent
+        if first not in places and len(places) == MAX_PLACES:
+            return
+        place = places.setdefault(first, _Held())
+        place.num_tokens += node.num_tokens
+        for tier, state in enumerate(self._tree.tiers):
+            place.num_blocks[tier] += state.resident[node.id].bit_count()
+
+
+def _shown_place(
+    path: list[TreeNode], num_uses: int, place: _Held, block_bytes: Mapping[Tier, int]
+) -> dict[str, Any]:
+    return {
+        "behind": list(dict.fromkeys(step.doc_id for step in path[:-1] if step.doc_id is not None)),
+        "tokens": place.num_tokens,
+        "bytes": {tier.label: place.num_blocks[tier] * block_bytes.get(tier, 0) for tier in Tier},
+        "uses": num_uses,
+    }
 
 
 def is_beginning(node: TreeNode, doc_id: DocId) -> bool:
     """Return whether a document begins in ``node``, or goes on from the node above."""
     above = node.parent
     return above is None or (above.doc_id != doc_id and doc_id not in above.other_ids)
-
-
-def _parts(items: Sequence[_Item]) -> Iterator[Sequence[_Item]]:
-    return (items[start : start + AT_ONCE] for start in range(0, len(items), AT_ONCE))

@@ -7,7 +7,7 @@ on the scheduler's thread, call it when a request or a block changes its state.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -22,6 +22,7 @@ from ragcache_core.vllm_plugin.cache.contents import ChunkHolding, ChunkHoldings
 from ragcache_core.vllm_plugin.cache.document_usage import DocumentUses
 from ragcache_core.vllm_plugin.cache.forgetting import Forgetting
 from ragcache_core.vllm_plugin.cache.kv_groups import KVGroups
+from ragcache_core.vllm_plugin.cache.operator_calls import OperatorCalls, Steps
 from ragcache_core.vllm_plugin.cache.pins import Pins
 from ragcache_core.vllm_plugin.cache.prefix_publisher import PrefixPublisher
 from ragcache_core.vllm_plugin.cache.queued_prefixes import QueuedPrefixes
@@ -105,6 +106,7 @@ class CacheController:
         pins: documents that are evicted last.
         contents: lists what is cached.
         shared: the store that this engine and others use, where there is one.
+        operator_calls: runs the calls that look at much of the tree, in slices.
         leaving: the keys of chunks in host memory that are forgotten, and still copied from or to.
     """
 
@@ -173,6 +175,7 @@ class CacheController:
         self.tenants = TenantFigures(self.tree, tokens_per_block, tenants)
         self._divide_tiers()
         self.leaving: dict[bytes, None] = {}
+        self.operator_calls = OperatorCalls()
         self.pins = Pins(self.tree, self._most_pinned_units, self._shown, self.tenants.tenant_of)
         self.forgetting = Forgetting(self.tree, self._requests, tokens_per_block, self.pins)
         self.contents = Contents(self.tree, self._block_bytes_by_tier, self._chunk_holdings, self.pins.doc_ids)
@@ -551,20 +554,21 @@ class CacheController:
         self.retrieved.clear()
         return receipt
 
-    def pin(self, doc_ids: Collection[DocId], *, is_trial: bool = False) -> dict[str, object]:
+    def pin(self, doc_ids: Collection[DocId], *, is_trial: bool = False) -> Steps:
         """Pin documents, or only say which of them could be; see :class:`~ragcache_core.stats.PinReceipt`.
 
         Raises:
             ConfigError: they are too much.
         """
-        changed = self.pins.check(doc_ids) if is_trial else self.pins.pin(doc_ids)
+        changed = yield from (self.pins.check(doc_ids) if is_trial else self.pins.pin(doc_ids))
         return self._pin_receipt(doc_ids, changed)
 
-    def unpin(self, doc_ids: Collection[DocId]) -> dict[str, object]:
+    def unpin(self, doc_ids: Collection[DocId]) -> Steps:
         """Pin documents no more."""
-        return self._pin_receipt(doc_ids, self.pins.unpin(doc_ids))
+        changed = yield from self.pins.unpin(doc_ids)
+        return self._pin_receipt(doc_ids, changed)
 
-    def _pin_receipt(self, doc_ids: Collection[DocId], changed: Set[DocId]) -> dict[str, object]:
+    def _pin_receipt(self, doc_ids: Collection[DocId], changed: Set[DocId]) -> dict[str, Any]:
         unit_bytes = self.groups.blocks_per_unit * self.block_bytes
         return {
             "changed": [doc_id for doc_id in doc_ids if doc_id in changed],
@@ -574,21 +578,40 @@ class CacheController:
             "limit_bytes": self._most_pinned_units(None) * unit_bytes,
         }
 
-    def paths_on_disk(self, doc_ids: Set[DocId]) -> list[list[Key]]:
-        """Return the units of the paths to documents of which some lie on disk alone, the most worthy path first."""
-        disk = self.tree.tiers[Tier.DISK]
-        fast = self.tree.tiers[Tier.GPU], self.tree.tiers[Tier.HOST]
-        below = {
-            node.id: node
-            for node in self.tree.nodes()
-            if not node.is_private
-            and node.is_named(doc_ids)
-            and disk.resident[node.id] & ~(fast[0].resident[node.id] | fast[1].resident[node.id])
-        }
-        inner = {step.id for node in below.values() for step in node.path()[:-1]}
-        ends = [node for node in below.values() if node.id not in inner]
+    def ends_on_disk(self, doc_ids: Collection[DocId]) -> Generator[int, None, tuple[list[Key], list[DocId]]]:
+        """Find paths to documents with a part on disk alone, in slices.
+
+        Returns:
+            The last unit of each path, the path with the highest priority first; and the documents that no tier holds.
+        """
+        gpu, host, disk = (state.resident for state in self.tree.tiers)
+        below: dict[int, TreeNode] = {}
+        unknown: list[DocId] = []
+        for doc_id in doc_ids:
+            is_known = False
+            for node in tuple(self.tree.nodes_of(doc_id)):
+                if self.tree.contains(node) and node.stored_s is not None and not node.is_private:
+                    is_known = True
+                    if disk[node.id] & ~(gpu[node.id] | host[node.id]):
+                        below[node.id] = node
+                yield 1
+            if not is_known:
+                unknown.append(doc_id)
+        inner: set[int] = set()
+        for node in below.values():
+            path = node.path()
+            inner.update(step.id for step in path[:-1])
+            yield len(path)
+        ends = [node for node in below.values() if node.id not in inner and self.tree.contains(node)]
         ends.sort(key=lambda node: -node.frequency * node.avg_cost_s * node.num_tokens)
-        return [[cast("Key", key) for step in node.path() for key in step.keys] for node in ends]
+        return [cast("Key", node.keys[-1]) for node in ends], unknown
+
+    def keys_to(self, end: Key) -> list[Key]:
+        """Return the units of the path that ends in a unit; none where that is gone."""
+        if (location := self.tree.locate(end)) is None:
+            return []
+        path = location.node.path()
+        return [cast("Key", key) for step in path for key in step.keys][: location.node.start + location.unit + 1]
 
     def take_retrieved(self) -> dict[Key, tuple[float, float]]:
         """Return frequency and cost of the documents that were retrieved since the last call, by their first block."""
@@ -689,8 +712,8 @@ class CacheController:
             "collections": self.tenants.report_collections(self.tiers, self.groups.blocks_per_unit),
         }
 
-    def tree_view(self, limit: int) -> dict[str, object]:
-        """Return the nodes of the tree that are used most; see :func:`tree_view`."""
+    def tree_view(self, limit: int) -> Steps:
+        """Return the nodes of the tree that are used most, in slices; see :func:`tree_view`."""
         return tree_view(self.tree, {tier: report.block_bytes for tier, report in sorted(self.tiers.items())}, limit)
 
     def recent_requests(self, limit: int, now_s: float) -> dict[str, object]:

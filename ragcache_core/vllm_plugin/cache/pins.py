@@ -8,8 +8,9 @@ takes nothing from what an operator may pin of all others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence, Set
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence, Set
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.types import DocId
@@ -17,9 +18,23 @@ from ragcache_core.types import DocId
 if TYPE_CHECKING:
     from ragcache_core.tree import KnowledgeTree, TreeNode
 
+_EVICTED_AT_ONCE: Final = 64
+"""Protected paths that a used path without spare capacity looks at, for evicted ones that give way."""
+
+
+@dataclass(slots=True)
+class _Counted:
+    """A node on protected paths: the number of paths through it, and its units as they are counted for a tenant."""
+
+    num_paths: int
+    num_units: int
+    tenant: str | None
+
 
 class Pins:
     """Protects the paths of pinned documents in the tree, as many as ``limit`` blocks hold of each tenant's.
+
+    A path that is protected or released costs O(height), however many are protected.
 
     Args:
         tree: in which they stand.
@@ -41,61 +56,83 @@ class Pins:
         self._describe = describe
         self._tenant_of = tenant_of
         self.doc_ids: set[DocId] = set()
-        self._ends: set[Hashable] = set()
-        """The last unit of each protected path."""
+        self._ends: dict[str | None, dict[Hashable, None]] = {}  # the last unit of each protected path, by tenant
+        self._counted: dict[int, _Counted] = {}  # by node id
+        self._num_units: dict[str | None, int] = {}
+        tree.split_listeners.append(self._on_split)
 
     @property
     def num_units(self) -> int:
         """Blocks of all pinned paths but tenants', each once."""
-        return self._num_units(self._ends_of(None))
+        return self._num_units.get(None, 0)
 
-    def check(self, doc_ids: Iterable[DocId]) -> set[DocId]:
-        """Return those of some documents of which something is cached; see :meth:`pin`."""
-        return self._find(doc_ids)[0]
+    def check(self, doc_ids: Iterable[DocId]) -> Generator[int, None, set[DocId]]:
+        """Return those of some documents of which something is cached, in slices; see :meth:`pin`."""
+        return (yield from self._find(doc_ids))[0]
 
-    def pin(self, doc_ids: Iterable[DocId]) -> set[DocId]:
+    def pin(self, doc_ids: Iterable[DocId]) -> Generator[int, None, set[DocId]]:
         """Pin documents, those as well of which nothing is cached now, and return all of them.
 
         Raises:
             ConfigError: their paths, but for tenants', are more than the limit, and none is pinned.
         """
-        _, ends = self._find(doc_ids)
+        _, ends = yield from self._find(doc_ids)
         self.doc_ids.update(doc_ids)
-        for tenant, theirs in ends.items():
-            self._protect(theirs if tenant is None else self._fitting(theirs, tenant))
+        for end in ends:
+            self._protect_within_limit(end)
+            location = self._tree.locate(end)
+            yield 1 if location is None else len(location.node.path())
         return set(doc_ids)
 
-    def unpin(self, doc_ids: Iterable[DocId]) -> set[DocId]:
+    def unpin(self, doc_ids: Iterable[DocId]) -> Generator[int, None, set[DocId]]:
         """Pin documents no more, and return those that were pinned."""
         gone = self.doc_ids.intersection(doc_ids)
         self.doc_ids -= gone
-        self._unprotect([end for end in self._ends if not self._is_pinned(self._node_of(end))])
+        for doc_id in gone:
+            for node in tuple(self._tree.nodes_of(doc_id)):
+                self._release_unpinned(node)
+                yield 1
         return gone
 
     def on_used(self, path: Sequence[TreeNode]) -> None:
         """Take note of a path that is used: what is pinned on it is protected, where the limit allows."""
-        last = next((node for node in reversed(path) if self._is_pinned(node) and not node.is_private), None)
-        if last is None or last.keys[-1] in self._ends:
+        last = next((node for node in reversed(path) if node.is_named(self.doc_ids) and not node.is_private), None)
+        if last is None or self._protect_within_limit(last.keys[-1]):
             return
-        tenant = self._tenant_of(last.owner)
-        if self._num_units_with({last.keys[-1]}, tenant) <= self._limit(tenant):
-            self._protect({last.keys[-1]})
+        if self._release_evicted(self._tenant_of(last.owner), _EVICTED_AT_ONCE):
+            self._protect_within_limit(last.keys[-1])
 
     def on_forgotten(self, doc_ids: Iterable[DocId], units: Set[Hashable]) -> None:
         """Unpin documents, and protect nothing of some units, which others may have pinned, before they go."""
+        doc_ids = tuple(doc_ids)
         self.doc_ids.difference_update(doc_ids)
-        self._unprotect([end for end in self._ends if end in units or not self._is_pinned(self._node_of(end))])
+        for doc_id in doc_ids:
+            for node in tuple(self._tree.nodes_of(doc_id)):
+                self._release_unpinned(node)
+        for unit in units if self._counted else ():
+            self._release(unit)
 
-    def _find(self, doc_ids: Iterable[DocId]) -> tuple[set[DocId], dict[str | None, set[Hashable]]]:
-        """Return which of some documents are cached, and where whose paths to them end, if those may be pinned."""
+    def _find(self, doc_ids: Iterable[DocId]) -> Generator[int, None, tuple[set[DocId], list[Hashable]]]:
+        """Return which of some documents are cached, and where the paths to them end, if those may be pinned."""
         wanted = set(doc_ids)
         found: set[DocId] = set()
-        ends: dict[str | None, set[Hashable]] = {None: set()}
-        for node in self._tree.nodes():
-            if node.stored_s is not None and not node.is_private and node.is_named(wanted):
-                ends.setdefault(self._tenant_of(node.owner), set()).add(node.keys[-1])
-                found |= wanted.intersection((node.doc_id, *node.other_ids))
-        if (num_units := self._num_units_with(ends[None], None)) > (limit := self._limit(None)):
+        ends: list[Hashable] = []
+        new: dict[int, int] = {}
+        for doc_id in wanted:
+            for node in tuple(self._tree.nodes_of(doc_id)):
+                if self._tree.contains(node) and node.stored_s is not None and not node.is_private:
+                    found.add(doc_id)
+                    ends.append(node.keys[-1])
+                    if self._tenant_of(node.owner) is None:
+                        new.update(uncounted := self._uncounted(node, new))
+                        yield len(uncounted)
+                yield 1
+        limit = self._limit(None)
+        if self.num_units + sum(new.values()) > limit:
+            for _ in range(len(self._ends.get(None, ()))):
+                self._release_evicted(None, 1)
+                yield 1
+        if (num_units := self.num_units + sum(new.values())) > limit:
             raise ConfigError(
                 f"with these {len(wanted)} documents and their paths, {self._describe(num_units)} would be pinned "
                 f"({self._describe(self.num_units)} are), and the limit is {self._describe(limit)}: pin fewer, "
@@ -103,50 +140,83 @@ class Pins:
             )
         return found, ends
 
-    def _is_pinned(self, node: TreeNode) -> bool:
-        return node.is_named(self.doc_ids)
+    def _uncounted(self, last: TreeNode, known: dict[int, int] | None = None) -> dict[int, int]:
+        """Return the units of the nodes on a path that are on no protected path, by id, up to those in ``known``."""
+        found: dict[int, int] = {}
+        node: TreeNode | None = last
+        while node is not None and node.parent is not None and node.id not in self._counted:
+            if known is not None and node.id in known:
+                break
+            found[node.id] = len(node.keys)
+            node = node.parent
+        return found
 
-    def _node_of(self, end: Hashable) -> TreeNode:
-        location = self._tree.locate(end)
-        assert location is not None, "what is protected stays in the tree"
-        return location.node
+    def _protect_within_limit(self, end: Hashable) -> bool:
+        """Protect the path to a unit unless the limit forbids it, and return whether it is protected."""
+        if (location := self._tree.locate(end)) is None:
+            return False
+        node = location.node
+        tenant = self._tenant_of(node.owner)
+        ends = self._ends.setdefault(tenant, {})
+        if end in ends:
+            return True
+        num_units = self._num_units.get(tenant, 0) + sum(self._uncounted(node).values())
+        if num_units > self._limit(tenant):
+            return False
+        for step in node.path():
+            counted = self._counted.setdefault(step.id, _Counted(0, len(step.keys), tenant))
+            counted.num_paths += 1
+        ends[end] = None
+        self._num_units[tenant] = num_units
+        self._tree.protect(end)
+        return True
 
-    def _num_units(self, ends: Iterable[Hashable]) -> int:
-        nodes = {step.id: step for end in ends for step in self._node_of(end).path()}
-        return sum(len(node.keys) for node in nodes.values())
+    def _release(self, end: Hashable) -> None:
+        """Undo :meth:`_protect_within_limit`; does nothing with a unit at which no protected path ends."""
+        if (location := self._tree.locate(end)) is None:
+            return
+        tenant = self._tenant_of(location.node.owner)
+        if end not in (ends := self._ends.get(tenant, {})):
+            return
+        del ends[end]
+        for step in location.node.path():
+            counted = self._counted[step.id]
+            counted.num_paths -= 1
+            if not counted.num_paths:
+                del self._counted[step.id]
+                self._num_units[counted.tenant] -= counted.num_units
+        self._tree.unprotect(end)
 
-    def _ends_of(self, tenant: str | None) -> set[Hashable]:
-        return {end for end in self._ends if self._tenant_of(self._node_of(end).owner) == tenant}
+    def _release_unpinned(self, node: TreeNode) -> None:
+        """Release the paths that end in a node, unless it is another pinned document as well."""
+        if self._tree.contains(node) and node.id in self._counted and not node.is_named(self.doc_ids):
+            for key in tuple(node.keys):
+                self._release(key)
 
-    def _num_units_with(self, ends: Set[Hashable], tenant: str | None) -> int:
-        """Return how many blocks a tenant's will be with further paths; where it is too much, without those evicted."""
-        own = self._ends_of(tenant)
-        if (num_units := self._num_units(own | ends)) <= self._limit(tenant):
-            return num_units
-        evicted = {end for end in own if self._node_of(end).stored_s is None}
-        self._unprotect(evicted)
-        return self._num_units(own - evicted | ends)
+    def _release_evicted(self, tenant: str | None, num_paths: int) -> bool:
+        """Look at the next protected paths of a tenant, release those evicted, and return whether any was."""
+        ends = self._ends.get(tenant, {})
+        is_released = False
+        for _ in range(min(num_paths, len(ends))):
+            end = next(iter(ends))
+            location = self._tree.locate(end)
+            assert location is not None, "what is protected stays in the tree"
+            if location.node.stored_s is None:
+                self._release(end)
+                is_released = True
+            else:
+                del ends[end]
+                ends[end] = None  # the next call looks at others
+        return is_released
 
-    def _fitting(self, ends: Iterable[Hashable], tenant: str) -> list[Hashable]:
-        """Return which of a tenant's further paths may be pinned."""
-        counted = {step.id: len(step.keys) for end in self._ends_of(tenant) for step in self._node_of(end).path()}
-        num_left = self._limit(tenant) - sum(counted.values())
-        fitting: list[Hashable] = []
-        for end in ends:
-            new = {step.id: len(step.keys) for step in self._node_of(end).path() if step.id not in counted}
-            if sum(new.values()) <= num_left:
-                fitting.append(end)
-                counted.update(new)
-                num_left -= sum(new.values())
-        return fitting
-
-    def _protect(self, ends: Iterable[Hashable]) -> None:
-        for end in ends:
-            if end not in self._ends:
-                self._ends.add(end)
-                self._tree.protect(end)
-
-    def _unprotect(self, ends: Iterable[Hashable]) -> None:
-        for end in ends:
-            self._ends.remove(end)
-            self._tree.unprotect(end)
+    def _on_split(self, node: TreeNode, lower: TreeNode) -> None:
+        if (counted := self._counted.get(node.id)) is None:
+            return
+        ends = self._ends.get(self._tenant_of(node.owner), {})
+        num_below = counted.num_paths - sum(key in ends for key in node.keys)
+        num_units = max(counted.num_units - len(node.keys), 0)
+        counted.num_units -= num_units
+        if num_below:
+            self._counted[lower.id] = _Counted(num_below, num_units, counted.tenant)
+        else:
+            self._num_units[counted.tenant] -= num_units

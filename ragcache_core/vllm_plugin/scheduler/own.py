@@ -10,6 +10,9 @@ from ragcache_core.vllm_plugin.beside import own_connector
 from ragcache_core.vllm_plugin.compat import attach_utilities
 
 
+_NO_CACHE = "this release of vLLM is unknown, and caches without RAGCache"
+
+
 class _Reporting:
     get_kv_connector: Any
 
@@ -24,7 +27,7 @@ class _Reporting:
 
     def forget(self, doc_ids: list[str]) -> dict[str, object]:
         """Return why nothing is forgotten: vLLM's own blocks are in no tree."""
-        return {"refused": "this release of vLLM is unknown, and caches without RAGCache"}
+        return {"refused": _NO_CACHE}
 
     def left(self) -> dict[str, object]:
         """Return that nothing is left."""
@@ -35,9 +38,14 @@ class _Reporting:
         changes: dict[str, object] = own_connector(self.get_kv_connector()).controller.paths_of(tenant).changes(cursor)
         return changes
 
-    def tree_view(self, limit: int) -> dict[str, object]:
-        """Return a tree that knows of no block."""
-        view: dict[str, object] = own_connector(self.get_kv_connector()).controller.tree_view(limit)
+    def act_on_cache(self, action: str, body: dict[str, Any]) -> dict[str, object]:
+        """Return a tree that knows of no block, or why nothing else can be done."""
+        if action == "tick":
+            return self.report()
+        controller = own_connector(self.get_kv_connector()).controller
+        if action != "tree":
+            return {"refused": _NO_CACHE}
+        view: dict[str, object] = controller.operator_calls.advance(body["token"], controller.tree_view(body["limit"]))
         return view
 
     def recent_requests(self, limit: int) -> dict[str, object]:

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
+    from ragcache_core.vllm_plugin.cache.operator_calls import Steps
+
 logger = init_logger(f"vllm.{__name__}")
 
 _TOKENS_ALONE = 512
@@ -196,28 +198,35 @@ class _TreeScheduling:
         return self._controller.forget(set(doc_ids))
 
     def act_on_cache(self, action: str, body: dict[str, Any]) -> dict[str, object]:
-        """Answer one of the routes of the cache's contents, or why it cannot be done."""
+        """Answer one of the routes of the cache's contents, or why it cannot be done; ``{}`` while it is not ready.
+
+        It is called with the same ``token`` until it is; see :class:`OperatorCalls`.
+        """
         controller = self._controller
         controller.tick(steady_s())
+        match action:
+            case "tick":
+                return controller.report()
+            case "purge" if self._tree_queue is not None:
+                return controller.forget_all()
+            case "list":
+                call = controller.contents.list(body["sort"], body["limit"])
+            case "show":
+                call = controller.contents.show(body["ids"])
+            case "pin":
+                call = controller.pin(body["ids"], is_trial=body["is_trial"])
+            case "unpin":
+                call = controller.unpin(body["ids"])
+            case "prefetch":
+                call = self._prefetch_documents(body["ids"])
+            case "tree":
+                call = controller.tree_view(body["limit"])
+            case _:
+                return {"refused": f"{action} is unknown with this model's KV cache groups, or in this version"}
         try:
-            match action:
-                case "tick":
-                    return {}
-                case "list":
-                    return controller.contents.list(body["token"], body["sort"], body["limit"])
-                case "show":
-                    return controller.contents.show(body["ids"])
-                case "pin":
-                    return controller.pin(body["ids"], is_trial=body["is_trial"])
-                case "unpin":
-                    return controller.unpin(body["ids"])
-                case "prefetch":
-                    return self._prefetch_documents(body["ids"])
-                case "purge" if self._tree_queue is not None:
-                    return controller.forget_all()
+            return controller.operator_calls.advance(body["token"], call, keeps_answer=body["keeps_answer"])
         except ConfigError as error:
             return {"refused": str(error)}
-        return {"refused": f"nothing is known of {action} with this model's groups of KV caches, or in this version"}
 
     def left(self) -> dict[str, object]:
         """Return what is left of what was forgotten."""
@@ -229,10 +238,6 @@ class _TreeScheduling:
         They are a ``tenant``'s own, or those of nobody.
         """
         return self._controller.paths_of(tenant).changes(cursor)
-
-    def tree_view(self, limit: int) -> dict[str, object]:
-        """Return the ``limit`` nodes of the knowledge tree that are used most."""
-        return self._controller.tree_view(limit)
 
     def recent_requests(self, limit: int) -> dict[str, object]:
         """Return what becomes of the latest ``limit`` requests."""
@@ -247,15 +252,23 @@ class _TreeScheduling:
         num_blocks = num_all - num_fast if self._own_connector.prefetch(prompt) else 0
         return {"num_read_tokens": num_blocks * self._controller.tokens_per_block}
 
-    def _prefetch_documents(self, doc_ids: list[str]) -> dict[str, object]:
+    def _prefetch_documents(self, doc_ids: list[str]) -> Steps:
         """Have the paths of documents that lie on disk read into host memory, as :meth:`prefetch` does."""
-        paths = self._controller.paths_on_disk(set(doc_ids))
+        ends, unknown = yield from self._controller.ends_on_disk(doc_ids)
         num_tokens, num_begun = 0, 0
-        for keys in paths:
-            prompt = prompt_of_keys(keys, self._controller.tokens_per_block)
-            read = self.prefetch(prompt)["num_read_tokens"]
-            num_tokens, num_begun = num_tokens + cast("int", read), num_begun + bool(read)
-        return {"num_read_tokens": num_tokens, "num_paths": num_begun, "num_left_out": len(paths) - num_begun}
+        for end in ends:
+            if keys := self._controller.keys_to(end):
+                prompt = prompt_of_keys(keys, self._controller.tokens_per_block)
+                read = self.prefetch(prompt)["num_read_tokens"]
+                num_tokens, num_begun = num_tokens + cast("int", read), num_begun + bool(read)
+            yield 1 + len(keys)
+        num_left_out = len(ends) - num_begun
+        return {
+            "num_read_tokens": num_tokens,
+            "num_paths": num_begun,
+            "num_left_out": num_left_out,
+            "unknown": unknown,
+        }
 
     def keeping_weights(self) -> AbstractContextManager[None]:
         """Inside, resets of the caches leave alone what outlives them."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import time
 from typing import Annotated, Any, Literal
-from uuid import uuid4
 
 from fastapi import APIRouter, HTTPException, Query, Request
 from vllm.logger import init_logger
@@ -21,7 +20,7 @@ from ragcache_core.chunkstore.old_namespaces import delete_unused
 from ragcache_core.errors import CacheTierError
 from ragcache_core.stats import MAX_LISTED
 from ragcache_core.vllm_plugin.beside import extra_config
-from ragcache_core.vllm_plugin.compat import call_cache
+from ragcache_core.vllm_plugin.compat import call_cache, call_report
 from ragcache_core.vllm_plugin.release import settings_in_force
 from ragcache_core.vllm_plugin.server.document_routes import (
     ask_engines,
@@ -46,7 +45,7 @@ async def keep_young(engine_client: Any, max_age_s: float) -> None:
     while True:
         await asyncio.sleep(min(max(max_age_s / 20, 0.1), 60.0))
         try:
-            await call_cache(engine_client, "tick", {})
+            received.tell(await call_cache(engine_client, "tick", {}))
         except Exception as error:
             if engine_client.errored:
                 return
@@ -59,15 +58,9 @@ async def contents(
     sort: Literal["bytes", "uses", "saved", "age"] = "bytes",
     limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 50,
 ) -> dict[str, Any]:
-    """Return the cached documents with most of what they are sorted by; see :class:`CacheContents`.
-
-    Each engine walks its tree a part at a time, between steps.
-    """
-    body = {"token": uuid4().hex, "sort": sort, "limit": limit if received.num_engines == 1 else MAX_LISTED}
-    async with request.app.state.ragcache_listing:  # an engine keeps few at a time, and drops the oldest of more
-        while not all(answers := await ask_engines(request, "list", body)):
-            pass  # each time is a round trip to the engines, and steps come between
-    return merged_contents(answers, sort, limit)
+    """Return the cached documents with most of what they are sorted by; see :class:`CacheContents`."""
+    body = {"sort": sort, "limit": limit if received.num_engines == 1 else MAX_LISTED}
+    return merged_contents(await ask_engines(request, "list", body), sort, limit)
 
 
 @router.post("/purge")
@@ -76,6 +69,7 @@ async def purge(request: Request) -> dict[str, object]:
     wait_s = wait_of(await read_body(request, {"wait_s": 30}))
     began_s = time.monotonic()
     gone = await ask_engines(request, "purge", {})
+    received.tell(await call_report(request.app.state.ragcache_engine_client))
     left = await wait_until_gone(request.app.state.ragcache_engine_client, began_s + wait_s)
     doc_ids = sorted({doc_id for each in gone for doc_id in each["forgotten"]})
     return receipt_of(gone, left, doc_ids, began_s).to_dict()

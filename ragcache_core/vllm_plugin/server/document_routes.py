@@ -22,7 +22,7 @@ from fastapi import APIRouter, HTTPException, Request
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.stats import ForgetReceipt
-from ragcache_core.vllm_plugin.compat import call_cache, call_forget, call_left
+from ragcache_core.vllm_plugin.compat import call_cache, call_forget, call_left, call_report
 from ragcache_core.vllm_plugin.server.engine_view import received
 from ragcache_core.vllm_plugin.server.several_engines import merged_contents, merged_pins
 from ragcache_core.wire import read_doc_ids
@@ -48,6 +48,7 @@ async def forget(request: Request) -> dict[str, object]:
     gone = await call_forget(client, doc_ids)
     if refused := next((each["refused"] for each in gone if "refused" in each), None):
         raise HTTPException(409, f"documents cannot be forgotten: {refused}. Start the engine anew instead")
+    received.tell(await call_report(client))  # an idle engine takes no step, and its last report names the documents
     left = await wait_until_gone(client, began_s + wait_s)
     return receipt_of(gone, left, doc_ids, began_s).to_dict()
 
@@ -103,10 +104,14 @@ async def prefetch(request: Request) -> dict[str, object]:
 
 
 async def ask_engines(request: Request, action: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what every data-parallel engine answers; a refusal of one is the server's."""
+    """Return what every data-parallel engine answers; a refusal of one is the server's.
+
+    One call at a time: an engine keeps few that have not ended, and drops the oldest of more.
+    """
     if received.engine() is None:
         raise HTTPException(404, "this server runs without RAGCache")
-    answers = await call_cache(request.app.state.ragcache_engine_client, action, body)
+    async with request.app.state.ragcache_operator_call:
+        answers = await call_cache(request.app.state.ragcache_engine_client, action, body)
     if refused := next((each["refused"] for each in answers if "refused" in each), None):
         raise HTTPException(409, refused)
     return answers

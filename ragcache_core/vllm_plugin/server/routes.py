@@ -240,7 +240,7 @@ class RAGCacheEndpoint:
         if tenants is not None and tenants.have_keys:
             app.state.args.api_key = [""]  # vLLM's own check, which knows one kind of key: the door asks for all
         app.state.ragcache_work = Work()
-        app.state.ragcache_listing = asyncio.Lock()
+        app.state.ragcache_operator_call = asyncio.Lock()
         app.state.ragcache_has_peers = (app.state.args.api_server_count or 1) > 1
         app.add_middleware(Door, keys=keys, work=app.state.ragcache_work, tenants=tenants)
 

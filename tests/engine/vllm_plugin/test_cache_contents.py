@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
+from ragcache_core.tree import PathSegment
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin import build_context
+from ragcache_core.vllm_plugin.cache import operator_calls
 from ragcache_core.vllm_plugin.cache.controller import TierReport
+from ragcache_core.vllm_plugin.compat import call_cache
 from ragcache_core.vllm_plugin.scheduler import scheduler as scheduler_module
-from ragcache_core.vllm_plugin.server import cache_routes
+from ragcache_core.vllm_plugin.server import cache_routes, document_routes
 from tests.engine.vllm_plugin import test_forgetting
 from tests.engine.vllm_plugin.storing_scene import BLOCK
 from tests.engine.vllm_plugin.test_forgetting import DOCUMENTS, SYSTEM, Scene, first_block, keys_of, prompt
@@ -33,15 +36,14 @@ def engine(tmp_path: Path | None, *, num_blocks: int = 60, **settings: Any) -> I
 
 
 def act(it: Scene, action: str, *doc_ids: str, **body: Any) -> dict[str, Any]:
-    answer: dict[str, Any] = it.scheduler.act_on_cache(action, {"ids": list(doc_ids), "is_trial": False, **body})
-    return answer
-
-
-def listed(it: Scene, sort: str = "bytes", limit: int = 100, token: str = "") -> dict[str, Any]:
-    token = token or f"{random.random()}"
-    while not (answer := it.scheduler.act_on_cache("list", {"token": token, "sort": sort, "limit": limit})):
+    body = {"ids": list(doc_ids), "is_trial": False, "token": f"{random.random()}", "keeps_answer": False, **body}
+    while not (answer := it.scheduler.act_on_cache(action, body)):
         pass
     return answer
+
+
+def listed(it: Scene, sort: str = "bytes", limit: int = 100) -> dict[str, Any]:
+    return act(it, "list", sort=sort, limit=limit)
 
 
 def by_id(it: Scene, **options: Any) -> dict[str, dict[str, Any]]:
@@ -155,6 +157,7 @@ def test_what_is_on_disk_of_a_document_is_read_into_host_memory_ahead(tmp_path: 
         assert before["disk"] > before["gpu"] + before["host"]
         begun = act(it, "prefetch", "A", "unknown")
         assert begun["num_read_tokens"] > 0
+        assert begun["unknown"] == ["unknown"]
         assert (begun["num_paths"], begun["num_left_out"]) == (1, 0)
         it.steps.rest(100_000)
         assert by_id(it)["A"]["bytes"]["host"] > before["host"]
@@ -242,23 +245,69 @@ def test_what_was_only_expected_of_a_document_is_no_use_of_it_and_has_saved_noth
 
 
 async def test_any_number_of_listings_at_once_come_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine keeps 32: of more that went on by turns, each would begin anew at its turn, for ever."""
+    """The engine keeps 32: of more that went on by turns, each would begin again at its turn, for ever."""
+    monkeypatch.setattr(operator_calls, "NODES_AT_ONCE", 1)
     with engine(None) as it:
         it.ask("first", "AB")
         num_asked = 0
 
-        async def ask(_: Any, action: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        async def call(_: str, action: str, body: dict[str, Any]) -> list[dict[str, Any]]:
             nonlocal num_asked
             num_asked += 1
             assert num_asked < 1000, "it does not end"
             await asyncio.sleep(0)  # the others go on
-            return [it.scheduler.act_on_cache(action, body)]
+            return [it.scheduler.act_on_cache(action, dict(body))]
 
-        monkeypatch.setattr(cache_routes, "ask_engines", ask)
-        app: Any = SimpleNamespace(state=SimpleNamespace(ragcache_listing=asyncio.Lock()))
-        asked = Request({"type": "http", "app": app})
+        client = SimpleNamespace(engine_core=SimpleNamespace(call_utility_all_async=call))
+        monkeypatch.setattr(document_routes.received, "engine", dict)
+        state = SimpleNamespace(ragcache_operator_call=asyncio.Lock(), ragcache_engine_client=client)
+        asked = Request({"type": "http", "app": SimpleNamespace(state=state)})
         for answer in await asyncio.gather(*(cache_routes.contents(asked) for _ in range(40))):
             assert {document["id"] for document in answer["documents"]} == {"A", "B"}
+
+
+async def test_several_engines_answer_as_one_though_one_needs_more_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operator_calls, "NODES_AT_ONCE", 1)
+    with engine(None) as one, engine(None) as other:
+        one.ask("first", "A")
+        for number in range(5):
+            other.ask(f"r{number}", random.Random(number).choice(["AB", "BA", "CB"]), question=number)
+
+        async def call(_: str, action: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+            return [it.scheduler.act_on_cache(action, dict(body)) for it in (one, other)]
+
+        client = SimpleNamespace(engine_core=SimpleNamespace(call_utility_all_async=call))
+        answers = await call_cache(client, "show", {"ids": ["A", "B"]})
+        assert [[document["id"] for document in each["documents"]] for each in answers] == [["A"], ["A", "B"]]
+
+
+@pytest.mark.parametrize("action", ["show", "pin", "unpin", "prefetch", "list", "tree"])
+def test_a_call_on_many_documents_lets_steps_run_between_its_slices(tmp_path: Path, action: str) -> None:
+    with engine(tmp_path) as it:
+        tree = it.controller.tree
+        for number in range(3000):
+            (node,) = tree.insert([PathSegment([f"{number}".encode()], BLOCK, f"d{number}")])
+            tree.add(node, 1, Tier.DISK)
+        body = {"ids": [f"d{number}" for number in range(3000)], "is_trial": False, "sort": "uses", "limit": 50}
+        body |= {"token": "t", "keeps_answer": False}
+        num_slices, looked_at = 0, 0
+        nodes_of = tree.nodes_of
+
+        def counted(doc_id: str) -> Any:
+            nonlocal looked_at
+            looked_at += 1
+            return nodes_of(doc_id)
+
+        tree.nodes_of = counted  # type: ignore[method-assign]
+        if action == "unpin":
+            it.controller.pins.doc_ids.update(body["ids"])  # type: ignore[arg-type]
+        while not it.scheduler.act_on_cache(action, body):
+            num_slices += 1
+            assert looked_at <= 2 * 500, "a slice"
+            looked_at = 0
+            it.ask(f"r{num_slices}", "AB", question=num_slices)  # steps run, and what they do is no other's
+        assert 3 <= num_slices < 40
+        it.check()
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from ragcache_core.policy import PrefillCostModel
 from ragcache_core.types import PromptSegment, SegmentKind, Tier
@@ -12,6 +12,7 @@ from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.wire import RequestMetadata
 
 BLOCK = 4
+_Answer = TypeVar("_Answer")
 
 
 def controller(
@@ -25,6 +26,16 @@ def controller(
         tiers=tiers,
         max_protected_units=max_protected_units,
     )
+
+
+def answer_of(call: Generator[int, None, _Answer]) -> _Answer:
+    """Run an operator call to its end, and return the answer."""
+    while True:
+        try:
+            next(call)
+        except StopIteration as end:
+            answer: _Answer = end.value
+            return answer
 
 
 def keys(num_blocks: int, mark: str = "") -> list[bytes]:

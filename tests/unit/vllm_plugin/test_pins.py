@@ -10,7 +10,7 @@ from ragcache_core.errors import ConfigError
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
 from ragcache_core.wire import RequestMetadata
-from tests.unit.vllm_plugin.scene import BLOCK, controller, keys, segments
+from tests.unit.vllm_plugin.scene import BLOCK, answer_of, controller, keys, segments
 
 UNIT_BYTES = 100
 
@@ -51,18 +51,18 @@ def pinned(it: CacheController) -> dict[str | None, int]:
 
 def test_a_tenant_who_names_pinned_ids_takes_nothing_of_what_the_operator_may_pin(it: CacheController) -> None:
     ask(it, "own", "terms", 4)
-    it.pin(["terms"])
+    answer_of(it.pin(["terms"]))
     for number in range(9):
         ask(it, f"flood {number}", "terms", 2, tenant="a")
         ask(it, f"small {number}", "terms", 1, tenant="b")
     assert pinned(it) == {None: 4, "a": 4, "b": 2}
     ask(it, "more", "prices", 6)
-    receipt = it.pin(["prices"])
+    receipt = answer_of(it.pin(["prices"]))
     assert pinned(it)[None] == 10
     assert (receipt["num_bytes"], receipt["limit_bytes"]) == (10 * UNIT_BYTES, 13 * UNIT_BYTES)
     ask(it, "too many", "rules", 4)
     with pytest.raises(ConfigError, match="and the limit is"):
-        it.pin(["rules"])
+        answer_of(it.pin(["rules"]))
 
 
 def test_paths_of_tenants_do_not_keep_an_operator_from_pinning_and_are_pinned_as_far_as_they_may(
@@ -71,7 +71,7 @@ def test_paths_of_tenants_do_not_keep_an_operator_from_pinning_and_are_pinned_as
     for number in range(9):
         ask(it, f"flood {number}", "terms", 2, tenant="a")
     ask(it, "own", "terms", 4)
-    it.pin(["terms"])
+    answer_of(it.pin(["terms"]))
     assert pinned(it) == {None: 4, "a": 4}
-    it.unpin(["terms"])
+    answer_of(it.unpin(["terms"]))
     assert pinned(it) == {}

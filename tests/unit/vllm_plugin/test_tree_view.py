@@ -11,7 +11,7 @@ from ragcache_core.vllm_plugin.cache.controller import CacheController, TierRepo
 from ragcache_core.vllm_plugin.cache.recent_requests import MAX_REQUESTS
 from ragcache_core.wire import RequestMetadata
 
-from .scene import controller, keys, run, segments
+from .scene import answer_of, controller, keys, run, segments
 
 TIERS = {Tier.GPU: TierReport(1000, 10), Tier.HOST: TierReport(1000, 12)}
 
@@ -38,8 +38,7 @@ def ask(it: CacheController, name: str, *, is_salted: bool = False, mark: str = 
 
 
 def view(it: CacheController, limit: int = 100) -> dict[str, Any]:
-    said: dict[str, Any] = it.tree_view(limit)
-    return said
+    return answer_of(it.tree_view(limit))
 
 
 def test_the_tree_is_told_from_the_root_on_with_what_each_node_takes_where() -> None:
@@ -129,11 +128,9 @@ def test_a_salted_document_that_ends_in_a_block_with_the_answer_has_no_name_eith
         it.locate_block(own, index, "r")
     put(it, own)
     it.on_finished("r", 12.0)
-    while not (listed := it.contents.list("token", "bytes", 10)):
-        pass
-    assert listed == {"documents": [], "total": 0}
-    assert it.contents.show(["secret"])["documents"] == []
-    assert it.pin(["secret"], is_trial=True)["unknown"] == ["secret"]
+    assert answer_of(it.contents.list("bytes", 10)) == {"documents": [], "total": 0}
+    assert answer_of(it.contents.show(["secret"]))["documents"] == []
+    assert answer_of(it.pin(["secret"], is_trial=True))["unknown"] == ["secret"]
     assert view(it)["nodes"] == []
 
 

@@ -10,7 +10,8 @@ from fastapi.responses import Response
 
 from ragcache_core.vllm_plugin.cache.recent_requests import MAX_REQUESTS
 from ragcache_core.vllm_plugin.cache.tree_view import MAX_NODES
-from ragcache_core.vllm_plugin.compat import call_recent_requests, call_tree_view
+from ragcache_core.vllm_plugin.compat import call_recent_requests
+from ragcache_core.vllm_plugin.server.document_routes import ask_engines
 from ragcache_core.vllm_plugin.server.engine_view import received
 from ragcache_core.vllm_plugin.server.page.files import FILES, HEADERS, read_page_file
 from ragcache_core.vllm_plugin.server.several_engines import joined_requests
@@ -25,8 +26,7 @@ async def tree(request: Request, limit: Annotated[int, Query(ge=1, le=MAX_NODES)
     A node has its ``parent``, null for the first of a path, ``doc_id``, null for what is no document, its tokens, the
     requests that used it and the bytes that it takes in each tier that has it; parents come before their children.
     """
-    _require_cache()
-    return {"engines": await call_tree_view(request.app.state.ragcache_engine_client, limit)}
+    return {"engines": await ask_engines(request, "tree", {"limit": limit})}
 
 
 @router.get("/v1/ragcache/requests")
@@ -36,13 +36,9 @@ async def requests(request: Request, limit: Annotated[int, Query(ge=1, le=MAX_RE
     ``age_s`` is since a request came; the others are seconds from then on: until it was admitted, had what it has of
     lower tiers, its first token, and its end. Null is not yet, or never.
     """
-    _require_cache()
-    return joined_requests(await call_recent_requests(request.app.state.ragcache_engine_client, limit), limit)
-
-
-def _require_cache() -> None:
     if received.engine() is None:
         raise HTTPException(404, "this server runs without RAGCache")
+    return joined_requests(await call_recent_requests(request.app.state.ragcache_engine_client, limit), limit)
 
 
 def _answering(name: str) -> Callable[[], Response]:
