@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from ragcache_core.errors import ConfigError
+from ragcache_core.tree import TreeNode, check_invariants
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
 from ragcache_core.wire import RequestMetadata
@@ -75,3 +78,80 @@ def test_paths_of_tenants_do_not_keep_an_operator_from_pinning_and_are_pinned_as
     assert pinned(it) == {None: 4, "a": 4}
     answer_of(it.unpin(["terms"]))
     assert pinned(it) == {}
+
+
+def ask_about(it: CacheController, chain: str, *documents: tuple[str, int], is_cached: bool = True) -> None:
+    """Ask a prompt whose blocks are the beginnings of a text, over documents given with the blocks in which they end."""
+    block_keys = [chain[: end + 1].encode() for end in range(len(chain))]
+    parts = segments(*((doc_id, end * BLOCK) for doc_id, end in documents))
+    it.on_new_request("r", RequestMetadata(parts), block_keys, parts[-1].end, 1.0)
+    for key in block_keys if is_cached else ():
+        at = it.tree.locate(key)
+        assert at is not None
+        it.tree.add(at.node, 1 << at.unit, Tier.GPU)
+    it.on_admitted("r", block_keys, {}, 1.0)
+    it.on_finished("r")
+
+
+def operator_pins() -> CacheController:
+    return controller(tiers={Tier.GPU: TierReport(100_000 * UNIT_BYTES, UNIT_BYTES)}, pinned_share=0.5)
+
+
+def test_what_is_counted_of_pins_is_what_is_protected_however_paths_are_cut_and_forgotten() -> None:
+    dice = Random(7)
+    it = operator_pins()
+    for _ in range(400):
+        match dice.choice(("ask", "ask", "ask", "pin", "unpin", "forget")):
+            case "ask":
+                chain = "".join(dice.choices("xy", k=dice.randrange(1, 7)))
+                middle = dice.randrange(1, len(chain) + 1)
+                ask_about(it, chain, (dice.choice("abc"), middle), (dice.choice("abc"), len(chain)))
+            case "pin":
+                answer_of(it.pin([dice.choice("abc")]))
+            case "unpin":
+                answer_of(it.unpin([dice.choice("abc")]))
+            case _:
+                it.forget({dice.choice("abc")})
+        assert it.pins.num_units == pinned(it).get(None, 0)
+        check_invariants(it.tree, is_connected=False)
+    answer_of(it.unpin("abc"))
+    assert (it.pins.num_units, pinned(it), it.tree.protected_keys) == (0, {}, {})
+
+
+def test_a_new_pinned_path_costs_the_same_however_many_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = []
+    for num_pinned in (10, 3000):
+        it = operator_pins()
+        for number in range(num_pinned):
+            ask_about(it, f"{number:04}", (f"d{number}", 4))
+        answer_of(it.pin([*(f"d{number}" for number in range(num_pinned)), "new"]))
+        assert it.pins.num_units == pinned(it)[None]
+        num_looked_at = 0
+        path = TreeNode.path
+
+        def counted(node: TreeNode, path: Callable[[TreeNode], list[TreeNode]] = path) -> list[TreeNode]:
+            nonlocal num_looked_at
+            num_looked_at += 1
+            return path(node)
+
+        monkeypatch.setattr(TreeNode, "path", counted)
+        ask_about(it, "new", ("new", 3))
+        monkeypatch.setattr(TreeNode, "path", path)
+        assert it.pins.num_units == pinned(it)[None]
+        costs.append(num_looked_at)
+    assert costs[0] == costs[1]
+
+
+def test_where_the_limit_is_reached_evicted_paths_give_way_to_used_ones() -> None:
+    it = controller(tiers={Tier.GPU: TierReport(8 * UNIT_BYTES, UNIT_BYTES)}, pinned_share=0.5)
+    ask_about(it, "old!", ("terms", 4))
+    answer_of(it.pin(["terms"]))
+    ask_about(it, "new!", ("terms", 4))
+    assert protected_ends(it) == {b"old!"}, "no room"
+    it.tree.clear_tier(Tier.GPU)
+    ask_about(it, "new!", ("terms", 4))
+    assert protected_ends(it) == {b"new!"}
+
+
+def protected_ends(it: CacheController) -> set[object]:
+    return set(it.tree.protected_keys)
