@@ -421,10 +421,14 @@ class CachedDocument:
 
 @dataclass(frozen=True, slots=True)
 class CacheContents:
-    """Documents in the cache, the largest first by what they were sorted by; ``total`` is how many there are."""
+    """Documents in the cache, the largest first by what they were sorted by; ``total`` is how many there are.
+
+    ``unknown`` are ids that were asked for and of which nothing is cached.
+    """
 
     documents: tuple[CachedDocument, ...] = ()
     total: int = 0
+    unknown: tuple[DocId, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
         """Return plain JSON data."""
@@ -455,12 +459,13 @@ class PrefetchReceipt:
     """What is being read from disk of documents: tokens, on ``num_paths`` paths.
 
     ``num_left_out`` further paths have something on disk alone as well, and no room in host memory: a path has at most
-    a quarter of it.
+    a quarter of it. Of ``unknown`` documents no tier holds anything.
     """
 
     num_read_tokens: int = 0
     num_paths: int = 0
     num_left_out: int = 0
+    unknown: tuple[DocId, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
         """Return plain JSON data."""

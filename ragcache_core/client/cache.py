@@ -30,6 +30,7 @@ _WAIT_S = 30.0
 class CacheRoutes:
     """The cache of one server. Each method has an async one beside it. May be used by any thread and event loop.
 
+    Ids of which nothing is cached are no error: every answer about documents names them as ``unknown``.
     All of them raise ``RequestRejectedError`` where the server refuses, with what to do, ``ConfigError`` for what is no
     id, no order or no number, and ``EngineError`` where the server cannot be asked.
     """
@@ -50,7 +51,7 @@ class CacheRoutes:
         return _read(CacheContents, await self._aget(_listing(sort, limit)))
 
     def show(self, doc_ids: Iterable[DocId]) -> CacheContents:
-        """Return what is cached of some documents, each with the paths on which it stands; others are left out."""
+        """Return what is cached of some documents, each with the paths on which it stands."""
         return _read(CacheContents, self._post("documents/show", _ids(doc_ids)))
 
     async def ashow(self, doc_ids: Iterable[DocId]) -> CacheContents:

@@ -15,13 +15,13 @@ from ragcache_core.cli.commands.forget import (
     forget,
     ids_argument,
     lines_of,
+    lines_of_unknown,
     read_ids,
     url_option,
     wait_option,
 )
 from ragcache_core.cli.options import FiniteRange, api_key_option
 from ragcache_core.cli.output import printable, size
-from ragcache_core.errors import ConfigError
 from ragcache_core.runtime.terminal import columns, plain
 from ragcache_core.stats import CONTENTS_ORDERS, MAX_LISTED
 
@@ -81,19 +81,18 @@ def ls(url: str, api_key: str | None, sort: str, limit: int, as_json: bool) -> N
 def show(ids: tuple[str, ...], url: str, api_key: str | None, as_json: bool) -> None:
     """Show behind which documents others stand in the cache, and what of each such path lies where.
 
-    Exit status 1 where none of them is cached.
+    Ids of which nothing is cached are told, and are no error.
     """
     from ragcache_core.client import Engine
 
-    wanted = read_ids(ids)
     with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
-        contents = engine.cache.show(wanted)
+        contents = engine.cache.show(read_ids(ids))
     if as_json:
         print_json({"url": engine.base_url, **contents.to_dict()})
-    for document in () if as_json else contents.documents:
+        return
+    for document in contents.documents:
         click.echo("\n".join(_lines_of_document(document)))
-    if not contents.documents:
-        raise ConfigError(f"nothing is cached of {_named(wanted)}: 'ragcache cache ls' lists what is")
+    _echo_unknown(contents.unknown)
 
 
 @cache.command(
@@ -111,7 +110,7 @@ def pin(ids: tuple[str, ...], url: str, api_key: str | None, as_json: bool) -> N
     """Have the paths of documents leave each tier last, until they are unpinned, forgotten, or the engine ends.
 
     Together they may take a share of the smallest tier, --pinned-share of 'ragcache serve'; what is more is refused,
-    and nothing is pinned then. Exit status 1 where one is not cached: the others are pinned.
+    and nothing is pinned then. Ids of which nothing is cached are told, are not pinned, and are no error.
     """
     from ragcache_core.client import Engine
 
@@ -128,7 +127,7 @@ def pin(ids: tuple[str, ...], url: str, api_key: str | None, as_json: bool) -> N
 @url_option
 @api_key_option
 def unpin(ids: tuple[str, ...], url: str, api_key: str | None, as_json: bool) -> None:
-    """Undo 'ragcache cache pin'. Exit status 1 where one was not pinned."""
+    """Undo 'ragcache cache pin'. Ids that were not pinned are told, and are no error."""
     from ragcache_core.client import Engine
 
     with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
@@ -146,7 +145,7 @@ def unpin(ids: tuple[str, ...], url: str, api_key: str | None, as_json: bool) ->
 def prefetch(ids: tuple[str, ...], url: str, api_key: str | None, as_json: bool) -> None:
     """Have what is on disk alone of documents read into host memory, and do not wait for it.
 
-    It is dropped as ever when something better comes.
+    It is dropped as ever when something better comes. Ids of which nothing is cached are told, and are no error.
     """
     from ragcache_core.client import Engine
 
@@ -157,6 +156,7 @@ def prefetch(ids: tuple[str, ...], url: str, api_key: str | None, as_json: bool)
         return
     left_out = f"; {receipt.num_left_out} paths are too long for host memory" * bool(receipt.num_left_out)
     click.echo(f"{receipt.num_read_tokens:,} tokens on {receipt.num_paths} paths are being read from disk{left_out}")
+    _echo_unknown(receipt.unknown)
 
 
 @cache.command(
@@ -279,14 +279,17 @@ def _age(age_s: float | None) -> str:
 def _tell_pins(url: str, done: str, receipt: PinReceipt, *, as_json: bool) -> None:
     if as_json:
         print_json({"url": url, **receipt.to_dict()})
-    else:
-        click.echo(
-            f"{done} {len(receipt.changed)} documents; {receipt.num_pinned} are pinned, with {size(receipt.num_bytes)} "
-            f"of at most {size(receipt.limit_bytes)}"
-        )
-    if receipt.unknown:
-        why = "are not cached: ask about them first" if done == "pinned" else "were not pinned"
-        raise ConfigError(f"{_named(receipt.unknown)} {why}")
+        return
+    click.echo(
+        f"{done} {len(receipt.changed)} documents; {receipt.num_pinned} are pinned, with {size(receipt.num_bytes)} "
+        f"of at most {size(receipt.limit_bytes)}"
+    )
+    _echo_unknown(receipt.unknown)
+
+
+def _echo_unknown(doc_ids: Sequence[DocId]) -> None:
+    for line in lines_of_unknown(doc_ids):
+        click.echo(line)
 
 
 def _lines_of_folders(collected: CollectedFolders) -> list[str]:
@@ -294,6 +297,3 @@ def _lines_of_folders(collected: CollectedFolders) -> list[str]:
     lines = [f"{size(f.num_bytes):>10}  {f.days:.1f} days  {printable(f.path)}" for f in collected.folders]
     return [*lines, f"{len(collected.folders)} folders with {size(collected.num_bytes)} {done}"]
 
-
-def _named(doc_ids: Sequence[DocId]) -> str:
-    return ", ".join(map(printable, doc_ids[:10])) + ", ..." * (len(doc_ids) > 10)

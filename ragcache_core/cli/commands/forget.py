@@ -12,6 +12,7 @@ import click
 
 from ragcache_core.cli.command import Command, print_json
 from ragcache_core.cli.options import FiniteRange, api_key_option
+from ragcache_core.cli.output import printable
 from ragcache_core.errors import EngineError
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ def forget(ids: tuple[str, ...], url: str, api_key: str | None, wait_s: float, a
     """Remove the KV of documents from the server at URL: from the GPU, host memory, disk and reused chunks.
 
     IDs are those of 'ragcache store ls'; "-" reads them from standard input, one a line. What stood behind a document
-    in a prompt goes with it. The store is not changed. Exit status 1 where something is left after the wait: ask again.
+    in a prompt goes with it. The store is not changed. Ids of which nothing is cached are told, and are no error. Exit
+    status 1 where something is left after the wait: ask again.
     """
     from ragcache_core.client import Engine
 
@@ -87,11 +89,13 @@ def lines_of(receipt: ForgetReceipt) -> list[str]:
         f"forgotten {len(receipt.forgotten)} of {len(receipt.forgotten) + len(receipt.unknown)} documents on "
         f"{receipt.num_paths} paths in {receipt.took_s:.2f} s: {', '.join(tiers) or 'nothing was cached'}{chunks}"
     ]
-    if receipt.unknown:
-        lines.append(
-            f"unknown to this server: {', '.join(receipt.unknown[:10])}" + ", ..." * (len(receipt.unknown) > 10)
-        )
-    return lines
+    return [*lines, *lines_of_unknown(receipt.unknown)]
+
+
+def lines_of_unknown(doc_ids: Sequence[DocId]) -> list[str]:
+    """Return a line that names the ids of which the server has nothing; none without any."""
+    named = ", ".join(map(printable, doc_ids[:10])) + ", ..." * (len(doc_ids) > 10)
+    return [f"unknown to this server: {named}"] if doc_ids else []
 
 
 @contextmanager

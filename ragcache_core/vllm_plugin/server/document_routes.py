@@ -6,7 +6,7 @@
     pin       evict their paths last                    unpin      as any other again
     prefetch  read what is on disk into host memory
 
-Ids are in the body, for they may hold anything, a slash as well.
+All of them act on the documents that they know, name the others as ``unknown``, and answer with status 200. Ids are in the body, for they may hold anything, a slash as well.
 """
 
 from __future__ import annotations
@@ -74,9 +74,11 @@ def receipt_of(
 
 @router.post("/show")
 async def show(request: Request) -> dict[str, object]:
-    """Return what is cached of documents, with their paths; those that are not cached are left out."""
+    """Return what is cached of documents, with their paths."""
     doc_ids, _ = await _asked(request, takes_wait=False)
-    return merged_contents(await ask_engines(request, "show", {"ids": doc_ids}), "bytes", len(doc_ids))
+    found = merged_contents(await ask_engines(request, "show", {"ids": doc_ids}), "bytes", len(doc_ids))
+    known = {document["id"] for document in found["documents"]}
+    return {**found, "unknown": [doc_id for doc_id in doc_ids if doc_id not in known]}
 
 
 @router.post("/pin")
@@ -100,7 +102,8 @@ async def prefetch(request: Request) -> dict[str, object]:
     """Begin to read what is on disk of documents into host memory, on all their paths; see the route of a prompt."""
     doc_ids, _ = await _asked(request, takes_wait=False)
     answers = await ask_engines(request, "prefetch", {"ids": doc_ids})
-    return {name: _sum(answers, name) for name in ("num_read_tokens", "num_paths", "num_left_out")}
+    unknown = [doc_id for doc_id in doc_ids if all(doc_id in answer["unknown"] for answer in answers)]
+    return {**{name: _sum(answers, name) for name in ("num_read_tokens", "num_paths", "num_left_out")}, "unknown": unknown}
 
 
 async def ask_engines(request: Request, action: str, body: dict[str, Any]) -> list[dict[str, Any]]:

@@ -83,7 +83,13 @@ def test_every_route_needs_the_key_but_those_on_the_list(app: FastAPI, client: T
 
 
 @pytest.fixture
-def engines(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def told() -> list[Any]:
+    """The reports that the server takes in."""
+    return []
+
+
+@pytest.fixture
+def engines(app: FastAPI, told: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Two data-parallel engines behind the server, which have something left at first; what they are asked."""
     asked: list[Any] = []
     left = [{"num_requests": 1, "num_blocks": 0, "problems": []}] * 2
@@ -104,7 +110,12 @@ def engines(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         asked.append("left")
         return left if asked.count("left") < 3 else nothing
 
+    async def call_report(_: object) -> list[Any]:
+        return [{"hottest_documents": []}]
+
     app.state.ragcache_engine_client = None
+    monkeypatch.setattr(document_routes, "call_report", call_report)
+    monkeypatch.setattr(document_routes.received, "tell", lambda reports: told.extend(reports))
     monkeypatch.setattr(document_routes, "call_forget", forget)
     monkeypatch.setattr(document_routes, "call_left", call_left)
     monkeypatch.setattr(document_routes.received, "engine", dict)
@@ -134,6 +145,34 @@ def test_documents_are_forgotten_by_all_engines_and_the_answer_waits_for_what_is
     assert engines == [["a", "c", "b"], "left", "left", "left"]
     answer = client.post("/v1/ragcache/documents/forget", headers=AUTHORIZED, json={**body, "wait_s": 0})
     assert engines[-2:] == [["a", "c", "b"], "left"], "it does not wait"
+
+
+def test_what_is_forgotten_is_in_no_statistics_though_the_engine_takes_no_step(
+    client: TestClient, engines: list[Any], told: list[Any]
+) -> None:
+    client.post("/v1/ragcache/documents/forget", headers=AUTHORIZED, json={"ids": ["a"]})
+    assert told == [{"hottest_documents": []}]
+
+
+@pytest.mark.parametrize("action", ["show", "pin", "unpin", "prefetch"])
+def test_an_id_is_unknown_where_no_engine_knows_it(
+    client: TestClient, engines: list[Any], monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    contents = {"paths": 1, "tokens": 1, "variants": 0, "bytes": {}, "uses": 1, "saved_s": 0, "age_s": 1, "pinned": False}
+
+    async def call_cache(_: object, asked: str, body: dict[str, Any]) -> list[Any]:
+        answers = []
+        for known in ("a", "b"):
+            unknown = [doc_id for doc_id in body["ids"] if doc_id != known]
+            found = {"documents": [{**contents, "id": known}], "total": 1, "changed": [known], "unknown": unknown}
+            numbers = ("num_pinned", "num_bytes", "limit_bytes", "num_read_tokens", "num_paths", "num_left_out")
+            answers.append({**found, **dict.fromkeys(numbers, 1)})
+        return answers
+
+    monkeypatch.setattr(document_routes, "call_cache", call_cache)
+    answer = client.post(f"/v1/ragcache/documents/{action}", headers=AUTHORIZED, json={"ids": ["a", "c", "b"]})
+    assert answer.status_code == 200
+    assert answer.json()["unknown"] == ["c"]
 
 
 @pytest.mark.parametrize(

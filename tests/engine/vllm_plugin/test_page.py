@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
@@ -18,6 +19,7 @@ from starlette.testclient import TestClient
 
 from ragcache_core.client import Engine
 from ragcache_core.client.launch.process import free_port
+from ragcache_core.vllm_plugin.server import document_routes
 from ragcache_core.vllm_plugin.server.page import files
 from ragcache_core.vllm_plugin.server.page import routes as page_routes
 from tests.engine.vllm_plugin.test_door import AUTHORIZED, KEY, server
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from selenium.webdriver import Chrome
 
 needs_browser = pytest.mark.skipif(why_no_browser() is not None, reason=str(why_no_browser()))
+TENANTS_KEY = "t" * 32
 EVIL = "<img src=x onerror=\"document.title='read as HTML'\">"
 REPORT: dict[str, Any] = {
     "policy": "pgdsf",
@@ -204,7 +207,7 @@ def app(monkeypatch: pytest.MonkeyPatch) -> FastAPI:
 def told_of_one_engine(app: FastAPI, monkeypatch: pytest.MonkeyPatch, *doc_ids: str) -> None:
     """Have each of as many engines as ``doc_ids`` tell of one document."""
 
-    async def call_tree(_: object, limit: int) -> list[dict[str, Any]]:
+    async def call_cache(_: object, action: str, body: dict[str, Any]) -> list[dict[str, Any]]:
         node = {"node": 1, "parent": None, "num_tokens": 32, "num_uses": 1, "num_bytes": {"gpu": 9}}
         return [{"num_nodes": 1, "num_left_out": 0, "nodes": [{**node, "doc_id": doc_id}]} for doc_id in doc_ids]
 
@@ -212,7 +215,7 @@ def told_of_one_engine(app: FastAPI, monkeypatch: pytest.MonkeyPatch, *doc_ids: 
         return [{"num_queued": 0, "num_running": 0, "requests": []} for _ in doc_ids]
 
     app.state.ragcache_engine_client = None
-    monkeypatch.setattr(page_routes, "call_tree_view", call_tree)
+    monkeypatch.setattr(document_routes, "call_cache", call_cache)
     monkeypatch.setattr(page_routes, "call_recent_requests", call_requests)
     report = {**REPORT, "num_requests": len(doc_ids[0])}
     monkeypatch.setattr(page_routes.received, "engine", lambda: report)
@@ -280,6 +283,54 @@ def test_the_page_says_that_the_server_is_gone_and_goes_on_with_the_next_one(
         assert sees(window, "after.md", "tree")
         assert sees(window, "live", "state")
         assert "before.md" not in text(window, "main")
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FastAPI:
+    """The server of an engine that tenants share."""
+    tenants = tmp_path / "tenants.toml"
+    tenants.write_text(f'[[tenants]]\nname = "acme"\nkeys = ["{TENANTS_KEY}"]\n')
+    transfer = {
+        "kv_connector": "RAGCacheConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"ragcache": {"tenants": str(tenants)}},
+    }
+    made = server(monkeypatch, "--api-key", KEY, "--kv-transfer-config", json.dumps(transfer))
+    told_of_one_engine(made, monkeypatch, "theirs.md")
+    tier = {"name": "gpu", "capacity_bytes": 9 << 20, "used_bytes": 3 << 20, "num_blocks": 3, "num_evicted_blocks": 0}
+    use = {"doc_id": "own.md", "frequency": 2, "num_tokens": 32, "tiers": ["gpu"]}
+    own = {"tiers": [{**tier, "num_hit_tokens": 7, "is_enabled": True}], "hottest_documents": [use]}
+    monkeypatch.setattr(page_routes.received, "engine", lambda: {**REPORT, "tenants": {"acme": own}})
+    return made
+
+
+def test_a_tenants_key_opens_what_the_page_shows_a_tenant_and_nothing_else(shared: FastAPI) -> None:
+    client = TestClient(shared, headers={"Authorization": f"Bearer {TENANTS_KEY}"})
+    answers = {what: client.get(f"/v1/ragcache/{what}") for what in ("stats", "load", "tree", "requests")}
+    assert {what: answer.status_code for what, answer in answers.items()} == {
+        **{"stats": 200, "load": 200},
+        **{"tree": 403, "requests": 403},
+    }
+    assert [use["doc_id"] for use in answers["stats"].json()["hottest_documents"]] == ["own.md"]
+
+
+@needs_browser
+def test_with_a_tenants_key_the_page_shows_what_is_the_tenants_own_and_says_what_is_not(
+    shared: FastAPI, window: Chrome
+) -> None:
+    port = free_port("127.0.0.1")
+    with serving(shared, port):
+        visit(window, f"http://127.0.0.1:{port}")
+        type_key(window, TENANTS_KEY)
+        assert sees(window, "live", "state")
+        assert sees(window, "own.md", "hottest")
+        assert "3.0 MiB of 9.0 MiB" in text(window, "tiers")
+        assert "need an operator's key" in text(window, "tenant")
+        assert (text(window, "tree"), text(window, "requests"), text(window, "sources")) == ("", "", "")
+        window.find_element("id", "leave").click()
+        type_key(window, KEY)
+        assert sees(window, "theirs.md", "tree")
+        assert text(window, "tenant") == ""
 
 
 @needs_browser

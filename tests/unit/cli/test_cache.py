@@ -71,27 +71,40 @@ def test_documents_are_a_table_with_sizes_for_a_person_and_json_has_the_numbers(
     assert run(server, "ls", "--limit", "0").exit_code == run(server, "ls", "--sort", "size").exit_code == 2
 
 
-def test_the_paths_of_a_document_are_shown_and_one_that_is_not_cached_is_an_error(server: ScriptedServer) -> None:
+def test_the_paths_of_a_document_are_shown(server: ScriptedServer) -> None:
     result = run(server, "show", "terms.md")
     assert result.exit_code == 0
     first, place = result.stdout.splitlines()
     assert first.startswith("terms.md: 512 tokens, 1,200 uses")
     assert place == "  behind a.md: host 8.0 MiB; 7 uses"
-    server.cache_answers["documents/show"] = {"documents": [], "total": 0}
-    nothing = run(server, "show", "-", typed="x\ny\n")
-    assert nothing.exit_code == 1
-    assert "nothing is cached of x, y" in nothing.stderr
+    assert run(server, "show", "-", typed="x\ny\n").exit_code == 0
     assert asked(server) == ("documents/show", {"ids": ["x", "y"]})
+
+
+UNKNOWN = ["no such\x1b", *(f"x{number}" for number in range(11))]
+
+
+@pytest.mark.parametrize("action", ["show", "pin", "unpin", "prefetch", "forget"])
+def test_unknown_ids_are_told_once_and_are_no_error(server: ScriptedServer, action: str) -> None:
+    for route in ("show", "pin", "unpin", "prefetch"):
+        answer = server.cache_answers[f"documents/{route}"]
+        assert isinstance(answer, dict)
+        server.cache_answers[f"documents/{route}"] = {**answer, "unknown": UNKNOWN}
+    server.receipt = ForgetReceipt(forgotten=("terms.md",), unknown=tuple(UNKNOWN)).to_dict()
+    result = run(server, action, "terms.md", *UNKNOWN)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.splitlines()[-1].startswith("unknown to this server: no such")
+    assert result.stdout.endswith("x8, ...\n")
+    assert "\x1b" not in result.stdout
+    told = run(server, action, "terms.md", *UNKNOWN, "--json")
+    assert (told.exit_code, told.stderr) == (0, "")
+    assert json.loads(told.stdout)["unknown"] == UNKNOWN, "one document"
 
 
 def test_pins_are_told_with_their_limit_and_what_cannot_be_pinned_is_an_error(server: ScriptedServer) -> None:
     result = run(server, "pin", "terms.md")
     assert result.stdout == "pinned 1 documents; 1 are pinned, with 1.0 MiB of at most 4.0 MiB\n"
     assert run(server, "unpin", "terms.md").stdout.startswith("unpinned 1 documents; 0 are pinned")
-    server.cache_answers["documents/pin"] = {**PINNED, "unknown": ["x"]}
-    result = run(server, "pin", "terms.md", "x")
-    assert result.exit_code == 1
-    assert "x are not cached: ask about them first" in result.stderr
     server.cache_answers["documents/pin"] = "the limit is 4.0 MiB"
     result = run(server, "pin", "terms.md")
     assert result.exit_code == 1

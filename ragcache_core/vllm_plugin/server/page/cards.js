@@ -121,9 +121,9 @@ function quantile(times, share) {
 
 export function showQueue(stats, load, recent) {
   const wasted = stats.num_speculative_tokens ? stats.num_wasted_tokens / stats.num_speculative_tokens : 0;
+  const counts = recent && [["waiting", count(recent.num_queued)], ["running", count(recent.num_running)]]; // a tenant is not told
   const rows = [
-    ["waiting", count(recent.num_queued)],
-    ["running", count(recent.num_running)],
+    ...(counts ?? []),
     ["prefills ahead of a new one", `${count(load.num_pending_prefills)}, ${seconds(load.pending_prefill_s)}`],
     ["overtook an earlier one", count(stats.num_reordered_requests)],
     ["speculation", !load.is_speculative ? "off" : load.has_room ? "has room" : "waits"],

@@ -3,7 +3,7 @@
 import { History, showHottest, showQueue, showSources, showTiers, showTtft } from "./cards.js";
 import { byId, count, el } from "./dom.js";
 import { RequestList } from "./requests.js";
-import { ask, key, Refused } from "./server.js";
+import { ask, key, NotForTenants, Refused } from "./server.js";
 import { TreePicture } from "./tree.js";
 
 const PAUSE_MS = 1000;
@@ -17,6 +17,7 @@ let before = ""; // what was told last of the whole: as long as it is the same, 
 let numRequests = 0;
 let recent = null;
 let trees = [];
+let isTenant = false; // the key is a tenant's: it opens his own statistics alone
 let isAsking = false;
 let timer = 0;
 
@@ -54,6 +55,25 @@ async function update() {
   const now = JSON.stringify([stats, load]);
   const isBusy = recent !== null && recent.num_queued + recent.num_running > 0;
   if (now !== before || isBusy) {
+    if (!isTenant) await showOperators();
+    showHottest(stats);
+    before = now;
+  } else {
+    list.draw();
+  }
+  byId("tenant").hidden = !isTenant;
+  for (const section of document.querySelectorAll(".operators")) section.hidden = isTenant;
+  byId("about").textContent = `${stats.policy}, ${count(stats.num_requests)} requests, ${count(stats.num_nodes)} nodes`;
+  showTiers(stats, history);
+  showQueue(stats, load, recent);
+  if (isTenant) return;
+  showSources(recent.requests, history);
+  showTtft(recent.requests);
+}
+
+// Ask what only an operator's key opens: the tree, and everybody's latest requests.
+async function showOperators() {
+  try {
     const [told, latest] = await Promise.all([
       ask(`v1/ragcache/tree?limit=${NODES}`),
       ask(`v1/ragcache/requests?limit=${REQUESTS}`),
@@ -64,16 +84,11 @@ async function update() {
       showTree();
     }
     list.show(recent.requests);
-    showHottest(stats);
-    before = now;
-  } else {
-    list.draw();
+  } catch (error) {
+    if (!(error instanceof NotForTenants)) throw error;
+    isTenant = true;
+    recent = null;
   }
-  byId("about").textContent = `${stats.policy}, ${count(stats.num_requests)} requests, ${count(stats.num_nodes)} nodes`;
-  showTiers(stats, history);
-  showSources(recent.requests, history);
-  showTtft(recent.requests);
-  showQueue(stats, load, recent);
 }
 
 function showTree() {
@@ -94,6 +109,8 @@ function tell(state, text) {
 
 function askForKey(why) {
   key.forget();
+  isTenant = false;
+  before = "";
   byId("leave").hidden = true;
   byId("main").hidden = true;
   byId("door").hidden = false;

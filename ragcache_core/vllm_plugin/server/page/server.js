@@ -4,6 +4,7 @@ const NAME = "ragcache-key";
 const PATIENCE_MS = 10_000;
 
 export class Refused extends Error {}
+export class NotForTenants extends Error {}
 
 export const key = {
   read: () => sessionStorage.getItem(NAME),
@@ -11,7 +12,8 @@ export const key = {
   forget: () => sessionStorage.removeItem(NAME),
 };
 
-// Return what a route answers. Throws Refused where the key is missing or wrong, and Error for all else.
+// Return what a route answers. Throws Refused where the key is missing or wrong, NotForTenants where a tenant's key does
+// not open the route, and Error for all else.
 export async function ask(path) {
   const said = key.read();
   const headers = said === null ? {} : { Authorization: `Bearer ${said}` };
@@ -19,7 +21,7 @@ export async function ask(path) {
   if (answer.ok) return answer.json();
   const why = await reason(answer);
   if (answer.status === 401) throw new Refused(said === null ? "" : "The server refuses this key.");
-  if (answer.status === 403) throw new Refused(why);
+  if (answer.status === 403) throw new NotForTenants(why);
   throw new Error(why);
 }
 
