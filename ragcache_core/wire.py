@@ -356,22 +356,21 @@ def _encoded(chunk_reuse: ChunkReuseWish) -> dict[str, object]:
 
 def _document(raw: object, index: int) -> PromptSegment:
     match raw:
-        case {"id": str(doc_id), "start": int(start), "end": int(end)} if (
+        case {"id": str(doc_id), "start": int(start), "end": int(end), **others} if (
             0 < len(doc_id) <= MAX_DOC_ID_CHARS
             and not isinstance(start, bool)
             and not isinstance(end, bool)
             and _is_text(doc_id)
         ):
-            return PromptSegment(SegmentKind.DOCUMENT, start, end, doc_id, label=_label(raw))
+            return PromptSegment(SegmentKind.DOCUMENT, start, end, doc_id, label=_label(others.get("label")))
     raise ConfigError(
         f"document {index} of the ragcache metadata is {raw!r:.120}; it must hold an id of 1 to {MAX_DOC_ID_CHARS} "
         "characters of Unicode text and integer start and end"
     )
 
 
-def _label(document: Mapping[str, object]) -> str | None:
+def _label(label: object) -> str | None:
     """Return a document's readable name. It is for people alone: what cannot be shown is left out."""
-    label = document.get("label")
     return label if isinstance(label, str) and 0 < len(label) <= MAX_LABEL_CHARS and _is_text(label) else None
 
 

@@ -296,4 +296,3 @@ def _lines_of_folders(collected: CollectedFolders) -> list[str]:
     done = "would be deleted" if collected.is_trial else "deleted"
     lines = [f"{size(f.num_bytes):>10}  {f.days:.1f} days  {printable(f.path)}" for f in collected.folders]
     return [*lines, f"{len(collected.folders)} folders with {size(collected.num_bytes)} {done}"]
-

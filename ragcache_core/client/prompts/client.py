@@ -12,6 +12,7 @@ from typing import Any
 from ragcache_core.client.ordering.document_order import RememberedOrders
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt, FormatDocuments, bind
 from ragcache_core.client.prompts.chat_request import AskedChat, ChatRequest, read_chat
+from ragcache_core.client.prompts.labels import LABELS
 from ragcache_core.client.prompts.layout_learner import LayoutLearner
 from ragcache_core.client.prompts.rearranging import rearranged
 from ragcache_core.client.prompts.repeated_documents import without_repeats
@@ -24,7 +25,6 @@ from ragcache_core.client.prompts.request_plan import (
     plan_rendered,
     plan_tokens,
 )
-from ragcache_core.client.prompts.labels import LABELS
 from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
 from ragcache_core.client.prompts.rights import RIGHTS, salt_of
 from ragcache_core.client.prompts.server_tokens import AskTokens, ServerTokens, segments_in

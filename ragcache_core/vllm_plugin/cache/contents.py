@@ -176,9 +176,7 @@ class Contents:
             place.num_blocks[tier] += state.resident[node.id].bit_count()
 
 
-def _shown_place(
-    path: list[TreeNode], num_uses: int, place: _Held, block_bytes: Mapping[Tier, int]
-) -> dict[str, Any]:
+def _shown_place(path: list[TreeNode], num_uses: int, place: _Held, block_bytes: Mapping[Tier, int]) -> dict[str, Any]:
     return {
         "behind": list(dict.fromkeys(step.doc_id for step in path[:-1] if step.doc_id is not None)),
         "tokens": place.num_tokens,

@@ -9,7 +9,6 @@ from typing import Any
 from ragcache_core.vllm_plugin.beside import own_connector
 from ragcache_core.vllm_plugin.compat import attach_utilities
 
-
 _NO_CACHE = "this release of vLLM is unknown, and caches without RAGCache"
 
 

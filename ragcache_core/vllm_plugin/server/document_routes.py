@@ -103,7 +103,10 @@ async def prefetch(request: Request) -> dict[str, object]:
     doc_ids, _ = await _asked(request, takes_wait=False)
     answers = await ask_engines(request, "prefetch", {"ids": doc_ids})
     unknown = [doc_id for doc_id in doc_ids if all(doc_id in answer["unknown"] for answer in answers)]
-    return {**{name: _sum(answers, name) for name in ("num_read_tokens", "num_paths", "num_left_out")}, "unknown": unknown}
+    return {
+        **{name: _sum(answers, name) for name in ("num_read_tokens", "num_paths", "num_left_out")},
+        "unknown": unknown,
+    }
 
 
 async def ask_engines(request: Request, action: str, body: dict[str, Any]) -> list[dict[str, Any]]:

@@ -158,7 +158,16 @@ def test_what_is_forgotten_is_in_no_statistics_though_the_engine_takes_no_step(
 def test_an_id_is_unknown_where_no_engine_knows_it(
     client: TestClient, engines: list[Any], monkeypatch: pytest.MonkeyPatch, action: str
 ) -> None:
-    contents = {"paths": 1, "tokens": 1, "variants": 0, "bytes": {}, "uses": 1, "saved_s": 0, "age_s": 1, "pinned": False}
+    contents = {
+        "paths": 1,
+        "tokens": 1,
+        "variants": 0,
+        "bytes": {},
+        "uses": 1,
+        "saved_s": 0,
+        "age_s": 1,
+        "pinned": False,
+    }
 
     async def call_cache(_: object, asked: str, body: dict[str, Any]) -> list[Any]:
         answers = []

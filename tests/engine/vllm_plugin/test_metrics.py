@@ -300,7 +300,9 @@ def test_the_load_is_that_of_the_last_step_over_all_engines(received: Received) 
     assert not full.is_empty()
     assert full.aggregate(step).data["has_room"] is False
     assert step.aggregate(full).data["num_pending_prefills"] == 3
-    began, again = (RAGCacheStats.of(requests={}, engine=None, offload=None, waited_s={"s": (s, None)}) for s in (0.5, 2.5))
+    began, again = (
+        RAGCacheStats.of(requests={}, engine=None, offload=None, waited_s={"s": (s, None)}) for s in (0.5, 2.5)
+    )
     assert not began.is_empty()
     assert began.aggregate(again).data["waited_s"] == {"s": (2.5, None)}
     assert began.aggregate(RAGCacheStats()).data["waited_s"] == RAGCacheStats().aggregate(began).data["waited_s"]

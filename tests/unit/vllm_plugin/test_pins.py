@@ -81,7 +81,7 @@ def test_paths_of_tenants_do_not_keep_an_operator_from_pinning_and_are_pinned_as
 
 
 def ask_about(it: CacheController, chain: str, *documents: tuple[str, int], is_cached: bool = True) -> None:
-    """Ask a prompt whose blocks are the beginnings of a text, over documents given with the blocks in which they end."""
+    """Ask a prompt whose blocks are the beginnings of a text, over documents with the blocks in which they end."""
     block_keys = [chain[: end + 1].encode() for end in range(len(chain))]
     parts = segments(*((doc_id, end * BLOCK) for doc_id, end in documents))
     it.on_new_request("r", RequestMetadata(parts), block_keys, parts[-1].end, 1.0)
