@@ -6,7 +6,8 @@
     pin       evict their paths last                    unpin      as any other again
     prefetch  read what is on disk into host memory
 
-All of them act on the documents that they know, name the others as ``unknown``, and answer with status 200. Ids are in the body, for they may hold anything, a slash as well.
+All of them act on the documents that they know, name the others as ``unknown``, and answer with status 200. Ids are in
+the body, for they may hold anything, a slash as well.
 """
 
 from __future__ import annotations
