@@ -192,7 +192,7 @@ class Forgetting:
         named = {name for node in nodes for name in (node.doc_id, *node.other_ids)}
         freed = Freed(doc_ids={doc_id for doc_id in doc_ids if doc_id in named})
         all_units = frozenset(units)
-        concerned = self._concerned(doc_ids, all_units, freed)
+        concerned = self._concerned(doc_ids, tops, freed)
         if is_all:  # a prompt without a full block has no unit yet
             concerned = dict.fromkeys(self._requests, 0)
         forgotten = Forgotten(doc_ids, units, concerned, is_all)
@@ -234,15 +234,21 @@ class Forgetting:
         if self._is_waiting:
             self._is_waiting = sum(holder.num_left() for holder in self._holders) > 0
 
-    def _concerned(self, doc_ids: Set[DocId], units: Set[Key], freed: Freed) -> dict[str, int]:
-        """Return the requests in the engine that have something of it, each with its first such block."""
+    def _concerned(self, doc_ids: Set[DocId], tops: Iterable[TreeNode], freed: Freed) -> dict[str, int]:
+        """Return the requests in the engine that have something of it, each with its first such block.
+
+        Keys are chained: a request has a block at or below a top node exactly where it has that node's first block.
+        """
+        starts: dict[int, set[Key]] = {}
+        for top in tops:
+            starts.setdefault(top.start, set()).add(cast("Key", top.keys[0]))
         first: dict[str, int] = {}
         for request_id, state in self._requests.items():
             documents = [s for s in state.metadata.segments if s.kind is SegmentKind.DOCUMENT and s.doc_id in doc_ids]
             freed.doc_ids.update(cast("DocId", document.doc_id) for document in documents)
             blocks = [document.start // self._tokens_per_block for document in documents[:1]]
             keys = state.apart or state.keys
-            blocks += [next((i for i, key in enumerate(keys) if key in units), len(keys))]
+            blocks += [min((i for i, own in starts.items() if i < len(keys) and keys[i] in own), default=len(keys))]
             if documents or blocks[-1] < len(keys):
                 first[request_id] = min(blocks)
         return first
