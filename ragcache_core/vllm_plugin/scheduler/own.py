@@ -44,7 +44,10 @@ class _Reporting:
         controller = own_connector(self.get_kv_connector()).controller
         if action != "tree":
             return {"refused": _NO_CACHE}
-        view: dict[str, object] = controller.operator_calls.advance(body["token"], controller.tree_view(body["limit"]))
+        call = controller.tree_view(body["limit"])
+        view: dict[str, object] = controller.operator_calls.advance(
+            body["token"], call, keeps_answer=body["keeps_answer"]
+        )
         return view
 
     def recent_requests(self, limit: int) -> dict[str, object]:
