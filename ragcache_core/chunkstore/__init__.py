@@ -5,6 +5,7 @@
     directory/
       directory.lock      held for the moment in which an engine opens or deletes a namespace
       2f6c.../            a namespace: everything that was computed by the same model, in the same layout
+        ragcache-namespace  the marker: only a folder with it is deleted, and only the files listed here
         identity.json     what those are, for people and for messages
         writer.lock       held by the one engine that uses it
         chunks.data       slots, each aligned to a page

@@ -6,9 +6,10 @@ import hashlib
 import json
 import os
 import re
+import stat
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,13 +22,25 @@ from ragcache_core.private_files import FILE_MODE, make_private, make_private_fo
 FORMAT = 2
 Identity = Mapping[str, str | int]
 
-_IDENTITY_NAME = "identity.json"
-_KEY_NAME = "sealed-with"
+IDENTITY_NAME = "identity.json"
+MARKER_NAME = "ragcache-namespace"
 LOCK_NAME = "writer.lock"
+DATA_NAME = "chunks.data"
+SEALS_NAME = "chunks.seals"
+_KEY_NAME = "sealed-with"
+FILE_NAMES = frozenset(
+    (
+        *(MARKER_NAME, f"{MARKER_NAME}.new", IDENTITY_NAME, f"{IDENTITY_NAME}.new", _KEY_NAME, f"{_KEY_NAME}.new"),
+        *(LOCK_NAME, DATA_NAME, f"{DATA_NAME}.probe", SEALS_NAME),
+        *(f"index.sqlite{suffix}" for suffix in ("", "-wal", "-shm", "-journal")),
+    )
+)
+"""Every file of a namespace: no other file in its folder is ever deleted."""
 _DIRECTORY_LOCK_NAME = "directory.lock"
 _PATIENCE_S = 60.0
+_ENTRY_TIMEOUT_S = 1.0
 _KEY_NAME_TEXT = re.compile(r"[0-9a-f]{8}")
-_FOLDER_NAME = re.compile(r"[0-9a-f]{32}")
+FOLDER_NAME = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +56,12 @@ class Namespace:
 
 
 def list_namespaces(directory: str | os.PathLike[str]) -> list[Namespace]:
-    """Return the namespaces in a cache directory, the largest first. Reads no chunk, and needs no lock."""
+    """Return the namespaces in a cache directory, the largest first. Reads no chunk, and needs no lock.
+
+    Other folders and symbolic links are left out, whatever their names.
+    """
     try:
-        folders = [path for path in Path(directory).iterdir() if _FOLDER_NAME.fullmatch(path.name) and path.is_dir()]
+        folders = [path for path in Path(directory).iterdir() if FOLDER_NAME.fullmatch(path.name) and is_ours(path)]
     except OSError:
         return []
     found = []
@@ -57,6 +73,61 @@ def list_namespaces(directory: str | os.PathLike[str]) -> list[Namespace]:
             version, identity, num_bytes, used_s = 0, {}, 0, time.time()
         found.append(Namespace(folder, identity, version, num_bytes, used_s))
     return sorted(found, key=lambda namespace: (-namespace.num_bytes, namespace.path))
+
+
+def is_ours(folder: Path) -> bool:
+    """Return whether a folder is a namespace: it has the marker, or is one from before there were markers.
+
+    Those have a readable identity, whose digest is the folder's name, and no file that is not a namespace's.
+    """
+    try:
+        return stat.S_ISDIR(folder.lstat().st_mode) and (has_marker(folder) or _is_older(folder))
+    except (OSError, ValueError):
+        return False
+
+
+def has_marker(folder: Path) -> bool:
+    """Return whether a folder has the marker of a namespace, made for this folder.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        descriptor = os.open(folder / MARKER_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        return os.read(descriptor, 128) == _marker_of(folder)
+    finally:
+        os.close(descriptor)
+
+
+def mark(folder: Path) -> None:
+    """Write the marker, without which no engine deletes the folder, and leave the folder's age as it is.
+
+    Raises:
+        OSError
+    """
+    status = folder.stat()
+    temporary = folder / f"{MARKER_NAME}.new"
+    with open(temporary, "wb", opener=open_private) as file:
+        file.write(_marker_of(folder))
+    times = (status.st_atime_ns, status.st_mtime_ns)
+    os.utime(temporary, ns=times)
+    temporary.replace(folder / MARKER_NAME)
+    os.utime(folder, ns=times)
+
+
+def _marker_of(folder: Path) -> bytes:
+    return f"RAGCache made the folder {folder.name}, and may delete its files.\n".encode()
+
+
+def _is_older(folder: Path) -> bool:
+    with os.scandir(folder) as entries:
+        if not all(entry.name in FILE_NAMES and entry.is_file(follow_symlinks=False) for entry in entries):
+            return False
+    version, identity = _read_identity(folder)
+    return 0 < version <= FORMAT and namespace_path(folder.parent, identity) == folder
 
 
 def namespace_path(directory: Path, identity: Identity) -> Path:
@@ -100,7 +171,7 @@ def changing(directory: Path) -> Iterator[None]:
 
 
 def enter(folder: Path) -> filelock.BaseFileLock:
-    """Make a namespace's folder where it is missing, and return its lock, held. The system frees it on death.
+    """Make a namespace's folder where it is missing, mark it, and return its lock, held. The system frees it on death.
 
     Raises:
         CacheDirectoryError, CacheLockedError
@@ -108,14 +179,20 @@ def enter(folder: Path) -> filelock.BaseFileLock:
     directory = folder.parent
     try:
         make_private_folder(folder)
+        if not has_marker(folder):
+            with suppress(OSError):  # a full disk: the identity still shows that the folder is ours
+                mark(folder)
         # No lock by the file's existence where the system has none: it would outlive the engine.
+        # The timeout outlasts a dry run of `gc`, which holds the lock for a moment.
         lock = filelock.FileLock(
-            folder / LOCK_NAME, timeout=0, mode=FILE_MODE, thread_local=False, fallback_to_soft=False
+            folder / LOCK_NAME, timeout=_ENTRY_TIMEOUT_S, mode=FILE_MODE, thread_local=False, fallback_to_soft=False
         )
         lock.acquire()
         os.utime(folder / LOCK_NAME)
-        for path in (folder, *folder.iterdir()):  # of a version that made them as the umask said
-            make_private(path)
+        make_private(folder)  # a version before made it as the umask said
+        for path in folder.iterdir():
+            if path.name in FILE_NAMES:
+                make_private(path)
     except filelock.Timeout:
         raise CacheLockedError(
             f"{directory} is the cache directory of another engine that is running with the same model: stop that one, "
@@ -147,10 +224,10 @@ def write_identity(folder: Path, identity: Identity) -> None:
     Raises:
         OSError
     """
-    temporary = folder / f"{_IDENTITY_NAME}.new"
+    temporary = folder / f"{IDENTITY_NAME}.new"
     with open(temporary, "w", encoding="ascii", opener=open_private) as file:
         json.dump({"format": FORMAT, "identity": dict(identity)}, file, indent=1)
-    temporary.replace(folder / _IDENTITY_NAME)
+    temporary.replace(folder / IDENTITY_NAME)
 
 
 def check_key_in_use(folder: Path, keys: Keys) -> None:
@@ -227,7 +304,7 @@ def directory_error(directory: Path, error: Exception) -> CacheDirectoryError:
 def _read_identity(folder: Path) -> tuple[int, dict[str, str | int]]:
     """Return format and identity, 0 and nothing where the folder does not say or says nonsense; or raise OSError."""
     try:
-        content = json.loads((folder / _IDENTITY_NAME).read_bytes())
+        content = json.loads((folder / IDENTITY_NAME).read_bytes())
         version, identity = content["format"], content["identity"]
     except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
         return 0, {}
@@ -245,7 +322,7 @@ def usage_of(folder: Path) -> tuple[int, float]:
     num_bytes, used_s = 0, folder.stat().st_mtime
     for path in folder.iterdir():
         try:
-            status = path.stat()
+            status = path.lstat()
         except FileNotFoundError:  # a log that has just been merged
             continue
         num_bytes, used_s = num_bytes + status.st_blocks * 512, max(used_s, status.st_mtime)

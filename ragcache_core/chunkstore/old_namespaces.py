@@ -1,60 +1,83 @@
-"""Caches of identities that are no more: other weights, another vLLM. Nobody would find them, and they take space."""
+"""Namespaces that no engine reads any more: of other weights, another vLLM, or from before encryption.
+
+Only namespaces are deleted (:func:`~ragcache_core.chunkstore.namespace.is_ours`), only their own files, and no symbolic
+link is followed. The marker is the last file to go, so the next call ends a deletion that a crash has interrupted.
+"""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
-import shutil
+import re
+import stat
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
-import filelock
-
 from ragcache_core.chunkstore.namespace import (
+    DATA_NAME,
+    FILE_NAMES,
+    FOLDER_NAME,
     FORMAT,
+    IDENTITY_NAME,
     LOCK_NAME,
+    MARKER_NAME,
+    SEALS_NAME,
     Identity,
     Namespace,
     changing,
     directory_error,
+    has_marker,
+    is_ours,
     list_namespaces,
+    mark,
     names_of,
     usage_of,
 )
-from ragcache_core.private_files import FILE_MODE
+from ragcache_core.errors import CacheDirectoryError
 from ragcache_core.stats import CollectedFolder, CollectedFolders
 
 _log = logging.getLogger(__name__)
 
 _KEPT_DAYS = 30
 _DAY_S = 86_400.0
+_SUBDIRECTORY_NAME = re.compile(r"(worker|engine)-\d+")
+_DELETED_LAST = (IDENTITY_NAME, LOCK_NAME, MARKER_NAME)
+_OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def delete_old(folder: Path, identity: Identity, *, wanted_bytes: int, kin: Collection[str]) -> None:
-    """Delete caches beside ``folder``, which is ours, that no engine has open; the directory's lock must be held.
+    """Delete namespaces beside ``folder``, which is ours, that no engine has open; the directory's lock must be held.
 
-    Those that were not used for 30 days go, whosesoever they are. Of the others, as many go as it takes for ours to
-    have ``wanted_bytes`` of the file system, the longest unused first, and of these only such as agree with
-    ``identity`` in all entries that ``kin`` names. What a newer RAGCache wrote stays.
+    All namespaces that were not used for 30 days are deleted. Of the others, the longest unused are deleted until ours
+    can have ``wanted_bytes`` of the file system, and only those that agree with ``identity`` in all entries that
+    ``kin`` names. A namespace of a newer RAGCache stays. Namespaces from before there were markers get one.
     """
     now_s = time.time()
     others = sorted(
         (n for n in list_namespaces(folder.parent) if n.path != folder and n.format <= FORMAT), key=lambda n: n.used_s
     )
     for old in others:
+        why = None
         if (days := (now_s - old.used_s) / _DAY_S) > _KEPT_DAYS:
-            _delete(old, f"it was not used for {days:.0f} days")
+            why = f"it was not used for {days:.0f} days"
         elif _is_kin(old.identity, identity, kin) and _room_for(folder) < wanted_bytes:
-            _delete(old, f"its room is needed for capacity_bytes, {wanted_bytes:,}, of {folder}")
+            why = f"its space is needed for capacity_bytes, {wanted_bytes:,}, of {folder}"
+        if why is not None and _try_to_delete(old, why):
+            continue
+        with suppress(OSError):  # a full disk, or another user's
+            if not has_marker(old.path):
+                mark(old.path)
 
 
 def delete_unused(directory: str | os.PathLike[str], *, unused_s: float, is_trial: bool = False) -> CollectedFolders:
-    """Delete the caches in a directory, and in its engines' and workers' own, that no engine has open.
+    """Delete the namespaces in a directory, and in its engines' and workers' own, that no engine has open.
 
     Only those that were not used for ``unused_s`` seconds; a clock that was set back makes none old. With ``is_trial``
-    they are only named. What a newer RAGCache wrote stays.
+    they are only named, and nothing on the disk changes. A namespace of a newer RAGCache stays.
 
     Raises:
         CacheDirectoryError, CacheLockedError: the directory is not there, or cannot be locked.
@@ -62,23 +85,86 @@ def delete_unused(directory: str | os.PathLike[str], *, unused_s: float, is_tria
     if not Path(directory).is_dir():
         raise directory_error(Path(directory), FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
     now_s = time.time()
+
+    def unused_days(namespace: Namespace) -> float | None:
+        days = max(now_s - namespace.used_s, 0.0) / _DAY_S
+        return days if namespace.format <= FORMAT and days * _DAY_S >= unused_s else None
+
     found: list[CollectedFolder] = []
-    for place in (Path(directory), *sorted(Path(directory).glob("worker-*/")), *Path(directory).glob("**/engine-*/")):
-        with changing(place):
+    for place in _places(Path(directory)):
+        if all(unused_days(namespace) is None for namespace in list_namespaces(place)):
+            continue  # nor is a lock made there
+        with nullcontext() if is_trial else changing(place):
             for old in list_namespaces(place):
-                days = max(now_s - old.used_s, 0.0) / _DAY_S
-                is_old = old.format <= FORMAT and days * _DAY_S >= unused_s
-                if is_old and _delete(old, f"it was not used for {days:.1f} days", is_trial=is_trial):
-                    whose = names_of(old.identity)
-                    found.append(CollectedFolder(str(old.path), old.num_bytes, days, whose))
+                days = unused_days(old)
+                if days is not None and _try_to_delete(old, f"it was not used for {days:.1f} days", is_trial=is_trial):
+                    found.append(CollectedFolder(str(old.path), old.num_bytes, days, names_of(old.identity)))
     return CollectedFolders(tuple(found), is_trial)
 
 
-def delete_plain(folder: Path) -> None:
-    """Delete a cache from before it was encrypted, unless an engine has it open; the directory's lock must be held."""
-    for plain in list_namespaces(folder.parent):
-        if plain.path == folder:
-            _delete(plain, "it is not encrypted, and this engine's is")
+def delete_plaintext(folder: Path) -> None:
+    """Delete what a directory, with its engines' and workers' own, holds unencrypted; its lock must be held.
+
+    ``folder`` is the caller's namespace, which is encrypted. What another engine has open, what a newer RAGCache wrote,
+    and what cannot be told from another program's folder stays, with a warning that names it.
+
+    Raises:
+        CacheDirectoryError: one cannot be deleted. CacheLockedError: a worker's directory is locked.
+    """
+    directory = folder.parent
+    for place in _places(directory):
+        plain = [path for path in _folders_of(place) if path != folder and _is_plaintext(path)]
+        if not plain:
+            continue
+        with nullcontext() if place == directory else changing(place):
+            namespaces = {namespace.path: namespace for namespace in list_namespaces(place)}
+            for path in plain:
+                if (why := _why_plaintext_stays(path, namespaces.get(path))) is not None:
+                    _log.warning("%s holds KV that is not encrypted, and is not deleted: %s", path, why)
+
+
+def _why_plaintext_stays(path: Path, namespace: Namespace | None) -> str | None:
+    """Delete a namespace that is not encrypted and return None, or return why it stays and what to do.
+
+    Raises:
+        CacheDirectoryError: it cannot be deleted.
+    """
+    if namespace is None:
+        return "it has no marker of RAGCache, and files that are not RAGCache's: if you do not need it, delete it"
+    if namespace.format > FORMAT:
+        return "a newer RAGCache wrote it: start that one with a key, or delete the folder"
+    try:
+        is_deleted = _delete(namespace, "it is not encrypted, and this engine's is")
+    except OSError as error:
+        raise CacheDirectoryError(
+            f"{path} holds KV from before encryption was switched on, and cannot be deleted ({error.strerror or error})"
+            ": delete it, or name another cache directory"
+        ) from error
+    return None if is_deleted else "an engine has it open: start that one with a key, or in a directory of its own"
+
+
+def _places(directory: Path, depth: int = 2) -> Iterator[Path]:
+    """Yield a cache directory, and those in it that engines and workers have for themselves; links are not followed."""
+    yield directory
+    for path in _folders_of(directory, _SUBDIRECTORY_NAME) if depth else ():
+        yield from _places(path, depth - 1)
+
+
+def _folders_of(directory: Path, name: re.Pattern[str] = FOLDER_NAME) -> list[Path]:
+    try:
+        with os.scandir(directory) as entries:
+            found = [each.name for each in entries if name.fullmatch(each.name) and each.is_dir(follow_symlinks=False)]
+    except OSError:  # another user's, or just deleted
+        return []
+    return [directory / each for each in sorted(found)]
+
+
+def _is_plaintext(folder: Path) -> bool:
+    """Return whether a folder holds chunks that are not encrypted; one that is just being made holds none."""
+    try:
+        return (folder / DATA_NAME).lstat().st_size > 0 and not os.path.lexists(folder / SEALS_NAME)
+    except OSError:  # there are none, or they are another user's
+        return False
 
 
 def _is_kin(old: Identity, identity: Identity, kin: Collection[str]) -> bool:
@@ -91,23 +177,67 @@ def _room_for(folder: Path) -> int:
     return file_system.f_bavail * file_system.f_frsize + num_bytes
 
 
-def _delete(old: Namespace, why: str, *, is_trial: bool = False) -> bool:
-    """Delete a namespace, unless an engine has it open, or it cannot be deleted; what is left of it is damaged.
-
-    Return whether it was deleted, or would be.
-    """
-    lock = filelock.FileLock(
-        old.path / LOCK_NAME, timeout=0, mode=FILE_MODE, thread_local=False, fallback_to_soft=False
-    )
+def _try_to_delete(old: Namespace, why: str, *, is_trial: bool = False) -> bool:
+    """Return whether a namespace was deleted, or would be; why it cannot be is logged."""
     try:
-        with lock:
-            if is_trial:
-                return True
-            shutil.rmtree(old.path)
-    except filelock.Timeout:
-        return False
-    except (OSError, NotImplementedError) as error:
+        return _delete(old, why, is_trial=is_trial)
+    except OSError as error:
         _log.warning("%s, an old cache, cannot be deleted: %s", old.path, error)
         return False
+
+
+def _delete(old: Namespace, why: str, *, is_trial: bool = False) -> bool:
+    """Delete a namespace's files, and its folder if nothing else is in it, unless an engine has it open.
+
+    Return whether it was deleted, or would be. What a failure leaves is still a namespace.
+
+    Raises:
+        OSError: it cannot be deleted.
+    """
+    descriptor = os.open(old.path, _OPEN_FOLDER)
+    try:
+        with _held(descriptor, is_trial=is_trial) as is_unused:
+            if not is_unused or is_trial:
+                return is_unused
+            if not is_ours(old.path):  # another program has changed it since it was listed
+                return False
+            with os.scandir(descriptor) as entries:
+                names = [entry.name for entry in entries]
+            ours = [name for name in names if name in FILE_NAMES and _is_file(name, descriptor)]
+            for name in sorted(ours, key=lambda name: _DELETED_LAST.index(name) if name in _DELETED_LAST else -1):
+                os.unlink(name, dir_fd=descriptor)
+    finally:
+        os.close(descriptor)
+    if foreign := sorted(set(names) - set(ours)):
+        _log.warning("%s holds files that are not RAGCache's, which stay: %s", old.path, ", ".join(foreign[:3]))
+    else:
+        old.path.rmdir()
     _log.warning("%s is deleted, %s: it held %d bytes of %s", old.path, why, old.num_bytes, names_of(old.identity))
     return True
+
+
+@contextmanager
+def _held(folder: int, *, is_trial: bool) -> Iterator[bool]:
+    """Hold the lock of the namespace that is open as ``folder``; yield whether no engine has it.
+
+    A trial holds it for reading: that writes nothing, not even the time of a file.
+    """
+    access, kind = (os.O_RDONLY, fcntl.LOCK_SH) if is_trial else (os.O_RDWR, fcntl.LOCK_EX)
+    try:
+        lock = os.open(LOCK_NAME, access | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    except FileNotFoundError:  # an engine that enters holds the directory's lock until it has made this one
+        yield True
+        return
+    try:
+        try:
+            fcntl.flock(lock, kind | fcntl.LOCK_NB)
+            is_unused = True
+        except BlockingIOError:
+            is_unused = False
+        yield is_unused
+    finally:
+        os.close(lock)
+
+
+def _is_file(name: str, folder: int) -> bool:
+    return stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)

@@ -36,6 +36,7 @@ from ragcache_core.chunkstore.chunks import (
 )
 from ragcache_core.chunkstore.index import IndexDamagedError, write_error
 from ragcache_core.chunkstore.namespace import (
+    DATA_NAME,
     Identity,
     changing,
     check_capacity,
@@ -47,7 +48,7 @@ from ragcache_core.chunkstore.namespace import (
     note_key_in_use,
     write_identity,
 )
-from ragcache_core.chunkstore.old_namespaces import delete_old, delete_plain
+from ragcache_core.chunkstore.old_namespaces import delete_old, delete_plaintext
 from ragcache_core.chunkstore.opening import open_index, start_empty
 from ragcache_core.chunkstore.readers import Readers
 from ragcache_core.chunkstore.sealing import Keys, SealedSlotFile
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_DATA_NAME = "chunks.data"
 _MAX_BATCH = 64
 _MAX_BATCH_BYTES = 16 << 20
 
@@ -94,12 +94,13 @@ class ChunkStore:
             direct: use ``O_DIRECT``, do not, or (None) where the file system can.
             kin: entries of the identity that an engine's older identities share. Where there is too little room, these
                 are deleted; others only when they were not used for 30 days.
-            keys: encrypt chunks with the first of them, and read what any of them has encrypted; what the identity has
-                unencrypted is deleted. None: they are not encrypted. The index never is.
+            keys: encrypt chunks with the first of them, and read what any of them has encrypted; what the directory
+                holds unencrypted, of any identity, is deleted. None: they are not encrypted. The index never is.
 
         Raises:
             CacheLockedError, CacheVersionError, CacheCapacityError, CacheWriteError
-            CacheDirectoryError: also where the key of what is there is not among ``keys``.
+            CacheDirectoryError: also where the key of what is there is not among ``keys``, or something that is not
+                encrypted cannot be deleted.
             CacheTierError: the index cannot be read at the moment.
             ValueError: chunk_bytes is not positive, or the identity holds something else.
         """
@@ -107,7 +108,6 @@ class ChunkStore:
             raise ValueError(f"chunk_bytes is {chunk_bytes!r}: a chunk has at least 1 byte")
         identity = {**identity, "chunk_bytes": chunk_bytes}
         directory = Path(directory).absolute()
-        plain = namespace_path(directory, identity)
         if keys is not None:
             identity["sealed"] = "AES-256-GCM"
         self.path = namespace_path(directory, identity)
@@ -121,16 +121,16 @@ class ChunkStore:
                 if isinstance(capacity_bytes, int):  # else it is refused below
                     delete_old(self.path, identity, wanted_bytes=capacity_bytes, kin=kin)
                 if keys is not None:
-                    delete_plain(plain)
+                    delete_plaintext(self.path)
             try:
                 if not is_identity(self.path, identity):
                     self._num_resets += start_empty(self.path, "does not say whose chunks they are")
                     write_identity(self.path, identity)
                 if keys is None:
-                    self._file: SlotFile | SealedSlotFile = SlotFile(self.path / _DATA_NAME, chunk_bytes, direct=direct)
+                    self._file: SlotFile | SealedSlotFile = SlotFile(self.path / DATA_NAME, chunk_bytes, direct=direct)
                 else:
                     check_key_in_use(self.path, keys)
-                    self._file = SealedSlotFile(self.path / _DATA_NAME, chunk_bytes, keys, direct=direct)
+                    self._file = SealedSlotFile(self.path / DATA_NAME, chunk_bytes, keys, direct=direct)
                 opened.callback(self._file.close)
                 self.num_slots = check_capacity(self.path, capacity_bytes, self._file.slot_bytes)
                 self._index, self._loaded = open_index(self.path, self._file, self.num_slots)
@@ -138,7 +138,7 @@ class ChunkStore:
                 opened.callback(self._index.close)
                 if keys is not None:
                     note_key_in_use(self.path, keys)
-                self._places = [(path, path.stat()) for path in (self.path / _DATA_NAME, self._index.path)]
+                self._places = [(path, path.stat()) for path in (self.path / DATA_NAME, self._index.path)]
             except (OSError, IndexDamagedError) as error:
                 raise directory_error(directory, error) from error
             self._residents = self._loaded.residents
@@ -296,7 +296,7 @@ class ChunkStore:
                 try:
                     self._file.write(slots, views)
                 except OSError as error:
-                    raise write_error(self.path / _DATA_NAME, error) from error
+                    raise write_error(self.path / DATA_NAME, error) from error
                 notes = (payloads[key][1] for key in new)
                 self._index.insert(zip(slots, new, digests, notes, strict=True))
             except BaseException:
@@ -352,7 +352,7 @@ class ChunkStore:
             try:
                 self._file.erase(left_over, on_part)
             except OSError as error:
-                raise write_error(self.path / _DATA_NAME, error) from error
+                raise write_error(self.path / DATA_NAME, error) from error
             finally:
                 self._index.discard(gone.values())
             slots.mark_blank(left_over)

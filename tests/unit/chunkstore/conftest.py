@@ -49,6 +49,20 @@ def keys(num_keys: int, first: int = 0) -> list[bytes]:
     return [b"key %d" % i for i in range(first, first + num_keys)]
 
 
+def unlink_failing_after(num_files: int, error: BaseException) -> Callable[..., None]:
+    """Return an ``os.unlink`` that fails in a namespace that is deleted, after so many files."""
+    unlink, unlinked = os.unlink, list[str]()
+
+    def unlink_some(path: str, *, dir_fd: int | None = None) -> None:
+        if dir_fd is not None and len(unlinked) == num_files:
+            raise error
+        unlink(path, dir_fd=dir_fd)
+        if dir_fd is not None:
+            unlinked.append(path)
+
+    return unlink_some
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "cache"

@@ -163,8 +163,10 @@ def test_what_is_written_after_a_clear_that_failed_outlives_the_store(
 
 
 def test_a_neighbours_folder_that_cannot_be_read_is_listed_without_its_size(store: ChunkStore) -> None:
-    neighbour = store.path.with_name("0" * 32)
-    (neighbour / "identity.json").mkdir(parents=True)
+    with ChunkStore(store.path.parent, {"model": "other"}, chunk_bytes=4096, capacity_bytes=4096) as other:
+        neighbour = other.path
+    (neighbour / "identity.json").unlink()
+    (neighbour / "identity.json").mkdir()
     listed = {namespace.path: namespace for namespace in list_namespaces(store.path.parent)}
     assert (listed[neighbour].format, listed[neighbour].num_bytes) == (0, 0)
     assert listed[store.path].format == 2

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import errno
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,7 @@ from ragcache_core.chunkstore import ChunkStore
 from ragcache_core.chunkstore.sealing import KEY_ENV, Keys, load_keys
 from ragcache_core.errors import CacheCapacityError, CacheDirectoryError, ConfigError
 
-from .conftest import CHUNK_BYTES, IDENTITY, Opening, keys, payload, read, writes
+from .conftest import CHUNK_BYTES, IDENTITY, Opening, keys, payload, read, unlink_failing_after, writes
 from .test_damage import turn_bit
 
 FIRST, SECOND, THIRD = (Keys((bytes([number]) * 32,)) for number in (1, 2, 3))
@@ -143,6 +145,63 @@ def test_what_was_there_unencrypted_goes_when_a_key_is_given(
     store = sealed()
     assert not plain.path.exists()
     assert [read(store, key) for key in keys(2)] == [None, None]
+
+
+def opened_as(folder: Path, *, keys: Keys | None = None, **identity: str) -> ChunkStore:
+    settings: dict[str, Any] = {"chunk_bytes": CHUNK_BYTES, "capacity_bytes": 16 * CHUNK_BYTES, "keys": keys}
+    return ChunkStore(folder, {**IDENTITY, **identity}, kin=("model",), **settings)
+
+
+def written_as(folder: Path, *, keys: Keys | None = None, **identity: str) -> Path:
+    """Return the folder of a store with chunks, which is closed."""
+    with opened_as(folder, keys=keys, **identity) as store:
+        store.write_many(writes([b"key 0"]))
+    return store.path
+
+
+def plain_files(folder: Path) -> list[Path]:
+    return [p for p in folder.rglob("*") if p.is_file() and payload(b"key 0")[:64] in p.read_bytes()]
+
+
+def test_what_other_identities_and_workers_left_unencrypted_goes_when_a_key_is_given(folder: Path) -> None:
+    written_as(folder, vllm="0.32")
+    written_as(folder, model="another")
+    written_as(folder / "worker-1", vllm="0.32")
+    written_as(folder / "worker-1" / "engine-1", vllm="0.32")
+    (written_as(folder, vllm="0.31") / "ragcache-namespace").unlink()
+    (written_as(folder, vllm="0.30") / "identity.json").write_text("")
+    encrypted = written_as(folder, keys=FIRST, vllm="0.33")
+    assert plain_files(folder) == []
+    with opened_as(folder, keys=FIRST, vllm="0.34"):
+        assert encrypted.exists()
+
+
+def test_what_is_unencrypted_and_cannot_be_deleted_refuses_the_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = written_as(folder, vllm="0.32")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", unlink_failing_after(0, OSError(errno.EROFS, "Read-only file system")))
+        with pytest.raises(CacheDirectoryError, match=f"{plain} holds KV from before encryption.*Read-only.*delete it"):
+            opened_as(folder, keys=FIRST, vllm="0.33")
+    opened_as(folder, keys=FIRST, vllm="0.33").close()
+    assert plain_files(folder) == []
+
+
+def test_what_is_unencrypted_and_not_ours_to_delete_is_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    newer = written_as(folder, vllm="1.0")
+    (newer / "identity.json").write_text('{"format": 99, "identity": {}}')
+    mixed = written_as(folder, vllm="0.32")
+    (mixed / "ragcache-namespace").unlink()
+    (mixed / "notes.txt").write_text("of another program")
+    with opened_as(folder, model="another") as in_use:
+        in_use.write_many(writes(keys(1)))
+        opened_as(folder, keys=FIRST, vllm="0.33").close()
+        assert read(in_use, b"key 0") == payload(b"key 0")
+    left = [line for line in caplog.messages if "holds KV that is not encrypted" in line]
+    assert sorted(line.split()[0] for line in left) == sorted(map(str, (newer, mixed, in_use.path)))
+    assert (mixed / "notes.txt").exists()
 
 
 def test_a_store_without_a_key_does_not_find_what_is_encrypted(
