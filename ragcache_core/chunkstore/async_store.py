@@ -1,4 +1,7 @@
-"""A store behind threads: its user waits for no disk, and one that fails or does not answer in time is used no more."""
+"""A store behind threads: its user waits for no disk.
+
+Where writing fails, it rests and is tried again. A disk that does not answer in time is used no more.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from ragcache_core.chunkstore.slotfile import aligned_rows
-from ragcache_core.errors import CacheCapacityError, CacheTierError
+from ragcache_core.errors import CacheCapacityError, CacheTierError, CacheWriteError
 
 _log = logging.getLogger(__name__)
 
@@ -23,6 +26,8 @@ READ_TIMEOUT_S = 20.0
 _WRITE_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 30.0
 _LOOKS_EVERY_S = 10.0
+REST_S = 5.0
+_LONGEST_REST_S = 60.0
 _KEPT_OF_RATE = 0.9
 _RATE_LASTS_S = 60.0
 
@@ -126,19 +131,83 @@ class ReadRate:
             return self._num_bytes / self._seconds if self._seconds and is_recent else None
 
 
+class Breaker:
+    """Lets a store rest that fails: for 5 s at first, twice as long each time that it goes on, up to a minute.
+
+    The first failure is logged, and the first success after it. ``num_failures`` counts all failures.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        meanwhile: str,
+        *,
+        describe: Callable[[Exception], str] = str,
+        logger: logging.Logger = _log,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Let the store serve at first.
+
+        Args:
+            what: can fail, for messages, as in "the store could not be " ``read``.
+            meanwhile: what the failure means for the user.
+            describe: returns the reason of an error, and what to do.
+            logger: takes the two messages.
+            now_s: the clock.
+        """
+        self._what, self._meanwhile = what, meanwhile
+        self._describe, self._logger, self._now_s = describe, logger, now_s
+        self._lock = threading.Lock()
+        self._rest_s = 0.0
+        self._until_s = 0.0
+        self.num_failures = 0
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether the store is left alone now."""
+        return self._now_s() < self._until_s
+
+    def fail(self, error: Exception) -> None:
+        """Leave the store alone for a while."""
+        with self._lock:
+            self.num_failures += 1
+            is_first = not self._rest_s
+            if not self.is_resting:
+                self._rest_s = min(2 * self._rest_s, _LONGEST_REST_S) or REST_S
+                self._until_s = self._now_s() + self._rest_s
+        if is_first:
+            self._logger.warning(
+                "%s failed: %s. %s; it is tried again after %g s, and then after up to %g s",
+                self._what, self._describe(error), self._meanwhile, REST_S, _LONGEST_REST_S,
+            )  # fmt: skip
+
+    def succeed(self) -> None:
+        """Take note that the store serves."""
+        if not self._rest_s:
+            return
+        with self._lock:
+            self._rest_s = self._until_s = 0.0
+        self._logger.warning("%s works again", self._what)
+
+
 @dataclass(frozen=True, slots=True)
 class _Change:
     make: Callable[[], object]
     ended: Callable[[Exception | None], object] | None
     is_forced: bool
+    is_write: bool
 
 
 class AsyncStore:
     """Owns a store and its threads: one makes the changes in their order, others read and overtake them.
 
-    A change that fails, files that are gone, a read of more than 20 s or a write of more than 60 s take the store out
-    of service until the next start: it is left as it is, which is as after a crash, and changes fail from then on.
+    A write that fails, as on a full disk, costs what it was to store: writing rests for a while, reading goes on.
+    Another change that fails, files that are gone, a read of more than 20 s or a write of more than 60 s take the store
+    out of service until the next start: it is left as it is, which is as after a crash, and changes fail from then on.
     Whoever waits for a transfer then abandons it.
+
+    Attributes:
+        writes: whether writing rests.
     """
 
     def __init__(self, store: Store, what: str, *, num_readers: int) -> None:
@@ -153,6 +222,7 @@ class AsyncStore:
         self._is_done = threading.Condition()
         self._rate = ReadRate()
         self._why_down: str | None = None
+        self.writes = Breaker(f"Writing to {what}", "What is there is still read, and new KV is not kept there")
         self._is_closing = False
         name = self._store.path.name[:8]
         self._readers = [
@@ -171,13 +241,15 @@ class AsyncStore:
         ended: Callable[[Exception | None], object] | None = None,
         *,
         is_forced: bool = False,
+        is_write: bool = False,
     ) -> None:
         """Have a thread change the store, and then call ``ended`` with what went wrong.
 
-        One that ``is_forced`` is tried out of service as well.
+        One that ``is_forced`` is tried out of service as well. One that ``is_write`` stores something: it fails at once
+        while writing rests, which ends when ``make`` returns anything but False.
         """
         self._begin("changes")
-        self._changes.put(_Change(make, ended, is_forced))
+        self._changes.put(_Change(make, ended, is_forced, is_write))
 
     def read(self, transfer: Transfer, fetch: Callable[[Scratch], int]) -> None:
         """Have a thread read for a transfer.
@@ -213,6 +285,15 @@ class AsyncStore:
             self._why_down = self._why_down or why
         if is_first:
             _log.error("%s is out of service until the next start: %s", self._what, why)
+
+    def on_write_error(self, error: CacheWriteError) -> None:
+        """Let writing rest; take the store out of service where its files are gone."""
+        try:
+            self._store.check_in_place()
+        except CacheTierError as gone:
+            self.take_down(str(gone))
+        else:
+            self.writes.fail(error)
 
     def finish_reads(self, timeout_s: float) -> bool:
         """Wait until what was asked for is read; return whether it is in time."""
@@ -258,23 +339,33 @@ class AsyncStore:
 
     def _run_changes(self) -> None:
         while (change := self._next_change()) is not None:
-            error: Exception | None = None
-            try:
-                if self._why_down is not None and not change.is_forced:
-                    raise CacheTierError(self._why_down)
-                self.record_progress()
-                change.make()
-            except CacheCapacityError as full:
-                error = full
-            except Exception as failure:  # whatever it is, nobody waits for this thread
-                error = failure
-                self.take_down(f"it could not be written to: {error}")
-            finally:
-                self._changing_since_s = None
-                if change.ended is not None:
-                    change.ended(error)
-                self._end("changes")
+            error = self._make(change)
+            self._changing_since_s = None
+            if change.ended is not None:
+                change.ended(error)
+            self._end("changes")
         self._store.close()
+
+    def _make(self, change: _Change) -> Exception | None:
+        """Make a change, and return what went wrong."""
+        if self._why_down is not None and not change.is_forced:
+            return CacheTierError(self._why_down)
+        if change.is_write and self.writes.is_resting:
+            return CacheTierError(f"{self._what} could not be written to lately, and is tried again later")
+        try:
+            self.record_progress()
+            has_stored = change.make() is not False
+        except CacheCapacityError as full:
+            return full
+        except Exception as failure:  # whatever it is, nobody waits for this thread
+            if change.is_write and isinstance(failure, CacheWriteError):
+                self.on_write_error(failure)
+            else:
+                self.take_down(f"a change failed: {failure}")
+            return failure
+        if change.is_write and has_stored:
+            self.writes.succeed()
+        return None
 
     def _next_change(self) -> _Change | None:
         """Wait for something to change; meanwhile look now and then whether the store is still there."""

@@ -70,6 +70,7 @@ class ChunkIndex:
         os.close(open_private(path, os.O_RDWR | os.O_CREAT))  # what fails from here on is damage
         self._listings: weakref.WeakSet[sqlite3.Cursor] = weakref.WeakSet()
         self._discarded: set[int] = set()
+        self._renamed: dict[int, str | None] = {}
         self._is_void = False  # whether nothing that is in it counts any more
         try:
             self._connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
@@ -190,19 +191,10 @@ class ChunkIndex:
             )
 
     def rename(self, names: Iterable[tuple[int, str | None]]) -> None:
-        """Set documents: slot, document."""
-        with self._changing() as connection:
-            for slot, name in names:
-                found = connection.execute(
-                    "SELECT key, parent, position FROM chunks WHERE slot = ?", (slot,)
-                ).fetchone()
-                if found is None:
-                    continue
-                key, parent, position = found
-                _, doc_id, _, digest = _place(key, ChunkNote(parent, name, position))
-                connection.execute(
-                    "UPDATE chunks SET doc_id = ?, place_checksum = ? WHERE slot = ?", (doc_id, digest, slot)
-                )
+        """Set documents: slot, document. Do so now, or if that fails, with the next change."""
+        self._renamed.update(names)
+        with suppress(CacheWriteError):
+            self.delete(())
 
     def move(self, slots: Iterable[tuple[int, int]]) -> None:
         """Say that chunks are in other slots now: new slot, old slot."""
@@ -239,16 +231,32 @@ class ChunkIndex:
                 connection.execute("DELETE FROM chunks")
             elif self._discarded:
                 connection.executemany(_DELETE, ((slot,) for slot in self._discarded))
+            for slot, name in self._renamed.items():
+                _rename(connection, slot, name)
             yield connection
             connection.execute("COMMIT")
             self._is_void = False
             self._discarded.clear()
+            self._renamed.clear()
         except BaseException as error:
             with suppress(*_SQLITE_ERRORS):  # SQLite may have done so already
                 connection.execute("ROLLBACK")
             if isinstance(error, _SQLITE_ERRORS):
                 raise write_error(self.path, error) from error
             raise
+
+
+def _rename(connection: sqlite3.Connection, slot: int, name: str | None) -> None:
+    """Set the document of a row, unless the row is damaged: then its checksum must go on telling so."""
+    found = connection.execute(
+        "SELECT key, parent, doc_id, position, place_checksum FROM chunks WHERE slot = ?", (slot,)
+    ).fetchone()
+    if found is None or place_checksum(*found[:4]) != found[4]:
+        return
+    key, parent, _, position, _ = found
+    doc_id = None if name is None else name.encode()
+    digest = place_checksum(key, parent, doc_id, position)
+    connection.execute("UPDATE chunks SET doc_id = ?, place_checksum = ? WHERE slot = ?", (doc_id, digest, slot))
 
 
 def remove_index(path: Path) -> None:
@@ -283,10 +291,7 @@ def read_through(path: Path) -> None:
 def write_error(path: Path, error: Exception) -> CacheWriteError:
     """Return what to raise when something could not be written."""
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    return CacheWriteError(
-        f"{path} cannot be written ({reason}): see to the space and the health of that disk; what was stored before "
-        "can still be read"
-    )
+    return CacheWriteError(f"{path} cannot be written ({reason}): see to the space and the health of that disk")
 
 
 def _opening_error(path: Path, error: Exception) -> Exception:

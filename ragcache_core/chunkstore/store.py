@@ -320,6 +320,14 @@ class ChunkStore:
                 self._residents.forget(gone)
         return len(gone)
 
+    def evict_many(self, keys: Iterable[bytes]) -> int:
+        """Forget chunks as :meth:`delete_many` does, or, where the disk is full, as :meth:`discard_many` does."""
+        keys = list(keys)
+        try:
+            return self.delete_many(keys)
+        except CacheWriteError:
+            return self.discard_many(keys)
+
     def discard_many(self, keys: Iterable[bytes]) -> int:
         """Forget chunks that are of no use, and return how many there were; their slots are free when this returns.
 
@@ -379,12 +387,18 @@ class ChunkStore:
     def rename(self, names: Iterable[tuple[bytes, str | None]]) -> int:
         """Set key and document of chunks and return how many there are; unknown keys are passed over.
 
+        A disk that is full does not keep them from it: they are noted with the next change.
+
         Raises:
-            CacheWriteError: none was changed. ValueError: a text that is too long.
+            ValueError: a text that is too long.
         """
         with self._changing:
             self._check_open()
-            rows = [(slot, name) for key, name in names if (slot := self._residents.slot_of(key)) is not None]
+            rows = []
+            for key, name in names:
+                ChunkNote(doc_id=name)  # a text that cannot be noted must not wait for the next change
+                if (slot := self._residents.slot_of(key)) is not None:
+                    rows.append((slot, name))
             self._index.rename(rows)
         return len(rows)
 

@@ -8,11 +8,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
 
 from ragcache_core.chunkstore import AsyncStore, ChunkStore, ChunkWrite, Scratch, aligned_rows, async_store
+from ragcache_core.errors import CacheWriteError
 from ragcache_core.vllm_plugin.disk.jobs import Erasure, LoadJob, LoadPart, Outcome, PendingChunk, StoreJob, WriteBatch
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -31,6 +33,9 @@ class DiskIO:
     ``primary_kv_view`` is host memory, ``[num_chunks, chunk_bytes]``. The copier lets go of a job's chunks when all of
     them are in buffers, of which there are ``num_buffered_bytes``. When those are full it waits: for as long as a disk
     of 64 MiB/s would need for all that waits, and 10 s more. Then it drops the rest of the job and what stands on it.
+
+    A write that fails takes its chunks along, and all that were to be written behind them: jobs of which the scheduler
+    made before it knew. So no chunk is stored whose prefix is not.
     """
 
     def __init__(
@@ -45,6 +50,8 @@ class DiskIO:
         self._jobs: queue.SimpleQueue[StoreJob | Outcome | WriteBatch | None] = queue.SimpleQueue()
         self._held: set[StoreJob] = set()
         self._has_been_slow = False
+        self._num_failures = 0  # the writer's
+        self._num_known_failures = 0  # the scheduler's
         self._copied: deque[int] = deque()
         self._written: deque[Outcome] = deque()
         self._is_done = threading.Condition()
@@ -68,7 +75,7 @@ class DiskIO:
             return
         waiting_bytes = (self._num_held() + len(chunks)) * self._store.chunk_bytes
         ends_s = time.monotonic() + _PATIENCE_S + waiting_bytes / _SLOWEST_BYTES_PER_S
-        job = StoreJob(job_id, chunks, evicted, ends_s)
+        job = StoreJob(job_id, chunks, evicted, ends_s, self._num_known_failures)
         with self._is_done:
             self._held.add(job)
         self._jobs.put(job)
@@ -125,6 +132,7 @@ class DiskIO:
             outcome = self._written.popleft()
             if outcome.is_dropped:
                 self._jobs.put(outcome)  # jobs behind it were made knowing of it
+            self._num_known_failures = max(self._num_known_failures, outcome.num_failures)
             yield outcome
 
     def update_notes(self, worths: list[tuple[bytes, float, float]]) -> None:
@@ -144,6 +152,11 @@ class DiskIO:
     def why_down(self) -> str | None:
         """Return why the disk is used no more; None while it is."""
         return self._disk.why_down()
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether nothing is written for a while, after a write that failed."""
+        return self._disk.writes.is_resting
 
     def take_down(self, why: str) -> None:
         """Use the disk no more, and have host memory let go of."""
@@ -189,6 +202,7 @@ class DiskIO:
             partial(self._apply, batch),
             partial(self._on_applied, batch),
             is_forced=batch.clears or batch.erasure is not None,
+            is_write=bool(batch.chunks),
         )
 
     # The threads' side
@@ -256,33 +270,43 @@ class DiskIO:
             self._num_free_buffers -= num_taken
             return num_taken
 
-    def _apply(self, batch: WriteBatch) -> None:
+    def _apply(self, batch: WriteBatch) -> bool:
+        """Do what a batch says; return False where nothing of it was to be stored any more."""
         if batch.job is not None and batch.job.error is not None:
             raise batch.job.error
+        if batch.job is not None and batch.chunks and batch.job.num_known_failures < self._num_failures:
+            batch.is_stale = True
+            return False
         if batch.clears:
             self._store.clear()
             logger.info("RAGCache has emptied %s", self._store.path)
         if batch.erasure is not None:
-            self._store.erase(batch.erasure.keys, self._disk.record_progress)
+            try:
+                self._store.erase(batch.erasure.keys, self._disk.record_progress)
+            except CacheWriteError as error:
+                batch.erasure.error = error
+                self._disk.on_write_error(error)
         if batch.names:
             self._store.rename(batch.names)
-        self._store.delete_many(batch.evicted)
+        self._store.evict_many(batch.evicted)
         if batch.worths:
-            self._store.update_notes(batch.worths)
+            with suppress(CacheWriteError):  # they only rank
+                self._store.update_notes(batch.worths)
         if batch.chunks:
             pairs = zip(batch.chunks, batch.payloads, strict=True)
             self._store.write_many([ChunkWrite(chunk.key, payload.data, chunk.note) for chunk, payload in pairs])
+        return True
 
     def _on_applied(self, batch: WriteBatch, error: Exception | None) -> None:
         keys = [chunk.key for chunk in batch.chunks]
         if batch.erasure is not None:
-            batch.erasure.error, batch.erasure.is_done = error, True
+            batch.erasure.error, batch.erasure.is_done = error or batch.erasure.error, True
+        if keys and (batch.is_stale or error is not None):
+            self._num_failures += 1  # of which jobs that wait now were not made knowing
         if keys or error is not None:
-            self._written.append(Outcome(keys, error))
+            self._written.append(Outcome(keys, error, batch.is_stale, self._num_failures))
         if error is not None and batch.clears:
             logger.error("RAGCache's disk tier still holds KV from before a reset: %s", error)
-        if error is not None and batch.job is not None:
-            batch.job.error = error  # its later chunks would stand on nothing
         batch.payloads.clear()
         with self._is_done:
             self._num_free_buffers += len(keys)

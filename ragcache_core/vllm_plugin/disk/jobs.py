@@ -20,11 +20,15 @@ class PendingChunk:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of chunks that were to be written: they are on the disk, were dropped, or there was an ``error``."""
+    """What became of chunks that were to be written: they are on the disk, were dropped, or there was an ``error``.
+
+    ``num_failures`` is how many writes have failed so far.
+    """
 
     keys: list[bytes]
     error: Exception | None = None
     is_dropped: bool = False
+    num_failures: int = 0
 
 
 class LoadPart(Transfer):
@@ -78,13 +82,18 @@ class StoreJob:
     evicted: list[bytes]
     ends_s: float
     """Until when it waits for buffers."""
+    num_known_failures: int = 0
+    """How many writes had failed as far as the scheduler knew: chunks may stand on those that failed since."""
     drops_unbuffered: bool = False
     error: Exception | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Erasure:
-    """Chunks of which no byte may be left on the disk; it waits for those that were to be written before."""
+    """Chunks of which no byte may be left on the disk; it waits for those that were to be written before.
+
+    One with an ``error`` is begun again when writing has rested, and until then it is not done.
+    """
 
     keys: frozenset[bytes]
     is_done: bool = False
@@ -102,5 +111,7 @@ class WriteBatch:
     worths: list[tuple[bytes, float, float]] = field(default_factory=list)
     clears: bool = False
     erasure: Erasure | None = None
+    is_stale: bool = False
+    """Whether a write before it had failed of which its job was not made knowing."""
     names: list[tuple[bytes, str | None]] = field(default_factory=list)
     """Of chunks whose documents have other names than were noted, with these."""

@@ -11,8 +11,9 @@ A chunk is stored under its unit's key, or, where the model has several groups o
 group's: what the tree does not know goes with what it does (:class:`OtherBlocks`).
 
 The copier has few buffers; host memory, which vLLM holds until a job has ended, waits for them. A disk that is too slow
-for that drops what it cannot take; one that fails, or does not answer in time, takes the tier out of service, not the
-engine.
+for that drops what it cannot take. Where a write fails, as on a full disk, writing rests for a while and is tried
+again; what is there is still read. A disk that is gone, or does not answer in time, takes the tier out of service, not
+the engine.
 """
 
 from __future__ import annotations
@@ -147,12 +148,14 @@ class DiskTier(SecondaryTierManager):
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         self._open_stores.add(job_metadata.job_id)
+        self._take_in_written()
         pending = []
         evicted: list[bytes] = []
         if self._is_enabled and not is_adapted(job_metadata.req_context):
             new = self._new_chunks(job_metadata)
-            if new and not self._io.has_room_for(len(new)):
-                self._io.warn_of_slowness(len(new))
+            if new and (self._io.is_resting or not self._io.has_room_for(len(new))):
+                if not self._io.is_resting:
+                    self._io.warn_of_slowness(len(new))
                 self._controller.counters.num_dropped_chunks += len(new)
                 new.clear()
             evicted = self._make_room(new)
@@ -248,22 +251,35 @@ class DiskTier(SecondaryTierManager):
         return Freed({Tier.DISK: num_chunks}, {Tier.DISK: num_chunks * self._report.block_bytes})
 
     def num_left(self) -> int:
-        """Return how many erasures have not ended."""
+        """Return how many erasures have not ended; those that failed are begun again, as one, when writing has rested.
+
+        Until then nothing of them is found, nor stored again.
+        """
         ended = [erasure for erasure in self._erasures if erasure.is_done]
         if ended:
             self._take_in_written()  # of what was written before, none is here
-        for erasure in ended:
-            self._erasures.remove(erasure)
-            if erasure.error is not None and self._is_enabled:
-                self._disable(str(erasure.error))
+        self._notice_failure()
+        failed = [erasure for erasure in ended if erasure.error is not None and self._is_enabled]
+        waits = failed and self._io.is_resting
+        self._erasures = [erasure for erasure in self._erasures if not erasure.is_done or (waits and erasure in failed)]
+        if failed and not waits:
+            self._erasures.append(self._io.erase(list(frozenset().union(*(erasure.keys for erasure in failed)))))
         return len(self._erasures)
 
     def why_left(self) -> str | None:
-        """Return why something may stay on the disk: it is out of service."""
+        """Return why something may stay on the disk: it is out of service, or cannot be written to now."""
         self._notice_failure()
-        if self._is_enabled or self._is_emptied:
+        if self._is_emptied:
             return None
-        return why_on_disk([self.path])
+        if not self._is_enabled:
+            return why_on_disk([self.path])
+        errors = [erasure.error for erasure in self._erasures if erasure.error is not None]
+        if not errors:
+            return None
+        return (
+            f"the disk tier cannot overwrite it now ({errors[0]}), and tries again while this engine runs: if it ends "
+            f"before that, delete {self.path}"
+        )
 
     @property
     def num_open_jobs(self) -> int:
@@ -438,6 +454,7 @@ class DiskTier(SecondaryTierManager):
             self._others.add(name, group_of(key), unit, lambda later: offload_key(later, group_of(key)) in self._stored)
 
     def _take_in_written(self) -> None:
+        self._notice_failure()
         for outcome in self._io.take_written():
             self._controller.record_change()
             self._writing.difference_update(outcome.keys)
@@ -452,8 +469,6 @@ class DiskTier(SecondaryTierManager):
                     self._remove(name)
             if outcome.is_dropped or outcome.error is not None:
                 self._controller.counters.num_dropped_chunks += len(outcome.keys)
-            if outcome.error is not None:
-                self._disable(str(outcome.error))
 
     def _finish_load(self, load: LoadJob) -> JobResult:
         del self._loads[load.job_id]

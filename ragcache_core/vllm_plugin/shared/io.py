@@ -15,17 +15,18 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
 import numpy as np
 from vllm.logger import init_logger
 
-from ragcache_core.chunkstore import Transfer
-from ragcache_core.chunkstore.async_store import ReadRate
+from ragcache_core.chunkstore import Transfer, async_store
+from ragcache_core.chunkstore.async_store import Breaker, ReadRate
 from ragcache_core.chunkstore.remote import RemoteStore, brief
 from ragcache_core.vllm_plugin.disk.jobs import LoadJob, LoadPart
 from ragcache_core.vllm_plugin.shared.objects import Objects
@@ -36,56 +37,13 @@ LOOKUP_TIMEOUT_S = 0.5
 STALL_TIMEOUT_S = 1.0
 LOAD_TIMEOUT_S = 5.0
 STORE_TIMEOUT_S = 10.0
-_REST_S = 5.0
-_LONGEST_REST_S = 60.0
 _CLOSE_TIMEOUT_S = 3.0
 _NUM_READERS = 4
 _AT_ONCE_BYTES = 2 << 20
 _DELETED_AT_ONCE = 1000
 _MAX_LOOKUPS = 256
 _MAX_KNOWN = 200_000
-
-
-class Breaker:
-    """Lets a store rest that fails: for 5 s at first, twice as long each time that it goes on, up to a minute.
-
-    The first failure is logged, and that it is over; ``num_failures`` counts them all.
-    """
-
-    def __init__(self, what: str, cure_of: Callable[[Exception], str], now_s: Callable[[], float] = time.monotonic):
-        self._what, self._cure_of, self._now_s = what, cure_of, now_s
-        self._lock = threading.Lock()
-        self._rest_s = 0.0
-        self._until_s = 0.0
-        self.num_failures = 0
-
-    @property
-    def is_resting(self) -> bool:
-        """Whether it is left alone now."""
-        return self._now_s() < self._until_s
-
-    def fail(self, error: Exception) -> None:
-        """Leave the store alone for a while."""
-        with self._lock:
-            self.num_failures += 1
-            is_first = not self._rest_s
-            if not self.is_resting:
-                self._rest_s = min(2 * self._rest_s, _LONGEST_REST_S) or _REST_S
-                self._until_s = self._now_s() + self._rest_s
-        if is_first:
-            logger.warning(
-                "RAGCache's shared store could not be %s (%s): %s. What is asked of it is a miss; it is tried again "
-                "after %g s, and then more seldom",
-                self._what, brief(error), self._cure_of(error), _REST_S,
-            )  # fmt: skip
-
-    def succeed(self) -> None:
-        """Take note that the store serves."""
-        if not self._rest_s:
-            return
-        with self._lock:
-            self._rest_s = self._until_s = 0.0
-        logger.info("RAGCache's shared store can be %s again", self._what)
+_MAX_UNDELETED = 200_000  # about 350 bytes each
 
 
 class Inquiry(Transfer):
@@ -112,30 +70,47 @@ class PutJob(Transfer):
         self.chunks = chunks
 
 
+@dataclass(frozen=True, slots=True)
+class Deletion:
+    """Objects that are to be deleted; one that ``is_retried`` is tried until the store does it."""
+
+    names: Sequence[str] = ()
+    is_retried: bool = True
+
+
 class SharedIO:
     """Owns the store's client and the threads that use it; its methods are the scheduler's thread's, and never wait.
 
     ``primary_kv_view`` is host memory, ``[num_chunks, chunk_bytes]``.
+
+    Attributes:
+        is_given_up: more deletions wait than may be kept, so nothing may be read from the store any more.
     """
 
     def __init__(self, store: RemoteStore, objects: Objects, primary_kv_view: memoryview) -> None:
         self._store = store
         self._objects = objects
         self._rows = np.frombuffer(primary_kv_view, dtype=np.uint8).reshape(primary_kv_view.shape)
-        self.reads = Breaker("read", store.cure_of)
-        self.writes = Breaker("written", store.cure_of)
+        self.reads, self.writes = (
+            Breaker(f"{what} RAGCache's shared store", meanwhile, describe=self._describe, logger=logger)
+            for what, meanwhile in (
+                ("Reading from", "What is asked of it is a miss"),
+                ("Writing to", "What is stored there is dropped"),
+            )
+        )
         self._rate = ReadRate()
         self._at_once = max(_AT_ONCE_BYTES // objects.chunk_bytes, 1)
         self._lock = threading.Lock()
         self._num_waiting = 0
         self._known: OrderedDict[str, None] = OrderedDict()
-        self._num_undeleted = 0
-        self._undeleted: deque[str] = deque()  # the writer's
+        self._leaving: Counter[str] = Counter()  # how many deletions of a name wait, with those in `_undeleted`
+        self._undeleted: dict[str, None] = {}  # the writer's
+        self.is_given_up = False
         self._progressed_s = 0.0
         self._ends_s: float | None = None
         self._inquiries: queue.Queue[Inquiry | None] = queue.Queue(_MAX_LOOKUPS)
         self._parts: queue.SimpleQueue[tuple[LoadPart, dict[str, float]] | None] = queue.SimpleQueue()
-        self._changes: queue.SimpleQueue[PutJob | list[str] | None] = queue.SimpleQueue()
+        self._changes: queue.SimpleQueue[PutJob | Deletion | None] = queue.SimpleQueue()
         self.num_damaged = 0
         self.num_dropped = 0
         readers = [
@@ -239,17 +214,28 @@ class SharedIO:
             for name in names:
                 self._known.pop(name, None)
 
-    def delete(self, names: Sequence[str]) -> None:
-        """Have objects deleted, after what was to be written before; it is tried until the store does it."""
+    def delete(self, names: Sequence[str], *, is_retried: bool) -> None:
+        """Have objects deleted, after what was to be written before.
+
+        Where that ``is_retried``, it is tried until the store does it, and :meth:`is_leaving` until then. Else it is
+        tried once, and not while writing rests: objects that are never read again need no more.
+        """
         self.unlearn(names)
-        with self._lock:
-            self._num_undeleted += len(names)
-        self._changes.put(list(names))
+        if self.is_given_up or not (is_retried or not self.writes.is_resting):
+            return
+        if is_retried:
+            with self._lock:
+                self._leaving.update(names)
+        self._changes.put(Deletion(names, is_retried))
+
+    def is_leaving(self, name: str) -> bool:
+        """Return whether an object is to be deleted, and must not be read."""
+        return name in self._leaving
 
     @property
     def num_undeleted(self) -> int:
         """Objects that are to be deleted, and are not yet."""
-        return self._num_undeleted
+        return len(self._leaving)
 
     @property
     def is_writing(self) -> bool:
@@ -271,6 +257,12 @@ class SharedIO:
             self._inquiries.put_nowait(None)
         for thread in self._threads:
             thread.join(max(ends_s - time.monotonic(), 0.0))
+        if num_left := self.num_undeleted:
+            logger.warning(
+                "RAGCache's shared store may still have %d chunks that are forgotten: delete what begins with %s",
+                num_left,
+                self._objects.prefix,
+            )
         self._store.close()
         self._rows = self._rows[:0].copy()  # vLLM cannot unmap host memory that somebody sees
 
@@ -351,17 +343,17 @@ class SharedIO:
     def _run_changes(self) -> None:
         while True:
             try:
-                change = self._changes.get(timeout=_REST_S if self._undeleted else None)
+                change = self._changes.get(timeout=async_store.REST_S if self._undeleted else None)
             except queue.Empty:
-                change = []
+                change = Deletion()
             if change is None:
                 return
-            if isinstance(change, PutJob):
-                self._put(change)
-            else:
-                self._undeleted.extend(change)
+            if isinstance(change, Deletion):
+                self._take_in(change)
             if self._undeleted and not self.writes.is_resting:
                 self._delete()
+            if isinstance(change, PutJob):  # last: else a deletion from before would take what is new
+                self._put(change)
 
     def _put(self, job: PutJob) -> None:
         num_left = len(job.chunks)
@@ -391,9 +383,35 @@ class SharedIO:
     def _copy(self, part: list[tuple[str, int, float]], copies: list[bytes]) -> None:
         copies.extend(self._rows[chunk_id].tobytes() for _, chunk_id, _ in part)
 
+    def _describe(self, error: Exception) -> str:
+        return f"{brief(error)}: {self._store.cure_of(error)}"
+
     def _is_late(self) -> bool:
         """Return whether the engine ends, and has waited long enough for what is written."""
         return self._ends_s is not None and time.monotonic() > self._ends_s
+
+    def _take_in(self, deletion: Deletion) -> None:
+        """Take a deletion in, once for each name, so that an engine without its store keeps a bounded number."""
+        if not deletion.is_retried:
+            self._delete_once(deletion.names)
+            return
+        with self._lock:
+            for name in deletion.names:
+                if name in self._undeleted:
+                    self._leaving[name] -= 1
+                self._undeleted[name] = None
+        if self.is_given_up or (len(self._undeleted) > _MAX_UNDELETED and self.writes.is_resting):
+            self._give_up()
+
+    def _delete_once(self, names: Sequence[str]) -> None:
+        try:
+            for start in range(0, len(names), _DELETED_AT_ONCE):
+                if self.writes.is_resting:
+                    return
+                self._store.delete(names[start : start + _DELETED_AT_ONCE])
+                self.writes.succeed()
+        except Exception as error:  # whatever a client raises, they stay
+            self.writes.fail(error)
 
     def _delete(self) -> None:
         try:
@@ -401,9 +419,25 @@ class SharedIO:
                 names = list(islice(self._undeleted, _DELETED_AT_ONCE))
                 self._store.delete(names)
                 self.writes.succeed()
-                for _ in names:
-                    self._undeleted.popleft()
                 with self._lock:
-                    self._num_undeleted -= len(names)
+                    for name in names:
+                        del self._undeleted[name]
+                        self._leaving[name] -= 1
+                        if not self._leaving[name]:
+                            del self._leaving[name]
         except Exception as error:  # whatever a client raises, it is tried again
             self.writes.fail(error)
+
+    def _give_up(self) -> None:
+        """Use the store no more: which of its objects must not be read can be remembered no longer."""
+        is_first, self.is_given_up = not self.is_given_up, True
+        with self._lock:
+            self._undeleted.clear()
+            self._leaving.clear()
+        if is_first:
+            logger.error(
+                "RAGCache's shared store is out of service until the next start: it did not delete more than %d "
+                "forgotten chunks. Before that, delete what begins with %s",
+                _MAX_UNDELETED,
+                self._objects.prefix,
+            )

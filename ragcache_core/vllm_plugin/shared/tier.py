@@ -120,7 +120,7 @@ class SharedTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        if not self._is_enabled or is_adapted(req_context):
+        if not self._is_used or is_adapted(req_context):
             return LookupResult.MISS
         asked = self._asked.get(req_context.req_id)
         if asked is None and (asked := self._ask(key, req_context)) is None:
@@ -134,7 +134,7 @@ class SharedTier(SecondaryTierManager):
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         chunks = []
-        if self._is_enabled and not is_adapted(job_metadata.req_context):
+        if self._is_used and not is_adapted(job_metadata.req_context):
             for key, chunk_id in zip(job_metadata.keys, job_metadata.chunk_ids, strict=True):
                 at = self._controller.tree.locate(unit_of(key))
                 if at is not None and key not in self._controller.leaving:
@@ -205,7 +205,7 @@ class SharedTier(SecondaryTierManager):
     @property
     def is_serving(self) -> bool:
         """Whether the store is asked now: it is in use, and has not failed lately."""
-        return self._is_enabled and not self._io.reads.is_resting
+        return self._is_used and not self._io.reads.is_resting
 
     @property
     def num_known_blocks(self) -> int:
@@ -215,7 +215,11 @@ class SharedTier(SecondaryTierManager):
     # A holder of what may be forgotten
 
     def forget(self, forgotten: Forgotten) -> Freed:
-        """Have the store delete what this engine knows of it, whoever has put it there."""
+        """Have the store delete what this engine knows of it, whoever has put it there.
+
+        Another engine, or this one before a restart, may have put any of it, so all of it is deleted. Only what is too
+        old is not tried again: it is a miss wherever it is read.
+        """
         groups = (self._groups.main, *self._groups.others)
         names = [self._name_of(OffloadKey(offload_key(unit, group))) for unit in forgotten.units for group in groups]
         gone = set(names)
@@ -223,7 +227,7 @@ class SharedTier(SecondaryTierManager):
             if asked.found is not None:
                 asked.found -= gone
         if names:
-            self._io.delete(names)
+            self._io.delete(names, is_retried=forgotten.is_all or bool(forgotten.doc_ids))
         return Freed()
 
     def num_left(self) -> int:
@@ -232,6 +236,11 @@ class SharedTier(SecondaryTierManager):
 
     def why_left(self) -> str | None:
         """Return why the store may keep what was forgotten: it does not delete it now."""
+        if self._io.is_given_up:
+            return (
+                f"the shared store {self.url} has not deleted what was forgotten, and is used no more: before the next "
+                f"start, delete what begins with {self._objects.prefix}"
+            )
         if not (num_left := self._io.num_undeleted) or not self._io.writes.is_resting:
             return None
         return (
@@ -240,6 +249,10 @@ class SharedTier(SecondaryTierManager):
         )
 
     # Inside
+
+    @property
+    def _is_used(self) -> bool:
+        return self._is_enabled and not self._io.is_given_up
 
     def _abandon_loads(self) -> None:
         for load in self._loads.values():
@@ -270,7 +283,8 @@ class SharedTier(SecondaryTierManager):
         By the measured times of both; where one of them is not known, it is loaded.
         """
         inquiry, state = asked.inquiry, self._controller.state_of(request_id)
-        asked.found = inquiry.found if inquiry.is_finished else set()
+        found = inquiry.found if inquiry.is_finished else set()
+        asked.found = {name for name in found if not self._io.is_leaving(name)}
         if not asked.found or state is None or not self._controller.is_profiled:
             return
         saved_s = self._controller.saved_s(state, asked.first, sum(name in asked.found for name in inquiry.chain))

@@ -19,7 +19,7 @@ from ragcache_core.errors import CacheWriteError
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.disk import io as disk_io
 from ragcache_core.vllm_plugin.disk import manager as disk
-from tests.engine.vllm_plugin.disk_scene import CHUNK_BYTES, UNTOUCHED, Opening, failing, payload
+from tests.engine.vllm_plugin.disk_scene import CHUNK_BYTES, UNTOUCHED, Opening, chain, failing, payload
 from tests.support.waiting import until
 
 
@@ -73,23 +73,52 @@ def test_a_file_that_was_cut_costs_what_was_cut_off(opening: Opening) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
-def test_a_disk_that_cannot_be_written_takes_the_tier_out_of_service_not_the_engine(
-    opening: Opening, monkeypatch: pytest.MonkeyPatch, code: int
+def test_a_disk_that_cannot_be_written_is_still_read_and_is_written_again_when_it_can(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch, plugin_log: pytest.LogCaptureFixture, code: int
 ) -> None:
+    monkeypatch.setattr(async_store, "REST_S", 0.2)
     scene = opening()
     stored = scene.store("B")
-    monkeypatch.setattr(SlotFile, "write", failing(code))
-    lost = scene.store("C")
-    assert scene.hits(stored) == scene.hits(lost) == []
+    with monkeypatch.context() as patched:
+        patched.setattr(SlotFile, "write", failing(code))
+        lost = scene.store("C")
+        assert (scene.hits(stored), scene.hits(lost)) == (stored, [])
+        scene.store("D")  # while it rests
+        assert scene.num_hits("D") == 0
     report = scene.controller.report()
-    assert report["tiers"][-1]["is_enabled"] is False
-    assert report["num_dropped_chunks"] == 2
-    scene.store("D")
-    assert scene.num_hits("D") == 0
-    scene.settle()
+    assert report["tiers"][-1]["is_enabled"] is True
+    assert report["num_dropped_chunks"] == 8
+    assert scene.load(stored) == set(stored)
+    scene.check()
+    assert until(lambda: scene.store("C") == scene.hits(lost))
+    assert scene.load(lost) == set(lost)
+    scene.check()
+    assert [line.partition(":")[0] for line in plugin_log.messages if "Writing to" in line] == [
+        "Writing to RAGCache's disk tier failed",
+        "Writing to RAGCache's disk tier works again",
+    ]
     scene.close()
-    monkeypatch.undo()
-    assert opening().hits(stored) == stored, "the next start has what was written"
+    again = opening()
+    assert (again.hits(stored), again.hits(lost)) == (stored, lost), "the next start has what was written"
+
+
+def test_a_full_disk_that_does_not_take_deletions_either_is_used_again_with_all_of_its_slots(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(async_store, "REST_S", 0.1)
+    scene = opening(num_slots=6)
+    scene.store("BB")
+    with monkeypatch.context() as patched:
+        patched.setattr(SlotFile, "write", failing(errno.ENOSPC))
+        patched.setattr(ChunkIndex, "delete", failing(CacheWriteError("as the test wants it")))
+        scene.store("C")
+        scene.check()
+    assert until(lambda: scene.num_hits("D") == 6 or not scene.store("D"))
+    keys = chain("D")
+    assert scene.load(keys) == set(keys)
+    scene.check()
+    scene.close()
+    assert opening(num_slots=6).num_hits("D") == 6
 
 
 def test_a_directory_that_is_deleted_takes_the_tier_out_of_service_at_the_next_write(
@@ -162,7 +191,7 @@ def test_a_tier_out_of_service_keeps_nothing_of_the_faster_tiers(
     scene.tree.remove(location.node, 0b001, Tier.DISK)  # the first was lost
     scene.tree.add(location.node, 0b001, Tier.HOST)
     assert scene.tree.evict(Tier.HOST, 1) is None
-    monkeypatch.setattr(SlotFile, "write", failing(errno.ENOSPC))
+    shutil.rmtree(scene.directory)
     scene.store("C")
     assert scene.tree.evict(Tier.HOST, 1) is not None
     assert scene.tree.tiers[Tier.DISK].num_units == 0

@@ -17,6 +17,7 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, Schedu
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 from vllm.v1.kv_offload.tiering.fs.io import batch_load_block, batch_store_block
 
+from ragcache_core.chunkstore import async_store
 from ragcache_core.chunkstore.sealing import KEY_ENV
 from ragcache_core.policy import PrefillCostModel
 from ragcache_core.types import PromptSegment, SegmentKind
@@ -239,7 +240,7 @@ def test_a_store_that_is_killed_is_a_miss_at_once_and_is_left_alone(
     assert time.monotonic() - began_s < BOUND_S
     assert one.counters.num_shared_failures >= 1
     assert not one.tier.is_serving
-    told = [line for line in plugin_log.messages if "could not be read" in line]
+    told = [line for line in plugin_log.messages if "Reading from" in line]
     assert len(told) == 1
     assert "see that it runs" in told[0]
 
@@ -271,7 +272,7 @@ def test_a_store_that_hangs_holds_nobody_longer_than_the_bound(
 def test_a_store_that_comes_back_is_used_again(
     start: Starting, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_io, "_REST_S", 0.1)
+    monkeypatch.setattr(async_store, "REST_S", 0.1)
     one = start(server.url)
     one.store("AB")
     server.process.send_signal(signal.SIGSTOP)
@@ -352,7 +353,7 @@ def test_forgotten_documents_are_deleted_behind_what_is_being_stored(start: Star
 def test_what_cannot_be_deleted_now_is_said_and_deleted_when_the_store_is_back(
     start: Starting, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_io, "_REST_S", 0.2)
+    monkeypatch.setattr(async_store, "REST_S", 0.2)
     one = start(server.url)
     one.store("AB")
     server.process.send_signal(signal.SIGSTOP)
@@ -361,6 +362,62 @@ def test_what_cannot_be_deleted_now_is_said_and_deleted_when_the_store_is_back(
     server.process.send_signal(signal.SIGCONT)
     assert until(lambda: not one.tier.num_left(), 20.0)
     assert len(rests_of(server)) == 1
+
+
+def test_nothing_is_read_that_is_forgotten_while_the_store_does_not_delete_it(
+    start: Starting, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(async_store, "REST_S", 0.2)
+    one = start(server.url)
+    one.store("AB")
+    keys, context = one.begin("AB")
+    assert one.found(keys, context) == 4
+    one.end(context)
+    server.client().execute_command("ACL", "SETUSER", "default", "-unlink")
+    one.controller.forget({"B"})
+    assert one.read("AB") == 1
+    assert start(server.url).read("AB") == 4, "of another engine's deletions an engine knows nothing"
+    server.client().execute_command("ACL", "SETUSER", "default", "+unlink")
+    assert until(lambda: not one.tier.num_left(), 20.0)
+    assert one.read("AB") == 1
+    one.store("AB")
+    assert one.read("AB") == 4, "what is computed anew is stored and read"
+
+
+def test_an_engine_whose_store_is_gone_keeps_each_deletion_once_and_none_of_what_is_too_old(start: Starting) -> None:
+    one = start("redis://127.0.0.1:1/0", max_age=100.0)
+    for _ in range(20):
+        keys, context = one.begin("BD")
+        one.end(context)
+        one.controller.forget({"B"})
+    assert until(lambda: one.tier.num_left() == len(keys))
+    assert until(lambda: one.tier.why_left() is not None)
+    one.begin("CD")
+    one.controller.tick(time.time() + 1000)
+    time.sleep(0.1)
+    assert one.tier.num_left() == len(keys)
+
+
+def test_a_store_that_owes_too_many_deletions_is_used_no_more(
+    start: Starting, server: RedisServer, monkeypatch: pytest.MonkeyPatch, plugin_log: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(async_store, "REST_S", 0.1)
+    monkeypatch.setattr(shared_io, "_MAX_UNDELETED", 3)
+    one = start(server.url)
+    one.store("ABCD")
+    server.client().execute_command("ACL", "SETUSER", "default", "-unlink")
+    one.controller.forget({"A"})
+    assert until(lambda: "is used no more" in (one.tier.why_left() or ""), 10.0)
+    assert one.tier.num_left() == 0
+    server.client().execute_command("ACL", "SETUSER", "default", "+unlink")
+    assert one.read("ABCD") == 0, "what could not be deleted is not read"
+    one.store("ABCD")
+    one.controller.forget({"B"})
+    time.sleep(0.3)
+    assert one.read("ABCD") == 0
+    assert not one.tier.is_serving
+    assert plugin_log.text.count("out of service until the next start") == 1
+    assert len(rests_of(server)) == 12
 
 
 def test_kv_keeps_its_age_on_the_way_and_too_old_one_is_a_miss(start: Starting, server: RedisServer) -> None:
@@ -425,7 +482,7 @@ def test_a_store_rests_twice_as_long_each_time_up_to_a_minute_and_says_it_once(
     plugin_log: pytest.LogCaptureFixture,
 ) -> None:
     now_s = 100.0
-    breaker = shared_io.Breaker("read", lambda error: "see to it", lambda: now_s)
+    breaker = async_store.Breaker("Reading from it", "It is a miss", now_s=lambda: now_s)
     for rest_s in (5, 10, 20, 40, 60, 60):
         breaker.fail(TimeoutError("late"))
         breaker.fail(TimeoutError("what was under way"))
@@ -438,10 +495,10 @@ def test_a_store_rests_twice_as_long_each_time_up_to_a_minute_and_says_it_once(
     breaker.fail(TimeoutError("late"))
     now_s += 5.1
     assert not breaker.is_resting
-    assert [line.split(" (")[0] for line in plugin_log.messages] == [
-        "RAGCache's shared store could not be read",
-        "RAGCache's shared store can be read again",
-        "RAGCache's shared store could not be read",
+    assert [line.split(":")[0] for line in plugin_log.messages] == [
+        "Reading from it failed",
+        "Reading from it works again",
+        "Reading from it failed",
     ]
 
 

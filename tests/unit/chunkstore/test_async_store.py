@@ -14,27 +14,31 @@ import pytest
 
 from ragcache_core.chunkstore import AsyncStore, ChunkStore, ChunkWrite, Scratch, Transfer, async_store
 from ragcache_core.chunkstore.async_store import ReadRate
+from ragcache_core.chunkstore.index import ChunkIndex
 from ragcache_core.chunkstore.slotfile import SlotFile
-from ragcache_core.errors import CacheCapacityError, CacheTierError
+from ragcache_core.errors import CacheCapacityError, CacheTierError, CacheWriteError
 from tests.support.waiting import until
 
 CHUNK_BYTES = 4096
+IDENTITY = {"model": "demo"}
 
 
 class Scene:
     """A store of four chunks behind threads, and what came of its changes."""
 
     def __init__(self, folder: Path) -> None:
-        self.store = ChunkStore(folder, {"model": "demo"}, chunk_bytes=CHUNK_BYTES, capacity_bytes=4 * CHUNK_BYTES)
+        self.folder = folder
+        self.store = ChunkStore(folder, IDENTITY, chunk_bytes=CHUNK_BYTES, capacity_bytes=4 * CHUNK_BYTES)
         self.threads = AsyncStore(self.store, "The test's store", num_readers=2)
         self.ended: list[str] = []
         self.errors: list[Exception] = []
 
-    def write(self, key: bytes, *, is_forced: bool = False) -> None:
+    def write(self, key: bytes, *, is_forced: bool = False, is_write: bool = False) -> None:
         self.threads.change(
             lambda: self.store.write_many([ChunkWrite(key, key.ljust(CHUNK_BYTES))]),
             partial(self.on_ended, key.decode()),
             is_forced=is_forced,
+            is_write=is_write,
         )
 
     def on_ended(self, what: str, error: Exception | None) -> None:
@@ -78,6 +82,10 @@ def fail(code: int) -> Callable[..., None]:
     return raise_error
 
 
+def failing_delete(index: ChunkIndex, slots: object) -> None:
+    raise CacheWriteError("as the test wants it")
+
+
 def test_changes_keep_their_order_and_reads_bring_what_was_written(scene: Scene) -> None:
     for key in (b"a", b"b", b"c"):
         scene.write(key)
@@ -99,6 +107,66 @@ def test_a_store_that_is_only_full_stays_in_service(scene: Scene) -> None:
     assert scene.threads.why_down() is None
 
 
+def test_a_full_disk_rests_is_tried_again_and_is_logged_once_each_way(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(async_store, "REST_S", 0.1)
+    scene.write(b"a", is_write=True)
+    scene.settle()
+    with monkeypatch.context() as patched:
+        patched.setattr(SlotFile, "write", fail(errno.ENOSPC))
+        scene.write(b"b", is_write=True)
+        scene.write(b"c", is_write=True)
+        scene.settle()
+        assert [str(error).count("as the test wants it") for error in scene.errors] == [1, 0], "it rests at first"
+        target = bytearray(CHUNK_BYTES)
+        scene.read(b"a", target)
+        scene.settle()
+        assert bytes(target) == b"a".ljust(CHUNK_BYTES), "what is there is read"
+        assert until(lambda: not scene.threads.writes.is_resting)
+        scene.write(b"b", is_write=True)
+        scene.settle()
+    assert until(lambda: not scene.threads.writes.is_resting)
+    scene.write(b"b", is_write=True)
+    scene.settle()
+    assert b"b" in scene.store
+    assert scene.threads.why_down() is None
+    failed, works = caplog.messages
+    assert "is out of service" not in failed
+    assert "as the test wants it" in failed
+    assert works == "Writing to The test's store works again"
+
+
+def test_a_write_that_fails_as_the_files_are_gone_takes_the_store_down(scene: Scene) -> None:
+    shutil.rmtree(scene.store.path)
+    scene.write(b"a", is_write=True)
+    scene.settle()
+    assert "start the engine again" in str(scene.threads.why_down())
+
+
+@pytest.mark.parametrize("change", ["evict", "rename"])
+def test_what_a_full_disk_does_not_take_of_the_index_is_done_with_the_next_change(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    for key in (b"a", b"b", b"c", b"d"):
+        scene.write(key)
+    scene.settle()
+    with monkeypatch.context() as patched:
+        patched.setattr(ChunkIndex, "delete", failing_delete)
+        if change == "evict":
+            assert scene.store.evict_many([b"a", b"b"]) == 2
+            assert scene.store.num_free_slots == 2
+        else:
+            assert scene.store.rename([(b"c", "later")]) == 1
+    scene.store.update_notes([(b"d", 1.0, 1.0)])
+    scene.threads.close()
+    with ChunkStore(scene.folder, IDENTITY, chunk_bytes=CHUNK_BYTES, capacity_bytes=4 * CHUNK_BYTES) as again:
+        found = {entry.key: entry.doc_id for entry in again.entries()}
+    assert found == (
+        {b"c": None, b"d": None} if change == "evict" else {b"a": None, b"b": None, b"c": "later", b"d": None}
+    )
+
+
 def test_a_change_that_fails_takes_the_store_down_and_the_next_ones_but_those_that_are_forced(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -114,7 +182,7 @@ def test_a_change_that_fails_takes_the_store_down_and_the_next_ones_but_those_th
     assert b"c" in scene.store
     assert b"b" not in scene.store
     (message,) = [record.getMessage() for record in caplog.records]
-    assert message.startswith("The test's store is out of service until the next start: it could not be written to")
+    assert message.startswith("The test's store is out of service until the next start: a change failed: ")
 
 
 def test_what_is_read_when_the_store_is_down_is_left_to_whoever_waits(scene: Scene) -> None:

@@ -23,7 +23,7 @@ from ragcache_core.chunk.types import ChunkKey, ChunkVariant
 from ragcache_core.chunkstore import ChunkNote, ChunkStore, ChunkWrite, Scratch, aligned_rows
 from ragcache_core.chunkstore.chunks import ChunkEntry, names_of_text, text_of_names
 from ragcache_core.chunkstore.sealing import Keys, load_keys
-from ragcache_core.errors import CacheTierError, ConfigError
+from ragcache_core.errors import CacheTierError, CacheWriteError, ConfigError
 from ragcache_core.vllm_plugin.chunks.messages import (
     DropChunks,
     NameChunks,
@@ -171,25 +171,18 @@ class ChunkDisk:
         return True
 
     def drop(self, command: DropChunks) -> None:
-        """Delete variants.
-
-        Raises:
-            CacheWriteError: some are still there.
-        """
+        """Delete variants. On a full disk some come back if the engine ends before the next change: see `scrub`."""
         for key, number, num_pages in command.dropped:
             most = num_pages * self._pieces_per_page + 1  # a full page behind more than 80 chunks may take one more
-            self._statistics.delete_many(part_key(key, number, i) for i in range(most))
-            self._pages.delete_many(part_key(key, number, page) for page in range(num_pages))
+            self._statistics.evict_many(part_key(key, number, i) for i in range(most))
+            self._pages.evict_many(part_key(key, number, page) for page in range(num_pages))
 
     def note(self, command: NoteUses) -> None:
-        """Note what variants are worth.
-
-        Raises:
-            CacheWriteError: none was noted.
-        """
-        self._statistics.update_notes(
-            (part_key(key, number, 0), frequency, worth) for key, number, frequency, worth in command.uses
-        )
+        """Note what variants are worth; a full disk keeps what was noted before."""
+        with suppress(CacheWriteError):
+            self._statistics.update_notes(
+                (part_key(key, number, 0), frequency, worth) for key, number, frequency, worth in command.uses
+            )
 
     def scrub(self, on_part: Callable[[], object]) -> None:
         """Leave nothing in the files of what was deleted before.
@@ -201,11 +194,7 @@ class ChunkDisk:
         self._pages.erase((), on_part)
 
     def rename(self, command: NameChunks) -> None:
-        """Note which documents variants are.
-
-        Raises:
-            CacheWriteError: none was noted.
-        """
+        """Note which documents variants are; on a full disk with the next change."""
         self._statistics.rename(
             (part_key(key, number, 0), text_of_names(None, documents)) for key, number, documents in command.names
         )

@@ -156,6 +156,7 @@ class ChunkMemory:
                     self._store.change(
                         partial(self._write, self._store, self._disk, command, transfer),
                         partial(self._on_written, command.command_id, transfer),
+                        is_write=True,
                     )
                 case DropChunks():
                     for dropped in command.dropped:
