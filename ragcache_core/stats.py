@@ -218,9 +218,12 @@ class TierStats:
     """One tier of the engine's cache, counted since the engine started.
 
     ``name`` is ``gpu``, ``host``, ``disk`` or ``shared``. ``num_hit_tokens`` are prompt tokens that were served from
-    here. A tier that failed (a full or broken disk) is switched off: ``is_enabled`` is false, and the others go on; a
-    shared store is tried again. Of that ``num_blocks`` are those which this engine has put or found there; its size is
-    not known, and 0.
+    here. A tier that failed (a disk that is gone or hangs) is switched off: ``is_enabled`` is false, and the others go
+    on; a shared store is tried again. Of that ``num_blocks`` are those which this engine has put or found there; its
+    size is not known, and 0.
+
+    ``num_corrupt_chunks`` of the disk or the shared store were damaged, and computed again. ``num_dropped_chunks`` were
+    not written there: it was full, slow, or failed.
     """
 
     name: str
@@ -230,6 +233,12 @@ class TierStats:
     num_evicted_blocks: int = _counter("ragcache_tier_evicted_blocks", "Blocks that a tier gave up.", MISSING)
     num_hit_tokens: int = _counter("ragcache_tier_hit_tokens", "Prompt tokens that came from a tier.", MISSING)
     is_enabled: bool = _gauge("ragcache_tier_enabled", "Whether a tier works: 1 or 0.")
+    num_corrupt_chunks: int = _counter(
+        "ragcache_corrupt_chunks", "Chunks of a tier with wrong content; each was a miss."
+    )
+    num_dropped_chunks: int = _counter(
+        "ragcache_dropped_chunks", "Chunks that were not written to a tier: it was full, slow, or failed."
+    )
 
     @property
     def usage(self) -> float:
@@ -523,9 +532,9 @@ class EngineStats:
 
     The rest is RAGCache's own: ``policy`` is the name of its replacement policy (``None``: plain vLLM), ``tiers`` go
     from the fastest to the slowest, ``hottest_documents`` from the most used on. ``num_ignored_metadata`` requests
-    announced documents that contradicted their prompt; ``num_corrupt_chunks`` and ``num_lost_chunks`` of the disk tier
-    were damaged or gone, and computed again; ``num_dropped_chunks`` were not written to it, which was full or slow.
-    Both count those of a shared store as well, which failed, or did not answer in time, ``num_shared_failures`` times.
+    announced documents that contradicted their prompt; ``num_lost_chunks`` of the disk tier were gone, and computed
+    again. ``num_corrupt_chunks`` and ``num_dropped_chunks`` are the sums of the tiers' figures of the same name. The
+    shared store failed, or did not answer in time, ``num_shared_failures`` times.
 
     ``num_reordered_requests`` were served before one that had come earlier, ``max_overtaken`` is how often that
     happened to the same one at most. Of ``num_requests`` that were asked for and admitted, ``num_reordered_prompts``
@@ -557,13 +566,11 @@ class EngineStats:
     num_ignored_metadata: int = _counter(
         "ragcache_ignored_metadata", "Requests whose documents contradicted their prompt."
     )
-    num_corrupt_chunks: int = _counter("ragcache_corrupt_chunks", "Chunks on disk with wrong content; each was a miss.")
+    num_corrupt_chunks: int = 0
     num_lost_chunks: int = _counter(
         "ragcache_lost_chunks", "Chunks found cut off, or without their prefix, at the start."
     )
-    num_dropped_chunks: int = _counter(
-        "ragcache_dropped_chunks", "Chunks that were not written to disk: it was full or slow."
-    )
+    num_dropped_chunks: int = 0
     num_shared_failures: int = _counter(
         "ragcache_shared_failures", "How often the shared store failed, or did not answer in time."
     )

@@ -168,11 +168,15 @@ def _cache_counters(reading: EngineStats) -> Iterator[tuple[str, str]]:
     if reading.policy is not None:
         yield "policy", reading.policy
         yield "ignored", f"metadata of {reading.num_ignored_metadata:,} requests"
-        counts = f"{reading.num_corrupt_chunks:,} corrupt, {reading.num_lost_chunks:,} lost"
-        yield "disk chunks", f"{counts}, {reading.num_dropped_chunks:,} dropped"
+        shared = next((tier for tier in reading.tiers if tier.name == "shared"), None)
+        num_corrupt, num_dropped = reading.num_corrupt_chunks, reading.num_dropped_chunks
+        if shared is not None:
+            num_corrupt, num_dropped = num_corrupt - shared.num_corrupt_chunks, num_dropped - shared.num_dropped_chunks
+        yield "disk chunks", f"{num_corrupt:,} corrupt, {reading.num_lost_chunks:,} lost, {num_dropped:,} dropped"
         overtaken = f"a waiting one overtaken {reading.max_overtaken:,} times at most"
-        if any(tier.name == "shared" for tier in reading.tiers):
-            yield "shared store", f"failed or did not answer {reading.num_shared_failures:,} times"
+        if shared is not None:
+            counts = f"{shared.num_corrupt_chunks:,} corrupt, {shared.num_dropped_chunks:,} dropped"
+            yield "shared store", f"failed or did not answer {reading.num_shared_failures:,} times; chunks: {counts}"
         yield "queue", f"{reading.num_reordered_requests:,} requests served early, {overtaken}"
         changed = f"changed in {reading.num_reordered_prompts:,} of {reading.num_requests:,} prompts"
         yield "document order", f"{changed} ({reading.reordered_share:.1%})"

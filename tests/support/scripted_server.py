@@ -76,11 +76,11 @@ THREE_TIERS: JsonObject = {
     "num_corrupt_chunks": 2, "num_lost_chunks": 3, "num_dropped_chunks": 4,
     "tiers": [
         {"name": "gpu", "capacity_bytes": 1 << 30, "used_bytes": 1 << 29, "num_blocks": 512, "num_evicted_blocks": 9,
-         "num_hit_tokens": 4096, "is_enabled": True},
+         "num_hit_tokens": 4096, "is_enabled": True, "num_corrupt_chunks": 0, "num_dropped_chunks": 0},
         {"name": "host", "capacity_bytes": 8 << 30, "used_bytes": 6 << 30, "num_blocks": 6144, "num_evicted_blocks": 4,
-         "num_hit_tokens": 2048, "is_enabled": True},
+         "num_hit_tokens": 2048, "is_enabled": True, "num_corrupt_chunks": 0, "num_dropped_chunks": 0},
         {"name": "disk", "capacity_bytes": 1 << 40, "used_bytes": 0, "num_blocks": 0, "num_evicted_blocks": 0,
-         "num_hit_tokens": 0, "is_enabled": False},
+         "num_hit_tokens": 0, "is_enabled": False, "num_corrupt_chunks": 2, "num_dropped_chunks": 4},
     ],
     "hottest_documents": [
         {"doc_id": "mel.txt", "frequency": 12.5, "num_tokens": 300, "tiers": ["gpu", "host"]},

@@ -57,6 +57,7 @@ _TOKENS_BY_TIER = ("num_gpu_tokens", "num_host_tokens", "num_disk_tokens", "num_
 _REQUEST_FIGURES = TypeAdapter(_RequestFigures)
 _ENGINE_STATS = TypeAdapter(EngineStats)
 _ALWAYS_SAID = ("policy", "tiers", "hottest_documents")
+_SUMS_OF_TIERS = ("num_corrupt_chunks", "num_dropped_chunks")
 
 
 class CacheStatsRoutes:
@@ -201,7 +202,7 @@ def _with_cache(stats: EngineStats, answer: Mapping[str, object] | None) -> Engi
     said = {
         name: 0 if answer.get(name) is None else answer[name] for name in _ALWAYS_SAID
     }  # 0 is of none of their types
-    said |= {name: answer[name] for name in (*series_of(EngineStats), "chunks") if name in answer}
+    said |= {name: answer[name] for name in (*series_of(EngineStats), *_SUMS_OF_TIERS, "chunks") if name in answer}
     before = {each.name: getattr(stats, each.name) for each in fields(stats)}
     try:
         return _ENGINE_STATS.validate_python({**before, **said})

@@ -725,7 +725,7 @@ class CacheController:
         }
 
     def _tier_report(self, tier: Tier, report: TierReport) -> dict[str, object]:
-        state = self.tree.tiers[tier]
+        state, counters, on_disk = self.tree.tiers[tier], self.counters, tier is Tier.DISK
         num_blocks = state.num_units + report.num_other_blocks()
         return {
             "name": tier.label,
@@ -733,8 +733,10 @@ class CacheController:
             "used_bytes": num_blocks * report.block_bytes,
             "num_blocks": num_blocks,
             "num_evicted_blocks": state.num_evicted_units,
-            "num_hit_tokens": self.counters.num_tokens_by_tier[tier],
+            "num_hit_tokens": counters.num_tokens_by_tier[tier],
             "is_enabled": report.is_enabled,
+            "num_corrupt_chunks": (counters.num_corrupt_chunks - counters.num_shared_corrupt_chunks) * on_disk,
+            "num_dropped_chunks": (counters.num_dropped_chunks - counters.num_shared_dropped_chunks) * on_disk,
         }
 
     def _shared_report(self) -> Iterator[dict[str, object]]:
@@ -750,6 +752,8 @@ class CacheController:
             "num_evicted_blocks": 0,
             "num_hit_tokens": self.counters.num_tokens_by_tier[Origin.SHARED],
             "is_enabled": self.shared.is_serving,
+            "num_corrupt_chunks": self.counters.num_shared_corrupt_chunks,
+            "num_dropped_chunks": self.counters.num_shared_dropped_chunks,
         }
 
     def _count_access(self, state: RequestState, keys: Sequence[Key]) -> None:

@@ -149,7 +149,7 @@ class Counters:
     """What happened since the engine started.
 
     The tokens by tier, or other origin, are those of every look-up; requests count once they are real: sent as such, or
-    confirmed.
+    confirmed. Corrupt and dropped chunks are those of the disk and of the shared store, which are counted apart, too.
     """
 
     num_requests: int = 0
@@ -164,6 +164,8 @@ class Counters:
     num_lost_chunks: int = 0
     num_dropped_chunks: int = 0
     num_shared_failures: int = 0
+    num_shared_corrupt_chunks: int = 0
+    num_shared_dropped_chunks: int = 0
 
     def count(self, state: RequestState) -> None:
         """Count a real request that was admitted."""
@@ -174,5 +176,6 @@ class Counters:
     def to_dict(self) -> dict[str, object]:
         """Return them by name, but for the tiers', which each tier reports."""
         counts = asdict(self)
-        del counts["num_tokens_by_tier"]
+        for of_a_tier in ("num_tokens_by_tier", "num_shared_corrupt_chunks", "num_shared_dropped_chunks"):
+            del counts[of_a_tier]
         return counts

@@ -331,7 +331,9 @@ class SharedTier(SecondaryTierManager):
         if now != self._counted:
             damaged, dropped, failures, _ = (new - old for new, old in zip(now, self._counted, strict=True))
             counters.num_corrupt_chunks += damaged
+            counters.num_shared_corrupt_chunks += damaged
             counters.num_dropped_chunks += dropped
+            counters.num_shared_dropped_chunks += dropped
             counters.num_shared_failures += failures
             self._counted = now
             self._controller.record_change()

@@ -113,10 +113,13 @@ def test_the_series_are_what_the_engine_counted() -> None:
     server.metrics.observe(engine.stats().data)
     engine.serve("r2", 0, 8)
     engine.controller.counters.num_corrupt_chunks = 3
+    engine.controller.counters.num_dropped_chunks = 5
     server.metrics.observe(engine.stats().data)
     assert server.value("ragcache_requests_total") == 2
     assert server.value("ragcache_prompt_tokens_total") == 20
-    assert server.value("ragcache_corrupt_chunks_total") == 3
+    assert server.value("ragcache_corrupt_chunks_total", tier="disk") == 3
+    assert server.value("ragcache_dropped_chunks_total", tier="disk") == 5
+    assert server.value("ragcache_dropped_chunks_total", tier="gpu") == 0
     assert server.value("ragcache_tier_hit_tokens_total", tier="gpu") == 4
     assert server.value("ragcache_tier_hit_tokens_total", tier="disk") == 8
     assert server.value("ragcache_tier_capacity_bytes", tier="disk") == 9000

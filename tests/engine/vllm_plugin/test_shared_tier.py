@@ -291,6 +291,8 @@ def test_a_full_store_takes_nothing_and_still_gives(
     one.store("ABCD")
     assert one.read("ABCD") == 4
     assert one.counters.num_dropped_chunks == 8
+    report = {tier["name"]: tier for tier in one.controller.report()["tiers"]}  # type: ignore[attr-defined]  # JSON
+    assert report["shared"]["num_dropped_chunks"] == 8
     assert "set maxmemory-policy to allkeys-lru" in plugin_log.text
 
 

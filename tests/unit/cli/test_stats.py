@@ -66,6 +66,15 @@ def test_the_table_shows_each_tier_with_its_bytes_and_hits(server: ScriptedServe
     assert disk[1:3] == ["0 B of 1.0 TiB", "switched off: see the log"]
 
 
+def test_the_faults_of_a_shared_store_are_not_the_disks(server: ScriptedServer) -> None:
+    shared = {**THREE_TIERS["tiers"][2], "name": "shared", "num_corrupt_chunks": 7, "num_dropped_chunks": 80}
+    totals = {"num_corrupt_chunks": 9, "num_dropped_chunks": 84, "num_shared_failures": 5}
+    server.cache = {**THREE_TIERS, **totals, "tiers": [*THREE_TIERS["tiers"], shared]}
+    lines = stats(server).stdout.splitlines()
+    assert "disk chunks      2 corrupt, 3 lost, 4 dropped" in lines
+    assert "shared store     failed or did not answer 5 times; chunks: 7 corrupt, 80 dropped" in lines
+
+
 def test_the_hottest_documents_are_listed(server: ScriptedServer) -> None:
     lines = stats(server).stdout.splitlines()
     shown = [re.split(r"\s{2,}", line) for line in lines[lines.index("") :] if ".txt" in line or ".md" in line]
