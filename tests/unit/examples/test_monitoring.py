@@ -44,6 +44,22 @@ def test_every_series_of_ours_that_is_asked_for_is_there() -> None:
     assert recorded <= {rule["record"] for rule in rules if "record" in rule}
 
 
+def test_no_share_is_of_what_may_be_nothing() -> None:
+    """A shared store has no known size, and a share of 0 is `+Inf` on the board."""
+    for text in expressions():
+        divisors = re.findall(r"/ (?:ignoring \(tier\) group_left )?(\(?)\w*\(?ragcache_", text)
+        assert all(divisors), text
+
+
+def test_every_count_of_faults_has_a_panel_and_an_alert() -> None:
+    rules = read("ragcache-rules.yml")["groups"][0]["rules"]
+    alerts = " ".join(rule["expr"] for rule in rules if "alert" in rule)
+    panels = " ".join(t["expr"] for p in read("ragcache-dashboard.json")["panels"] for t in p.get("targets", []))
+    for name in ("shared_failures", "dropped_chunks", "corrupt_chunks", "lost_chunks"):
+        assert f"ragcache_{name}_total" in alerts
+        assert f"ragcache_{name}_total" in panels
+
+
 def test_every_panel_says_what_it_shows_and_has_a_place_of_its_own() -> None:
     panels = read("ragcache-dashboard.json")["panels"]
     assert all(panel["description"] for panel in panels if panel["type"] != "row")
