@@ -111,7 +111,7 @@ def refused(change):
     try:
         change()
     except CacheWriteError as error:
-        assert "cannot be written" in str(error) and "can still be read" in str(error), error
+        assert "cannot be written" in str(error) and "see to the space" in str(error), error
         return True
     return False
 

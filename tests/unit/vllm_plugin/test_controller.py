@@ -256,6 +256,8 @@ def test_a_report_is_plain_json() -> None:
             "num_evicted_blocks": 0,
             "num_hit_tokens": 4,
             "is_enabled": True,
+            "num_corrupt_chunks": 0,
+            "num_dropped_chunks": 0,
         },
         {
             "name": "disk",
@@ -265,6 +267,8 @@ def test_a_report_is_plain_json() -> None:
             "num_evicted_blocks": 0,
             "num_hit_tokens": 0,
             "is_enabled": False,
+            "num_corrupt_chunks": 0,
+            "num_dropped_chunks": 0,
         },
     ]
     assert report["hottest_documents"] == [{"doc_id": "a", "frequency": 1, "num_tokens": 8, "tiers": ["gpu"]}]
