@@ -231,3 +231,5 @@ def quoted(value: object, max_chars: int = 80) -> str:
         return f"{value!r:.{max_chars}}"
     except ValueError:  # Python refuses to write such a number
         return "a number of thousands of digits"
+    except RecursionError:
+        return "a value that is nested too deep to show"

@@ -275,7 +275,7 @@ def read_doc_ids(raw: object) -> list[str]:
     for index, doc_id in enumerate(raw):
         if not isinstance(doc_id, str) or not 0 < len(doc_id) <= MAX_DOC_ID_CHARS or not _is_text(doc_id):
             raise ConfigError(
-                f"ids[{index}] is {doc_id!r:.80}; an id has 1 to {MAX_DOC_ID_CHARS} characters of Unicode text: "
+                f"ids[{index}] is {quoted(doc_id)}; an id has 1 to {MAX_DOC_ID_CHARS} characters of Unicode text: "
                 "send those with which the documents were asked about"
             )
     return list(dict.fromkeys(raw))

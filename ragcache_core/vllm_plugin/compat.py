@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from ragcache_core.vllm_plugin.beside import MODULE, children, is_own, own_stats
+from ragcache_core.vllm_plugin.engine_death import until_dead
 from ragcache_core.vllm_plugin.release import put_stand_ins, why_alone
 
 put_stand_ins(__file__)
@@ -310,41 +311,40 @@ def may_change_weights(method: object, *, is_paused: bool) -> bool:
     return (is_paused or says_so) and method not in _LEAVES_WEIGHTS
 
 
+async def _call_engines(engine_client: Any, utility: str, *arguments: object) -> list[Any]:
+    """Call a utility of :func:`attach_utilities` between two steps; return each data-parallel engine's answer.
+
+    Raises:
+        EngineDeadError: an engine died.
+    """
+    return await until_dead(engine_client, engine_client.engine_core.call_utility_all_async(utility, *arguments))
+
+
 async def call_confirm(
     engine_client: Any, speculation_id: str, tenant: str | None = None
 ) -> list[dict[str, Any] | None]:
-    """Call what :func:`attach_utilities` attached in the engine's process; it answers when the running step is done.
-
-    There is an answer of each of several data-parallel engines, in their order.
-    """
-    reports: list[dict[str, Any] | None] = await engine_client.engine_core.call_utility_all_async(
-        _CONFIRM, speculation_id, tenant
-    )
-    return reports
+    """Confirm a speculation in every engine; return their reports."""
+    return await _call_engines(engine_client, _CONFIRM, speculation_id, tenant)
 
 
 async def call_report(engine_client: Any) -> list[dict[str, Any]]:
-    """Return the reports of the engines' schedulers, as :func:`call_confirm` gets them."""
-    reports: list[dict[str, Any]] = await engine_client.engine_core.call_utility_all_async(_REPORT)
-    return reports
+    """Return the reports of the engines' schedulers."""
+    return await _call_engines(engine_client, _REPORT)
 
 
 async def call_cached_paths(engine_client: Any, cursor: str, tenant: str | None) -> list[dict[str, Any]]:
-    """Return what each engine has cached by ``PrefixPublisher.changes``, as :func:`call_confirm` gets answers."""
-    changes: list[dict[str, Any]] = await engine_client.engine_core.call_utility_all_async(_PATHS, cursor, tenant)
-    return changes
+    """Return what each engine has cached by ``PrefixPublisher.changes``."""
+    return await _call_engines(engine_client, _PATHS, cursor, tenant)
 
 
 async def call_prefetch(engine_client: Any, token_ids: list[int], salt: str | None) -> list[dict[str, Any]]:
-    """Have what is on disk of a prompt read, as :func:`call_confirm` gets answers."""
-    begun: list[dict[str, Any]] = await engine_client.engine_core.call_utility_all_async(_PREFETCH, token_ids, salt)
-    return begun
+    """Have what is on disk of a prompt read."""
+    return await _call_engines(engine_client, _PREFETCH, token_ids, salt)
 
 
 async def call_recent_requests(engine_client: Any, limit: int) -> list[dict[str, Any]]:
-    """Return what becomes of each engine's latest requests, as :func:`call_confirm` gets answers."""
-    recent: list[dict[str, Any]] = await engine_client.engine_core.call_utility_all_async(_REQUESTS, limit)
-    return recent
+    """Return what becomes of each engine's latest requests."""
+    return await _call_engines(engine_client, _REQUESTS, limit)
 
 
 def front_end_of(vllm_config: Any) -> tuple[int, int]:
@@ -376,14 +376,12 @@ def tell_all_front_ends(outputs: dict[int, EngineCoreOutputs], num_front_ends: i
 
 async def call_forget(engine_client: Any, doc_ids: list[str]) -> list[dict[str, Any]]:
     """Have every data-parallel engine forget documents, and return their receipts."""
-    receipts: list[dict[str, Any]] = await engine_client.engine_core.call_utility_all_async(_FORGET, doc_ids)
-    return receipts
+    return await _call_engines(engine_client, _FORGET, doc_ids)
 
 
 async def call_left(engine_client: Any) -> list[dict[str, Any]]:
     """Return what every data-parallel engine still has of what was forgotten."""
-    left: list[dict[str, Any]] = await engine_client.engine_core.call_utility_all_async(_LEFT)
-    return left
+    return await _call_engines(engine_client, _LEFT)
 
 
 async def call_cache(engine_client: Any, action: str, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -391,9 +389,9 @@ async def call_cache(engine_client: Any, action: str, body: dict[str, Any]) -> l
 
     Each call runs a slice, and the engines' steps run between two of them.
     """
-    core, body = engine_client.engine_core, {"token": uuid4().hex, "keeps_answer": False, **body}
+    body = {"token": uuid4().hex, "keeps_answer": False, **body}
     while True:
-        answers: list[dict[str, Any]] = await core.call_utility_all_async(_CACHE, action, body)
+        answers: list[dict[str, Any]] = await _call_engines(engine_client, _CACHE, action, body)
         if all(answers) or any("refused" in answer for answer in answers):
             return answers
         body["keeps_answer"] = len(answers) > 1

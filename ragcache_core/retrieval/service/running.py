@@ -67,7 +67,7 @@ class StoreService:
     ) -> None:
         uvicorn, _ = extra_module("uvicorn", _EXTRA), extra_module("starlette", _EXTRA)
         from ragcache_core.retrieval.service.app import Limits, StoreApp
-        from ragcache_core.retrieval.service.connections import ImpatientProtocol
+        from ragcache_core.runtime.connections import HeadTimeoutProtocol
 
         if not isinstance(store, DocumentStore):
             raise ConfigError(f"{store!r:.80} is no DocumentStore: open one, and pass it")
@@ -84,7 +84,7 @@ class StoreService:
         self._server: Any = uvicorn.Server(
             uvicorn.Config(
                 app.asgi,
-                http=ImpatientProtocol,
+                http=HeadTimeoutProtocol,
                 ws="none",
                 log_config=None,
                 log_level="warning",

@@ -17,7 +17,7 @@ from fastapi import APIRouter, HTTPException, Query, Request
 from vllm.logger import init_logger
 
 from ragcache_core.chunkstore.old_namespaces import delete_unused
-from ragcache_core.errors import CacheTierError
+from ragcache_core.errors import CacheTierError, quoted
 from ragcache_core.stats import MAX_LISTED
 from ragcache_core.vllm_plugin.beside import extra_config
 from ragcache_core.vllm_plugin.compat import call_cache, call_report
@@ -81,9 +81,9 @@ async def collect_garbage(request: Request) -> dict[str, object]:
     body = await read_body(request, {"unused_days": 7, "is_trial": False})
     days, is_trial = body.get("unused_days", 7), body.get("is_trial", False)
     if isinstance(days, bool) or not isinstance(days, int | float) or not 0 <= days <= _MAX_DAYS:
-        raise HTTPException(400, f"unused_days is {days!r:.80}: send 0 to {_MAX_DAYS}")
+        raise HTTPException(400, f"unused_days is {quoted(days)}: send 0 to {_MAX_DAYS}")
     if not isinstance(is_trial, bool):
-        raise HTTPException(400, f"is_trial is {is_trial!r:.80}: send true or false")
+        raise HTTPException(400, f"is_trial is {quoted(is_trial)}: send true or false")
     if received.engine() is None:
         raise HTTPException(404, "this server runs without RAGCache")
     transfer = request.app.state.ragcache_engine_client.vllm_config.kv_transfer_config

@@ -21,7 +21,7 @@ from typing import Any
 
 from fastapi import APIRouter, HTTPException, Request
 
-from ragcache_core.errors import ConfigError
+from ragcache_core.errors import ConfigError, quoted
 from ragcache_core.stats import ForgetReceipt
 from ragcache_core.vllm_plugin.compat import call_cache, call_forget, call_left, call_report
 from ragcache_core.vllm_plugin.server.engine_view import received
@@ -140,8 +140,8 @@ async def read_body(request: Request, fields: Mapping[str, object]) -> Mapping[s
     """Return a body with no other fields than those of an example."""
     try:
         body = await request.json()
-    except ValueError as error:
-        raise HTTPException(400, f"the body is no JSON ({error}): send {json.dumps(fields)}") from error
+    except (ValueError, RecursionError) as error:
+        raise HTTPException(400, f"the body is no JSON ({error!s:.120}): send {json.dumps(fields)}") from error
     if not isinstance(body, Mapping) or not body.keys() <= fields.keys():
         raise HTTPException(400, f"the body is something else than {json.dumps(fields)}: send that")
     return body
@@ -151,7 +151,7 @@ def wait_of(body: Mapping[str, Any]) -> float:
     """Return how long to wait for what cannot be given up at once."""
     wait_s = body.get("wait_s", _WAIT_S)
     if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not 0 <= wait_s <= _MAX_WAIT_S:
-        raise HTTPException(400, f"wait_s is {wait_s!r:.80}: send 0 to {_MAX_WAIT_S:g} seconds")
+        raise HTTPException(400, f"wait_s is {quoted(wait_s)}: send 0 to {_MAX_WAIT_S:g} seconds")
     return float(wait_s)
 
 

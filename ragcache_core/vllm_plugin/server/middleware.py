@@ -6,10 +6,12 @@ platforms, nor where it tokenises, pauses or scales. Here everything needs the k
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import HTTPException
 from starlette.datastructures import Headers
@@ -17,6 +19,7 @@ from starlette.responses import JSONResponse
 from starlette.websockets import WebSocketClose
 
 from ragcache_core.runtime.api_keys import hashed, is_among, shown_digest
+from ragcache_core.runtime.connections import HeadTimeoutProtocol
 from ragcache_core.runtime.tenants import Tenants
 from ragcache_core.vllm_plugin.server.page.files import FILES, PAGE
 from ragcache_core.wire import HUNG
@@ -27,11 +30,10 @@ if TYPE_CHECKING:
 OPEN_PATHS = frozenset(
     {
         *("/health", "/ready", "/ping", "/load", "/version", "/metrics", "/metrics/"),
-        *("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"),
         *(*FILES, f"{PAGE}/"),
     }
 )
-"""What answers without the key: whether and how busy the server is, what it can be asked, and a page that asks it."""
+"""Paths that need no key: the probes, the metrics, and the page, which asks for the key itself."""
 _OPERATORS_PATHS = frozenset(("/metrics", "/metrics/", "/load"))
 """Of these, what tells of all tenants together: where there are any, it needs an operator's key."""
 _OWN = "/v1/ragcache/"
@@ -48,8 +50,12 @@ TENANT = "ragcache_tenant"
 _PROBES = ("/health", "/ping", "/ready")
 _OWN_PREFIX = "/v1/ragcache/"
 _RETRY_AFTER_S = 2
-_OPEN_PREFIX = "/static/"  # the pages of --enable-offline-docs
 _MAX_DRAINED_BYTES = 256 << 20
+_BODY_PAUSE_S = 30.0
+"""Seconds without a byte of a request body that is not complete."""
+_SHUTDOWN_S = 5.0
+"""Seconds that uvicorn waits for open requests when it shuts down. vLLM has stopped the engine by then."""
+_ERROR_TYPES = {408: "Request Timeout", 413: "Request Entity Too Large"}
 
 
 @dataclass(slots=True)
@@ -65,6 +71,16 @@ def refusal_of_work() -> JSONResponse:
     message = "this server is about to end and takes no more requests: send them to another, or again in a moment"
     error = {"message": message, "type": "Service Unavailable", "param": None, "code": 503}
     return JSONResponse({"error": error}, 503, {"Retry-After": str(_RETRY_AFTER_S), "Connection": "close"})
+
+
+def bound_waiting(server: Any) -> None:
+    """Bound how long a uvicorn server waits for request heads, and for open requests when it shuts down.
+
+    vLLM passes neither limit to uvicorn and has no option for them. ``serve_http`` puts the server into the state of
+    the application before it starts, and uvicorn reads both settings later.
+    """
+    server.config.http_protocol_class = HeadTimeoutProtocol
+    server.config.timeout_graceful_shutdown = _SHUTDOWN_S
 
 
 class Door:
@@ -86,7 +102,11 @@ class Door:
             self._tenants = dict(tenants.digests)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] in ("http", "websocket") and not self._may_enter(scope):
+        if scope["type"] == "lifespan":
+            if (server := getattr(scope["app"].state, "server", None)) is not None:
+                bound_waiting(server)
+            await self._app(scope, receive, send)
+        elif not self._may_enter(scope):
             refuse: ASGIApp = JSONResponse({"error": "Unauthorized"}, 401)  # as vLLM says it
             await (WebSocketClose(1008) if scope["type"] == "websocket" else refuse)(scope, receive, send)
         elif (tenant := scope.get(TENANT)) is not None and not _may_ask(scope):
@@ -120,18 +140,19 @@ class Door:
         if num_bytes <= limit:
             try:
                 await self._app(scope, _bounded(receive, limit), send)
-            except _TooLarge as error:  # raised to who reads the body before vLLM's own handlers of errors
-                await _too_large(error.detail)(scope, receive, send)
+            except _BadBody as error:  # raised in middleware, outside vLLM's exception handlers
+                await _refusal(error.status_code, error.detail)(scope, receive, send)
             return
-        if "expect" not in headers:  # who waits for leave to send does not get it
-            await _drain(receive)
-        await _too_large(_why_too_large(str(num_bytes), limit))(scope, receive, send)
+        if "expect" not in headers:  # a client that waits for "100 Continue" sends no body
+            with suppress(_BadBody):
+                await _drain(_bounded(receive, _MAX_DRAINED_BYTES))
+        await _refusal(413, _why_too_large(str(num_bytes), limit))(scope, receive, send)
 
     def _may_enter(self, scope: Scope) -> bool:
         path = _path(scope)
         is_open = path in OPEN_PATHS and not (self._has_tenants and path in _OPERATORS_PATHS)
         is_unlocked = not self._digests and not self._has_tenants
-        if is_unlocked or is_open or path.startswith(_OPEN_PREFIX):  # a browser's preflight is answered before
+        if is_unlocked or is_open:  # vLLM's CORS middleware answers a browser's preflight before
             return True
         shown = shown_digest(Headers(scope=scope).get("authorization", ""))
         if is_among(shown, self._digests):
@@ -173,38 +194,45 @@ def _number(header: str) -> int:
     return int(header[:19]) if header.isdecimal() else 0
 
 
-class _TooLarge(HTTPException):
-    """A body that goes on beyond the limit; vLLM's routes answer it like every ``HTTPException``."""
+class _BadBody(HTTPException):
+    """A body that exceeds the limit or does not arrive; vLLM's routes answer it like every ``HTTPException``."""
 
 
 def _bounded(receive: Receive, limit: int) -> Receive:
-    """Return a ``receive`` that counts what comes, and refuses what is beyond ``limit``."""
+    """Return a ``receive`` that rejects a body of more than ``limit`` bytes, and one that stops arriving."""
     num_bytes = 0
+    is_complete = False
 
     async def counting() -> Message:
-        nonlocal num_bytes
-        message = await receive()
+        nonlocal num_bytes, is_complete
+        if is_complete:  # from here on it waits for the client's disconnect
+            return await receive()
+        try:
+            async with asyncio.timeout(_BODY_PAUSE_S):
+                message = await receive()
+        except TimeoutError as error:
+            raise _BadBody(
+                408,
+                f"the request's body stopped for {_BODY_PAUSE_S:g} s after {num_bytes} bytes: send it again",
+            ) from error
+        is_complete = message["type"] != "http.request" or not message.get("more_body", False)
         num_bytes += len(message.get("body", b""))
         if num_bytes > limit:
-            raise _TooLarge(413, _why_too_large(f"more than {limit}", limit))
+            raise _BadBody(413, _why_too_large(f"more than {limit}", limit))
         return message
 
     return counting
 
 
 async def _drain(receive: Receive) -> None:
-    """Take a body and keep nothing of it: a client reads no answer while it sends, unless it is endless."""
-    num_bytes = 0
-    while num_bytes < _MAX_DRAINED_BYTES:
-        message = await receive()
-        num_bytes += len(message.get("body", b""))
-        if message["type"] != "http.request" or not message.get("more_body", False):
-            return
+    """Read a body and keep nothing of it, because a client that still sends reads no answer."""
+    while (message := await receive())["type"] == "http.request" and message.get("more_body", False):
+        pass
 
 
-def _too_large(message: str) -> JSONResponse:
-    error = {"message": message, "type": "Request Entity Too Large", "param": None, "code": 413}
-    return JSONResponse({"error": error}, 413)  # as vLLM's own errors
+def _refusal(status: int, message: str) -> JSONResponse:
+    error = {"message": message, "type": _ERROR_TYPES[status], "param": None, "code": status}
+    return JSONResponse({"error": error}, status)  # as vLLM's own errors
 
 
 def _why_too_large(size: str, limit: int) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from ragcache_core.errors import ConfigError
 from ragcache_core.runtime.environment import HANG_TIMEOUT_ENV
 from ragcache_core.runtime.hangs import HangDetector, ProcessUse, read_engine_use
+from ragcache_core.vllm_plugin.engine_death import until_dead
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -58,7 +59,7 @@ class EngineProgress:
 
         parallel = engine_client.vllm_config.parallel_config
         return cls(
-            engine_client.is_sleeping,
+            lambda: until_dead(engine_client, engine_client.is_sleeping()),
             lambda: read_engine_use(starter_pid, envs.VLLM_PROCESS_NAME_PREFIX),
             limit_s=limit_s,
             step_limit_s=None if current_platform.is_cpu() else float(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS),

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ragcache_core.errors import ConfigError
+from ragcache_core.errors import ConfigError, quoted
 from ragcache_core.vllm_plugin.server.middleware import TENANT
 from ragcache_core.vllm_plugin.server.rank_choice import RankChoice, documents_of
 from ragcache_core.wire import KEY, MAX_DOCUMENTS, check_depth, check_sendable, read_expected_uses
@@ -69,6 +70,27 @@ class RequestBodyCheck:
             await self._app(scope, again, send)
 
 
+def _transfer_params(request: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the transfer parameters of a request, each with its place.
+
+    Raises:
+        ConfigError: one is no object where vLLM does not check that itself.
+    """
+    sampling = request.get("sampling_params")  # of vLLM's token-in, token-out API
+    holders = {
+        "": request,
+        "vllm_xargs.": request.get("vllm_xargs"),
+        "sampling_params.extra_args.": sampling.get("extra_args") if isinstance(sampling, dict) else None,
+    }
+    for prefix, holder in holders.items():
+        for name in ("kv_transfer_params", "ec_transfer_params"):
+            given = holder.get(name) if isinstance(holder, dict) else None
+            if isinstance(given, dict):
+                yield f"{prefix}{name}", given
+            elif given is not None and prefix:
+                raise ConfigError(f"{prefix}{name} is {quoted(given)}: send an object, as the request's {name}")
+
+
 def problem_of(body: bytes) -> tuple[int, str, str] | None:
     """Return why a body is refused: status, vLLM's type of error, message.
 
@@ -89,9 +111,8 @@ def problem_of(body: bytes) -> tuple[int, str, str] | None:
         return None
     try:
         check_sendable(request, "the request")
-        for place in ("kv_transfer_params", "ec_transfer_params"):
-            said = request.get(place)
-            for name, value in said.items() if isinstance(said, dict) else ():
+        for place, given in _transfer_params(request):
+            for name, value in given.items():
                 check_depth(value, f"{place}.{name:.80}")
         params = request.get("kv_transfer_params")
         metadata = params.get(KEY) if isinstance(params, dict) else None

@@ -385,7 +385,7 @@ async def test_of_searches_that_come_at_once_no_more_run_than_may(
 def test_a_connection_that_sends_half_a_request_is_closed(
     remote: RemoteStore, monkeypatch: pytest.MonkeyPatch, before: bytes, sent: bytes
 ) -> None:
-    monkeypatch.setattr("ragcache_core.retrieval.service.connections.HEAD_S", 0.1)
+    monkeypatch.setattr("ragcache_core.runtime.connections.HEAD_S", 0.1)
     address = httpx.URL(remote.url)
     with socket.create_connection((address.host, address.port or 0), timeout=10) as half:
         half.sendall(before)
