@@ -21,6 +21,7 @@ from ragcache_core.cli.options import (
     tokenizer_option,
     vllm_args_argument,
 )
+from ragcache_core.runtime.environment import API_KEY_ENV
 
 if TYPE_CHECKING:
     from ragcache_core.client import Engine, Fleet
@@ -131,10 +132,10 @@ def serve(
 ) -> None:
     """Serve MODEL over the OpenAI protocol until Ctrl-C or SIGTERM (exit status 0).
 
-    MODEL is a folder in Hugging Face format, or a name of the hub. Without --api-key a random key is made. What
-    follows -- goes to vLLM's server as it is. A server that dies or hangs is started again at the same address with the
-    same key. After SIGTERM it takes no more requests, and ends when it has answered those that it has; Ctrl-C, or a
-    second SIGTERM, ends it at once.
+    MODEL is a folder in Hugging Face format, or a name of the hub. Without --api-key a random key is generated and
+    printed, unless the log goes to a standard stream. What follows -- goes to vLLM's server as it is. A server that
+    dies or hangs is restarted at the same address with the same key. After SIGTERM it takes no more requests, and ends
+    when it has answered those that it has; Ctrl-C, or a second SIGTERM, ends it at once.
     """
     check_vllm_args(vllm_args)
     if no_cache and (given := _flags_of({"cache_config": cache_config, **cache_settings})):
@@ -166,7 +167,7 @@ def serve(
     )
     with engine:
         engines: Sequence[Engine] = getattr(engine, "engines", None) or (cast("Engine", engine),)
-        _announce(engines, as_json, has_page=cache is not None)
+        _announce(engines, as_json, has_page=cache is not None, shows_key=_shows_key(api_key, engines))
         try:
             _watch(engines)
         except KeyboardInterrupt:  # the way to end a server: no error
@@ -184,9 +185,24 @@ def _flags_of(settings: dict[str, object]) -> list[str]:
     return [param.opts[0] for param in names]
 
 
-def _announce(engines: Sequence[Engine], as_json: bool, *, has_page: bool) -> None:
-    """Say where the server is; of several, where each is."""
-    all_facts = [_facts_of(engine, has_page=has_page) for engine in engines]
+def _shows_key(api_key: str | None, engines: Sequence[Engine]) -> bool:
+    """Return whether to print the API key: only a generated one, and not into a container's log."""
+    if api_key:
+        return False
+    from ragcache_core.client.launch.server_log import is_stream
+
+    if not any(is_stream(engine.log_path) for engine in engines if engine.log_path is not None):
+        return True
+    click.echo(
+        f"ragcache: warning: the random API key is not printed into a log: set --api-key or {API_KEY_ENV}",
+        err=True,
+    )
+    return False
+
+
+def _announce(engines: Sequence[Engine], as_json: bool, *, has_page: bool, shows_key: bool) -> None:
+    """Print where the server is; of several, where each is."""
+    all_facts = [_facts_of(engine, has_page=has_page, shows_key=shows_key) for engine in engines]
     if as_json:
         ranks = {"ranks": all_facts} if len(engines) > 1 else {}
         print_json({**all_facts[0], **ranks, "pid": os.getpid()})
@@ -201,10 +217,10 @@ def _announce(engines: Sequence[Engine], as_json: bool, *, has_page: bool) -> No
     click.echo("ready: Ctrl-C ends it", err=True)
 
 
-def _facts_of(engine: Engine, *, has_page: bool) -> dict[str, object]:
+def _facts_of(engine: Engine, *, has_page: bool, shows_key: bool) -> dict[str, object]:
     return {
         "url": engine.base_url,
-        "api_key": engine.api_key,
+        **({"api_key": engine.api_key} if shows_key else {}),
         **({"page": engine.base_url.removesuffix("/v1") + "/ragcache"} if has_page else {}),
         "model": engine.model,
         "max_model_len": engine.max_model_len,
@@ -213,13 +229,8 @@ def _facts_of(engine: Engine, *, has_page: bool) -> dict[str, object]:
 
 
 def _watch(engines: Sequence[Engine]) -> None:
-    """Return never: tell of restarts, and raise when a server has died for good."""
-    num_told = [0] * len(engines)
+    """Raise when a server has died for good; a supervisor's warnings tell of restarts."""
     while True:
         time.sleep(_POLL_S)
-        for rank, engine in enumerate(engines):
-            num_restarts = engine.num_restarts()
-            if num_restarts > num_told[rank]:
-                num_told[rank] = num_restarts
-                which = f" of rank {rank}" if len(engines) > 1 else ""
-                click.echo(f"ragcache: the engine{which} died and was started again ({num_restarts} so far)", err=True)
+        for engine in engines:
+            engine.num_restarts()

@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
@@ -65,7 +65,7 @@ class LaunchedServer:
     """A server that is ready, and how to reach it. ``tokenizer`` loads the model's, where it hands none out."""
 
     base_url: str
-    api_key: str
+    api_key: str = field(repr=False)
     supervisor: Supervisor
     tokenizer: Callable[[], ModelTokenizer]
     log_path: Path

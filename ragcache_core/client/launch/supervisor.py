@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -26,6 +27,11 @@ _HEALTH_TIMEOUT_S = 5.0
 _MAX_SLOW_CHECKS = 3
 """A server that is busy may be slow to say that it is well; so many times in a row one that is suspected counts as
 dead."""
+_MAX_REFUSED = 3
+"""Checks in a row whose connection is refused: a server that listens no more counts as dead, suspected or not."""
+_BACKOFF_S = 1.0
+_MAX_BACKOFF_S = 60.0
+_logger = logging.getLogger(__name__)
 
 
 class Supervisor:
@@ -33,7 +39,8 @@ class Supervisor:
 
     ``start_process`` starts a run of the server, each time at the same address with the same key, so that clients
     stay valid over a restart. It is restarted when it dies or hangs, at most ``max_restarts`` times within
-    ``restart_window_s``. All methods may be called by any thread.
+    ``restart_window_s``. A restart that fails counts, and the next one waits: 1 s, 2 s, 4 s, up to a minute. Both ends
+    of a restart are logged. All methods may be called by any thread.
     """
 
     patience_s = None
@@ -53,9 +60,9 @@ class Supervisor:
     ) -> None:
         """Start the server and wait until it is ready. ``on_end`` is called when it will not be started again.
 
-        The server says whether its engine hangs; anything else that it says counts only when somebody suspects it. It
-        hangs itself if it does not answer for ``hang_timeout_s`` seconds and uses no processor time; with ``None`` it
-        is asked only when somebody suspects it.
+        The server is checked once a second. It is restarted when it refuses connections, when it reports that its
+        engine hangs, and when it does not answer for ``hang_timeout_s`` seconds and uses no processor time; with
+        ``None`` it never hangs. Any other bad status counts only when a client suspects the server.
 
         Raises:
             EngineStartError: it ended, or made no progress for ``startup_timeout_s``.
@@ -80,7 +87,7 @@ class Supervisor:
         self._alive_at_s = self._asked_at_s = 0.0
         self._suspected_at_s = 0.0
         self._why_gone = ""
-        self._num_slow_checks = 0
+        self._num_slow_checks = self._num_refused = 0
         self._process: ServerProcess | None = None
         # Loopback: no proxy of the environment, no certificates.
         self._http = httpx.Client(transport=httpx.HTTPTransport(verify=False), timeout=_HEALTH_TIMEOUT_S)
@@ -159,15 +166,20 @@ class Supervisor:
             return True
         with self._lock:
             is_suspected = self._suspected_at_s > self._alive_at_s
-        is_due = self._hang_timeout_s is not None and time.monotonic() - self._asked_at_s >= _LOOK_S
+        is_due = time.monotonic() - self._asked_at_s >= _LOOK_S
         return (is_suspected or is_due) and self._fails_its_check(is_suspected)
 
     def _fails_its_check(self, is_suspected: bool) -> bool:
         try:
-            return not self._answers() and (is_suspected or self._hang is not None)
+            is_alive = self._answers()
         except httpx.TimeoutException:
             self._num_slow_checks += 1
             return self._hangs() or (is_suspected and self._num_slow_checks >= _MAX_SLOW_CHECKS)
+        except (httpx.HTTPError, OSError):
+            self._num_refused += 1
+            return is_suspected or self._num_refused >= _MAX_REFUSED
+        hangs = self._hang is not None and self._hang_timeout_s is not None
+        return not is_alive and (is_suspected or hangs)
 
     def _hangs(self) -> bool:
         """Return whether the server's own process stands still, since it was slow to answer."""
@@ -179,44 +191,56 @@ class Supervisor:
         return self._hang is not None
 
     def _answers(self) -> bool:
-        """Return whether the server says that it is well; a slow one raises ``httpx.TimeoutException``."""
+        """Return whether the server says that it is well.
+
+        Raises:
+            httpx.TimeoutException: it is slow. httpx.HTTPError, OSError: it accepts no connection, or cuts it.
+        """
         self._asked_at_s = asked_at_s = time.monotonic()
-        try:
-            answer = self._http.get(self._health_url)
-        except httpx.TimeoutException:
-            raise
-        except (httpx.HTTPError, OSError):
-            return False
-        self._num_slow_checks, self._detector = 0, None
+        answer = self._http.get(self._health_url)
+        self._num_slow_checks, self._num_refused, self._detector = 0, 0, None
         self._hang = hang_of(answer)
         if is_alive := answer.status_code == 200:
             self._alive_at_s = asked_at_s
         return is_alive
 
     def _restart(self) -> None:
-        assert self._process is not None
+        """Start the server again, until it is ready or the limit of restarts is reached."""
+        process = self._process
+        assert process is not None
         self._health = Health.RESTARTING
-        self._process.kill()
-        died = (
-            f"the engine died (exit status {self._process.returncode}): {self._process.last_words()}"
+        process.kill()
+        died, why = (
+            (f"died (exit status {process.returncode})", process.last_words())
             if self._hang is None
-            else f"the engine hung: {self._hang} (log: {self._process.log_path})"
+            else ("hung", f"{self._hang} (log: {process.log_path})")
         )
-        now_s = time.monotonic()
-        while self._restarted_s and now_s - self._restarted_s[0] > self._restart_window_s:
+        address, began_s = self._health_url.removesuffix("/health"), time.monotonic()
+        while self._restarted_s and began_s - self._restarted_s[0] > self._restart_window_s:
             self._restarted_s.popleft()
-        if len(self._restarted_s) >= self._max_restarts:
-            self._give_up(
-                f"{died}. It was restarted {len(self._restarted_s)} times within {self._restart_window_s:g} s, the "
-                "limit: launch it again"
-            )
-            return
-        self._restarted_s.append(now_s)
-        self._hang = self._detector = None
-        try:
-            self._run_once(LoadProgress.silent())
-        except (EngineStartError, EngineClosedError, OSError) as error:
-            self._give_up(f"{died}. Its restart failed: {error}")
+        event, failure, pause_s = died, "", 0.0
+        while len(self._restarted_s) < self._max_restarts:
+            self._restarted_s.append(time.monotonic())
+            when = f" in {pause_s:g} s" if pause_s else ""
+            attempt = f"attempt {len(self._restarted_s)} of {self._max_restarts}"
+            _logger.warning("engine at %s %s, restarting%s (%s): %s", address, event, when, attempt, failure or why)
+            try:
+                self._closing.wait(pause_s)
+                self._run_once(LoadProgress.silent())
+            except EngineClosedError as error:
+                self._give_up(str(error))
+                return
+            except (EngineStartError, OSError) as error:
+                event, failure = "did not start", str(error)
+                pause_s = min(2 * pause_s or _BACKOFF_S, _MAX_BACKOFF_S)
+            else:
+                _logger.warning("engine at %s is ready again after %.0f s", address, time.monotonic() - began_s)
+                return
+        last = f"; the last restart failed: {failure}" if failure else ""
+        self._give_up(
+            f"the engine {died}: {why}. It was restarted {len(self._restarted_s)} times within "
+            f"{self._restart_window_s:g} s, the limit{last}. Launch it again"
+        )
 
     def _give_up(self, why: str) -> None:
         self._why_gone = why
@@ -225,6 +249,10 @@ class Supervisor:
 
     def _run_once(self, progress: LoadProgress) -> None:
         """Start a run and wait until it is ready; on failure nothing of it is left."""
+        if self._closing.is_set():
+            raise EngineClosedError("the engine was closed while it was starting")
+        self._hang = self._detector = None
+        self._num_slow_checks = self._num_refused = 0
         process = self._process = self._start_process()
         try:
             with progress:
@@ -239,7 +267,7 @@ class Supervisor:
     def _is_ready(self) -> bool:
         try:
             return self._answers()
-        except httpx.TimeoutException:
+        except (httpx.HTTPError, OSError):
             return False
 
     def _wait_until_ready(self, process: ServerProcess, progress: LoadProgress) -> None:

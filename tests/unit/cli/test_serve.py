@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from click.testing import CliRunner, Result
 
 from ragcache_core.cli import cli
 from ragcache_core.client import Engine
+from ragcache_core.client.launch import process
 from ragcache_core.config import CacheConfig, ChunkReuse
 from ragcache_core.errors import EngineDiedError
+from tests.support.waiting import until
 
 
 @dataclass
@@ -70,6 +76,27 @@ def test_it_announces_itself_and_ends_cleanly_on_ctrl_c(monkeypatch: pytest.Monk
     assert "ready" in result.stderr
 
 
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_key_is_printed_only_if_it_was_generated_and_never_beside_a_log(
+    monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    def said(log: str, *more: str) -> str:
+        engine = FakeEngine([], KeyboardInterrupt(), api_key="s3cret", log_path=Path(log))
+        result = run(monkeypatch, engine, *options, *more)
+        assert result.exit_code == 0
+        return result.output
+
+    assert "s3cret" in said("server.log")
+    assert "s3cret" not in said("server.log", "--api-key", "s3cret")
+    assert "s3cret" not in said("/dev/stdout", "--log", "-", "--api-key", "s3cret")
+    for log in ("/dev/stdout", "/dev/stderr"):  # standard error is the default where no file can be written
+        printed = said(log)
+        assert "s3cret" not in printed
+        assert "set --api-key or RAGCACHE_API_KEY" in printed
+    monkeypatch.setenv("RAGCACHE_API_KEY", "s3cret")
+    assert "s3cret" not in said("server.log")
+
+
 def test_sigterm_lets_running_requests_end_and_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for options, seconds in ([], 20.0), (["--drain", "3"], 3.0):
         engine = FakeEngine([0], SystemExit(143))
@@ -119,8 +146,6 @@ def test_several_ranks_announce_each_address_and_are_watched_and_ended_together(
         "http://127.0.0.1:8001/v1",
     ]
     assert 'Fleet.connect(["http://127.0.0.1:8000", "http://127.0.0.1:8001"], api_key=...)' in result.stderr
-    for rank in (0, 1):
-        assert result.stderr.count(f"the engine of rank {rank} died and was started again (1 so far)") == 1
     announced = json.loads(run(monkeypatch, two_ranks(KeyboardInterrupt()), "--json").stdout)
     assert [rank["log"] for rank in announced["ranks"]] == ["8000.log", "8001.log"]
 
@@ -140,12 +165,41 @@ def test_one_server_is_launched_as_ever(monkeypatch: pytest.MonkeyPatch) -> None
     assert "data_parallel_size" not in engine.settings
 
 
-def test_a_restart_is_told_once_and_a_final_death_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_final_death_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine([0, 1, 1, 2], EngineDiedError("the engine died: launch it again"))
     result = run(monkeypatch, engine)
     assert (result.exit_code, engine.num_closed) == (1, 1)
-    assert result.stderr.count("started again") == 2
     assert result.stderr.endswith("ragcache: error: the engine died: launch it again\n")
+
+
+def test_the_death_of_an_engine_and_its_return_are_printed(
+    monkeypatch: pytest.MonkeyPatch, demo_model: str, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(process, "SERVER_MODULE", "tests.support.scripted_process")
+    port = process.free_port("127.0.0.1")
+
+    def children() -> list[psutil.Process]:
+        return [child for child in psutil.Process().children() if str(port) in child.cmdline()]
+
+    num_seen: list[int] = []
+    num_restarts = Engine.num_restarts
+    monkeypatch.setattr(Engine, "num_restarts", lambda engine: num_seen.append(num_restarts(engine)) or num_seen[-1])
+
+    def kill_once_and_interrupt() -> None:
+        try:
+            if until(lambda: num_seen, 60):
+                children()[0].kill()
+            until(lambda: num_seen[-1] == 1, 60)
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=kill_once_and_interrupt, daemon=True).start()
+    arguments = ["serve", demo_model, "--port", str(port), "--no-cache", "--max-restarts", "5"]
+    result = CliRunner().invoke(cli, [*arguments, "--log", str(tmp_path / "server.log")])
+    assert result.exit_code == 0, result.output
+    address = f"ragcache: warning: engine at http://127.0.0.1:{port}"
+    assert result.stderr.count(f"{address} died (exit status -9), restarting (attempt 1 of 5): ") == 1
+    assert result.stderr.count(f"{address} is ready again after ") == 1
 
 
 def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -17,6 +20,7 @@ from ragcache_core.client.http.attempt import Health
 from ragcache_core.client.launch import supervisor as module
 from ragcache_core.client.launch.progress import LoadProgress
 from ragcache_core.client.launch.supervisor import Supervisor
+from ragcache_core.errors import EngineStartError
 from tests.support.scripted_server import ScriptedServer
 from tests.support.waiting import until
 
@@ -109,6 +113,93 @@ def test_an_engine_that_hangs_by_its_servers_word_is_killed_and_started_again(ow
     assert until(lambda: owner.health() is Health.GONE)
     assert "the engine hung: VLLM::Worker is stopped again" in owner.why_gone()
     assert "restarted 1 times within 60 s, the limit" in owner.why_gone()
+
+
+@pytest.mark.parametrize("hang_s", [1.0, None])
+def test_a_server_that_refuses_connections_while_its_process_lives_is_started_again(
+    own: Own, server: ScriptedServer, hang_s: float | None
+) -> None:
+    runs: list[FakeProcess] = []
+    with contextlib.ExitStack() as stack:
+
+        def start() -> FakeProcess:
+            if runs:
+                stack.enter_context(ScriptedServer(port=urlsplit(server.url).port or 0))
+            runs.append(FakeProcess())
+            return runs[-1]
+
+        owner = own(start, hang_s=hang_s)
+        server.__exit__()
+        assert until(lambda: owner.run == 2, 20), "its clients are other processes: no client here suspects it"
+        assert owner.health() is Health.READY
+        assert runs[0].returncode == -signal.SIGKILL
+        owner.close()
+
+
+def test_a_restart_that_fails_counts_as_one_and_the_next_one_waits(
+    own: Own, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "_BACKOFF_S", 0.3)
+    runs: list[float] = []
+    processes: list[FakeProcess] = []
+
+    def start() -> FakeProcess:
+        runs.append(time.monotonic())
+        if len(runs) in (2, 3):
+            raise EngineStartError("no GPU memory is free yet")
+        processes.append(FakeProcess())
+        return processes[-1]
+
+    owner = own(start, max_restarts=3)
+    processes[-1].kill()
+    assert until(lambda: owner.run == 2, 20)
+    assert owner.health() is Health.READY
+    assert len(runs) == 4
+    assert runs[2] - runs[1] >= 0.3
+    assert runs[3] - runs[2] >= 0.6
+    assert until(lambda: "is ready again" in caplog.text)
+    for told in ("restarting (attempt 1 of 3)", "(attempt 2 of 3): no GPU memory is free yet", "(attempt 3 of 3)"):
+        assert caplog.text.count(told) == 1
+
+
+def test_restarts_that_keep_failing_end_at_the_limit_whatever_the_window(
+    own: Own, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_BACKOFF_S", 0.05)
+    runs: list[FakeProcess] = []
+
+    def start() -> FakeProcess:
+        if runs:
+            runs.append(runs[0])
+            raise EngineStartError("no GPU memory is free yet")
+        runs.append(FakeProcess())
+        return runs[0]
+
+    owner = own(start, max_restarts=3, window_s=0.01)
+    runs[0].kill()
+    assert until(lambda: owner.health() is Health.GONE, 20)
+    assert len(runs) == 1 + 3
+    for said in ("exit status -9", "restarted 3 times", "the last restart failed: no GPU memory is free yet"):
+        assert said in owner.why_gone()
+
+
+def test_a_close_does_not_wait_for_the_next_restart(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BACKOFF_S", 600.0)
+    runs: list[FakeProcess] = []
+
+    def start() -> FakeProcess:
+        runs.append(FakeProcess() if not runs else runs[0])
+        if len(runs) > 1:
+            raise EngineStartError("no GPU memory is free yet")
+        return runs[0]
+
+    owner = own(start, max_restarts=3)
+    runs[0].kill()
+    assert until(lambda: len(runs) == 2)
+    closing = threading.Thread(target=owner.close)
+    closing.start()
+    closing.join(20)
+    assert not closing.is_alive()
 
 
 def test_restarts_are_counted_within_a_window_and_not_for_ever(own: Own) -> None:
