@@ -17,7 +17,7 @@ import httpx
 from ragcache_core.client.engine_client import EngineClient, FindTokenizer
 from ragcache_core.client.http.affinity import ProxyAffinity
 from ragcache_core.client.http.attempt import SENT_ONCE, Health, RetryPolicy, check_seconds
-from ragcache_core.client.http.joined_server import JoinedServer
+from ragcache_core.client.http.joined_server import HANG_TIMEOUT_S, RESTART_TIMEOUT_S, JoinedServer
 from ragcache_core.client.launch.arguments import check_types
 from ragcache_core.client.launch.launch import LaunchedServer, launch_server
 from ragcache_core.client.launch.process import GRACE_S
@@ -263,17 +263,17 @@ class Engine(EngineClient):
         api_key: str | None = None,
         tokenizer: str | os.PathLike[str] | Literal[False] | None = None,
         timeout_s: float = 10.0,
-        restart_timeout_s: float | None = 60.0,
-        hang_timeout_s: float | None = 30.0,
+        restart_timeout_s: float | None = RESTART_TIMEOUT_S,
+        hang_timeout_s: float | None = HANG_TIMEOUT_S,
         first_token_timeout_s: float | None = None,
         resume_greedy: bool = True,
     ) -> Self:
         """Join a server that runs already, at ``http://host:port`` (with or without ``/v1``).
 
-        Requests are sent again as those of :meth:`launch`, once the server answers again, for which they wait
-        ``restart_timeout_s`` seconds (0: not at all; ``None``: as long as for an answer). An engine that hangs is
-        reported with :class:`EngineHungError`: by RAGCache's server, or where the server does not say for
-        ``hang_timeout_s`` seconds how it is.
+        A request whose server goes away before its first token is sent again once the server is back. It waits up to
+        ``restart_timeout_s`` seconds (0: not at all; ``None``: as long as for an answer), and a warning is logged. An
+        engine that hangs is reported with :class:`EngineHungError`: by RAGCache's server, or where the server does not
+        answer for ``hang_timeout_s`` seconds.
 
         Documents are found in prompts with the model's tokenizer, which the server hands out. One without RAGCache does
         not: then ``tokenizer`` names a folder, or a model of the Hugging Face hub, that has it, and without one

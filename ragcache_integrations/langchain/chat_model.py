@@ -25,6 +25,7 @@ from pydantic import Field, PrivateAttr, SecretStr, field_validator
 from ragcache_core.client import EngineClient, RequestPlan
 from ragcache_core.client.generation import check_settings
 from ragcache_core.client.http.errors import translate_errors_as_openai
+from ragcache_core.client.http.joined_server import HANG_TIMEOUT_S, RESTART_TIMEOUT_S, recovery_settings
 from ragcache_core.client.prompts.repeated_documents import check_deduplicate
 from ragcache_core.client.prompts.request_plan import merge_bodies
 from ragcache_core.client.prompts.retrieved_documents import DocumentHint
@@ -82,9 +83,13 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
 
     Copies share the engine, or the connection: ``model_copy``, ``bind``, ``with_config``, ``configurable_fields``.
 
+    With ``base_url``, a request whose server goes away before its first token waits for it and is sent again:
+    ``restart_timeout_s``, ``hang_timeout_s`` and ``first_token_timeout_s`` are those of :meth:`Engine.connect
+    <ragcache_core.client.Engine.connect>`. With ``with_fallbacks``, set ``restart_timeout_s=0``.
+
     Raises:
-        ConfigError: neither an engine nor an address (``base_url``, or ``RAGCACHE_BASE_URL`` in the environment); or
-            ``use_responses_api=True``.
+        ConfigError: neither an engine nor an address (``base_url``, or ``RAGCACHE_BASE_URL`` in the environment);
+            ``use_responses_api=True``; a time that cannot work, or one that was set together with ``engine``.
         EngineError, PromptTooLongError: from requests; see :mod:`ragcache_core.errors`. They are instances of the
             OpenAI SDK's types as well: an ``EngineUnreachableError`` of ``openai.APIConnectionError``.
     """
@@ -93,6 +98,12 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
     """The engine that answers; its owner closes it."""
     tokenizer: str | os.PathLike[str] | None = Field(default=None, exclude=True, repr=False)
     """With ``base_url``: a folder, or a name of the hub, with the model's tokenizer, if the server hands out none."""
+    restart_timeout_s: float | None = Field(default=RESTART_TIMEOUT_S, exclude=True, repr=False)
+    """With ``base_url``: seconds that a request waits for a server that restarts; ``None``: its ``timeout``."""
+    hang_timeout_s: float | None = Field(default=HANG_TIMEOUT_S, exclude=True, repr=False)
+    """With ``base_url``: seconds without any answer after which the server hangs; ``None``: never."""
+    first_token_timeout_s: float | None = Field(default=None, exclude=True, repr=False)
+    """With ``base_url``: seconds after which a stream without its first token is cancelled and sent once more."""
     chunk_reuse: bool | Literal["store"] | dict[str, Any] | None = None
     """Whether, and how, documents are reused behind others; ``None`` leaves it to the engine."""
     deduplicate: bool = False
@@ -154,6 +165,7 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
             if not isinstance(settings["api_key"], str | SecretStr):
                 raise ConfigError("api_key is a function: pass the key itself, as a string or a SecretStr")
         super().__init__(engine=engine, **settings)
+        self._recovery_settings()
         if engine is not None:
             self._have_answers_forgotten(engine)
 
@@ -206,7 +218,8 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
                 assert isinstance(self.openai_api_key, SecretStr)
                 assert self.openai_api_base is not None
                 key = self.openai_api_key.get_secret_value()
-                engine = self.connections.open(self.openai_api_base, api_key=key, tokenizer=self.tokenizer)
+                settings = {"api_key": key, "tokenizer": self.tokenizer, **self._recovery_settings()}
+                engine = self.connections.open(self.openai_api_base, **settings)
                 self._use_clients_of(engine)
                 self.profile = {"max_input_tokens": engine.max_model_len, **(self.profile or {})}
                 self._connected = engine
@@ -378,6 +391,14 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
         """Return a message as the next request of its chat holds it."""
         sent: dict[str, Any] = self._get_request_payload([message])["messages"][0]
         return sent
+
+    def _recovery_settings(self) -> dict[str, Any]:
+        return recovery_settings(
+            has_engine=self.engine is not None,
+            restart_timeout_s=self.restart_timeout_s,
+            hang_timeout_s=self.hang_timeout_s,
+            first_token_timeout_s=self.first_token_timeout_s,
+        )
 
     def _use_clients_of(self, engine: EngineClient) -> None:
         http, http_async = engine.http_client(), engine.http_async_client()

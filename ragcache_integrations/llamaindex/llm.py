@@ -33,6 +33,7 @@ from ragcache_core.answers import AnswerCache
 from ragcache_core.client import Engine, EngineClient, RequestPlan
 from ragcache_core.client.generation import check_settings
 from ragcache_core.client.http.errors import translate_errors_as_openai
+from ragcache_core.client.http.joined_server import HANG_TIMEOUT_S, RESTART_TIMEOUT_S, recovery_settings
 from ragcache_core.client.prompts.repeated_documents import check_deduplicate
 from ragcache_core.client.prompts.request_plan import merge_bodies
 from ragcache_core.client.prompts.retrieved_documents import DocumentHint
@@ -75,6 +76,9 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
     The engine is told which documents a prompt shows: nodes that any retriever of LlamaIndex's returned lately in this
     process, found by their text. Whose prompts show none is told so once.
 
+    With ``api_base``, a request whose server goes away before its first token waits for it and is sent again:
+    ``restart_timeout_s``, ``hang_timeout_s`` and ``first_token_timeout_s`` are those of ``Engine.connect``.
+
     Requests go to the chat endpoint. One that is made with ``use_chat_completions=False`` (all, for a model without a
     chat template: ``is_chat_model=False``) goes to the completions endpoint, where the documents are not known.
 
@@ -99,7 +103,8 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
 
     Raises:
         ConfigError: neither an engine nor an address, or both; ``chunk_reuse``, ``ttft_slo`` or ``deduplicate`` is not
-            what it may be; an argument, here or of a call, that there is not.
+            what it may be. A time that cannot work, or one that was set together with an engine. An argument, here or
+            of a call, that there is not.
         EngineError: the server at that address cannot be used.
     """
 
@@ -133,6 +138,9 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
         model: str | None = None,
         tokenizer: str | os.PathLike[str] | Tokenizer | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
+        restart_timeout_s: float | None = RESTART_TIMEOUT_S,
+        hang_timeout_s: float | None = HANG_TIMEOUT_S,
+        first_token_timeout_s: float | None = None,
         **kwargs: Any,
     ) -> None:
         address = api_base or base_url
@@ -152,12 +160,18 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
         own_tokenizer = tokenizer if isinstance(tokenizer, str | os.PathLike) else None
         if engine is not None and own_tokenizer is not None:
             raise ConfigError("engine= and tokenizer= were both given: pass tokenizer= to Engine.connect")
+        recovery = recovery_settings(
+            has_engine=engine is not None,
+            restart_timeout_s=restart_timeout_s,
+            hang_timeout_s=hang_timeout_s,
+            first_token_timeout_s=first_token_timeout_s,
+        )
         owns_engine = engine is None
         if engine is None:
             if not (address := address or os.environ.get(BASE_URL_ENV)):
                 raise ConfigError(f"no engine: pass engine=Engine.launch(...), or api_base=, or set {BASE_URL_ENV}")
             key = os.environ.get(API_KEY_ENV) if api_key is None else api_key
-            engine = Engine.connect(address, api_key=key, tokenizer=own_tokenizer)
+            engine = Engine.connect(address, api_key=key, tokenizer=own_tokenizer, **recovery)
         super().__init__(
             **{
                 "context_window": engine.max_model_len,

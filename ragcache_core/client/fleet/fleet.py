@@ -21,6 +21,7 @@ from ragcache_core.client.fleet.alike import told_by
 from ragcache_core.client.fleet.prefixes import FleetPrefixes
 from ragcache_core.client.fleet.replicas import HOME, Replica, ReplicaSet
 from ragcache_core.client.http.attempt import RetryPolicy
+from ragcache_core.client.http.joined_server import HANG_TIMEOUT_S, RESTART_TIMEOUT_S
 from ragcache_core.client.launch.process import GRACE_S
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 from ragcache_core.errors import ConfigError, EngineError
@@ -59,7 +60,7 @@ class Fleet(EngineClient):
         self,
         engines: Iterable[Engine],
         *,
-        restart_timeout_s: float | None = 60.0,
+        restart_timeout_s: float | None = RESTART_TIMEOUT_S,
         first_token_timeout_s: float | None = None,
         resume_greedy: bool = True,
     ) -> None:
@@ -97,8 +98,8 @@ class Fleet(EngineClient):
         api_key: str | None = None,
         tokenizer: str | os.PathLike[str] | Literal[False] | None = None,
         timeout_s: float = 10.0,
-        restart_timeout_s: float | None = 60.0,
-        hang_timeout_s: float | None = 30.0,
+        restart_timeout_s: float | None = RESTART_TIMEOUT_S,
+        hang_timeout_s: float | None = HANG_TIMEOUT_S,
         first_token_timeout_s: float | None = None,
         resume_greedy: bool = True,
     ) -> Self:

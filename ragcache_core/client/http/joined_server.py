@@ -6,21 +6,49 @@ Whoever runs it may start it again, at the same address. RAGCache's server says 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+from typing import Any
 
 import httpcore
 import httpx
 
-from ragcache_core.client.http.attempt import Health
+from ragcache_core.client.http.attempt import Health, check_seconds
 from ragcache_core.client.http.errors import hang_of
 from ragcache_core.client.http.waiting import checking, patient_transport
+from ragcache_core.errors import ConfigError
 
+RESTART_TIMEOUT_S = 300.0
+"""Default seconds that a completion waits for a server to come back. Large models load for minutes."""
+HANG_TIMEOUT_S = 30.0
+"""Default seconds without any answer after which a server hangs."""
 _LOOK_S = 1.0
 _SUSPICIOUS_LOOK_S = 0.2
 _WANTED_S = 5.0
 """For so long after somebody waited it is looked at."""
 _TIMEOUT_S = 5.0
+_logger = logging.getLogger(__name__)
+
+
+def recovery_settings(*, has_engine: bool, **timeouts: float | None) -> dict[str, Any]:
+    """Return the arguments of ``Engine.connect`` that say how long its requests wait for a server.
+
+    Args:
+        has_engine: whether the caller has an engine already, whose own settings hold.
+        **timeouts: ``restart_timeout_s``, ``hang_timeout_s`` and ``first_token_timeout_s``.
+
+    Raises:
+        ConfigError: a time that cannot work, or one that was set together with an engine.
+    """
+    for name, value in timeouts.items():
+        check_seconds(name, (value or None) if name == "restart_timeout_s" else value)
+        if has_engine and value != _DEFAULTS[name]:
+            raise ConfigError(f"engine= and {name}= were both given: pass {name}= to Engine.connect or Engine.launch")
+    return dict(timeouts)
+
+
+_DEFAULTS = {"restart_timeout_s": RESTART_TIMEOUT_S, "hang_timeout_s": HANG_TIMEOUT_S, "first_token_timeout_s": None}
 
 
 class JoinedServer:
@@ -47,6 +75,7 @@ class JoinedServer:
         self._is_suspected = False
         self._alive_at_s = 0.0
         self._hang: str | None = None
+        self._out_since_s: float | None = None
 
     def health(self) -> Health:
         return Health.READY
@@ -100,13 +129,34 @@ class JoinedServer:
                     if self._hang_timeout_s is not None and silent_s >= self._hang_timeout_s:
                         self._hang = f"the engine at {self._url} has not said for {silent_s:g} s how it is"
                     continue
-                except httpx.HTTPError:
-                    answer = None
+                except httpx.HTTPError as error:
+                    answer, failure = None, f"{type(error).__name__}: {error}"
+                else:
+                    failure = f"status {answer.status_code}"
                 silent_s = 0.0
                 self._hang = None if answer is None else hang_of(answer)
-                if answer is not None and answer.status_code < 500:  # a proxy may keep how it is to itself
+                is_alive = answer is not None and answer.status_code < 500  # a proxy may not pass /health on
+                self._log(failure, asked_s, is_alive=is_alive)
+                if is_alive:
                     self._alive_at_s, self._is_suspected = asked_s, False
                 self._wake.wait(_SUSPICIOUS_LOOK_S if self._is_suspected else _LOOK_S)
+        self._out_since_s = None
+
+    def _log(self, failure: str, now_s: float, *, is_alive: bool) -> None:
+        """Log once that requests begin to wait for the server, and once that it is back."""
+        address = self._url.removesuffix("/health")
+        if is_alive and self._out_since_s is not None:
+            _logger.warning("engine at %s answers again after %.0f s", address, now_s - self._out_since_s)
+            self._out_since_s = None
+        elif not is_alive and self._is_suspected and self._out_since_s is None and self.patience_s != 0:
+            self._out_since_s = now_s
+            limit = "as long as their answers may take" if self.patience_s is None else f"up to {self.patience_s:g} s"
+            _logger.warning(
+                "engine at %s does not answer (%s): its completions wait for it, %s (restart_timeout_s)",
+                address,
+                failure,
+                limit,
+            )
 
     def _check_open(self) -> None:
         if self._closed.is_set():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -40,6 +41,30 @@ def test_a_server_that_is_not_back_in_time_is_reported_as_it_failed(server: Scri
     with connect(server, restart_timeout_s=0.3) as engine, pytest.raises(EngineUnreachableError, match="died before"):
         engine.generate("a question")
     assert len(server.requests) == 1
+
+
+def test_a_request_that_waits_is_logged_once_and_so_is_the_servers_return(
+    server: ScriptedServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.script(ENGINE_DEAD, ENGINE_DEAD, Reply("it is back"), Reply("it is back"))
+    server.is_healthy = False
+    with connect(server, restart_timeout_s=60) as engine, ThreadPoolExecutor(2) as threads:
+        asked = [threads.submit(engine.generate, question) for question in ("one", "another")]
+        assert until(lambda: "does not answer" in caplog.text, 20)
+        server.is_healthy = True
+        assert [each.result().text for each in asked] == ["it is back"] * 2
+        assert until(lambda: "answers again" in caplog.text, 20)
+    assert caplog.text.count(f"engine at {server.url} does not answer (status 503)") == 1
+    assert caplog.text.count("wait for it, up to 60 s (restart_timeout_s)") == 1
+    assert caplog.text.count("answers again") == 1
+
+
+def test_a_request_that_does_not_wait_logs_nothing(server: ScriptedServer, caplog: pytest.LogCaptureFixture) -> None:
+    server.rules = [lambda _: ENGINE_DEAD]
+    server.is_healthy = False
+    with connect(server, restart_timeout_s=0) as engine, pytest.raises(EngineUnreachableError):
+        engine.generate("a question")
+    assert caplog.text == ""
 
 
 def test_figures_of_a_server_that_is_gone_are_not_waited_for(server: ScriptedServer) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+import time
 from collections.abc import Callable, Generator
 from typing import Any, cast
 
@@ -87,6 +88,35 @@ def test_a_wrong_key_is_an_engine_auth_error(server: ScriptedServer) -> None:
 def test_a_server_that_is_not_there_is_an_engine_unreachable_error() -> None:
     with pytest.raises(EngineUnreachableError, match=r"127\.0\.0\.1:1"):
         ChatRAGCache(base_url="http://127.0.0.1:1", model="a-model").invoke("hello")
+
+
+def test_how_long_a_request_waits_for_its_server_is_a_setting(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "is_healthy", False)
+    monkeypatch.setattr(server, "rules", [lambda _: ENGINE_DEAD])
+    began_s = time.monotonic()
+    for timeout_s in (0, 0.3):
+        llm = ChatRAGCache(base_url=server.url, api_key="test-key", restart_timeout_s=timeout_s, hang_timeout_s=None)
+        with pytest.raises(EngineUnreachableError):
+            llm.invoke("hello")
+        llm.close()
+    assert time.monotonic() - began_s < 30
+
+
+def test_a_late_first_token_of_an_address_is_asked_for_once_more(server: ScriptedServer) -> None:
+    server.script(Reply("late", wait_s=60), Reply("in time"))
+    llm = ChatRAGCache(base_url=server.url, api_key="test-key", first_token_timeout_s=0.3)
+    assert "".join(str(chunk.content) for chunk in llm.stream("hello")) == "in time"
+    llm.close()
+
+
+@pytest.mark.parametrize("setting", ["restart_timeout_s", "hang_timeout_s", "first_token_timeout_s"])
+def test_a_time_to_recover_belongs_to_an_address_and_must_be_one(engine: Engine, setting: str) -> None:
+    with pytest.raises(ConfigError, match=rf"engine= and {setting}= were both given"):
+        ChatRAGCache(engine=engine, **{setting: 5.0})
+    with pytest.raises(ValueError, match=f"{setting} is -1"):
+        ChatRAGCache(base_url="http://127.0.0.1:1", **{setting: -1.0})
 
 
 ANSWERS: dict[str, tuple[Reply | Refusal, type[RAGCacheError]]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
+import time
 
 import pytest
 from llama_index.core.instrumentation.events.exception import ExceptionEvent
@@ -20,7 +21,7 @@ from ragcache_core.errors import (
     RequestRejectedError,
 )
 from ragcache_integrations.llamaindex import CacheStatsEvent, RAGCacheLLM
-from tests.support.scripted_server import Refusal, Reply, ScriptedServer, rest_of
+from tests.support.scripted_server import ENGINE_DEAD, Refusal, Reply, ScriptedServer, rest_of
 from tests.unit.llamaindex_integration.conftest import EventLog
 from tests.unit.llamaindex_integration.ways import (
     MESSAGES,
@@ -40,6 +41,28 @@ def add(first: int, second: int) -> int:
 
 
 LONG_ANSWER = Reply("word " * 1000, token_wait_s=0.01)
+
+
+async def test_how_long_a_request_waits_for_its_server_is_a_setting(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "is_healthy", False)
+    monkeypatch.setattr(server, "rules", [lambda _: ENGINE_DEAD])
+    began_s = time.monotonic()
+    for timeout_s in (0, 0.3):
+        llm = RAGCacheLLM(api_base=server.url, api_key="the-key", restart_timeout_s=timeout_s, hang_timeout_s=None)
+        with pytest.raises(EngineUnreachableError):
+            llm.complete(QUESTION)
+        llm.close()
+    assert time.monotonic() - began_s < 30
+
+
+@pytest.mark.parametrize("setting", ["restart_timeout_s", "hang_timeout_s", "first_token_timeout_s"])
+async def test_a_time_to_recover_belongs_to_an_address_and_must_be_one(scripted: Engine, setting: str) -> None:
+    with pytest.raises(ConfigError, match=rf"engine= and {setting}= were both given"):
+        RAGCacheLLM(scripted, **{setting: 5.0})
+    with pytest.raises(ConfigError, match=f"{setting} is -1"):
+        RAGCacheLLM(api_base="http://127.0.0.1:1", **{setting: -1.0})
 
 
 async def test_closing_a_stream_early_cancels_the_request(llm: RAGCacheLLM, server: ScriptedServer) -> None:
