@@ -170,8 +170,8 @@ class Engine(EngineClient):
         Raises:
             EngineStartError: no model there, the port is taken, or the server ended or got stuck before it was ready.
             EngineClosedError: the launch was given up.
-            ConfigError: an argument that is a setting of ``launch`` or ``CacheConfig``, or of another type; a time that
-                cannot work.
+            ConfigError: an argument that is a setting of ``launch`` or ``CacheConfig``, that vLLM does not have, or
+                that is of another type; a time that cannot work.
         """
         check_types(cache, env, extra_args)
         policy = RetryPolicy(first_token_timeout_s, resume_greedy)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from itertools import count
 from pathlib import Path
 
@@ -36,6 +37,7 @@ from ragcache_core.client.launch.directory_lock import DirectoryLock, launch_dig
 from ragcache_core.client.launch.process import ServerProcess, check_port_free, free_port
 from ragcache_core.client.launch.progress import LoadProgress
 from ragcache_core.client.launch.server_log import is_stream
+from ragcache_core.client.launch.setting_names import check_names
 from ragcache_core.client.launch.supervisor import Supervisor
 from ragcache_core.client.launch.vllm_offload import VLLMOffload
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer
@@ -52,6 +54,8 @@ from ragcache_core.types import Tier
 _ENDING_S = 20.0
 """An engine whose owner was killed has noticed and ended by then."""
 _LOOKS_EVERY_S = 0.25
+_CLIENT_SETTINGS = ("data_parallel_size", "first_token_timeout_s", "resume_greedy")
+"""Settings of ``Engine.launch`` that do not reach the server's launch."""
 _logger = logging.getLogger(__name__)
 _TOO_SMALL = re.compile(
     r"KV cache is needed, which is larger than the available KV cache memory \([^)]*\)[^`]*?\.(?= Try)"
@@ -98,13 +102,14 @@ def launch_server(
     Raises:
         EngineStartError: no model there, the port is taken, or the server ended or got stuck before it was ready.
         EngineClosedError: ``cancel`` was set before the server was ready.
-        ConfigError: an argument that is a setting of ``launch`` or ``CacheConfig``.
+        ConfigError: an argument that is a setting of ``launch`` or ``CacheConfig``, or one that vLLM does not have.
     """
     check_seconds("restart_window_s", restart_window_s)
     check_seconds("hang_timeout_s", hang_timeout_s)
     settings = vllm_arguments(vllm_args)
     check_extra_args(extra_args)
     check_vllm()
+    check_names(vllm_args, extra_args, own={*signature(launch_server).parameters, *_CLIENT_SETTINGS})
     check_worker(cache, [*settings, *extra_args])
     check_allocator(cache, {**os.environ, **(env or {})}, [*settings, *extra_args])
     check_model(model)

@@ -22,6 +22,7 @@ from vllm.tasks import GENERATION_TASKS, POOLING_TASKS
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from ragcache_core.client import Engine
+from ragcache_core.client.launch.setting_names import check_names
 from ragcache_core.vllm_plugin.server import document_routes
 from ragcache_core.vllm_plugin.server.middleware import OPEN_PATHS
 from ragcache_core.wire import max_body_bytes
@@ -80,6 +81,21 @@ def test_every_route_needs_the_key_but_those_on_the_list(app: FastAPI, client: T
     assert client.post("/invocations", headers=AUTHORIZED, json={}).status_code != 401
     assert client.post("/v1/../invocations").status_code == 401
     assert client.post("//invocations").status_code == 401
+
+
+def test_every_argument_of_vllms_server_is_a_setting_of_a_launch() -> None:
+    """The names are read from vLLM's source: one that is not found there would be refused as misspelt."""
+    flags = make_arg_parser(FlexibleArgumentParser())._option_string_actions
+    names = [flag for flag in flags if flag.startswith("--")]
+    assert len(names) > 300
+    check_names([], names, own=())
+    check_names([name[2:].replace("-", "_") for name in names], [], own=())
+
+
+def test_the_descriptions_of_the_routes_need_the_key(client: TestClient) -> None:
+    for path in ("/openapi.json", "/docs", "/redoc", "/docs/oauth2-redirect"):
+        assert client.get(path).status_code == 401, path
+        assert client.get(path, headers=AUTHORIZED).status_code == 200, path
 
 
 @pytest.fixture
@@ -192,6 +208,9 @@ def test_an_id_is_unknown_where_no_engine_knows_it(
         *('{"ids": ["a"], "wait_s": true}', '{"ids": ["a"], "more": 1}', '{"ids": ["\\ud800"]}', '{"ids": [NaN]}'),
         json.dumps({"ids": ["x" * 1025]}),
         json.dumps({"ids": ["x"] * 4097}),
+        *("[" * depth + "]" * depth for depth in (900, 20_000)),
+        *('{"ids": ["a"], "wait_s": ' + "[" * depth + "]" * depth + "}" for depth in (900, 20_000)),
+        '{"ids": [' + "[" * 900 + "]" * 900 + "]}",
     ],
 )
 def test_what_names_no_documents_is_refused_and_nothing_is_forgotten(

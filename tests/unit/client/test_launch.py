@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from ragcache_core.client.launch import setting_names
 from ragcache_core.client.launch.arguments import check_context
 from ragcache_core.client.launch.directory_lock import DirectoryLock, launch_digest
 from ragcache_core.client.launch.launch import launch_server
@@ -178,6 +179,49 @@ def test_without_vllm_a_launch_says_how_to_install_it(owner: Owner, monkeypatch:
     with pytest.raises(EngineStartError, match=r"vLLM is not installed here.*ragcache\[gpu\].*make setup.*elsewhere"):
         owner.launch(CacheConfig())
     assert owner.arguments == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"max_model_length": 2048}, r"max_model_length is neither .* did you mean max_model_len\?"),
+        ({"startup_timeout": 5}, r"startup_timeout is neither .* did you mean startup_timeout_s\?"),
+        ({"resume_greedly": True}, r"did you mean resume_greedy\?"),
+        ({"host_bytes": "1GiB"}, r"host_bytes is neither .* pass cache=CacheConfig\(host_bytes=\.\.\.\)"),
+        ({"zorval": 1}, "zorval is neither .* leave it out"),
+        (
+            {"extra_args": ["--max-model-length", "2048"]},
+            r"^--max-model-length is no .* did you mean --max-model-len\?",
+        ),
+        ({"extra_args": ["--max_model_length=2048"]}, r"^--max-model-length is no .* did you mean --max-model-len\?"),
+        ({"extra_args": ["--disk-bytes", "1GiB"]}, r"^--disk-bytes is no .* give it before --, or pass cache="),
+    ],
+)
+def test_a_misspelt_setting_is_refused_with_the_nearest_name_and_starts_nothing(
+    owner: Owner, settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        owner.launch(CacheConfig(), **settings)
+    assert owner.arguments == []
+
+
+def test_settings_in_every_form_that_vllm_reads_are_passed_on(owner: Owner) -> None:
+    raw = ["--dtype=float32", "--max_num_seqs", "4", "--compilation-config.mode=0", "-O0", "--no-enable-log-requests"]
+    owner.launch(CacheConfig(), extra_args=raw, enforce_eager=True, enable_log_deltas=False, max_model=2048)
+    assert owner.arguments[0][-len(raw) :] == raw
+    for argument in ("--enforce-eager", "--no-enable-log-deltas", "--max-model"):  # the last is an abbreviation
+        assert argument in owner.arguments[0]
+
+
+def test_no_name_is_refused_where_a_platform_may_add_arguments(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry_points = "ragcache_core.client.launch.setting_names.entry_points"
+    monkeypatch.setattr(entry_points, lambda group: [SimpleNamespace(name="its-platform")])
+    setting_names._known_names.cache_clear()
+    try:
+        owner.launch(CacheConfig(), of_its_platform=1)
+    finally:
+        setting_names._known_names.cache_clear()
+    assert "--of-its-platform" in owner.arguments[0]
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,16 @@ async def test_a_request_goes_to_the_engine_that_has_its_documents_unless_it_nam
             f'{{"kv_transfer_params": {{"a": {"[" * 700}{"]" * 700}}}}}',
             "kv_transfer_params.a is nested more than 8 deep",
         ),
+        ('{"vllm_xargs": {"kv_transfer_params": "x"}}', "vllm_xargs.kv_transfer_params is 'x': send an object"),
+        ('{"vllm_xargs": {"ec_transfer_params": [1]}}', "vllm_xargs.ec_transfer_params is [1]: send an object"),
+        (
+            '{"sampling_params": {"extra_args": {"kv_transfer_params": 7}}}',
+            "sampling_params.extra_args.kv_transfer_params is 7: send an object",
+        ),
+        (
+            f'{{"sampling_params": {{"extra_args": {{"kv_transfer_params": {{"a": {"[" * 700}{"]" * 700}}}}}}}}}',
+            "sampling_params.extra_args.kv_transfer_params.a is nested more than 8 deep",
+        ),
         (
             f'{{"ec_transfer_params": {{"a": {"[" * 700}{"]" * 700}}}}}',
             "ec_transfer_params.a is nested more than 8 deep",
