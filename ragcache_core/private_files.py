@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from ragcache_core.errors import ConfigError
+
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700
 _ROOT = 0
@@ -29,6 +31,25 @@ def open_private(path: str | os.PathLike[str], flags: int) -> int:
         with suppress(OSError):  # another user's, or on a file system without modes
             os.fchmod(descriptor, FILE_MODE)
     return descriptor
+
+
+def check_not_exposed(path: Path) -> None:
+    """Reject a file of secrets that every user of this machine can read or write.
+
+    A group may: services share files that way, as Kubernetes does with ``fsGroup``. So may everyone where the file is
+    mounted read-only, as secrets are in containers, which have one user.
+
+    Raises:
+        ConfigError: with the mode, and what to do. OSError: it cannot be looked at.
+    """
+    path = path.resolve()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    is_reachable = all(parent.stat().st_mode & stat.S_IXOTH for parent in path.parents)
+    if mode & (stat.S_IROTH | stat.S_IWOTH) and is_reachable and not os.statvfs(path).f_flag & os.ST_RDONLY:
+        raise ConfigError(
+            f"{path} has mode {mode:04o}, with which every user of this machine can access the secrets in it: run "
+            f"chmod 600 {path}, or mount it read-only"
+        )
 
 
 def make_private(path: Path) -> None:

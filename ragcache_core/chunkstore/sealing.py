@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 from ragcache_core.chunkstore.slotfile import SlotFile, runs
 from ragcache_core.errors import ConfigError
-from ragcache_core.private_files import open_private
+from ragcache_core.private_files import check_not_exposed, open_private
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -132,10 +132,12 @@ def load_keys(path: Path | None) -> Keys | None:
     """Return the keys of a file, or without one of the environment; None where neither is given.
 
     Raises:
-        ConfigError: it cannot be read, or holds something else.
+        ConfigError: it cannot be read, every user of this machine can read it, or it holds something else.
     """
     source = KEY_ENV if path is None else str(path)
     try:
+        if path is not None:
+            check_not_exposed(path)
         text = os.environ.get(KEY_ENV) if path is None else path.read_text(encoding="ascii")
     except OSError as error:
         raise ConfigError(f"disk_key_file {path} cannot be read ({error.strerror}): {_CURE}") from error

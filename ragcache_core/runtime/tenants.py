@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ragcache_core.config import Bytes
 from ragcache_core.errors import ConfigError, quoted
+from ragcache_core.private_files import check_not_exposed
 from ragcache_core.runtime.api_keys import hashed
 from ragcache_core.types import DocId, Tier
 
@@ -143,8 +144,8 @@ class Tenants:
         """Return the tenants of a file.
 
         Raises:
-            ConfigError: it cannot be read, a setting has a value that cannot work, or two tenants have the same name or
-                key. Keys are not shown.
+            ConfigError: it cannot be read, every user of this machine can read it, a setting has a value that cannot
+                work, or two tenants have the same name or key. Keys are not shown.
         """
         try:
             table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -156,6 +157,8 @@ class Tenants:
             file = _File(**table)
         except ValidationError as error:
             raise ConfigError(f"{path}: {_problem(error)}") from error
+        if file.secret or file.tenants or file.operators.keys:
+            check_not_exposed(Path(path))
         return cls._of(file, path)
 
     @classmethod

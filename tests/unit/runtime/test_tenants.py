@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from ragcache_core.chunkstore.sealing import load_keys
 from ragcache_core.errors import ConfigError
 from ragcache_core.runtime.tenants import Tenants, hashed, mark_of, salt_of, speculation_of
 from ragcache_core.types import Tier
@@ -128,3 +133,61 @@ def test_a_secret_makes_salts_that_a_name_does_not_tell_and_keeps_whose_they_are
     with pytest.raises(ConfigError, match="secret: a secret has 32 or more characters") as raised:
         read(tmp_path, f'secret = "{SECRET[1:]}"\n' + table())
     assert SECRET[1:] not in str(raised.value)
+
+
+# Who else can read it
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user of this machine can enter, as pytest's own is not."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        yield folder
+
+
+def put(folder: Path, text: str, mode: int) -> Path:
+    path = folder / "tenants.toml"
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o604, 0o602, 0o666])
+def test_a_file_that_every_user_can_access_is_refused_with_its_mode(open_folder: Path, mode: int) -> None:
+    path = put(open_folder, table(), mode)
+    with pytest.raises(ConfigError) as raised:
+        Tenants.from_toml(path)
+    for said in (f"mode {mode:04o}", f"chmod 600 {path}", "mount it read-only"):
+        assert said in str(raised.value)
+    link = open_folder / "link.toml"
+    link.symlink_to(path)
+    with pytest.raises(ConfigError, match=f"mode {mode:04o}"):
+        Tenants.from_toml(link)
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o400, 0o640, 0o440])
+def test_a_file_of_one_user_or_group_is_taken(open_folder: Path, mode: int) -> None:
+    assert Tenants.from_toml(put(open_folder, table(), mode)).by_name
+
+
+def test_an_open_file_is_taken_in_a_private_folder_or_without_secrets_or_from_a_read_only_mount(
+    open_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Tenants.from_toml(put(open_folder, collection(), 0o644)).collections
+    path = put(open_folder, table(), 0o644)
+    open_folder.chmod(0o700)
+    assert Tenants.from_toml(path).by_name
+    open_folder.chmod(0o755)
+    read_only = SimpleNamespace(f_flag=os.ST_RDONLY | os.ST_NOSUID)  # as a secret of Kubernetes, whose mode is 0644
+    monkeypatch.setattr(os, "statvfs", lambda path: read_only)
+    assert Tenants.from_toml(path).by_name
+
+
+def test_a_key_of_the_disk_that_every_user_can_read_is_refused(open_folder: Path) -> None:
+    path = put(open_folder, "A" * 43 + "=", 0o644)
+    with pytest.raises(ConfigError, match=f"mode 0644.*chmod 600 {path}"):
+        load_keys(path)
+    path.chmod(0o600)
+    assert load_keys(path) is not None
