@@ -124,6 +124,7 @@ class JoinedServer:
                 try:
                     with checking(self._check_open):
                         answer = http.get(self._url)
+                    failure = f"status {answer.status_code}"
                 except httpx.ReadTimeout:
                     silent_s += _TIMEOUT_S
                     if self._hang_timeout_s is not None and silent_s >= self._hang_timeout_s:
@@ -131,8 +132,6 @@ class JoinedServer:
                     continue
                 except httpx.HTTPError as error:
                     answer, failure = None, f"{type(error).__name__}: {error}"
-                else:
-                    failure = f"status {answer.status_code}"
                 silent_s = 0.0
                 self._hang = None if answer is None else hang_of(answer)
                 is_alive = answer is not None and answer.status_code < 500  # a proxy may not pass /health on
