@@ -1,11 +1,11 @@
-"""Answers that were given, for questions that mean the same: told apart from the rest of a prompt, compared, kept.
+"""A semantic cache of answers: an equal context, a similar question.
 
 ::
 
-    ask (messages -> question, and a key of all the rest) -> AnswerCache.find | keep | forget -> a file, if asked for
+    parse_question(messages) -> QuestionKey -> AnswerCache.find | keep | forget -> SQLite, in memory or in a folder
 """
 
-from ragcache_core.answers.asked import AskedPrompt, ask
 from ragcache_core.answers.cache import AnswerCache, FoundAnswer
+from ragcache_core.answers.question_key import QuestionKey, parse_question
 
-__all__ = ["AnswerCache", "AskedPrompt", "FoundAnswer", "ask"]
+__all__ = ["AnswerCache", "FoundAnswer", "QuestionKey", "parse_question"]

@@ -1,79 +1,84 @@
-"""Answers that were given, for questions that are near enough to those they were given to."""
+"""Semantic cache of answers, in memory and optionally in an SQLite file with a checksum in each row."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
+import re
+import sqlite3
 import threading
-from collections import OrderedDict
+import zlib
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from functools import lru_cache
-from types import TracebackType
-from typing import Any, Protocol, Self
+from pathlib import Path
+from typing import NamedTuple
 
+import filelock
 import numpy as np
 
-from ragcache_core.answers.asked import AskedPrompt, content_hash
-from ragcache_core.answers.storage import AnswerFile, Row
-from ragcache_core.answers.words import WordEmbedder
-from ragcache_core.errors import ConfigError
+from ragcache_core.answers.question_key import QuestionKey, content_hash
+from ragcache_core.errors import ConfigError, StoreCorruptError, StoreError, StoreLockedError, StoreVersionError
+from ragcache_core.private_files import FILE_MODE, make_private_folder, open_private
 from ragcache_core.retrieval.base import Vectors
-from ragcache_core.retrieval.embedders.base import Embedder, as_embedder, check_query
+from ragcache_core.retrieval.embedders.base import as_embedder, check_query
+from ragcache_core.retrieval.stores import AnyStore
 from ragcache_core.runtime.handle import Handle
 from ragcache_core.types import DocId, Document
 
-_PROBE = "Who asked this question, and when?"
-"""Embedders that give the same vector for it are taken for the same."""
-_NUM_FORGOTTEN_KEPT = 10_000
+_PROBE = "Who asked this question, and when?"  # embedders with the same vector for it are the same one
+_NUM_WORD_BUCKETS = 2048
+_MAX_FORGOTTEN = 10_000
+_FORMAT = 2  # format 1 has no checksums
+_COLUMNS = "number INTEGER PRIMARY KEY, key TEXT, question TEXT, answer TEXT, documents TEXT, vector BLOB"
+_INSERT = "INSERT INTO answers VALUES (?, ?, ?, ?, ?, ?, ?)"
 
 _logger = logging.getLogger(__name__)
 
 
-class _Documents(Protocol):
-    """What is asked of a store."""
-
-    def __contains__(self, doc_id: object) -> bool: ...
-
-    def get(self, doc_ids: list[DocId]) -> list[Document]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class FoundAnswer:
-    """An answer that was given before: to which question, ``None`` for the very same prompt, and how near that is."""
+    """A cached answer, the question it was given to (``None`` for an equal prompt), and the cosine of the questions."""
 
     answer: str
     question: str | None
     similarity: float
 
 
-@dataclass(slots=True)
-class _Kept:
-    asked: AskedPrompt
+class _Entry(NamedTuple):
+    prompt: QuestionKey
     answer: str
-    vector: Vectors | None = field(repr=False)
+    vector: Vectors | None
+
+    def row(self, number: int) -> tuple[object, ...]:
+        vector = None if self.vector is None else self.vector.tobytes()
+        documents = json.dumps(self.prompt.documents)
+        row = (number, self.prompt.context_hash, self.prompt.question, self.answer, documents, vector)
+        return (*row, _checksum(row))
 
 
-class AnswerCache(Handle):
-    """Answers, found again by questions of nearly the same meaning about the very same documents.
+class AnswerCache(Handle, AbstractContextManager["AnswerCache"]):
+    """Answers for questions of nearly the same meaning about the same versions of the same documents.
 
-    Two prompts share an answer if all but the question is equal (:func:`~ragcache_core.answers.asked.ask`) and the
-    cosine of their questions' vectors is at least ``threshold``: this is approximate. A document that was changed makes
-    another prompt; what was said of its former text is dropped when the new one is seen, or by :meth:`forget`.
-
-    All methods may be called from several threads. What cannot be embedded, read or written is a miss.
+    Two prompts share an answer if everything but the question is equal
+    (:func:`~ragcache_core.answers.question_key.parse_question`) and the cosine of the questions' vectors is at least
+    ``threshold``. This is approximate. Answers about an old version of a document are deleted when a prompt shows a
+    new one, or by :meth:`forget`. A question that cannot be embedded is a miss, and so is a damaged row. Thread-safe.
 
     Args:
-        embedder: what compares questions: a sentence embedder of ours, of LangChain or of LlamaIndex, or a store with
-            one. Without it they are compared by their words, which seldom finds one, and hardly ever a wrong one.
-        threshold: the least cosine, above 0 and at most 1, which lets nothing but equal questions share an answer.
-        max_answers: how many are kept; the one that was longest not asked for goes first.
-        folder: where they outlive the process, readable by their owner alone; one process at a time.
+        embedder: compares questions: a sentence embedder of ours, of LangChain or of LlamaIndex, or a store with one.
+            The default compares their words, which finds few rewordings and almost no wrong answer.
+        threshold: minimum cosine, above 0 and at most 1; with 1 only equal questions share an answer.
+        max_answers: capacity; the least recently used answer is evicted.
+        folder: where answers outlive the process, readable by their owner alone; one process at a time.
 
     Raises:
-        ConfigError: a value that cannot work, an embedder that embeds nothing, or the built-in one, which knows the
-            words of documents alone.
-        StoreLockedError: another process uses the folder. StoreCorruptError, StoreError
+        ConfigError: an invalid value, an embedder that embeds nothing, or the built-in one.
+        StoreError: the folder cannot be used (StoreLockedError, StoreCorruptError, StoreVersionError).
     """
 
     def __init__(
@@ -88,192 +93,239 @@ class AnswerCache(Handle):
             raise ConfigError(f"threshold is {threshold!r}: give a cosine above 0, and at most 1")
         if isinstance(max_answers, bool) or not isinstance(max_answers, int) or max_answers < 1:
             raise ConfigError(f"max_answers is {max_answers!r}: give a whole number of at least 1")
-        self._embedder = _compares_questions(embedder)
         self._threshold = threshold
         self._max_answers = max_answers
         self._lock = threading.RLock()
-        self._kept: OrderedDict[int, _Kept] = OrderedDict()
-        self._by_key: dict[str, list[int]] = {}
-        self._by_document: dict[DocId, dict[int, None]] = {}
-        self._forgotten: OrderedDict[DocId, int] = OrderedDict()
-        self._num_forgets = self._next = 0
-        self._vector_of = lru_cache(maxsize=256)(self._embedded)
+        self._entries: OrderedDict[int, _Entry] = OrderedDict()  # the least recently used first
+        self._next_number = 1
+        self._undeleted: set[int] = set()  # deleted from memory, but not from the file yet
+        self._forgotten: deque[tuple[int, DocId]] = deque(maxlen=_MAX_FORGOTTEN)
+        self._num_forgets = 0
+        self._is_warned = False
+        self._db: sqlite3.Connection | None = None
+        self._embed = lru_cache(maxsize=256)(_embedding(embedder))
         try:
-            probe = self._vector_of(_PROBE)
+            probe = self._embed(_PROBE)
         except Exception as error:
             raise ConfigError(
                 f"the embedder embeds no question ({error}): pass one that does, or a store that has documents"
             ) from error
-        self._file = None if folder is None else AnswerFile(folder)
-        if self._file is not None:
-            self._load(self._file, probe)
+        if folder is not None:
+            self._open(Path(folder).absolute() / "answers.sqlite", probe.tobytes())
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._entries)
 
     def now(self) -> int:
-        """Return a moment for :meth:`keep`: documents that are forgotten later were known to who asked then."""
+        """Return the time for ``since`` of :meth:`keep`: the number of calls of :meth:`forget`."""
         return self._num_forgets
 
-    def find(self, asked: AskedPrompt) -> FoundAnswer | None:
-        """Return the answer to the nearest question that is near enough, if there is one."""
+    def find(self, prompt: QuestionKey) -> FoundAnswer | None:
+        """Return the answer to the most similar question, if its cosine reaches the threshold."""
         with self._lock:
-            self._drop_former(asked)
-            candidates = [(i, self._kept[i]) for i in self._by_key.get(asked.key, ())]
-        if not candidates:
-            return None
-        number, similarity = next((i for i, kept in candidates if kept.asked.question == asked.question), None), 1.0
-        if number is None:
-            if (vector := self._try_vector(asked.question)) is None:
-                return None
-            near = [(float(kept.vector @ vector), i) for i, kept in candidates if kept.vector is not None]
-            similarity, number = max(near, default=(0.0, None))
-            if similarity < self._threshold:
-                return None
+            self._try_write(lambda: self._delete(self._outdated(prompt)))
+            candidates = [(n, e) for n, e in self._entries.items() if e.prompt.context_hash == prompt.context_hash]
+        number, similarity = next((n for n, e in candidates if e.prompt.question == prompt.question), None), 1.0
+        if number is None and candidates and (vector := self._try_embed(prompt.question)) is not None:
+            scores = [(float(e.vector @ vector), n) for n, e in candidates if e.vector is not None]
+            similarity, number = max(scores, default=(0.0, None))
         with self._lock:
-            if number is None or (kept := self._kept.get(number)) is None:
+            if number is None or similarity < self._threshold or (found := self._entries.get(number)) is None:
                 return None
-            self._kept.move_to_end(number)
-            return FoundAnswer(kept.answer, kept.asked.question, min(similarity, 1.0))
+            self._entries.move_to_end(number)
+            return FoundAnswer(found.answer, found.prompt.question, min(similarity, 1.0))
 
-    def keep(self, asked: AskedPrompt, answer: str, *, since: int | None = None) -> None:
-        """Keep the answer to a prompt that was asked at the moment ``since``, by default now.
+    def keep(self, prompt: QuestionKey, answer: str, *, since: int | None = None) -> None:
+        """Store the answer to a prompt; it replaces the answer to the same question.
 
-        It is not kept if one of its documents was forgotten meanwhile.
+        An answer about a document that was deleted from the cache after ``since``, a value of :meth:`now`, is not
+        stored. The default is the current time.
         """
-        vector = self._try_vector(asked.question)
+        entry = _Entry(prompt, answer, self._try_embed(prompt.question))
         with self._lock:
-            since = self._num_forgets if since is None else since
-            if any(self._forgotten.get(doc_id, 0) > since for doc_id, _ in asked.documents):
+            forgotten = {doc_id for at, doc_id in self._forgotten if since is not None and at > since}
+            if any(doc_id in forgotten for doc_id, _ in prompt.documents):
                 return
-            self._drop_former(asked)
-            same = [i for i in self._by_key.get(asked.key, ()) if self._kept[i].asked.question == asked.question]
-            number = self._add(_Kept(asked, answer, vector))
-            excess = list(self._kept)[: max(len(self._kept) - len(same) - self._max_answers, 0)]
-            self._drop([*same, *excess])
-            if self._file is not None:
-                self._file.put(_row(number, self._kept[number]))
+            replaced = self._outdated(prompt).union(n for n, e in self._entries.items() if e.prompt == prompt)
+            number, self._next_number = self._next_number, self._next_number + 1
+            self._entries[number] = entry
+            evicted = [n for n in self._entries if n not in replaced][: -self._max_answers]
+            self._try_write(lambda: self._delete([*replaced, *evicted]))
+            self._try_write(lambda: self._execute(_INSERT, [entry.row(number)]))
 
     def forget(self, doc_ids: Iterable[DocId]) -> int:
-        """Drop every answer that stands on one of these documents, in any version; return how many there were."""
-        doc_ids = [doc_ids] if isinstance(doc_ids, str) else list(doc_ids)
+        """Delete every answer about one of these documents, in any version, and return the number of answers.
+
+        Answers about them that are being generated are not stored. The deletion is on disk when this returns.
+
+        Raises:
+            StoreError: the answers are not found any more, but are still on disk: repeat the call.
+        """
+        forgotten = {doc_ids} if isinstance(doc_ids, str) else set(doc_ids)
         with self._lock:
             self._num_forgets += 1
-            for doc_id in doc_ids:
-                self._forgotten[doc_id] = self._num_forgets
-                self._forgotten.move_to_end(doc_id)
-            while len(self._forgotten) > _NUM_FORGOTTEN_KEPT:
-                self._forgotten.popitem(last=False)
-            return self._drop(number for doc_id in doc_ids for number in self._by_document.get(doc_id, ()))
+            self._forgotten.extend((self._num_forgets, doc_id) for doc_id in forgotten)
+            return self._delete(self._about(lambda doc_id, _: doc_id in forgotten))
 
-    def forget_outdated(self, store: _Documents, shown: Callable[[Document], str] = lambda d: d.text) -> int:
-        """Drop every answer that stands on a document which ``store`` does not hold, or not as it was shown then.
+    def forget_outdated(self, store: AnyStore, shown: Callable[[Document], str] = lambda d: d.text) -> int:
+        """Delete every answer about a document that ``store`` lacks or has in another version; see :meth:`forget`.
 
-        ``shown`` is how prompts show a document. Return how many answers there were.
+        ``shown`` returns the text of a document as prompts show it. Return the number of answers.
         """
         with self._lock:
-            known = [doc_id for doc_id in self._by_document if doc_id in store]
-            versions = {d.doc_id: content_hash(shown(d)) for d in store.get(known)}
-            return self._drop(
-                number
-                for number, kept in self._kept.items()
-                if any(versions.get(doc_id) != version for doc_id, version in kept.asked.documents)
-            )
+            doc_ids = {doc_id for entry in self._entries.values() for doc_id, _ in entry.prompt.documents}
+            stored = store.get([doc_id for doc_id in doc_ids if doc_id in store])
+            versions = {document.doc_id: content_hash(shown(document)) for document in stored}
+            return self._delete(self._about(lambda doc_id, version: versions.get(doc_id) != version))
 
     def clear(self) -> None:
-        """Drop every answer."""
+        """Delete every answer; see :meth:`forget`."""
         with self._lock:
-            self._drop(self._kept)
+            self._delete(self._entries)
 
     def close(self) -> None:
-        """Let another process use the folder. May be called twice."""
+        """Release the folder and what is read from it. May be called twice."""
         with self._lock:
-            if self._file is not None:
-                self._file.close()
+            if self._db is not None:
+                self._db.close()
+                self._db = None
+                self._file_lock.release()
+                self._entries.clear()
+                self._undeleted.clear()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _add(self, kept: _Kept, number: int | None = None) -> int:
-        number = self._next if number is None else number
-        self._next = number + 1
-        self._kept[number] = kept
-        self._by_key.setdefault(kept.asked.key, []).append(number)
-        for doc_id, _ in kept.asked.documents:
-            self._by_document.setdefault(doc_id, {})[number] = None
-        return number
+    def _about(self, matches: Callable[[DocId, str], bool]) -> set[int]:
+        """Return the answers about a document whose id and version match."""
+        return {n for n, entry in self._entries.items() if any(matches(*each) for each in entry.prompt.documents)}
 
-    def _drop(self, numbers: Iterable[int]) -> int:
-        gone = list(dict.fromkeys(numbers))
-        for number in gone:
-            asked = self._kept.pop(number).asked
-            self._by_key[asked.key].remove(number)
-            if not self._by_key[asked.key]:
-                del self._by_key[asked.key]
-            for doc_id in dict.fromkeys(doc_id for doc_id, _ in asked.documents):
-                del self._by_document[doc_id][number]
-                if not self._by_document[doc_id]:
-                    del self._by_document[doc_id]
-        if self._file is not None and gone:
-            self._file.remove(gone)
-        return len(gone)
+    def _outdated(self, prompt: QuestionKey) -> set[int]:
+        """Return the answers about other versions of the documents in ``prompt``."""
+        shown, doc_ids = set(prompt.documents), {doc_id for doc_id, _ in prompt.documents}
+        return self._about(lambda doc_id, version: doc_id in doc_ids and (doc_id, version) not in shown)
 
-    def _drop_former(self, asked: AskedPrompt) -> None:
-        """Drop what was said of other versions of the documents that are shown now."""
-        versions: dict[DocId, set[str]] = {}
-        for doc_id, version in asked.documents:
-            versions.setdefault(doc_id, set()).add(version)
-        self._drop(
-            number
-            for doc_id, current in versions.items()
-            for number in self._by_document.get(doc_id, ())
-            if any(i == doc_id and version not in current for i, version in self._kept[number].asked.documents)
-        )
+    def _delete(self, numbers: Iterable[int]) -> int:
+        """Delete answers, and from the file those of failed deletions before; return the number of answers."""
+        for number in list(numbers):
+            del self._entries[number]
+            self._undeleted.add(number)
+        if num_deleted := len(self._undeleted):
+            try:
+                self._execute("DELETE FROM answers WHERE number = ?", [(number,) for number in self._undeleted])
+            except sqlite3.Error as error:
+                raise StoreError(
+                    f"{num_deleted} deleted answers are still on disk ({error}): free disk space and repeat the call, "
+                    "or close the cache and delete its folder"
+                ) from error
+            self._undeleted.clear()
+        return num_deleted
 
-    def _load(self, file: AnswerFile, probe: Vectors) -> None:
-        is_same = file.begin(probe.tobytes())
-        for row in file.rows():
-            vector = np.frombuffer(row.vector, np.float32) if row.vector is not None else None
-            if not is_same:
-                vector = self._try_vector(row.question)
-            kept = _Kept(AskedPrompt(row.key, row.question, row.documents), row.answer, vector)
-            self._add(kept, row.number)
-            if not is_same:
-                file.put(_row(row.number, kept))
-        self._drop(list(self._kept)[: max(len(self._kept) - self._max_answers, 0)])
+    def _execute(self, statement: str, rows: Iterable[tuple[object, ...]]) -> None:
+        if self._db is not None:
+            with self._db:
+                self._db.executemany(statement, rows)
 
-    def _embedded(self, question: str) -> Vectors:
-        vector = check_query(self._embedder.embed_query(question), None)
-        length = float(np.linalg.norm(vector))
-        return vector / length if length > 0 else vector
-
-    def _try_vector(self, question: str | None) -> Vectors | None:
-        if question is None:
-            return None
+    def _try_write(self, write: Callable[[], object]) -> None:
         try:
-            return self._vector_of(question)
+            write()
+        except (StoreError, sqlite3.Error, UnicodeError) as error:
+            if not self._is_warned:
+                self._is_warned = True
+                _logger.warning("a change of the answer cache is not on disk, and is lost with the process: %s", error)
+
+    def _try_embed(self, question: str | None) -> Vectors | None:
+        try:
+            return None if question is None else self._embed(question)
         except Exception as error:
-            _logger.warning("a question could not be embedded, and no answer is looked for: %s", error)
+            _logger.warning("a question could not be embedded, and only an equal one gets its answer: %s", error)
             return None
 
+    def _open(self, path: Path, probe: bytes) -> None:
+        self._file_lock = filelock.FileLock(path.with_suffix(".lock"), timeout=0, mode=FILE_MODE, thread_local=False)
+        try:
+            make_private_folder(path.parent)
+            self._file_lock.acquire()
+            os.close(open_private(path, os.O_RDWR | os.O_CREAT))
+            self._db = sqlite3.connect(path, check_same_thread=False)
+            self._load(self._db, path, probe)
+        except filelock.Timeout:
+            raise StoreLockedError(
+                f"{path.parent} is used by another answer cache: close that one, or choose another folder"
+            ) from None
+        except (OSError, sqlite3.Error, UnicodeError, StoreError) as error:
+            self.close()
+            self._file_lock.release()
+            if isinstance(error, OSError | sqlite3.OperationalError):
+                raise StoreError(f"{path.parent} cannot keep answers ({error}): choose another folder") from error
+            if not isinstance(error, StoreError):
+                raise StoreCorruptError(
+                    f"{path} is damaged ({error}): delete it; a cache holds nothing else"
+                ) from error
+            raise
 
-def _compares_questions(embedder: object | None) -> Embedder:
-    if embedder is None:
-        return WordEmbedder()
-    chosen = as_embedder(getattr(embedder, "embedder", embedder))
-    if "tfidfsvd" in chosen.name.lower().replace("-", ""):
-        raise ConfigError(
-            "the built-in embedder knows the words of documents alone, and takes who and when for the same: leave it "
-            "out to compare questions by their words, or pass a sentence embedder, MiniLMEmbedder() for example"
-        )
-    return chosen
+    def _load(self, db: sqlite3.Connection, path: Path, probe: bytes) -> None:
+        """Read the valid answers; rewrite the file if it has others, or another format or embedder."""
+        db.text_factory = lambda raw: raw.decode(errors="replace")  # damaged text has another checksum
+        db.execute("PRAGMA secure_delete = ON")  # deleted text leaves the file
+        db.execute("PRAGMA synchronous = EXTRA")  # a deletion survives a power failure
+        with db:
+            db.execute("BEGIN IMMEDIATE")
+            (version,) = db.execute("PRAGMA user_version").fetchone()
+            if version not in (0, 1, _FORMAT):
+                raise StoreVersionError(f"{path} has format {version}, not {_FORMAT}: choose another folder")
+            db.execute(f"CREATE TABLE IF NOT EXISTS answers ({_COLUMNS}, checksum BLOB)")
+            db.execute("CREATE TABLE IF NOT EXISTS probe (vector BLOB)")
+            is_same_embedder = version == _FORMAT and db.execute("SELECT vector FROM probe").fetchone() == (probe,)
+            rows = db.execute("SELECT * FROM answers ORDER BY number").fetchall()
+            for row in rows[-self._max_answers :]:
+                if version == 1 or _checksum(row[:-1]) == row[-1]:
+                    with suppress(TypeError, ValueError):  # format 1
+                        number, key, question, answer, documents, vector = row[:6]
+                        prompt = QuestionKey(key, question, tuple((i, content) for i, content in json.loads(documents)))
+                        if is_same_embedder:
+                            embedded = None if vector is None else np.frombuffer(vector, np.float32)
+                        else:
+                            embedded = self._try_embed(question)
+                        self._entries[number] = _Entry(prompt, answer, embedded)
+            if not is_same_embedder or len(self._entries) < len(rows):
+                for statement in (
+                    "DROP TABLE answers",
+                    f"CREATE TABLE answers ({_COLUMNS}, checksum BLOB)",
+                    "DELETE FROM probe",
+                    f"PRAGMA user_version = {_FORMAT}",
+                ):
+                    db.execute(statement)
+                db.execute("INSERT INTO probe VALUES (?)", (probe,))
+                db.executemany(_INSERT, [entry.row(number) for number, entry in self._entries.items()])
+        self._next_number = max(self._entries, default=0) + 1
 
 
-def _row(number: int, kept: _Kept) -> Row:
-    vector: Any = None if kept.vector is None else kept.vector.tobytes()
-    return Row(number, kept.asked.key, kept.asked.question, kept.answer, kept.asked.documents, vector)
+def _embedding(embedder: object | None) -> Callable[[str], Vectors]:
+    """Return a function from a question to its unit vector."""
+    embed = _count_words
+    if embedder is not None:
+        chosen = as_embedder(getattr(embedder, "embedder", embedder))
+        if "tfidfsvd" in chosen.name.lower().replace("-", ""):
+            raise ConfigError(
+                "the built-in embedder knows the words of documents alone, and takes who and when for the same: leave "
+                "it out to compare questions by their words, or pass a sentence embedder, MiniLMEmbedder() for example"
+            )
+        embed = chosen.embed_query
+
+    def unit_vector(question: str) -> Vectors:
+        vector = check_query(embed(question), None)
+        return vector / (np.linalg.norm(vector) or np.float32(1))
+
+    return unit_vector
+
+
+def _count_words(text: str) -> Vectors:
+    counts = np.zeros(_NUM_WORD_BUCKETS, np.float32)
+    for word in re.findall(r"\w+", text.casefold()):
+        counts[zlib.crc32(word.encode("utf-8", "surrogatepass")) % _NUM_WORD_BUCKETS] += 1
+    return counts
+
+
+def _checksum(row: tuple[object, ...]) -> bytes:
+    return hashlib.blake2b(ascii(row).encode(), digest_size=16).digest()

@@ -16,7 +16,7 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.messages import message_to_dict, messages_from_dict
 from langchain_core.outputs import ChatGeneration, Generation
 
-from ragcache_core.answers import AnswerCache, AskedPrompt, FoundAnswer, ask
+from ragcache_core.answers import AnswerCache, FoundAnswer, QuestionKey, parse_question
 from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
 from ragcache_core.retrieval import DocumentStore
 from ragcache_core.retrieval.embedders.base import Embedder
@@ -73,7 +73,7 @@ class SemanticAnswerCache(BaseCache):
     ) -> None:
         embedder = embedding.store if isinstance(embedding, StagedFAISS) else embedding
         self._answers = AnswerCache(embedder, threshold=threshold, max_answers=max_answers, folder=folder)
-        self._pending: OrderedDict[tuple[str, str], tuple[AskedPrompt, int]] = OrderedDict()
+        self._pending: OrderedDict[tuple[str, str], tuple[QuestionKey, int]] = OrderedDict()
         self._lock = threading.Lock()
 
     def lookup(self, prompt: str, llm_string: str) -> RETURN_VAL_TYPE | None:
@@ -123,9 +123,9 @@ class SemanticAnswerCache(BaseCache):
         self.close()
 
 
-def _asked(prompt: str, llm_string: str) -> AskedPrompt:
+def _asked(prompt: str, llm_string: str) -> QuestionKey:
     queries = [search.query for search in RETRIEVED.searches() if search.query]
-    return ask(_messages(prompt), llm_string, RETRIEVED.shown(), queries)
+    return parse_question(_messages(prompt), llm_string, RETRIEVED.shown(), queries)
 
 
 def _messages(prompt: str) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, MessageRole
 from llama_index_instrumentation.span import active_span_id
 
-from ragcache_core.answers import AnswerCache, ask
+from ragcache_core.answers import AnswerCache, parse_question
 from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
 from ragcache_core.stats import ANSWER_KEY, STATS_KEY
 from ragcache_integrations.llamaindex.events import KeptAnswerEvent, dispatcher
@@ -27,7 +27,7 @@ class AskedChat:
         self._since = answers.now()
         queries = [search.query for search in RETRIEVED.searches() if search.query]
         described = json.dumps(settings, sort_keys=True, default=str)
-        self._asked = ask(messages, described, RETRIEVED.shown(), queries)
+        self._asked = parse_question(messages, described, RETRIEVED.shown(), queries)
 
     def find(self) -> ChatResponse | None:
         """Return the answer that was kept, marked and published as such, if there is one."""

@@ -1,4 +1,4 @@
-"""What two prompts must have in common to share an answer."""
+"""What two prompts must share to get the same answer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ragcache_core.answers import AskedPrompt, ask
+from ragcache_core.answers import QuestionKey, parse_question
 
 ZOR = ("zor", "Zor is a city on the river Mel, and its council has nine members.")
 MEL = ("mel", "Mel is a river that ends in the lake Tar.")
@@ -18,14 +18,14 @@ def chat(question: str = QUESTION, *documents: tuple[str, str], system: str = "A
     return [{"role": "system", "content": system}, {"role": "user", "content": f"{shown}\n\nQuestion: {question}"}]
 
 
-def asked(messages: list[dict[str, Any]], *queries: str, settings: str = "model") -> AskedPrompt:
-    return ask(messages, settings, [ZOR, MEL], queries or (QUESTION,))
+def key_of(messages: list[dict[str, Any]], *queries: str, settings: str = "model") -> QuestionKey:
+    return parse_question(messages, settings, [ZOR, MEL], queries or (QUESTION,))
 
 
 def test_the_question_is_what_was_searched_for_and_all_else_is_the_key() -> None:
-    one, other = asked(chat()), asked(chat("Where does Zor lie?"), "Where does Zor lie?")
+    one, other = key_of(chat()), key_of(chat("Where does Zor lie?"), "Where does Zor lie?")
     assert (one.question, other.question) == (QUESTION, "Where does Zor lie?")
-    assert one.key == other.key
+    assert one.context_hash == other.context_hash
     assert [doc_id for doc_id, _ in one.documents] == ["zor", "mel"]
 
 
@@ -43,35 +43,38 @@ def test_the_question_is_what_was_searched_for_and_all_else_is_the_key() -> None
     ids=["fewer", "another order", "another version", "instructions", "a conversation", "a suffix", "another field"],
 )
 def test_other_documents_versions_orders_and_instructions_are_another_key(messages: list[dict[str, Any]]) -> None:
-    assert asked(messages).key != asked(chat()).key
+    assert key_of(messages).context_hash != key_of(chat()).context_hash
 
 
 def test_other_settings_numbers_and_question_words_are_another_key() -> None:
-    assert asked(chat(), settings="other").key != asked(chat()).key
+    assert key_of(chat(), settings="other").context_hash != key_of(chat()).context_hash
     then, now = "Who ruled Zor in 1850?", "Who ruled Zor in 1950?"
-    assert asked(chat(then), then).key != asked(chat(now), now).key
-    assert asked(chat("When was Zor?"), "When was Zor?").key != asked(chat("Where was Zor?"), "Where was Zor?").key
+    assert key_of(chat(then), then).context_hash != key_of(chat(now), now).context_hash
+    assert (
+        key_of(chat("When was Zor?"), "When was Zor?").context_hash
+        != key_of(chat("Where was Zor?"), "Where was Zor?").context_hash
+    )
 
 
 def test_what_nobody_searched_for_is_no_question() -> None:
-    one = asked(chat(), "Where is Mel?")
+    one = key_of(chat(), "Where is Mel?")
     assert one.question is None
-    assert one.key != asked(chat("Where is Zur?"), "Where is Mel?").key
+    assert one.context_hash != key_of(chat("Where is Zur?"), "Where is Mel?").context_hash
 
 
 def test_a_question_is_not_taken_out_of_a_document_that_quotes_it() -> None:
     quoting = ("faq", f"People ask: {QUESTION} It is on the river Mel.")
     prompt = [{"role": "user", "content": f"Question: {QUESTION}\n\n{quoting[1]}"}]
-    one = ask(prompt, "", [quoting], [QUESTION])
+    one = parse_question(prompt, "", [quoting], [QUESTION])
     assert one.question == QUESTION
     assert one.documents
     other = [{"role": "user", "content": f"Question: Where is it?\n\n{quoting[1]}"}]
-    assert ask(other, "", [quoting], ["Where is it?", QUESTION]).key == one.key
+    assert parse_question(other, "", [quoting], ["Where is it?", QUESTION]).context_hash == one.context_hash
 
 
 def test_a_text_among_content_parts_is_read_and_images_are_part_of_the_key() -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": QUESTION}]}]
-    assert asked(parts).question == QUESTION
+    assert key_of(parts).question == QUESTION
     image = {"type": "image_url", "image_url": {"url": "data:1"}}
     pictures = [{"role": "user", "content": [*parts[0]["content"], image]}]
-    assert asked(pictures).question is None
+    assert key_of(pictures).question is None
