@@ -1,4 +1,4 @@
-"""What the LLM does with a cache of answers: looks before it asks, keeps what it was answered, says where from."""
+"""The use of an answer cache by the LLM: look up, store, and mark cached answers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ragcache_integrations.llamaindex.events import KeptAnswerEvent, dispatcher
 from ragcache_integrations.llamaindex.response_stats import current_response
 
 
-class AskedChat:
-    """One chat, before it is sent: made in the span that it belongs to."""
+class CachedChat:
+    """The lookup of one chat in an answer cache. Create it in the chat's instrumentation span."""
 
     def __init__(self, answers: AnswerCache, messages: Sequence[Mapping[str, Any]], settings: object, model: str):
         self._answers = answers
@@ -27,11 +27,11 @@ class AskedChat:
         self._since = answers.now()
         queries = [search.query for search in RETRIEVED.searches() if search.query]
         described = json.dumps(settings, sort_keys=True, default=str)
-        self._asked = parse_question(messages, described, RETRIEVED.shown(), queries)
+        self._key = parse_question(messages, described, RETRIEVED.shown(), queries)
 
     def find(self) -> ChatResponse | None:
-        """Return the answer that was kept, marked and published as such, if there is one."""
-        if (found := self._answers.find(self._asked)) is None:
+        """Return the cached answer, marked and published as cached, if there is one."""
+        if (found := self._answers.find(self._key)) is None:
             return None
         mark = {ANSWER_KEY: {"question": found.question, "similarity": found.similarity}}
         if self._response_stats is not None:
@@ -45,14 +45,14 @@ class AskedChat:
         return ChatResponse(message=message, delta=found.answer, additional_kwargs={STATS_KEY: mark})
 
     def keep(self, response: ChatResponse) -> ChatResponse:
-        """Keep a whole answer, if it is a text; return it."""
+        """Store a complete answer if it is a text, and return it."""
         text = response.message.content
         if text and not response.message.additional_kwargs.get("tool_calls"):
-            self._answers.keep(self._asked, text, since=self._since)
+            self._answers.keep(self._key, text, since=self._since)
         return response
 
     def keep_last(self, responses: Iterator[ChatResponse]) -> Generator[ChatResponse, None, None]:
-        """Yield the responses of a stream; keep the answer if it comes to its end."""
+        """Yield the responses of a stream; store the answer if the stream is complete."""
         last = None
         for last in responses:
             yield last
@@ -60,7 +60,7 @@ class AskedChat:
             self.keep(last)
 
     async def akeep_last(self, responses: AsyncIterator[ChatResponse]) -> AsyncGenerator[ChatResponse, None]:
-        """Yield the responses of a stream; keep the answer if it comes to its end."""
+        """Yield the responses of a stream; store the answer if the stream is complete."""
         last = None
         async for last in responses:
             yield last

@@ -45,7 +45,7 @@ from ragcache_core.wire import check_sendable, read_chunk_reuse
 from ragcache_integrations._handles import HoldsHandles, check_engine
 from ragcache_integrations.llamaindex._requests import MeasuredRequest
 from ragcache_integrations.llamaindex._streams import OpenStreams
-from ragcache_integrations.llamaindex.answers import AskedChat, just
+from ragcache_integrations.llamaindex.answers import CachedChat, just
 from ragcache_integrations.llamaindex.retrieved import CURE
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -301,15 +301,15 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
         responses = request.ameasured(await super()._astream_chat(messages, **request.body))
         return responses if asked is None else asked.akeep_last(responses)
 
-    def _asked(self, messages: Sequence[ChatMessage], kwargs: Mapping[str, Any]) -> AskedChat | None:
-        """Return a chat as the cache of answers knows it; ``None`` without one, and for what may call tools."""
+    def _asked(self, messages: Sequence[ChatMessage], kwargs: Mapping[str, Any]) -> CachedChat | None:
+        """Return the lookup of a chat in the answer cache; ``None`` without a cache, and with tools."""
         if self.answer_cache is None or kwargs.get("tools"):
             return None
         ours = {name: kwargs.get(name, getattr(self, name)) for name in sorted(_OURS)}
         body = self._get_model_kwargs(**{name: value for name, value in kwargs.items() if name not in _OURS})
         settings = [{**body, "extra_body": self._own_body(kwargs)}, ours]
         sent = to_openai_message_dicts(messages, model=self.model)
-        return AskedChat(self.answer_cache, sent, settings, self.model)  # type: ignore[arg-type]
+        return CachedChat(self.answer_cache, sent, settings, self.model)  # type: ignore[arg-type]
 
     def _complete(self, prompt: str, **kwargs: Any) -> CompletionResponse:
         request = self._plan_text(kwargs)
