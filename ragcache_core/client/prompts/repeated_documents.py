@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from ragcache_core.errors import ConfigError, quoted
-from ragcache_core.prompt import ChatMessage, locate_documents
+from ragcache_core.prompt import ChatMessage, locate_documents, num_alike
 from ragcache_core.types import DocId
 
 _NUM_WORDS: Final = 8
@@ -28,23 +28,30 @@ def check_deduplicate(deduplicate: object) -> bool:
 def without_repeats(
     messages: Sequence[ChatMessage], documents: Iterable[tuple[DocId, str]], questions: Iterable[str] = ()
 ) -> list[ChatMessage]:
-    """Return messages in which each of ``documents`` (id, text as shown) is shown once, by the first that holds it.
+    """Return messages that show each of ``documents`` (id, text as shown) once, in the first message that holds it.
 
-    Later ones name it by the words that it begins with, ``[shown above: "Zorval was a company ..."]``. Frameworks keep
-    and send a conversation's messages as they were made, so that the same are changed in the same way in every turn:
-    each prompt still begins with all of the one before (ContextPilot's deduplication). ``questions`` may quote
-    documents, and the assistant may: both stay as they are.
+    Later messages refer to it by its opening words: ``[shown above: "Zorval was a company ..."]``. A reference depends
+    only on the messages before it, and frameworks resend a conversation unchanged. So each prompt begins with the whole
+    previous prompt (ContextPilot's deduplication). Quotes in ``questions`` and in the assistant's messages stay.
     """
     documents, questions = list(documents), list(questions)
     seen: set[str] = set()
     return [_changed(message, documents, questions, seen) for message in messages]
 
 
-def reference_to(text: str) -> str:
-    """Return what stands in place of a document that was shown before."""
-    words = text.split()
-    begins = " ".join(words[:_NUM_WORDS]).replace('"', "'")
-    return f'[shown above: "{begins}{" ..." if len(words) > _NUM_WORDS else ""}"]'
+def reference_to(text: str, others: Iterable[str] = ()) -> str:
+    """Return the reference that replaces a document shown before.
+
+    It quotes the document's opening words, as many as are needed to tell it from ``others`` shown before.
+    """
+    words = _quotable_words(text)
+    different = [other for other in map(_quotable_words, others) if other != words]
+    num_words = max([_NUM_WORDS, *(num_alike(words, other) + 1 for other in different)])
+    return f'[shown above: "{" ".join(words[:num_words])}{" ..." if len(words) > num_words else ""}"]'
+
+
+def _quotable_words(text: str) -> list[str]:
+    return text.replace('"', "'").split()
 
 
 def _changed(
@@ -72,8 +79,7 @@ def _without(text: str, documents: list[tuple[DocId, str]], questions: list[str]
     for span in locate_documents(text, documents, questions):
         shown = text[span.start : span.end]
         seen.add(shown)
-        reference = reference_to(shown)
-        if shown in known and len(shown) >= _LEAST_TIMES * len(reference):
+        if shown in known and len(shown) >= _LEAST_TIMES * len(reference := reference_to(shown, seen)):
             parts += [text[end : span.start], reference]
             end = span.end
     return "".join([*parts, text[end:]])

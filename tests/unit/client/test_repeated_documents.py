@@ -60,6 +60,35 @@ def test_a_document_that_is_shorter_than_two_references_is_shown_again() -> None
     assert without_repeats(told, [("zor", "Zor is white today.")]) == told
 
 
+@pytest.mark.parametrize("joint", [" ", "\n", ' "'], ids=["space", "line", "quote"])
+def test_documents_that_begin_alike_get_different_references(joint: str) -> None:
+    head = f"Acme Corp internal{joint}handbook, revision of May 2026, confidential."
+    holidays, sick = f"{head} Holidays: thirty days. {ZOR}", f"{head} Sick leave: six weeks. {ZOR}"
+    documents = [("holidays", holidays), ("sick", sick)]
+    told = [user(f"{holidays}\n{sick}\nOne?"), ANSWER, user(f"{sick}\nTwo?"), user(f"{holidays}\nThree?")]
+    *_, second, third = without_repeats(told, documents)
+    for message, named, other in ((second, "Sick", "Holidays"), (third, "Holidays", "Sick")):
+        content = str(message["content"])
+        assert content.startswith("[shown above:")
+        assert named in content
+        assert other not in content
+    assert without_repeats(told[:3], documents) == without_repeats(told, documents)[:3]
+
+
+def test_a_document_that_is_the_beginning_of_another_is_shown_again() -> None:
+    told = [user(ZOR), user(f"{ZOR} {MEL}"), user(f"{ZOR} Who?"), user(f"{ZOR} {MEL} Where?")]
+    documents = [("short", ZOR), ("long", f"{ZOR} {MEL}")]
+    assert without_repeats(told, documents) == told
+
+
+def test_a_document_seen_later_changes_no_earlier_reference() -> None:
+    later = f"{ZOR[:60]} is quite another story, {MEL}"
+    told = [user(ZOR), user(f"{ZOR} Who?"), user(later), user(f"{ZOR} When?")]
+    changed = without_repeats(told, [*DOCUMENTS, ("later", later)])
+    assert changed[1]["content"] == f"{reference_to(ZOR)} Who?"
+    assert changed[3]["content"] != f"{reference_to(ZOR)} When?"
+
+
 def test_tools_and_lists_of_texts_are_looked_at() -> None:
     tool = {"role": "tool", "tool_call_id": "1", "content": ZOR}
     listed = {"role": "user", "content": [{"type": "text", "text": f"{ZOR} Who?"}]}
