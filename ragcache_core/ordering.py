@@ -16,6 +16,7 @@ from itertools import islice
 from typing import Literal, NamedTuple
 
 from ragcache_core.types import DocId, PromptSegment, SegmentKind
+from ragcache_core.wire import MAX_DOC_ID_CHARS
 
 DocumentOrder = Literal["retrieval", "canonical", "cache_aware"]
 DOCUMENT_ORDERS: tuple[DocumentOrder, ...] = ("retrieval", "canonical", "cache_aware")
@@ -31,6 +32,7 @@ ANYWHERE = b"anywhere"
 
 _DIGEST_BYTES = 16
 _MAX_PATHS = 200_000
+_MAX_TOKENS = 1 << 40
 _MAX_LOOKUPS = 1_000
 
 DocPath = tuple[DocId, ...]
@@ -99,11 +101,17 @@ class CachedPaths:
     def apply(self, changes: object) -> None:
         """Take in what :func:`encode_changes` returned.
 
+        A path of more than :data:`MAX_PATH_DOCUMENTS` documents, or with an id that no engine takes, is ignored.
+
         Raises:
             ValueError: these are no such changes. What came before the error is taken in.
         """
         try:
             for prefix, documents, num_tokens, is_whole in changes:  # type: ignore[attr-defined]
+                if len(documents) > MAX_PATH_DOCUMENTS or any(len(doc_id) > MAX_DOC_ID_CHARS for doc_id in documents):
+                    continue
+                if not 0 <= num_tokens <= _MAX_TOKENS or len(prefix) > 2 * _DIGEST_BYTES:
+                    raise ValueError(f"{num_tokens!r:.40} tokens, a prefix of {len(prefix)} characters")
                 path = tuple(map(sys.intern, documents))
                 self.set(PathChange(bytes.fromhex(prefix), path, int(num_tokens), bool(is_whole)))
         except (TypeError, ValueError) as error:

@@ -22,12 +22,13 @@ from ragcache_core.policy import PrefillCostModel
 
 _COSTS_TIMEOUT_S = 2.0
 _COSTS_AGAIN_S = 60.0
-"""Who did not say what an engine takes is not waited for again any sooner."""
+"""A server that did not report costs is asked again after so long: another one may be there by then."""
 _LOAD_TIMEOUT_S = 0.1
 """Asking is a part of what the user waits for."""
 
 _NO_REUSE = "the engine was started without chunk reuse"
 _NOT_SAID = "the server did not say what its engine takes"
+_UNSUPPORTED = "the server runs without RAGCache, or with an older one"
 _logger = logging.getLogger(__name__)
 
 
@@ -48,25 +49,23 @@ class DeadlineRoutes:
         self._http = http
         self._headers = {"Authorization": f"Bearer {api_key}"}
         self._costs: EngineCosts | None = None
+        self._unknown = EngineCosts(_NOT_SAID, _NOT_SAID)
         self._ask_again_at_s = 0.0
 
     def costs(self) -> EngineCosts:
-        """Return what was measured of the engine's model. Never fails; an answer is kept, none for a minute."""
-        if self._costs is None and time.monotonic() < self._ask_again_at_s:
-            return EngineCosts(_NOT_SAID, _NOT_SAID)
-        if self._costs is None:
+        """Return the measured costs of the engine's model. Never fails; after a failure it asks once a minute."""
+        if self._costs is None and time.monotonic() >= self._ask_again_at_s:
             try:
                 response = self._get("costs", _COSTS_TIMEOUT_S)
                 if response.status_code == 404:
-                    why = "the server runs without RAGCache, or with an older one"
-                    self._costs = EngineCosts(why, why)
+                    self._unknown = EngineCosts(_UNSUPPORTED, _UNSUPPORTED)
                 else:
                     self._costs = _read_costs(response.raise_for_status().json())
             except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
                 _logger.debug("the engine's costs are unknown: %s: %s", type(error).__name__, error)
-                self._ask_again_at_s = time.monotonic() + _COSTS_AGAIN_S
-                return EngineCosts(_NOT_SAID, _NOT_SAID)
-        return self._costs
+                self._unknown = EngineCosts(_NOT_SAID, _NOT_SAID)
+            self._ask_again_at_s = time.monotonic() + _COSTS_AGAIN_S
+        return self._costs or self._unknown
 
     def queue_s(self) -> float | None:
         """Return how long the engine computes for requests that came before; None if it does not say. Never fails."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import threading
@@ -27,6 +28,14 @@ _NUM_AT_ONCE = 2
 """Questions of who waits: an answer that is on its way does not know what has just been cached."""
 _FIRST_PAUSE_S = 0.1
 _LAST_PAUSE_S = 5.0
+_UNSUPPORTED_PAUSE_S = 60.0
+_PART_PAUSE_S = 0.01
+_PART_PAUSE_GROWTH = 1.01
+"""A copy in parts, one for 1,000 changes, is asked for quickly at first: 100 parts in 2 s, each next one 1 % later."""
+_MAX_ANSWER_BYTES = 1 << 26
+_MAX_ENGINES = 1024
+_MAX_CURSOR_CHARS = 1 << 15
+"""The server takes the cursor of so many engines at most: each is 30 characters."""
 
 _Answer = TypeVar("_Answer")
 
@@ -36,8 +45,8 @@ _joining = threading.Lock()
 """Held while a mirror takes the lock of another fleet: two fleets of the same engines would wait for each other."""
 
 
-class _NothingToMirrorError(Exception):
-    """The server does not tell what it has cached, and is not asked again."""
+class _UnsupportedError(Exception):
+    """The server does not report cached prefixes, or not to this client."""
 
 
 class KnownPrefixes(ABC):
@@ -195,13 +204,16 @@ class CachedPrefixes(KnownPrefixes):
 
     async def _follow(self, transport: httpx.AsyncBaseTransport) -> None:
         client = httpx.AsyncClient(transport=transport, timeout=_TIMEOUT, headers=self._headers)
-        pause_s = _FIRST_PAUSE_S
+        pause_s, is_warned = _FIRST_PAUSE_S, False
         while True:
             try:
                 await self._mirror(client)
-            except _NothingToMirrorError as error:
-                _logger.warning("Documents keep the order of retrieval instead of a cache-aware one: %s", error)
-                return
+            except _UnsupportedError as error:  # until the server is replaced, or has the key: asked again less often
+                is_warned = is_warned and not self.is_current
+                if not is_warned:
+                    _logger.warning("Documents keep the order of retrieval instead of a cache-aware one: %s", error)
+                is_warned = True
+                pause_s = min(max(2 * pause_s, _LAST_PAUSE_S), _UNSUPPORTED_PAUSE_S)
             except Exception as error:  # a broken connection or answer: what comes after a pause may be whole
                 _logger.debug(
                     "the mirror of the engine's cache lost %s: %s: %s", self._url, type(error).__name__, error
@@ -214,17 +226,24 @@ class CachedPrefixes(KnownPrefixes):
     async def _mirror(self, client: httpx.AsyncClient) -> None:
         """Keep a copy of each data-parallel engine's until an answer is missing or makes no sense."""
         cursor, engines = "", list[CachedPaths]()
+        part_pause_s = _PART_PAUSE_S
         while True:
             answer = await self._ask(client, cursor)
             told = answer["engines"]  # what was before a reset serves until all is complete
-            engines = [CachedPaths() if each["is_reset"] else engines[i] for i, each in enumerate(told)]
             cursor = str(answer["cursor"])
-            read = self._engines or ()
+            if len(told) > _MAX_ENGINES or len(cursor) > _MAX_CURSOR_CHARS:
+                raise ValueError(f"{len(told)} engines and a cursor of {len(cursor)} characters are too many")
+            engines = [CachedPaths() if each["is_reset"] else engines[i] for i, each in enumerate(told)]
+            read = {id(paths) for paths in self._engines or ()}
             for paths, each in zip(engines, told, strict=True):
-                is_read = any(paths is one for one in read)  # a whole copy takes a while, and nobody reads it yet
-                with self._changing() if is_read else nullcontext():
+                # No reader has a copy that is not complete yet.
+                with self._changing() if id(paths) in read else nullcontext():
                     paths.apply(each["changes"])
-            if answer["is_complete"]:
+            if not answer["is_complete"]:
+                await asyncio.sleep(min(part_pause_s, _ASK_EVERY_S))
+                part_pause_s *= _PART_PAUSE_GROWTH
+            else:
+                part_pause_s = _PART_PAUSE_S
                 self._replace(engines)
                 with self._read:
                     self._num_read += 1
@@ -241,21 +260,25 @@ class CachedPrefixes(KnownPrefixes):
         self._num_at_once = max(self._num_at_once - 1, 0)
 
     async def _ask(self, client: httpx.AsyncClient, cursor: str) -> dict[str, Any]:
-        response = await client.get(self._url, params={"cursor": cursor} if cursor else None)
-        if response.status_code in (401, 403):
-            raise _NothingToMirrorError(f"the server refused the API key for {self._url}")
-        if response.status_code in (404, 405):
-            raise _NothingToMirrorError(
-                f"there is no {self._url}; start the server with Engine.launch or `ragcache serve`, of this version"
-            )
-        response.raise_for_status()
-        answer = response.json()
+        params = {"cursor": cursor} if cursor else None
+        async with client.stream("GET", self._url, params=params) as response:
+            if response.status_code in (401, 403):
+                raise _UnsupportedError(f"the server refused the API key for {self._url}")
+            if response.status_code in (404, 405):
+                raise _UnsupportedError(
+                    f"there is no {self._url}; start the server with Engine.launch or `ragcache serve`, of this version"
+                )
+            response.raise_for_status()
+            body = bytearray()
+            async for part in response.aiter_bytes():
+                body += part
+                if len(body) > _MAX_ANSWER_BYTES:
+                    raise ValueError(f"an answer about cached documents has more than {_MAX_ANSWER_BYTES} bytes")
+        answer = json.loads(body)
         if not isinstance(answer, dict):
             raise ValueError(f"{answer!r:.80} says nothing of cached documents")  # noqa: TRY004 (JSON of another)
         if (version := answer.get("version")) != PATHS_VERSION:
-            raise _NothingToMirrorError(
-                f"the server tells of its cache in version {version!r}, this is {PATHS_VERSION}"
-            )
+            raise _UnsupportedError(f"the server reports its cache in version {version!r:.80}, this is {PATHS_VERSION}")
         return answer
 
 

@@ -25,6 +25,8 @@ _FRESH_S = 0.02
 """So long an answer serves every search of this process: many of them would otherwise ask a busy server at once."""
 _PAUSE_S = 10.0
 """After a request that failed, none is sent for so long: the search goes on meanwhile."""
+_UNSUPPORTED_PAUSE_S = 60.0
+"""A server that takes no speculative requests may be replaced by one that does: it is asked again after so long."""
 
 _logger = logging.getLogger(__name__)
 
@@ -77,14 +79,14 @@ class LoadRoute:
         self._latest: tuple[float, EngineLoad | None] = (-_FRESH_S, None)
 
     async def amay_speculate(self) -> bool:
-        """Return whether the server takes speculative requests: asked once, and said once why not. Never fails."""
-        if self._may_speculate is None:
+        """Return whether the server takes speculative requests. Logs once why it does not. Never fails."""
+        if not self._may_speculate:
             await self.apending()
         return self._may_speculate is True
 
     def may_speculate(self, http: httpx.Client) -> bool:
         """Do :meth:`amay_speculate` with another client."""
-        if self._may_speculate is None and self._may_ask():
+        if not self._may_speculate and self._may_ask():
             with self._pausing_after_failure():
                 self._read(http.get(self._url, **self._once))
         return self._may_speculate is True
@@ -103,15 +105,18 @@ class LoadRoute:
         return load if self._may_speculate and time.monotonic() - told_s < _FRESH_S else None
 
     def _may_ask(self) -> bool:
-        return self._may_speculate is not False and time.monotonic() >= self._paused_until_s
+        return time.monotonic() >= self._paused_until_s
 
     def _read(self, response: httpx.Response) -> EngineLoad | None:
         if response.status_code != 404:  # whatever else is refused may be allowed later
             response.raise_for_status()
         answer = _answer(response)
-        if self._may_speculate is None:
+        if not self._may_speculate:
+            is_first = self._may_speculate is None
             self._may_speculate = answer is not None and answer.is_speculative and answer.max_prefill_bs > 0
-            if not self._may_speculate and (answer is None or answer.max_prefill_bs > 0):
+            if not self._may_speculate:
+                self._paused_until_s = time.monotonic() + _UNSUPPORTED_PAUSE_S
+            if is_first and not self._may_speculate and (answer is None or answer.max_prefill_bs > 0):
                 _logger.warning(
                     "The server at %s cannot prefill for documents that are not final: it runs without RAGCache's "
                     "scheduler. Requests are sent when retrieval has ended; start it with Engine.launch or `ragcache "

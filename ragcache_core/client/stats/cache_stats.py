@@ -5,7 +5,7 @@
     GET /v1/ragcache/requests/{response id}    tokens by tier, bytes moved, times: of a request that was answered
     GET /v1/ragcache/stats                     the policy, the tiers, the hottest documents
 
-Plain vLLM has neither: after the first 404 nothing more is requested.
+Plain vLLM has neither: after a 404 nothing is requested for a minute.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from ragcache_core.types import PromptSegment
 _TIMEOUT_S = 2.0
 _PAUSE_S = 10.0
 """After a request that was not answered in time none is sent for so long: the engine is busy."""
+_UNSUPPORTED_PAUSE_S = 60.0
 _NOT_NOW = frozenset((408, 425, 429))
 
 _Count = Annotated[int, Field(ge=0)] | None
@@ -80,6 +81,7 @@ class CacheStatsRoutes:
         self._traces = traces or RequestTraces()
         self._is_there: bool | None = None
         self._paused_until_s = 0.0
+        self._is_absent_until_s = 0.0
 
     def complete(
         self, stats: RequestStats, response_id: str | None, segments: Sequence[PromptSegment] = ()
@@ -92,7 +94,7 @@ class CacheStatsRoutes:
         said: httpx.Response | None = None
         if self._may_ask(response_id):
             with self._sparing_the_answer():
-                if self._is_there is None:
+                if not self._is_there:
                     self._read_stats(self._http.get(f"{self._url}/stats", **self._once))
                 if self._is_there:
                     said = self._http.get(self._request_url(response_id), **self._once)
@@ -105,7 +107,7 @@ class CacheStatsRoutes:
         said: httpx.Response | None = None
         if self._may_ask(response_id):
             with self._sparing_the_answer():
-                if self._is_there is None:
+                if not self._is_there:
                     self._read_stats(await self._http_async.get(f"{self._url}/stats", **self._once))
                 if self._is_there:
                     said = await self._http_async.get(self._request_url(response_id), **self._once)
@@ -117,7 +119,7 @@ class CacheStatsRoutes:
         Raises:
             EngineError: the server cannot be asked, or speaks another version's language.
         """
-        if self._is_there is False:
+        if self._is_absent:
             return stats
         with translate_errors():
             figures = self._read_stats(self._http.get(f"{self._url}/stats", headers=self._headers))
@@ -125,7 +127,7 @@ class CacheStatsRoutes:
 
     async def aadd_to(self, stats: EngineStats) -> EngineStats:
         """Do :meth:`add_to` without blocking the event loop."""
-        if self._is_there is False:
+        if self._is_absent:
             return stats
         with translate_errors():
             figures = self._read_stats(await self._http_async.get(f"{self._url}/stats", headers=self._headers))
@@ -148,7 +150,12 @@ class CacheStatsRoutes:
         return stats
 
     def _may_ask(self, response_id: str | None) -> bool:
-        return bool(response_id) and self._is_there is not False and time.monotonic() >= self._paused_until_s
+        return bool(response_id) and not self._is_absent and time.monotonic() >= self._paused_until_s
+
+    @property
+    def _is_absent(self) -> bool:
+        """Whether the server had no such route a moment ago; later another server may be there."""
+        return time.monotonic() < self._is_absent_until_s
 
     def _request_url(self, response_id: str | None) -> str:
         return f"{self._url}/requests/{quote(response_id or '', safe='')}"
@@ -159,6 +166,7 @@ class CacheStatsRoutes:
             response.raise_for_status()
         figures = _json(response)
         self._is_there = figures is not None
+        self._is_absent_until_s = 0.0 if self._is_there else time.monotonic() + _UNSUPPORTED_PAUSE_S
         return figures
 
     @contextmanager

@@ -111,6 +111,18 @@ def test_a_server_that_refuses_the_route_counts_as_plain_vllm(
 
 
 @both
+def test_a_server_that_gets_the_routes_later_is_asked_again(
+    engine: Engine, server: ScriptedServer, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragcache_core.client.stats.cache_stats._UNSUPPORTED_PAUSE_S", 0.0)
+    server.cache_status = 404
+    assert ask(engine, MESSAGES).stats.num_gpu_tokens is None
+    server.cache_status = 200
+    assert ask(engine, MESSAGES).stats.num_gpu_tokens is not None
+    assert engine.stats().policy is not None
+
+
+@both
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_a_server_that_cannot_say_now_is_asked_at_the_next_answer(
     engine: Engine, server: ScriptedServer, ask: Ask, status: int

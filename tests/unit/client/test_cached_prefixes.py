@@ -42,7 +42,7 @@ class PathServer:
     def __init__(self, port: int = 0, *, status: int = 200, answer: bytes | None = None) -> None:
         self.seen: list[str] = []
         self.num_connections = 0
-        self._status = status
+        self.status = status
         self._answer = answer
         self._changes: list[PathChange] = []
         self._epoch = 0
@@ -89,7 +89,7 @@ class PathServer:
             while True:
                 self.seen.append((await reader.readuntil(b"\r\n\r\n")).decode())
                 body = self._body(self.seen[-1])
-                head = f"HTTP/1.1 {self._status} So\r\nContent-Length: {len(body)}\r\n\r\n"
+                head = f"HTTP/1.1 {self.status} So\r\nContent-Length: {len(body)}\r\n\r\n"
                 writer.write(head.encode() + body)
         except (ConnectionError, asyncio.IncompleteReadError):
             pass
@@ -272,6 +272,29 @@ def test_a_server_that_does_not_tell_is_said_once_and_left_alone(
         assert caplog.text.count("keep the order of retrieval") == 1
 
 
+@pytest.mark.parametrize("status", [404, 401])
+def test_a_server_that_reports_later_is_followed_then(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragcache_core.client.ordering.cached_prefixes._LAST_PAUSE_S", 0.05)
+    with serving(status=status) as server, door_to(server) as door:
+        server.tell(b=50)
+        assert door.ids(A, B) == "ab"
+        until(lambda: len(server.seen) >= 2)
+        server.status = 200
+        until(lambda: door.ids(A, B) == "ba")
+
+
+@pytest.mark.parametrize("changes", [[], [PathChange(P, ("a",), 40)]], ids=["empty", "changes"])
+def test_a_copy_that_is_never_complete_is_asked_for_ever_more_slowly(changes: list[PathChange]) -> None:
+    answer = json.dumps({**all_cached(changes), "is_complete": False}).encode()
+    with serving(answer=answer) as server, door_to(server) as door:
+        began_s = time.monotonic()
+        door.ids(A)
+        time.sleep(0.5)
+        num_requests = len(server.seen)
+        assert 2 <= num_requests <= (time.monotonic() - began_s) / 0.01 + 2
+        assert not door.is_current
+
+
 def test_a_server_that_is_not_ready_is_asked_again() -> None:
     with serving(status=503) as server, door_to(server) as door:
         assert door.ids(B, A) == "ba"
@@ -281,9 +304,30 @@ def test_a_server_that_is_not_ready_is_asked_again() -> None:
 
 @pytest.mark.parametrize(
     "answer",
-    [b"not json", b"[]", b'{"version": 3}', json.dumps({**all_cached([]), "engines": [[1, 2, 3]]}).encode()],
+    [
+        b"not json",
+        b"<html>",
+        b"[]",
+        b"[" * 100_000,
+        b'{"version": 3}',
+        b'{"version": ' + b"9" * 5000 + b"}",
+        json.dumps({**all_cached([]), "engines": [[1, 2, 3]]}).encode(),
+        json.dumps(all_cached(*[[]] * 1025)).encode(),
+        json.dumps(all_cached([], cursor="1" * 40_000)).encode(),
+        json.dumps(all_cached([], is_reset=False)).encode(),
+        json.dumps(all_cached([PathChange(P, ("a",), 10**4000)])).encode(),
+        json.dumps(all_cached([PathChange(P, ("a",), -1)])).encode(),
+        json.dumps(all_cached([PathChange(P, ("a",), 1e308)])).encode(),  # type: ignore[arg-type]
+        json.dumps(all_cached([PathChange(P, ("a",), float("inf"))])).encode(),  # type: ignore[arg-type]
+        json.dumps(all_cached([PathChange(P, ("a",), float("nan"))])).encode(),  # type: ignore[arg-type]
+        json.dumps(all_cached([PathChange(P, (1, None), 5)])).encode(),  # type: ignore[arg-type]
+        json.dumps(all_cached([PathChange(b"p" * 10_000, ("a",), 5)])).encode(),
+        json.dumps(all_cached([PathChange(P, ("x" * 1000,) * 30, 5)] * 10)).encode(),
+    ],
+    ids=lambda answer: answer[:60].decode(),
 )
-def test_what_cannot_be_read_is_not_taken_for_a_cache(answer: bytes) -> None:
+def test_what_cannot_be_read_is_not_taken_for_a_cache(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragcache_core.client.ordering.cached_prefixes._MAX_ANSWER_BYTES", 250_000)
     with serving(answer=answer) as server, door_to(server) as door:
         assert door.ids(B, A) == "ba"
         until(lambda: len(server.seen) >= 2)

@@ -200,6 +200,19 @@ def test_without_measured_times_the_prompt_is_sent_as_it_is(
     assert server.cache_questions.count("costs") == 1, "who says nothing keeps every request waiting"
 
 
+def test_costs_that_appear_later_are_used(
+    engine: Engine, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragcache_core.client.deadline.routes._COSTS_AGAIN_S", 0.0)
+    measured, server.costs = server.costs, None
+    plan = planned(engine, 5.0)
+    server.costs = measured
+    later = planned(engine, 5.0)
+    assert plan.deadline is not None
+    assert later.deadline is not None
+    assert (plan.deadline.is_in_time, later.deadline.is_in_time) == (None, True)
+
+
 def test_a_prompt_that_the_server_lays_out_is_sent_as_it_is(engine: Engine) -> None:
     plan = planned(engine, 0.001, settings={"tools": [{}]})
     assert plan.num_prompt_tokens is None

@@ -812,6 +812,19 @@ async def test_a_server_without_our_plugin_is_named_in_one_warning(
     assert server.cache_questions.count("load") == 1
 
 
+async def test_a_server_that_takes_speculations_later_gets_them_then(
+    server: ScriptedServer, engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragcache_core.client.speculation.engine_load._UNSUPPORTED_PAUSE_S", 0.0)
+    client = engine.integration.speculation
+    server.load = None
+    for _ in range(2):
+        assert not await client.acan_speculate()
+    assert len(caplog.records) == 1
+    server.load = IDLE
+    assert await client.acan_speculate()
+
+
 async def test_an_engine_told_not_to_speculate_is_not_warned_of(
     server: ScriptedServer, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -36,6 +36,13 @@ def num_cached_tokens(model: dict[tuple[bytes, DocPath], PathChange], prefix: by
     return max(num_tokens)
 
 
+@pytest.mark.parametrize("documents", [("a",) * 33, ("a", "x" * 1025)], ids=["too many documents", "too long an id"])
+def test_a_path_beyond_the_limits_is_ignored_and_the_next_one_is_not(documents: DocPath) -> None:
+    paths = CachedPaths()
+    paths.apply(encode_changes([PathChange(P, documents, 5), PathChange(P, ("a",), 3)]))
+    assert [path for _, path, _ in paths.items()] == [("a",)]
+
+
 @given(st.lists(CHANGES, max_size=6))
 def test_the_last_word_on_every_path_counts(answers: list[list[PathChange]]) -> None:
     it, model = CachedPaths(), dict[tuple[bytes, DocPath], PathChange]()
