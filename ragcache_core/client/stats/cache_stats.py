@@ -81,7 +81,7 @@ class CacheStatsRoutes:
         self._traces = traces or RequestTraces()
         self._is_there: bool | None = None
         self._paused_until_s = 0.0
-        self._is_absent_until_s = 0.0
+        self._ask_again_at_s = 0.0
 
     def complete(
         self, stats: RequestStats, response_id: str | None, segments: Sequence[PromptSegment] = ()
@@ -155,7 +155,7 @@ class CacheStatsRoutes:
     @property
     def _is_absent(self) -> bool:
         """Whether the server had no such route a moment ago; later another server may be there."""
-        return time.monotonic() < self._is_absent_until_s
+        return self._is_there is False and time.monotonic() < self._ask_again_at_s
 
     def _request_url(self, response_id: str | None) -> str:
         return f"{self._url}/requests/{quote(response_id or '', safe='')}"
@@ -166,7 +166,7 @@ class CacheStatsRoutes:
             response.raise_for_status()
         figures = _json(response)
         self._is_there = figures is not None
-        self._is_absent_until_s = 0.0 if self._is_there else time.monotonic() + _UNSUPPORTED_PAUSE_S
+        self._ask_again_at_s = time.monotonic() + _UNSUPPORTED_PAUSE_S
         return figures
 
     @contextmanager
