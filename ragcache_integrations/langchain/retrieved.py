@@ -21,7 +21,7 @@ CURE = (
     "or name what the prompt shows: llm.bind(documents=[Document(id=..., page_content=<the text as shown>)])"
 )
 
-_NUM_SEARCHES_KEPT = 1000
+_MAX_STARTED = 1000
 
 
 class _RetrieverListener(BaseCallbackHandler):
@@ -31,7 +31,7 @@ class _RetrieverListener(BaseCallbackHandler):
 
     def __init__(self) -> None:
         super().__init__()
-        self._queries: OrderedDict[UUID, str] = OrderedDict()
+        self._started: OrderedDict[UUID, tuple[str, str | None]] = OrderedDict()  # query, name of the retriever
         self._lock = threading.Lock()
 
     @property
@@ -44,14 +44,14 @@ class _RetrieverListener(BaseCallbackHandler):
 
     def on_retriever_start(self, serialized: Any, query: str, *, run_id: UUID, **kwargs: Any) -> None:
         with self._lock:
-            self._queries[run_id] = query
-            if len(self._queries) > _NUM_SEARCHES_KEPT:  # of those that failed nobody hears here
-                self._queries.popitem(last=False)
+            self._started[run_id] = query, kwargs.get("name")
+            if len(self._started) > _MAX_STARTED:  # a failed search has no end event
+                self._started.popitem(last=False)
 
     def on_retriever_end(self, documents: Sequence[LangChainDocument], *, run_id: UUID, **kwargs: Any) -> None:
         with self._lock:
-            query = self._queries.pop(run_id, None)
-        RETRIEVED.add(to_core(documents), query=query)
+            query, name = self._started.pop(run_id, (None, None))
+        RETRIEVED.add(to_core(documents), query=query, retriever=name)
 
 
 _LISTENER = _RetrieverListener()

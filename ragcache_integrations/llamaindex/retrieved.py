@@ -30,7 +30,8 @@ class _RetrievalListener(BaseEventHandler):
         if isinstance(event, RetrievalEndEvent):
             asked = event.str_or_query_bundle
             query = asked if isinstance(asked, str) else asked.query_str
-            RETRIEVED.add([shown_document(n.node) for n in event.nodes], query=query)
+            retriever = (event.span_id or "").partition(".")[0] or None  # a span's id begins with the class's name
+            RETRIEVED.add([shown_document(n.node) for n in event.nodes], query=query, retriever=retriever)
 
 
 get_dispatcher().add_event_handler(_RetrievalListener())

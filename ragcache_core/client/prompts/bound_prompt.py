@@ -38,6 +38,7 @@ UNKNOWN = ("Xqz", "Jvw kuy")
 
 _ROLES = {"human": "user", "ai": "assistant"}
 _SHOWN = ("<first>", "another")
+_MAX_OPENING_CHARS = 60
 
 FormatDocuments = Callable[[Any], Any]
 """The user's own: the framework's documents as the text that the prompt shows."""
@@ -153,12 +154,20 @@ def bind(
     return BoundPrompt(drafted, tokenizer, max_model_len=max_model_len, is_question_first=bool(early))
 
 
-def warn_question_first(names: Sequence[str]) -> None:
-    """Say that a prompt's documents cannot be prefilled, why, and what to do."""
+def warn_question_first(names: Sequence[str], *, opening: str = "", retriever: str | None = None) -> None:
+    """Warn that a prompt's documents cannot be prefilled, and say why and what to do.
+
+    Args:
+        names: the variables before the documents.
+        opening: the static text that the prompt begins with, where the prompt was learned from a request.
+        retriever: the name of the retriever, where it is known.
+    """
     logger.warning(
-        "The prompt shows %s before the documents, so that the documents cannot be prefilled while the search runs, "
-        "and their KV is shared by no other question: put the context before the question, and a history behind it",
+        "The prompt%s shows %s before the documents%s. They cannot be prefilled during the search, and no other "
+        "question can reuse their KV: put the context before the question, and the chat history after it",
+        "" if not opening else f" that begins with {opening[:_MAX_OPENING_CHARS]!r}",
         " and ".join(repr(name) for name in names),
+        "" if retriever is None else f" of {retriever}",
     )
 
 

@@ -179,7 +179,7 @@ class PromptClient:
         if chat is not None and chat.is_plain:
             if self._bound is None:
                 is_prefilled = current_scope() is None  # inside a scope the whole answer is asked ahead
-                self._learner.see(messages, searches, is_prefilled=is_prefilled)
+                self._learner.see(messages, searches, RETRIEVED.searches(), is_prefilled=is_prefilled)
             plan = plan_chat(
                 self._tokenizer,
                 sent,

@@ -105,6 +105,7 @@ class LayoutLearner:
         self._prompt: BoundPrompt | None = None
         self._num_contradictions = 0
         self._is_warned = False
+        self._taught_until = -1
 
     @property
     def prompt(self) -> BoundPrompt | None:
@@ -119,18 +120,36 @@ class LayoutLearner:
             return self._layout if self._num_contradictions < _MAX_CONTRADICTIONS else None
 
     def see(
-        self, messages: Sequence[ChatMessage], searches: Sequence[RememberedSearch], *, is_prefilled: bool = True
+        self,
+        messages: Sequence[ChatMessage],
+        searches: Sequence[RememberedSearch],
+        others: Sequence[RememberedSearch] = (),
+        *,
+        is_prefilled: bool = True,
     ) -> None:
-        """Learn from a request of plain text that shows what one of ``searches`` (the newest first) has found.
+        """Learn from a request of plain text that shows the result of one of ``searches``.
 
-        ``is_prefilled``: no more than a prefill is asked ahead of such a request; of a whole answer, no warning.
+        A search teaches once: a later prompt that shows its documents may be another chain's.
+
+        Args:
+            messages: the request.
+            searches: of retrievers that prefill.
+            others: of any retriever. A prompt that shows the result of one of these teaches nothing, unless the result
+                was made from one of ``searches``.
+            is_prefilled: whether the client sends only prefills during the search. No warning if it sends whole
+                requests.
         """
         messages = [dict(m) for m in messages]
-        if (shown := _find(messages, searches)) is None:
+        if not searches or (shown := _find(messages, [*searches, *others], is_whole=True)) is None:
+            return
+        claim = shown.search
+        sources = [each for each in searches if each.sequence > self._taught_until and _is_source(each, claim)]
+        if (shown := _find(messages, sources)) is None:
             return
         seen = _layout_of(messages, shown)
         documents = [shown.search.documents[i] for i in shown.order]
         with self._lock:
+            self._taught_until = max(self._taught_until, claim.sequence)
             known = self._layout
             is_foretold = known is not None and known.foretells(messages, documents)
             self._num_contradictions = 0 if is_foretold or known is None else self._num_contradictions + 1
@@ -152,7 +171,8 @@ class LayoutLearner:
             is_new_warning = layout.is_question_first and is_prefilled and not self._is_warned
             self._is_warned |= is_new_warning
         if is_new_warning:
-            warn_question_first(["question"])
+            opening = " ".join([*(message["content"] for message in layout.before), layout.head]).strip()
+            warn_question_first(["question"], opening=opening, retriever=claim.retriever)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,15 +185,29 @@ class _Shown:
     order: tuple[int, ...]
 
 
-def _find(messages: Sequence[ChatMessage], searches: Sequence[RememberedSearch]) -> _Shown | None:
-    """Return the search whose documents, and whose question, the messages show best; of equal ones the newest."""
+def _is_source(search: RememberedSearch, result: RememberedSearch) -> bool:
+    """Return whether ``result`` may be made from ``search``, by a reranker or another retriever around it."""
+    return search.query == result.query or set(search.documents) <= set(result.documents)
+
+
+def _find(
+    messages: Sequence[ChatMessage], searches: Sequence[RememberedSearch], *, is_whole: bool = False
+) -> _Shown | None:
+    """Return the search whose documents and query the messages show best; of equal ones the newest.
+
+    ``is_whole``: all documents must be shown, but those of the newest search.
+    """
     best: _Shown | None = None
     best_rank = (0, False)
-    for search in searches:
+    newest = {(search.query, search.documents): search for search in sorted(searches, key=lambda each: each.sequence)}
+    last = max((search.sequence for search in searches), default=None)
+    for search in sorted(newest.values(), key=lambda each: -each.sequence):
         query = (search.query or "").strip()
         is_asked = bool(query) and any(query in m["content"] for m in messages)
         for index in reversed(range(len(messages))):  # earlier ones may be a history of the chat
             spans = locate_documents(messages[index]["content"], search.documents, [query])
+            if is_whole and search.sequence != last and len(spans) < len(search.documents):
+                continue
             if spans and (rank := (len(spans), is_asked)) > best_rank:
                 places = {doc_id: i for i, (doc_id, _) in enumerate(search.documents)}
                 best, best_rank = _Shown(search, index, tuple(spans), tuple(places[s.doc_id] for s in spans)), rank

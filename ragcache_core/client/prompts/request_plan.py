@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 from ragcache_core.client.prompts import rights
@@ -174,12 +175,24 @@ def plan_rendered(
     return RequestPlan(body, prompt.segments, len(prompt.token_ids))
 
 
+_next_sequence = count().__next__
+
+
 @dataclass(frozen=True, slots=True)
 class RememberedSearch:
-    """The (id, text) of what one search returned, best first, and what it was asked, if that is known."""
+    """The result of one search.
+
+    Attributes:
+        query: the query, where it is known.
+        documents: (id, text), best first.
+        retriever: the name of the retriever, where it is known.
+        sequence: orders the searches of a process.
+    """
 
     query: str | None
     documents: tuple[tuple[DocId, str], ...]
+    retriever: str | None = field(default=None, compare=False)
+    sequence: int = field(default_factory=_next_sequence, compare=False)
 
 
 class RememberedDocuments:
@@ -200,13 +213,17 @@ class RememberedDocuments:
         shown: Callable[[Document], str] | None = None,
         *,
         query: str | None = None,
+        retriever: str | None = None,
     ) -> None:
-        """Remember what a search for ``query`` found, and how prompts show it (its text, if ``shown`` is not given)."""
+        """Remember the result of a search for ``query`` and how prompts show it.
+
+        ``shown`` returns the text of a document in prompts, by default its text; ``retriever`` is a name for messages.
+        """
         documents = tuple(documents)
         RIGHTS.add(documents)
         LABELS.add(documents)
         with self._lock:
-            self._searches.append(RememberedSearch(query, tuple((d.doc_id, d.text) for d in documents)))
+            self._searches.append(RememberedSearch(query, tuple((d.doc_id, d.text) for d in documents), retriever))
             for document in documents:
                 key = (document.doc_id, shown(document) if shown else document.text)
                 self._shown[key] = None

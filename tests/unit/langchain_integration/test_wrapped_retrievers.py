@@ -123,6 +123,21 @@ async def test_what_a_retriever_around_another_returns_is_known_in_the_prompt(
     assert caplog.messages == []
 
 
+@pytest.mark.parametrize("include_original", [True, False])
+@pytest.mark.parametrize("wrapper", [name for name in WRAPPERS if name != "MultiVectorRetriever"])
+def test_a_prompt_of_a_retriever_around_ours_teaches_its_layout(
+    wrapper: str, include_original: bool, store: StagedFAISS, engine: Engine
+) -> None:
+    retriever = WRAPPERS[wrapper](store, RAGCacheRetriever(store=store, engine=engine, k=2))
+    if isinstance(retriever, classic.MultiQueryRetriever):
+        retriever.include_original = include_original
+    search = {"context": retriever | format_documents, "question": RunnablePassthrough()}
+    (search | prompt_from_layout() | ChatRAGCache(engine=engine)).invoke(QUESTION)
+    learned = engine.integration.prompts.bound_prompt
+    assert learned is not None
+    assert not learned.is_question_first
+
+
 def test_an_answer_is_kept_by_the_question_and_not_by_its_rewordings(
     store: StagedFAISS, engine: Engine, server: ScriptedServer
 ) -> None:
