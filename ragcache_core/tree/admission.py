@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from ragcache_core.tree.node import EvictedUnit, TreeNode
-from ragcache_core.tree.tiered_tree import TieredTree
+from ragcache_core.tree.tiered_tree import TieredTree, total_size
 from ragcache_core.types import Tier
 
 
@@ -18,10 +18,6 @@ class Admission(NamedTuple):
     evicted: list[EvictedUnit]
 
 
-def _one(_: Hashable) -> int:
-    return 1
-
-
 def admit(
     tree: TieredTree,
     tier: Tier,
@@ -29,8 +25,8 @@ def admit(
     num_free: int,
     protected: Collection[Hashable],
     *,
-    offered_size: Callable[[Hashable], int] = _one,
-    evicted_size: Callable[[Hashable], int] = _one,
+    offered_size: Callable[[Hashable], int] | None = None,
+    evicted_size: Callable[[Hashable], int] | None = None,
 ) -> Admission:
     """Evict from ``tier`` for units that are offered to it, one node after the other, while others rank lower.
 
@@ -39,7 +35,7 @@ def admit(
             nothing goes for it.
         num_free: units that fit as it is.
         protected: keys of units that stay.
-        offered_size, evicted_size: for how many a unit counts, by its key.
+        offered_size, evicted_size: for how many a unit counts, by its key; one, if None.
     """
 
     def node_of(key: Hashable) -> TreeNode | None:
@@ -48,21 +44,20 @@ def admit(
 
     num_admitted = 0
     evicted: list[EvictedUnit] = []
-    for node, offered in groupby(keys, node_of):
-        sizes = [offered_size(key) for key in offered]
-        num_missing = sum(sizes) - num_free
-        if num_missing > 0 and node is not None:
-            worth = tree.tiers[tier].worth(node, tree.num_requests)
-            gone = tree.evict_up_to(
-                tier, num_missing, protected, below=worth, size_of=evicted_size, for_owner=node.owner
-            )
-            evicted += gone
-            num_free += sum(evicted_size(unit.key) for unit in gone)
-        for size in sizes:
-            if size > num_free:
-                return Admission(num_admitted, evicted)
-            num_free -= size
-            num_admitted += 1
+    with tree.shielding(protected, tier):
+        for node, offered in groupby(keys, node_of):
+            sizes = [1 if offered_size is None else offered_size(key) for key in offered]
+            num_missing = sum(sizes) - num_free
+            if num_missing > 0 and node is not None:
+                worth = tree.tiers[tier].worth(node, tree.num_requests)
+                gone = tree.evict_up_to(tier, num_missing, below=worth, size_of=evicted_size, for_owner=node.owner)
+                evicted += gone
+                num_free += total_size(gone, evicted_size)
+            for size in sizes:
+                if size > num_free:
+                    return Admission(num_admitted, evicted)
+                num_free -= size
+                num_admitted += 1
     return Admission(num_admitted, evicted)
 
 

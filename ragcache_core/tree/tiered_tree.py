@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 from ragcache_core.policy.base import ReplacementPolicy
@@ -169,6 +170,16 @@ class TieredTree(PrefixTree):
         self.num_replicated_units -= self.replicated.pop(node.id)
         self._unprotect_in_host(node)
 
+    @contextmanager
+    def shielding(self, keys: Collection[Hashable], tier: Tier) -> Iterator[None]:
+        """Keep units in ``tier`` while several evictions follow one another; do not :meth:`hold` others meanwhile."""
+        state = self.tiers[tier]
+        held = self._shield(keys, state)
+        try:
+            yield
+        finally:
+            self._unshield(held, state)
+
     # Entering and leaving a tier
 
     def add(self, node: TreeNode, units: int, tier: Tier) -> None:
@@ -207,7 +218,7 @@ class TieredTree(PrefixTree):
         state = self.tiers[tier]
         clock = state.clock
         evicted = self._evict(state, num_units, protected, size_of=size_of, for_owner=for_owner)
-        if _size(evicted, size_of) >= num_units:
+        if total_size(evicted, size_of) >= num_units:
             self._forget_uses(unit.node for unit in evicted)
             return evicted
         for unit in evicted:
@@ -428,7 +439,7 @@ class TieredTree(PrefixTree):
                 break
             tail = self._evict_tail(victim.node, victim.num_units, state, size_of)
             evicted += tail
-            num_units -= _size(tail, size_of)
+            num_units -= total_size(tail, size_of)
         self._unshield(held, state)
         return evicted
 
@@ -516,5 +527,6 @@ class TieredTree(PrefixTree):
         return gpu.resident[node.id] | host.resident[node.id] | disk.resident[node.id]
 
 
-def _size(evicted: Sequence[EvictedUnit], size_of: Callable[[Hashable], int] | None) -> int:
+def total_size(evicted: Sequence[EvictedUnit], size_of: Callable[[Hashable], int] | None) -> int:
+    """Return for how many units count; one each, where ``size_of`` is None."""
     return len(evicted) if size_of is None else sum(size_of(unit.key) for unit in evicted)

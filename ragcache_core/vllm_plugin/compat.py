@@ -55,6 +55,7 @@ from vllm.v1.core.kv_cache_utils import (
     resolve_kv_cache_block_sizes,
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
@@ -124,6 +125,7 @@ __all__ = [
     "CPUPrimaryTierOffloadingManager",
     "CacheHitSource",
     "CachePolicy",
+    "CachedRequestData",
     "CanonicalKVCaches",
     "ChunkStatus",
     "ChunkedLocalAttentionSpec",

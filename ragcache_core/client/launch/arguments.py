@@ -170,7 +170,7 @@ def cache_arguments(
         return ["--kv-transfer-config", json.dumps(cache.transfer_config(engine_id))]
     worker = "SeededWorker" if cache.chunk_reuse is None else "RAGCacheWorker"
     arguments = [
-        *("--kv-transfer-config", json.dumps(_transfer_config(cache, engine_id, profile, alphas, most_host_bytes))),
+        *("--kv-transfer-config", json.dumps(transfer_config(cache, engine_id, profile, alphas, most_host_bytes))),
         *("--scheduler-cls", f"{_PLUGIN}.scheduler.RAGCacheScheduler"),
         *("--worker-cls", f"{_PLUGIN}.worker.{worker}"),
     ]
@@ -181,7 +181,7 @@ def cache_arguments(
     return arguments
 
 
-def _transfer_config(
+def transfer_config(
     cache: CacheConfig,
     engine_id: str,
     profile: Path | None,

@@ -164,6 +164,7 @@ class CacheController:
         self._prefill_cost = prefill_cost
         self.is_profiled = is_profiled
         self._requests: dict[str, RequestState] = {}
+        self._without_token: set[str] = set()
         self._num_pending_prefills = 0
         self._pending_prefill_s = 0.0
         self._finished: dict[str, dict[str, object]] = {}
@@ -225,6 +226,7 @@ class CacheController:
         oldest_s = now_s + period_s - max_age
         if old := self.tree.older_than(oldest_s):
             self.record_change()
+            self._insert_answers()
             self.forgetting.forget_nodes(old)
         if self._chunks is not None and self._chunks.expire(oldest_s):
             self.forgetting.forget_approximate()
@@ -303,6 +305,10 @@ class CacheController:
         """Return who says which paths of a tenant's documents are cached; None are those of everybody else."""
         return self.paths if tenant is None else self.tenants.paths(tenant)
 
+    def request_ids(self) -> list[str]:
+        """Return the ids of the requests in the engine."""
+        return list(self._requests)
+
     def state_of(self, request_id: str) -> RequestState | None:
         """Return what is known of a request in the engine."""
         return self._requests.get(request_id)
@@ -327,6 +333,7 @@ class CacheController:
             self._on_resumed(state, now_s)
             return
         state.admitted_s = now_s
+        self._without_token.add(request_id)
         self.speculations.on_admitted(state)
         self.record_change()
         for origin, num_tokens in {Origin.GPU: num_local, **num_tokens_by_tier}.items():
@@ -350,8 +357,22 @@ class CacheController:
             state.preempted_s = None
             self.speculations.on_admitted(state)
 
+    def on_tokens(self, indices: Mapping[str, int], tokens: Sequence[Sequence[int]], now_s: float) -> None:
+        """Record which requests had their first token in a step; O(admitted requests without a token).
+
+        Args:
+            indices: the place of each request of the step in ``tokens``.
+            tokens: what was sampled, by place; empty where a prompt is not finished.
+            now_s: the moment of the step's end.
+        """
+        if self._without_token:
+            places = ((name, indices.get(name)) for name in self._without_token)
+            for request_id in [name for name, at in places if at is not None and tokens[at]]:
+                self.on_first_token(request_id, now_s)
+
     def on_first_token(self, request_id: str, now_s: float) -> None:
         """Record when a request had its first token; further ones change nothing."""
+        self._without_token.discard(request_id)
         state = self._requests.get(request_id)
         if state is not None and state.first_token_s is None:
             self._count_pending(state, -1)
@@ -513,9 +534,11 @@ class CacheController:
 
         One that ended at a time ``now_s`` is among the :meth:`recent_requests`.
         """
+        self.insert_answer(request_id)
         state = self._requests.pop(request_id, None)
         if state is None:
             return None
+        self._without_token.discard(request_id)
         self.record_change()
         self._queued.remove(state)
         self._count_pending(state, -1)
@@ -535,6 +558,7 @@ class CacheController:
     def forget(self, doc_ids: Set[DocId]) -> dict[str, object]:
         """Give documents up in all tiers, with what stands behind them; see :class:`Forgetting`."""
         self.record_change()
+        self._insert_answers()
         receipt = self.forgetting.forget(doc_ids)
         self.speculations.forget(doc_ids)
         self.document_uses.forget(doc_ids)
@@ -546,6 +570,7 @@ class CacheController:
     def forget_all(self) -> dict[str, object]:
         """Give everything up in all tiers, as :meth:`forget` does."""
         self.record_change()
+        self._insert_answers()
         receipt = self.forgetting.forget_all()
         self.speculations.forget(None)
         self.document_uses.clear()
@@ -631,9 +656,11 @@ class CacheController:
         all.
         """
         state = self._requests[request_id]
+        state.is_answer_stored = False
         documents = [s for s in state.metadata.segments if s.kind is SegmentKind.DOCUMENT]
         kept = documents[: self.settings.max_cached_documents]
         if len(kept) == len(documents) and self.tree.returning.is_likely(state.turn):
+            state.is_answer_stored = True
             limits = []
         else:
             limits = [kept[-1].end if kept else state.num_prompt_tokens]
@@ -642,6 +669,27 @@ class CacheController:
         return min(limits, default=None)
 
     # Blocks
+
+    def defers_answer(self, state: RequestState, num_cached_blocks: int) -> bool:
+        """Return whether a block that follows ``num_cached_blocks`` enters the tree only once it becomes free.
+
+        A block in use cannot be evicted, and nobody looks for an answer before it is given. Where the tiers below store
+        answers, or groups of windows and states follow the tree, each block enters it as soon as it is full.
+        """
+        is_answer = num_cached_blocks >= state.num_prompt_tokens // self.tokens_per_block
+        return is_answer and not state.is_answer_stored and state.first_private is None and not self.groups.others
+
+    def insert_answer(self, request_id: str) -> None:
+        """Put the full blocks of a request's answer into the tree, before they become free."""
+        state = self._requests.get(request_id)
+        if state is not None and state.num_answer_end_blocks:
+            end, state.num_answer_end_blocks = state.num_answer_end_blocks, 0
+            if state.first_private is None:
+                self.locate_block(state.keys, end - 1, request_id)
+
+    def _insert_answers(self) -> None:
+        for request_id in self._requests:
+            self.insert_answer(request_id)
 
     def locate_block(self, keys: Sequence[Key], index: int, request_id: str = "") -> Location:
         """Return where block ``index`` of a request stands in the tree; an unknown one is added to it.

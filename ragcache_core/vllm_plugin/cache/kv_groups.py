@@ -139,6 +139,11 @@ class OtherBlocks(Generic[Slot]):
         self._slots: dict[Hashable, dict[Slot, None]] = {}
         self._useless: dict[Slot, None] = {}
 
+    @property
+    def has_groups(self) -> bool:
+        """Whether the model has other groups at all."""
+        return bool(self._groups.others)
+
     def __len__(self) -> int:
         return len(self._keys)
 

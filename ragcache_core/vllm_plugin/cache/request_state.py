@@ -65,6 +65,9 @@ class RequestState:
         watched: the nodes of its path while it is queued.
         num_protected_units: of its path, protected from eviction while it is queued.
         turn: its number in its conversation, as far as that was known when it came.
+        is_answer_stored: the tiers below store its answer as well.
+        num_answer_end_blocks: blocks of its prompt and answer, where some of the answer are cached and not yet in the
+            tree; else 0.
     """
 
     request_id: str
@@ -97,6 +100,8 @@ class RequestState:
     num_protected_units: int = 0
     chunk_reuse: ChunkReuseStats | None = None
     turn: int = 1
+    is_answer_stored: bool = False
+    num_answer_end_blocks: int = 0
 
     @property
     def is_speculative(self) -> bool:

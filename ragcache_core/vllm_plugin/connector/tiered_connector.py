@@ -42,6 +42,7 @@ from ragcache_core.vllm_plugin.offload.compat import (
 )
 from ragcache_core.vllm_plugin.offload.host_policy import ADAPTED, TreeCachePolicy
 from ragcache_core.vllm_plugin.offload.spec import why_no_host
+from ragcache_core.vllm_plugin.offload.storing import StoringRequests
 from ragcache_core.vllm_plugin.offload.worker_memory import Rank, WorkerMemory, why_apart, why_uneven
 from ragcache_core.vllm_plugin.shared.tier import SharedTier
 
@@ -110,6 +111,7 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         with building(vllm_config, kv_cache_config) as context:
             context.worker_bytes = self._worker_bytes
             super().__init__(vllm_config, role, kv_cache_config)
+        self._storing = None if context.controller is None else StoringRequests(self)
         events = vllm_config.kv_events_config
         self._tells_events = events is not None and events.enable_kv_cache_events
         if context.controller is not None:
@@ -210,8 +212,11 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
             self._prefetcher.begin_reads()  # with which vLLM's offloading goes on below
         if self._policy is not None:
             self._policy.note_names()
-        metadata: OffloadingConnectorMetadata = super().build_connector_meta(scheduler_output)
         assert self.controller is not None
+        assert self._storing is not None
+        scheduler_output = self._storing.only_changes(scheduler_output)
+        metadata: OffloadingConnectorMetadata = super().build_connector_meta(scheduler_output)
+        self._storing.on_shown(scheduler_output)
         for job in metadata.store_jobs.values():
             self.controller.on_stored(job.req_id, len(job.src_spec.block_ids) * self._block_bytes)
         return metadata
@@ -246,6 +251,8 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
     def reset_cache(self) -> bool | None:
         self._late_copies |= rows_in_copies(self)
         is_reset: bool | None = OffloadingConnector.reset_cache(self)
+        if self._storing is not None and self.controller is not None:
+            self._storing.on_reset(self.controller.request_ids())
         if self._late_copies:  # else a read from disk gets a row before it is read or written for the last time
             withhold_rows(self, self._late_copies)
         self._on_reset()

@@ -143,3 +143,20 @@ def keep_from_storing(connector: OffloadingConnector, request_id: str, num_token
 def fence_blocks(connector: OffloadingConnector, block_ids: Sequence[int]) -> None:
     """Have stores out of these blocks end before this step writes to them, as vLLM does for blocks that it computes."""
     connector.scheduler._current_batch_allocated_block_ids.update(block_ids)
+
+
+def requires_all_requests(connector: OffloadingConnector) -> bool:
+    """Return whether a group stores other blocks than those of the request's block table, as states do."""
+    return any(config.requires_cow_source for config in connector.scheduler.config.kv_group_configs)
+
+
+def has_stored_all(connector: OffloadingConnector, request_id: str) -> bool:
+    """Return whether all that the offloading may store of a request is stored or on its way; True for unknown ones."""
+    offloading = connector.scheduler
+    if (state := offloading._req_status.get(request_id)) is None:
+        return True
+    limit = state.max_offload_tokens
+    return limit is not None and all(
+        group.next_stored_chunk_idx >= limit // config.tokens_per_chunk
+        for config, group in zip(offloading.config.kv_group_configs, state.group_states, strict=True)
+    )

@@ -154,14 +154,15 @@ class TreeCachePolicy(CachePolicy):
         main = [unit_of(key) for key in new if self.groups.is_main(key)]
         units = list(dict.fromkeys([*main, *sizes]))  # a state is offered alone, its unit before or after
         num_spare = len(self._spare(set(offered), len(self._chunks)))
+        has_others = self._others.has_groups
         admission = admit(
             self.controller.tree,
             Tier.HOST,
             units,
             num_free + num_spare,
             self.controller.tree.shielded(map(unit_of, offered)),
-            offered_size=lambda unit: sizes[cast("Key", unit)],
-            evicted_size=self._others.size_of,
+            offered_size=(lambda unit: sizes[cast("Key", unit)]) if has_others else None,
+            evicted_size=self._others.size_of if has_others else None,
         )
         self._chosen = admission.evicted
         admitted = set(units[: admission.num_admitted])

@@ -40,6 +40,12 @@ if TYPE_CHECKING:
     from ragcache_core.vllm_plugin.compat import BlockHashWithGroupId
 
 
+_EVICTED_AHEAD = 32
+"""Blocks that are evicted before they are needed."""
+_CACHED_PER_AHEAD = 128
+"""One in so many cached blocks is evicted ahead at most."""
+
+
 class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
     """vLLM's queue of free blocks, with the tree's order of eviction.
 
@@ -76,11 +82,25 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         """Allocate ``n`` blocks: spare ones, then those that the tree evicts."""
         assert self.num_free_blocks >= n
         self.place_returned()
-        self.num_free_blocks -= n
         blocks = [self._spare.popitem(last=False)[1] for _ in range(min(n, len(self._spare)))]
         if len(blocks) < n:
             blocks += self._evict(n - len(blocks))
+            self._evict_ahead()
+        self.num_free_blocks -= n
         return blocks
+
+    def _evict_ahead(self) -> None:
+        """Make some more blocks spare: requests that decode need them one by one, and a batch costs hardly more."""
+        num_blocks = 0 if self._others.has_groups else min(_EVICTED_AHEAD, len(self._cached) // _CACHED_PER_AHEAD)
+        if not num_blocks:
+            return
+        allocated = self._evicted
+        units = self._tree.evict_up_to(Tier.GPU, num_blocks)
+        blocks = {block.block_id: block for unit in units if (block := self._take_unit(unit.key)) is not None}
+        self._spare |= blocks
+        self._evicted = set(blocks)
+        self._pool.evict_blocks(self._evicted.copy())
+        self._evicted = allocated
 
     def append(self, block: KVCacheBlock) -> None:
         """Take back a block that no request uses any more."""
@@ -233,7 +253,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
     def _evict(self, n: int) -> list[KVCacheBlock]:
         """Take ``n`` cached blocks: what no hit will need, then what the tree evicts, then anything."""
         blocks = [self._take(block_id) for block_id in list(islice(self._others.useless(), n))]
-        self._evicted.clear()
+        self._evicted = set()
         if len(blocks) < n:
             size_of = self._others.size_of if self._others else None
             units = self._tree.evict_up_to(Tier.GPU, n - len(blocks), size_of=size_of)
@@ -323,6 +343,9 @@ class TreeBlockPool(BlockPool):
         for i in cached:
             self.free_block_queue.spare_copy(blocks[i].block_hash)
         if kv_cache_group_id != self.controller.groups.main:
+            return
+        if state is not None and self.controller.defers_answer(state, num_cached_blocks):
+            state.num_answer_end_blocks = num_full_blocks
             return
         tree = self.controller.tree
         places = (self.controller.locate_block(request.block_hashes, i, request.request_id) for i in cached)

@@ -147,10 +147,7 @@ class _TreeScheduling:
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         if sampled := model_runner_output.sampled_token_ids:
-            now_s = time.monotonic()
-            for request_id, index in model_runner_output.req_id_to_index.items():
-                if sampled[index]:
-                    self._controller.on_first_token(request_id, now_s)
+            self._controller.on_tokens(model_runner_output.req_id_to_index, sampled, time.monotonic())
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
         )
@@ -295,6 +292,7 @@ class _TreeScheduling:
         return num_speculative < self._controller.settings.max_prefill_bs
 
     def _preempt_request(self, request: Request, timestamp: float, *args: Any, **kwargs: Any) -> None:
+        self._controller.insert_answer(request.request_id)
         super()._preempt_request(request, timestamp, *args, **kwargs)  # type: ignore[misc]
         self._controller.on_preempted(request.request_id, timestamp)
 

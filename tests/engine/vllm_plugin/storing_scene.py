@@ -149,7 +149,7 @@ def engine_config(
             max_num_seqs=8, max_num_batched_tokens=64, max_model_len=2048, is_encoder_decoder=False
         ),
         kv_transfer_config=KVTransferConfig(
-            **arguments._transfer_config(
+            **arguments.transfer_config(
                 Tiers(host_bytes=host_bytes, **tiers).resolved(), engine_id, profile, (), most_host_bytes
             )
         ),

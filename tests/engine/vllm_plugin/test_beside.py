@@ -301,7 +301,7 @@ def test_a_worker_leaves_the_handshake_to_the_other_connector(monkeypatch: pytes
 def test_vllms_own_tier_below_ours_is_loaded_from_and_a_receipt_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    transfer_config = arguments._transfer_config
+    transfer_config = arguments.transfer_config
 
     def with_files(*given: Any) -> Any:
         transfer = transfer_config(*given)

@@ -1,0 +1,1 @@
+"""Measurements of RAGCache against its baselines. They are not part of the wheel."""
