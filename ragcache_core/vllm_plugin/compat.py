@@ -176,6 +176,7 @@ __all__ = [
     "attach_utilities",
     "build_offloading_config",
     "bytes_of_stages",
+    "cached_content",
     "cached_copies",
     "call_cache",
     "call_cached_paths",
@@ -204,9 +205,15 @@ __all__ = [
 ]
 
 
+def cached_content(pool: BlockPool) -> Mapping[Any, KVCacheBlock | dict[int, KVCacheBlock]]:
+    """Return which block holds what, by the hash of its content; where several do, a dictionary of them."""
+    content: Mapping[Any, KVCacheBlock | dict[int, KVCacheBlock]] = pool.cached_block_hash_to_block._cache
+    return content
+
+
 def cached_copies(pool: BlockPool, block_hash: Any) -> list[KVCacheBlock]:
     """Return the blocks that hold the same content; vLLM keeps copies that requests computed at the same time."""
-    entry = pool.cached_block_hash_to_block._cache.get(block_hash)
+    entry = cached_content(pool).get(block_hash)
     if entry is None:
         return []
     return list(entry.values()) if isinstance(entry, dict) else [entry]

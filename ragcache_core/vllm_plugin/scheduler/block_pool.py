@@ -14,7 +14,7 @@ evicted with its unit; before all others, if no hit will need it; and after all 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, cast
 
@@ -26,6 +26,7 @@ from ragcache_core.vllm_plugin.compat import (
     BlockPool,
     FreeKVCacheBlockQueue,
     KVCacheBlock,
+    cached_content,
     cached_copies,
     get_block_hash,
     get_group_id,
@@ -67,6 +68,8 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         self._block_ids: dict[BlockHashWithGroupId, int] = {}
         self._evicted: set[int] = set()
         """Blocks that the tree evicted and vLLM is about to empty: the tree does not have them any more."""
+        self._hits: set[int] = set()
+        """Blocks that are taken out for a hit, before vLLM says so of each."""
 
     def popleft(self) -> KVCacheBlock:
         """Allocate a block.
@@ -115,8 +118,11 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         """Put returned blocks among the cached or the spare ones, and let the tree choose among the cached."""
         if self._returned:
             returned, self._returned = self._returned, []
-            for node, units in by_node(filter(None, map(self._take_back, returned))):
-                self._tree.let_go(node, units, Tier.GPU)
+            tree, tier = self._tree, self._tree.tiers[Tier.GPU]
+            for node, units in by_node(self._take_back(returned)):
+                if missing := units & ~tier.resident[node.id]:
+                    tree.add(node, missing, Tier.GPU)
+                tree.let_go(node, units, Tier.GPU)
             self._keep_quotas()
 
     def _keep_quotas(self) -> None:
@@ -138,14 +144,32 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
 
     def remove(self, block: KVCacheBlock) -> None:
         """Take a free block out, whose KV a request uses."""
+        if block.block_id in self._hits:
+            self._hits.remove(block.block_id)
+        else:
+            self._take_hits([block])
+
+    def expect_hits(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Take the free ones of these blocks out at once; vLLM calls :meth:`remove` for each of them next."""
+        free = [block for block in blocks if block.ref_cnt == 0 and not block.is_null]
+        self._take_hits(free)
+        self._hits.update(block.block_id for block in free)
+
+    def _take_hits(self, blocks: Sequence[KVCacheBlock]) -> None:
         self.place_returned()
-        if block.block_id in self._cached:
-            self._take(block.block_id)
-        elif self._spare.pop(block.block_id, None) is None:
-            raise RuntimeError(f"remove() called on a block that is not free: {block}")
-        self.num_free_blocks -= 1
-        if (location := self._locate(block)) is not None:
-            self._tree.hold(location.node, 1 << location.unit, Tier.GPU)
+        for node, units in by_node(self._take_hit_units(blocks)):
+            self._tree.hold(node, units, Tier.GPU)
+        self.num_free_blocks -= len(blocks)
+
+    def _take_hit_units(self, blocks: Sequence[KVCacheBlock]) -> Iterator[Location]:
+        """Yield the units of free blocks that are taken out."""
+        for block in blocks:
+            if block.block_id in self._cached:
+                self._take(block.block_id)
+            elif self._spare.pop(block.block_id, None) is None:
+                raise RuntimeError(f"a block that is not free was taken for a hit: {block}")
+            if (location := self._locate(block)) is not None:
+                yield location
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
         """Return the free blocks; the order of the cached ones says nothing."""
@@ -175,12 +199,13 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         """Take note that a unit was lost: no hit needs what other groups have of it."""
         self._others.lose_unit(key)
 
-    def spare_copy(self, block_hash: BlockHashWithGroupId) -> None:
-        """Make a free block spare, if it holds ``block_hash``: a request computed that again, and uses its own."""
+    def spare_copies(self, block_hashes: Iterable[BlockHashWithGroupId]) -> None:
+        """Make free blocks spare that hold one of these: a request computed that again, and uses its own."""
         self.place_returned()
-        if (block_id := self._block_ids.pop(block_hash, None)) is not None:
-            self._others.discard(block_id)
-            self._spare[block_id] = self._cached.pop(block_id)
+        for block_hash in block_hashes:
+            if (block_id := self._block_ids.pop(block_hash, None)) is not None:
+                self._others.discard(block_id)
+                self._spare[block_id] = self._cached.pop(block_id)
 
     def was_evicted(self, block: KVCacheBlock) -> bool:
         """Return, once, whether the tree evicted a block that was allocated just now."""
@@ -199,29 +224,33 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
                 self.append(copy)
                 return
 
-    def _take_back(self, block: KVCacheBlock) -> Location | None:
-        """Put a block among the free ones, and return its unit; None where it has none, or a copy is still used."""
-        block_hash = block.block_hash
-        location = None if block_hash is None else self._tree.locate(get_block_hash(block_hash))
-        if block_hash is None or location is None:
-            self._spare[block.block_id] = block
-            return None
-        is_main = get_group_id(block_hash) == self._main
-        copies = [copy for copy in cached_copies(self._pool, block_hash) if copy is not block]
-        if any(copy.ref_cnt > 0 for copy in copies):
-            self._spare[block.block_id] = block
-            return None
-        if any(copy.block_id in self._cached for copy in copies):
-            self._spare[block.block_id] = block
-            return location if is_main else None
-        self._cached[block.block_id] = block
-        self._block_ids[block_hash] = block.block_id
-        if not is_main:
-            self._take_back_other(block, block_hash)
-            return None
-        if not self._tree.resident_mask(location.node, Tier.GPU) >> location.unit & 1:
-            self._tree.add(location.node, 1 << location.unit, Tier.GPU)
-        return location
+    def _take_back(self, blocks: Sequence[KVCacheBlock]) -> Iterator[Location]:
+        """Put blocks among the free ones, and yield the units that no request uses any more."""
+        locate, holders = self._tree.locate, cached_content(self._pool)
+        has_groups = self._others.has_groups
+        for block in blocks:
+            block_hash, block_id = block.block_hash, block.block_id
+            location = None if block_hash is None else locate(get_block_hash(block_hash))
+            if block_hash is None or location is None:
+                self._spare[block_id] = block
+                continue
+            is_main = not has_groups or get_group_id(block_hash) == self._main
+            if holders.get(block_hash) is not block:
+                copies = [copy for copy in cached_copies(self._pool, block_hash) if copy is not block]
+                if any(copy.ref_cnt > 0 for copy in copies):
+                    self._spare[block_id] = block
+                    continue
+                if any(copy.block_id in self._cached for copy in copies):
+                    self._spare[block_id] = block
+                    if is_main:
+                        yield location
+                    continue
+            self._cached[block_id] = block
+            self._block_ids[block_hash] = block_id
+            if is_main:
+                yield location
+            else:
+                self._take_back_other(block, block_hash)
 
     def _take_back_other(self, block: KVCacheBlock, block_hash: BlockHashWithGroupId) -> None:
         group = get_group_id(block_hash)
@@ -233,16 +262,18 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
 
     def _locate(self, block: KVCacheBlock) -> Location | None:
         """Return a block's unit, if the block is one of full attention."""
-        if block.block_hash is None or get_group_id(block.block_hash) != self._main:
+        block_hash = block.block_hash
+        if block_hash is None or (self._others.has_groups and get_group_id(block_hash) != self._main):
             return None
-        return self._tree.locate(get_block_hash(block.block_hash))
+        return self._tree.locate(get_block_hash(block_hash))
 
     def _take(self, block_id: int) -> KVCacheBlock:
         """Take a block out of the cached ones."""
         block = self._cached.pop(block_id)
         assert block.block_hash is not None
         self._block_ids.pop(block.block_hash, None)
-        self._others.discard(block_id)
+        if self._others.has_groups:
+            self._others.discard(block_id)
         return block
 
     def _take_unit(self, key: Hashable) -> KVCacheBlock | None:
@@ -340,15 +371,15 @@ class TreeBlockPool(BlockPool):
             done = end
         self.enable_kv_cache_events = tells
         cached = [i for i in range(num_cached_blocks, num_full_blocks) if blocks[i].block_hash is not None]
-        for i in cached:
-            self.free_block_queue.spare_copy(blocks[i].block_hash)
+        self.free_block_queue.spare_copies(blocks[i].block_hash for i in cached)
         if kv_cache_group_id != self.controller.groups.main:
             return
         if state is not None and self.controller.defers_answer(state, num_cached_blocks):
             state.num_answer_end_blocks = num_full_blocks
             return
         tree = self.controller.tree
-        places = (self.controller.locate_block(request.block_hashes, i, request.request_id) for i in cached)
+        hashes, locate = request.block_hashes, tree.locate
+        places = (locate(hashes[i]) or self.controller.locate_block(hashes, i, request.request_id) for i in cached)
         # by_node reads ahead: where that makes the tree cut a node, it is behind the units that were located before
         for node, units in by_node(places):
             tree.hold(node, units, Tier.GPU)
@@ -383,6 +414,10 @@ class TreeBlockPool(BlockPool):
             self.controller.tree.clear_tier(Tier.GPU)
         return is_reset
 
+    def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self.free_block_queue.expect_hits(blocks)
+        super().touch(blocks)
+
     def _remove_cached_block_hashes(self, block: KVCacheBlock) -> list[bytes]:
         queue, tree = self.free_block_queue, self.controller.tree
         queue.place_returned()  # while they have their content
@@ -390,11 +425,12 @@ class TreeBlockPool(BlockPool):
         removed: list[bytes] = super()._remove_cached_block_hashes(block)
         if block_hash is None:
             return removed
-        queue.forget_content(block, block_hash)
-        is_told = queue.was_evicted(block)
+        is_evicted = queue.was_evicted(block)  # then neither the queue nor the tree has it any more
+        if not is_evicted:
+            queue.forget_content(block, block_hash)
         if copies := cached_copies(self, block_hash):
             queue.keep_copy(copies, block_hash)
-        elif get_group_id(block_hash) == self.controller.groups.main and not is_told:
+        elif not is_evicted and get_group_id(block_hash) == self.controller.groups.main:
             key = get_block_hash(block_hash)
             queue.forget_unit(key)
             if (location := tree.locate(key)) is not None:
