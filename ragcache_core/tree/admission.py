@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
 from ragcache_core.tree.node import EvictedUnit, TreeNode
-from ragcache_core.tree.tiered_tree import TieredTree, total_size
+from ragcache_core.tree.tiered_tree import NO_UNITS, Shield, TieredTree, total_size
 from ragcache_core.types import Tier
 
 
@@ -23,7 +23,7 @@ def admit(
     tier: Tier,
     keys: Sequence[Hashable],
     num_free: int,
-    protected: Collection[Hashable],
+    protected: Shield = NO_UNITS,
     *,
     offered_size: Callable[[Hashable], int] | None = None,
     evicted_size: Callable[[Hashable], int] | None = None,
@@ -34,7 +34,7 @@ def admit(
         keys: of one path, in its order; none of them lies in the tier. What the tree does not know gets what is free:
             nothing goes for it.
         num_free: units that fit as it is.
-        protected: keys of units that stay.
+        protected: units that stay.
         offered_size, evicted_size: for how many a unit counts, by its key; one, if None.
     """
 
@@ -62,7 +62,7 @@ def admit(
 
 
 def admit_within_quotas(
-    tree: TieredTree, tier: Tier, keys: Sequence[Hashable], protected: Collection[Hashable]
+    tree: TieredTree, tier: Tier, keys: Sequence[Hashable], protected: Shield
 ) -> Admission:
     """Evict from ``tier`` what the owners of units that are offered would have beyond their quotas, of their own alone.
 

@@ -52,16 +52,30 @@ class PrefixTree:
             return node.keys[location.unit - 1]
         return node.parent.keys[-1] if node.parent is not None and node.parent.keys else None
 
-    def shielded(self, keys: Iterable[Hashable]) -> list[Hashable]:
+    def units_of(self, keys: Iterable[Hashable]) -> dict[TreeNode, int]:
+        """Return the nodes of units, with a mask of those units; keys that are not in the tree are passed over."""
+        masks: dict[TreeNode, int] = {}
+        locations = self._locations
+        for key in keys:
+            if (at := locations.get(key)) is not None:
+                masks[at.node] = masks.get(at.node, 0) | 1 << at.unit
+        return masks
+
+    def shielded(self, keys: Iterable[Hashable]) -> dict[TreeNode, int]:
         """Return the units that must not go for ``keys`` to come: those, and what stands before the first of them.
 
         Keys that are not in the tree are passed over; the others follow one another on one path.
         """
-        places = [at for key in keys if (at := self.locate(key)) is not None]
-        if not places:
-            return []
-        before = self.key_before(min(places, key=lambda at: at.node.start + at.unit))
-        return [*(at.node.keys[at.unit] for at in places), *([] if before is None else [before])]
+        masks = self.units_of(keys)
+        if masks:
+            first = min(masks, key=lambda node: node.start)
+            mask = masks[first]
+            unit = (mask & -mask).bit_length() - 1
+            if unit:
+                masks[first] = mask | 1 << unit - 1
+            elif (parent := first.parent) is not None and parent.keys:
+                masks[parent] = 1 << len(parent.keys) - 1
+        return masks
 
     def insert(self, segments: Iterable[PathSegment]) -> list[TreeNode]:
         """Return the nodes of a prompt from the root down, making those that are not there; none is resident yet.

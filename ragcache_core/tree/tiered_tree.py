@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from ragcache_core.policy.base import ReplacementPolicy
@@ -15,6 +16,9 @@ from ragcache_core.tree.shares import Owner
 from ragcache_core.tree.tier import TierState
 from ragcache_core.types import DocId, Tier
 
+Shield = Mapping[TreeNode, int]
+"""Units that stay while others are evicted: a mask of them for each node."""
+NO_UNITS: Final[Shield] = MappingProxyType({})
 ANYBODY: Final = ""
 """In place of an owner: it is not known for whom units are evicted, or they have to go whoever it is."""
 
@@ -171,10 +175,10 @@ class TieredTree(PrefixTree):
         self._unprotect_in_host(node)
 
     @contextmanager
-    def shielding(self, keys: Collection[Hashable], tier: Tier) -> Iterator[None]:
+    def shielding(self, units: Shield, tier: Tier) -> Iterator[None]:
         """Keep units in ``tier`` while several evictions follow one another; do not :meth:`hold` others meanwhile."""
         state = self.tiers[tier]
-        held = self._shield(keys, state)
+        held = self._shield(units, state)
         try:
             yield
         finally:
@@ -204,14 +208,14 @@ class TieredTree(PrefixTree):
         self,
         tier: Tier,
         num_units: int = 1,
-        protected: Collection[Hashable] = (),
+        protected: Shield = NO_UNITS,
         *,
         size_of: Callable[[Hashable], int] | None = None,
         for_owner: Owner = ANYBODY,
     ) -> list[EvictedUnit] | None:
         """Take ``num_units`` units out of ``tier``, the lowest-ranked leaf's last ones first (Algorithm 1, EVICT).
 
-        Atomic: where fewer can go, none goes and None is returned. ``protected`` are keys of units that stay;
+        Atomic: where fewer can go, none goes and None is returned. ``protected`` units stay;
         ``size_of`` a key says for how many its unit counts, where that is not one. Those of owners that have more than
         their share go first; for somebody who has no less than his, no others than those and his own.
         """
@@ -232,7 +236,7 @@ class TieredTree(PrefixTree):
         self,
         tier: Tier,
         num_units: int,
-        protected: Collection[Hashable] = (),
+        protected: Shield = NO_UNITS,
         *,
         below: float = math.inf,
         size_of: Callable[[Hashable], int] | None = None,
@@ -251,7 +255,7 @@ class TieredTree(PrefixTree):
         return [None if (at := self.locate(key)) is None else at.node.owner for key in keys]
 
     def evict_own(
-        self, tier: Tier, owner: Owner, num_units: int, protected: Collection[Hashable] = ()
+        self, tier: Tier, owner: Owner, num_units: int, protected: Shield = NO_UNITS
     ) -> list[EvictedUnit]:
         """Do :meth:`evict_up_to` with what is ``owner``'s alone."""
         evicted = self._evict(self.tiers[tier], num_units, protected, for_owner=owner, is_own_alone=True)
@@ -422,7 +426,7 @@ class TieredTree(PrefixTree):
         self,
         state: TierState,
         num_units: int,
-        protected: Collection[Hashable],
+        protected: Shield,
         below: float = math.inf,
         size_of: Callable[[Hashable], int] | None = None,
         for_owner: Owner = ANYBODY,
@@ -481,14 +485,12 @@ class TieredTree(PrefixTree):
         state.shares.count_evicted(node.owner, len(evicted))
         return evicted
 
-    def _shield(self, keys: Collection[Hashable], state: TierState) -> dict[int, int]:
+    def _shield(self, units: Shield, state: TierState) -> dict[int, int]:
         """Hold units, and return what was held of their nodes before."""
         before: dict[int, int] = {}
-        for key in keys:
-            if (at := self._locations.get(key)) is not None:
-                held = state.in_use.get(at.node.id, 0)
-                before.setdefault(at.node.id, held)
-                state.in_use[at.node.id] = held | 1 << at.unit
+        for node, mask in units.items():
+            held = before[node.id] = state.in_use.get(node.id, 0)
+            state.in_use[node.id] = held | mask
         return before
 
     def _unshield(self, before: dict[int, int], state: TierState) -> None:

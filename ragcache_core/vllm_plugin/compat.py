@@ -87,9 +87,10 @@ from vllm.v1.kv_offload.base import (
     get_offload_block_hash,
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
-from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec, CPUOffloadingMetrics
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -122,12 +123,12 @@ __all__ = [
     "AsyncScheduler",
     "BlockHashWithGroupId",
     "BlockPool",
+    "CPULoadStoreSpec",
+    "CPUOffloadingMetrics",
     "CPUPrimaryTierOffloadingManager",
     "CacheHitSource",
-    "CachePolicy",
     "CachedRequestData",
     "CanonicalKVCaches",
-    "ChunkStatus",
     "ChunkedLocalAttentionSpec",
     "CommonAttentionMetadata",
     "FreeKVCacheBlockQueue",
@@ -164,6 +165,7 @@ __all__ = [
     "RequestStatus",
     "ScheduleEndContext",
     "Scheduler",
+    "SecondaryTierFactory",
     "SecondaryTierManager",
     "SharedOffloadRegion",
     "SlidingWindowSpec",

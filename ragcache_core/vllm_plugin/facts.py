@@ -15,15 +15,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import Of
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockHashToBlockMap
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from ragcache_core.vllm_plugin import compat
 from ragcache_core.vllm_plugin.connector.gpu_connector import DocumentConnector
 from ragcache_core.vllm_plugin.connector.tiered_connector import RAGCacheConnector
 from ragcache_core.vllm_plugin.disk.manager import DiskTier
 from ragcache_core.vllm_plugin.offload.cpu_worker import CopyingWorker
-from ragcache_core.vllm_plugin.offload.host_policy import SelectiveHostTier, TreeCachePolicy, TreeHostTier
+from ragcache_core.vllm_plugin.offload.host_tier import HostTier
 from ragcache_core.vllm_plugin.offload.spec import RAGCacheSpec
+from ragcache_core.vllm_plugin.offload.tiered_manager import TieredManager
 from ragcache_core.vllm_plugin.scheduler.block_pool import TreeBlockPool, TreeFreeBlockQueue
 from ragcache_core.vllm_plugin.scheduler.request_queue import CacheAwareRequestQueue
 from ragcache_core.vllm_plugin.scheduler.scheduler import AsyncTreeScheduler, SyncTreeScheduler
@@ -34,9 +34,8 @@ HOOKS: tuple[tuple[type, type], ...] = (
     (DocumentConnector, compat.KVConnectorBase_V1),
     (RAGCacheConnector, compat.OffloadingConnector),
     (RAGCacheSpec, compat.TieringOffloadingSpec),
-    (TreeCachePolicy, compat.CachePolicy),
-    (TreeHostTier, compat.CPUPrimaryTierOffloadingManager),
-    (SelectiveHostTier, compat.CPUPrimaryTierOffloadingManager),
+    (HostTier, compat.CPUPrimaryTierOffloadingManager),
+    (TieredManager, compat.TieringOffloadingManager),
     (DiskTier, compat.SecondaryTierManager),
     (SharedTier, compat.SecondaryTierManager),
     (CopyingWorker, compat.OffloadingWorker),
@@ -58,15 +57,7 @@ PRIVATE: dict[Any, tuple[str, ...]] = {
     compat.Scheduler: (
         *("_inflight_prefills", "_preempt_request", "_free_request_blocks", "_handle_blocked_waiting_request"),
     ),
-    CPUOffloadingManager: (
-        "_policy",
-        "_num_evictable_cache_chunks",
-        "_free_chunk",
-        "_free_list",
-        "_num_allocated_chunks",
-        "_num_chunks",
-    ),
-    compat.TieringOffloadingSpec: ("_engine_id", "_manager", "_scheduler_mmap"),
+    compat.TieringOffloadingSpec: ("_engine_id", "_manager"),
     OffloadingConnectorScheduler: ("_jobs", "_req_status", "_current_batch_allocated_block_ids"),
     kv_cache_utils: ("_NON_CRYPTO_HASH_FUNCTIONS",),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 from vllm.config import (
     AttentionConfig,
@@ -16,8 +17,6 @@ from vllm.config import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as offloading
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCacheTensor
 from vllm.v1.kv_offload.config import OffloadingParallelConfig
-from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
-from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
 from vllm.v1.kv_offload.tiering import manager as tiering
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.worker.gpu_input_batch import InputBatch
@@ -26,52 +25,20 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from ragcache_core.vllm_plugin import compat
 from ragcache_core.vllm_plugin.disk.manager import DiskTier
 from ragcache_core.vllm_plugin.offload.cpu_worker import CopyingWorker
-from ragcache_core.vllm_plugin.offload.host_policy import TreeCachePolicy
-from tests.vllm_facts.engine_facts import methods, names, parameters, sets
+from ragcache_core.vllm_plugin.offload.host_tier import HostTier
+from tests.vllm_facts.engine_facts import names, parameters, sets
 
 
 def facts() -> dict[str, object]:
     """Return names, signatures and a few measured facts."""
     whole_offloading = inspect.getsource(offloading.OffloadingConnectorScheduler)
-    host = CPUOffloadingManager(4, "lru")
-    allocated = host.prepare_store([compat.OffloadKey(bytes([i]) * 8) for i in range(3)], compat.ReqContext("r"))
-    assert allocated is not None
     return {
-        "policy": {
-            name: parameters(getattr(compat.CachePolicy, name))
-            for name in (
-                "__init__",
-                "get",
-                "insert",
-                "remove",
-                "touch",
-                "on_store_miss",
-                "on_request_finished",
-                "evict",
-                "clear",
-                "mark_evictable",
-                "mark_non_evictable",
-            )
-        },
-        "policy_is_complete": [
-            sorted(TreeCachePolicy.__abstractmethods__),
-            sorted(set(methods(compat.CachePolicy)) - set(methods(TreeCachePolicy))),
+        "primary_tier": [
+            sorted(set(re.findall(r"primary_tier\.(\w+)", inspect.getsource(tiering))) - set(dir(HostTier))),
+            parameters(compat.TieringOffloadingManager.__init__),
         ],
-        "policy_by_name": parameters(CachePolicyFactory.get_cache_policy_cls),
-        "host": hasattr(host, "_policy"),
-        "host_gives_up": [
-            hasattr(host, "_num_evictable_cache_chunks"),
-            parameters(compat.CPUPrimaryTierOffloadingManager._free_chunk),
-            parameters(compat.CPUPrimaryTierOffloadingManager.lookup),
-            sets(compat.CPUPrimaryTierOffloadingManager, "events", "medium"),
-            {"keys", "medium", "removed", "removal_expected"} <= set(names(compat.OffloadingEvent)),
-        ],
-        "host_allocates": allocated.store_spec.block_ids.tolist(),
-        "host_store": [
-            parameters(compat.CPUPrimaryTierOffloadingManager.prepare_store),
-            parameters(compat.CPUPrimaryTierOffloadingManager.complete_store),
-        ],
-        "host_view": parameters(compat.CPUPrimaryTierOffloadingManager.get_kv_memoryview),
+        "host_event": sorted({"keys", "medium", "removed"} - set(names(compat.OffloadingEvent))),
+        "host_metrics": sorted(name for name in vars(compat.CPUOffloadingMetrics) if name.isupper()),
         "tiering_sets": sets(compat.TieringOffloadingManager, "primary_tier", "secondary_tiers"),
         "spec_sets": sets(
             compat.TieringOffloadingSpec,
@@ -85,10 +52,7 @@ def facts() -> dict[str, object]:
             "kv_events_config",
             "blocks_per_chunk",
             "tokens_per_hash",
-            "eviction_policy",
-            "cache_policy_module_path",
             "secondary_tier_configs",
-            "_scheduler_mmap",
         ),
         "spec": [
             parameters(compat.TieringOffloadingSpec.get_manager),
@@ -163,6 +127,7 @@ def facts() -> dict[str, object]:
         "offloading_config": parameters(compat.build_offloading_config),
         "region": [
             parameters(compat.SharedOffloadRegion.__init__)[:6],
+            parameters(compat.SharedOffloadRegion.create_kv_memoryview),
             parameters(compat.SharedOffloadRegion.create_next_worker_view),
             parameters(compat.SharedOffloadRegion.cleanup),
         ],
@@ -207,8 +172,11 @@ def facts() -> dict[str, object]:
             ],
             "group": [
                 "tokens_per_chunk" in offloading.GroupOffloadConfig.__annotations__,
+                "requires_cow_source" in offloading.GroupOffloadConfig.__annotations__,
                 "offload_keys" in offloading.RequestGroupState.__annotations__,
+                "next_stored_chunk_idx" in offloading.RequestGroupState.__annotations__,
             ],
+            "running": names(compat.CachedRequestData),
         },
         "seeded_prefill": [
             parameters(compat.platform_worker().sample_tokens),

@@ -15,40 +15,17 @@ def facts(all_facts: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def test_the_host_tiers_policy_is_asked_what_ours_answers(facts: dict[str, Any], since: Since) -> None:
-    assert facts["policy"] == {
-        "__init__": ["self", "cache_capacity"],
-        "get": ["self", "key"],
-        "insert": ["self", "key", "chunk", *since("0.33", "req_context")],
-        "remove": ["self", "key"],
-        "touch": ["self", "keys", "req_context"],
-        "on_store_miss": ["self", "keys", "req_context"],
-        "on_request_finished": ["self", "key_groups", "insertion_only_keys", "reused_keys", "req_context"],
-        "evict": ["self", "n", "protected"],
-        "clear": ["self"],
-        "mark_evictable": ["self", "key"],
-        "mark_non_evictable": ["self", "key"],
-    }, "follow the change in host_policy.py"
-    assert facts["policy_is_complete"] == [[], since("0.33", "on_request_access")], (
-        "answer the new hooks in TreeCachePolicy; this one tells of accesses, which the tree counts itself"
-    )
-    assert facts["policy_by_name"] == ["name", "module_path"], "arguments.py names TreeCachePolicy and its module"
-    assert facts["host"], "offload.compat.host_policy_of() needs it, and SelectiveHostTier"
-    assert facts["host_gives_up"] == [
-        True,
-        ["self", "chunk"],
-        ["self", "key", "req_context"],
-        ["events", "medium"],
-        True,
-    ], "offload.compat.discard_idle() takes a forgotten chunk out as an eviction does, TreeHostTier finds it no more"
-    assert facts["host_allocates"] == [0, 1, 2], "adopt_chunks() counts on that order"
-    assert facts["host_store"] == [
-        ["self", "keys", "req_context"],
-        ["self", "keys", "req_context", "success"],
-    ], "follow it in SelectiveHostTier"
-    assert facts["host_view"] == ["self"], "offload/spec.py restores host memory through it"
+def test_the_host_tier_stands_in_for_vllms(facts: dict[str, Any]) -> None:
+    lacking, arguments = facts["primary_tier"]
+    assert lacking == ["_num_chunks"], "HostTier sets this one when it is made; it needs what else vLLM's tiering asks"
+    assert arguments == ["self", "primary_tier", "secondary_tiers"], "RAGCacheSpec makes the manager with them"
+    assert facts["host_event"] == [], "HostTier makes events with them"
+    assert facts["host_metrics"] == [
+        *("CPU_ALLOCATION_SIZE", "CPU_CACHE_READ_USAGE_PERC", "CPU_CACHE_USAGE_PERC", "CPU_CACHE_WRITE_USAGE_PERC"),
+        "STORES_SKIPPED",
+    ], "HostStats tells all but the last: nothing is skipped by a threshold"
     assert facts["tiering_sets"] == ["primary_tier", "secondary_tiers"], (
-        "offload.compat.host_policy_of() and RAGCacheConnector.reset_cache() reach the tiers through them"
+        "RAGCacheConnector reaches the tiers through them"
     )
 
 
@@ -56,7 +33,7 @@ def test_the_offloading_spec_has_what_ours_builds_from(facts: dict[str, Any]) ->
     assert facts["spec_sets"] == [
         *("num_chunks", "kv_bytes_per_chunk", "cpu_page_size_per_worker", "_manager", "_engine_id", "extra_config"),
         *("config", "kv_events_config", "blocks_per_chunk", "tokens_per_hash"),
-        *("eviction_policy", "cache_policy_module_path", "secondary_tier_configs", "_scheduler_mmap"),
+        "secondary_tier_configs",
     ], "RAGCacheSpec uses them: find their new names"
     assert facts["spec"] == [["self"], ["self", "kv_caches"]], "follow it in RAGCacheSpec"
     missing = {"groups", "worker_kv_bytes_per_block", "extra_config", "engine_id", "model", "cache", "parallel"} | {
@@ -92,7 +69,7 @@ def test_the_disk_tier_is_asked_what_ours_answers(facts: dict[str, Any]) -> None
         "vLLM takes from DiskTier.medium what a hit there counts as, and which requests may look: find its new name"
     )
     assert facts["req_context"] == ["kv_transfer_params", "req_id"], (
-        "host_policy.py reads them: without the first, what an adapter computed would outlive the engine"
+        "HostTier reads them: without the first, what an adapter computed would outlive the engine"
     )
     assert facts["tier_factory"], "arguments.py names DiskTier by type and module_path: find the new way"
     assert facts["job"] == ["job_id", "keys", "chunk_ids", "is_promotion", "req_context", "submit_time"], (
@@ -101,7 +78,7 @@ def test_the_disk_tier_is_asked_what_ours_answers(facts: dict[str, Any]) -> None
     assert facts["result"] == ["job_id", "success", "successful_keys", "transfer_time", "transfer_bytes"], (
         "DiskTier makes results"
     )
-    assert facts["offload_key"], "a key is no longer hash + 4 bytes of group: see host_policy.FIRST_GROUP"
+    assert facts["offload_key"], "a key is no longer hash + 4 bytes of group: see kv_groups.unit_of()"
 
 
 def test_the_copying_worker_stands_in_for_vllms(facts: dict[str, Any], since: Since) -> None:
@@ -122,9 +99,10 @@ def test_the_copying_worker_stands_in_for_vllms(facts: dict[str, Any], since: Si
     )
     assert facts["region"] == [
         ["self", "engine_id", "num_chunks", "rank", "kv_bytes_per_chunk", "cpu_page_size"],
+        ["self"],
         ["self", "tensor_page_size"],
         ["self"],
-    ], "RAGCacheSpec.get_worker() makes the region, CopyingWorker its views"
+    ], "RAGCacheSpec makes the region, HostTier and CopyingWorker its views"
     assert facts["region_is_one_file"], "runtime/shared_memory.py keeps and restores one file of each region"
     assert facts["region_path"], "runtime/shared_memory.py lays host memory, by a link, where vLLM looks for it"
 
@@ -154,9 +132,13 @@ def test_the_offloading_connector_is_the_one_that_ours_extends(facts: dict[str, 
         "fence": True,
         "pending": [True, True],
         "limits": [True, True, True],
-        "group": [True, True],
+        "group": [True, True, True, True],
+        "running": [
+            *("req_ids", "resumed_req_ids", "new_token_ids", "all_token_ids", "new_block_ids"),
+            *("num_computed_tokens", "num_output_tokens"),
+        ],
     }, (
-        "needs_steps() is what vLLM has pending, without stores that wait for our disk alone; keep_from_storing() "
+        "StoringRequests leaves running requests out by the last two; needs_steps() is what vLLM has pending, without stores that wait for our disk alone; keep_from_storing() "
         "limits what a request stores, and fence_blocks() has stores out of a step's blocks end before it"
     )
     assert facts["seeded_prefill"] == [

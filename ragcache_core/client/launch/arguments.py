@@ -209,8 +209,6 @@ def transfer_config(
             "most_host_bytes": None if most_host_bytes is None else max(most_host_bytes - for_chunks[0], host_bytes),
             "spec_name": "RAGCacheSpec",
             "spec_module_path": f"{_PLUGIN}.offload.spec",
-            "eviction_policy": "TreeCachePolicy",
-            "cache_policy_module_path": f"{_PLUGIN}.offload.host_policy",
         }
     key_file = None if cache.disk_key_file is None else str(cache.disk_key_file)
     below: list[dict[str, object]] = []  # the nearest first, which is asked first

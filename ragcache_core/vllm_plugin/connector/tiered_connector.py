@@ -28,26 +28,23 @@ from ragcache_core.vllm_plugin.connector.gpu_connector import DocumentAware, Doc
 from ragcache_core.vllm_plugin.disk.manager import DiskTier
 from ragcache_core.vllm_plugin.disk.prefetcher import DiskPrefetcher
 from ragcache_core.vllm_plugin.offload.compat import (
-    end_copies,
     fence_blocks,
     has_events,
-    host_policy_of,
     needs_steps,
     newest_store_below,
     num_copies_of_blocks,
     rows_in_copies,
     spoil_stores,
     store_at_most,
-    withhold_rows,
 )
-from ragcache_core.vllm_plugin.offload.host_policy import ADAPTED, TreeCachePolicy
+from ragcache_core.vllm_plugin.offload.host_tier import ADAPTED, HostTier
 from ragcache_core.vllm_plugin.offload.spec import why_no_host
 from ragcache_core.vllm_plugin.offload.storing import StoringRequests
 from ragcache_core.vllm_plugin.offload.worker_memory import Rank, WorkerMemory, why_apart, why_uneven
 from ragcache_core.vllm_plugin.shared.tier import SharedTier
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
@@ -105,7 +102,7 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         return DocumentConnector
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        self._policy: TreeCachePolicy | None = None
+        self._host: HostTier | None = None
         self._prefetched: set[str] = set()
         self._late_copies: dict[int, tuple[int, list[int]]] = {}
         with building(vllm_config, kv_cache_config) as context:
@@ -115,18 +112,18 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         events = vllm_config.kv_events_config
         self._tells_events = events is not None and events.enable_kv_cache_events
         if context.controller is not None:
-            policy = host_policy_of(self.scheduler.manager)
-            self._policy = policy if isinstance(policy, TreeCachePolicy) else None
+            host = self.scheduler.manager.primary_tier
+            self._host = host if isinstance(host, HostTier) else None
             self._begin(context.controller)
             context.controller.forgetting.store_at_most = partial(store_at_most, self)
             for tier in self.scheduler.manager.secondary_tiers:
                 if not isinstance(tier, DiskTier | SharedTier):  # vLLM's own, which know no documents
                     why = f"vLLM's tier {tier.tier_type!r} may keep KV of its own: delete it there"
                     context.controller.forgetting.add_holder(OutOfReach(why))
-            if self._policy is not None and self.scheduler.manager.secondary_tiers:
+            if self._host is not None and self.scheduler.manager.secondary_tiers:
                 self._prefetcher = DiskPrefetcher(
                     context.controller,
-                    self._policy,
+                    self._host.promises,
                     self._look_up_below,
                     self._end_prefetch,
                 )
@@ -136,8 +133,8 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         super().shutdown()
 
     def _close_journal(self) -> None:
-        if self._policy is not None and self._policy.journal is not None:
-            self._policy.journal.close()
+        if self._host is not None and self._host.journal is not None:
+            self._host.journal.close()
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Rank, KVConnectorHandshakeMetadata]) -> None:
         """Take in what all workers say of their memory, and give up the tiers that cannot work with it."""
@@ -210,8 +207,8 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
             scheduler_output = replace(scheduler_output, finished_req_ids=scheduler_output.finished_req_ids | ended)
         if self._prefetcher is not None:
             self._prefetcher.begin_reads()  # with which vLLM's offloading goes on below
-        if self._policy is not None:
-            self._policy.note_names()
+        if self._host is not None:
+            self._host.note_names()
         assert self.controller is not None
         assert self._storing is not None
         scheduler_output = self._storing.only_changes(scheduler_output)
@@ -225,7 +222,7 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         super().update_connector_output(connector_output)
         assert self.controller is not None
         if self._late_copies and (meta := connector_output.kv_connector_worker_meta) is not None:
-            end_copies(self, self._late_copies, meta.completed_jobs)
+            self._end_late_copies(meta.completed_jobs)
         for request_id in connector_output.finished_recving or ():
             self.controller.on_load_ended(request_id, time.monotonic())
         if connector_output.invalid_block_ids:
@@ -249,14 +246,29 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         return newest is not None and now_s - self._waits_since_s < _STEPS_FOR_DISK_S
 
     def reset_cache(self) -> bool | None:
-        self._late_copies |= rows_in_copies(self)
+        if self._host is not None:
+            self._late_copies |= rows_in_copies(self, self._host)
         is_reset: bool | None = OffloadingConnector.reset_cache(self)
         if self._storing is not None and self.controller is not None:
             self._storing.on_reset(self.controller.request_ids())
-        if self._late_copies:  # else a read from disk gets a row before it is read or written for the last time
-            withhold_rows(self, self._late_copies)
+        if self._host is not None:  # else a read from disk gets a row before it is read or written for the last time
+            self._host.rows.reset([row for _, rows in self._late_copies.values() for row in rows])
         self._on_reset()
         return is_reset
+
+    def _end_late_copies(self, ended: Mapping[int, int]) -> None:
+        """Free the rows of copies from before a reset that no worker uses any more.
+
+        ``ended`` has how many workers ended a copy, by its job.
+        """
+        assert self._host is not None
+        for job in self._late_copies.keys() & ended.keys():
+            num_pending, rows = self._late_copies.pop(job)
+            if num_pending > ended[job]:
+                self._late_copies[job] = num_pending - ended[job], rows
+            else:
+                used = {row for _, others in self._late_copies.values() for row in others}
+                self._host.rows.free([row for row in rows if row not in used])
 
     def forget_weights(self) -> None:
         for tier in self.scheduler.manager.secondary_tiers:
@@ -281,27 +293,27 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
             request.kv_transfer_params = params
 
     def _match_below(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if self._policy is not None and self._policy.is_awaited(request.request_id, num_computed_tokens):
+        if self._host is not None and self._host.promises.is_awaited(request.request_id, num_computed_tokens):
             return None, False
         return self._look_up_below(request, num_computed_tokens)
 
     def _look_up_below(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if self._policy is not None:
-            self._policy.begin_lookup(request.request_id, num_computed_tokens)
+        if self._host is not None:
+            self._host.begin_lookup(request.request_id, num_computed_tokens)
         try:
             matched: tuple[int | None, bool] = OffloadingConnector.get_num_new_matched_tokens(
                 self, request, num_computed_tokens
             )
         finally:
-            if self._policy is not None:
-                self._policy.end_lookup()
+            if self._host is not None:
+                self._host.promises.end()
         if matched[0] == 0:
             self._forget_promises(request)
         return matched
 
     def _forget_promises(self, request: Request) -> None:
-        if self._policy is not None:
-            self._policy.forget_promises(request.request_id)
+        if self._host is not None:
+            self._host.drop_promises(request.request_id)
         if self._prefetcher is not None:
             self._prefetcher.remove(request.request_id)
 

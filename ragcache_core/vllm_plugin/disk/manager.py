@@ -52,7 +52,7 @@ from ragcache_core.vllm_plugin.disk.events import DiskEvents
 from ragcache_core.vllm_plugin.disk.io import DiskIO
 from ragcache_core.vllm_plugin.disk.jobs import Erasure, LoadJob, PendingChunk
 from ragcache_core.vllm_plugin.identity import KIN, kv_identity
-from ragcache_core.vllm_plugin.offload.host_policy import is_adapted
+from ragcache_core.vllm_plugin.offload.host_tier import is_adapted
 
 if TYPE_CHECKING:
     from ragcache_core.tree import EvictedUnit

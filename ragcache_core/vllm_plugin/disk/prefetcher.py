@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from ragcache_core.vllm_plugin.cache.request_state import Key
-    from ragcache_core.vllm_plugin.offload.host_policy import TreeCachePolicy
+    from ragcache_core.vllm_plugin.compat import OffloadKey
+    from ragcache_core.vllm_plugin.offload.promises import Promises
 
 
 _MAX_PROMPTS = 64
@@ -29,7 +30,7 @@ class DiskPrefetcher:
 
     Args:
         controller: knows what of a request lies where.
-        policy: of the host tier, which knows what was promised to whom.
+        promises: of the host tier.
         look_up: what vLLM asks when it reaches a request, with how many of its tokens the GPU holds.
         end: takes a prompt that nobody asks when it has been read, or is not read after all.
     """
@@ -37,12 +38,12 @@ class DiskPrefetcher:
     def __init__(
         self,
         controller: CacheController,
-        policy: TreeCachePolicy,
+        promises: Promises[OffloadKey],
         look_up: Callable[[Request, int], object],
         end: Callable[[Request], None],
     ) -> None:
         self._controller = controller
-        self._policy = policy
+        self._promises = promises
         self._look_up = look_up
         self._end = end
         self._real: deque[Request] = deque()
@@ -81,7 +82,7 @@ class DiskPrefetcher:
     def begin_reads(self) -> None:
         """Begin to read for those that arrived, as far as there is room, after vLLM has admitted whom it could."""
         for request, num_gpu_tokens in list(self._unasked.items()):
-            if not self._policy.is_awaited(request.request_id, num_gpu_tokens):
+            if not self._promises.is_awaited(request.request_id, num_gpu_tokens):
                 del self._unasked[request]
                 self._end(request)
         for arrived, limit in ((self._real, self._limit), (self._speculative, self._limit // 2)):
@@ -104,7 +105,7 @@ class DiskPrefetcher:
     def _begin(self, request: Request, limit: int) -> bool:
         """Return whether a request is dealt with; False if it has to wait for room."""
         state = self._controller.state_of(request.request_id)
-        if state is None or state.admitted_s is not None or self._policy.is_looked_up(request.request_id):
+        if state is None or state.admitted_s is not None or self._promises.is_looked_up(request.request_id):
             return True
         num_gpu, num_below = self._blocks(state.retained)
         if not num_below or num_below > limit:

@@ -2,51 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ragcache_core.vllm_plugin.compat import OffloadingEvent, OffloadKey, ReqContext, RequestStatus
+from ragcache_core.vllm_plugin.compat import RequestStatus
 
 if TYPE_CHECKING:
-    from ragcache_core.vllm_plugin.compat import (
-        CachePolicy,
-        ChunkStatus,
-        CPUPrimaryTierOffloadingManager,
-        OffloadingConnector,
-        TieringOffloadingManager,
-    )
-
-
-def host_policy_of(manager: TieringOffloadingManager) -> CachePolicy:
-    """Return the policy that vLLM made for the host tier from the names in the configuration."""
-    return manager.primary_tier._policy
-
-
-def adopt_chunks(manager: TieringOffloadingManager, chunks: Mapping[OffloadKey, int]) -> None:
-    """Make the host tier, which is empty, hold ``chunks`` of its memory: key -> number of the chunk.
-
-    An empty tier gives its chunks out from the first on. So it is asked to store as many as reach to the last of
-    these, is told that these were stored, and that those between were not.
-    """
-    tier, owner = manager.primary_tier, ReqContext("ragcache-restored")
-    keys = {number: key for key, number in chunks.items()}
-    asked = [keys.get(i, OffloadKey(b"gap" + i.to_bytes(8, "big"))) for i in range(max(keys, default=-1) + 1)]
-    output = tier.prepare_store(asked, owner)
-    assert output is not None
-    assert output.keys_to_store == asked
-    assert output.store_spec.block_ids.tolist() == list(range(len(asked)))
-    tier.complete_store([key for key in asked if key not in chunks], owner, success=False)
-    tier.complete_store(list(chunks), owner)
-    tier.on_request_finished(owner)
-
-
-def discard_idle(tier: CPUPrimaryTierOffloadingManager, key: OffloadKey, chunk: ChunkStatus) -> None:
-    """Take a chunk that nobody holds out of the host tier, as if it had been evicted."""
-    tier._policy.remove(key)
-    tier._num_evictable_cache_chunks -= 1
-    tier._free_chunk(chunk)
-    if tier.events is not None:
-        tier.events.append(OffloadingEvent(keys=[key], medium=tier.medium, removed=True))
+    from ragcache_core.vllm_plugin.compat import OffloadingConnector
+    from ragcache_core.vllm_plugin.offload.host_tier import HostTier
 
 
 def needs_steps(connector: OffloadingConnector) -> bool:
@@ -87,36 +50,12 @@ def store_at_most(connector: OffloadingConnector, request_id: str, num_tokens: i
         state.max_offload_tokens = num_tokens if limit is None else min(limit, num_tokens)
 
 
-def rows_in_copies(connector: OffloadingConnector) -> dict[int, tuple[int, list[int]]]:
+def rows_in_copies(connector: OffloadingConnector, host: HostTier) -> dict[int, tuple[int, list[int]]]:
     """Return the rows of host memory that copies use: job -> the workers that have not ended it, and its rows."""
-    offloading = connector.scheduler
-    chunks = offloading.manager.primary_tier._policy
     return {
-        number: (job.pending_count, [chunk.chunk_id for key in job.keys if (chunk := chunks.get(key)) is not None])
-        for number, job in offloading._jobs.items()
+        number: (job.pending_count, [row for key in job.keys if (row := host.row_of(key)) is not None])
+        for number, job in connector.scheduler._jobs.items()
     }
-
-
-def withhold_rows(connector: OffloadingConnector, copies: Mapping[int, tuple[int, Sequence[int]]]) -> None:
-    """Have host memory, which has just been reset, give out no row that copies from before use."""
-    tier = connector.scheduler.manager.primary_tier
-    used = {row for _, rows in copies.values() for row in rows}
-    tier._num_allocated_chunks = tier._num_chunks
-    tier._free_list = [row for row in reversed(range(tier._num_chunks)) if row not in used]
-
-
-def end_copies(
-    connector: OffloadingConnector, copies: dict[int, tuple[int, list[int]]], ended: Mapping[int, int]
-) -> None:
-    """Take ``ended``, job -> by how many workers, out of ``copies``, and give out the rows that none uses any more."""
-    for job, num_workers in ended.items():
-        if job in copies:
-            num_pending, rows = copies.pop(job)
-            if num_pending > num_workers:
-                copies[job] = num_pending - num_workers, rows
-            else:
-                used = {row for _, others in copies.values() for row in others}
-                connector.scheduler.manager.primary_tier._free_list += [row for row in rows if row not in used]
 
 
 def spoil_stores(connector: OffloadingConnector) -> None:

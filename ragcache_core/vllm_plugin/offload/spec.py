@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,20 +21,22 @@ from ragcache_core.vllm_plugin.cache.controller import CacheController, TierRepo
 from ragcache_core.vllm_plugin.cache.forgetting import OutOfReach, why_in_store, why_on_disk
 from ragcache_core.vllm_plugin.compat import (
     CanonicalKVCaches,
+    CPUPrimaryTierOffloadingManager,
     OffloadingConfig,
     OffloadingManager,
     OffloadingWorker,
     OffloadKey,
-    TieringOffloadingManager,
+    SecondaryTierFactory,
+    SecondaryTierManager,
+    SharedOffloadRegion,
     TieringOffloadingSpec,
     build_offloading_config,
 )
 from ragcache_core.vllm_plugin.identity import kv_identity
-from ragcache_core.vllm_plugin.offload.compat import adopt_chunks, host_policy_of
 from ragcache_core.vllm_plugin.offload.cpu_worker import copying_worker
 from ragcache_core.vllm_plugin.offload.host_index import HostIndex
-from ragcache_core.vllm_plugin.offload.host_policy import SelectiveHostTier, TreeCachePolicy, TreeHostTier
-from ragcache_core.vllm_plugin.offload.spoiled_stores import SpoilingManager
+from ragcache_core.vllm_plugin.offload.host_tier import HostTier
+from ragcache_core.vllm_plugin.offload.tiered_manager import TieredManager
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -82,7 +85,6 @@ class RAGCacheSpec(TieringOffloadingSpec):
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(_with_rows(config, current_context().worker_bytes))
         if current_context().groups is None:
-            self.eviction_policy, self.cache_policy_module_path = "lru", None
             self.secondary_tier_configs: list[dict[str, Any]] = []
         self.offload_prompt_only = False  # each request says how much: CacheController.num_storable_tokens()
         self.num_chunks = _num_chunks(self, current_context().kv_cache_config)
@@ -97,24 +99,16 @@ class RAGCacheSpec(TieringOffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
             sweep_shared_memory(self._engine_id)
-            host = TierReport(self.num_chunks * self.kv_bytes_per_chunk, self.kv_bytes_per_chunk)
-            self.controller = current_context().make_controller(host)
-            self._warn_of_little_memory(host)
-            manager = self._build()
-            assert isinstance(manager, TieringOffloadingManager)
-            SpoilingManager.take_over(manager)
-            policy = host_policy_of(manager)
-            if isinstance(policy, TreeCachePolicy):
-                host.num_other_blocks = lambda: policy.num_other_chunks
-                self._restore_host(manager, policy)
+            report = TierReport(self.num_chunks * self.kv_bytes_per_chunk, self.kv_bytes_per_chunk)
+            self.controller = current_context().make_controller(report)
+            self._warn_of_little_memory(report)
+            self._manager = self._build()
+            host = self._manager.primary_tier
+            if isinstance(host, HostTier):
+                report.num_other_blocks = lambda: host.num_other_blocks
+                self._restore_host(self._manager, host)
                 if STARTED_AGAIN_ENV in os.environ:
-                    policy.note_leftovers()
-                is_selective = self.controller.tree.policy.is_selective and not manager.secondary_tiers
-                if is_selective or policy.groups.others:
-                    SelectiveHostTier.take_over(manager.primary_tier, is_selective=is_selective)
-                else:
-                    TreeHostTier.take_over(manager.primary_tier)
-        assert self._manager is not None
+                    host.rows.mark_all_written()
         return self._manager
 
     def _warn_of_little_memory(self, host: TierReport) -> None:
@@ -127,19 +121,19 @@ class RAGCacheSpec(TieringOffloadingSpec):
                 in_engine * self.kv_bytes_per_chunk / (1 << 30),
             )
 
-    def _build(self) -> OffloadingManager:
-        """Return vLLM's manager, without disk and shared store where an engine that served before has lost them."""
+    def _build(self) -> TieredManager:
+        """Return the tiers, without disk and shared store where an engine that served before has lost them."""
         assert self.controller is not None
         holders = self.controller.forgetting.holders
         try:
-            return super().get_manager()
+            return self._build_tiers()
         except (CacheTierError, ConfigError) as error:  # the latter where its key is gone
             if STARTED_AGAIN_ENV not in os.environ:
                 raise
             disks = [tier for tier in self.secondary_tier_configs if "directory" in tier]
             what = "disk tier" if disks else "shared store"
             logger.error("RAGCache's %s is out of service until the next start: %s", what, error)
-        for holder in self.controller.forgetting.holders[len(holders) :]:  # vLLM has shut them down
+        for holder in self.controller.forgetting.holders[len(holders) :]:  # they are shut down
             self.controller.forgetting.remove_holder(holder)
         self.controller.shared = None
         if disks:
@@ -151,9 +145,37 @@ class RAGCacheSpec(TieringOffloadingSpec):
             if "url" in tier:
                 self.controller.forgetting.add_holder(OutOfReach(why_in_store(tier["url"])))
         self.secondary_tier_configs = []
-        return super().get_manager()
+        return self._build_tiers()
 
-    def _restore_host(self, manager: TieringOffloadingManager, policy: TreeCachePolicy) -> None:
+    def _build_tiers(self) -> TieredManager:
+        """Return host memory and what is below it; where one cannot be opened, those before it are closed."""
+        region = SharedOffloadRegion(
+            engine_id=self._engine_id,
+            num_chunks=self.num_chunks,
+            rank=None,
+            kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+            cpu_page_size=self.cpu_page_size_per_worker,
+        )
+        with ExitStack() as opened:
+            primary = self._build_host(region)
+            opened.callback(primary.shutdown)
+            tiers: list[SecondaryTierManager] = []
+            for config in self.secondary_tier_configs:
+                tiers.append(SecondaryTierFactory.create_secondary_tier(config, primary.get_kv_memoryview(), self))
+                opened.callback(tiers[-1].shutdown)
+            manager = TieredManager(primary, tiers)
+            opened.pop_all()
+        return manager
+
+    def _build_host(self, region: SharedOffloadRegion) -> HostTier | CPUPrimaryTierOffloadingManager:
+        has_events = self.kv_events_config.enable_kv_cache_events
+        if current_context().groups is None:
+            return CPUPrimaryTierOffloadingManager(self.num_chunks, region, "lru", enable_events=has_events)
+        assert self.controller is not None
+        is_selective = self.controller.tree.policy.is_selective and not self.secondary_tier_configs
+        return HostTier(self.num_chunks, self.controller, region, is_selective=is_selective, has_events=has_events)
+
+    def _restore_host(self, manager: TieredManager, host: HostTier) -> None:
         """Take up what an engine that was killed left in host memory, and keep book for the next one.
 
         Not with a disk tier, which has it all.
@@ -161,7 +183,7 @@ class RAGCacheSpec(TieringOffloadingSpec):
         if not outlives_engine(self._engine_id) or manager.secondary_tiers:
             return
         assert self.controller is not None
-        view = manager.primary_tier.get_kv_memoryview()
+        view = host.get_kv_memoryview()
         rows = np.frombuffer(view, np.uint8).reshape(view.shape)
         try:
             journal = HostIndex.open(self._engine_id, rows, kv_identity(self.config))
@@ -174,12 +196,12 @@ class RAGCacheSpec(TieringOffloadingSpec):
             (entry for _, entry in chunks.values()),
             Tier.HOST,
             self.controller.tokens_per_block,
-            policy.groups.unit_of_entry,
+            host.groups.unit_of_entry,
         )
         for name in orphans:
             journal.unseal(chunks[name][0])
-        adopt_chunks(manager, {OffloadKey(policy.groups.key_of_name(name)): chunks[name][0] for name in found})
-        policy.keep_journal(journal)
+        host.adopt({OffloadKey(host.groups.key_of_name(name)): chunks[name][0] for name in found})
+        host.journal = journal
         if found:
             logger.info("RAGCache found %d blocks of KV in host memory", len(found))
 

@@ -34,7 +34,7 @@ from ragcache_core.vllm_plugin.compat import (
     TransferJob,
 )
 from ragcache_core.vllm_plugin.identity import shared_identity
-from ragcache_core.vllm_plugin.offload.host_policy import is_adapted
+from ragcache_core.vllm_plugin.offload.host_tier import is_adapted
 from ragcache_core.vllm_plugin.shared.io import LOAD_TIMEOUT_S, Inquiry, PutJob, SharedIO
 from ragcache_core.vllm_plugin.shared.objects import Objects
 

@@ -76,8 +76,6 @@ class Scene:
                 "cpu_bytes_to_use": host_bytes,
                 "spec_name": "RAGCacheSpec",
                 "spec_module_path": "ragcache_core.vllm_plugin.offload.spec",
-                "eviction_policy": "TreeCachePolicy",
-                "cache_policy_module_path": "ragcache_core.vllm_plugin.offload.host_policy",
             }
         if disk is not None:
             tier = {"type": "DiskTier", "module_path": "ragcache_core.vllm_plugin.disk.manager", **disk}

@@ -65,8 +65,6 @@ class Family:
                 "cpu_bytes_to_use": host_bytes,
                 "spec_name": "RAGCacheSpec",
                 "spec_module_path": "ragcache_core.vllm_plugin.offload.spec",
-                "eviction_policy": "TreeCachePolicy",
-                "cache_policy_module_path": "ragcache_core.vllm_plugin.offload.host_policy",
                 "ragcache": {},
             }
             if disk is not None:

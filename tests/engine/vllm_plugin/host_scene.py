@@ -1,22 +1,17 @@
-"""vLLM's host tier with our policy inside, and a model of sets that says what it must be like."""
+"""The host tier, and a model of sets that says what it must be like."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any
 
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_offload_key
-from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from ragcache_core.policy import PrefillCostModel
 from ragcache_core.tree import check_invariants
 from ragcache_core.types import PromptSegment, SegmentKind, Tier
-from ragcache_core.vllm_plugin.build_context import building
 from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
-from ragcache_core.vllm_plugin.offload.host_policy import SelectiveHostTier, TreeCachePolicy
+from ragcache_core.vllm_plugin.offload.host_tier import HostTier
 from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.wire import RequestMetadata
 
@@ -32,15 +27,6 @@ def chain(documents: str, question: int = 0) -> list[bytes]:
     return keys
 
 
-@contextmanager
-def built_around(controller: CacheController) -> Iterator[None]:
-    """Let vLLM build a host policy inside, as in an engine core that has this controller."""
-    config: Any = None
-    with building(config, config) as context:
-        context.controller = controller
-        yield
-
-
 @dataclass
 class Asker:
     """A request, as the offloading knows it."""
@@ -52,7 +38,7 @@ class Asker:
 
 @dataclass
 class Host:
-    """vLLM's host tier of ``num_chunks`` chunks with our policy, and what a model expects of it.
+    """The host tier of ``num_chunks`` rows, and what a model expects of it.
 
     One that ``is_selective`` stores the first of what is offered to it, and perhaps not all.
     """
@@ -76,17 +62,7 @@ class Host:
             prefill_cost=PrefillCostModel.default(),
             tiers={Tier.HOST: TierReport(self.num_chunks, 1)},
         )
-        with built_around(self.controller):
-            self.manager = CPUOffloadingManager(
-                self.num_chunks,
-                cache_policy="TreeCachePolicy",
-                cache_policy_module_path="ragcache_core.vllm_plugin.offload.host_policy",
-            )
-        if self.is_selective:
-            SelectiveHostTier.take_over(self.manager)
-        policy = self.manager._policy
-        assert isinstance(policy, TreeCachePolicy)
-        self.policy = policy
+        self.tier = HostTier(self.num_chunks, self.controller, is_selective=self.is_selective)
         self.tree = self.controller.tree
 
     @property
@@ -112,7 +88,7 @@ class Host:
                 end += question * BLOCK
             self.controller.on_new_request(name, RequestMetadata(tuple(segments)), hashes, end, 0.0)
             self.controller.on_admitted(name, hashes, {}, 0.0)
-        self.manager.on_new_request(context)
+        self.tier.on_new_request(context)
         return Asker(context, keys, is_known)
 
     def can_evict(self, keys: list[OffloadKey]) -> int:
@@ -145,13 +121,13 @@ class Host:
         num_free = self.num_chunks - len(self.resident)
         num_missing = len(new) - num_free
         num_evictable = self.can_evict(keys)
-        chunks_before = {key: chunk.chunk_id for key, chunk in self.policy._chunks.items()}
+        chunks_before = {key: chunk.row for key, chunk in self.tier._blocks.items()}
         num_evicted = self.tree.tiers[Tier.HOST].num_evicted_units
-        is_promised = self.policy._looking_up is not None
-        output = self.manager.prepare_store(keys, asker.context)
+        is_promised = self.tier.promises.is_looking_up
+        output = self.tier.prepare_store(keys, asker.context)
         if output is None:
             assert num_evictable < num_missing, "there was room"
-            assert {key: chunk.chunk_id for key, chunk in self.policy._chunks.items()} == chunks_before
+            assert {key: chunk.row for key, chunk in self.tier._blocks.items()} == chunks_before
             assert self.tree.tiers[Tier.HOST].num_evicted_units == num_evicted
             return None
         if self.is_selective:
@@ -159,7 +135,6 @@ class Host:
             new = new[: len(output.keys_to_store)]
             num_missing = len(new) - num_free
         assert output.keys_to_store == new
-        assert not self.policy._chosen
         assert len(output.evicted_keys) == len(set(output.evicted_keys)) == max(num_missing, 0)
         for key in output.evicted_keys:
             assert self.refs.pop(key) == 0, "a chunk in use was evicted"
@@ -173,7 +148,7 @@ class Host:
         return new
 
     def complete_store(self, asker: Asker, keys: list[OffloadKey], success: bool) -> None:
-        self.manager.complete_store(keys, asker.context, success)
+        self.tier.complete_store(keys, asker.context, success)
         self.writing.difference_update(keys)
         for awaited in self.awaited.values():
             awaited.difference_update(keys)
@@ -185,11 +160,11 @@ class Host:
     def look_up(self, asker: Asker, *, promotes: int = 0) -> list[OffloadKey]:
         """Look a request's chunks up as the connector does, promoting some that are missing; return those ready."""
         name = asker.context.req_id
-        self.policy.begin_lookup(name, 0)
+        self.tier.begin_lookup(name, 0)
         self.promised[name] = set()
         ready, is_prefix = [], True
         for key in asker.keys:
-            found = self.manager.lookup(key, asker.context)
+            found = self.tier.lookup(key, asker.context)
             expected = LookupResult.HIT_PENDING if key in self.writing else LookupResult.MISS
             assert found == (LookupResult.HIT if key in self.refs else expected)
             if found is LookupResult.MISS:
@@ -201,45 +176,45 @@ class Host:
             is_prefix &= found is LookupResult.HIT
             if is_prefix:
                 ready.append(key)
-        self.policy.end_lookup()
+        self.tier.promises.end()
         self.awaited[name] = self.promised[name] & self.writing
         return ready
 
     def forget(self, asker: Asker) -> None:
-        self.policy.forget_promises(asker.context.req_id)
+        self.tier.drop_promises(asker.context.req_id)
         self.promised.pop(asker.context.req_id, None)
         self.awaited.pop(asker.context.req_id, None)
 
     def prepare_load(self, asker: Asker, keys: list[OffloadKey]) -> None:
-        self.manager.prepare_load(keys, asker.context)
+        self.tier.prepare_load(keys, asker.context)
         for key in keys:
             self.refs[key] += 1
 
     def complete_load(self, asker: Asker, keys: list[OffloadKey]) -> None:
-        self.manager.complete_load(keys, asker.context)
+        self.tier.complete_load(keys, asker.context)
         for key in keys:
             self.refs[key] -= 1
 
     def finish(self, asker: Asker) -> None:
-        self.manager.on_request_finished(asker.context)
+        self.tier.on_request_finished(asker.context)
         self.forget(asker)
         self.controller.on_finished(asker.context.req_id)
 
     def check(self) -> None:
         check_invariants(self.tree, is_connected=False)
-        chunks = self.policy._chunks
+        chunks = self.tier._blocks
         assert set(chunks) == self.resident
-        assert {key for key, chunk in chunks.items() if not chunk.is_ready} == self.writing
-        assert {key: chunk.ref_cnt for key, chunk in chunks.items() if chunk.is_ready} == self.refs
+        assert {key for key, chunk in chunks.items() if chunk.ref_cnt < 0} == self.writing
+        assert {key: chunk.ref_cnt for key, chunk in chunks.items() if chunk.ref_cnt >= 0} == self.refs
         for name, awaited in self.awaited.items():
-            assert self.policy.is_looked_up(name)
-            assert self.policy.is_awaited(name, 0) == bool(awaited)
-            assert not self.policy.is_awaited(name, BLOCK), "the GPU has more of it than before"
-        chunk_ids = [chunk.chunk_id for chunk in chunks.values()]
+            assert self.tier.promises.is_looked_up(name)
+            assert self.tier.promises.is_awaited(name, 0) == bool(awaited)
+            assert not self.tier.promises.is_awaited(name, BLOCK), "the GPU has more of it than before"
+        chunk_ids = [chunk.row for chunk in chunks.values()]
         assert len(set(chunk_ids)) == len(chunk_ids) <= self.num_chunks
         assert all(0 <= chunk_id < self.num_chunks for chunk_id in chunk_ids)
-        assert self.manager._get_num_free_chunks() == self.num_chunks - len(chunks)
-        assert self.manager._num_evictable_cache_chunks == sum(count == 0 for count in self.refs.values())
+        assert self.tier.rows.num_free == self.num_chunks - len(chunks)
+        assert (self.tier._num_read, self.tier._num_written) == (sum(map(bool, self.refs.values())), len(self.writing))
         state = self.tree.tiers[Tier.HOST]
         units = {key: (n.id, i) for n in self.tree.nodes() for i, key in enumerate(n.keys)}
         resident = {key for key, (node, i) in units.items() if state.resident[node] >> i & 1}

@@ -325,8 +325,8 @@ class Steps:
         self, tier: Any, complete: Callable[..., None], keys: Any, context: Any, success: bool = True
     ) -> None:
         for key in keys if success else ():
-            if (chunk := tier._policy._chunks.get(key)) is not None:  # a reset may have dropped it
-                stored = self._host.read(chunk.chunk_id)
+            if (chunk := tier._blocks.get(key)) is not None:  # a reset may have dropped it
+                stored = self._host.read(chunk.row)
                 said = content(group_of(key), self._tokens_of[get_offload_block_hash(key)])
                 assert stored == said, "a chunk is not what it is said to be"
                 self.num_stored += 1
@@ -370,5 +370,5 @@ def serve_at_random(scheduler: Any, steps: Steps, dice: random.Random) -> list[R
     own = own_connector(scheduler.connector)
     assert not scheduler.requests
     assert not own.scheduler._req_status
-    assert not any(chunk.ref_cnt for chunk in own._policy._chunks.values())
+    assert not any(chunk.ref_cnt for chunk in own._host._blocks.values())
     return asked

@@ -228,7 +228,7 @@ def test_no_request_reads_what_could_not_be_loaded_from_whichever_tier(
             own = own_connector(scheduler.connector)
             assert not scheduler.requests
             assert not own.scheduler._req_status
-            assert not any(chunk.ref_cnt for chunk in own._policy._chunks.values())
+            assert not any(chunk.ref_cnt for chunk in own._host._blocks.values())
             num_failed += steps.num_failed
             num_from_disk += scheduler._controller.counters.num_tokens_by_tier[Origin.DISK]
     assert num_failed > 0 or loads_async, "there is too much memory for many loads"
@@ -309,7 +309,7 @@ def test_vllms_own_tier_below_ours_is_loaded_from_and_a_receipt_names_it(
         extra["secondary_tiers"] = [{"type": "fs", "root_dir": str(tmp_path)}]
         return transfer
 
-    monkeypatch.setattr(arguments, "_transfer_config", with_files)
+    monkeypatch.setattr(arguments, "transfer_config", with_files)
     shared = tokens(1, 64)
     with host_scheduler(60, "1MiB") as scheduler:
         assert scheduler.left()["problems"] == ["vLLM's tier 'fs' may keep KV of its own: delete it there"]

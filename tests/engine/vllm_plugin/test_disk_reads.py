@@ -93,7 +93,7 @@ def test_a_read_gets_no_memory_that_a_store_from_before_a_reset_still_writes_to(
         assert until(partial(rests, steps), 30.0)
         assert scheduler._controller.counters.num_tokens_by_tier[Tier.DISK] == len(words)
         host = scheduler.connector.scheduler.manager.primary_tier
-        num_free = host._get_num_free_chunks()
+        num_free = host.rows.num_free
         assert num_free + scheduler._controller.tree.tiers[Tier.HOST].num_units == host._num_chunks, "none is lost"
 
 
@@ -177,7 +177,7 @@ def test_reads_ahead_leave_half_of_host_memory_to_others_and_guesses_a_quarter(
 
 def promised(scheduler: Any, name: str) -> int:
     """Return to how many requests that are queued host memory was promised."""
-    return sum(scheduler.connector._policy.is_looked_up(f"{name}{number}") for number in range(8))
+    return sum(scheduler.connector._host.promises.is_looked_up(f"{name}{number}") for number in range(8))
 
 
 def test_a_request_that_waits_for_the_disk_is_not_looked_up_again(
@@ -273,7 +273,7 @@ def test_no_request_reads_kv_of_other_tokens_however_long_the_disk_takes(
             assert until(partial(rests, steps), 60.0)
             assert not scheduler.requests
             assert not scheduler.connector.scheduler._req_status
-            assert not any(chunk.ref_cnt for chunk in scheduler.connector._policy._chunks.values())
+            assert not any(chunk.ref_cnt for chunk in scheduler.connector._host._blocks.values())
             assert not scheduler._controller.tree.tiers[Tier.HOST].in_use, "nothing is promised for ever"
             num_from_disk += scheduler._controller.counters.num_tokens_by_tier[Tier.DISK]
     assert num_from_disk > 0

@@ -23,7 +23,7 @@ from vllm.v1.kv_offload.base import OffloadKey, ScheduleEndContext
 from vllm.v1.kv_offload.cpu import shared_offload_region
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
-from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
+from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
 from ragcache_core.chunkstore import ChunkStore
 from ragcache_core.chunkstore.index import ChunkIndex
@@ -34,6 +34,7 @@ from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.connector.tiered_connector import RAGCacheConnector
 from ragcache_core.vllm_plugin.disk import io as disk_io
 from ragcache_core.vllm_plugin.disk.manager import DiskTier
+from ragcache_core.vllm_plugin.offload.host_tier import HostTier
 from ragcache_core.vllm_plugin.offload.compat import needs_steps
 from tests.engine.vllm_plugin.disk_scene import (
     CHUNK_BYTES,
@@ -45,7 +46,6 @@ from tests.engine.vllm_plugin.disk_scene import (
     offloading_spec,
     payload,
 )
-from tests.engine.vllm_plugin.host_scene import built_around
 from tests.support.waiting import until
 
 # Storing and loading
@@ -288,10 +288,8 @@ def test_vllm_gets_its_host_memory_back_when_the_tiers_are_shut_down(
         shared_offload_region.logger, "warning", lambda message, *args, **kwargs: failures.append(message)
     )
     region = SharedOffloadRegion(f"test-{secrets.token_hex(4)}", 8, None, CHUNK_BYTES, CHUNK_BYTES)
-    module = "ragcache_core.vllm_plugin.offload.host_policy"
     controller = Scene(tmp_path / "other").controller
-    with built_around(controller):
-        primary = CPUPrimaryTierOffloadingManager(8, region, "TreeCachePolicy", module)
+    primary = HostTier(8, controller, region)
     view = primary.get_kv_memoryview()
     spec = offloading_spec(controller)
     tier = DiskTier(spec, view, "DiskTier", str(tmp_path / "cache"), 8 * CHUNK_BYTES)
@@ -311,9 +309,7 @@ def test_host_memory_that_waits_for_the_disk_is_kept_until_it_is_copied_or_reset
     monkeypatch.setattr(SlotFile, "write", lambda self, *args: (go_on.wait(10), write(self, *args))[1])
     scene = Scene(tmp_path / "other")
     region = SharedOffloadRegion(f"test-{secrets.token_hex(4)}", 8, None, CHUNK_BYTES, CHUNK_BYTES)
-    module = "ragcache_core.vllm_plugin.offload.host_policy"
-    with built_around(scene.controller):
-        primary = CPUPrimaryTierOffloadingManager(8, region, "TreeCachePolicy", module)
+    primary = HostTier(8, scene.controller, region)
     spec = offloading_spec(scene.controller)
     tier = DiskTier(spec, primary.get_kv_memoryview(), "DiskTier", str(tmp_path / "cache"), 8 * CHUNK_BYTES)
     manager = TieringOffloadingManager(primary, [tier])

@@ -124,7 +124,7 @@ class Scene:
     def check(self) -> None:
         """The tiers are at rest and agree with one another."""
         assert not self.scheduler.connector.scheduler._jobs
-        assert not any(chunk.ref_cnt for chunk in self.scheduler.connector._policy._chunks.values())
+        assert not any(chunk.ref_cnt for chunk in self.scheduler.connector._host._blocks.values())
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 
@@ -461,7 +461,7 @@ def test_an_engine_after_one_that_was_killed_finds_nothing_of_what_was_forgotten
                 it = Scene(scheduler, None)
                 for number, documents in enumerate(("AB", "C", "c")):
                     it.ask(f"r{number}", documents)
-                assert until(lambda: not it.scheduler.connector._policy.journal._work)
+                assert until(lambda: not it.scheduler.connector._host.journal._work)
                 it.steps.rest(100_000)
                 gone = keys_of("AB", "B")
                 journal = journal_folder(files.engine_id)

@@ -9,18 +9,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_offload_key
-from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from ragcache_core.policy import PrefillCostModel
 from ragcache_core.tree import check_invariants
 from ragcache_core.types import PromptSegment, SegmentKind, Tier
 from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
 from ragcache_core.vllm_plugin.cache.kv_groups import KVGroups, OtherGroup, unit_of
-from ragcache_core.vllm_plugin.offload.host_policy import SelectiveHostTier, TreeCachePolicy
+from ragcache_core.vllm_plugin.offload.host_tier import HostTier
 from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.wire import RequestMetadata
 from tests.engine.vllm_plugin.disk_scene import Opening, Scene
-from tests.engine.vllm_plugin.host_scene import BLOCK, BLOCKS, built_around, chain
+from tests.engine.vllm_plugin.host_scene import BLOCK, BLOCKS, chain
 
 MAIN, WINDOW, STATE = 1, 0, 2
 GROUPS = KVGroups(MAIN, {WINDOW: OtherGroup(2), STATE: OtherGroup(1, is_state=True)})
@@ -45,7 +44,7 @@ class Request:
 
 
 class Host:
-    """vLLM's host tier with our policy, of a model with a window and a state."""
+    """The host tier of a model with a window and a state."""
 
     def __init__(self, num_chunks: int, policy: str = "pgdsf", *, is_selective: bool = False) -> None:
         self.num_chunks = num_chunks
@@ -57,57 +56,48 @@ class Host:
             tiers={Tier.HOST: TierReport(num_chunks, 1)},
             groups=GROUPS,
         )
-        with built_around(self.controller):
-            self.manager = CPUOffloadingManager(
-                num_chunks,
-                cache_policy="TreeCachePolicy",
-                cache_policy_module_path="ragcache_core.vllm_plugin.offload.host_policy",
-            )
-        SelectiveHostTier.take_over(self.manager, is_selective=is_selective)
-        policy_ = self.manager._policy
-        assert isinstance(policy_, TreeCachePolicy)
-        self.policy = policy_
+        self.tier = HostTier(num_chunks, self.controller, is_selective=is_selective)
         self.num_requests = 0
 
     def ask(self, documents: str) -> Request:
         self.num_requests += 1
         request = Request(self.controller, f"r{self.num_requests}", documents)
-        self.manager.on_new_request(request.context)
+        self.tier.on_new_request(request.context)
         return request
 
     def finish(self, request: Request) -> None:
-        self.manager.on_request_finished(request.context)
-        self.policy.forget_promises(request.context.req_id)
+        self.tier.on_request_finished(request.context)
+        self.tier.drop_promises(request.context.req_id)
         self.controller.on_finished(request.context.req_id)
 
     def stored(self, documents: str) -> Request:
         """Store all chunks of a request and end it."""
         request = self.ask(documents)
-        output = self.manager.prepare_store(request.chunks(), request.context)
+        output = self.tier.prepare_store(request.chunks(), request.context)
         assert output is not None
-        self.manager.complete_store(output.keys_to_store, request.context)
+        self.tier.complete_store(output.keys_to_store, request.context)
         self.finish(request)
         return request
 
     def here(self, request: Request, group: int) -> list[int]:
         """Return which units of a request have a chunk of a group."""
-        return [i for i, key in enumerate(request.hashes) if self.policy.get(make_offload_key(key, group))]
+        return [i for i, key in enumerate(request.hashes) if make_offload_key(key, group) in self.tier._blocks]
 
     def check(self) -> None:
         check_invariants(self.controller.tree, is_connected=False)
-        chunks = self.policy._chunks
-        assert self.manager._get_num_free_chunks() == self.num_chunks - len(chunks)
-        assert self.manager._num_evictable_cache_chunks == sum(chunk.ref_cnt == 0 for chunk in chunks.values())
+        chunks = self.tier._blocks
+        assert self.tier.rows.num_free == self.num_chunks - len(chunks)
+        assert self.tier._num_read == sum(chunk.ref_cnt > 0 for chunk in chunks.values())
         tree = self.controller.tree
         resident = {
             key for n in tree.nodes() for i, key in enumerate(n.keys) if tree.resident_mask(n, Tier.HOST) >> i & 1
         }
         assert resident == {unit_of(key) for key in chunks if GROUPS.is_main(key)}
         others = {key for key in chunks if not GROUPS.is_main(key)}
-        assert self.policy.num_other_chunks == len(others)
+        assert self.tier.num_other_blocks == len(others)
         for key in others:
-            is_idle = chunks[key].ref_cnt == 0 and key not in self.policy._num_promises
-            assert (key in self.policy._others) == (is_idle and key not in self.policy._unknown)
+            is_idle = chunks[key].ref_cnt == 0 and key not in self.tier.promises
+            assert (key in self.tier._others) == (is_idle and key not in self.tier._unknown)
 
 
 class GroupChunksMachine(RuleBasedStateMachine):
@@ -129,11 +119,11 @@ class GroupChunksMachine(RuleBasedStateMachine):
     def store(self, data: st.DataObject, first: int, num_units: int) -> None:
         request = data.draw(st.sampled_from(self.requests))
         keys = request.chunks(first, first + num_units)
-        busy = {key for _, keys in (*self.stores, *self.loads) for key in keys} | set(self.it.policy._num_promises)
-        before = set(self.it.policy._chunks)
-        output = self.it.manager.prepare_store(keys, request.context)
+        busy = {key for _, keys in (*self.stores, *self.loads) for key in keys} | set(self.it.tier.promises._counts)
+        before = set(self.it.tier._blocks)
+        output = self.it.tier.prepare_store(keys, request.context)
         if output is None:
-            assert set(self.it.policy._chunks) == before
+            assert set(self.it.tier._blocks) == before
             return
         assert not set(output.evicted_keys) & (busy | set(keys)), "a chunk in use, or wanted, was evicted"
         assert set(output.keys_to_store) <= set(keys) - before
@@ -144,25 +134,25 @@ class GroupChunksMachine(RuleBasedStateMachine):
     @rule(data=st.data(), success=st.sampled_from((True, True, True, False)))
     def complete_store(self, data: st.DataObject, success: bool) -> None:
         request, keys = self.stores.pop(data.draw(st.integers(0, len(self.stores) - 1)))
-        self.it.manager.complete_store(keys, request.context, success)
+        self.it.tier.complete_store(keys, request.context, success)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), loads=st.booleans())
     def look_up(self, data: st.DataObject, loads: bool) -> None:
         request = data.draw(st.sampled_from(self.requests))
-        self.it.policy.begin_lookup(request.context.req_id, 0)
-        ready = [k for k in request.chunks() if self.it.manager.lookup(k, request.context) is LookupResult.HIT]
-        self.it.policy.end_lookup()
+        self.it.tier.begin_lookup(request.context.req_id, 0)
+        ready = [k for k in request.chunks() if self.it.tier.lookup(k, request.context) is LookupResult.HIT]
+        self.it.tier.promises.end()
         if ready and loads:
-            self.it.manager.prepare_load(ready, request.context)
-            self.it.policy.forget_promises(request.context.req_id)
+            self.it.tier.prepare_load(ready, request.context)
+            self.it.tier.drop_promises(request.context.req_id)
             self.loads.append((request, ready))
 
     @precondition(lambda self: self.loads)
     @rule(data=st.data())
     def complete_load(self, data: st.DataObject) -> None:
         request, keys = self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1)))
-        self.it.manager.complete_load(keys, request.context)
+        self.it.tier.complete_load(keys, request.context)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -171,7 +161,7 @@ class GroupChunksMachine(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
-        self.it.manager.reset_cache()
+        self.it.tier.reset_cache()
         self.stores.clear()
         self.loads.clear()
 
@@ -184,15 +174,15 @@ class GroupChunksMachine(RuleBasedStateMachine):
         if not hasattr(self, "it"):
             return
         for request, keys in self.stores:
-            self.it.manager.complete_store(keys, request.context)
+            self.it.tier.complete_store(keys, request.context)
         for request, keys in self.loads:
-            self.it.manager.complete_load(keys, request.context)
+            self.it.tier.complete_load(keys, request.context)
         for request in self.requests:
             self.it.finish(request)
         self.it.check()
         last = self.it.ask("A")
         keys = [make_offload_key(b"new %d" % i, MAIN) for i in range(self.it.num_chunks)]
-        assert self.it.manager.prepare_store(keys, last.context) is not None, "something is held for ever"
+        assert self.it.tier.prepare_store(keys, last.context) is not None, "something is held for ever"
 
 
 GroupChunksMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
@@ -228,9 +218,9 @@ def test_a_state_that_is_offered_alone_is_taken_in_for_what_is_worth_less() -> N
         host.finish(popular)
     popular = host.ask("B")
     for keys in ([k for k in popular.chunks() if k[-1] != STATE], [make_offload_key(popular.hashes[-1], STATE)]):
-        output = host.manager.prepare_store(keys, popular.context)
+        output = host.tier.prepare_store(keys, popular.context)
         assert output is not None
-        host.manager.complete_store(output.keys_to_store, popular.context)
+        host.tier.complete_store(output.keys_to_store, popular.context)
     assert host.here(popular, MAIN) == [0, 1, 2]
     assert host.here(popular, STATE) == [2]
     host.finish(popular)

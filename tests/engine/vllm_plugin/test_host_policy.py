@@ -15,9 +15,8 @@ from vllm.v1.kv_offload.base import OffloadKey
 
 from ragcache_core.tree import check_invariants
 from ragcache_core.types import Tier
-from ragcache_core.vllm_plugin.offload.compat import adopt_chunks
 from ragcache_core.vllm_plugin.offload.host_index import HostIndex
-from ragcache_core.vllm_plugin.offload.host_policy import ADAPTED
+from ragcache_core.vllm_plugin.offload.host_tier import ADAPTED
 from tests.engine.vllm_plugin.host_scene import Asker, Host
 
 
@@ -75,7 +74,7 @@ class HostPolicyMachine(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
-        self.it.manager.reset_cache()
+        self.it.tier.reset_cache()
         self.it.writing.clear()
         self.it.refs.clear()
         self.it.promised.clear()
@@ -208,11 +207,10 @@ def test_chunks_that_an_engine_left_are_held_where_they_lie_and_the_gaps_between
     host = Host(num_chunks=6)
     asker = host.ask("D")
     left = {asker.keys[0]: 4, asker.keys[1]: 1}
-    manager: Any = SimpleNamespace(primary_tier=host.manager)
-    adopt_chunks(manager, left)
-    assert host.manager.prepare_load(list(left), asker.context).block_ids.tolist() == [4, 1]
-    host.manager.complete_load(list(left), asker.context)
-    output = host.manager.prepare_store(asker.keys[2:], asker.context)
+    host.tier.adopt(left)
+    assert host.tier.prepare_load(list(left), asker.context).block_ids.tolist() == [4, 1]
+    host.tier.complete_load(list(left), asker.context)
+    output = host.tier.prepare_store(asker.keys[2:], asker.context)
     assert sorted(output.store_spec.block_ids.tolist()) == [0, 2, 3, 5]
 
 
@@ -220,7 +218,7 @@ def test_an_adapters_chunks_do_not_outlive_the_engine_whoever_stored_and_lost_th
     """vLLM says once for a request that it will store them, and it may do so after others did."""
     host = Host(num_chunks=6)
     rows = np.random.default_rng(0).integers(0, 256, (6, 64), dtype=np.uint8)
-    host.policy.keep_journal(HostIndex.open("me", rows, {"weights": "one"}, tmp_path))
+    host.tier.journal = HostIndex.open("me", rows, {"weights": "one"}, tmp_path)
 
     def ask(documents: str) -> Asker:
         asker = host.ask(documents)
@@ -228,31 +226,31 @@ def test_an_adapters_chunks_do_not_outlive_the_engine_whoever_stored_and_lost_th
         return asker
 
     def store(asker: Asker) -> list[OffloadKey] | None:
-        output = host.manager.prepare_store(asker.keys, asker.context)
+        output = host.tier.prepare_store(asker.keys, asker.context)
         if output is None:
             return None
         new = list(output.keys_to_store)
-        host.manager.complete_store(new, asker.context)
+        host.tier.complete_store(new, asker.context)
         return new
 
     busy = ask("D")
     filling = store(busy)
     assert filling == busy.keys
-    host.manager.prepare_load(filling, busy.context)
+    host.tier.prepare_load(filling, busy.context)
     first = ask("B")
     assert store(first) is None, "there is no room"
-    host.manager.complete_load(filling, busy.context)
-    host.manager.on_request_finished(busy.context)
+    host.tier.complete_load(filling, busy.context)
+    host.tier.on_request_finished(busy.context)
     second = ask("B")
     assert store(second) == first.keys
-    host.manager.on_request_finished(second.context)
+    host.tier.on_request_finished(second.context)
     for _ in range(4):
         other = ask("D")
         store(other)
-        host.manager.on_request_finished(other.context)
-    assert not host.policy._chunks.keys() & set(first.keys), "they went for others"
+        host.tier.on_request_finished(other.context)
+    assert not host.tier._blocks.keys() & set(first.keys), "they went for others"
     assert store(first) == first.keys
-    host.policy.journal.close()
+    host.tier.journal.close()
     again = HostIndex.open("me", rows, {"weights": "one"}, tmp_path)
     again.close()
     left = {entry.key for _, entry in again.restored}
@@ -260,60 +258,43 @@ def test_an_adapters_chunks_do_not_outlive_the_engine_whoever_stored_and_lost_th
     assert not left & {key[:-4] for key in first.keys}
 
 
-def test_what_is_remembered_of_adapters_is_bounded_but_for_what_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ragcache_core.vllm_plugin.offload.host_policy._MAX_FLEETING", 4)
-    host = Host(num_chunks=6)
-    asker = host.ask("B")
-    asker.context.kv_transfer_params = {ADAPTED: True}
-    host.manager.prepare_store(asker.keys, asker.context)
-    old = OffloadKey(b"old" * 12)
-    host.policy.on_store_miss([old], asker.context)
-    for i in range(50):
-        host.policy.on_store_miss([OffloadKey(bytes([i]) * 36)], asker.context)
-        if i % 2:
-            host.policy.on_store_miss([old], asker.context)
-        assert i < 1 or old in host.policy._fleeting, "it was noted a moment ago"
-    assert set(asker.keys) <= set(host.policy._fleeting)
-    assert len(host.policy._fleeting) <= 4 + host.num_chunks
-
-
 @pytest.mark.parametrize("is_selective", [False, True])
 def test_a_quota_of_host_memory_is_kept_by_giving_up_ones_own(*, is_selective: bool) -> None:
     """Those without a tenant are a party like any other."""
     it = Host(14, "tournament", is_selective=True)
-    it.policy.is_selective = is_selective
+    it.tier._is_selective = is_selective
     shares = it.tree.tiers[Tier.HOST].shares
     shares.divide(14, {None: 1.0}, {None: 5})
     for documents, num_stored in (("A", 1), ("BC", 5), ("D", 5), ("CB", 5)):
         asker = it.ask(documents)
-        output = it.manager.prepare_store(asker.keys, asker.context)
+        output = it.tier.prepare_store(asker.keys, asker.context)
         assert output is not None
-        it.manager.complete_store(output.keys_to_store, asker.context)
-        it.manager.on_request_finished(asker.context)
+        it.tier.complete_store(output.keys_to_store, asker.context)
+        it.tier.on_request_finished(asker.context)
         assert shares.owned[None] <= 5
         assert output.keys_to_store == asker.keys[:num_stored], documents
-        assert len(it.policy._chunks) == shares.owned[None], "what the tree gave up is free"
+        assert len(it.tier._blocks) == shares.owned[None], "what the tree gave up is free"
         check_invariants(it.tree)
 
 
 def test_a_quota_of_host_memory_is_kept_by_what_comes_from_a_tier_below() -> None:
     it = Host(14, "tournament", is_selective=True)
-    it.policy.is_selective = False
+    it.tier._is_selective = False
     shares = it.tree.tiers[Tier.HOST].shares
     shares.divide(14, {None: 1.0}, {None: 5})
     for documents, num_written in (("A", 1), ("BC", 5), ("D", 5), ("CB", 5)):
         asker = it.ask(documents)
         written: list[OffloadKey] = []
-        it.policy.begin_lookup(asker.context.req_id, 0)
+        it.tier.begin_lookup(asker.context.req_id, 0)
         for key in asker.keys:
-            if (output := it.manager.prepare_write([key], asker.context)) is None:
+            if (output := it.tier.prepare_write([key], asker.context)) is None:
                 break
             written += output.keys_to_store
-        it.policy.end_lookup()
+        it.tier.promises.end()
         assert written == asker.keys[:num_written], documents
         assert shares.owned[None] <= 5
-        it.manager.complete_store(written, asker.context)
-        it.policy.forget_promises(asker.context.req_id)
-        it.manager.on_request_finished(asker.context)
-        assert len(it.policy._chunks) == shares.owned[None], "what the tree gave up is free"
+        it.tier.complete_store(written, asker.context)
+        it.tier.drop_promises(asker.context.req_id)
+        it.tier.on_request_finished(asker.context)
+        assert len(it.tier._blocks) == shares.owned[None], "what the tree gave up is free"
         check_invariants(it.tree)

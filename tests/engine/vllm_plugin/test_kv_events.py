@@ -31,9 +31,8 @@ class Scene:
     def held(self) -> dict[str, set[Any]]:
         """Return the hashes of what each tier holds."""
         manager = self.scheduler.connector.scheduler.manager
-        policy = manager.primary_tier._policy
         gpu = self.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
-        host = policy.ready_keys()
+        host = [key for key, block in manager.primary_tier._blocks.items() if block.ref_cnt >= 0]
         below = [tier._groups.key_of_name(name) for tier in manager.secondary_tiers for name in tier._stored]
         return {
             "GPU": {maybe_convert_block_hash(get_block_hash(key)) for key in gpu._cache},

@@ -32,7 +32,7 @@ def ask(tree: KnowledgeTree, *documents: str) -> list[TreeNode]:
 def offer(tree: KnowledgeTree, keys: list[tuple[str, ...]], capacity: int, protected: tuple[Hashable, ...] = ()) -> int:
     """Offer the units of a path to the host, put what is admitted there, and return how many that were."""
     num_free = capacity - tree.tiers[Tier.HOST].num_units
-    admission = admit(tree, Tier.HOST, keys, num_free, protected)
+    admission = admit(tree, Tier.HOST, keys, num_free, tree.units_of(protected))
     for key in keys[: admission.num_admitted]:
         location = tree.locate(key)
         assert location is not None
@@ -87,7 +87,7 @@ def test_units_that_count_for_several_are_taken_in_while_what_goes_makes_room_fo
     for _ in range(9):
         ask(tree, "A")
     admission = admit(
-        tree, Tier.HOST, keys_of("A"), 1, (), offered_size=lambda key: 3, evicted_size=lambda key: len(key)
+        tree, Tier.HOST, keys_of("A"), 1, offered_size=lambda key: 3, evicted_size=lambda key: len(key)
     )
     assert [unit.key for unit in admission.evicted] == keys_of("old")[::-1], "two and one, for five that are missing"
     assert admission.num_admitted == 1
@@ -100,7 +100,7 @@ def test_nothing_goes_for_what_is_protected_or_not_known() -> None:
     for _ in range(9):
         ask(tree, "B")
     assert offer(tree, keys_of("B"), capacity=2, protected=tuple(keys_of("A"))) == 0
-    admission = admit(tree, Tier.HOST, [("x",), ("x", "y")], 1, ())
+    admission = admit(tree, Tier.HOST, [("x",), ("x", "y")], 1)
     assert (admission.num_admitted, admission.evicted) == (1, [])
 
 

@@ -83,7 +83,7 @@ def test_a_node_is_offered_again_when_a_cut_leaves_nothing_cached_below_it(tier:
     tree = new_tree()
     first, second = prompt("A", "B", blocks=3)
     above, node = cache(tree, [first, second], tier=tier)
-    assert tree.evict(tier, 1, protected=second.keys[-1:]) is None
+    assert tree.evict(tier, 1, protected=tree.units_of(second.keys[-1:])) is None
     tree.remove(node, 0b001, tier)
     tree.insert([first, PathSegment([second.keys[0], "other"], 2 * BLOCK, "C")])
     lower = tree.locate(second.keys[1])
@@ -99,8 +99,8 @@ def test_protected_keys_stay_for_this_eviction_only() -> None:
     cache(tree, prompt("A"))
     cache(tree, prompt("B"))
     keys = prompt("A")[0].keys
-    assert {unit.node.doc_id for unit in tree.evict(Tier.GPU, 2, protected=keys) or ()} == {"B"}
-    assert tree.evict(Tier.GPU, 1, protected=keys) is None
+    assert {unit.node.doc_id for unit in tree.evict(Tier.GPU, 2, protected=tree.units_of(keys)) or ()} == {"B"}
+    assert tree.evict(Tier.GPU, 1, protected=tree.units_of(keys)) is None
     assert tree.evict(Tier.GPU, 1) is not None
 
 

@@ -105,12 +105,12 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(tier=st.sampled_from(Tier), num_units=st.integers(1, 6), shields=st.booleans())
     def evict(self, tier: Tier, num_units: int, shields: bool) -> None:
         shielded = sorted(self.resident[tier])[:2] if shields else []
-        evicted = self.tree.evict(tier, num_units, shielded)
+        evicted = self.tree.evict(tier, num_units, self.tree.units_of(shielded))
         if evicted is None:
             assert len(self._free(tier, shielded)) < num_units, "these could have gone"
             for key in self.protected:
                 self.tree.unprotect(key)
-            assert self.tree.evict(tier, num_units, shielded) is None, "what is protected goes all the same"
+            assert self.tree.evict(tier, num_units, self.tree.units_of(shielded)) is None, "what is protected goes all the same"
             for key in self.protected:
                 self.tree.protect(key)
             return

@@ -132,10 +132,10 @@ def test_who_has_less_than_his_share_is_taken_in_whatever_the_other_is_worth() -
     segments = prompt("a", "new")
     tree.record_access(tree.insert(segments), num_hit_units=0, cost_per_token_s=1e-9)
     keys = [key for segment in segments for key in segment.keys]
-    assert admit(tree, Tier.HOST, keys, 0, ()).num_admitted == 2
+    assert admit(tree, Tier.HOST, keys, 0).num_admitted == 2
     another = prompt("b", "another")
     tree.record_access(tree.insert(another), num_hit_units=0, cost_per_token_s=1e-9)
-    assert admit(tree, Tier.HOST, [key for s in another for key in s.keys], 0, ()).num_admitted == 0
+    assert admit(tree, Tier.HOST, [key for s in another for key in s.keys], 0).num_admitted == 0
 
 
 def test_an_optional_tier_takes_from_nobody_for_who_has_his_share() -> None:

@@ -1,0 +1,34 @@
+"""vLLM's statistics of a primary tier: how much of host memory transfers use, and how much was stored at a time."""
+
+from __future__ import annotations
+
+from ragcache_core.vllm_plugin.compat import CPUOffloadingMetrics, OffloadingConnectorStats
+
+
+class HostStats:
+    """Collects what vLLM's metrics of the host tier show, under the names that vLLM gives them."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._allocations: list[int] = []
+
+    def on_allocated(self, count: int) -> None:
+        """Record that rows were given out for a store."""
+        if count:
+            self._allocations.append(count)
+
+    def take(self, num_read: int, num_written: int) -> OffloadingConnectorStats:
+        """Return the statistics since the last call.
+
+        Args:
+            num_read: blocks that transfers read now.
+            num_written: blocks that are being written now.
+        """
+        stats = OffloadingConnectorStats()
+        stats.set_gauge(CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC, (num_read + num_written) / self._num_rows)
+        stats.set_gauge(CPUOffloadingMetrics.CPU_CACHE_WRITE_USAGE_PERC, num_written / self._num_rows)
+        stats.set_gauge(CPUOffloadingMetrics.CPU_CACHE_READ_USAGE_PERC, num_read / self._num_rows)
+        for count in self._allocations:
+            stats.observe_histogram(CPUOffloadingMetrics.CPU_ALLOCATION_SIZE, count)
+        self._allocations.clear()
+        return stats

@@ -1,0 +1,518 @@
+"""The host tier: blocks of KV in rows of host memory, which the knowledge tree evicts.
+
+vLLM's offloading asks it where to store KV and where to load it from, as its ``CPUPrimaryTierOffloadingManager``; the
+tiers below read and write the same rows. A block of KV is an offload block here, by its key: its unit's hash and its
+group of KV caches. The tree knows those of full attention; those of other groups go with them, or before
+(:class:`OtherBlocks`).
+
+A block that a transfer uses is held, and so is one that a waiting request was promised (:class:`Promises`). The tree is
+told of what arrives and of what is no longer used node by node, not block by block.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Final, cast
+
+import numpy as np
+
+from ragcache_core.tree import ANYBODY, EvictedUnit, admit, admit_within_quotas, by_node
+from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin.cache.forgetting import Forgotten, Freed
+from ragcache_core.vllm_plugin.cache.kv_groups import OtherBlocks, group_of, offload_key, unit_of
+from ragcache_core.vllm_plugin.compat import (
+    CacheHitSource,
+    CPULoadStoreSpec,
+    LookupResult,
+    Medium,
+    OffloadingConnectorStats,
+    OffloadingEvent,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+)
+from ragcache_core.vllm_plugin.offload.host_rows import HostRows
+from ragcache_core.vllm_plugin.offload.host_stats import HostStats
+from ragcache_core.vllm_plugin.offload.promises import Promises
+
+if TYPE_CHECKING:
+    from ragcache_core.tree import Location
+    from ragcache_core.vllm_plugin.cache.controller import CacheController
+    from ragcache_core.vllm_plugin.cache.request_state import Key
+    from ragcache_core.vllm_plugin.compat import SharedOffloadRegion
+    from ragcache_core.vllm_plugin.offload.host_index import HostIndex
+
+ADAPTED: Final = "ragcache_adapted"
+"""Marks, in its ``kv_transfer_params``, a request whose KV an adapter (LoRA) computes."""
+_WRITING: Final = -1
+
+
+def is_adapted(req_context: ReqContext) -> bool:
+    """Return whether an adapter computes a request's KV, which therefore must not outlive the engine.
+
+    A key names the adapter but not its weights, and another start may have others under the same name.
+    """
+    return bool((req_context.kv_transfer_params or {}).get(ADAPTED))
+
+
+class HostBlock:
+    """A block of KV.
+
+    Attributes:
+        row: its row of host memory.
+        ref_cnt: transfers that read it; -1 until it is written.
+        is_fleeting: it must not outlive the engine.
+    """
+
+    __slots__ = ("is_fleeting", "ref_cnt", "row")
+
+    def __init__(self, row: int, ref_cnt: int, *, is_fleeting: bool) -> None:
+        self.row = row
+        self.ref_cnt = ref_cnt
+        self.is_fleeting = is_fleeting
+
+
+class HostTier:
+    """Blocks of KV in host memory by key; stands where vLLM's tiering has its primary tier.
+
+    A forgotten block that is being copied is found no more, and goes when nothing holds it. Its row is overwritten:
+    host memory outlives the engine.
+
+    Args:
+        num_rows: rows of host memory.
+        controller: keeps the tree.
+        region: host memory; None where nothing is copied, as in tests.
+        is_selective: store only what ranks above what would be evicted for it.
+        has_events: collect KV events.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        controller: CacheController,
+        region: SharedOffloadRegion | None = None,
+        *,
+        is_selective: bool = False,
+        has_events: bool = False,
+    ) -> None:
+        self.medium = Medium.CPU
+        self.controller = controller
+        self.groups = controller.groups
+        self.events: list[OffloadingEvent] | None = [] if has_events else None
+        self.rows = HostRows(num_rows)
+        self.promises: Promises[OffloadKey] = Promises()
+        self.journal: HostIndex | None = None
+        self.num_other_blocks = 0
+        self._num_chunks = num_rows  # vLLM's tiering reads it
+        self._is_selective = is_selective
+        self._tree = controller.tree
+        self._blocks: dict[OffloadKey, HostBlock] = {}
+        self._num_read = self._num_written = 0  # blocks that transfers read, or write
+        self._unknown: dict[OffloadKey, None] = {}  # here, but not in the tree
+        self._others: OtherBlocks[OffloadKey] = OtherBlocks(self.groups, controller.tree, Tier.HOST)
+        self._stats = HostStats(num_rows)
+        self._region = region
+        self._view = None if region is None else region.create_kv_memoryview()
+        controller.forgetting.add_holder(self)
+
+    # What vLLM's tiering asks
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Return that blocks are stored as they are computed."""
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Drop what a request was promised."""
+        self.drop_promises(req_context.req_id)
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Return whether a block is here, and promise it to the request that is looked up."""
+        block = self._blocks.get(key)
+        if block is None or key in self.controller.leaving:
+            return LookupResult.MISS
+        if self.promises.is_looking_up:
+            self._promise(key, block)
+        return LookupResult.HIT_PENDING if block.ref_cnt == _WRITING else LookupResult.HIT
+
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+        """Return the tier's name for statistics."""
+        return CacheHitSource.HOST
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Do nothing: the tree counts accesses once a request."""
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
+        """Hold blocks that are about to be read, and return their rows."""
+        blocks = [self._blocks[key] for key in keys]
+        idle = [key for key, block in zip(keys, blocks, strict=True) if block.ref_cnt == 0]
+        self._hold(idle)
+        self._num_read += len(idle)
+        for block in blocks:
+            assert block.ref_cnt >= 0, "a block is read before it is written"
+            block.ref_cnt += 1
+        return CPULoadStoreSpec([block.row for block in blocks])
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Release blocks that were read."""
+        released: list[OffloadKey] = []
+        for key in keys:
+            block = self._blocks[key]
+            assert block.ref_cnt > 0, "a block is released that is not read"
+            block.ref_cnt -= 1
+            if not block.ref_cnt:
+                released.append(key)
+        self._num_read -= len(released)
+        self._release(released)
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        """Return rows for what is new of a request's blocks; None where too little can be evicted.
+
+        What ranks below all that would have to go is not stored.
+        """
+        offered, chosen = self._admit(keys)
+        return self._store(self._within_quotas(offered), req_context, chosen)
+
+    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        """Let blocks be found that are written; drop them where that failed."""
+        blocks = self._blocks
+        ended = [key for key in keys if (block := blocks.get(key)) is not None and block.ref_cnt == _WRITING]
+        self._num_written -= len(ended)
+        if not success:
+            for key in ended:
+                self._drop(key)
+            return
+        for key in ended:
+            blocks[key].ref_cnt = 0
+        self.promises.settle(ended)
+        self._release(ended)
+        self._tell(ended, removed=False)
+
+    prepare_read, complete_read, complete_write = prepare_load, complete_load, complete_store
+
+    def prepare_write(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        """Return rows for what comes from a tier below; None, which is a miss, where a quota leaves none."""
+        if len(self._within_quotas(keys)) < len(keys):
+            return None
+        return self._store(keys, req_context, [])
+
+    def get_kv_memoryview(self) -> memoryview:
+        """Return host memory, ``[num_rows, row_bytes]``."""
+        assert self._view is not None
+        return self._view
+
+    def take_events(self) -> Iterator[OffloadingEvent]:
+        """Yield the KV events since the last call."""
+        if self.events is not None:
+            yield from self.events
+            self.events.clear()
+
+    def get_stats(self) -> OffloadingConnectorStats:
+        """Return vLLM's statistics of a primary tier."""
+        return self._stats.take(self._num_read, self._num_written)
+
+    def reset_cache(self) -> None:
+        """Drop everything; what is stored after it does not outlive the engine: its weights may have changed."""
+        self._tell([key for key, block in self._blocks.items() if block.ref_cnt != _WRITING], removed=True)
+        for key in list(self._blocks):
+            self._take_out(key)
+        self._num_read = self._num_written = 0
+        self._unknown.clear()
+        self._others.clear()
+        self.promises.clear()
+        if self.journal is not None:
+            self.journal.close()
+            self.journal = None
+        self._tree.clear_tier(Tier.HOST)
+        self.rows.reset()
+
+    def shutdown(self) -> None:
+        """Unmap host memory."""
+        if self._region is not None:
+            assert self._view is not None
+            self._view.release()
+            self._region.cleanup()
+
+    # For the connector
+
+    def row_of(self, key: OffloadKey) -> int | None:
+        """Return the row of a block that is here."""
+        block = self._blocks.get(key)
+        return None if block is None else block.row
+
+    def begin_lookup(self, request_id: str, num_local_tokens: int) -> None:
+        """Promise what is looked up from now on to a request, instead of what it was promised before.
+
+        ``num_local_tokens`` are those before it, which the GPU holds.
+        """
+        self.drop_promises(request_id)
+        self.promises.begin(request_id, num_local_tokens)
+
+    def drop_promises(self, request_id: str) -> None:
+        """Drop what a request was promised: it has been loaded, or is not wanted any more."""
+        self._unhold(self.promises.drop(request_id))
+
+    def adopt(self, rows: Mapping[OffloadKey, int]) -> None:
+        """Take up blocks that an engine before left in their rows; the tier is empty and the tree knows them."""
+        assert not self._blocks
+        self.rows.reset(rows.values())
+        self._insert([*rows], [*rows.values()], 0, is_fleeting=False)
+        self._release([*rows])
+
+    def note_names(self) -> None:
+        """Have the journal note the documents of blocks that were named after they had come here."""
+        tree, journal = self._tree, self.journal
+        if journal is None or not tree.renamed:
+            return
+        nodes = [node for node in tree.nodes() if node.id in tree.renamed]
+        tree.renamed.clear()
+        keys = [key for node in nodes for unit in node.keys for key in self._keys_of(cast("Key", unit))]
+        ready = [key for key in keys if self._blocks[key].ref_cnt != _WRITING]
+        for key in ready:
+            journal.unseal(self._blocks[key].row)
+        self._seal(ready)
+
+    # A holder of what may be forgotten
+
+    def forget(self, forgotten: Forgotten) -> Freed:
+        """Drop blocks, or let no look-up find those that are being copied."""
+        keys = [key for unit in forgotten.units for key in self._keys_of(unit)]
+        if forgotten.is_all:
+            keys = list(self._blocks)
+        self.controller.leaving.update(dict.fromkeys(keys))
+        self._drop_leaving()
+        self._overwrite_unused()
+        num_bytes = len(keys) * self.controller.tiers[Tier.HOST].block_bytes
+        return Freed({Tier.HOST: len(keys)}, {Tier.HOST: num_bytes})
+
+    def num_left(self) -> int:
+        """Drop what is copied no more, and return how many blocks of what was forgotten are still here."""
+        leaving = self.controller.leaving
+        if leaving and self._drop_leaving():
+            self._overwrite_unused()
+        return len(leaving) + (0 if self.journal is None else self.journal.num_scrubs)
+
+    def why_left(self) -> None:
+        """Return None: copies end."""
+
+    # Inside
+
+    def _admit(self, keys: Collection[OffloadKey]) -> tuple[Collection[OffloadKey], list[EvictedUnit]]:
+        """Return which of the ``keys`` offered are here or worth their rows, and what the tree evicted for them.
+
+        Of other groups that is what a hit may need.
+        """
+        blocks, has_groups = self._blocks, self._others.has_groups
+        if has_groups:
+            keys = [key for key in keys if key in blocks or self._is_needed(key)]
+        num_free = self.rows.num_free
+        if has_groups or not self._is_selective or len(keys) <= num_free:
+            return keys, []
+        units = [unit_of(key) for key in keys if key not in blocks]
+        shield = self._tree.shielded(map(unit_of, keys))
+        num_spare = len(self._spare(set(keys), len(blocks))) if self._unknown else 0
+        admission = admit(self._tree, Tier.HOST, units, num_free + num_spare, shield)
+        admitted = set(units[: admission.num_admitted])
+        return [key for key in keys if key in blocks or unit_of(key) in admitted], admission.evicted
+
+    def _within_quotas(self, keys: Collection[OffloadKey]) -> Collection[OffloadKey]:
+        """Return which of the ``keys`` of a request may be stored, evicting others of the same owners for them."""
+        if not self._tree.tiers[Tier.HOST].shares.quotas:
+            return keys
+        new = [key for key in keys if key not in self._blocks and self.groups.is_main(key)]
+        shield = self._tree.shielded(map(unit_of, keys))
+        num_admitted, evicted = admit_within_quotas(self._tree, Tier.HOST, [*map(unit_of, new)], shield)
+        gone = [key for unit in evicted for key in self._keys_of(cast("Key", unit.key))]
+        self._drop_idle([key for key in gone if not self._blocks[key].ref_cnt])
+        left_out = {unit_of(key) for key in new[num_admitted:]}
+        return [key for key in keys if unit_of(key) not in left_out]
+
+    def _store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, chosen: list[EvictedUnit]
+    ) -> PrepareStoreOutput | None:
+        """Return rows for what is new; ``chosen`` units have left the tree for it already."""
+        new = [key for key in keys if key not in self._blocks]
+        evicted = self._evict(len(new) - self.rows.num_free, set(keys), chosen)
+        if evicted is None:
+            return None
+        rows = self.rows.allocate(len(new))
+        self._stats.on_allocated(len(new))
+        self._num_written += len(new)
+        self._insert(new, rows, _WRITING, is_fleeting=is_adapted(req_context))
+        return PrepareStoreOutput(keys_to_store=new, store_spec=CPULoadStoreSpec(rows), evicted_keys=evicted)
+
+    def _evict(self, num: int, protected: set[OffloadKey], chosen: list[EvictedUnit]) -> list[OffloadKey] | None:
+        """Free ``num`` rows, and those of ``chosen`` units; return what went, None where too little can."""
+        if num <= 0 and not chosen:
+            return []
+        others = self._others
+        num_chosen = sum(others.size_of(unit.key) for unit in chosen)
+        spare = self._spare(protected, max(num - num_chosen, 0))
+        units: list[EvictedUnit] | None = chosen
+        if num > num_chosen + len(spare):
+            assert not chosen, "what was admitted has room"
+            shield = self._tree.shielded(map(unit_of, protected))
+            size_of = others.size_of if others else None
+            owners = (at.node.owner for key in protected if (at := self._locate(key)) is not None)
+            owner = next(owners, ANYBODY)
+            units = self._tree.evict(Tier.HOST, num - len(spare), shield, size_of=size_of, for_owner=owner)
+        if units is None:  # perhaps there are windows and states whose units have to stay
+            free = (key for key in others if key not in protected and key not in spare)
+            loose = list(islice(free, num - len(spare)))
+            if num > len(spare) + len(loose):
+                return None
+            units, spare = [], spare + loose
+        keys = list(spare)
+        for unit in units:
+            keys += [OffloadKey(self.groups.offload_key(cast("Key", unit.key))), *others.of_unit(unit.key)]
+        evicted = list(dict.fromkeys(keys))
+        for key in evicted:
+            self._unknown.pop(key, None)
+        self.rows.free([self._take_out(key).row for key in evicted])
+        self._tell(evicted, removed=True)
+        return evicted
+
+    def _insert(self, keys: Sequence[OffloadKey], rows: Sequence[int], ref_cnt: int, *, is_fleeting: bool) -> None:
+        """Put blocks into rows, held until :meth:`_release`."""
+        for key, row in zip(keys, rows, strict=True):
+            self._blocks[key] = HostBlock(row, ref_cnt, is_fleeting=is_fleeting)
+        for node, units in by_node(self._arriving(keys)):
+            self._tree.hold(node, units, Tier.HOST)
+            self._tree.add(node, units, Tier.HOST)
+        if self.promises.is_looking_up:
+            for key in keys:
+                self._promise(key, self._blocks[key])
+
+    def _arriving(self, keys: Iterable[OffloadKey]) -> Iterator[Location]:
+        """Yield where new blocks of full attention stand in the tree, and note which the tree does not know."""
+        has_groups, locate = self._others.has_groups, self._tree.locate
+        for key in keys:
+            is_main = not has_groups or self.groups.is_main(key)
+            self.num_other_blocks += not is_main
+            if (location := locate(unit_of(key))) is None:
+                self._unknown[key] = None
+            elif is_main:  # a block of another group is the tier's once nothing uses it
+                yield location
+
+    def _hold(self, keys: Iterable[OffloadKey]) -> None:
+        """Keep blocks from being evicted."""
+        for node, units in by_node(self._places(keys)):
+            self._tree.hold(node, units, Tier.HOST)
+
+    def _places(self, keys: Iterable[OffloadKey]) -> Iterator[Location]:
+        """Yield where blocks of full attention stand in the tree; what other groups have leaves :attr:`_others`."""
+        has_groups, locate = self._others.has_groups, self._tree.locate
+        for key in keys:
+            if has_groups and not self.groups.is_main(key):
+                self._others.discard(key)
+            elif (location := locate(unit_of(key))) is not None:
+                yield location
+
+    def _release(self, keys: Sequence[OffloadKey]) -> None:
+        """Let blocks be evicted that no transfer uses any more, unless they are promised."""
+        if self.journal is not None:
+            self._seal(keys)
+        self._unhold([key for key in keys if key not in self.promises])
+
+    def _unhold(self, keys: Iterable[OffloadKey]) -> None:
+        """Let blocks be evicted; those that a transfer uses stay held."""
+        blocks = self._blocks
+        idle = [key for key in keys if (block := blocks.get(key)) is not None and not block.ref_cnt]
+        if self._others.has_groups:
+            for key in idle:
+                if not self.groups.is_main(key) and self._locate(key) is not None:
+                    group = group_of(key)
+                    self._others.add(key, group, unit_of(key), lambda unit, group=group: self._has(unit, group))
+            idle = [key for key in idle if self.groups.is_main(key)]
+        places = [at for key in idle if (at := self._locate(key)) is not None]
+        for node, units in by_node(places):
+            self._tree.let_go(node, units, Tier.HOST)
+
+    def _seal(self, keys: Iterable[OffloadKey]) -> None:
+        """Have the journal note what lies in the rows of blocks, as far as it may outlive the engine."""
+        assert self.journal is not None
+        for key in keys:
+            block = self._blocks[key]
+            if not block.is_fleeting and self._locate(key) is not None:
+                note = self.groups.note_of(self._tree, key)
+                self.journal.seal(block.row, self.groups.chunk_name(key), note)
+
+    def _promise(self, key: OffloadKey, block: HostBlock) -> None:
+        if self.promises.add(key, is_ready=block.ref_cnt != _WRITING):
+            self._hold((key,))
+
+    def _drop_idle(self, keys: Sequence[OffloadKey]) -> None:
+        """Drop blocks that no transfer uses, as if they were evicted."""
+        for key in keys:
+            self._drop(key)
+        self._tell(keys, removed=True)
+
+    def _drop(self, key: OffloadKey) -> None:
+        """Take a block out of the tier and of the tree, and free its row."""
+        block = self._take_out(key)
+        self._unknown.pop(key, None)
+        if self.groups.is_main(key):
+            self._others.lose_unit(unit_of(key))
+            if (location := self._locate(key)) is not None:
+                self._tree.let_go(location.node, 1 << location.unit, Tier.HOST)
+                self._tree.remove(location.node, 1 << location.unit, Tier.HOST)
+        self.rows.free((block.row,))
+
+    def _take_out(self, key: OffloadKey) -> HostBlock:
+        block = self._blocks.pop(key)
+        self.promises.settle((key,))
+        if self._others.has_groups and not self.groups.is_main(key):
+            self.num_other_blocks -= 1
+            self._others.discard(key)
+        if self.journal is not None:
+            self.journal.unseal(block.row)
+        return block
+
+    def _drop_leaving(self) -> int:
+        """Drop what is forgotten and used by no transfer; return how many blocks."""
+        leaving, gone = self.controller.leaving, []
+        for key in map(OffloadKey, list(leaving)):
+            block = self._blocks.get(key)
+            if block is None or not block.ref_cnt:
+                del leaving[key]
+            if block is not None and not block.ref_cnt:
+                gone.append(key)
+        self._drop_idle(gone)
+        return len(gone)
+
+    def _overwrite_unused(self) -> None:
+        rows = np.frombuffer(self.get_kv_memoryview(), np.uint8).reshape(self.get_kv_memoryview().shape)
+        for row in self.rows.take_unused([block.row for block in self._blocks.values()]):
+            rows[row] = 0
+        if self.journal is not None:
+            self.journal.scrub()
+
+    def _spare(self, kept: Collection[OffloadKey], count: int) -> list[OffloadKey]:
+        """Return up to ``count`` blocks that no tree is asked for, without those ``kept``: unknown, or of no use."""
+        blocks, promises = self._blocks, self.promises
+        unknown = (key for key in self._unknown if not blocks[key].ref_cnt and key not in promises)
+        return list(islice((key for key in chain(unknown, self._others.useless()) if key not in kept), count))
+
+    def _is_needed(self, key: OffloadKey) -> bool:
+        """Return whether a hit may need a block, as far as is known of its group."""
+        if self.groups.is_main(key) or self._locate(key) is None:
+            return True
+        group = group_of(key)
+        return self.groups.is_worth_keeping(self._tree, group, unit_of(key), lambda unit: self._has(unit, group))
+
+    def _has(self, unit: Key, group: int) -> bool:
+        return OffloadKey(offload_key(unit, group)) in self._blocks
+
+    def _keys_of(self, unit: Key) -> list[OffloadKey]:
+        """Return the blocks that are here of a unit, one for each group."""
+        keys = [OffloadKey(offload_key(unit, group)) for group in (self.groups.main, *self.groups.others)]
+        return [key for key in keys if key in self._blocks]
+
+    def _locate(self, key: OffloadKey) -> Location | None:
+        return self._tree.locate(unit_of(key))
+
+    def _tell(self, keys: Sequence[OffloadKey], *, removed: bool) -> None:
+        if self.events is not None and keys:
+            self.events.append(OffloadingEvent(keys=list(keys), medium=self.medium, removed=removed))

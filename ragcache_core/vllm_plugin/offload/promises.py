@@ -1,0 +1,98 @@
+"""What waiting requests were promised when they were looked up, and how much of it has not arrived yet."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+KeyT = TypeVar("KeyT", bound=Hashable)
+
+
+@dataclass(slots=True, eq=False)
+class _Lookup(Generic[KeyT]):
+    """A request's last look-up. ``num_local_tokens`` come before it: the GPU holds them."""
+
+    num_local_tokens: int
+    promised: set[KeyT] = field(default_factory=set)
+    num_awaited: int = 0
+
+
+class Promises(Generic[KeyT]):
+    """Counts which chunks are kept for requests that were looked up and are not loaded yet.
+
+    Without it a request that is longer than the host tier would promote its chunks from disk at the cost of one
+    another, read everything and reuse nothing.
+    """
+
+    def __init__(self) -> None:
+        self._lookups: dict[str, _Lookup[KeyT]] = {}
+        self._counts: Counter[KeyT] = Counter()
+        self._awaited: dict[KeyT, list[_Lookup[KeyT]]] = {}
+        self._current: _Lookup[KeyT] | None = None
+
+    def __contains__(self, key: KeyT) -> bool:
+        return key in self._counts
+
+    @property
+    def is_looking_up(self) -> bool:
+        """Whether a look-up is under way: what is found in it is promised."""
+        return self._current is not None
+
+    def begin(self, request_id: str, num_local_tokens: int) -> None:
+        """Promise what is added from now on to a request; what it was promised before has to be dropped first."""
+        self._current = self._lookups[request_id] = _Lookup(num_local_tokens)
+
+    def end(self) -> None:
+        """End the look-up."""
+        self._current = None
+
+    def add(self, key: KeyT, *, is_ready: bool) -> bool:
+        """Promise a chunk in the look-up under way; return whether it was not promised to that request before."""
+        lookup = self._current
+        assert lookup is not None
+        if key in lookup.promised:
+            return False
+        lookup.promised.add(key)
+        self._counts[key] += 1
+        if not is_ready:
+            self._awaited.setdefault(key, []).append(lookup)
+            lookup.num_awaited += 1
+        return True
+
+    def settle(self, keys: Iterable[KeyT]) -> None:
+        """Record that chunks have arrived, or will not."""
+        if self._awaited:
+            for key in keys:
+                for lookup in self._awaited.pop(key, ()):
+                    lookup.num_awaited -= 1
+
+    def is_looked_up(self, request_id: str) -> bool:
+        """Return whether a request was looked up and is promised what was found."""
+        return request_id in self._lookups
+
+    def is_awaited(self, request_id: str, num_local_tokens: int) -> bool:
+        """Return whether another look-up would say the same: not all that was promised has arrived yet."""
+        lookup = self._lookups.get(request_id)
+        return lookup is not None and lookup.num_awaited > 0 and lookup.num_local_tokens == num_local_tokens
+
+    def drop(self, request_id: str) -> list[KeyT]:
+        """Drop what a request was promised; return the chunks that are promised to no request any more."""
+        if (lookup := self._lookups.pop(request_id, None)) is None:
+            return []
+        dropped: list[KeyT] = []
+        for key in lookup.promised:
+            if lookup in (waiting := self._awaited.get(key, [])):
+                waiting.remove(lookup)
+            self._counts[key] -= 1
+            if not self._counts[key]:
+                del self._counts[key]
+                dropped.append(key)
+        return dropped
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._lookups.clear()
+        self._counts.clear()
+        self._awaited.clear()
