@@ -1,1 +1,1 @@
-"""Processor time of the scheduler's thread: plain vLLM, vLLM's offloading and RAGCache, side by side, without a model."""
+"""Processor time of the scheduler's thread without a model: plain vLLM, vLLM's offloading and RAGCache compared."""

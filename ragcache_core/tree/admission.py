@@ -61,9 +61,7 @@ def admit(
     return Admission(num_admitted, evicted)
 
 
-def admit_within_quotas(
-    tree: TieredTree, tier: Tier, keys: Sequence[Hashable], protected: Shield
-) -> Admission:
+def admit_within_quotas(tree: TieredTree, tier: Tier, keys: Sequence[Hashable], protected: Shield) -> Admission:
     """Evict from ``tier`` what the owners of units that are offered would have beyond their quotas, of their own alone.
 
     ``keys`` and ``protected`` are as those of :func:`admit`. From the first unit that is beyond a quota all the same,

@@ -254,9 +254,7 @@ class TieredTree(PrefixTree):
         """Return whose each of some units is; nobody's, where the tree does not know it."""
         return [None if (at := self.locate(key)) is None else at.node.owner for key in keys]
 
-    def evict_own(
-        self, tier: Tier, owner: Owner, num_units: int, protected: Shield = NO_UNITS
-    ) -> list[EvictedUnit]:
+    def evict_own(self, tier: Tier, owner: Owner, num_units: int, protected: Shield = NO_UNITS) -> list[EvictedUnit]:
         """Do :meth:`evict_up_to` with what is ``owner``'s alone."""
         evicted = self._evict(self.tiers[tier], num_units, protected, for_owner=owner, is_own_alone=True)
         self._forget_uses(unit.node for unit in evicted)

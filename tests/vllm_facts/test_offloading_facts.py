@@ -138,7 +138,8 @@ def test_the_offloading_connector_is_the_one_that_ours_extends(facts: dict[str, 
             *("num_computed_tokens", "num_output_tokens"),
         ],
     }, (
-        "StoringRequests leaves running requests out by the last two; needs_steps() is what vLLM has pending, without stores that wait for our disk alone; keep_from_storing() "
+        "StoringRequests leaves running requests out by the last two; "
+        "needs_steps() is what vLLM has pending, without stores that wait for our disk alone; keep_from_storing() "
         "limits what a request stores, and fence_blocks() has stores out of a step's blocks end before it"
     )
     assert facts["seeded_prefill"] == [

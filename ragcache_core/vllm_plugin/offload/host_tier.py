@@ -11,8 +11,8 @@ told of what arrives and of what is no longer used node by node, not block by bl
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Final, cast
 
@@ -115,7 +115,7 @@ class HostTier:
         self._others: OtherBlocks[OffloadKey] = OtherBlocks(self.groups, controller.tree, Tier.HOST)
         self._stats = HostStats(num_rows)
         self._region = region
-        self._view = None if region is None else region.create_kv_memoryview()
+        self._view: memoryview | None = None if region is None else region.create_kv_memoryview()
         controller.forgetting.add_holder(self)
 
     # What vLLM's tiering asks
@@ -424,7 +424,7 @@ class HostTier:
             for key in idle:
                 if not self.groups.is_main(key) and self._locate(key) is not None:
                     group = group_of(key)
-                    self._others.add(key, group, unit_of(key), lambda unit, group=group: self._has(unit, group))
+                    self._others.add(key, group, unit_of(key), partial(self._has, group=group))
             idle = [key for key in idle if self.groups.is_main(key)]
         places = [at for key in idle if (at := self._locate(key)) is not None]
         for node, units in by_node(places):
@@ -500,9 +500,9 @@ class HostTier:
         if self.groups.is_main(key) or self._locate(key) is None:
             return True
         group = group_of(key)
-        return self.groups.is_worth_keeping(self._tree, group, unit_of(key), lambda unit: self._has(unit, group))
+        return self.groups.is_worth_keeping(self._tree, group, unit_of(key), partial(self._has, group=group))
 
-    def _has(self, unit: Key, group: int) -> bool:
+    def _has(self, unit: Key, *, group: int) -> bool:
         return OffloadKey(offload_key(unit, group)) in self._blocks
 
     def _keys_of(self, unit: Key) -> list[OffloadKey]:

@@ -102,11 +102,12 @@ class RAGCacheSpec(TieringOffloadingSpec):
             report = TierReport(self.num_chunks * self.kv_bytes_per_chunk, self.kv_bytes_per_chunk)
             self.controller = current_context().make_controller(report)
             self._warn_of_little_memory(report)
-            self._manager = self._build()
-            host = self._manager.primary_tier
+            manager: TieredManager = self._build()
+            self._manager: OffloadingManager | None = manager
+            host = manager.primary_tier
             if isinstance(host, HostTier):
                 report.num_other_blocks = lambda: host.num_other_blocks
-                self._restore_host(self._manager, host)
+                self._restore_host(manager, host)
                 if STARTED_AGAIN_ENV in os.environ:
                     host.rows.mark_all_written()
         return self._manager

@@ -34,8 +34,8 @@ from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.connector.tiered_connector import RAGCacheConnector
 from ragcache_core.vllm_plugin.disk import io as disk_io
 from ragcache_core.vllm_plugin.disk.manager import DiskTier
-from ragcache_core.vllm_plugin.offload.host_tier import HostTier
 from ragcache_core.vllm_plugin.offload.compat import needs_steps
+from ragcache_core.vllm_plugin.offload.host_tier import HostTier
 from tests.engine.vllm_plugin.disk_scene import (
     CHUNK_BYTES,
     NUM_ROWS,

@@ -86,9 +86,7 @@ def test_units_that_count_for_several_are_taken_in_while_what_goes_makes_room_fo
     offer(tree, keys_of("old"), capacity=2)
     for _ in range(9):
         ask(tree, "A")
-    admission = admit(
-        tree, Tier.HOST, keys_of("A"), 1, offered_size=lambda key: 3, evicted_size=lambda key: len(key)
-    )
+    admission = admit(tree, Tier.HOST, keys_of("A"), 1, offered_size=lambda key: 3, evicted_size=lambda key: len(key))
     assert [unit.key for unit in admission.evicted] == keys_of("old")[::-1], "two and one, for five that are missing"
     assert admission.num_admitted == 1
 

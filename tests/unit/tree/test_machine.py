@@ -110,7 +110,8 @@ class TreeMachine(RuleBasedStateMachine):
             assert len(self._free(tier, shielded)) < num_units, "these could have gone"
             for key in self.protected:
                 self.tree.unprotect(key)
-            assert self.tree.evict(tier, num_units, self.tree.units_of(shielded)) is None, "what is protected goes all the same"
+            evicted = self.tree.evict(tier, num_units, self.tree.units_of(shielded))
+            assert evicted is None, "what is protected goes all the same"
             for key in self.protected:
                 self.tree.protect(key)
             return
