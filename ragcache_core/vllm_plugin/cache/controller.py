@@ -733,14 +733,17 @@ class CacheController:
         self._is_dirty = True
 
     def take_report(self) -> dict[str, object] | None:
-        """Return a report if anything happened since the last one."""
+        """Return a report if anything happened since the last one, without the documents that are used most."""
         if not self._is_dirty:
             return None
         self._is_dirty = False
-        return self.report()
+        return self.report(has_documents=False)
 
-    def report(self) -> dict[str, object]:
-        """Return the body of the engine's stats route; see ``client/stats/cache_stats.py``."""
+    def report(self, *, has_documents: bool = True) -> dict[str, object]:
+        """Return the body of the engine's stats route; see ``client/stats/cache_stats.py``.
+
+        With ``has_documents`` it takes O(documents), without O(tiers and tenants).
+        """
         return {
             "policy": self.settings.policy,
             "num_nodes": len(self.tree),
@@ -749,14 +752,14 @@ class CacheController:
             "num_reordered_requests": self.queue.num_reordered,
             "max_overtaken": self.queue.max_overtaken,
             "tiers": [*(self._tier_report(*tier) for tier in sorted(self.tiers.items())), *self._shared_report()],
-            "hottest_documents": self.document_uses.hottest(),
+            **({"hottest_documents": self.document_uses.hottest()} if has_documents else {}),
             **({} if self._chunks is None else {"chunks": self._chunks.report()}),
-            **(self._shares_report() if self.tenants else {}),
+            **(self._shares_report(has_documents=has_documents) if self.tenants else {}),
         }
 
-    def _shares_report(self) -> dict[str, object]:
+    def _shares_report(self, *, has_documents: bool) -> dict[str, object]:
         return {
-            "tenants": self.tenants.report(self.tiers, self.groups.blocks_per_unit),
+            "tenants": self.tenants.report(self.tiers, self.groups.blocks_per_unit, has_documents=has_documents),
             "collections": self.tenants.report_collections(self.tiers, self.groups.blocks_per_unit),
         }
 

@@ -125,8 +125,10 @@ class TenantFigures:
         for tenant in self._by_name.values():
             tenant.paths.drop_unread()
 
-    def report(self, tiers: Mapping[Tier, TierReport], blocks_per_unit: int) -> dict[str, dict[str, object]]:
-        """Return what each tenant may know of himself, as the engine's report says it of all."""
+    def report(
+        self, tiers: Mapping[Tier, TierReport], blocks_per_unit: int, *, has_documents: bool
+    ) -> dict[str, dict[str, object]]:
+        """Return each tenant's own part of the engine's report, with the most used documents if asked for."""
         return {
             name: {
                 "num_requests": tenant.num_requests,
@@ -138,7 +140,7 @@ class TenantFigures:
                     }
                     for tier, report in sorted(tiers.items())
                 ],
-                "hottest_documents": tenant.uses.hottest(),
+                **({"hottest_documents": tenant.uses.hottest()} if has_documents else {}),
             }
             for name, tenant in self._by_name.items()
         }

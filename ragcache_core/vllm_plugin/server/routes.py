@@ -80,10 +80,9 @@ async def request_figures(response_id: str, asked: Request) -> dict[str, Any]:
 
 @router.get("/stats")
 async def stats(request: Request) -> dict[str, Any]:
-    """Return the latest report of the engine's tiers; one of several API servers, which may lack it, asks for it."""
-    state = request.app.state
-    if received.engine() is not None and state.ragcache_has_peers:
-        received.tell(await call_report(state.ragcache_engine_client))
+    """Return a report of the engine's tiers; the engine is asked, between two steps."""
+    if received.engine() is not None:
+        received.tell(await call_report(request.app.state.ragcache_engine_client))
     report = received.engine()
     if report is None:
         raise HTTPException(404, "this server runs without RAGCache")
