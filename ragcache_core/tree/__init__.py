@@ -4,7 +4,7 @@ from ragcache_core.tree.admission import Admission, admit, admit_within_quotas
 from ragcache_core.tree.changes import NodeChanges
 from ragcache_core.tree.invariants import check_invariants
 from ragcache_core.tree.knowledge_tree import KnowledgeTree
-from ragcache_core.tree.node import EvictedUnit, Location, PathSegment, PrefixMatch, TreeNode, by_node
+from ragcache_core.tree.node import EvictedUnit, Location, PathSegment, PrefixMatch, TreeNode, by_node, runs_of
 from ragcache_core.tree.tiered_tree import ANYBODY
 
 __all__ = [
@@ -21,4 +21,5 @@ __all__ = [
     "admit_within_quotas",
     "by_node",
     "check_invariants",
+    "runs_of",
 ]

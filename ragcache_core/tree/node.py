@@ -149,6 +149,18 @@ def by_node(locations: Iterable[Location]) -> Iterator[tuple[TreeNode, int]]:
         yield node, units
 
 
+def runs_of(mask: int) -> Iterator[tuple[int, int]]:
+    """Yield the first bit and the length of each run of bits that are set, the lowest first."""
+    start = 0
+    while mask:
+        gap = (mask & -mask).bit_length() - 1
+        mask >>= gap
+        length = (~mask & (mask + 1)).bit_length() - 1
+        yield start + gap, length
+        start += gap + length
+        mask >>= length
+
+
 class PrefixMatch(NamedTuple):
     """The longest prefix of a prompt that lies in some tier.
 

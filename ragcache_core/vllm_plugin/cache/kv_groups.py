@@ -120,6 +120,11 @@ def unit_of(key: bytes) -> Key:
     return key[:-_GROUP_BYTES]
 
 
+def units_of(keys: Iterable[bytes]) -> list[Key]:
+    """Do :func:`unit_of` with many keys."""
+    return [key[:-_GROUP_BYTES] for key in keys]
+
+
 def group_of(key: bytes) -> int:
     """Return the group that a chunk is of."""
     return int.from_bytes(key[-_GROUP_BYTES:], "big")

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 from vllm.logger import init_logger
@@ -39,8 +40,15 @@ logger = init_logger(f"vllm.{__name__}")
 
 _WRITE_EVERY_S = 0.1
 
-_Sealing = tuple[int, int, "Key", ChunkNote]
-"""Chunk, its generation, its key, its place."""
+_Entry = tuple[int, int, "Key", "Key | None", int]
+"""A row, its generation, the key and the parent of the block in it, and how far that is from the first of its run."""
+
+
+class _Run(NamedTuple):
+    """Blocks that follow one another; ``note`` is the first one's."""
+
+    entries: list[_Entry]
+    note: ChunkNote
 
 
 class HostIndex:
@@ -55,7 +63,7 @@ class HostIndex:
         self._path = path
         self._generation = np.zeros(len(rows), dtype=np.int64)
         self._sealed: set[int] = set()
-        self._work: deque[_Sealing | int] = deque()
+        self._work: deque[_Run | int] = deque()
         self._is_closing = threading.Event()
         self._is_broken = False
         self._num_scrubs = 0
@@ -114,11 +122,24 @@ class HostIndex:
                 gone.append(chunk)
         self._index.discard(gone)
 
-    def seal(self, chunk: int, key: Key, note: ChunkNote) -> None:
-        """Enter a chunk that is complete, unless it is entered already."""
-        if chunk not in self._sealed and not self._is_broken:
-            self._sealed.add(chunk)
-            self._work.append((chunk, int(self._generation[chunk]), key, note))
+    def seal(self, blocks: Sequence[tuple[int, Key]], note: ChunkNote) -> None:
+        """Enter blocks that are complete, except those that are entered already.
+
+        Args:
+            blocks: the row and the key of each, one behind the other.
+            note: what is noted of the first. The others have the one before as parent, and the rest in common.
+        """
+        if self._is_broken:
+            return
+        sealed, generation, parent = self._sealed, self._generation, note.parent
+        entries: list[_Entry] = []
+        for index, (row, key) in enumerate(blocks):
+            if row not in sealed:
+                entries.append((row, int(generation[row]), key, parent, index))
+            parent = key
+        if entries:
+            sealed.update(entry[0] for entry in entries)
+            self._work.append(_Run(entries, note))
 
     def unseal(self, chunk: int) -> None:
         """Take a chunk out: it is about to be written anew."""
@@ -153,9 +174,9 @@ class HostIndex:
             work = [self._work.popleft() for _ in range(len(self._work))]
             try:
                 # A chunk's valid sealing is its last word: what was taken out before it may go first.
-                if given_up := [chunk for chunk in work if isinstance(chunk, int)]:
+                if given_up := [row for row in work if isinstance(row, int)]:
                     self._index.delete(given_up)
-                self._seal(sealing for sealing in work if not isinstance(sealing, int))
+                self._seal(run for run in work if not isinstance(run, int))
                 if num_scrubs:
                     self._index.scrub()
                     self._num_scrubs -= num_scrubs
@@ -166,14 +187,16 @@ class HostIndex:
                     remove_index(self._path)
                 return
 
-    def _seal(self, sealings: Iterable[_Sealing]) -> None:
+    def _seal(self, runs: Iterable[_Run]) -> None:
         assert self._rows is not None
-        digests = [(sealing, checksum(sealing[2], self._rows[sealing[0]].data)) for sealing in sealings]
-        # Only now: a chunk that was given up while its bytes were read may have held another's.
+        digests = [
+            (entry, run.note, checksum(entry[2], self._rows[entry[0]].data)) for run in runs for entry in run.entries
+        ]
+        # Only now: a row that was freed while its bytes were read may have held another block's.
         rows = [
-            (chunk, key, digest, note)
-            for (chunk, generation, key, note), digest in digests
-            if self._generation[chunk] == generation
+            (row, key, digest, replace(note, parent=parent, position=note.position + index))
+            for (row, generation, key, parent, index), note, digest in digests
+            if self._generation[row] == generation
         ]
         if rows:
             self._index.insert(rows)

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
 
-from ragcache_core.tree import ANYBODY, EvictedUnit, admit, admit_within_quotas, by_node
+from ragcache_core.chunkstore.regrowing import note_of
+from ragcache_core.tree import ANYBODY, EvictedUnit, Location, admit, admit_within_quotas, runs_of
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.forgetting import Forgotten, Freed
-from ragcache_core.vllm_plugin.cache.kv_groups import OtherBlocks, group_of, offload_key, unit_of
+from ragcache_core.vllm_plugin.cache.kv_groups import OtherBlocks, group_of, offload_key, unit_of, units_of
 from ragcache_core.vllm_plugin.compat import (
     CacheHitSource,
     CPULoadStoreSpec,
@@ -39,7 +40,7 @@ from ragcache_core.vllm_plugin.offload.host_stats import HostStats
 from ragcache_core.vllm_plugin.offload.promises import Promises
 
 if TYPE_CHECKING:
-    from ragcache_core.tree import Location
+    from ragcache_core.tree import TreeNode
     from ragcache_core.vllm_plugin.cache.controller import CacheController
     from ragcache_core.vllm_plugin.cache.request_state import Key
     from ragcache_core.vllm_plugin.compat import SharedOffloadRegion
@@ -314,8 +315,8 @@ class HostTier:
         num_free = self.rows.num_free
         if has_groups or not self._is_selective or len(keys) <= num_free:
             return keys, []
-        units = [unit_of(key) for key in keys if key not in blocks]
-        shield = self._tree.shielded(map(unit_of, keys))
+        units = units_of(key for key in keys if key not in blocks)
+        shield = self._tree.shielded(units_of(keys))
         num_spare = len(self._spare(set(keys), len(blocks))) if self._unknown else 0
         admission = admit(self._tree, Tier.HOST, units, num_free + num_spare, shield)
         admitted = set(units[: admission.num_admitted])
@@ -326,7 +327,7 @@ class HostTier:
         if not self._tree.tiers[Tier.HOST].shares.quotas:
             return keys
         new = [key for key in keys if key not in self._blocks and self.groups.is_main(key)]
-        shield = self._tree.shielded(map(unit_of, keys))
+        shield = self._tree.shielded(units_of(keys))
         num_admitted, evicted = admit_within_quotas(self._tree, Tier.HOST, [*map(unit_of, new)], shield)
         gone = [key for unit in evicted for key in self._keys_of(cast("Key", unit.key))]
         self._drop_idle([key for key in gone if not self._blocks[key].ref_cnt])
@@ -352,12 +353,12 @@ class HostTier:
         if num <= 0 and not chosen:
             return []
         others = self._others
-        num_chosen = sum(others.size_of(unit.key) for unit in chosen)
-        spare = self._spare(protected, max(num - num_chosen, 0))
+        num_chosen = sum(others.size_of(unit.key) for unit in chosen) if others else len(chosen)
+        spare = self._spare(protected, max(num - num_chosen, 0)) if self._unknown or others else []
         units: list[EvictedUnit] | None = chosen
         if num > num_chosen + len(spare):
             assert not chosen, "what was admitted has room"
-            shield = self._tree.shielded(map(unit_of, protected))
+            shield = self._tree.shielded(units_of(protected))
             size_of = others.size_of if others else None
             owners = (at.node.owner for key in protected if (at := self._locate(key)) is not None)
             owner = next(owners, ANYBODY)
@@ -368,11 +369,10 @@ class HostTier:
             if num > len(spare) + len(loose):
                 return None
             units, spare = [], spare + loose
-        keys = list(spare)
-        for unit in units:
-            keys += [OffloadKey(self.groups.offload_key(cast("Key", unit.key))), *others.of_unit(unit.key)]
+        keys = [*spare, *(OffloadKey(self.groups.offload_key(cast("Key", unit.key))) for unit in units)]
+        keys += [key for unit in units for key in others.of_unit(unit.key)] if others else []
         evicted = list(dict.fromkeys(keys))
-        for key in evicted:
+        for key in spare:
             self._unknown.pop(key, None)
         self.rows.free([self._take_out(key).row for key in evicted])
         self._tell(evicted, removed=True)
@@ -382,37 +382,34 @@ class HostTier:
         """Put blocks into rows, held until :meth:`_release`."""
         for key, row in zip(keys, rows, strict=True):
             self._blocks[key] = HostBlock(row, ref_cnt, is_fleeting=is_fleeting)
-        for node, units in by_node(self._arriving(keys)):
+        for node, units in self._arrive(keys).items():
             self._tree.hold(node, units, Tier.HOST)
             self._tree.add(node, units, Tier.HOST)
         if self.promises.is_looking_up:
             for key in keys:
                 self._promise(key, self._blocks[key])
 
-    def _arriving(self, keys: Iterable[OffloadKey]) -> Iterator[Location]:
-        """Yield where new blocks of full attention stand in the tree, and note which the tree does not know."""
-        has_groups, locate = self._others.has_groups, self._tree.locate
-        for key in keys:
-            is_main = not has_groups or self.groups.is_main(key)
-            self.num_other_blocks += not is_main
-            if (location := locate(unit_of(key))) is None:
-                self._unknown[key] = None
-            elif is_main:  # a block of another group is the tier's once nothing uses it
-                yield location
+    def _arrive(self, keys: Sequence[OffloadKey]) -> Mapping[TreeNode, int]:
+        """Return the units of new blocks of full attention, by node, and note which the tree does not know."""
+        main = self._main_of(keys)
+        self.num_other_blocks += len(keys) - len(main)  # such a block is the tier's once nothing uses it
+        units = self._tree.units_of(units_of(main))
+        if len(main) < len(keys) or sum(mask.bit_count() for mask in units.values()) < len(main):
+            self._unknown.update((key, None) for key in keys if self._locate(key) is None)
+        return units
 
-    def _hold(self, keys: Iterable[OffloadKey]) -> None:
+    def _main_of(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Return the blocks of full attention."""
+        return [key for key in keys if self.groups.is_main(key)] if self._others.has_groups else keys
+
+    def _hold(self, keys: Sequence[OffloadKey]) -> None:
         """Keep blocks from being evicted."""
-        for node, units in by_node(self._places(keys)):
-            self._tree.hold(node, units, Tier.HOST)
-
-    def _places(self, keys: Iterable[OffloadKey]) -> Iterator[Location]:
-        """Yield where blocks of full attention stand in the tree; what other groups have leaves :attr:`_others`."""
-        has_groups, locate = self._others.has_groups, self._tree.locate
-        for key in keys:
-            if has_groups and not self.groups.is_main(key):
+        main = self._main_of(keys)
+        if len(main) < len(keys):
+            for key in keys:
                 self._others.discard(key)
-            elif (location := locate(unit_of(key))) is not None:
-                yield location
+        for node, units in self._tree.units_of(units_of(main)).items():
+            self._tree.hold(node, units, Tier.HOST)
 
     def _release(self, keys: Sequence[OffloadKey]) -> None:
         """Let blocks be evicted that no transfer uses any more, unless they are promised."""
@@ -424,24 +421,30 @@ class HostTier:
         """Let blocks be evicted; those that a transfer uses stay held."""
         blocks = self._blocks
         idle = [key for key in keys if (block := blocks.get(key)) is not None and not block.ref_cnt]
-        if self._others.has_groups:
-            for key in idle:
-                if not self.groups.is_main(key) and self._locate(key) is not None:
-                    group = group_of(key)
-                    self._others.add(key, group, unit_of(key), partial(self._has, group=group))
-            idle = [key for key in idle if self.groups.is_main(key)]
-        places = [at for key in idle if (at := self._locate(key)) is not None]
-        for node, units in by_node(places):
+        main = self._main_of(idle)
+        for key in idle if len(main) < len(idle) else ():
+            if not self.groups.is_main(key) and self._locate(key) is not None:
+                group = group_of(key)
+                self._others.add(key, group, unit_of(key), partial(self._has, group=group))
+        for node, units in self._tree.units_of(units_of(main)).items():
             self._tree.let_go(node, units, Tier.HOST)
 
     def _seal(self, keys: Iterable[OffloadKey]) -> None:
         """Have the journal note what lies in the rows of blocks, as far as it may outlive the engine."""
-        assert self.journal is not None
-        for key in keys:
-            block = self._blocks[key]
-            if not block.is_fleeting and self._locate(key) is not None:
-                note = self.groups.note_of(self._tree, key)
-                self.journal.seal(block.row, self.groups.chunk_name(key), note)
+        journal, blocks, tree = self.journal, self._blocks, self._tree
+        assert journal is not None
+        lasting = [key for key in keys if not blocks[key].is_fleeting]
+        if self._others.has_groups:
+            for key in lasting:
+                if self._locate(key) is not None:
+                    note = self.groups.note_of(tree, key)
+                    journal.seal([(blocks[key].row, self.groups.chunk_name(key))], note)
+            return
+        for node, mask in tree.units_of(units_of(lasting)).items():
+            for first, length in runs_of(mask):
+                units = [cast("Key", key) for key in node.keys[first : first + length]]
+                rows = [blocks[OffloadKey(self.groups.offload_key(unit))].row for unit in units]
+                journal.seal([*zip(rows, units, strict=True)], note_of(tree, Location(node, first)))
 
     def _promise(self, key: OffloadKey, block: HostBlock) -> None:
         if self.promises.add(key, is_ready=block.ref_cnt != _WRITING):

@@ -12,7 +12,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
 from ragcache_core.vllm_plugin.chunks.private_hashes import private_hashes
-from tests.engine.vllm_plugin.pool_scene import BLOCK, LENGTHS, MODELS, POLICIES, Pool, Running
+from tests.engine.vllm_plugin.pool_scene import BLOCK, LENGTHS, MODELS, POLICIES, Pool, Running, block_hasher
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
@@ -346,3 +346,56 @@ def test_approximate_blocks_of_a_prompt_are_found_by_who_asks_alike_and_those_of
     assert it.start(plain) == 2 * BLOCK
     it.finish(plain)
     assert it.start(alike) > 2 * BLOCK
+
+
+@pytest.mark.parametrize("ends", ["finish", "preempt"])
+def test_an_answer_is_in_the_tree_once_its_blocks_are_free_and_is_hit_then(ends: str) -> None:
+    pool = Pool(40)
+    request = pool.new("B")
+    pool.start(request)
+    for _ in range(20):
+        assert pool.advance(request, 7)
+    pool.check()
+    if ends == "finish":
+        pool.finish(request)
+    else:
+        pool.controller.insert_answer(request.request_id)  # as the scheduler does
+        pool.preempt(request)
+    pool.settle()
+    pool.check()
+    num_full = request.num_tokens // BLOCK
+    assert pool.resident_keys() == pool.cached_keys() == set(request.block_hashes[:num_full])
+    again = Request("again", [*request.all_token_ids, 1, 2], request.sampling_params, None, block_hasher=block_hasher)
+    assert pool.manager.get_computed_blocks(again)[1] == num_full * BLOCK
+
+
+def test_a_document_that_is_forgotten_takes_answers_along_that_are_being_made() -> None:
+    pool = Pool(40)
+    request = pool.new("B")
+    pool.start(request)
+    for _ in range(20):
+        assert pool.advance(request, 7)
+    pool.controller.forget({"B"})
+    assert pool.cached_keys() == set()
+    pool.finish(request)
+    pool.settle()
+    assert pool.cached_keys() == set()
+    pool.check_nothing_leaks()
+
+
+def test_blocks_that_are_evicted_before_they_are_needed_are_few_and_hold_nothing() -> None:
+    num_blocks = 600
+    pool = Pool(num_blocks + 1)
+    filling = pool.new("", question=num_blocks * BLOCK)
+    pool.start(filling)
+    pool.finish(filling)
+    pool.settle()
+    assert len(pool.resident_keys()) == num_blocks
+    (block,) = pool.pool.get_new_blocks(1)
+    pool.check()
+    num_lost = num_blocks - len(pool.resident_keys())
+    assert 1 < num_lost <= 1 + num_blocks // 100
+    assert pool.resident_keys() == pool.cached_keys()
+    assert pool.resident_keys() == set(filling.block_hashes[: num_blocks - num_lost]), "the last ones go first"
+    pool.pool.free_blocks([block])
+    pool.check_nothing_leaks()
