@@ -20,7 +20,7 @@ from typing import Generic, TypeVar, cast
 
 from ragcache_core.chunkstore.chunks import ChunkEntry, ChunkNote
 from ragcache_core.chunkstore.regrowing import note_of
-from ragcache_core.tree import KnowledgeTree
+from ragcache_core.tree import KnowledgeTree, Location
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.request_state import Key
 
@@ -93,12 +93,13 @@ class KVGroups:
         """Return what is stored beside a chunk, whose unit is in ``tree``; its parent is named as chunks are."""
         location = tree.locate(unit_of(key))
         assert location is not None
+        note = self.note_at(tree, location)
+        return note if self.is_main(key) else ChunkNote(self.offload_key(unit_of(key)), position=note.position)
+
+    def note_at(self, tree: KnowledgeTree, location: Location) -> ChunkNote:
+        """Return what is stored beside the chunk of full attention of a unit."""
         note = note_of(tree, location)
-        if not self.others:
-            return note
-        if not self.is_main(key):
-            return ChunkNote(self.offload_key(unit_of(key)), position=note.position)
-        return note if note.parent is None else replace(note, parent=self.offload_key(note.parent))
+        return replace(note, parent=self.offload_key(note.parent)) if self.others and note.parent is not None else note
 
     def unit_of_entry(self, entry: ChunkEntry) -> tuple[Key, bool]:
         """Return the unit that a stored chunk goes with, and whether it is that unit."""

@@ -230,7 +230,7 @@ class DiskIO:
             self._write(WriteBatch(evicted=job.evicted, job=job))
         chunks, late = [], []
         for chunk in job.chunks:
-            if chunk.note.parent in dropped:
+            if chunk.parent in dropped:
                 dropped.add(chunk.key)
                 late.append(chunk.key)
             else:

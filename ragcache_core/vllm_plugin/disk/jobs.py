@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from ragcache_core.chunkstore import ChunkNote, Transfer
 
 
-@dataclass(frozen=True, slots=True)
 class PendingChunk:
-    """A chunk of host memory on its way to the disk, and what is noted about it."""
+    """A chunk of host memory on its way to the disk.
 
-    key: bytes
-    chunk_id: int
-    note: ChunkNote
+    Args:
+        key: under which it is stored.
+        chunk_id: its row of host memory.
+        first_note: what is noted of the first chunk of its run: chunks that follow one another in a node of the tree.
+        parent: the key of the chunk before it; None for the first of a run, whose note says it.
+        offset: how many chunks of its run come before it.
+    """
+
+    __slots__ = ("_first_note", "_offset", "_parent", "chunk_id", "key")
+
+    def __init__(
+        self, key: bytes, chunk_id: int, first_note: ChunkNote, parent: bytes | None = None, offset: int = 0
+    ) -> None:
+        self.key = key
+        self.chunk_id = chunk_id
+        self._first_note = first_note
+        self._parent = parent
+        self._offset = offset
+
+    @property
+    def parent(self) -> bytes | None:
+        """The key of the chunk before it."""
+        return self._parent if self._offset else self._first_note.parent
+
+    @property
+    def note(self) -> ChunkNote:
+        """What is noted of it, made when it is asked for: on the disk's thread."""
+        first = self._first_note
+        return replace(first, parent=self._parent, position=first.position + self._offset) if self._offset else first
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -31,7 +32,7 @@ from vllm.logger import init_logger
 from ragcache_core.chunkstore import ChunkStore, async_store
 from ragcache_core.chunkstore.regrowing import regrow
 from ragcache_core.chunkstore.sealing import load_keys
-from ragcache_core.tree import admit_within_quotas
+from ragcache_core.tree import Location, admit_within_quotas, runs_of
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.controller import TierReport
 from ragcache_core.vllm_plugin.cache.forgetting import Forgotten, Freed, why_on_disk
@@ -159,14 +160,13 @@ class DiskTier(SecondaryTierManager):
                 self._controller.counters.num_dropped_chunks += len(new)
                 new.clear()
             evicted = self._make_room(new)
-            pending = [self._admit(name, chunk_id) for name, chunk_id in new.items()]
+            pending = self._admit(new)
             self.events.stored(new)
         self._io.store(job_metadata.job_id, pending, evicted)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         names = list(map(self._groups.chunk_name, job_metadata.keys))
-        for name in names:
-            self._hold(name)
+        self._hold(names)
         self._num_reading += len(names)
         chunk_ids = [int(chunk_id) for chunk_id in job_metadata.chunk_ids]
         self._loads[job_metadata.job_id] = self._io.load(job_metadata.job_id, names, chunk_ids)
@@ -343,31 +343,46 @@ class DiskTier(SecondaryTierManager):
 
     def _new_chunks(self, job: TransferJob) -> dict[bytes, int]:
         """Return the chunks of a job that are not here yet, by depth; without what is before it, one is of no use."""
-        places = []
         self.num_left()
-        for key, chunk_id in zip(job.keys, job.chunk_ids, strict=True):
-            if self._is_leaving(key, self._groups.chunk_name(key)):
-                continue
-            if (at := self._tree.locate(unit_of(key))) is not None:
-                is_main = self._groups.is_main(key)
-                before = self._tree.key_before(at) if is_main else unit_of(key)
-                places.append((at.node.start + at.unit, not is_main, self._groups.chunk_name(key), before, chunk_id))
-        new: dict[bytes, int] = {}
-        for _, _, name, before, chunk_id in sorted(places, key=lambda place: place[:2]):
-            if self._is_here(name):
-                continue
-            before_it = None if before is None else self._name_of(before)
-            if before_it is None or self._is_here(before_it) or before_it in new:
-                new[name] = int(chunk_id)
-            else:
-                self._controller.counters.num_dropped_chunks += 1
+        rows = {
+            self._groups.chunk_name(key): int(chunk_id)
+            for key, chunk_id in zip(job.keys, job.chunk_ids, strict=True)
+            if not self._is_leaving(key, self._groups.chunk_name(key))
+        }
+        stored, writing, new = self._stored, self._writing, dict[bytes, int]()
+        masks = self._tree.units_of(map(self._unit_of, rows) if self._groups.others else rows)
+        for node in sorted(masks, key=lambda node: node.start):
+            for first, length in runs_of(masks[node]):
+                before = self._tree.key_before(Location(node, first))
+                is_reached = before is None or self._is_kept(self._name_of(before), new)
+                for unit in node.keys[first : first + length]:
+                    name = self._name_of(unit)
+                    if is_reached and name in rows and name not in stored and name not in writing:
+                        new[name] = rows[name]
+                    is_reached = self._is_kept(name, new)
+                    for other in self._others_of(unit) if self._groups.others else ():
+                        if is_reached and other in rows and not self._is_here(other):
+                            new[other] = rows[other]
+        self._controller.counters.num_dropped_chunks += sum(
+            name not in new and not self._is_here(name) and self._tree.locate(self._unit_of(name)) is not None
+            for name in rows
+        )
         return new
 
+    def _is_kept(self, name: bytes, new: dict[bytes, int]) -> bool:
+        """Return whether a chunk is here, on its way here, or among the ``new`` ones."""
+        return name in self._stored or name in self._writing or name in new
+
+    def _others_of(self, unit: Hashable) -> list[bytes]:
+        """Return the names that a unit's chunks of other groups have."""
+        return [self._groups.chunk_name(offload_key(cast("Key", unit), group)) for group in self._groups.others]
+
     def _name_of(self, unit: Hashable) -> bytes:
-        return self._groups.chunk_name(self._groups.offload_key(cast("Key", unit)))
+        key = cast("Key", unit)
+        return self._groups.offload_key(key) if self._groups.others else key
 
     def _unit_of(self, name: bytes) -> Key:
-        return unit_of(self._groups.key_of_name(name))
+        return unit_of(name) if self._groups.others else name
 
     def _is_unit(self, name: bytes) -> bool:
         return self._groups.is_main(self._groups.key_of_name(name))
@@ -427,31 +442,50 @@ class DiskTier(SecondaryTierManager):
         self.events.removed(evicted)
         return evicted
 
-    def _admit(self, name: bytes, chunk_id: int) -> PendingChunk:
-        if self._is_unit(name):
-            location = self._tree.locate(self._unit_of(name))
-            assert location is not None
-            self._hold(name)
-            self._tree.add(location.node, 1 << location.unit, Tier.DISK)
-        self._writing.add(name)
-        return PendingChunk(name, chunk_id, self._groups.note_of(self._tree, self._groups.key_of_name(name)))
+    def _admit(self, new: dict[bytes, int]) -> list[PendingChunk]:
+        """Put chunks into the tree, held until they are written, and return them with what is noted of them."""
+        self._writing.update(new)
+        self._hold([*new])
+        pending: dict[bytes, PendingChunk] = {}
+        for node, mask in self._tree.units_of(self._units_of(new)).items():
+            self._tree.add(node, mask, Tier.DISK)
+            for first, length in runs_of(mask):
+                note, parent = self._groups.note_at(self._tree, Location(node, first)), None
+                for offset, unit in enumerate(node.keys[first : first + length]):
+                    name = self._name_of(unit)
+                    pending[name] = PendingChunk(name, new[name], note, parent, offset)
+                    parent = name
+        for name in new if len(pending) < len(new) else ():
+            if name not in pending:
+                note = self._groups.note_of(self._tree, self._groups.key_of_name(name))
+                pending[name] = PendingChunk(name, new[name], note)
+        return [pending[name] for name in new]
 
-    def _hold(self, name: bytes) -> None:
-        """Keep a chunk: it is written or read."""
-        if not self._is_unit(name):
-            self._others.discard(name)
-        elif (location := self._tree.locate(self._unit_of(name))) is not None:
-            self._tree.hold(location.node, 1 << location.unit, Tier.DISK)
+    def _units_of(self, names: Collection[bytes]) -> Collection[bytes]:
+        """Return the units of chunks of full attention."""
+        if not self._groups.others:
+            return names
+        return [self._unit_of(name) for name in names if self._is_unit(name)]
 
-    def _let_go(self, name: bytes) -> None:
+    def _hold(self, names: Collection[bytes]) -> None:
+        """Keep chunks: they are written or read."""
+        for name in names if self._groups.others else ():
+            if not self._is_unit(name):
+                self._others.discard(name)
+        for node, mask in self._tree.units_of(self._units_of(names)).items():
+            self._tree.hold(node, mask, Tier.DISK)
+
+    def _let_go(self, names: Collection[bytes]) -> None:
         """Undo :meth:`_hold`."""
-        unit = self._unit_of(name)
-        if self._is_unit(name):
-            if (location := self._tree.locate(unit)) is not None:
-                self._tree.let_go(location.node, 1 << location.unit, Tier.DISK)
-        elif name in self._stored:
-            key = self._groups.key_of_name(name)
-            self._others.add(name, group_of(key), unit, lambda later: offload_key(later, group_of(key)) in self._stored)
+        for node, mask in self._tree.units_of(self._units_of(names)).items():
+            self._tree.let_go(node, mask, Tier.DISK)
+        for name in names if self._groups.others else ():
+            if not self._is_unit(name) and name in self._stored:
+                key = self._groups.key_of_name(name)
+                self._others.add(name, group_of(key), unit_of(key), partial(self._has, group=group_of(key)))
+
+    def _has(self, unit: Key, *, group: int) -> bool:
+        return offload_key(unit, group) in self._stored
 
     def _take_in_written(self) -> None:
         self._notice_failure()
@@ -463,10 +497,11 @@ class DiskTier(SecondaryTierManager):
             erased = {name for erasure in self._erasures for name in erasure.keys} if self._erasures else set()
             if is_stored:
                 self._stored.update(name for name in known if name not in erased)
-            for name in known if self._is_enabled else ():
-                self._let_go(name)
-                if not is_stored or name in erased:
-                    self._remove(name)
+            if self._is_enabled:
+                self._let_go(known)
+                for name in known if not is_stored or erased else ():
+                    if not is_stored or name in erased:
+                        self._remove(name)
             if outcome.is_dropped or outcome.error is not None:
                 self._controller.counters.num_dropped_chunks += len(outcome.keys)
 
@@ -476,8 +511,8 @@ class DiskTier(SecondaryTierManager):
         loaded: list[OffloadKey] = []
         lost: list[bytes] = []
         for part in load.parts:
+            self._let_go(part.keys)
             for name, is_loaded in zip(part.keys, part.found, strict=True):
-                self._let_go(name)
                 if is_loaded:
                     loaded.append(OffloadKey(self._groups.key_of_name(name)))
                 elif not part.is_abandoned and name in self._stored:  # else it was forgotten meanwhile
@@ -528,8 +563,8 @@ class DiskTier(SecondaryTierManager):
         )
         self._stored.update(found)
         self.events.stored(found)
-        for name in found if self._groups.others else ():
-            self._let_go(name)
+        if self._groups.others:
+            self._let_go(found)
         store.discard_many(orphans)
         counters, stats = self._controller.counters, store.stats
         counters.num_lost_chunks += len(orphans) + stats.num_missing

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
 
-from ragcache_core.chunkstore.regrowing import note_of
 from ragcache_core.tree import ANYBODY, EvictedUnit, Location, admit, admit_within_quotas, runs_of
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.forgetting import Forgotten, Freed
@@ -444,7 +443,7 @@ class HostTier:
             for first, length in runs_of(mask):
                 units = [cast("Key", key) for key in node.keys[first : first + length]]
                 rows = [blocks[OffloadKey(self.groups.offload_key(unit))].row for unit in units]
-                journal.seal([*zip(rows, units, strict=True)], note_of(tree, Location(node, first)))
+                journal.seal([*zip(rows, units, strict=True)], self.groups.note_at(tree, Location(node, first)))
 
     def _promise(self, key: OffloadKey, block: HostBlock) -> None:
         if self.promises.add(key, is_ready=block.ref_cnt != _WRITING):
