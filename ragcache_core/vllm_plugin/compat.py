@@ -99,6 +99,7 @@ from vllm.v1.request import Request, RequestStatus
 
 if TYPE_CHECKING:
     import torch
+    from vllm.lora.request import LoRARequest
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _CONFIRM, _REPORT, _PATHS = "ragcache_confirm", "ragcache_report", "ragcache_cached_paths"
@@ -106,7 +107,10 @@ _FORGET, _LEFT = "ragcache_forget", "ragcache_left"
 _PREFETCH = "ragcache_prefetch"
 _REQUESTS = "ragcache_requests"
 _CACHE = "ragcache_act_on_cache"
-_OWN: dict[str, Any] = {name: getattr(EngineCore, name, None) for name in ("_reset_caches", "sleep", "collective_rpc")}
+_OWN: dict[str, Any] = {
+    name: getattr(EngineCore, name, None)
+    for name in ("_reset_caches", "sleep", "collective_rpc", "add_lora", "remove_lora")
+}
 """vLLM's own methods, which ours call; None where a release has them no more, and the connector runs alone."""
 _GAUGES = (
     *("num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs", "num_kv_fetch_reqs_by_stage"),
@@ -302,10 +306,24 @@ def _tell_of_weights() -> None:
     def collective_rpc(core: EngineCore, method: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_ours(core) and may_change_weights(method, is_paused=core.is_scheduler_paused()):
             core.scheduler.on_weights_changed(f"the workers are called with {method!r:.80}")
+        if _is_ours(core) and method in ("add_lora", "remove_lora"):
+            core.scheduler.on_adapter_changed(None)
         return _OWN["collective_rpc"](core, method, *args, **kwargs)
 
-    for name, function in (("_reset_caches", reset_caches), ("sleep", sleep), ("collective_rpc", collective_rpc)):
-        setattr(EngineCore, name, function)
+    @wraps(_OWN["add_lora"])
+    def add_lora(core: EngineCore, lora_request: LoRARequest) -> Any:
+        if _is_ours(core):
+            core.scheduler.on_adapter_loads(lora_request)
+        return _OWN["add_lora"](core, lora_request)
+
+    @wraps(_OWN["remove_lora"])
+    def remove_lora(core: EngineCore, lora_id: int) -> Any:
+        if _is_ours(core):
+            core.scheduler.on_adapter_changed(lora_id)
+        return _OWN["remove_lora"](core, lora_id)
+
+    for function in (reset_caches, sleep, collective_rpc, add_lora, remove_lora):
+        setattr(EngineCore, function.__name__, function)
 
 
 def _is_ours(core: EngineCore) -> bool:

@@ -230,7 +230,7 @@ def facts() -> dict[str, object]:
         "scheduler_queue": sets(
             compat.Scheduler,
             *("waiting", "kv_holding_waiting", "deferred_waiting", "running", "requests"),
-            *("_inflight_prefills", "max_num_scheduled_tokens"),
+            *("_inflight_prefills", "max_num_scheduled_tokens", "prev_step_scheduled_req_ids"),
             *("need_mamba_block_aligned_split", "scheduler_config"),
         ),
         "cuts_prefills": "enable_chunked_prefill" in names(SchedulerConfig),
@@ -262,8 +262,9 @@ def facts() -> dict[str, object]:
             sets(
                 Request,
                 *("kv_transfer_params", "block_hashes", "prompt_token_ids"),
-                *("prompt_embeds", "lora_request", "cache_salt", "mm_features"),
+                *("prompt_embeds", "lora_request", "cache_salt", "mm_features", "skip_reading_prefix_cache"),
             ),
+            [parameters(Request.update_block_hashes), parameters(compat.KVConnectorBase_V1.on_new_request)],
             [
                 isinstance(inspect.getattr_static(Request, name, None), property)
                 for name in ("num_tokens", "num_tokens_with_spec")
@@ -287,7 +288,10 @@ def facts() -> dict[str, object]:
         ],
         "rank_header": 'raw_request.headers.get("X-data-parallel-rank")' in inspect.getsource(GenerateBaseServing),
         "weights": [
-            [parameters(getattr(compat.EngineCore, name)) for name in ("_reset_caches", "sleep", "collective_rpc")],
+            [
+                parameters(getattr(compat.EngineCore, name))
+                for name in ("_reset_caches", "sleep", "collective_rpc", "add_lora", "remove_lora")
+            ],
             "self._reset_caches()" in inspect.getsource(compat.EngineCore._finish_pause),
             "self.pause_scheduler(" in inspect.getsource(compat.EngineCore.sleep),
             [hasattr(compat.EngineCore, "is_scheduler_paused"), "_reset_caches" in vars(EngineCoreProc)],

@@ -228,7 +228,7 @@ def test_the_scheduler_asks_its_queue_what_ours_answers(facts: dict[str, Any]) -
 def test_the_scheduler_makes_room_as_we_ask(facts: dict[str, Any]) -> None:
     assert facts["scheduler_queue"] == [
         *("waiting", "kv_holding_waiting", "deferred_waiting", "running", "requests"),
-        *("_inflight_prefills", "max_num_scheduled_tokens"),
+        *("_inflight_prefills", "max_num_scheduled_tokens", "prev_step_scheduled_req_ids"),
         *("need_mamba_block_aligned_split", "scheduler_config"),
     ], "_TreeScheduling takes over the queue, and preempts speculation: find their new names"
     assert facts["cuts_prefills"], "_TreeScheduling shortens steps only where enable_chunked_prefill lets it"
@@ -250,8 +250,9 @@ def test_the_scheduler_makes_room_as_we_ask(facts: dict[str, Any]) -> None:
     assert facts["request_reads"] == [
         [
             *("kv_transfer_params", "block_hashes", "prompt_token_ids"),
-            *("prompt_embeds", "lora_request", "cache_salt", "mm_features"),
+            *("prompt_embeds", "lora_request", "cache_salt", "mm_features", "skip_reading_prefix_cache"),
         ],
+        [["self"], ["self", "request"]],
         [True, True],
     ], "the connector reads them of a request, and num_tokens, the scheduler num_tokens_with_spec: find their new names"
     assert facts["request_states"] == ["PREEMPTED", "WAITING_FOR_STREAMING_REQ"], "see request_queue.py"
@@ -287,6 +288,8 @@ def test_an_engine_core_resets_its_caches_where_we_tell_pauses_from_changes(fact
             ["self", "reset_running_requests", "reset_connector"],
             ["self", "level", "mode"],
             ["self", "method", "timeout", "args", "kwargs"],
+            ["self", "lora_request"],
+            ["self", "lora_id"],
         ],
         True,
         True,

@@ -32,6 +32,7 @@ from ragcache_core.vllm_plugin.compat import (
     connector_of_this_worker,
     kv_bytes_per_block,
 )
+from ragcache_core.vllm_plugin.connector.adapter_keys import AdapterKeys
 from ragcache_core.vllm_plugin.connector.bare import BareConnector
 from ragcache_core.vllm_plugin.connector.stats_reporter import StatsReporter
 from ragcache_core.vllm_plugin.connector.step_stats import RAGCacheStats
@@ -61,6 +62,7 @@ class DocumentAware:
     """What both connectors do on the scheduler's side: tell the controller of each request's life."""
 
     controller: CacheController | None = None
+    adapter_keys: AdapterKeys
     _vllm_config: VllmConfig
     _kv_cache_config: KVCacheConfig
     _news: StatsReporter | None = None
@@ -71,6 +73,7 @@ class DocumentAware:
 
     def _begin(self, controller: CacheController) -> None:
         self.controller = controller
+        self.adapter_keys = AdapterKeys(self._vllm_config)
         self._news = StatsReporter(controller, lambda: self._stats_below(), lambda: self._num_copies())
         since, _, path = os.environ.get(RECORD_TRACE_ENV, "").partition(":")
         self._recorder = TraceRecorder(path, since_s=float(since)) if path else None
@@ -98,6 +101,8 @@ class DocumentAware:
             metadata = replace(metadata, speculation=None)  # nothing would ever admit it
         tenant = self.controller.tenants.of_salt(request.cache_salt)
         is_tenants_own = self.controller.tenants.is_own_salt(tenant, request.cache_salt)
+        is_salted = bool(request.cache_salt) and not is_tenants_own
+        self.adapter_keys.separate(request)
         since_s = arrived_s(time.monotonic(), time.time() - request.arrival_time, self.controller.last_step)
         self.controller.on_new_request(
             request.request_id,
@@ -105,7 +110,7 @@ class DocumentAware:
             request.block_hashes,
             request.num_prompt_tokens,
             since_s,
-            is_salted=bool(request.cache_salt) and not is_tenants_own,
+            is_salted=is_salted,
             tenant=tenant,
         )
         if self._recorder is not None and not metadata.is_prefill:

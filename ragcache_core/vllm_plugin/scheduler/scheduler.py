@@ -39,6 +39,7 @@ from ragcache_core.vllm_plugin.scheduler.request_queue import CacheAwareRequestQ
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -68,6 +69,7 @@ class _TreeScheduling:
     waiting: Any
     kv_holding_waiting: Any
     deferred_waiting: set[Request]
+    prev_step_scheduled_req_ids: set[str]
     block_size: int
     max_num_scheduled_tokens: int
     need_mamba_block_aligned_split: bool
@@ -96,6 +98,7 @@ class _TreeScheduling:
         self._queue: CacheAwareRequestQueue | None = None
         self._step_began_s = 0.0
         self._has_other_weights = False
+        self._outdated_loads: list[Request] = []
         self._speculates_beside_answers = not current_platform.is_cpu()
         self._tree_queue: TreeFreeBlockQueue | None = None
         if context.groups is None and controller.settings.max_age is not None:
@@ -111,6 +114,8 @@ class _TreeScheduling:
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._step_began_s = time.monotonic()
         self._controller.tick(steady_s())
+        if self._outdated_loads:
+            self._drop_outdated_loads()
         if self._queue is None:
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
         self._queue.real.reconsider()
@@ -279,6 +284,41 @@ class _TreeScheduling:
             logger.warning("RAGCache keeps nothing any more that outlives this engine, and empties its disk: %s", why)
         self._own_connector.forget_weights()
 
+    def on_adapter_loads(self, adapter: LoRARequest) -> None:
+        """Take note that the workers are about to load an adapter, perhaps in place of one with the same id."""
+        self.on_adapter_changed(adapter.lora_int_id)
+        self._own_connector.adapter_keys.note_load(adapter)
+
+    def on_adapter_changed(self, adapter_id: int | None) -> None:
+        """Let no request use KV of an adapter's former weights; ``None`` stands for all adapters.
+
+        Its requests in the engine, waiting and running, compute their prompts again and read no cache: they are named
+        after the former weights, and so is what they leave in the cache.
+        """
+        self._own_connector.adapter_keys.renew(adapter_id)
+        affected = [
+            request
+            for request in self.requests.values()
+            if request.lora_request is not None and adapter_id in (None, request.lora_request.lora_int_id)
+        ]
+        now_s = time.monotonic()
+        for request in reversed(affected):
+            request.skip_reading_prefix_cache = True
+            if request.status == RequestStatus.RUNNING:
+                self.running.remove(request)
+                self._preempt_request(request, now_s)
+                self.prev_step_scheduled_req_ids.discard(request.request_id)
+            elif request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+                self._outdated_loads.append(request)
+
+    def _drop_outdated_loads(self) -> None:
+        """Free blocks that were being loaded when their adapter changed, once vLLM lets go of them."""
+        waiting = RequestStatus.WAITING_FOR_REMOTE_KVS
+        for request in self._outdated_loads:
+            if request.status == waiting:
+                self._set_back(request)
+        self._outdated_loads = [request for request in self._outdated_loads if request.status == waiting]
+
     def has_room(self) -> bool:
         """Return whether a speculative request that arrived now would be admitted at once."""
         if self._queue is None:
@@ -340,7 +380,7 @@ class _TreeScheduling:
         )
 
     def _set_back(self, request: Request) -> None:
-        """Free the blocks that were loaded for a speculative request, once they are: vLLM would admit it at once."""
+        """Free the blocks that were loaded for a request, once they are: vLLM would admit it at once."""
         if not self._handle_blocked_waiting_request(request):
             return
         self.kv_holding_waiting.remove_request(request)

@@ -9,8 +9,17 @@ from itertools import count
 from typing import Any, cast
 
 import torch
-from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    LoRAConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
 from vllm.config.vllm import set_current_vllm_config
+from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -80,6 +89,8 @@ class Stage:
     settings: Mapping[str, Any] = field(default_factory=dict)
     connector: str = "LoadingConnector"
     policy: str = "fcfs"
+    max_loras: int = 0
+    """How many LoRA adapters the worker holds at a time; 0: it takes none."""
 
     def __post_init__(self) -> None:
         groups = [KVCacheGroupSpec([f"layer {i}"], spec) for i, spec in enumerate(self.groups)]
@@ -99,6 +110,7 @@ class Stage:
                 async_scheduling=self.is_async,
                 policy=self.policy,
             ),
+            lora_config=LoRAConfig(max_lora_rank=8, max_loras=self.max_loras) if self.max_loras else None,
             kv_transfer_config=KVTransferConfig(
                 kv_connector=self.connector,
                 kv_connector_module_path=_MODULE,
@@ -122,6 +134,8 @@ class Stage:
         self.numbers = count()
         self.requests: dict[str, Request] = {}
         self.slots: dict[tuple[int, int], bytes] = {}
+        self.weights: dict[int, bytes] = {}  # of adapters by their ids: what their KV begins with
+        self.stored: dict[str, bytes] = {}  # the weights whose KV a request finds elsewhere
         self.running: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []
         self.loaded: set[str] = set()
         self.answers: dict[str, list[int]] = {}
@@ -140,6 +154,7 @@ class Stage:
         salt: str | None = None,
         image: tuple[int, int] | None = None,
         image_hash: str | None = None,
+        adapter: LoRARequest | None = None,
     ) -> str:
         """Send a request over documents, each of ``num_tokens`` tokens; a question of its own unless one is given.
 
@@ -164,8 +179,13 @@ class Stage:
             else [MultiModalFeatureSpec(None, "image", image_hash or f"i{number}", PlaceholderRange(*image))]
         )
         request = Request(
-            f"r{number}", tokens, params, None, mm_features=images, cache_salt=salt, block_hasher=_block_hasher
+            *(f"r{number}", tokens, params, None),
+            mm_features=images,
+            lora_request=adapter,
+            cache_salt=salt,
+            block_hasher=_block_hasher,
         )
+        self.stored[request.request_id] = self._weights_of(request)
         self.requests[request.request_id] = request
         self.answers[request.request_id] = []
         if is_loaded:
@@ -245,7 +265,7 @@ class Stage:
             end = request.num_computed_tokens
             first = end - num_scheduled
             known = [*request.all_token_ids, *self._in_flight(request_id)]
-            states = [b""]
+            states = [self._weights_of(request)]
             for token in known[:end]:
                 states.append(_chain(states[-1], token))
             tables = self.scheduler.kv_cache_manager.get_block_ids(request_id)
@@ -276,7 +296,7 @@ class Stage:
         """Bring what a request found elsewhere; vLLM hears of it with the next step."""
         request = self.requests[request_id]
         tables = self.scheduler.kv_cache_manager.get_block_ids(request_id)
-        before = b""
+        before = self.stored[request_id]
         for position in range(request.num_computed_tokens):
             before = _chain(before, request.all_token_ids[position])
             for group, block_ids in enumerate(tables):
@@ -299,6 +319,9 @@ class Stage:
             if request_id in ran.req_id_to_index
             for token in ran.sampled_token_ids[ran.req_id_to_index[request_id]]
         ]
+
+    def _weights_of(self, request: Request) -> bytes:
+        return b"" if request.lora_request is None else self.weights.get(request.lora_request.lora_int_id, b"")
 
     def _slot(self, block_ids: list[int], position: int) -> bytes:
         return self.slots.get((block_ids[position // BLOCK], position % BLOCK), b"never written")

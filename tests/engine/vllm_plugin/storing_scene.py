@@ -293,6 +293,8 @@ class Steps:
             tokens = (*asked.prompt_token_ids, *[ANSWER] * asked.max_tokens)
             for i in range(first // BLOCK, end // BLOCK):
                 self._tokens_of.setdefault(_key_of(tokens[: (i + 1) * BLOCK]), tokens[: (i + 1) * BLOCK])
+            for i, key in enumerate(asked.block_hashes if asked.lora_request else ()):
+                self._tokens_of.setdefault(key, tokens[: (i + 1) * BLOCK])
             tables = self.scheduler.kv_cache_manager.get_block_ids(name)
             groups = self.scheduler.kv_cache_config.kv_cache_groups
             for number, (group, blocks) in enumerate(zip(groups, tables, strict=True)):
