@@ -39,6 +39,7 @@ from ragcache_core.client.ordering.document_order import Arrangement, OrderingCl
 from ragcache_core.client.prefetching import Prefetching, PrefetchRoute
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt, FormatDocuments
 from ragcache_core.client.prompts.client import PromptClient
+from ragcache_core.client.prompts.kv_scope import KVScopes
 from ragcache_core.client.prompts.request_plan import RequestPlan, rights_body
 from ragcache_core.client.prompts.rights import joined_salt
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer, checked_tokenizer
@@ -50,7 +51,7 @@ from ragcache_core.client.stats.cache_stats import CacheStatsRoutes
 from ragcache_core.client.stats.server_metrics import parse_metrics
 from ragcache_core.client.tracing import RequestTraces
 from ragcache_core.client.warm_imports import importing_requests
-from ragcache_core.client.warming import WarmingClient, WarmingReceipt, check_bound
+from ragcache_core.client.warming import WarmingClient, WarmingReceipt, check_bound, known_scope
 from ragcache_core.errors import ConfigError, TokenizerUnavailableError
 from ragcache_core.ordering import DocumentOrder
 from ragcache_core.prompt import ChatMessage, PromptTokenizer, RenderedPrompt, check_prompt_fits
@@ -152,14 +153,16 @@ class EngineClient(Handle, ABC):
                 if find_tokenizer is None
                 else checked_tokenizer(lambda: find_tokenizer(server, card), partial(server.token_ids, card.name))
             )
-        reordered = RememberedOrders()
+        reordered, scopes = RememberedOrders(), KVScopes(card.name, self.api_key)
         load = LoadRoute(self.base_url, self.api_key, self._http_async)
         prompts = PromptClient(
             tokenizer,
             max_model_len=card.max_model_len,
             reordered=reordered,
             ask_tokens=partial(server.token_ids, card.name),
+            scopes=scopes,
         )
+        self._scopes = scopes
         self.integration = Integration(
             prompts,
             SpeculationClient(
@@ -170,6 +173,7 @@ class EngineClient(Handle, ABC):
                 speculations=self._speculations,
                 load=load,
                 prefetching=self._prefetching,
+                scopes=scopes,
             ),
             OrderingClient(self._cached_prefixes, reordered),
             DeadlineClient(prompts, self._cached_prefixes, DeadlineRoutes(self.base_url, self.api_key, self._http)),
@@ -180,7 +184,7 @@ class EngineClient(Handle, ABC):
             self._prefetching,
         )
         self._warming = WarmingClient(
-            self.integration.speculation, load, self._cached_prefixes, self._prefetching, self._http, self.base_url
+            self.integration.speculation, load, self._cached_prefixes, scopes, self._http, self.base_url
         )
 
     @abstractmethod
@@ -345,18 +349,19 @@ class EngineClient(Handle, ABC):
         (:meth:`bind_prompt` with a ``PromptLayout``), and what is too short to be worth it is passed over.
 
         Raises:
-            ConfigError: there is no prompt. RAGCacheError: as of :meth:`generate`.
+            ConfigError: there is no prompt, or it is not known for which ``cache_salt`` or adapter: see ``settings`` of
+                :meth:`bind_prompt`. RAGCacheError: as of :meth:`generate`.
         """
-        rendered = self._warming_prompts(documents, prompt)
+        rendered, settings = self._warming_prompts(documents, prompt)
         for each in rendered:
-            self.generate(each, max_tokens=1)
+            self.generate(each, max_tokens=1, **settings)
         return len(rendered)
 
     async def awarm(self, documents: Iterable[Document], prompt: Callable[[Document], Prompt] | None = None) -> int:
         """Prefill documents; see :meth:`warm`."""
-        rendered = self._warming_prompts(documents, prompt)
+        rendered, settings = self._warming_prompts(documents, prompt)
         for each in rendered:
-            await self.agenerate(each, max_tokens=1)
+            await self.agenerate(each, max_tokens=1, **settings)
         return len(rendered)
 
     def warm_paths(
@@ -388,7 +393,8 @@ class EngineClient(Handle, ABC):
 
     def _warming_prompts(
         self, documents: Iterable[Document], prompt: Callable[[Document], Prompt] | None
-    ) -> list[Prompt]:
+    ) -> tuple[list[Prompt], dict[str, Any]]:
+        """Return what to prefill, and the settings of the requests that will show it."""
         bound = self.integration.prompts.bound_prompt
         if prompt is None and bound is None:
             raise ConfigError(
@@ -401,9 +407,9 @@ class EngineClient(Handle, ABC):
                 made.append(prompt(document))
             elif bound is not None and (prefix := bound.prefix([document], [document])) is not None:
                 made.append(prefix)
-        return made
+        return made, known_scope(self._scopes, bound).settings()
 
-    def prefetch(self, prompt: Prompt, *, cache_salt: str | None = None) -> int:
+    def prefetch(self, prompt: Prompt, *, cache_salt: str | None = None, model: str | None = None) -> int:
         """Have what the engine has on disk of ``prompt`` read into host memory, before it is asked; return at once.
 
         A prompt that begins with the same tokens finds it there. It is dropped as ever when something better comes.
@@ -411,6 +417,7 @@ class EngineClient(Handle, ABC):
         Args:
             prompt: as that of :meth:`stream`; what comes after the documents need not be in it.
             cache_salt: with which it will be asked, if with one.
+            model: which it will be asked, where that is an adapter: nothing of it is on disk.
 
         Returns:
             for how many tokens KV is being read; 0 where none is on disk alone, where that is more than a quarter of
@@ -421,11 +428,11 @@ class EngineClient(Handle, ABC):
             PromptTooLongError: it does not fit into the context window.
             TokenizerUnavailableError, ConfigError: see :meth:`tokenize`.
         """
-        return self._prefetching.prefetch(self._token_ids(prompt), _salt_of(prompt, cache_salt))
+        return self._prefetching.prefetch(self._token_ids(prompt), _salt_of(prompt, cache_salt), model=model)
 
-    async def aprefetch(self, prompt: Prompt, *, cache_salt: str | None = None) -> int:
+    async def aprefetch(self, prompt: Prompt, *, cache_salt: str | None = None, model: str | None = None) -> int:
         """Do :meth:`prefetch` without blocking the event loop."""
-        return await self._prefetching.aprefetch(self._token_ids(prompt), _salt_of(prompt, cache_salt))
+        return await self._prefetching.aprefetch(self._token_ids(prompt), _salt_of(prompt, cache_salt), model=model)
 
     def _token_ids(self, prompt: Prompt) -> Sequence[int]:
         check_prompt(prompt)
@@ -478,6 +485,7 @@ class EngineClient(Handle, ABC):
         question: str = "question",
         is_default: bool = True,
         is_prefilled: bool = True,
+        settings: Mapping[str, Any] | None = None,
     ) -> BoundPrompt:
         """Return the prompt of a chain whose documents may be prefilled while they are still searched for.
 
@@ -491,6 +499,9 @@ class EngineClient(Handle, ABC):
             question: the template's name of the question (LlamaIndex: ``query_str``).
             is_default: it is the prompt of every retriever that has none of its own.
             is_prefilled: only a prefill is asked ahead of a search's end; a whole answer needs no warning.
+            settings: those of the requests that will show it which separate their KV:
+                ``{"model": "my-adapter", "extra_body": {"cache_salt": "tenant-a"}}``. By default those of the requests
+                so far; where these differ, nothing is prefilled.
 
         Raises:
             ConfigError: ``prompt`` cannot make messages of these variables.
@@ -502,6 +513,7 @@ class EngineClient(Handle, ABC):
             question=question,
             is_default=is_default,
             is_prefilled=is_prefilled,
+            settings=settings,
         )
 
     def arrange_documents(
@@ -560,7 +572,7 @@ class EngineClient(Handle, ABC):
                 check_text(prompt, "the prompt")
                 plan = RequestPlan()
             case RenderedPrompt():
-                plan = prompts.plan_rendered(prompt, chunk_reuse=chunk_reuse)
+                plan = prompts.plan_rendered(prompt, settings=sampling, chunk_reuse=chunk_reuse)
             case _:
                 plan = prompts.plan_chat(prompt, settings=sampling, chunk_reuse=chunk_reuse)
         if plan.num_prompt_tokens is not None:

@@ -12,9 +12,9 @@ import httpx
 from ragcache_core.chunk.types import chunk_spans
 from ragcache_core.client.http.errors import translate_errors
 from ragcache_core.client.ordering.cached_prefixes import KnownPrefixes
-from ragcache_core.client.prefetching import Prefetching
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt
-from ragcache_core.client.speculation.client import SpeculationClient
+from ragcache_core.client.prompts.kv_scope import HINT, KVScope, KVScopes
+from ragcache_core.client.speculation.client import PreparedRequest, SpeculationClient
 from ragcache_core.client.speculation.engine_load import LoadRoute
 from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.client.stats.server_metrics import kv_memory
@@ -63,7 +63,7 @@ class WarmingClient:
         speculation: SpeculationClient,
         load: LoadRoute,
         cached: KnownPrefixes,
-        prefetching: Prefetching,
+        scopes: KVScopes,
         http: httpx.Client,
         base_url: str,
     ) -> None:
@@ -71,7 +71,7 @@ class WarmingClient:
         self._speculation = speculation
         self._load = load
         self._cached = cached
-        self._prefetching = prefetching
+        self._scopes = scopes
         self._http = http
         self._url = base_url
 
@@ -89,6 +89,7 @@ class WarmingClient:
                 f"the engine at {self._url} {why}, and cannot be warmed: start it with Engine.launch or 'ragcache "
                 "serve', with max_prefill_bs of 1 or more"
             )
+        scope, keeps_chunks = known_scope(self._scopes, bound), stats.chunks is not None
         with translate_errors():
             page = self._http.get(f"{self._url.removesuffix('/v1')}/metrics").raise_for_status().text
         block_size, _ = kv_memory(page)
@@ -100,15 +101,23 @@ class WarmingClient:
             last = None if prompt is None else _last_document(prompt)
             if prompt is None or last is None:
                 receipt = replace(receipt, num_left_out=receipt.num_left_out + 1)
-            elif self._is_cached(prompt, last, block_size, anywhere=stats.chunks is not None):
-                if has_disk:
-                    self._prefetching.prefetch(prompt.token_ids)
-                receipt = replace(receipt, num_cached=receipt.num_cached + 1)
             else:
                 try:
-                    self._prefill(prompt, expected_uses, keeps_chunks=stats.chunks is not None)
-                    num_tokens = receipt.num_tokens + last.end - last.start
-                    receipt = replace(receipt, num_warmed=receipt.num_warmed + 1, num_tokens=num_tokens)
+                    request = self._speculation.prepare_warm(
+                        prompt,
+                        scope=scope,
+                        expected_uses=expected_uses,
+                        chunk_reuse="store" if keeps_chunks else False,
+                    )
+                    # The engine tells what is cached of requests without a scope alone.
+                    if scope == KVScope() and self._is_cached(prompt, last, block_size, anywhere=keeps_chunks):
+                        if has_disk:
+                            request.prefetch()
+                        receipt = replace(receipt, num_cached=receipt.num_cached + 1)
+                    else:
+                        _prefill(request)
+                        num_tokens = receipt.num_tokens + last.end - last.start
+                        receipt = replace(receipt, num_warmed=receipt.num_warmed + 1, num_tokens=num_tokens)
                 except PromptTooLongError:
                     receipt = replace(receipt, num_left_out=receipt.num_left_out + 1)
             receipt = replace(receipt, took_s=time.monotonic() - began_s)
@@ -132,19 +141,17 @@ class WarmingClient:
 
         return self._cached.look(lambda engines: any(map(is_in, engines))) or False
 
-    def _prefill(self, prompt: RenderedPrompt, expected_uses: int, *, keeps_chunks: bool) -> None:
-        """Return when ``prompt`` is prefilled; whatever ends this ends the request in the engine."""
-        done = threading.Event()
-        send = self._speculation.prepare_warm(
-            prompt, expected_uses=expected_uses, chunk_reuse="store" if keeps_chunks else False
-        )
-        speculation = send()
-        speculation.add_done_callback(lambda _: done.set())
-        try:
-            done.wait()
-        finally:
-            speculation.cancel()
-        _check(speculation)
+
+def _prefill(request: PreparedRequest) -> None:
+    """Send a request and return when it is answered; whatever ends this ends the request in the engine."""
+    done = threading.Event()
+    speculation = request()
+    speculation.add_done_callback(lambda _: done.set())
+    try:
+        done.wait()
+    finally:
+        speculation.cancel()
+    _check(speculation)
 
 
 def _check(speculation: Speculation) -> None:
@@ -158,6 +165,17 @@ def _check(speculation: Speculation) -> None:
 def _last_document(prompt: RenderedPrompt) -> PromptSegment | None:
     documents = [segment for segment in prompt.segments if segment.kind is SegmentKind.DOCUMENT]
     return documents[-1] if documents else None
+
+
+def known_scope(scopes: KVScopes, bound: BoundPrompt | None) -> KVScope:
+    """Return what separates the KV of the requests that will show a prompt; without one, of those so far.
+
+    Raises:
+        ConfigError: they differ, and the prompt was bound without their settings.
+    """
+    if (scope := scopes.of(None if bound is None else bound.scope)) is None:
+        raise ConfigError(f"it is not known for which requests to prefill: they differ in model, salt or key. {HINT}")
+    return scope
 
 
 def check_bound(bound: BoundPrompt | None) -> BoundPrompt:

@@ -168,6 +168,8 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
         self._recovery_settings()
         if engine is not None:
             self._have_answers_forgotten(engine)
+            own = {**self.model_kwargs, "model": self.model_name, "extra_body": self.extra_body}
+            engine.integration.prompts.expect_settings(self._with_headers(own))
 
     @property
     def _llm_type(self) -> str:
@@ -363,7 +365,7 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
             payload["messages"],
             ttft_slo=ttft_slo,
             documents=documents or None,
-            settings=payload,
+            settings=self._with_headers(payload),
             chunk_reuse=chunk_reuse,
             deduplicates=deduplicates,
         )
@@ -371,6 +373,11 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
         if plan.extra_body:
             kwargs["extra_body"] = merge_bodies(payload.get("extra_body"), plan.extra_body)
         return _Call(engine, plan, kwargs)
+
+    def _with_headers(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings of a request with all headers that it will have: one may be another tenant's key."""
+        headers = {**(self.default_headers or {}), **(settings.get("extra_headers") or {})}
+        return {**settings, **({"extra_headers": headers} if headers else {})}
 
     def _have_answers_forgotten(self, engine: EngineClient) -> None:
         """Have a cache of answers of ours drop those that stand on documents which ``engine`` forgets."""

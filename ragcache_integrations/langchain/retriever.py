@@ -365,9 +365,5 @@ class _PromptWarmer:
     def prepare(self, documents: Sequence[Document]) -> Callable[[], Speculation] | None:
         if (prompt := self.prompt()) is None:
             return None
-        known = prompt.prefix([to_langchain(document) for document in documents], documents)
-        return (
-            self.engine.integration.speculation.prepare_warm(known, has_documents=prompt.has_documents)
-            if known
-            else None
-        )
+        shown = [to_langchain(document) for document in documents]
+        return self.engine.integration.speculation.prepare_prefill(prompt, shown, documents)

@@ -190,6 +190,7 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
         )
         self._engine = engine
         self._owns_engine = owns_engine
+        engine.integration.prompts.expect_settings(self._settings_of({}, self._own_body({})))
         if self.answer_cache is not None:
             engine.integration.answer_caches.add(self.answer_cache)
 
@@ -342,7 +343,7 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
         plan = self._engine.integration.deadlines.plan_chat(
             to_openai_message_dicts(messages, model=self.model),  # type: ignore[arg-type]
             ttft_slo=ttft_slo,
-            settings={**self.additional_kwargs, **kwargs, "extra_body": own_body},
+            settings=self._settings_of(kwargs, own_body),
             chunk_reuse=chunk_reuse,
             deduplicates=deduplicates,
         )
@@ -360,6 +361,12 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
         check_sendable({**self.additional_kwargs, **kwargs}, "the request")
         plan = RequestPlan(deadline=deadline)
         return MeasuredRequest(self._engine, plan, {**kwargs, "extra_body": own_body}, self.model)
+
+    def _settings_of(self, kwargs: Mapping[str, Any], own_body: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings of a request, with all headers that it will have: one may be another tenant's key."""
+        given = {"model": self.model, **self.additional_kwargs, **kwargs, "extra_body": own_body}
+        headers = {**(self.default_headers or {}), **(given.get("extra_headers") or {})}
+        return {**given, **({"extra_headers": headers} if headers else {})}
 
     def _own_body(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         return merge_bodies(self.additional_kwargs.get("extra_body"), kwargs.get("extra_body"))

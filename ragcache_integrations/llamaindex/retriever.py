@@ -367,7 +367,7 @@ def _prefill(engine: EngineClient, prompt_of: Callable[[], BoundPrompt | None]) 
     def ask(nodes: list[NodeWithScore]) -> Callable[[], Speculation] | None:
         if (bound := prompt_of()) is None:
             return None
-        known = bound.prefix(nodes, [shown_document(n.node) for n in nodes])
-        return engine.integration.speculation.prepare_warm(known, has_documents=bound.has_documents) if known else None
+        documents = [shown_document(n.node) for n in nodes]
+        return engine.integration.speculation.prepare_prefill(bound, nodes, documents)
 
     return ask

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from ragcache_core import Engine, RenderedPrompt
 from ragcache_core.client.engine_client import EngineClient
+from ragcache_core.client.prompts.kv_scope import KVScope
 from ragcache_core.client.speculation.speculation import Speculation
 
 
@@ -16,4 +17,4 @@ def speculate(engine: EngineClient, call: Callable[[], object]) -> Speculation:
 
 def warm(engine: Engine, prompt: RenderedPrompt) -> Speculation:
     """Have ``prompt`` prefilled while the engine is idle."""
-    return engine.integration.speculation.prepare_warm(prompt)()
+    return engine.integration.speculation.prepare_warm(prompt, scope=KVScope())()

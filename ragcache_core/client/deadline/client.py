@@ -14,6 +14,7 @@ from typing import Any
 from ragcache_core.client.deadline.routes import DeadlineRoutes, EngineCosts
 from ragcache_core.client.ordering.cached_prefixes import KnownPrefixes
 from ragcache_core.client.prompts.client import PromptClient
+from ragcache_core.client.prompts.kv_scope import KVScope
 from ragcache_core.client.prompts.request_plan import RequestPlan
 from ragcache_core.client.request_scope import current_scope
 from ragcache_core.deadline import MeasuredReuse, PromptOption, check_ttft_slo, choose, options_of, unplanned
@@ -27,6 +28,7 @@ _NUM_REMEMBERED = 256
 _UNKNOWN_PROMPT = "the server lays this prompt out, so that nothing of it is known here"
 _REFERRED_TO = "documents that the conversation shows already are referred to where they stand"
 _NOT_WANTED = "the request rules it out: chunk_reuse=False"
+_SEPARATE = "requests with a cache_salt or an adapter reuse no chunks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +92,11 @@ class DeadlineClient:
         key = current_scope(), _digest(plan, ttft_slo_s, rules_out_reuse=wish is False)
         decision = self._remembered(key)
         if decision is None:
+            is_told = self._prompts.scope_of(settings or {}) == KVScope() and "cache_salt" not in plan.extra_body
             movable = None if deduplicates else messages
-            decision = self._decide(ttft_slo_s, movable, documents, plan, costs, rules_out_reuse=wish is False)
+            decision = self._decide(
+                ttft_slo_s, movable, documents, plan, costs, rules_out_reuse=wish is False, is_told=is_told
+            )
             self._remember(key, decision)
         if decision.option.alpha is not None:
             plan = planned(messages, chunk_reuse={"alpha": decision.option.alpha})
@@ -110,17 +115,21 @@ class DeadlineClient:
         costs: EngineCosts,
         *,
         rules_out_reuse: bool,
+        is_told: bool,
     ) -> _Decision:
+        """Choose how a prompt is shown; ``is_told``: what the engine tells of its cache is true of this request."""
         assert not isinstance(costs.prefill, str)
         token_ids = _token_ids(plan)
         assert token_ids is not None
-        reuse = _NOT_WANTED if rules_out_reuse else costs.reuse
-        ways = self._cached.look(  # of several engines it goes to the one that has most of it
-            lambda engines: min(
-                (options_of(token_ids, plan.segments, cached, reuse) for cached in engines),
-                key=lambda ways: ways.options[0].num_new_tokens,
+        reuse = _NOT_WANTED if rules_out_reuse else costs.reuse if is_told else _SEPARATE
+        ways = None
+        if is_told:
+            ways = self._cached.look(  # of several engines it goes to the one that has most of it
+                lambda engines: min(
+                    (options_of(token_ids, plan.segments, cached, reuse) for cached in engines),
+                    key=lambda ways: ways.options[0].num_new_tokens,
+                )
             )
-        )
         ways = ways or options_of(token_ids, plan.segments, None, reuse)
         queue_s = self._routes.queue_s()
         option, report = choose(ttft_slo_s, ways, costs.prefill, queue_s)

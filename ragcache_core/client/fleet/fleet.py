@@ -250,20 +250,30 @@ class _EachPrefetches:
     def __init__(self, replicas: ReplicaSet) -> None:
         self._replicas = replicas
 
-    def prefetch(self, token_ids: Sequence[int], cache_salt: str | None = None) -> int:
-        """Return the most tokens that one of them reads."""
+    def prefetch(
+        self,
+        token_ids: Sequence[int],
+        cache_salt: str | None = None,
+        *,
+        model: str | None = None,
+        authorization: str | None = None,
+    ) -> int:
+        """Return the most tokens that one of them reads; each is asked with its own key, as for any request."""
+
+        def read(replica: Replica) -> int:
+            with suppress(EngineError):
+                return replica.engine.integration.prefetching.prefetch(token_ids, cache_salt, model=model)
+            return 0
+
         ready = self._replicas.ready()
         with ThreadPoolExecutor(len(ready) or 1) as threads:
-            return max(threads.map(lambda replica: self._one(replica, token_ids, cache_salt), ready), default=0)
+            return max(threads.map(read, ready), default=0)
 
-    def _one(self, replica: Replica, token_ids: Sequence[int], cache_salt: str | None) -> int:
-        with suppress(EngineError):
-            return replica.engine.integration.prefetching.prefetch(token_ids, cache_salt)
-        return 0
-
-    async def aprefetch(self, token_ids: Sequence[int], cache_salt: str | None = None) -> int:
+    async def aprefetch(
+        self, token_ids: Sequence[int], cache_salt: str | None = None, *, model: str | None = None
+    ) -> int:
         """Do :meth:`prefetch` without blocking the event loop."""
-        return await asyncio.to_thread(self.prefetch, token_ids, cache_salt)
+        return await asyncio.to_thread(self.prefetch, token_ids, cache_salt, model=model)
 
 
 def _of_all(receipts: Sequence[ForgetReceipt]) -> ForgetReceipt:

@@ -12,6 +12,7 @@ from threading import Lock
 from typing import Any, Protocol, get_origin
 
 from ragcache_core.client.prompts.chat_request import is_text_only
+from ragcache_core.client.prompts.kv_scope import KVScope
 from ragcache_core.errors import ConfigError, PromptError
 from ragcache_core.ordering import static_prefix_digest
 from ragcache_core.prompt import (
@@ -66,6 +67,7 @@ class BoundPrompt:
         is_question_first: something that is not known while the search runs (the question, a history of the chat)
             stands before the documents, so that only the static part before it can be prefilled.
         has_documents: whether any of what is known are the documents.
+        scope: what separates the KV of the requests that show it; ``None`` where that was not said.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class BoundPrompt:
         is_question_first: bool = False,
         has_documents: bool = True,
         is_renderable: Callable[[Sequence[ChatMessage]], bool] = is_text_only,
+        scope: KVScope | None = None,
     ) -> None:
         """Bind ``prompt``; without a ``tokenizer`` nothing of it is known.
 
@@ -84,6 +87,7 @@ class BoundPrompt:
         """
         self.is_question_first = is_question_first
         self.has_documents = has_documents and not is_question_first
+        self.scope = scope
         self._prompt = prompt
         self._tokenizer = tokenizer
         self._is_renderable = is_renderable
@@ -140,6 +144,7 @@ def bind(
     context: str = "context",
     question: str = "question",
     is_prefilled: bool = True,
+    scope: KVScope | None = None,
 ) -> BoundPrompt:
     """Return ``prompt`` bound; a warning says so if its question comes first. See ``Engine.bind_prompt``.
 
@@ -151,7 +156,7 @@ def bind(
     early = drafted.unknown_before_context(tokenizer.render) if tokenizer is not None else []
     if early and is_prefilled:
         warn_question_first(early)
-    return BoundPrompt(drafted, tokenizer, max_model_len=max_model_len, is_question_first=bool(early))
+    return BoundPrompt(drafted, tokenizer, max_model_len=max_model_len, is_question_first=bool(early), scope=scope)
 
 
 def warn_question_first(names: Sequence[str], *, opening: str = "", retriever: str | None = None) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from ragcache_core.client.ordering.document_order import RememberedOrders
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt, FormatDocuments, bind
 from ragcache_core.client.prompts.chat_request import AskedChat, ChatRequest, read_chat
+from ragcache_core.client.prompts.kv_scope import KVScope, KVScopes
 from ragcache_core.client.prompts.labels import LABELS
 from ragcache_core.client.prompts.layout_learner import LayoutLearner
 from ragcache_core.client.prompts.rearranging import rearranged
@@ -41,7 +42,7 @@ from ragcache_core.prompt import (
     render_chat,
     texts_of,
 )
-from ragcache_core.types import DocId, Document
+from ragcache_core.types import DocId, Document, SegmentKind
 from ragcache_core.wire import ChunkReuseOption, check_sendable, read_chunk_reuse
 
 
@@ -55,12 +56,14 @@ class PromptClient:
         max_model_len: int,
         reordered: RememberedOrders,
         ask_tokens: AskTokens,
+        scopes: KVScopes,
     ) -> None:
         """``tokenizer`` may be the error that says why there is none; ``reordered`` are orders that were changed.
 
-        ``ask_tokens`` asks the server for its tokens of a chat.
+        ``ask_tokens`` asks the server for its tokens of a chat. ``scopes`` takes note of the requests' KV scopes.
         """
         self._tokenizer = tokenizer
+        self._scopes = scopes
         self._max_model_len = max_model_len
         self._reordered = reordered
         self._remembered = RememberedDocuments()
@@ -69,7 +72,7 @@ class PromptClient:
         self._lock = Lock()
         self._num_unnamed_chats = 0
         self._server = ServerTokens(ask_tokens)
-        self._tool_calls = ToolCalls(self._server, max_model_len=max_model_len)
+        self._tool_calls = ToolCalls(self._server, scopes, max_model_len=max_model_len)
 
     @property
     def tokenizer(self) -> PromptTokenizer:
@@ -105,11 +108,19 @@ class PromptClient:
         question: str = "question",
         is_default: bool = True,
         is_prefilled: bool = True,
+        settings: Mapping[str, Any] | None = None,
     ) -> BoundPrompt:
         """See ``Engine.bind_prompt``."""
-        tokenizer, limit = self._tokenizer_at_hand(), self._max_model_len
-        names = {"context": context, "question": question}
-        bound = bind(prompt, format_docs, tokenizer, max_model_len=limit, is_prefilled=is_prefilled, **names)
+        bound = bind(
+            prompt,
+            format_docs,
+            self._tokenizer_at_hand(),
+            max_model_len=self._max_model_len,
+            context=context,
+            question=question,
+            is_prefilled=is_prefilled,
+            scope=None if settings is None else self._scopes.read(settings),
+        )
         if is_default:
             self._bound = bound
         return bound
@@ -131,10 +142,30 @@ class PromptClient:
         if plan.asked is not None:
             self._tool_calls.add(plan.asked, answer())
 
-    def plan_rendered(self, prompt: RenderedPrompt, *, chunk_reuse: ChunkReuseOption = None) -> RequestPlan:
+    def plan_rendered(
+        self,
+        prompt: RenderedPrompt,
+        *,
+        settings: Mapping[str, Any] | None = None,
+        chunk_reuse: ChunkReuseOption = None,
+    ) -> RequestPlan:
         """Return what a request for a prompt that is laid out carries; with the errors of :meth:`plan_chat`."""
         limit = self._max_model_len
-        return plan_rendered(prompt, max_model_len=limit, reordered=self._reordered, chunk_reuse=chunk_reuse)
+        plan = plan_rendered(prompt, max_model_len=limit, reordered=self._reordered, chunk_reuse=chunk_reuse)
+        return self._noted(plan, settings or {})
+
+    def expect_settings(self, settings: Mapping[str, Any]) -> None:
+        """Take note of the settings of a framework's model that will send its requests to this engine."""
+        self._scopes.expect(settings)
+
+    def scope_of(self, settings: Mapping[str, Any]) -> KVScope:
+        """Return what separates the KV of a request with these settings."""
+        return self._scopes.read(settings)
+
+    def _noted(self, plan: RequestPlan, settings: Mapping[str, Any]) -> RequestPlan:
+        if any(segment.kind is SegmentKind.DOCUMENT for segment in plan.segments):
+            self._scopes.note(settings)
+        return plan
 
     def plan_chat(
         self,
@@ -189,13 +220,15 @@ class PromptClient:
                 reordered=self._reordered,
                 chunk_reuse=chunk_reuse,
             )
-            return replace(plan, extra_body={**changed_messages(messages, sent), **plan.extra_body})
+            body = {**changed_messages(messages, sent), **plan.extra_body}
+            return self._noted(replace(plan, extra_body=body), settings)
         if chat is None or (prompt := self._prompt_of(self._tokenizer, chat, shown, questions)) is None:
             return self._unnamed(messages, escape_documents(self._tokenizer, sent, shown), shown)
         self._tool_calls.see(messages, searches)
         plan = plan_tokens(
             prompt, messages, reordered=self._reordered, chunk_reuse=chunk_reuse, sends_tokens=not chat.has_media
         )
+        self._noted(plan, settings)
         if not (chat.tools and chat.is_ours):
             return plan
         ids = {segment.doc_id for segment in prompt.segments}

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from ragcache_core.client.prompts.bound_prompt import UNKNOWN, BoundPrompt, Drafts
 from ragcache_core.client.prompts.chat_request import AskedChat, read_chat
+from ragcache_core.client.prompts.kv_scope import KVScopes
 from ragcache_core.client.prompts.layout_learner import LayoutLearner, LearnedLayout
 from ragcache_core.client.prompts.request_plan import RememberedSearch
 from ragcache_core.client.prompts.server_tokens import ServerTokens
@@ -40,9 +41,10 @@ _USUAL = LearnedLayout(
 class ToolCalls:
     """The tool calls of models that wait for a result, and how results of each tool look. Thread-safe."""
 
-    def __init__(self, server: ServerTokens, *, max_model_len: int) -> None:
+    def __init__(self, server: ServerTokens, scopes: KVScopes, *, max_model_len: int) -> None:
         """Know of none. ``server`` says whether chats with tools are rendered here as there."""
         self._server = server
+        self._scopes = scopes
         self._max_model_len = max_model_len
         self._lock = Lock()
         self._waiting: OrderedDict[str, _Call] = OrderedDict()
@@ -60,6 +62,7 @@ class ToolCalls:
                 max_model_len=self._max_model_len,
                 has_documents=layout.num_documents != 0,
                 is_renderable=partial(self._is_rendered_alike, asked),
+                scope=self._scopes.read(asked.settings),
             )
             with self._lock:
                 _put(self._waiting, call_id, _Call(tool, _texts_in(arguments), prompt), _MAX_CALLS)

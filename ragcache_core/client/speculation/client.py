@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import httpx
 
 from ragcache_core.client.prefetching import Prefetching
-from ragcache_core.client.prompts.request_plan import plan_rendered
+from ragcache_core.client.prompts.bound_prompt import BoundPrompt
+from ragcache_core.client.prompts.kv_scope import KVScope, KVScopes
+from ragcache_core.client.prompts.request_plan import merge_bodies, plan_rendered
 from ragcache_core.client.speculation import request_capture
 from ragcache_core.client.speculation.engine_load import EngineLoad, LoadRoute
 from ragcache_core.client.speculation.manager import SpeculationManager
 from ragcache_core.client.speculation.request_capture import CapturedRequest
 from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.prompt import RenderedPrompt
+from ragcache_core.types import Document
 
 
 class PreparedRequest:
@@ -44,7 +47,12 @@ class PreparedRequest:
         asked = json.loads(self._captured.body)
         token_ids = (asked.get("kv_transfer_params") or {}).get("prompt_token_ids") or asked.get("prompt")
         if isinstance(token_ids, list) and all(isinstance(token, int) for token in token_ids):
-            self._prefetching.prefetch(token_ids, asked.get("cache_salt"))
+            self._prefetching.prefetch(
+                token_ids,
+                asked.get("cache_salt"),
+                model=asked.get("model"),
+                authorization=self._captured.authorization,
+            )
 
 
 class SpeculationClient:
@@ -60,8 +68,13 @@ class SpeculationClient:
         speculations: SpeculationManager,
         load: LoadRoute,
         prefetching: Prefetching,
+        scopes: KVScopes,
     ) -> None:
-        """``base_url`` ends in ``/v1``; ``speculations`` are those of the transports that send its requests."""
+        """``base_url`` ends in ``/v1``; ``speculations`` are those of the transports that send its requests.
+
+        ``scopes`` says what separates the KV of the requests for which something is prefilled.
+        """
+        self._scopes = scopes
         self._url = f"{base_url}/completions"
         self._headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
         self._model = model
@@ -108,10 +121,34 @@ class SpeculationClient:
         """
         return PreparedRequest(self._speculations.start, self._prefetching, self.capture_request(call))
 
+    def prepare_prefill(
+        self, bound: BoundPrompt, shown_documents: Sequence[Any], documents: Sequence[Document]
+    ) -> PreparedRequest | None:
+        """Return what prefills the beginning of a prompt about documents, for the request that will show them.
+
+        Args:
+            bound: the prompt.
+            shown_documents: the documents as the framework's, for the user's own formatting.
+            documents: the same documents.
+
+        Returns:
+            ``None`` where nothing is known of the prompt that is worth a prefill, or where it is not known what
+            separates the KV of its requests.
+
+        Raises:
+            PromptTooLongError: it does not fit into the context window.
+        """
+        if (scope := self._scopes.of(bound.scope)) is None:
+            return None
+        if (known := bound.prefix(shown_documents, documents)) is None:
+            return None
+        return self.prepare_warm(known, has_documents=bound.has_documents, scope=scope)
+
     def prepare_warm(
         self,
         prompt: RenderedPrompt,
         *,
+        scope: KVScope,
         has_documents: bool = True,
         expected_uses: int = 0,
         chunk_reuse: Literal["store", False] = False,
@@ -121,7 +158,7 @@ class SpeculationClient:
         ``has_documents`` says whether documents are in it; without any it hides nothing of the search for them. It is
         computed exactly, since KV that was assembled from reused chunks serves no other request; with ``"store"`` its
         documents are kept for others to reuse as well. The engine counts it neither as a request nor as a use of its
-        documents: with ``expected_uses`` they rank by those.
+        documents: with ``expected_uses`` they rank by those. Requests of its ``scope`` find it, and no others.
 
         Raises:
             PromptTooLongError: it does not fit into the context window.
@@ -134,14 +171,10 @@ class SpeculationClient:
             is_prefill=True,
             expected_uses=expected_uses,
         )
-        body = {
-            "model": self._model,
-            "prompt": list(prompt.token_ids),
-            "max_tokens": 1,
-            "temperature": 0.0,
-            **plan.extra_body,
-        }
-        request = httpx.Request("POST", self._url, headers=self._headers, content=json.dumps(body).encode())
+        asked = {"model": self._model, "prompt": list(prompt.token_ids), "max_tokens": 1, "temperature": 0.0}
+        body = merge_bodies(asked, scope.fields(), plan.extra_body)
+        headers = {**self._headers, **scope.headers()}
+        request = httpx.Request("POST", self._url, headers=headers, content=json.dumps(body).encode())
         captured = CapturedRequest.of(request)
         start = partial(self._speculations.start, is_claimable=False, has_documents=has_documents)
         return PreparedRequest(start, self._prefetching, captured)

@@ -222,10 +222,10 @@ class SpeculationManager:
             if speculation.trace is not None:
                 speculation.trace.admitted(waited_s)
 
-        await self._routes.follow_wait(self._transport(), speculation.id, note, is_over=lambda: speculation.is_done)
+        await self._routes.follow_wait(self._transport(), speculation, note)
 
     async def _send_confirmation(self, speculation: Speculation) -> None:
-        await self._routes.confirm(self._transport(), speculation.id, is_over=lambda: speculation.is_done)
+        await self._routes.confirm(self._transport(), speculation)
 
     def _transport(self) -> httpx.AsyncBaseTransport:
         assert self._background is not None

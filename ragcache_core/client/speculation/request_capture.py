@@ -31,6 +31,11 @@ class CapturedRequest:
     key: bytes
     scope: object | None
 
+    @property
+    def authorization(self) -> str | None:
+        """The header that says who asks."""
+        return next((value.decode() for name, value in self.headers if name.lower() == b"authorization"), None)
+
     @classmethod
     def of(cls, request: httpx.Request) -> CapturedRequest:
         """Return what ``request`` asks; its body was read before."""

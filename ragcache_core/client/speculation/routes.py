@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Callable
 from itertools import chain, repeat
+from typing import TYPE_CHECKING
 
 import httpx
 
@@ -20,6 +21,9 @@ from ragcache_core.client.http.errors import says_engine_died
 from ragcache_core.client.http.resume import can_go_on
 from ragcache_core.client.speculation.request_capture import CapturedRequest
 from ragcache_core.errors import ConfigError, EngineDiedError, EngineError
+
+if TYPE_CHECKING:
+    from ragcache_core.client.speculation.speculation import Speculation
 
 _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 _SHORT_TIMEOUT = httpx.Timeout(5.0)
@@ -106,41 +110,34 @@ class SpeculationRoutes:
     def __init__(self, base_url: str, api_key: str) -> None:
         """``base_url`` ends in ``/v1``."""
         self._url = f"{base_url}/ragcache"
-        self._headers = {"Authorization": f"Bearer {api_key}"}
+        self._authorization = f"Bearer {api_key}"
 
-    async def confirm(
-        self, transport: httpx.AsyncBaseTransport, speculation_id: str, *, is_over: Callable[[], bool]
-    ) -> None:
-        """Tell the engine that a speculation is a real request now, until it has acknowledged that or ``is_over``.
+    async def confirm(self, transport: httpx.AsyncBaseTransport, speculation: Speculation) -> None:
+        """Tell the engine that a speculation is a real request now, until it has acknowledged that or ends.
 
         A joined request whose confirmation is lost would wait behind every other one.
         """
         for pause_s in chain(_CONFIRM_PAUSES_S, repeat(_CONFIRM_PAUSES_S[-1])):
-            answer = await self._ask(transport, "POST", f"speculations/{speculation_id}/confirm")
+            answer = await self._ask(transport, "POST", speculation, "/confirm")
             if answer is not None and answer.status_code < 500:
                 return
             await asyncio.sleep(pause_s)
-            if is_over():
+            if speculation.is_done:
                 return
 
     async def follow_wait(
-        self,
-        transport: httpx.AsyncBaseTransport,
-        speculation_id: str,
-        note: Callable[[float], None],
-        *,
-        is_over: Callable[[], bool],
+        self, transport: httpx.AsyncBaseTransport, speculation: Speculation, note: Callable[[float], None]
     ) -> None:
         """Call ``note`` with the seconds that a speculation has waited to be scheduled, each time the engine tells.
 
-        It does so when it begins, and when it goes on after a pause. Returns when the speculation ``is_over``,
+        It does so when it begins, and when it goes on after a pause. Returns when the speculation is done,
         or when the server is one that does not tell.
         """
         num_told = 0
         while True:
-            was_over = is_over()
+            was_over = speculation.is_done
             after = 0 if was_over else num_told  # at the end it does not wait for what is known
-            answer = await self._ask(transport, "GET", f"speculations/{speculation_id}?after={after}")
+            answer = await self._ask(transport, "GET", speculation, f"?after={after}")
             if answer is not None and answer.status_code < 500:
                 match _json(answer):
                     case {"waited_s": float() | int() as waited_s, "num_told": int() as num_told}:
@@ -155,10 +152,17 @@ class SpeculationRoutes:
                 return
             await asyncio.sleep(_ASK_AGAIN_S)
 
-    async def _ask(self, transport: httpx.AsyncBaseTransport, method: str, route: str) -> httpx.Response | None:
-        """Return the server's answer, read to its end; ``None`` if there was none."""
+    async def _ask(
+        self, transport: httpx.AsyncBaseTransport, method: str, speculation: Speculation, route: str
+    ) -> httpx.Response | None:
+        """Return the server's answer, read to its end; ``None`` if there was none.
+
+        It is asked as who sent the speculation: a tenant's are known to that tenant alone.
+        """
         extensions = {"timeout": _SHORT_TIMEOUT.as_dict()}
-        request = httpx.Request(method, f"{self._url}/{route}", headers=self._headers, extensions=extensions)
+        headers = {"Authorization": speculation.authorization or self._authorization}
+        url = f"{self._url}/speculations/{speculation.id}{route}"
+        request = httpx.Request(method, url, headers=headers, extensions=extensions)
         try:
             answer = await transport.handle_async_request(request)
             try:
@@ -167,7 +171,7 @@ class SpeculationRoutes:
                 await answer.aclose()
             return answer
         except httpx.HTTPError as error:
-            _logger.debug("%s %s: %s: %s", method, route, type(error).__name__, error)
+            _logger.debug("%s %s: %s: %s", method, url, type(error).__name__, error)
             return None
 
 

@@ -30,6 +30,7 @@ class Speculation:
         id: its name in the engine.
         key: that of the real requests that may join it.
         scope: the request scope that it was sent in; only a request of the same scope, or without one, joins it.
+        authorization: the header that says who asks, also for its confirmation.
         sent_s: when it was sent, by ``time.perf_counter()``.
         started_s: when it was sent, plus the time that it waited in the engine to be scheduled, once that has told. The
             way there is not counted: a request that is made when the search has ended has it before it as well.
@@ -46,6 +47,7 @@ class Speculation:
         self.id = uuid.uuid4().hex
         self.key = captured.key
         self.scope = captured.scope
+        self.authorization = captured.authorization
         self.is_claimable, self.has_documents = is_claimable, has_documents
         self.sent_s = time.perf_counter()
         self.started_s: float | None = None

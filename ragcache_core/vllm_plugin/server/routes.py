@@ -150,10 +150,11 @@ async def confirm(speculation_id: str, request: Request) -> None:
 
 
 class PrefetchRequest(BaseModel):
-    """A prompt that may be asked soon, under the salt that it will be asked with."""
+    """A prompt that may be asked soon, with the salt and the model that it will be asked with."""
 
     prompt_token_ids: list[Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]]
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    model: str | None = None
 
 
 @router.post("/prefetch")
@@ -169,6 +170,8 @@ async def prefetch(wanted: PrefetchRequest, request: Request) -> dict[str, int]:
     num_tokens, most = len(wanted.prompt_token_ids), engine.model_config.max_model_len
     if num_tokens > most:
         raise HTTPException(400, f"the prompt has {num_tokens} tokens, the context window {most}: name fewer documents")
+    if wanted.model is not None and not request.app.state.openai_serving_models.is_base_model(wanted.model):
+        return {"num_read_tokens": 0}  # an adapter, of which nothing is on disk
     begun = await call_prefetch(engine, wanted.prompt_token_ids, wanted.cache_salt)
     return {"num_read_tokens": sum(each["num_read_tokens"] for each in begun)}
 

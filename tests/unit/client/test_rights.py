@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ragcache_core import ConfigError, Document, PromptLayout
 from ragcache_core.client import Engine
 from ragcache_core.client.prompts import client, request_plan
+from ragcache_core.client.prompts.kv_scope import KVScope
 from ragcache_core.client.prompts.request_plan import RememberedDocuments, merge_bodies
 from ragcache_core.client.prompts.rights import RememberedRights, joined_salt, salt_of
 from tests.support.scripted_server import ScriptedServer
@@ -144,7 +145,7 @@ def test_a_prompt_that_is_laid_out_is_asked_prefetched_and_warmed_with_its_salt(
     bound = engine.bind_prompt(LAYOUT)
     prefix = bound.prefix([WAGES], [WAGES])
     assert prefix is not None
-    captured = engine.integration.speculation.prepare_warm(prefix)._captured
+    captured = engine.integration.speculation.prepare_warm(prefix, scope=KVScope())._captured
     assert salt_of([("hr",)]).encode() in captured.body  # type: ignore[union-attr]  # a salt there is
 
 
