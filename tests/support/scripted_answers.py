@@ -22,6 +22,7 @@ class Seen:
     """Of which trace it is, in W3C's words."""
     session: str | None = None
     """By which a proxy may choose who gets it."""
+    authorization: str | None = None
 
     @property
     def messages(self) -> Sequence[JsonObject]:

@@ -102,6 +102,7 @@ class ScriptedServer:
 
     rules: Sequence[Rule] = ()
     model: str = "scripted-model"
+    adapters: Sequence[str] = ()
     name: str = ""
     """What it calls itself to proxies, where it has a name."""
     root: str = "scripted-model"
@@ -226,7 +227,7 @@ class ScriptedServer:
             self.requests.append(request)
             if isinstance(request.speculation, str):
                 self._arrived_s[request.speculation] = time.monotonic()
-            if request.body.get("model") not in (None, self.model):
+            if request.body.get("model") not in (None, self.model, *self.adapters):
                 message = f"The model `{request.body['model']}` does not exist."
                 return Refusal(404, message, "NotFoundError")
             asked = len(prompt_tokens(request)) + (request.body.get("max_tokens") or 1)
@@ -410,7 +411,8 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._is_allowed():
             return
         session = self.headers.get(SESSION_HEADER)
-        request, owner = Seen(self.path, body, self.headers.get("traceparent"), session), self.server_of
+        headers = self.headers.get("traceparent"), session, self.headers.get("Authorization")
+        request, owner = Seen(self.path, body, *headers), self.server_of
         if self.path in ("/v1/chat/completions", "/v1/completions"):
             request_id = next(owner._ids)
             owner._running.add(request_id)

@@ -81,13 +81,16 @@ class ToolCalls:
     def prompt_for(self, query: str, otherwise: BoundPrompt | None) -> BoundPrompt | None:
         """Return the next prompt of the agent whose tool searches ``query``, the newest one; ``otherwise`` else.
 
-        That also goes before the prompt of a tool whose results have not been seen yet.
+        That also goes before the prompt of a tool whose results have not been seen yet, unless the KV of the two is
+        separate: then it is not known which of them will show the documents, and there is none.
         """
         with self._lock:
             found = next((call for call in reversed(self._waiting.values()) if call.asks(query)), None)
         if found is None or found.tool.shows_documents is False:
             return otherwise
-        return found.prompt if found.tool.shows_documents else otherwise or found.prompt
+        if found.tool.shows_documents or otherwise is None:
+            return found.prompt
+        return otherwise if self._scopes.of(otherwise.scope) == found.prompt.scope else None
 
     def _is_rendered_alike(self, asked: AskedChat, messages: Sequence[ChatMessage]) -> bool:
         chat = read_chat(messages, asked.settings)

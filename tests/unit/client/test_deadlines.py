@@ -102,6 +102,20 @@ def test_documents_are_shown_in_the_cached_order_where_only_that_is_in_time(
     assert params["reordered"]
 
 
+@pytest.mark.parametrize(
+    "settings", [{"extra_body": {"cache_salt": "tenant-a"}}, {"model": "an-adapter"}, {"extra_body": {"model": "b"}}]
+)
+def test_nothing_that_is_cached_of_other_requests_counts_for_one_whose_kv_is_separate(
+    engine: Engine, server: ScriptedServer, settings: dict[str, Any]
+) -> None:
+    know_cached(server, engine, "moon sun")
+    told, separate = planned(engine, 0.001).deadline, planned(engine, 0.001, settings=settings).deadline
+    assert told is not None
+    assert separate is not None
+    assert told.choice == "document_order"
+    assert separate.choice == "exact"
+
+
 def test_an_agent_goes_on_with_the_messages_that_it_holds_whatever_was_sent(
     engine: Engine, server: ScriptedServer, demo_model: str
 ) -> None:

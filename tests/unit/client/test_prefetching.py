@@ -32,6 +32,8 @@ async def test_a_prompt_is_named_by_its_tokens_whatever_it_is_given_as() -> None
                 {"prompt_token_ids": engine.tokenize("When?")},
                 {"prompt_token_ids": engine.tokenize(messages), "cache_salt": "a tenant"},
             ]
+            engine.prefetch("When?", model="an-adapter")
+            assert server.prefetched[-1]["model"] == "an-adapter"
 
 
 def test_plain_vllm_has_no_disk_to_read_from() -> None:
@@ -52,6 +54,7 @@ def test_a_server_that_is_gone_is_an_error() -> None:
             {"messages": [], "cache_salt": "s", "kv_transfer_params": {"prompt_token_ids": [3], "ragcache": {}}},
             {"prompt_token_ids": [3], "cache_salt": "s"},
         ),
+        ({"model": "an-adapter", "prompt": [1]}, {"prompt_token_ids": [1], "model": "an-adapter"}),
         ({"prompt": "a text"}, None),
         ({"messages": []}, None),
     ],
