@@ -542,7 +542,7 @@ class EngineStats:
     had ended.
     Of ``num_speculative_requests``, which came before anybody asked for them, ``num_confirmed_speculations`` were asked
     for in the end; ``num_speculative_tokens`` of their prompts were computed until then, and ``num_wasted_tokens`` of
-    these for requests that ended unasked for.
+    these were used by no request.
 
     ``chunks`` is ``None`` in an engine without chunk reuse.
     """
@@ -595,9 +595,7 @@ class EngineStats:
     num_speculative_tokens: int = _counter(
         "ragcache_speculative_tokens", "Prompt tokens computed before anybody asked for them."
     )
-    num_wasted_tokens: int = _gauge(
-        "ragcache_wasted_tokens", "Of those, the ones of requests that ended unasked for.", 0
-    )
+    num_wasted_tokens: int = _gauge("ragcache_wasted_tokens", "Of those, the ones that no request used.", 0)
     chunks: ChunkStats | None = None
 
     @property

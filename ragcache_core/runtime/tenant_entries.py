@@ -23,6 +23,9 @@ class TenantEntries(Generic[_Key, _Value]):
         self._tenant_limit = limit if tenant_limit is None else tenant_limit
         self._by_tenant: dict[str | None, OrderedDict[_Key, _Value]] = {}
 
+    def __bool__(self) -> bool:
+        return any(self._by_tenant.values())
+
     def get(self, tenant: str | None, key: _Key) -> _Value | None:
         """Return a tenant's entry, or None."""
         entries = self._by_tenant.get(tenant)

@@ -51,6 +51,8 @@ class RequestState:
         tenant: whose it is; None is nobody's.
         num_local_tokens: of its prompt, found on the GPU by the look-up before its admission.
         num_speculative_tokens: of its prompt, computed before it was confirmed.
+        num_wasted_tokens: of those, what counts as wasted now.
+        is_used: it is a prefill, and a real request came whose prompt begins with its blocks.
         preempted_s, paused_s: since when it is preempted while speculative, and how long it was so before.
         retained: the last block of its path, which the tree keeps for it.
         tail_ids: of documents that begin in its prompt's last block, which is not full.
@@ -82,6 +84,8 @@ class RequestState:
     num_loaded_bytes: int = 0
     num_stored_bytes: int = 0
     num_speculative_tokens: int = 0
+    num_wasted_tokens: int = 0
+    is_used: bool = False
     is_confirmed: bool = False
     admitted_s: float | None = None
     loaded_s: float | None = None

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from ragcache_core.runtime.tenant_entries import TenantEntries
 from ragcache_core.types import DocId
-from ragcache_core.vllm_plugin.cache.request_state import RequestState
+from ragcache_core.vllm_plugin.cache.request_state import Key, RequestState
+
+_Key = TypeVar("_Key")
 
 _MAX_REMEMBERED = 1024
 _MAX_ENDED = 64
@@ -28,12 +31,16 @@ class QueuedSpeculations:
     A confirmation may come at any time: before its request (the two travel separately), while it is queued or runs, or
     after it has ended by itself. Of speculations whose request has not arrived yet, and of those whose request has
     ended, the newest ``max_remembered`` of each tenant are remembered.
+
+    A prefill answers no request itself, so a confirmation does not say that it was of use: its tokens count as wasted
+    until a real request arrives whose prompt begins with the same blocks.
     """
 
     def __init__(self, max_remembered: int = _MAX_REMEMBERED) -> None:
         self._num_unconfirmed = 0
         self._confirmed_early: TenantEntries[str, bool] = TenantEntries(max_remembered)
         self._ended: TenantEntries[str, list[RequestState]] = TenantEntries(max_remembered)
+        self._unused_prefills: TenantEntries[Key, list[RequestState]] = TenantEntries(max_remembered)
         self._first_admitted: TenantEntries[str, str] = TenantEntries(max_remembered)
         self._waited_s: dict[str, tuple[float, str | None]] = {}
         self.num_requests = 0
@@ -49,8 +56,11 @@ class QueuedSpeculations:
         """Take a request in; one that was confirmed before it came is real from the beginning."""
         speculation = state.metadata.speculation
         if speculation is None:
+            self._use_prefills(state)
             return
         self.num_requests += 1
+        if state.metadata.is_prefill and state.keys and not state.metadata.expected_uses:
+            _append(self._unused_prefills, state.keys[-1], state)
         if self._confirmed_early.get(state.tenant, speculation):
             self._confirm(state)
         else:
@@ -69,7 +79,8 @@ class QueuedSpeculations:
         confirmed = Confirmed(alive, self._ended.pop(tenant, speculation) or [])
         self._num_unconfirmed -= len(alive)
         for state in confirmed.ended:
-            self.num_wasted_tokens -= state.num_speculative_tokens
+            if not state.metadata.is_prefill:
+                self._take_back(state)
         for state in (*alive, *confirmed.ended):
             self._confirm(state)
         return confirmed
@@ -103,19 +114,20 @@ class QueuedSpeculations:
     def on_finished(self, state: RequestState) -> None:
         """Release a request; what was computed for it is wasted unless it is confirmed after all, or was a forecast."""
         speculation = state.metadata.speculation
-        if speculation is None or not state.is_speculative:
+        if speculation is None:
             return
-        self._num_unconfirmed -= 1
-        if state.metadata.expected_uses:  # nobody will confirm it
+        self._num_unconfirmed -= state.is_speculative
+        if state.metadata.expected_uses:  # no confirmation follows
             return
-        self.num_wasted_tokens += state.num_speculative_tokens
-        ended = self._ended.get(state.tenant, speculation) or []
-        if len(ended) < _MAX_ENDED:
-            self._ended.put(state.tenant, speculation, [*ended, state])
+        if not state.is_used if state.metadata.is_prefill else state.is_speculative:
+            state.num_wasted_tokens = state.num_speculative_tokens
+            self.num_wasted_tokens += state.num_wasted_tokens
+        if state.is_speculative:
+            _append(self._ended, speculation, state)
 
     def forget(self, doc_ids: Set[DocId] | None) -> None:
         """Know ended requests with some documents, or with any, no more by what they showed."""
-        for ended in self._ended.values():
+        for ended in (*self._ended.values(), *self._unused_prefills.values()):
             for state in ended:
                 if doc_ids is None or any(segment.doc_id in doc_ids for segment in state.metadata.segments):
                     segments = tuple(replace(segment, doc_id=None, label=None) for segment in state.metadata.segments)
@@ -134,3 +146,22 @@ class QueuedSpeculations:
     def _confirm(self, state: RequestState) -> None:
         state.is_confirmed = True
         self.num_confirmed += 1
+
+    def _use_prefills(self, request: RequestState) -> None:
+        """Count prefills as used whose blocks a real request's prompt begins with."""
+        if self._unused_prefills:
+            for key in request.keys:
+                for prefill in self._unused_prefills.pop(request.tenant, key) or ():
+                    prefill.is_used = True
+                    self._take_back(prefill)
+
+    def _take_back(self, state: RequestState) -> None:
+        self.num_wasted_tokens -= state.num_wasted_tokens
+        state.num_wasted_tokens = 0
+
+
+def _append(states: TenantEntries[_Key, list[RequestState]], key: _Key, state: RequestState) -> None:
+    """Add a request to those with the same key, of which the first ``_MAX_ENDED`` are kept."""
+    known = states.get(state.tenant, key) or []
+    if len(known) < _MAX_ENDED:
+        states.put(state.tenant, key, [*known, state])

@@ -186,6 +186,25 @@ def test_a_prefill_and_the_request_that_it_was_for_are_one_use_and_one_request()
     assert (report["num_requests"], report["num_reordered_prompts"], report["num_wasted_tokens"]) == (1, 1, 0)
 
 
+@pytest.mark.parametrize("salt", [None, "tenant-a"])
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_confirmed_prefill_is_wasted_unless_a_request_finds_its_blocks(salt: str | None, *, is_early: bool) -> None:
+    stage = Stage()
+    stage.ask("AB", speculation="s", num_answers=1, metadata={"prefill": True})
+    for _ in range(1 if is_early else 4):
+        stage.step()
+    stage.scheduler.confirm("s")
+    stage.ask("AB", salt=salt)
+    stage.finish_all()
+    report = stage.controller.report()
+    num_computed = report["num_speculative_tokens"]
+    assert num_computed == 324
+    assert report["num_wasted_tokens"] == (0 if salt is None else num_computed)
+    stage.ask("ABC")
+    stage.finish_all()
+    assert stage.controller.report()["num_wasted_tokens"] == 0, "this one finds them"
+
+
 def test_when_memory_runs_out_speculation_goes_before_an_answer() -> None:
     stage = Stage(num_blocks=44, is_gpu=True)
     real = stage.ask("A", num_answers=200)
