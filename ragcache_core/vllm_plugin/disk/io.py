@@ -55,6 +55,7 @@ class DiskIO:
         self._copied: deque[int] = deque()
         self._written: deque[Outcome] = deque()
         self._is_done = threading.Condition()
+        self._is_cleared = False
         self._copier = threading.Thread(target=self._copy_jobs, name="ragcache-disk-copy", daemon=True)
         self._copier.start()
 
@@ -142,6 +143,7 @@ class DiskIO:
     def clear(self) -> None:
         """Have every chunk forgotten, after what was asked for before; a disk that hangs does it when it answers."""
         self._finish_copies()
+        self._is_cleared = False
         self._write(WriteBatch(clears=True))
 
     def read_s(self, num_chunks: int) -> float | None:
@@ -170,6 +172,11 @@ class DiskIO:
         """
         self._finish_copies()
         return self._disk.finish_reads(timeout_s)
+
+    @property
+    def is_cleared(self) -> bool:
+        """Whether the last :meth:`clear` has ended and left no chunk."""
+        return self._is_cleared
 
     def finish_writes(self, timeout_s: float) -> bool:
         """Wait until the disk has what it was given; return whether it has in time."""
@@ -305,6 +312,7 @@ class DiskIO:
             self._num_failures += 1  # of which jobs that wait now were not made knowing
         if keys or error is not None:
             self._written.append(Outcome(keys, error, batch.is_stale, self._num_failures))
+        self._is_cleared |= batch.clears and error is None
         if error is not None and batch.clears:
             logger.error("RAGCache's disk tier still holds KV from before a reset: %s", error)
         batch.payloads.clear()

@@ -221,8 +221,9 @@ class DiskTier(SecondaryTierManager):
         patience_s = async_store.READ_TIMEOUT_S if self._is_enabled else _OUT_OF_SERVICE_PATIENCE_S
         self._disable("the caches were reset, and KV of other weights could not be told from what is stored")
         self._io.clear()
-        self._is_emptied = self._io.finish_writes(patience_s)
-        if not self._is_emptied:
+        is_answered = self._io.finish_writes(patience_s)
+        self._is_emptied = is_answered and self._io.is_cleared
+        if not is_answered:
             logger.error(
                 "RAGCache's disk tier has not answered in %g s, and is emptied when it does: if the engine ends before "
                 "that, delete %s",
@@ -258,6 +259,8 @@ class DiskTier(SecondaryTierManager):
         ended = [erasure for erasure in self._erasures if erasure.is_done]
         if ended:
             self._take_in_written()  # of what was written before, none is here
+        if any(erasure.error is not None for erasure in ended):
+            self._is_emptied = False
         self._notice_failure()
         failed = [erasure for erasure in ended if erasure.error is not None and self._is_enabled]
         waits = failed and self._io.is_resting

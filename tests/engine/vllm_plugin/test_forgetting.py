@@ -19,7 +19,7 @@ import pytest
 
 from ragcache_core.chunkstore import ChunkStore, async_store, slotfile
 from ragcache_core.chunkstore.sealing import KEY_ENV
-from ragcache_core.errors import CacheTierError, ConfigError
+from ragcache_core.errors import CacheTierError, CacheWriteError, ConfigError
 from ragcache_core.runtime.environment import STARTED_AGAIN_ENV
 from ragcache_core.runtime.shared_memory import EngineFiles, journal_folder, new_engine_id
 from ragcache_core.types import PromptSegment, SegmentKind, Tier
@@ -515,3 +515,27 @@ def test_what_a_killed_engine_left_in_host_memory_is_overwritten_by_the_next(tmp
 
 def bytes_below(folder: Path) -> bytes:
     return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_reset_that_could_not_empty_the_disk_is_a_problem(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch, *, is_full: bool
+) -> None:
+    it = opening()
+    it.store("B")
+    if is_full:
+        monkeypatch.setattr(ChunkStore, "clear", failing(CacheWriteError("No space left on device")))
+    it.tier.clear()
+    forget(it, "B")
+    assert left_of(it) == 0
+    assert (it.tier.why_left() is not None) == is_full
+
+
+def test_an_erasure_that_fails_after_a_reset_is_a_problem(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = opening()
+    it.store("B")
+    it.tier.clear()
+    monkeypatch.setattr(ChunkStore, "erase", failing(CacheWriteError("No space left on device")))
+    forget(it, "B")
+    assert left_of(it) == 0
+    assert it.tier.why_left() is not None, "the bytes of what was emptied may still be there"
