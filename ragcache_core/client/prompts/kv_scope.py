@@ -56,7 +56,8 @@ class KVScopes:
 
     A search does not know which request will show its documents. What is prefilled for it gets the scope of the
     requests so far that showed documents. Where these differ, it is not known, and stays so: a wrong scope would let
-    requests of another tenant find the KV.
+    requests of another tenant find the KV. So it is where their scope is not that of a model: the next call may have
+    another salt.
     """
 
     def __init__(self, model: str, api_key: str) -> None:
@@ -100,7 +101,7 @@ class KVScopes:
             return bound
         with self._lock:
             known = self._seen or self._expected or {KVScope()}
-            if len(known) == 1:
+            if len(known) == 1 and known <= self._expected | {KVScope()}:
                 return next(iter(known))
             is_new, self._is_warned = not self._is_warned, True
         if is_new:
