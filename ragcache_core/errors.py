@@ -24,8 +24,6 @@
     │   ├── StoreLockedError                 another process writes to it
     │   ├── StoreFullError                   no space left while saving
     │   ├── EmptyStoreError                  a search before anything was added
-    │   ├── StoreUnreachableError            a store behind HTTP: nothing answers, it takes no more, or it ended amid
-    │   ├── StoreAuthError                   a store behind HTTP: wrong API key
     │   └── EmbedderMismatchError (ValueError)  the embedder is not the one the store was built with
     ├── DocumentError (ValueError)           a document that cannot be stored
     │   ├── EmptyDocumentError
@@ -139,14 +137,6 @@ class StoreFullError(StoreError):
 
 class EmptyStoreError(StoreError):
     """The store holds no documents yet."""
-
-
-class StoreUnreachableError(StoreError):
-    """No service of a store answers at that address, it takes no more searches, or it ended during one."""
-
-
-class StoreAuthError(StoreError):
-    """The service of a store answered that the API key is wrong or missing."""
 
 
 class EmbedderMismatchError(StoreError, ValueError):

@@ -26,7 +26,7 @@ from ragcache_core.errors import ConfigError, StoreCorruptError, StoreError, Sto
 from ragcache_core.private_files import FILE_MODE, make_private_folder, open_private
 from ragcache_core.retrieval.base import Vectors
 from ragcache_core.retrieval.embedders.base import as_embedder, check_query
-from ragcache_core.retrieval.stores import AnyStore
+from ragcache_core.retrieval.store import DocumentStore
 from ragcache_core.runtime.handle import Handle
 from ragcache_core.types import DocId, Document
 
@@ -167,7 +167,7 @@ class AnswerCache(Handle, AbstractContextManager["AnswerCache"]):
             self._forgotten.extend((self._num_forgets, doc_id) for doc_id in forgotten)
             return self._delete(self._about(lambda doc_id, _: doc_id in forgotten))
 
-    def forget_outdated(self, store: AnyStore, shown: Callable[[Document], str] = lambda d: d.text) -> int:
+    def forget_outdated(self, store: DocumentStore, shown: Callable[[Document], str] = lambda d: d.text) -> int:
         """Delete every answer about a document that ``store`` lacks or has in another version; see :meth:`forget`.
 
         ``shown`` returns the text of a document as prompts show it. Return the number of answers.

@@ -18,7 +18,6 @@ from ragcache_core.cli.commands.index import index
 from ragcache_core.cli.commands.profile import profile
 from ragcache_core.cli.commands.quality import quality
 from ragcache_core.cli.commands.serve import serve
-from ragcache_core.cli.commands.serve_store import serve_store
 from ragcache_core.cli.commands.simulate import simulate
 from ragcache_core.cli.commands.stats import stats
 from ragcache_core.cli.commands.store import store
@@ -41,7 +40,7 @@ def cli() -> None:
 
 
 for command in (
-    *(index, ask, store, serve, serve_store, stats, cache, forget, warm),
+    *(index, ask, store, serve, stats, cache, forget, warm),
     *(profile, quality, calibrate, trace, simulate, advise, bench),
 ):
     cli.add_command(command)

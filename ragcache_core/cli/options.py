@@ -17,7 +17,7 @@ from ragcache_core.prompt import PromptLayout
 from ragcache_core.runtime.environment import API_KEY_ENV
 
 if TYPE_CHECKING:
-    from ragcache_core.retrieval import DocumentStore, RemoteStore
+    from ragcache_core.retrieval import DocumentStore
 
 EmbedderName = Literal["builtin", "minilm"]
 
@@ -34,20 +34,6 @@ class FiniteRange(click.FloatRange):
 
 store_option = click.option(
     "--store", type=click.Path(path_type=Path), required=True, metavar="PATH", help="The document store's directory."
-)
-readable_store_option = click.option(
-    "--store",
-    required=True,
-    metavar="PATH|URL",
-    help="The document store's directory, or the address of one that 'ragcache serve-store' serves.",
-)
-STORE_KEY_VARIABLE = "RAGCACHE_STORE_API_KEY"
-store_key_option = click.option(
-    "--store-api-key",
-    envvar=STORE_KEY_VARIABLE,
-    show_envvar=True,
-    metavar="KEY",
-    help="The API key of the store's service.",
 )
 embedder_option = click.option(
     "--embedder",
@@ -268,30 +254,6 @@ def open_store(
     if embedder is None and read_manifest(path).embedder_name == MiniLMEmbedder.name:
         embedder = "minilm"
     return DocumentStore.open(path, embedder=make_embedder(embedder), read_only=read_only, rebuild_index=rebuild_index)
-
-
-def open_readable_store(place: str, embedder: EmbedderName | None, api_key: str | None) -> DocumentStore | RemoteStore:
-    """Return a store to read: the one at an address, or in a directory.
-
-    Raises:
-        click.UsageError: an embedder for a store that is elsewhere, or a key for one that is here.
-        StoreError: and its kinds; see :func:`open_store` and :class:`RemoteStore`.
-    """
-    if not place.startswith(("http://", "https://")):
-        if api_key is not None and _is_typed("store_api_key"):
-            raise click.UsageError("--store-api-key is for a service: leave it out, or give --store its address.")
-        return open_store(Path(place), embedder, read_only=True)
-    if embedder is not None:
-        raise click.UsageError("A store's service has its embedder: leave --embedder out.")
-    from ragcache_core.retrieval import RemoteStore
-
-    return RemoteStore(place, api_key=api_key)
-
-
-def _is_typed(name: str) -> bool:
-    """Return whether an option was given on the command line, and not by a variable."""
-    source = click.get_current_context().get_parameter_source(name)
-    return source is click.core.ParameterSource.COMMANDLINE
 
 
 def make_embedder(name: EmbedderName | None) -> object | None:

@@ -8,9 +8,6 @@ from ragcache_core.retrieval.remote.growing import GrowingEffort
 from ragcache_core.retrieval.remote.lancedb import lancedb_stages
 from ragcache_core.retrieval.remote.pgvector import pgvector_stages
 from ragcache_core.retrieval.remote.qdrant import qdrant_stages
-from ragcache_core.retrieval.service.remote_store import RemoteStore
-from ragcache_core.retrieval.service.running import StoreService
-from ragcache_core.retrieval.shards import ShardedStore
 from ragcache_core.retrieval.sources import StageSource, as_source, one_stage
 from ragcache_core.retrieval.storage.snapshot import StoreStats
 from ragcache_core.retrieval.store import DocumentStore
@@ -26,10 +23,7 @@ __all__ = [
     "LlamaIndexEmbedder",
     "MiniLMEmbedder",
     "PrecomputedEmbedder",
-    "RemoteStore",
-    "ShardedStore",
     "StageSource",
-    "StoreService",
     "StoreStats",
     "TfidfSvdEmbedder",
     "TrainableEmbedder",

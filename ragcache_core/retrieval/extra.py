@@ -11,7 +11,6 @@ _NEEDED_BY = {
     "retrieval": "document stores and their search need",
     "qdrant": "stages of a Qdrant collection need",
     "pgvector": "stages of a Postgres table need",
-    "retrieval-server": "the service of a document store needs",
 }
 
 

@@ -168,25 +168,6 @@ def parse_filter(given: Mapping[str, Any], *, depth: int = 0) -> Where:
     return _joined([part for name, value in given.items() for part in _parsed(name, value, depth + 1)])
 
 
-def filter_as_mapping(where: Where) -> dict[str, Any]:
-    """Return an expression as :func:`parse_filter` reads it, of nothing but JSON.
-
-    Raises:
-        ConfigError: it names a field that begins with ``$``, which cannot be written so.
-    """
-    match where:
-        case FieldCondition(field, operator, value):
-            if field.startswith("$"):
-                raise ConfigError(f"filter {where}: a field that begins with $ cannot be sent: rename it")
-            return {field: {f"${operator}": list(value) if isinstance(value, tuple) else value}}
-        case Not(condition):
-            return {"$not": filter_as_mapping(condition)}
-        case AllOf(conditions):
-            return {"$and": [filter_as_mapping(part) for part in conditions]} if conditions else {}
-        case AnyOf(conditions):
-            return {"$or": [filter_as_mapping(part) for part in conditions]} if conditions else {"$not": {}}
-
-
 def _parsed(name: object, value: Any, depth: int) -> Iterator[Where]:
     if name in ("$and", "$or"):
         if not isinstance(value, list | tuple) or not value:

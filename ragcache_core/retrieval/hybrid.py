@@ -1,7 +1,7 @@
 """A question's search: by its vector, in the index, and where the store says so by its words as well.
 
 The two are joined by one score, a weighted mean of two cosines, ``w * words + (1 - w) * vectors``. It is computed anew
-for each document that either of them found, so it is the same in every stage, store and shard. It is reported in the
+for each document that either of them found, so it is the same in every stage and store. It is reported in the
 store's metric: as it is for ``ip``, and as the squared distance of unit vectors, ``2 - 2 * score``, for ``l2``.
 """
 
@@ -16,7 +16,7 @@ from ragcache_core.retrieval.base import Cancellation, Ids, Neighbors, Stage, St
 from ragcache_core.retrieval.selection import Selection
 from ragcache_core.retrieval.storage.documents import DocumentTable
 from ragcache_core.retrieval.wanted import Wanted
-from ragcache_core.retrieval.words import Similarities, WordMatches, WordWeights
+from ragcache_core.retrieval.words import Similarities, WordMatches
 
 _CANDIDATES = 2
 """Words and vectors put forward so many times the documents asked for, each."""
@@ -31,8 +31,6 @@ class Question:
 
     vector: Vectors
     words: Mapping[int, int] | None = None
-    weights: WordWeights | None = None
-    """What the words are worth; by default what they are in the documents searched."""
 
 
 class Finder:
@@ -55,8 +53,7 @@ class Finder:
         self._matches: WordMatches | None = None
         self._cosines: dict[int, float] = {}
         if question.words is not None and word_weight:
-            weights = question.weights or documents.word_weights()
-            self._matches = WordMatches(documents.words(), weights, question.words)
+            self._matches = WordMatches(documents.words(), documents.word_weights(), question.words)
 
     def search(self, k: int) -> Neighbors:
         """Return the ``k`` best documents; fewer only where there are fewer."""

@@ -1,4 +1,4 @@
-"""Where a pipeline's stages come from: a store, several, or any retriever, which is one stage."""
+"""Sources of search stages: a document store, a vector store elsewhere, or any retriever, which has one stage."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StageSource(Protocol):
 
 
 class StagedSearch(Protocol):
-    """What :class:`DocumentStore` and :class:`ShardedStore` offer, and another vector store may."""
+    """A store whose search is cut into stages, such as :class:`DocumentStore`."""
 
     def search_staged(
         self, query: str, k: int, *, stages: int | Sequence[float] | None = None
@@ -71,8 +71,8 @@ def as_source(obj: object, *, stages: int | Sequence[float] | None = None) -> St
             _check_yields(search)
             return _StoreSource(obj, stages)  # type: ignore[arg-type]
     raise ConfigError(
-        f"{obj!r:.80} is no source of stages: pass a DocumentStore, a ShardedStore, or an object with "
-        "stages(query, k) that yields RetrievalUpdates"
+        f"{obj!r:.80} is no source of stages: pass a DocumentStore, or an object with stages(query, k) that yields "
+        "RetrievalUpdates"
     )
 
 

@@ -18,7 +18,6 @@ from ragcache_core.errors import StoreError
 from ragcache_core.retrieval.base import Cancellation, SearchPace, Stage, stage_cuts
 from ragcache_core.retrieval.extra import faiss
 from ragcache_core.retrieval.hybrid import Question
-from ragcache_core.retrieval.selection import Selection
 from ragcache_core.retrieval.storage.snapshot import Snapshot
 from ragcache_core.retrieval.wanted import Wanted
 from ragcache_core.runtime.kept_threads import KeptThreads
@@ -97,7 +96,6 @@ class SearchThreads:
         question: Question,
         wanted: Wanted,
         stages: int | Sequence[float] | None,
-        among: Selection | None = None,
     ) -> AsyncGenerator[RetrievalUpdate, None]:
         """Yield what the search knows after each stage: one call of the executor for each, awaited in between.
 
@@ -113,7 +111,7 @@ class SearchThreads:
             finder = snapshot.finder(question, wanted)
         else:
             snapshot.index_for(wanted.k)
-            finder = await self._stoppable(lambda: snapshot.finder(question, wanted, among), cancel)
+            finder = await self._stoppable(lambda: snapshot.finder(question, wanted), cancel)
         count = snapshot.count(wanted)
         work = finder.work(count)
         cuts = stage_cuts(stages, work, self._pace.multiply_adds_per_ms)

@@ -1,4 +1,4 @@
-"""Whether who asks a server over HTTP has its key."""
+"""API keys of a server: the digests it keeps, and the comparison with the key of a request."""
 
 from __future__ import annotations
 
@@ -21,17 +21,3 @@ def shown_digest(authorization: str) -> bytes | None:
 def is_among(shown: bytes | None, digests: Iterable[bytes]) -> bool:
     """Return whether a key is one of those. A wrong one takes as long as a right one."""
     return shown is not None and any(secrets.compare_digest(shown, known) for known in digests)
-
-
-class ApiKeys:
-    """The keys of a server, of which a request needs one as a bearer token; where there are none it needs none."""
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [hashed(key) for key in keys]
-
-    def __bool__(self) -> bool:
-        return bool(self._digests)
-
-    def admit(self, authorization: str) -> bool:
-        """Return whether a header ``Authorization`` holds one of them."""
-        return not self._digests or is_among(shown_digest(authorization), self._digests)

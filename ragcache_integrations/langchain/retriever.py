@@ -26,11 +26,10 @@ from ragcache_core.client.prompts.bound_prompt import BoundPrompt
 from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.errors import ConfigError, SearchError
 from ragcache_core.ordering import DocumentOrder
-from ragcache_core.retrieval import MMR
+from ragcache_core.retrieval import MMR, DocumentStore
 from ragcache_core.retrieval.base import Metric
 from ragcache_core.retrieval.reranking import NUM_CANDIDATES, Reranking, num_candidates_of
 from ragcache_core.retrieval.sources import StageSource, as_source, near_enough, nothing_found, or_nothing
-from ragcache_core.retrieval.stores import AnyStore
 from ragcache_core.retrieval.threads import in_thread, run_blocking
 from ragcache_core.swaps import CANDIDATES_PER_DOCUMENT, check_max_score_loss
 from ragcache_core.types import Document, RetrievalUpdate
@@ -105,10 +104,10 @@ class RAGCacheRetriever(HoldsHandles, BaseRetriever):
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
-    store: Annotated[StagedFAISS | AnyStore | StageSource, PlainValidator(_check_store)] = Field(
+    store: Annotated[StagedFAISS | DocumentStore | StageSource, PlainValidator(_check_store)] = Field(
         exclude=True, repr=False
     )
-    """What is searched: a store, shards of one, one that is served elsewhere, or any other source of stages."""
+    """The document store that is searched, a vector store over one, or any other source of stages."""
     engine: EngineClient | None = Field(default=None, exclude=True, repr=False)
     prompt: BoundPrompt | None = Field(default=None, exclude=True, repr=False)
     """The prompt that shows the documents; by default the one that the engine knows."""
@@ -237,7 +236,7 @@ class RAGCacheRetriever(HoldsHandles, BaseRetriever):
             )
             updates = swapping.stages(updates, k)
         learnt, store = self._learnt_of(k), self._searched()
-        if isinstance(store, AnyStore) and not callable(settings["filter"]):
+        if isinstance(store, DocumentStore) and not callable(settings["filter"]):
             updates = learnt.recent.stages(updates, f"{query}\n{sorted(settings.items())!r}", store.get)
         result = await run_pipeline(
             updates,
@@ -259,7 +258,7 @@ class RAGCacheRetriever(HoldsHandles, BaseRetriever):
     def _metric(self) -> Metric | None:
         return getattr(self._searched(), "metric", None)
 
-    def _searched(self) -> AnyStore | StageSource:
+    def _searched(self) -> DocumentStore | StageSource:
         return self.store.store if isinstance(self.store, StagedFAISS) else self.store
 
     def _learnt_of(self, k: int) -> Learnt:
@@ -301,7 +300,7 @@ class RAGCacheRetriever(HoldsHandles, BaseRetriever):
 
     def _updates(self, query: str, settings: Mapping[str, Any]) -> AsyncGenerator[RetrievalUpdate, None]:
         store, where = self._searched(), as_where(settings["filter"])
-        if not isinstance(store, AnyStore):
+        if not isinstance(store, DocumentStore):
             asked = "a filter" if where is not None else f"search_type={self.search_type!r}"
             if where is not None or self.search_type != "similarity":
                 raise ConfigError(

@@ -20,11 +20,10 @@ from langchain_core.runnables.config import run_in_executor
 from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
 
 from ragcache_core.errors import ConfigError, EmptyStoreError
-from ragcache_core.retrieval import MMR, DocumentStore, LangChainEmbedder, RemoteStore
+from ragcache_core.retrieval import MMR, DocumentStore, LangChainEmbedder
 from ragcache_core.retrieval.filters import Where, parse_filter
 from ragcache_core.retrieval.sources import NOTHING_FOUND
 from ragcache_core.retrieval.storage.framework_documents import plain_metadata, plain_text, put_nonblank
-from ragcache_core.retrieval.stores import AnyStore
 from ragcache_core.types import Document, RetrievalUpdate
 from ragcache_integrations.langchain.documents import to_langchain
 from ragcache_integrations.langchain.embeddings import CoreEmbeddings
@@ -48,8 +47,8 @@ class StagedFAISS(VectorStore):
     know is refused: a misspelt ``filter`` would find everybody's documents.
     """
 
-    def __init__(self, store: DocumentStore | RemoteStore) -> None:
-        """Wrap a store of the core, which may be served elsewhere; who opened it closes it, or :meth:`close` does."""
+    def __init__(self, store: DocumentStore) -> None:
+        """Wrap an open store of the core. The caller closes it, or :meth:`close` does."""
         self.store = store
         self._discard_folder: Callable[[], object] | None = None
 
@@ -382,7 +381,7 @@ def as_where(accepted: MetadataFilter | None) -> Where | Callable[[Document], bo
     return parse_filter(accepted)
 
 
-def relevance_of(store: AnyStore) -> Callable[[float], float]:
+def relevance_of(store: DocumentStore) -> Callable[[float], float]:
     """Return a function from scores of a store to [0, 1], which is larger for nearer documents.
 
     Squared distances and cosines, which are inner products of unit vectors, give 1 for the document itself. Inner

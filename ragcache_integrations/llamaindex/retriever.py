@@ -35,11 +35,10 @@ from ragcache_core.client.prompts.bound_prompt import BoundPrompt
 from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.errors import ConfigError, SearchError
 from ragcache_core.ordering import DOCUMENT_ORDERS, DocumentOrder
-from ragcache_core.retrieval import MMR, PrecomputedEmbedder
+from ragcache_core.retrieval import MMR, DocumentStore, PrecomputedEmbedder
 from ragcache_core.retrieval.base import Metric
 from ragcache_core.retrieval.reranking import Reranking, num_candidates_of
 from ragcache_core.retrieval.sources import StageSource, as_source, nothing_found, or_nothing
-from ragcache_core.retrieval.stores import AnyStore, place_of
 from ragcache_core.retrieval.threads import in_thread, run_blocking
 from ragcache_core.swaps import CANDIDATES_PER_DOCUMENT, check_max_score_loss
 from ragcache_core.types import DocId, Document, RetrievalUpdate
@@ -79,7 +78,7 @@ class RAGCacheRetriever(BaseRetriever):
     them. Those of a query engine come after the search instead.
 
     Args:
-        store: a document store, a vector store over one, shards, or any other source of stages.
+        store: a document store, a vector store over one, or any other source of stages.
         engine: the engine whose cache the documents are for.
         similarity_top_k: how many nodes to return.
         node_postprocessors: a reranker, or others that choose and change nodes; they may run more than once at a time.
@@ -111,7 +110,7 @@ class RAGCacheRetriever(BaseRetriever):
 
     def __init__(
         self,
-        store: AnyStore | StagedFAISSVectorStore | StageSource,
+        store: DocumentStore | StagedFAISSVectorStore | StageSource,
         engine: EngineClient | None = None,
         *,
         similarity_top_k: int = 2,
@@ -146,10 +145,10 @@ class RAGCacheRetriever(BaseRetriever):
         super().__init__(callback_manager=callback_manager, **kwargs)
         self._store = store.client if isinstance(store, StagedFAISSVectorStore) else store
         self._source = as_source(self._store, stages=stages)
-        if embed_model is not None and not isinstance(self._store, AnyStore):
+        if embed_model is not None and not isinstance(self._store, DocumentStore):
             raise ConfigError(f"{store!r:.80} is searched by text: leave embed_model out")
         self._where, self._mmr = where_of(filters), mmr
-        if (filters is not None or mmr is not None) and not isinstance(self._store, AnyStore):
+        if (filters is not None or mmr is not None) and not isinstance(self._store, DocumentStore):
             given = "mmr is" if filters is None else "filters are"
             raise ConfigError(f"{given} given, but {store!r:.80} is no store: let stages() itself do it")
         self._engine = engine
@@ -223,7 +222,7 @@ class RAGCacheRetriever(BaseRetriever):
             num_candidates = self._similarity_top_k * CANDIDATES_PER_DOCUMENT
             updates = swapping.stages(self._updates(query, embed, found, num_candidates), self._similarity_top_k)
         learnt = self._learnt_of()
-        if isinstance(self._store, AnyStore) and query.embedding is None:
+        if isinstance(self._store, DocumentStore) and query.embedding is None:
             asked = (query.query_str, *query.embedding_strs, repr(self._where), repr(self._mmr))
             updates = learnt.recent.stages(updates, asked, self._store.get)
         result = await run_pipeline(
@@ -279,7 +278,7 @@ class RAGCacheRetriever(BaseRetriever):
         self, query: QueryBundle, embed: Callable[[], Awaitable[list[float]]] | None, k: int
     ) -> AsyncGenerator[RetrievalUpdate, None]:
         store = self._store
-        if not isinstance(store, AnyStore):
+        if not isinstance(store, DocumentStore):
             return self._source.stages(query.query_str, k)
         if len(store) == 0:
             return nothing_found()
@@ -289,7 +288,7 @@ class RAGCacheRetriever(BaseRetriever):
             return or_nothing(store.search_vector_staged(embedding, k, stages=self._stages, where=where, mmr=self._mmr))
         if isinstance(store.embedder, PrecomputedEmbedder):
             raise ConfigError(
-                f"{place_of(store)} cannot embed a query, the nodes were embedded elsewhere: give RAGCacheRetriever "
+                f"{store.path} cannot embed a query, the nodes were embedded elsewhere: give RAGCacheRetriever "
                 "the embed_model that did it"
             )
         return or_nothing(store.search_staged(query.query_str, k, stages=self._stages, where=where, mmr=self._mmr))

@@ -20,7 +20,7 @@ from llama_index.core.vector_stores.types import (
 
 from ragcache_core.client.pipeline.result import similarities
 from ragcache_core.errors import ConfigError, EmptyStoreError, SearchError
-from ragcache_core.retrieval import MMR, DocumentStore, PrecomputedEmbedder, RemoteStore
+from ragcache_core.retrieval import MMR, DocumentStore, PrecomputedEmbedder
 from ragcache_core.retrieval.filters import Where, matches
 from ragcache_core.retrieval.sources import or_nothing
 from ragcache_core.retrieval.storage.framework_documents import put_nonblank
@@ -50,8 +50,8 @@ class StagedFAISSVectorStore(HoldsHandles, BasePydanticVectorStore):
     nothing to persist: the store is its folder. A query returns fewer nodes than asked for only where fewer match.
 
     Args:
-        store: a store that is open, or is served elsewhere, which stays the caller's to close; or the folder of one,
-            which is made where there is none.
+        store: an open store, which the caller closes; or the folder of one, which is made
+            where there is none.
         embedder: the embedding model, for queries in text (see ``RAGCacheRetriever``) and nodes without embeddings.
             Not needed where LlamaIndex embeds.
         **options: of a new store: ``index``, ``metric``, ``nlist``, ... of ``DocumentStore.create``. Similarities are
@@ -63,19 +63,19 @@ class StagedFAISSVectorStore(HoldsHandles, BasePydanticVectorStore):
 
     stores_text: bool = True
 
-    _store: DocumentStore | RemoteStore = PrivateAttr()
+    _store: DocumentStore = PrivateAttr()
     _owns_store: bool = PrivateAttr()
 
     def __init__(
         self,
-        store: DocumentStore | RemoteStore | str | os.PathLike[str],
+        store: DocumentStore | str | os.PathLike[str],
         *,
         embedder: object | None = None,
         **options: Any,
     ) -> None:
         super().__init__(stores_text=True)
-        self._owns_store = not isinstance(store, DocumentStore | RemoteStore)
-        self._store = store if isinstance(store, DocumentStore | RemoteStore) else _open(Path(store), embedder, options)
+        self._owns_store = not isinstance(store, DocumentStore)
+        self._store = store if isinstance(store, DocumentStore) else _open(Path(store), embedder, options)
         if not self._owns_store and (embedder is not None or options):
             raise ConfigError("embedder and options are for a new store: give the folder instead of an open store")
 
@@ -84,7 +84,7 @@ class StagedFAISSVectorStore(HoldsHandles, BasePydanticVectorStore):
         return "StagedFAISSVectorStore"
 
     @property
-    def client(self) -> DocumentStore | RemoteStore:
+    def client(self) -> DocumentStore:
         """The document store."""
         return self._store
 

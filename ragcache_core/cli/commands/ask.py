@@ -21,10 +21,9 @@ from ragcache_core.cli.options import (
     check_vllm_args,
     embedder_option,
     layout_options,
-    open_readable_store,
+    open_store,
     read_cache_config,
-    readable_store_option,
-    store_key_option,
+    store_option,
     tokenizer_option,
     vllm_args_argument,
 )
@@ -34,7 +33,7 @@ from ragcache_core.prompt import PromptLayout
 
 if TYPE_CHECKING:
     from ragcache_core.client import Engine, Generation
-    from ragcache_core.retrieval import DocumentStore, RemoteStore
+    from ragcache_core.retrieval import DocumentStore
     from ragcache_core.retrieval.base import Metric
     from ragcache_core.types import RetrievalUpdate
 
@@ -49,13 +48,11 @@ _DEFAULT_K = 2
         'ragcache ask "Where does the river Mel end?" --store notes.store --url http://127.0.0.1:8000 --json',
         "ragcache ask --store notes.store --model examples/demo_model",
         "ragcache ask --store notes.store --model examples/demo_model < questions.txt",
-        'ragcache ask "Where?" --store http://127.0.0.1:8100 --url http://127.0.0.1:8000    # both elsewhere',
         'ragcache ask "Where?" --store notes.store --model org/model -- --max-model-len 8192',
     ],
 )
 @click.argument("question", required=False)
-@readable_store_option
-@store_key_option
+@store_option
 @click.option("--model", help="Launch a server for this model, and end it afterwards.")
 @click.option("--url", metavar="URL", help="Ask the server at this address instead.")
 @api_key_option
@@ -71,8 +68,7 @@ _DEFAULT_K = 2
 @vllm_args_argument
 def ask(
     question: str | None,
-    store: str,
-    store_api_key: str | None,
+    store: Path,
     model: str | None,
     url: str | None,
     api_key: str | None,
@@ -124,7 +120,7 @@ def ask(
     is_streamed = stream or (is_conversation and not as_json)
 
     with ExitStack() as stack:
-        documents = open_readable_store(store, embedder, store_api_key)
+        documents = open_store(store, embedder, read_only=True)
         stack.callback(documents.close)
         num_wanted = k or max(1, min(_DEFAULT_K, len(documents)))
         engine: Engine | None = None
@@ -209,7 +205,7 @@ def _read_line(prompt: str) -> str:
     return line
 
 
-def _search(store: DocumentStore | RemoteStore, question: str, k: int) -> RetrievalUpdate:
+def _search(store: DocumentStore, question: str, k: int) -> RetrievalUpdate:
     """Return the last of the stages: the answer of the whole index."""
 
     async def last() -> RetrievalUpdate:

@@ -39,10 +39,9 @@ class Learnt:
 class Histories:
     """One :class:`Learnt` for each source and its settings, whichever retriever searches. May be used by any thread.
 
-    A source is known by its ``identity``, a string that is the same in every process: of a store its path, of a served
-    one its address. Files hold shares, seconds and numbers of searches under a digest of the names, nothing of
-    questions. One that is damaged, or of another version, is as if it were not there; a folder that cannot be written
-    to is done without.
+    A source is known by its ``identity``, a string that is the same in every process: of a store its path. Files hold
+    shares, seconds and numbers of searches under a digest of the names, nothing of questions. A file that is damaged,
+    or of another version, is ignored. A folder that cannot be written to is not used.
 
     Args:
         folder: where the files are, by default in the user's cache folder.

@@ -88,7 +88,7 @@ def match_embedder(folder: Path, manifest: Manifest, given: Embedder | None) -> 
         raise read_error(path, error) from error
     except (ValueError, KeyError, EOFError, BadZipFile) as error:
         raise StoreCorruptError(f"{path} cannot be read ({error}): restore the store from a backup") from error
-    if given.is_fitted and not is_same_state(given, saved):
+    if given.is_fitted and not _is_same_state(given, saved):
         raise EmbedderMismatchError(
             f"the embedder was fitted on other documents than {folder}: leave it out, the store holds its own"
         )
@@ -105,7 +105,7 @@ def _known_embedder(name: str, dimension: int | None) -> Embedder | None:
     return None
 
 
-def is_same_state(a: TrainableEmbedder, b: TrainableEmbedder) -> bool:
+def _is_same_state(a: TrainableEmbedder, b: TrainableEmbedder) -> bool:
     """Return whether two fitted embedders have learnt the same."""
     first, second = a.state(), b.state()
     return first.keys() == second.keys() and all(np.array_equal(first[key], second[key]) for key in first)

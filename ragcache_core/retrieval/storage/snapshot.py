@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -118,8 +118,8 @@ class Snapshot:
         """Return how many documents are searched for."""
         return min(wanted.num_candidates, len(self.documents))
 
-    def finder(self, question: Question, wanted: Wanted, among: Selection | None = None) -> Finder:
-        """Return what searches for a question among some documents; by default those that ``wanted`` allows.
+    def finder(self, question: Question, wanted: Wanted) -> Finder:
+        """Return the search for a question among the documents that ``wanted`` allows.
 
         The words of the store are looked through at once: milliseconds where it holds 100,000 documents. So is a field
         of the metadata when a filter names it for the first time: most of a second.
@@ -127,14 +127,14 @@ class Snapshot:
         Raises:
             SearchError: a filter that nothing could pass. EmptyStoreError
         """
-        if among is None and wanted.where is not None and not callable(wanted.where):
-            (among,) = select_documents([self.documents], wanted.where)
+        where = wanted.where
+        among = None if where is None or callable(where) else _select_documents(self.documents, where)
         word_weight = self.manifest.options.word_weight or 0.0
         return Finder(self.index_for(wanted.k), self.documents, question, word_weight, among)
 
-    def search(self, question: Question, wanted: Wanted, among: Selection | None = None) -> RetrievalUpdate:
+    def search(self, question: Question, wanted: Wanted) -> RetrievalUpdate:
         """Return what is wanted, in one stage."""
-        finder = self.finder(question, wanted, among)
+        finder = self.finder(question, wanted)
         if callable(wanted.where):
             return self._filtered(finder, wanted, wanted.where)
         found = finder.chosen(finder.search(self.count(wanted)), wanted)
@@ -182,21 +182,18 @@ class Snapshot:
             seen.update(self.documents.read(new))
 
 
-def select_documents(tables: Sequence[DocumentTable], where: Where) -> list[Selection]:
-    """Return the documents of each table that a filter accepts.
+def _select_documents(documents: DocumentTable, where: Where) -> Selection:
+    """Return the documents that a filter accepts.
 
     Raises:
-        SearchError: the filter names a field that no document of any has, or that has no value of such a kind.
+        SearchError: the filter names a field that no document has, or that has no value of such a kind.
     """
     for condition in conditions_of(where):
-        kinds: dict[str, object] = {}
-        for table in tables:
-            kinds = {**table.kinds_of(condition.field), **kinds}
-        if (why := condition.misfit(kinds)) is not None:
-            fields = sorted({field for table in tables for field in table.fields() if not field.startswith("_")})
+        if (why := condition.misfit(documents.kinds_of(condition.field))) is not None:
+            fields = sorted(field for field in documents.fields() if not field.startswith("_"))
             known = ", ".join(fields[:_MOST_FIELDS_NAMED]) + (", ..." if len(fields) > _MOST_FIELDS_NAMED else "")
             raise SearchError(f"filter {condition}: {why}; the fields are {known or 'none'}")
-    return [table.selected(where) for table in tables]
+    return documents.selected(where)
 
 
 def check_text(query: object) -> str:

@@ -16,7 +16,6 @@ from tests.benchmarks.pipeline.first_searches import measure_first_searches
 from tests.benchmarks.pipeline.live import measure_live
 from tests.benchmarks.pipeline.overlap import measure_never_settles, measure_overlap
 from tests.benchmarks.pipeline.queue import measure_queue_step, measure_reordering
-from tests.benchmarks.pipeline.served_store import measure_served_store
 from tests.benchmarks.report import Goal, Part, Plan
 
 GOALS: dict[str, Goal] = {
@@ -36,7 +35,6 @@ GOALS: dict[str, Goal] = {
 
 PARTS: dict[str, Callable[[Plan], Part]] = {
     "overlap": measure_overlap,
-    "served-store": measure_served_store,
     "agents": measure_agents,
     "never-settles": measure_never_settles,
     "first-searches": measure_first_searches,

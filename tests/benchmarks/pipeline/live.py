@@ -28,7 +28,6 @@ from ragcache_core.bench.token_client import TokenAnswer, TokenClient, TokenRequ
 from ragcache_core.client import Engine
 from ragcache_core.config import CacheConfig
 from ragcache_core.retrieval import DocumentStore, StageSource, TfidfSvdEmbedder, qdrant_stages
-from ragcache_core.retrieval.stores import AnyStore
 from ragcache_core.types import Document, PromptSegment, SegmentKind
 from ragcache_core.wire import encode_kv_transfer_params, tile
 from tests.benchmarks.engines import BLOCK_SIZE, TokenTexts, block_bytes, launch
@@ -63,7 +62,7 @@ def measure_live(plan: Plan) -> Part:
         figures.append(_turn_figure(not_kept, kept))
         texts = DocumentTexts(plan.corpus, _WORDS)
         count, num_documents = plan.sized(12, 3), plan.sized(150, 60)
-        sources: dict[str, Callable[[], AnyStore | StageSource]] = {
+        sources: dict[str, Callable[[], DocumentStore | StageSource]] = {
             "embedding": lambda: _embedded_elsewhere(folder / "words", stack, texts, num_documents, word_weight=0.7),
             "repeated": lambda: _embedded_elsewhere(folder / "vectors", stack, texts, num_documents, word_weight=0.0),
             "reranker": lambda: _one_stage(folder / "reranked", stack, texts, num_documents),
@@ -190,7 +189,7 @@ def _with_key(texts: DocumentTexts, number: int) -> Document:
 
 def _embedded_elsewhere(
     folder: Path, stack: ExitStack, texts: DocumentTexts, count: int, *, word_weight: float
-) -> AnyStore:
+) -> DocumentStore:
     documents = [_with_key(texts, i) for i in range(count)]
     embedder = _ServiceEmbedder(TfidfSvdEmbedder(64).fit([document.text for document in documents]))
     store = stack.enter_context(DocumentStore.create(folder, embedder=embedder, word_weight=word_weight))
@@ -198,7 +197,7 @@ def _embedded_elsewhere(
     return store
 
 
-def _one_stage(folder: Path, stack: ExitStack, texts: DocumentTexts, count: int) -> AnyStore:
+def _one_stage(folder: Path, stack: ExitStack, texts: DocumentTexts, count: int) -> DocumentStore:
     store = stack.enter_context(DocumentStore.create(folder))
     store.add([_with_key(texts, i) for i in range(count)])
     return store

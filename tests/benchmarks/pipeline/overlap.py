@@ -21,8 +21,7 @@ import numpy as np
 from ragcache_core.client import Engine
 from ragcache_core.client.pipeline.histories import HISTORIES
 from ragcache_core.config import CacheConfig
-from ragcache_core.retrieval.sources import StageSource
-from ragcache_core.retrieval.stores import AnyStore
+from ragcache_core.retrieval import DocumentStore, StageSource
 from ragcache_core.stats import EngineStats
 from ragcache_integrations.langchain import ChatRAGCache, RAGCacheRetriever, SpeculativeRAG, prompt_from_layout
 from tests.benchmarks.engines import BLOCK_SIZE, block_bytes, launch
@@ -206,7 +205,7 @@ def launch_engine(plan: Plan) -> Engine:
 
 
 def chain(
-    engine: Engine, source: AnyStore | StageSource, *, speculate: bool, k: int = K, **settings: Any
+    engine: Engine, source: DocumentStore | StageSource, *, speculate: bool, k: int = K, **settings: Any
 ) -> SpeculativeRAG:
     """Return the fused pair over ``source``, or the same without speculation; ``settings`` are the retriever's."""
     return SpeculativeRAG(

@@ -17,10 +17,7 @@ from ragcache_core.retrieval import (
     DocumentStore,
     Embedder,
     GrowingEffort,
-    RemoteStore,
-    ShardedStore,
     StageSource,
-    StoreService,
     TfidfSvdEmbedder,
     as_source,
     lancedb_stages,
@@ -108,8 +105,7 @@ def pgvector(embedder: Embedder, address: str, index: PgvectorIndex) -> StageSou
 
 
 KINDS = [
-    *("flat", "ivf", "hnsw", "cut", "shards", "shards-cut", "remote", "remote-cut"),
-    *("other", "growing", "qdrant", "lancedb", "pgvector-hnsw", "pgvector-ivfflat"),
+    *("flat", "ivf", "hnsw", "cut", "other", "growing", "qdrant", "lancedb", "pgvector-hnsw", "pgvector-ivfflat"),
 ]
 
 
@@ -127,16 +123,8 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StageSour
             started: str = request.getfixturevalue("pgvector_address")
             return started
 
-        def served(index: IndexKind) -> RemoteStore:
-            service = stack.enter_context(StoreService(make("served", DOCUMENTS, index)))
-            return stack.enter_context(RemoteStore(service.url))
-
         kinds: dict[str, Callable[[], StageSource]] = {
             "cut": lambda: as_source(make("store", DOCUMENTS), stages=4),
-            "shards": lambda: as_source(ShardedStore([make(f"{i}", DOCUMENTS[i::3]) for i in range(3)])),
-            "shards-cut": lambda: as_source(ShardedStore([make(f"{i}", DOCUMENTS[i::2]) for i in range(2)]), stages=3),
-            "remote": lambda: as_source(served("ivf")),
-            "remote-cut": lambda: as_source(served("hnsw"), stages=4),
             "other": lambda: as_source(OtherRetriever()),
             "growing": lambda: as_source(growing(embedder)),
             "qdrant": lambda: as_source(qdrant(embedder, stack)),

@@ -39,7 +39,6 @@ EXAMPLES = [
     "llamaindex_retriever_agent",
     "llamaindex_workflow",
     "reranking",
-    "retrieval_service",
     "speculative_rag",
     "tiers",
     "token_chunks",

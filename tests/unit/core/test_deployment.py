@@ -45,8 +45,7 @@ for url in ("redis://127.0.0.1:6379/0", "s3://bucket/prefix"):
 load_keys(folder / "key")  # serve --disk-key-file
 with DocumentStore.create(folder / "store") as store:
     store.put([Document("one", "Our office opens at nine.")])
-    assert store.search("office", k=1)  # warm --store, serve-store
-import starlette, uvicorn  # serve-store
+    assert store.search("office", k=1)  # warm --store
 """
 """What the commands of the images offer, without the modules that an image does not install."""
 

@@ -162,8 +162,8 @@ def test_unpickling_happens_nowhere() -> None:
 
 _OF_RETRIEVAL = {
     *("DocumentStore", "Embedder", "IndexOptions", "LangChainEmbedder", "LlamaIndexEmbedder", "MiniLMEmbedder"),
-    *("PrecomputedEmbedder", "ShardedStore", "StageSource", "StoreStats", "TfidfSvdEmbedder", "TrainableEmbedder"),
-    *("GrowingEffort", "MMR", "RemoteStore", "StoreService", "as_embedder", "as_source", "lancedb_stages", "one_stage"),
+    *("PrecomputedEmbedder", "StageSource", "StoreStats", "TfidfSvdEmbedder", "TrainableEmbedder"),
+    *("GrowingEffort", "MMR", "as_embedder", "as_source", "lancedb_stages", "one_stage"),
     *("pgvector_stages", "qdrant_stages"),
 }
 PUBLIC: dict[str, set[str]] = {

@@ -18,7 +18,6 @@ from pydantic import ValidationError
 
 from ragcache_core.client import Engine
 from ragcache_core.errors import ConfigError
-from ragcache_core.retrieval import ShardedStore
 from ragcache_integrations.langchain import ChatRAGCache, RAGCacheRetriever, StagedFAISS
 from tests.support.late_search import begin_late
 from tests.support.scripted_server import ScriptedServer
@@ -114,7 +113,7 @@ async def test_a_filter_decides_whose_documents_are_found(store: StagedFAISS) ->
         RAGCacheRetriever(store=store, filter=accepted),
         RAGCacheRetriever(store=store, filter=lambda metadata: metadata["number"] == 3),
         RAGCacheRetriever(store=store, search_kwargs={"filter": accepted, "k": 5}),
-        RAGCacheRetriever(store=ShardedStore([store.store]), filter=accepted),
+        RAGCacheRetriever(store=store.store, filter=accepted),
     ):
         assert numbers(retriever.invoke("Who is Mel?")) == {3}
         assert numbers(await retriever.ainvoke("Who is Mel?")) == {3}

@@ -3,9 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -21,7 +19,6 @@ from langchain_core.tools import create_retriever_tool
 from ragcache_core import PromptLayout
 from ragcache_core.client import Engine
 from ragcache_core.errors import ConfigError, SearchError, SearchTimeoutError
-from ragcache_core.retrieval import DocumentStore, ShardedStore, TfidfSvdEmbedder
 from ragcache_integrations.langchain import ChatRAGCache, RAGCacheRetriever, format_documents, prompt_from_layout
 from tests.support.scripted_server import Reply, ScriptedServer
 from tests.support.scripted_source import DOCUMENTS, EVENTS_OF_A_CHANGE, QUESTION, ScriptedSource, Stage
@@ -289,27 +286,6 @@ def test_a_prompt_can_name_the_relevance_of_documents_in_another_order(make: Any
         answer = (parts | prompt_from_layout(layout) | llm).invoke(QUESTION).content
         assert answer.endswith(f"{hint}\n\nQuestion: {QUESTION}")
         assert ("Most relevant" in answer) == bool(hint)
-
-
-def test_shards_are_stages(tmp_path: Path) -> None:
-    embedder = TfidfSvdEmbedder()
-    embedder.fit([d.text for d in DOCUMENTS.values()])
-    stores = [DocumentStore.create(tmp_path / name, embedder=embedder) for name in DOCUMENTS]
-    try:
-        for store, document in zip(stores, DOCUMENTS.values(), strict=True):
-            store.add([replace(document, metadata={"is_far": document.doc_id != "moon"})])
-        events = Events()
-        found = RAGCacheRetriever(store=ShardedStore(stores), k=9).invoke(QUESTION, {"callbacks": [events]})
-        assert (len(found), found[0].id) == (3, "moon")
-        assert len(events.seen) == 3
-        filtered = Events()
-        far = RAGCacheRetriever(store=ShardedStore(stores), k=9, filter={"is_far": {"$ne": False}})
-        assert len(far.invoke(QUESTION, {"callbacks": [filtered]})) == 2
-        assert len(filtered.seen) == 3
-        assert not any("moon" in data["doc_ids"] for _, data in filtered.seen)
-    finally:
-        for store in stores:
-            store.close()
 
 
 def test_it_serves_as_a_tool_and_prefills(make: Any, engine: Engine, warmed: Any) -> None:

@@ -1,7 +1,6 @@
 import inspect
 import math
 from collections.abc import Callable
-from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 
@@ -14,7 +13,7 @@ from langchain_core.vectorstores import VectorStore
 from langchain_tests.integration_tests import VectorStoreIntegrationTests
 
 from ragcache_core.errors import ConfigError, RAGCacheError, StoreExistsError
-from ragcache_core.retrieval import DocumentStore, PrecomputedEmbedder, RemoteStore, StoreService
+from ragcache_core.retrieval import DocumentStore, PrecomputedEmbedder
 from ragcache_integrations.langchain import RAGCacheRetriever, StagedFAISS, TfidfSvdEmbeddings
 
 TEXTS = ["The sun is a star.", "The moon is a moon.", "Mars is a red planet.", "A star shines in the night."]
@@ -251,16 +250,8 @@ def unit_vectors(texts: list[str]) -> list[list[float]]:
     return (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).tolist()
 
 
-@pytest.mark.parametrize("is_served", [False, True])
-def test_relevance_of_inner_products_of_long_vectors_differs(tmp_path: Path, is_served: bool) -> None:
-    embedding = LongVectors(size=16)
-    with ExitStack() as stack:
-        made = stack.enter_context(StagedFAISS.from_texts(TEXTS, embedding, path=tmp_path / "s", metric="ip"))
-        store = made
-        if is_served:
-            pytest.importorskip("uvicorn")
-            service = stack.enter_context(StoreService(made.store))
-            store = StagedFAISS(stack.enter_context(RemoteStore(service.url)))
+def test_relevance_of_inner_products_of_long_vectors_differs(tmp_path: Path) -> None:
+    with StagedFAISS.from_texts(TEXTS, LongVectors(size=16), path=tmp_path / "s", metric="ip") as store:
         found = store.similarity_search_with_relevance_scores(TEXTS[0], 4)
         relevances = [relevance for _, relevance in found]
         assert len(set(relevances)) == 4

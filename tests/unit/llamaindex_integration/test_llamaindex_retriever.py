@@ -25,7 +25,6 @@ from ragcache_core.client.pipeline.result import similarities
 from ragcache_core.errors import ConfigError, SearchError, SearchTimeoutError
 from ragcache_core.prompt import PromptLayout
 from ragcache_core.retrieval import MMR, DocumentStore
-from ragcache_core.retrieval.shards import ShardedStore
 from ragcache_core.types import Document, RetrievalUpdate
 from ragcache_integrations.llamaindex import (
     RAGCacheLLM,
@@ -112,16 +111,13 @@ async def test_fewer_documents_than_asked_for_are_all_returned(store: DocumentSt
 
 async def test_filters_decide_whose_nodes_are_found(store: DocumentStore) -> None:
     last = MetadataFilters(filters=[MetadataFilter(key="page", operator=FilterOperator.GT, value=1)])
-    for searched in (store, ShardedStore([store])):
-        for query in ("Who is a pilot?", QueryBundle("Who?", embedding=store.embedder.embed_query("pilot").tolist())):
-            retriever = RAGCacheRetriever(searched, filters=last, similarity_top_k=3)
-            assert [n.node.node_id for n in await both_ways(retriever, query)] == ["sea"]
+    for query in ("Who is a pilot?", QueryBundle("Who?", embedding=store.embedder.embed_query("pilot").tolist())):
+        retriever = RAGCacheRetriever(store, filters=last, similarity_top_k=3)
+        assert [n.node.node_id for n in await both_ways(retriever, query)] == ["sea"]
     with pytest.raises(ConfigError, match="ScriptedSource.* is no store"):
         RAGCacheRetriever(ScriptedSource(()), filters=last)
-        (best,) = await both_ways(
-            RAGCacheRetriever(searched, mmr=MMR(fetch_k=1), similarity_top_k=1), "Who is a pilot?"
-        )
-        assert best.node.node_id == "mel"
+    (best,) = await both_ways(RAGCacheRetriever(store, mmr=MMR(fetch_k=1), similarity_top_k=1), "Who is a pilot?")
+    assert best.node.node_id == "mel"
     with pytest.raises(ConfigError, match="mmr is given, but ScriptedSource.* is no store"):
         RAGCacheRetriever(ScriptedSource(()), mmr=MMR())
     with pytest.raises(ConfigError, match="pass LlamaIndex's MetadataFilters"):
@@ -221,20 +217,6 @@ async def test_nodes_that_llamaindex_embedded_are_found_with_its_model(tmp_path:
 
 
 # Sources, and what the engine does meanwhile
-
-
-async def test_shards_are_searched_as_one_store(tmp_path: Path) -> None:
-    embedder = TfidfSvdEmbedding(list(TEXTS.values()), dimension=16)
-    with (
-        DocumentStore.create(tmp_path / "one", metric="l2", embedder=embedder) as one,
-        DocumentStore.create(tmp_path / "other", metric="l2", embedder=embedder) as other,
-    ):
-        one.add([Document("zor", TEXTS["zor"]), Document("sea", TEXTS["sea"])])
-        other.add([Document("mel", TEXTS["mel"])])
-        nodes = await both_ways(RAGCacheRetriever(ShardedStore([one, other]), similarity_top_k=10), "a pilot of Nalna")
-        assert [nodes[0].node.node_id, {n.node.node_id for n in nodes}] == ["mel", set(TEXTS)]
-        scores = [n.score or 0.0 for n in nodes]
-        assert 1.0 >= scores[0] > scores[1] > scores[2] > 0.0
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from ragcache_core.errors import StoreError, UnknownDocumentError
-from ragcache_core.retrieval import DocumentStore, PrecomputedEmbedder, ShardedStore
+from ragcache_core.retrieval import DocumentStore
 from ragcache_core.types import DocId, Document
 
 from .conftest import make_documents
@@ -20,7 +18,7 @@ from .conftest import make_documents
 class Recording:
     """An engine that notes what it is told, and what the store said then."""
 
-    def __init__(self, store: DocumentStore | ShardedStore) -> None:
+    def __init__(self, store: DocumentStore) -> None:
         self.store = store
         self.told: list[tuple[str, list[str]]] = []
         self.prompts: list[Any] = []
@@ -91,30 +89,3 @@ def test_an_engine_that_fails_undoes_no_change_and_a_change_that_fails_is_not_to
     store.close()
     with pytest.raises(StoreError):
         store.bind(engine)
-
-
-def test_shards_change_where_a_document_is_and_tell_of_each(tmp_path: Path) -> None:
-    documents = make_documents(12)
-    vectors = np.eye(12, 16, dtype=np.float32)
-    with (
-        DocumentStore.create(tmp_path / "a", embedder=PrecomputedEmbedder(), index="flat") as a,
-        DocumentStore.create(tmp_path / "b", embedder=PrecomputedEmbedder(), index="flat") as b,
-    ):
-        a.add(documents[:6], embeddings=vectors[:6])
-        b.add(documents[6:], embeddings=vectors[6:])
-        both = ShardedStore([a, b])
-        engine = Recording(both)
-        both.bind(engine)
-        both.replace(Document("doc-9", "A new text."), embedding=vectors[0])
-        assert b.get(["doc-9"])[0].text == "A new text."
-        with pytest.raises(UnknownDocumentError, match="in no shard"):
-            both.delete(["doc-2", "nobody"])
-        with pytest.raises(UnknownDocumentError, match="in no shard"):
-            both.replace(Document("nobody", "A text."), embedding=vectors[0])
-        both.delete(["doc-2", "doc-11", "doc-3"])
-        assert "doc-2" not in both
-        a.delete("doc-4")
-        assert [told for _, told in engine.told] == [["doc-9"], ["doc-2", "doc-3"], ["doc-11"], ["doc-4"]]
-        both.unbind(engine)
-        both.delete("doc-5")
-        assert len(engine.told) == 4

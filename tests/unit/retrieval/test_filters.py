@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcache_core.errors import ConfigError, SearchError
-from ragcache_core.retrieval import MMR, DocumentStore, PrecomputedEmbedder, ShardedStore, TfidfSvdEmbedder
+from ragcache_core.retrieval import MMR, DocumentStore, PrecomputedEmbedder
 from ragcache_core.retrieval.filters import FieldCondition, matches, parse_filter
 from ragcache_core.types import Document, RetrievalUpdate
 from tests.unit.retrieval.conftest import make_documents
@@ -82,21 +82,18 @@ async def stages_of(updates: AsyncGenerator[RetrievalUpdate, None]) -> list[Retr
     return [update async for update in updates]
 
 
-@pytest.mark.parametrize("stores", [1, 2])
 @pytest.mark.parametrize(("written", "meant"), FILTERS, ids=lambda it: str(it) if isinstance(it, dict) else "")
 def test_a_filter_finds_what_filtering_everything_finds_in_every_stage(
     written: dict[str, Any],
     meant: Callable[[Mapping[str, Any]], bool],
-    stores: int,
     numbered: DocumentStore,
     vectors: np.ndarray[Any, Any],
 ) -> None:
-    store = numbered if stores == 1 else ShardedStore([numbered])
-    everything = store.search_vector(vectors[5], 198)
+    everything = numbered.search_vector(vectors[5], 198)
     pairs = zip(everything.documents, everything.scores, strict=True)
     expected = [(d.doc_id, score) for d, score in pairs if meant(d.metadata)][:6]
-    staged = asyncio.run(stages_of(store.search_vector_staged(vectors[5], 6, where=written, stages=4)))
-    for update in (store.search_vector(vectors[5], 6, where=written), staged[-1]):
+    staged = asyncio.run(stages_of(numbered.search_vector_staged(vectors[5], 6, where=written, stages=4)))
+    for update in (numbered.search_vector(vectors[5], 6, where=written), staged[-1]):
         assert [(d.doc_id, s) for d, s in zip(update.documents, update.scores, strict=True)] == expected
     assert all(meant(document.metadata) for update in staged for document in update.documents)
     assert all(matches(parse_filter(written), m) == meant(m) for m in METADATA)
@@ -124,11 +121,10 @@ def test_a_function_of_a_document_has_one_stage(numbered: DocumentStore, vectors
 def test_a_filter_that_nothing_could_pass_says_so(
     written: dict[str, Any], why: str, numbered: DocumentStore, vectors: np.ndarray[Any, Any]
 ) -> None:
-    for store in (numbered, ShardedStore([numbered])):
-        with pytest.raises(SearchError, match=why):
-            store.search_vector(vectors[0], 3, where=written)
-        with pytest.raises(SearchError, match=why):
-            asyncio.run(stages_of(store.search_vector_staged(vectors[0], 3, where=written)))
+    with pytest.raises(SearchError, match=why):
+        numbered.search_vector(vectors[0], 3, where=written)
+    with pytest.raises(SearchError, match=why):
+        asyncio.run(stages_of(numbered.search_vector_staged(vectors[0], 3, where=written)))
 
 
 @pytest.mark.parametrize(
@@ -172,20 +168,6 @@ def test_filters_that_stand_in_one_another_without_end_are_refused(of_a_field: b
         parse_filter(nested(5_000))
 
 
-def test_a_field_of_another_shard_is_known(tmp_path: Path) -> None:
-    embedder = TfidfSvdEmbedder(16).fit([d.text for d in make_documents(20)])
-    with (
-        DocumentStore.create(tmp_path / "a", embedder=embedder) as a,
-        DocumentStore.create(tmp_path / "b", embedder=embedder) as b,
-    ):
-        a.add([Document("old", "Person1 is the baker of Aro.", {"year": 1999})])
-        b.add(make_documents(20))
-        shards = ShardedStore([a, b])
-        assert [d.doc_id for d in shards.search(QUESTION, 3, where={"year": 1999}).documents] == ["old"]
-        with pytest.raises(SearchError, match="'age' eq 3: no document .* the fields are number, town, year"):
-            shards.search(QUESTION, 3, where={"age": 3})
-
-
 def test_what_is_added_and_deleted_is_found_and_not(numbered: DocumentStore, vectors: np.ndarray[Any, Any]) -> None:
     def found() -> set[str]:
         return {d.doc_id for d in numbered.search_vector(vectors[0], 100, where={"town": "Colt"}).documents}
@@ -226,35 +208,28 @@ def test_a_threshold_leaves_out_what_is_not_near_in_every_stage(
         store.add([Document(f"d{i}", "text", m) for i, m in enumerate(METADATA)], embeddings=vectors)
         every = store.search_vector(vectors[5], 200)
         threshold = every.scores[3]
-        for one in (store, ShardedStore([store])):
-            staged = asyncio.run(
-                stages_of(one.search_vector_staged(vectors[5], 9, score_threshold=threshold, stages=4))
-            )
-            once = one.search_vector(vectors[5], 9, score_threshold=threshold)
-            assert once.documents == staged[-1].documents == every.documents[:4]
-            sign = 1 if metric == "l2" else -1
-            assert all(sign * score <= sign * threshold for update in staged for score in update.scores)
+        staged = asyncio.run(stages_of(store.search_vector_staged(vectors[5], 9, score_threshold=threshold, stages=4)))
+        once = store.search_vector(vectors[5], 9, score_threshold=threshold)
+        assert once.documents == staged[-1].documents == every.documents[:4]
+        sign = 1 if metric == "l2" else -1
+        assert all(sign * score <= sign * threshold for update in staged for score in update.scores)
         with pytest.raises(SearchError, match="score_threshold is 'high'"):
             store.search_vector(vectors[5], 9, score_threshold="high")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("stores", [1, 2])
-def test_mmr_chooses_of_the_best_in_every_stage(
-    stores: int, numbered: DocumentStore, vectors: np.ndarray[Any, Any]
-) -> None:
-    store = numbered if stores == 1 else ShardedStore([numbered])
+def test_mmr_chooses_of_the_best_in_every_stage(numbered: DocumentStore, vectors: np.ndarray[Any, Any]) -> None:
     wanted = MMR(fetch_k=30, lambda_mult=0.3)
     where = {"town": ["Aro", "Brin"]}
-    best = store.search_vector(vectors[5], 30, where=where)
+    best = numbered.search_vector(vectors[5], 30, where=where)
     rows = vectors[[int(d.doc_id[1:]) for d in best.documents]]
     chosen = wanted.choose(vectors[5], rows, 6)
     assert chosen != sorted(chosen)  # it is not just the nearest
-    staged = asyncio.run(stages_of(store.search_vector_staged(vectors[5], 6, where=where, mmr=wanted, stages=4)))
-    for update in (store.search_vector(vectors[5], 6, where=where, mmr=wanted), staged[-1]):
+    staged = asyncio.run(stages_of(numbered.search_vector_staged(vectors[5], 6, where=where, mmr=wanted, stages=4)))
+    for update in (numbered.search_vector(vectors[5], 6, where=where, mmr=wanted), staged[-1]):
         assert [d.doc_id for d in update.documents] == [best.documents[i].doc_id for i in chosen]
         assert update.scores == tuple(best.scores[i] for i in chosen)
-    few = store.search_vector(vectors[5], 6, mmr=MMR(fetch_k=2))  # those that are asked for, if they are more
-    assert set(few.scores) == set(store.search_vector(vectors[5], 6).scores)
+    few = numbered.search_vector(vectors[5], 6, mmr=MMR(fetch_k=2))  # those that are asked for, if they are more
+    assert set(few.scores) == set(numbered.search_vector(vectors[5], 6).scores)
 
 
 @settings(max_examples=60, deadline=None)

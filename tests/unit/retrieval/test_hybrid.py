@@ -1,4 +1,4 @@
-"""Searches by words and vectors: one exact score, whatever the store's history, its shards or the stage."""
+"""Searches by words and vectors: one exact score, whatever the store's history or the stage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.retrieval import DocumentStore, ShardedStore, TfidfSvdEmbedder
+from ragcache_core.retrieval import DocumentStore, TfidfSvdEmbedder
 from ragcache_core.retrieval.base import Metric
 from ragcache_core.retrieval.storage.manifest import MANIFEST_NAME
 from ragcache_core.retrieval.words import Postings, WordMatches, WordWeights, count_words, pack_words
@@ -141,32 +141,6 @@ def test_a_stores_history_does_not_matter(data: st.DataObject, tmp_path_factory:
         store.close()
         store = stack.enter_context(DocumentStore.open(folder / "parts"))
         assert [answer(store.search(query, 5)) for query in QUESTIONS] == expected
-
-
-def test_shards_answer_as_one_store_of_all_documents(tmp_path: Path) -> None:
-    documents = make_documents(60)
-    embedder = TfidfSvdEmbedder(16).fit([d.text for d in documents])
-    with ExitStack() as stack:
-
-        def make(name: str, some: list[Document]) -> DocumentStore:
-            store = stack.enter_context(DocumentStore.create(tmp_path / name, embedder=embedder, index="flat"))
-            store.add(some)
-            return store
-
-        one = make("one", documents)
-        parts = [make("a", documents[:5]), make("b", documents[5:45]), make("c", documents[45:])]
-        shards = ShardedStore(parts)
-        for query in QUESTIONS:
-            assert shards.search(query, 7).scores == one.search(query, 7).scores
-            if query != "quokka":  # which no document has: all are equally far away
-                assert set(answer(shards.search(query, 7))[:3]) <= set(answer(one.search(query, 7)))
-            assert answer(asyncio.run(staged(shards, query, 7, 3))[-1]) == answer(shards.search(query, 7))
-        parts[0].add([Document("later", "A quokka came later.")])
-        one.add([Document("later", "A quokka came later.")])
-        assert answer(shards.search("quokka", 1)) == answer(one.search("quokka", 1))
-        other = stack.enter_context(DocumentStore.create(tmp_path / "other", embedder=embedder, word_weight=0.5))
-        with pytest.raises(ConfigError, match=r"word_weight 0\.95.*0\.5"):
-            ShardedStore([one, other])
 
 
 def test_a_filter_holds_for_what_the_words_find(folder: Path) -> None:

@@ -252,6 +252,19 @@ def test_a_reader_keeps_its_state_while_another_handle_writes(store: DocumentSto
         assert len(reader) == 55
 
 
+def test_a_read_only_store_takes_up_changes_when_it_is_refreshed(folder: Path) -> None:
+    with DocumentStore.create(folder, index="flat") as writer:
+        writer.add(make_documents(20))
+        with DocumentStore.open(folder, read_only=True, rebuild_index=True) as reader:
+            assert not reader.refresh()
+            writer.delete(["doc-0"])
+            assert len(reader) == 20
+            assert reader.refresh()
+            assert len(reader) == 19
+            assert not reader.refresh()
+        assert not writer.refresh()
+
+
 def test_many_small_adds_leave_few_segments_and_no_old_files(folder: Path) -> None:
     with DocumentStore.create(folder, index="flat", embedder=PrecomputedEmbedder(2)) as store:
         for i in range(60):

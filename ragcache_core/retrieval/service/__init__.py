@@ -1,1 +1,0 @@
-"""A document store behind HTTP: the server, and the store that asks it."""
