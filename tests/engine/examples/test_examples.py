@@ -18,10 +18,12 @@ from examples import (
     speculative_rag,
     tiers,
     token_chunks,
+    vector_database,
 )
 from examples._shared import demo_questions
 from ragcache_core.client import Engine
 from tests.conftest import ROOT
+from tests.support.postgres import pgvector_server
 
 pytestmark = pytest.mark.slow
 
@@ -73,6 +75,7 @@ def test_every_example_is_tested() -> None:
         "fleet",
         "fleet_ray",
         "near_equals",
+        "vector_database",
     }
 
 
@@ -168,6 +171,17 @@ def test_a_document_that_changes_is_forgotten_and_its_new_version_is_cached_befo
     assert deleted["answer"] not in (cold["answer"], changed["answer"])
     changing_documents.main(["--url", engine.base_url])
     assert "nalna.md: 0 blocks left, all of it is gone" in capsys.readouterr().out
+
+
+def test_documents_of_a_vector_database_are_answered_from_and_found_cached(
+    engine: Engine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pgvector_server() as address:
+        vector_database.main(["--url", engine.base_url, "--json", "--postgres", address])
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["answer"] for row in rows[::2]] == [asked["answer"] for asked in demo_questions("single")[:3]]
+    assert [row["answer"] for row in rows[1::2]] == [row["answer"] for row in rows[::2]]
+    assert all(row["num_cached_tokens"] > 0 for row in rows[1::2])
 
 
 def test_no_chunk_has_more_tokens_than_were_asked_for_as_the_engine_counts_them(

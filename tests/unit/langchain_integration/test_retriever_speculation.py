@@ -4,9 +4,11 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import psycopg
 import pytest
 from langchain_core.callbacks import BaseCallbackHandler, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document as LangChainDocument
@@ -16,10 +18,13 @@ from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import Runnable, RunnableLambda, RunnablePassthrough
 from langchain_core.tools import create_retriever_tool
 
+from examples.vector_database import copy_store
 from ragcache_core import PromptLayout
 from ragcache_core.client import Engine
 from ragcache_core.errors import ConfigError, SearchError, SearchTimeoutError
+from ragcache_core.retrieval import DocumentStore, TfidfSvdEmbedder, pgvector_stages
 from ragcache_integrations.langchain import ChatRAGCache, RAGCacheRetriever, format_documents, prompt_from_layout
+from tests.support.postgres import pgvector_server
 from tests.support.scripted_server import Reply, ScriptedServer
 from tests.support.scripted_source import DOCUMENTS, EVENTS_OF_A_CHANGE, QUESTION, ScriptedSource, Stage
 
@@ -286,6 +291,34 @@ def test_a_prompt_can_name_the_relevance_of_documents_in_another_order(make: Any
         answer = (parts | prompt_from_layout(layout) | llm).invoke(QUESTION).content
         assert answer.endswith(f"{hint}\n\nQuestion: {QUESTION}")
         assert ("Most relevant" in answer) == bool(hint)
+
+
+async def test_what_a_vector_database_finds_with_little_effort_is_prefilled_before_its_last_answer(
+    tmp_path: Path, llm: ChatRAGCache, engine: Engine, warmed: Any, server: ScriptedServer, eventually: Eventually
+) -> None:
+    class LateConnection(psycopg.Connection[Any]):
+        """Holds the exact search back until the engine has prefilled documents."""
+
+        def execute(self, query: Any, params: Any = None, **settings: Any) -> psycopg.Cursor[Any]:
+            if params == ("enable_indexscan", "off"):
+                assert eventually(lambda: bool(warmed()))
+            return super().execute(query, params, **settings)
+
+    embedder = TfidfSvdEmbedder(8).fit([document.text for document in DOCUMENTS.values()])
+    with pgvector_server() as address:
+        with (
+            DocumentStore.create(tmp_path / "store", embedder=embedder, word_weight=0.0) as store,
+            psycopg.connect(address) as connection,
+        ):
+            store.add(DOCUMENTS.values())
+            copy_store(store, connection, "docs")
+            expected = [document.doc_id for document in store.search(QUESTION, 2).documents]
+        source = pgvector_stages(lambda: LateConnection.connect(address), "docs", embedder, efforts=(10, "exact"))
+        engine.bind_prompt(PROMPT, format_docs)
+        await chain_of(RAGCacheRetriever(store=source, engine=engine, k=2), llm).ainvoke(QUESTION)
+    (warm,) = warmed()
+    assert [document["id"] for document in warm.documents] == expected
+    assert await asyncio.to_thread(eventually, lambda: server.confirmed == [warm.speculation])
 
 
 def test_it_serves_as_a_tool_and_prefills(make: Any, engine: Engine, warmed: Any) -> None:
