@@ -21,7 +21,6 @@ _AS_TYPED = {
     "launch the engine with a larger max_model_len": "launch the engine with a larger -- --max-model-len",
     "pass the server's api_key": "pass the server's with --api-key",
     ": lower max_model_len": ": lower -- --max-model-len",
-    "pass the service's api_key": "pass the service's with --store-api-key",
     "raise startup_timeout_s": "raise --startup-timeout",
     "raise max_file_bytes": "raise --max-file-bytes",
     "raise max_file_s": "raise --max-file-seconds",
