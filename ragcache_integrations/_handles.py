@@ -40,8 +40,10 @@ class Connections:
             return self._engines[key]
 
     def close(self) -> None:
-        """Close every connection."""
-        for engine in self._engines.values():
+        """Close every connection, also those that copies of the model use."""
+        with self._lock:
+            engines = [*self._engines.values()]
+        for engine in engines:
             engine.close()
 
 

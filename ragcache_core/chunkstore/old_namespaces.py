@@ -212,7 +212,8 @@ def _delete(old: Namespace, why: str, *, is_trial: bool = False) -> bool:
         _log.warning("%s holds files that are not RAGCache's, which stay: %s", old.path, ", ".join(foreign[:3]))
     else:
         old.path.rmdir()
-    _log.warning("%s is deleted, %s: it held %d bytes of %s", old.path, why, old.num_bytes, names_of(old.identity))
+    held = names_of(old.identity)
+    _log.warning("RAGCache's files in %s are deleted, %s: %d bytes of %s", old.path, why, old.num_bytes, held)
     return True
 
 

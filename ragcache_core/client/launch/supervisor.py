@@ -238,8 +238,8 @@ class Supervisor:
                 return
         last = f"; the last restart failed: {failure}" if failure else ""
         self._give_up(
-            f"the engine {died}: {why}. It was restarted {len(self._restarted_s)} times within "
-            f"{self._restart_window_s:g} s, the limit{last}. Launch it again"
+            f"the engine {died}: {why}. It was restarted {len(self._restarted_s)} times, the limit in "
+            f"{self._restart_window_s:g} s or in one series of failures{last}. Launch it again"
         )
 
     def _give_up(self, why: str) -> None:

@@ -164,7 +164,7 @@ def test_an_engine_that_hangs_is_restarted_and_every_request_recovers_that_can(t
             second_session = engine.pid
             shared.update(shared_memory(second_session))
             os.kill(engine.pid, signal.SIGKILL)  # the API server itself this time
-            with pytest.raises(EngineDiedError, match="restarted 1 times within 600 s, the limit"):
+            with pytest.raises(EngineDiedError, match="restarted 1 times, the limit"):
                 while True:
                     await engine.agenerate("Document: Zorval", max_tokens=5)
             assert session_members(second_session) == []

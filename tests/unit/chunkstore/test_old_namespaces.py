@@ -64,7 +64,7 @@ def test_a_cache_that_nobody_used_for_a_month_is_deleted_whose_ever_it_is(
     young = closed(folder, days=29, weights="young", model="other")
     with opened(folder) as store:
         assert {n.path for n in list_namespaces(folder)} == {young, store.path}
-    assert f"{old} is deleted, it was not used for 31 days" in caplog.text
+    assert f"RAGCache's files in {old} are deleted, it was not used for 31 days" in caplog.text
     assert "weights 'old'" in caplog.text
 
 

@@ -112,7 +112,7 @@ def test_an_engine_that_hangs_by_its_servers_word_is_killed_and_started_again(ow
     server.hang = "VLLM::Worker is stopped again"
     assert until(lambda: owner.health() is Health.GONE)
     assert "the engine hung: VLLM::Worker is stopped again" in owner.why_gone()
-    assert "restarted 1 times within 60 s, the limit" in owner.why_gone()
+    assert "restarted 1 times, the limit" in owner.why_gone()
 
 
 @pytest.mark.parametrize("hang_s", [1.0, None])
