@@ -133,6 +133,9 @@ class RequestStats:
 
     ``chunk_reuse`` is ``None`` where the answer is exact, as far as the engine says. ``deadline`` says how a request
     with a ``ttft_slo`` was planned, and is ``None`` without one.
+
+    ``num_resumes`` is how often a streamed answer continued after a failure of its engine. ``is_resampled``: it was
+    sampled, and continued with another random state than an undisturbed answer would have.
     """
 
     num_prompt_tokens: int
@@ -150,6 +153,8 @@ class RequestStats:
     queue_s: float | None = None
     chunk_reuse: ChunkReuseStats | None = None
     deadline: DeadlineReport | None = None
+    num_resumes: int = 0
+    is_resampled: bool = False
 
     @property
     def num_computed_tokens(self) -> int:

@@ -16,8 +16,9 @@ import httpx
 
 from ragcache_core.client.engine_client import EngineClient, FindTokenizer
 from ragcache_core.client.http.affinity import ProxyAffinity
-from ragcache_core.client.http.attempt import SENT_ONCE, Health, RetryPolicy, check_seconds
+from ragcache_core.client.http.attempt import AUTO, SENT_ONCE, FirstTokenTimeout, Health, RetryPolicy, check_seconds
 from ragcache_core.client.http.joined_server import HANG_TIMEOUT_S, RESTART_TIMEOUT_S, JoinedServer
+from ragcache_core.client.http.resume import ResumeStreams
 from ragcache_core.client.launch.arguments import check_types
 from ragcache_core.client.launch.launch import LaunchedServer, launch_server
 from ragcache_core.client.launch.process import GRACE_S
@@ -104,8 +105,8 @@ class Engine(EngineClient):
         max_restarts: int = 3,
         restart_window_s: float = 600.0,
         hang_timeout_s: float | None = 30.0,
-        first_token_timeout_s: float | None = None,
-        resume_greedy: bool = True,
+        first_token_timeout_s: FirstTokenTimeout = AUTO,
+        resume_streams: ResumeStreams = "all",
         log_path: str | Path | None = None,
         progress: bool | Callable[[str], None] | None = None,
         env: Mapping[str, str] | None = None,
@@ -129,8 +130,8 @@ class Engine(EngineClient):
         max_restarts: int = 3,
         restart_window_s: float = 600.0,
         hang_timeout_s: float | None = 30.0,
-        first_token_timeout_s: float | None = None,
-        resume_greedy: bool = True,
+        first_token_timeout_s: FirstTokenTimeout = AUTO,
+        resume_streams: ResumeStreams = "all",
         log_path: str | Path | None = None,
         progress: bool | Callable[[str], None] | None = None,
         env: Mapping[str, str] | None = None,
@@ -151,12 +152,15 @@ class Engine(EngineClient):
             startup_timeout_s: how long loading may go without progress: without a line in its log that was not
                 there before, and without 16 MiB that are read or written.
             max_restarts: how often the server is started again within ``restart_window_s`` seconds, if it dies or
-                hangs. A request in flight before its first token is sent again; afterwards it goes on where it was cut
-                if it is greedy, and fails with :class:`EngineDiedError` else.
+                hangs. A request in flight before its first token is sent again; afterwards a stream continues where it
+                was cut, and fails with :class:`EngineDiedError` if it cannot.
             hang_timeout_s: an engine hangs that answers nothing for so long, and of whose processes one uses no
                 processor time; ``None`` never looks.
             first_token_timeout_s: a streamed request that has no token by then is cancelled and sent once more.
-            resume_greedy: whether a greedy answer that lost its engine goes on from its prompt and what was said.
+                ``"auto"``: one second before the request's own time-out, if that is at least 600 s. ``None``: never.
+            resume_streams: which streamed answers continue after a failure of their engine: ``"all"``; ``"greedy"``,
+                which continue exactly; ``"off"``. A sampled answer continues with another random state, and its
+                statistics say so (``num_resumes``, ``is_resampled``).
             log_path: the server's log, kept; by default a new file in the user's log folder, or standard error
                 where that cannot be written to.
             progress: draw a progress bar on stderr; by default on a terminal. A function is told each stage instead.
@@ -174,7 +178,7 @@ class Engine(EngineClient):
                 that is of another type; a time that cannot work.
         """
         check_types(cache, env, extra_args)
-        policy = RetryPolicy(first_token_timeout_s, resume_greedy)
+        policy = RetryPolicy(first_token_timeout_s, resume_streams)
         start = partial(
             launch_server,
             model,
@@ -219,7 +223,7 @@ class Engine(EngineClient):
             for server in servers:
                 engines.append(cls._of(server, policy))
             return Fleet(
-                engines, first_token_timeout_s=policy.first_token_timeout_s, resume_greedy=policy.resume_greedy
+                engines, first_token_timeout_s=policy.first_token_timeout_s, resume_streams=policy.resume_streams
             )
         except BaseException:
             for engine in engines:
@@ -265,15 +269,16 @@ class Engine(EngineClient):
         timeout_s: float = 10.0,
         restart_timeout_s: float | None = RESTART_TIMEOUT_S,
         hang_timeout_s: float | None = HANG_TIMEOUT_S,
-        first_token_timeout_s: float | None = None,
-        resume_greedy: bool = True,
+        first_token_timeout_s: FirstTokenTimeout = AUTO,
+        resume_streams: ResumeStreams = "all",
     ) -> Self:
         """Join a server that runs already, at ``http://host:port`` (with or without ``/v1``).
 
         A request whose server goes away before its first token is sent again once the server is back. It waits up to
         ``restart_timeout_s`` seconds (0: not at all; ``None``: as long as for an answer), and a warning is logged. An
         engine that hangs is reported with :class:`EngineHungError`: by RAGCache's server, or where the server does not
-        answer for ``hang_timeout_s`` seconds.
+        answer for ``hang_timeout_s`` seconds. ``first_token_timeout_s`` and ``resume_streams`` are those of
+        :meth:`launch`.
 
         Documents are found in prompts with the model's tokenizer, which the server hands out. One without RAGCache does
         not: then ``tokenizer`` names a folder, or a model of the Hugging Face hub, that has it, and without one
@@ -287,7 +292,7 @@ class Engine(EngineClient):
         """
         if not isinstance(url, str):
             raise ConfigError(f"url is {quoted(url)}: pass the address of a server, 'http://host:8000'")
-        policy = RetryPolicy(first_token_timeout_s, resume_greedy)
+        policy = RetryPolicy(first_token_timeout_s, resume_streams)
         check_seconds("hang_timeout_s", hang_timeout_s)
         check_seconds("restart_timeout_s", restart_timeout_s or None)
         base_url = url.rstrip("/").removesuffix("/v1") + "/v1"

@@ -31,6 +31,7 @@ from ragcache_core.client.generation import (
 )
 from ragcache_core.client.http.attempt import RetryPolicy, ServerWatch
 from ragcache_core.client.http.errors import translate_errors
+from ragcache_core.client.http.resumed_answers import ResumedAnswers
 from ragcache_core.client.http.routing import Replicas
 from ragcache_core.client.http.transport import AsyncRetryingTransport, RetryingTransport
 from ragcache_core.client.launch.process import GRACE_S
@@ -117,14 +118,14 @@ class EngineClient(Handle, ABC):
         self.api_key = api_key
         self._watch = watch
         self._speculations = SpeculationManager(
-            base_url, api_key, watch, resume_greedy=policy.resume_greedy, replicas=replicas
+            base_url, api_key, watch, resume_streams=policy.resume_streams, replicas=replicas
         )
-        traces = RequestTraces()
-        self._transport = RetryingTransport(watch, self._speculations, policy, traces, replicas)
-        self._async_transport = AsyncRetryingTransport(watch, self._speculations, policy, traces, replicas)
+        traces, self._resumed = RequestTraces(), ResumedAnswers()
+        parts = (watch, self._speculations, policy, traces, replicas, self._resumed)
+        self._transport, self._async_transport = RetryingTransport(*parts), AsyncRetryingTransport(*parts)
         self._http = httpx.Client(transport=self._transport, timeout=_TIMEOUT)
         self._http_async = httpx.AsyncClient(transport=self._async_transport, timeout=_TIMEOUT)
-        self._cache_stats = CacheStatsRoutes(base_url, api_key, self._http, self._http_async, traces)
+        self._cache_stats = CacheStatsRoutes(base_url, api_key, self._http, self._http_async, traces, self._resumed)
         self.cache = CacheRoutes(base_url, api_key, self._http, self._http_async)
         self._documents = DocumentRoutes(base_url, api_key, self._http, self._http_async)
         self._prefetching: Prefetching = PrefetchRoute(base_url, api_key, self._http, self._http_async)
@@ -153,6 +154,7 @@ class EngineClient(Handle, ABC):
                 if find_tokenizer is None
                 else checked_tokenizer(lambda: find_tokenizer(server, card), partial(server.token_ids, card.name))
             )
+        self._resumed.decode = tokenizer.decode if isinstance(tokenizer, ModelTokenizer) else None
         reordered, scopes = RememberedOrders(), KVScopes(card.name, self.api_key)
         load = LoadRoute(self.base_url, self.api_key, self._http_async)
         prompts = PromptClient(

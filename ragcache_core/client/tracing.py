@@ -314,6 +314,7 @@ class RequestTrace:
             "ragcache.loaded_bytes": stats.num_loaded_bytes,
             "ragcache.stored_bytes": stats.num_stored_bytes,
             "ragcache.reused_tokens": None if stats.chunk_reuse is None else stats.chunk_reuse.num_reused_tokens,
+            "ragcache.num_resumes": stats.num_resumes or None,
             "ragcache.deadline.choice": None if stats.deadline is None else stats.deadline.choice,
         }
         self._span.set_attributes({name: value for name, value in figures.items() if value is not None})

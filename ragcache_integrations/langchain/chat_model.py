@@ -24,6 +24,7 @@ from pydantic import Field, PrivateAttr, SecretStr, field_validator
 
 from ragcache_core.client import EngineClient, RequestPlan
 from ragcache_core.client.generation import check_settings
+from ragcache_core.client.http.attempt import AUTO, FirstTokenTimeout
 from ragcache_core.client.http.errors import translate_errors_as_openai
 from ragcache_core.client.http.joined_server import HANG_TIMEOUT_S, RESTART_TIMEOUT_S, recovery_settings
 from ragcache_core.client.prompts.repeated_documents import check_deduplicate
@@ -83,7 +84,9 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
 
     Copies share the engine, or the connection: ``model_copy``, ``bind``, ``with_config``, ``configurable_fields``.
 
-    With ``base_url``, a request whose server goes away before its first token waits for it and is sent again:
+    With ``base_url``, a request whose server goes away before its first token waits for it and is sent again. A
+    stream that had begun continues where it was cut, and ``response_metadata["ragcache"]`` says how often
+    (``num_resumes``), and whether it continued with another random state (``is_resampled``).
     ``restart_timeout_s``, ``hang_timeout_s`` and ``first_token_timeout_s`` are those of :meth:`Engine.connect
     <ragcache_core.client.Engine.connect>`. With ``with_fallbacks``, set ``restart_timeout_s=0``.
 
@@ -102,8 +105,9 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
     """With ``base_url``: seconds that a request waits for a server that restarts; ``None``: its ``timeout``."""
     hang_timeout_s: float | None = Field(default=HANG_TIMEOUT_S, exclude=True, repr=False)
     """With ``base_url``: seconds without any answer after which the server hangs; ``None``: never."""
-    first_token_timeout_s: float | None = Field(default=None, exclude=True, repr=False)
-    """With ``base_url``: seconds after which a stream without its first token is cancelled and sent once more."""
+    first_token_timeout_s: FirstTokenTimeout = Field(default=AUTO, exclude=True, repr=False)
+    """With ``base_url``: seconds after which a stream without its first token is cancelled and sent once more.
+    ``"auto"``: shortly before its ``timeout``, if that is at least 600 s; ``None``: never."""
     chunk_reuse: bool | Literal["store"] | dict[str, Any] | None = None
     """Whether, and how, documents are reused behind others; ``None`` leaves it to the engine."""
     deduplicate: bool = False

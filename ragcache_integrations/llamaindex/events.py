@@ -67,6 +67,8 @@ class CacheStatsEvent(BaseEvent):
     queue_s: float | None = None
     chunk_reuse: ChunkReuseStats | None = None
     deadline: DeadlineReport | None = None
+    num_resumes: int = 0
+    is_resampled: bool = False
 
     @classmethod
     def class_name(cls) -> str:

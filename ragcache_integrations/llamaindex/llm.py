@@ -32,6 +32,7 @@ from llama_index.llms.openai_like import OpenAILike  # type: ignore[import-untyp
 from ragcache_core.answers import AnswerCache
 from ragcache_core.client import Engine, EngineClient, RequestPlan
 from ragcache_core.client.generation import check_settings
+from ragcache_core.client.http.attempt import AUTO, FirstTokenTimeout
 from ragcache_core.client.http.errors import translate_errors_as_openai
 from ragcache_core.client.http.joined_server import HANG_TIMEOUT_S, RESTART_TIMEOUT_S, recovery_settings
 from ragcache_core.client.prompts.repeated_documents import check_deduplicate
@@ -76,7 +77,9 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
     The engine is told which documents a prompt shows: nodes that any retriever of LlamaIndex's returned lately in this
     process, found by their text. Whose prompts show none is told so once.
 
-    With ``api_base``, a request whose server goes away before its first token waits for it and is sent again:
+    With ``api_base``, a request whose server goes away before its first token waits for it and is sent again. A
+    stream that had begun continues where it was cut, and ``additional_kwargs["ragcache"]`` says how often
+    (``num_resumes``), and whether it continued with another random state (``is_resampled``).
     ``restart_timeout_s``, ``hang_timeout_s`` and ``first_token_timeout_s`` are those of ``Engine.connect``.
 
     Requests go to the chat endpoint. One that is made with ``use_chat_completions=False`` (all, for a model without a
@@ -140,7 +143,7 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
         timeout: float = DEFAULT_TIMEOUT_S,
         restart_timeout_s: float | None = RESTART_TIMEOUT_S,
         hang_timeout_s: float | None = HANG_TIMEOUT_S,
-        first_token_timeout_s: float | None = None,
+        first_token_timeout_s: FirstTokenTimeout = AUTO,
         **kwargs: Any,
     ) -> None:
         address = api_base or base_url

@@ -20,8 +20,9 @@ from ragcache_core.client.engine_client import EngineClient
 from ragcache_core.client.fleet.alike import told_by
 from ragcache_core.client.fleet.prefixes import FleetPrefixes
 from ragcache_core.client.fleet.replicas import HOME, Replica, ReplicaSet
-from ragcache_core.client.http.attempt import RetryPolicy
+from ragcache_core.client.http.attempt import AUTO, FirstTokenTimeout, RetryPolicy
 from ragcache_core.client.http.joined_server import HANG_TIMEOUT_S, RESTART_TIMEOUT_S
+from ragcache_core.client.http.resume import ResumeStreams
 from ragcache_core.client.launch.process import GRACE_S
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 from ragcache_core.errors import ConfigError, EngineError
@@ -48,7 +49,7 @@ class Fleet(EngineClient):
     have that may get the request. A speculation, its confirmation and its end reach the same replica.
 
     A replica that fails, hangs or is drained is left alone until it is well; what it had not begun to answer is sent to
-    another one, and greedy answers go on there. Fails only what no replica answers.
+    another one, and streamed answers continue there. Fails only what no replica answers.
 
     ``stats``, ``forget``, ``prefetch`` and ``drain`` mean all of them. ``cache`` is each one's own.
 
@@ -61,8 +62,8 @@ class Fleet(EngineClient):
         engines: Iterable[Engine],
         *,
         restart_timeout_s: float | None = RESTART_TIMEOUT_S,
-        first_token_timeout_s: float | None = None,
-        resume_greedy: bool = True,
+        first_token_timeout_s: FirstTokenTimeout = AUTO,
+        resume_streams: ResumeStreams = "all",
     ) -> None:
         """Make a fleet of engines, launched or connected, which :meth:`close` ends.
 
@@ -78,7 +79,7 @@ class Fleet(EngineClient):
             f"{HOME}/v1",
             _NO_KEY,
             self._replicas,
-            RetryPolicy(first_token_timeout_s, resume_greedy, len(self.engines)),
+            RetryPolicy(first_token_timeout_s, resume_streams, len(self.engines)),
             replicas=self._replicas,
             cached_prefixes=FleetPrefixes(self._replicas),
         )
@@ -100,8 +101,8 @@ class Fleet(EngineClient):
         timeout_s: float = 10.0,
         restart_timeout_s: float | None = RESTART_TIMEOUT_S,
         hang_timeout_s: float | None = HANG_TIMEOUT_S,
-        first_token_timeout_s: float | None = None,
-        resume_greedy: bool = True,
+        first_token_timeout_s: FirstTokenTimeout = AUTO,
+        resume_streams: ResumeStreams = "all",
     ) -> Self:
         """Join servers that run already; the arguments are those of ``Engine.connect``, ``api_key`` is that of all.
 
@@ -133,7 +134,7 @@ class Fleet(EngineClient):
                 [one.result() for one in asked],
                 restart_timeout_s=restart_timeout_s,
                 first_token_timeout_s=first_token_timeout_s,
-                resume_greedy=resume_greedy,
+                resume_streams=resume_streams,
             )
         except BaseException:
             for one in asked:

@@ -7,13 +7,14 @@ import logging
 import math
 import time
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Literal, Protocol, get_args
 
 import httpcore
 import httpx
 
 from ragcache_core.client.http.errors import says_engine_died
-from ragcache_core.client.http.resume import GreedyStream, is_streamed
+from ragcache_core.client.http.resume import ResumableStream, ResumeStreams, is_streamed
+from ragcache_core.client.http.resumed_answers import ResumedAnswers
 from ragcache_core.client.speculation.request_capture import asks_completion
 from ragcache_core.errors import ConfigError, EngineDiedError, EngineHungError
 from ragcache_core.wire import DEFAULTS_HEADER
@@ -23,7 +24,13 @@ SENT_ONCE = {"ragcache_sent_once": True}
 that the server has died."""
 BROKEN = (httpx.ConnectError, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
 """How a connection ends whose server is gone."""
+AUTO: Final = "auto"
+FirstTokenTimeout = float | Literal["auto"] | None
+"""Seconds that a streamed request waits for its first token; ``None``: no limit; ``auto``: see :class:`RetryPolicy`."""
 _MAX_RETRIES = 3
+_LONG_TIMEOUT_S = 600.0
+# The default time-out of a request. With a shorter one the caller wants an error by then, for a fallback perhaps.
+_BEFORE_TIMEOUT_S = 1.0
 
 _logger = logging.getLogger(__name__)
 
@@ -71,17 +78,31 @@ class ServerWatch(Protocol):
 class RetryPolicy:
     """What is done for requests besides sending them again when their server died.
 
-    One that is streamed and has no token after ``first_token_timeout_s`` is cancelled and sent once more.
-    ``resume_greedy``: whether a greedy answer goes on where it was cut. ``num_servers``: so many that cannot be
-    reached are tried before one counts as having failed the request.
+    Attributes:
+        first_token_timeout_s: a streamed request without a token by then is cancelled and sent once more. With ``auto``
+            that is one second before its own time-out, if this is at least 600 s: no request is cancelled that would
+            still get an answer, because its time-out ends it anyway.
+        resume_streams: the streamed answers that continue where a failure of their engine cut them.
+        num_servers: so many that cannot be reached are tried before one counts as having failed the request.
     """
 
-    first_token_timeout_s: float | None = None
-    resume_greedy: bool = True
+    first_token_timeout_s: FirstTokenTimeout = AUTO
+    resume_streams: ResumeStreams = "all"
     num_servers: int = 1
 
     def __post_init__(self) -> None:
-        check_seconds("first_token_timeout_s", self.first_token_timeout_s)
+        check_first_token_timeout(self.first_token_timeout_s)
+        if self.resume_streams not in (known := get_args(ResumeStreams)):
+            raise ConfigError(f"resume_streams is {self.resume_streams!r:.40}; it must be one of {', '.join(known)}")
+
+    def first_token_limit_s(self, request: httpx.Request) -> float | None:
+        """Return how long ``request`` waits for its first token before it is sent once more; ``None``: no limit."""
+        if not is_streamed(request):
+            return None
+        if self.first_token_timeout_s != AUTO:
+            return self.first_token_timeout_s
+        timeout_s = _read_timeout_s(request)
+        return None if timeout_s is None or timeout_s < _LONG_TIMEOUT_S else timeout_s - _BEFORE_TIMEOUT_S
 
 
 class Attempt:
@@ -92,17 +113,20 @@ class Attempt:
         stream: reads its answer, if that can go on after a cut.
     """
 
-    def __init__(self, watch: ServerWatch | None, request: httpx.Request, policy: RetryPolicy) -> None:
+    def __init__(
+        self, watch: ServerWatch | None, request: httpx.Request, policy: RetryPolicy, resumed: ResumedAnswers
+    ) -> None:
         self._watch = None if SENT_ONCE.keys() <= request.extensions.keys() else watch
-        may_resume = self._watch is not None and policy.resume_greedy
-        self.stream = GreedyStream.of(request) if may_resume else None
+        self._resumed = resumed
+        which: ResumeStreams = "off" if self._watch is None else policy.resume_streams
+        self.stream = ResumableStream.of(request, which, resumed.decode)
         self.request = request if self.stream is None else self.stream.request()
         self._run = self._watch.run if self._watch else 0
         self._patience_s = self._watch.patience_s if self._watch else None
         if self._patience_s is not None and not asks_completion(request):
             self._patience_s = 0.0
-        self._limit_s = policy.first_token_timeout_s if is_streamed(request) else None
-        self._read_timeout_s: float | None = request.extensions.get("timeout", {}).get("read")
+        self._limit_s = policy.first_token_limit_s(request)
+        self._read_timeout_s = _read_timeout_s(request)
         self._sent_s = self._failed_s = 0.0
         self._error: Exception | None = None
         self._retries_left = _MAX_RETRIES
@@ -181,6 +205,9 @@ class Attempt:
         request = None if self.stream is None else self.stream.rest()
         if request is None:
             raise EngineHungError(str(error)) if isinstance(error.__cause__, _HungError) else error
+        assert self.stream is not None
+        if self.stream.num_resumes and self.stream.response_id is not None:
+            self._resumed.add(self.stream.response_id, self.stream)
         return request
 
 
@@ -195,14 +222,29 @@ def check_progress(watch: ServerWatch) -> None:
         raise _HungError(why)
 
 
-def check_seconds(name: str, value: float | None) -> None:
+def check_first_token_timeout(value: object) -> None:
+    """Refuse a time for the first token that cannot work.
+
+    Raises:
+        ConfigError: it is neither ``auto`` nor None nor a positive number of seconds.
+    """
+    if value != AUTO:
+        check_seconds("first_token_timeout_s", value, or_else="None for no limit, or 'auto'")
+
+
+def check_seconds(name: str, value: object, or_else: str = "None for no limit") -> None:
     """Refuse a time that is none.
 
     Raises:
         ConfigError: it is not a positive number of seconds.
     """
     if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
-        raise ConfigError(f"{name} is {value!r:.40}; it must be a number of seconds above 0, or None for no limit")
+        raise ConfigError(f"{name} is {value!r:.40}; it must be a number of seconds above 0, or {or_else}")
+
+
+def _read_timeout_s(request: httpx.Request) -> float | None:
+    timeout_s: float | None = request.extensions.get("timeout", {}).get("read")
+    return timeout_s
 
 
 def engine_died(response: httpx.Response, first_bytes: bytes) -> bool:

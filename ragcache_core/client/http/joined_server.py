@@ -14,7 +14,7 @@ from typing import Any
 import httpcore
 import httpx
 
-from ragcache_core.client.http.attempt import Health, check_seconds
+from ragcache_core.client.http.attempt import AUTO, FirstTokenTimeout, Health, check_first_token_timeout, check_seconds
 from ragcache_core.client.http.errors import hang_of
 from ragcache_core.client.http.waiting import checking, patient_transport
 from ragcache_core.errors import ConfigError
@@ -31,7 +31,7 @@ _TIMEOUT_S = 5.0
 _logger = logging.getLogger(__name__)
 
 
-def recovery_settings(*, has_engine: bool, **timeouts: float | None) -> dict[str, Any]:
+def recovery_settings(*, has_engine: bool, **timeouts: FirstTokenTimeout) -> dict[str, Any]:
     """Return the arguments of ``Engine.connect`` that say how long its requests wait for a server.
 
     Args:
@@ -42,13 +42,20 @@ def recovery_settings(*, has_engine: bool, **timeouts: float | None) -> dict[str
         ConfigError: a time that cannot work, or one that was set together with an engine.
     """
     for name, value in timeouts.items():
-        check_seconds(name, (value or None) if name == "restart_timeout_s" else value)
+        if name == "first_token_timeout_s":
+            check_first_token_timeout(value)
+        else:
+            check_seconds(name, (value or None) if name == "restart_timeout_s" else value)
         if has_engine and value != _DEFAULTS[name]:
             raise ConfigError(f"engine= and {name}= were both given: pass {name}= to Engine.connect or Engine.launch")
     return dict(timeouts)
 
 
-_DEFAULTS = {"restart_timeout_s": RESTART_TIMEOUT_S, "hang_timeout_s": HANG_TIMEOUT_S, "first_token_timeout_s": None}
+_DEFAULTS: dict[str, FirstTokenTimeout] = {
+    "restart_timeout_s": RESTART_TIMEOUT_S,
+    "hang_timeout_s": HANG_TIMEOUT_S,
+    "first_token_timeout_s": AUTO,
+}
 
 
 class JoinedServer:

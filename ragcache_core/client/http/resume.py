@@ -1,26 +1,31 @@
-"""A greedy answer that outlives its engine: what was said of it, and the request for the rest.
+"""A streamed answer that continues after its engine failed: the text so far, and the request for the rest.
 
-Greedy decoding is a function of the tokens before it. So the rest of an answer is the answer to the prompt and the
-tokens that were said, which the server is asked to name (``return_token_ids``): nothing is tokenised again. RAGCache
-§6: "the request can continue computation by reusing the stored KV cache".
+RAGCache §6: "the request can continue computation by reusing the stored KV cache". The next request has the prompt and
+the tokens of the answer so far, which the server names (``return_token_ids``): nothing is tokenised again.
 
-::
+**Greedy.** The rest follows from the tokens before it, so it is verified: the last characters are generated again and
+compared, and the client gets what one engine would have said::
 
-    prompt | said                            | said, above all what tokens after the mark hold | lost
-           |                                 ^ mark                                            ^ the engine died
-    ------- next prompt ---------------------|---- told again: compared, and left out ---------|--- passed on
+    prompt | text so far                     | so far, above all what tokens after the mark hold | lost
+           |                                 ^ mark                                            ^ the engine failed
+    ------- next prompt ---------------------|---- generated again: compared, left out --------|--- passed on
 
-The mark is an event with text, some characters before what was said last, and what is told again is compared: an
-event's last token may be a part of a character, after which no server goes on with the rest of that. Where it is told
-otherwise, all of it is told again. A server holds back as much text as could begin a stop string, ``len(stop) - 1``
-characters: the tokens of an event reach so far beyond its text. And a stop string may have begun before the mark, so
-that lies as far before what was said last.
+The mark is an event with text, some characters before the end: an event's last token may be a part of a character, and
+no server continues that text. Where the text differs, all of it is generated again and compared. A server holds back as
+much text as could begin a stop string, ``len(stop) - 1`` characters: the tokens of an event reach so far beyond its
+text. A stop string may begin before the mark, which is so far before the end for that reason.
+
+**Sampled.** Text that is sampled again differs, so nothing is generated twice. The client gets text up to the end of an
+event's tokens alone, where no stop string can have begun, and the next prompt ends exactly there. Without stop strings
+that is each event as it arrives; with stop strings the text is late by about one token more than the server makes it.
+Tokens of an unfinished character are dropped. The rest has another random state than one engine would have had.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, Self
 
 import httpx
 
@@ -28,6 +33,10 @@ from ragcache_core.client.http.errors import says_engine_died
 from ragcache_core.client.speculation.request_capture import asks_completion
 from ragcache_core.errors import EngineDiedError
 
+ResumeStreams = Literal["all", "greedy", "off"]
+"""Which streamed answers continue after an engine failure."""
+Decode = Callable[[Sequence[int]], str]
+"""Returns the text of token ids."""
 _GREEDY_BELOW = 1e-5
 """Of temperatures: vLLM's own limit."""
 _HARMLESS = frozenset(
@@ -58,27 +67,50 @@ _COMPLETION_TOKENS = 16
 _COMPARED = 16
 """Characters that are told again at least."""
 _PREFIXES = ("chatcmpl-", "cmpl-")
+_NO_SEED = -1
+"""vLLM's own."""
+_PARTIAL_CHARACTER = "\ufffd"
+"""How a tokenizer decodes the bytes of an unfinished character."""
+_CHARACTER_BYTES = 4
+"""A character of UTF-8 has at most so many, and each may be a token."""
+_DECODED_TOKENS = 16
 
 
-class GreedyStream:
-    """The events of one greedy, streamed answer, whichever engines give it; holds no connection.
+class _Mark(NamedTuple):
+    """The end of an event with text: the answer's tokens and characters up to there, and the event's own tokens."""
+
+    num_ids: int
+    num_chars: int
+    num_event_ids: int
+
+
+class ResumableStream:
+    """The events of one streamed answer, whichever engines give it; holds no connection.
 
     :meth:`read` takes what a server sends, and returns what the client gets. After a cut, :meth:`rest` is the request
     whose answer :meth:`read` takes next.
+
+    Attributes:
+        is_sampled: whether the answer depends on a random state.
+        num_resumes: how often it continued after the client had a part of its text.
     """
 
-    def __init__(self, request: httpx.Request, body: dict[str, Any]) -> None:
+    def __init__(self, request: httpx.Request, body: dict[str, Any], decode: Decode | None = None) -> None:
+        self.is_sampled = not _is_greedy(body)
+        self.num_resumes = 0
         self._request = request
         self._body = body
+        self._decode = decode
         stops = body.get("stop") or []
-        longest = max(map(len, [stops] if isinstance(stops, str) else stops), default=1)
-        self._overlap = longest - 1
+        self._stops: list[str] = [stops] if isinstance(stops, str) else stops
+        self._overlap = max(map(len, self._stops), default=1) - 1
         self._held = 0 if body.get("include_stop_str_in_output") else self._overlap
         prompt = body.get("prompt")
         self._prompt_ids: list[int] | None = prompt if isinstance(prompt, list) else None
         self._ids: list[int] = []
         self._text = ""
-        self._marks = [(0, 0)]  # tokens, and characters that the server had sent by then
+        self._num_passed_on = 0  # characters that the client has
+        self._marks = [_Mark(0, 0, 0)]
         self._told_again = ""
         self._num_ids_before = 0
         self._limit: int | None = None
@@ -88,15 +120,21 @@ class GreedyStream:
         self._is_finished = self._is_done = False
 
     @classmethod
-    def of(cls, request: httpx.Request) -> Self | None:
-        """Return the stream that ``request`` asks for; ``None`` where its answer could not go on after a cut."""
-        if not asks_completion(request) or not is_streamed(request):
+    def of(cls, request: httpx.Request, which: ResumeStreams = "all", decode: Decode | None = None) -> Self | None:
+        """Return the stream that ``request`` asks for; ``None`` where its answer cannot continue after a cut.
+
+        Args:
+            request: with its body read.
+            which: the answers that continue.
+            decode: finds unfinished characters; without it a sampled answer continues only after an event of one token.
+        """
+        if which == "off" or not asks_completion(request) or not is_streamed(request):
             return None
         try:
             body = json.loads(request.content)
         except ValueError:
             return None
-        return cls(request, body) if isinstance(body, dict) and can_go_on(body) else None
+        return cls(request, body, decode) if isinstance(body, dict) and can_resume(body, which) else None
 
     def request(self) -> httpx.Request:
         """Return the request that is sent first."""
@@ -123,7 +161,12 @@ class GreedyStream:
             limits, is_parsed = [said.get("max_tokens"), _COMPLETION_TOKENS], False
         limit = next((limit for limit in limits if limit is not None), None)
         self._limit = min((tokens for tokens in (limit, most) if tokens is not None), default=None)
-        self._is_known = not is_parsed and can_go_on({**added, **said})
+        self._is_known = not is_parsed and can_resume({**added, **said})
+
+    @property
+    def response_id(self) -> str | None:
+        """The id under which the client knows the answer."""
+        return None if self._first is None else self._first["id"]
 
     @property
     def is_over(self) -> bool:
@@ -147,13 +190,10 @@ class GreedyStream:
             return self.request()
         if not self._is_known or self._prompt_ids is None or self._is_finished:
             return None
-        told = len(self._text) - len(self._told_again)
-        while self._marks[-1][0] and self._marks[-1][1] + max(self._overlap, _COMPARED) > told:
-            self._marks.pop()
-        num_ids, num_chars = self._marks[-1]
-        self._told_again = self._text[num_chars + self._held if num_ids else 0 :]
-        del self._ids[num_ids:]
-        self._num_ids_before = num_ids
+        if not (self._rewind_sampled() if self.is_sampled else self._rewind_greedy()):
+            return None
+        num_ids = self._num_ids_before = len(self._ids)
+        self.num_resumes += self._num_passed_on > 0
         ids = [*self._prompt_ids, *self._ids]
         changes: dict[str, Any] = {"request_id": self._own_id()}
         if "messages" in self._body:
@@ -165,7 +205,60 @@ class GreedyStream:
             changes["max_completion_tokens" if is_named else "max_tokens"] = max(self._limit - num_ids, 0)
         if self._body.get("min_tokens") is not None:
             changes["min_tokens"] = max(self._body["min_tokens"] - num_ids, 0)
+        seed = self._body.get("seed")
+        if self.is_sampled and isinstance(seed, int) and seed != _NO_SEED:
+            changes["seed"] = (seed + num_ids) % 2**63  # the same seed would repeat the random numbers of the beginning
         return self._asking(changes)
+
+    def _rewind_greedy(self) -> bool:
+        """Go back to an event so far before the end that its text can be compared; return whether there is one."""
+        told = len(self._text) - len(self._told_again)
+        while self._marks[-1].num_ids and self._marks[-1].num_chars + max(self._overlap, _COMPARED) > told:
+            self._marks.pop()
+        self._told_again = self._text[self._end_of(self._marks[-1]) :]
+        del self._ids[self._marks[-1].num_ids :]
+        return True
+
+    def _rewind_sampled(self) -> bool:
+        """Go back to the tokens of the text that the client has; return whether these are known."""
+        while self._marks[-1].num_ids and self._end_of(self._marks[-1]) > self._num_passed_on:
+            self._marks.pop()
+        mark = self._marks[-1]
+        ids = self._ids[: mark.num_ids]
+        if mark.num_event_ids > 1:  # else its text would have waited for the rest of the character
+            whole = self._whole_characters(ids)
+            if whole is None:
+                return False
+            ids, self._marks[-1] = whole, mark._replace(num_ids=len(whole), num_event_ids=1)
+        self._ids, self._text = ids, self._text[: self._num_passed_on]
+        return True
+
+    def _whole_characters(self, ids: list[int]) -> list[int] | None:
+        """Return ``ids`` without the tokens of an unfinished character at their end; ``None`` if that is not known."""
+        for end in range(len(ids), max(len(ids) - _CHARACTER_BYTES, 0), -1):
+            if self._decode is None:
+                return None
+            if not self._decode(ids[max(end - _DECODED_TOKENS, 0) : end]).endswith(_PARTIAL_CHARACTER):
+                return ids[:end]
+        return None
+
+    def _end_of(self, mark: _Mark) -> int:
+        """Return how many characters the tokens of an event reach to."""
+        return mark.num_chars + self._held if mark.num_ids else 0
+
+    def _resumable_end(self) -> int:
+        """Return how many characters of a sampled answer the client can have, if it is to continue after them."""
+        for mark in reversed(self._marks):
+            end = self._end_of(mark)
+            if end <= self._num_passed_on:
+                break
+            if end <= len(self._text) and not self._may_begin_stop(self._text[max(end - self._overlap, 0) : end]):
+                return end
+        return self._num_passed_on
+
+    def _may_begin_stop(self, text: str) -> bool:
+        """Return whether ``text`` ends with the beginning of a stop string, which a next request would not see."""
+        return any(text.endswith(stop[:length]) for stop in self._stops for length in range(1, len(stop)))
 
     def _asking(self, changes: dict[str, Any]) -> httpx.Request:
         headers = [(name, value) for name, value in self._request.headers.raw if name.lower() != b"content-length"]
@@ -226,13 +319,18 @@ class GreedyStream:
         self._ids += ids or ()
         others = [key for key, value in choice.get("delta", {}).items() if value and key not in ("role", "content")]
         is_finished = choice.get("finish_reason") is not None
+        if self.is_sampled and self._num_ids_before and others:
+            raise EngineDiedError(
+                f"the engine died during an answer, and its successor continued with {others[0]} and not with text: "
+                "ask again"
+            )
         for hidden in ("token_ids", "prompt_token_ids"):
             if hidden in choice:
                 choice[hidden] = None
         again, said = said[: len(self._told_again)], said[len(self._told_again) :]
         if not self._told_again.startswith(again) or (is_finished and len(again) < len(self._told_again)):
             if self._num_ids_before:
-                self._marks = [(0, 0)]
+                self._marks = [_Mark(0, 0, 0)]
                 raise httpx.RemoteProtocolError("the engine's successor did not go on with the same text")
             raise EngineDiedError(
                 "the engine died during an answer, and its successor went on otherwise than it had begun: ask again"
@@ -240,13 +338,16 @@ class GreedyStream:
         self._is_finished = self._is_finished or is_finished
         self._told_again = self._told_again[len(again) :]
         self._text += said
+        self._is_known = self._is_known and not others
         if again or said:
-            shown[name] = said
-            self._is_known = self._is_known and ids is not None and not others
-            self._marks.append((len(self._ids), len(self._text) - len(self._told_again)))
-        else:
-            self._is_known = self._is_known and not others
-        return bool(said or others or choice.get("finish_reason"))
+            self._is_known = self._is_known and ids is not None
+            self._marks.append(_Mark(len(self._ids), len(self._text) - len(self._told_again), len(ids or ())))
+        waits = self.is_sampled and self._is_known and not is_finished
+        end = self._resumable_end() if waits else len(self._text)
+        passed_on, self._num_passed_on = self._text[self._num_passed_on : end], end
+        if passed_on or said or again:
+            shown[name] = passed_on
+        return bool(passed_on or others or choice.get("finish_reason"))
 
     def _correct(self, usage: dict[str, Any]) -> None:
         """Count what engines that died have said to the answer, and not to the prompt."""
@@ -257,11 +358,9 @@ class GreedyStream:
             details["cached_tokens"] = min(details["cached_tokens"], usage["prompt_tokens"])
 
 
-def can_go_on(body: dict[str, Any]) -> bool:
-    """Return whether the answer to a request for a completion can go on after a cut."""
-    temperature = body.get("temperature")
-    is_greedy = isinstance(temperature, int | float) and 0 <= temperature < _GREEDY_BELOW
-    if not is_greedy or body.get("stream") is not True:
+def can_resume(body: dict[str, Any], which: ResumeStreams = "all") -> bool:
+    """Return whether the answer to a request for a completion can continue after a cut."""
+    if which == "off" or (which == "greedy" and not _is_greedy(body)) or body.get("stream") is not True:
         return False
     prompt = body.get("prompt")
     if isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt):
@@ -276,6 +375,12 @@ def can_go_on(body: dict[str, Any]) -> bool:
         value is None or name in _HARMLESS or name in ignored or _is_neutral(name, value)
         for name, value in body.items()
     )
+
+
+def _is_greedy(body: dict[str, Any]) -> bool:
+    """Return whether no answer to a request depends on a random state, as far as it says."""
+    temperature = body.get("temperature")
+    return isinstance(temperature, int | float) and 0 <= temperature < _GREEDY_BELOW
 
 
 def _is_neutral(name: str, value: object) -> bool:

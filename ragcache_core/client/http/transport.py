@@ -2,9 +2,9 @@
 
 They sit below every client (the OpenAI SDK, LangChain, LlamaIndex), so all of them recover in the same way. A
 response is handed on only when its first bytes are there; until then the caller has seen nothing, and the
-request can be sent to the restarted server. Afterwards a greedy answer goes on where it was cut, and every other one
-fails with :class:`~ragcache_core.errors.EngineDiedError` (RAGCache §6: before the first token a request is recomputed,
-afterwards it goes on from the KV that is stored).
+request can be sent to the restarted server. Afterwards an answer continues where it was cut, and one that cannot fails
+with :class:`~ragcache_core.errors.EngineDiedError` (RAGCache §6: before the first token a request is recomputed,
+afterwards it continues from the KV that is stored).
 
 A request that was speculated is not sent: it joins the speculation's answer, and is sent if that failed.
 """
@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import httpx
 
 from ragcache_core.client.http.attempt import BROKEN, Attempt, RetryPolicy, ServerWatch, engine_died
+from ragcache_core.client.http.resumed_answers import ResumedAnswers
 from ragcache_core.client.http.routing import AsyncRoutedTransport, Replicas, RoutedTransport
 from ragcache_core.client.http.waiting import async_patient_transport, checking, patient_transport
 from ragcache_core.client.speculation.manager import SpeculationManager
@@ -49,12 +50,14 @@ class RetryingTransport(httpx.BaseTransport):
         policy: RetryPolicy = RetryPolicy(),  # noqa: B008 (frozen)
         traces: RequestTraces | None = None,
         replicas: Replicas | None = None,
+        resumed: ResumedAnswers | None = None,
     ) -> None:
         self._watch = watch
         self._speculations = speculations
         self._policy = policy
         self._traces = traces or RequestTraces()
         self._replicas = replicas
+        self._resumed = resumed or ResumedAnswers()
         self._tls = httpx.create_ssl_context()  # takes milliseconds to make: once, not per fork
         self._inner: httpx.BaseTransport | None = self._new_inner()
         _all.add(self)
@@ -62,7 +65,7 @@ class RetryingTransport(httpx.BaseTransport):
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         request.read()
         began_ns = time.time_ns()
-        attempt = Attempt(self._watch, request, self._policy)
+        attempt = Attempt(self._watch, request, self._policy, self._resumed)
         is_open = self._inner is not None
         joined = self._speculations.join(request) if is_open and self._speculations is not None else None
         trace = self._traces.begin(attempt.request, began_ns, joined)
@@ -127,12 +130,14 @@ class AsyncRetryingTransport(httpx.AsyncBaseTransport):
         policy: RetryPolicy = RetryPolicy(),  # noqa: B008 (frozen)
         traces: RequestTraces | None = None,
         replicas: Replicas | None = None,
+        resumed: ResumedAnswers | None = None,
     ) -> None:
         self._watch = watch
         self._speculations = speculations
         self._policy = policy
         self._traces = traces or RequestTraces()
         self._replicas = replicas
+        self._resumed = resumed or ResumedAnswers()
         self._inner: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncBaseTransport] = WeakKeyDictionary()
         self._tls = httpx.create_ssl_context()  # takes milliseconds to make: once, not per event loop
         self._closed = False
@@ -140,7 +145,7 @@ class AsyncRetryingTransport(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         await request.aread()
         began_ns = time.time_ns()
-        attempt = Attempt(self._watch, request, self._policy)
+        attempt = Attempt(self._watch, request, self._policy, self._resumed)
         is_open = not self._closed
         joined = await self._speculations.ajoin(request) if is_open and self._speculations is not None else None
         trace = self._traces.begin(attempt.request, began_ns, joined)

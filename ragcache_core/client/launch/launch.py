@@ -54,7 +54,7 @@ from ragcache_core.types import Tier
 _ENDING_S = 20.0
 """An engine whose owner was killed has noticed and ended by then."""
 _LOOKS_EVERY_S = 0.25
-_CLIENT_SETTINGS = ("data_parallel_size", "first_token_timeout_s", "resume_greedy")
+_CLIENT_SETTINGS = ("data_parallel_size", "first_token_timeout_s", "resume_streams")
 """Settings of ``Engine.launch`` that do not reach the server's launch."""
 _logger = logging.getLogger(__name__)
 _TOO_SMALL = re.compile(

@@ -108,6 +108,11 @@ class ModelTokenizer:
             self._latest.put(key, tokenized)
         return tokenized
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of ``token_ids``, without special tokens."""
+        text: str = self._tokenizer.decode(list(token_ids))
+        return text
+
     def num_tokens(self, text: str) -> int:
         """Return how many tokens a document of that text has in a prompt, its control tokens broken up as there."""
         (shown,) = escape_documents(self, [{"role": "user", "content": text}], [("", text)])

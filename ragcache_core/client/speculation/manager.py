@@ -24,6 +24,7 @@ import httpx
 from ragcache_core.client.http.attempt import ServerWatch, check_progress
 from ragcache_core.client.http.background_loop import BackgroundLoop
 from ragcache_core.client.http.buffered_response import BufferedBody
+from ragcache_core.client.http.resume import ResumeStreams
 from ragcache_core.client.http.routing import Replicas
 from ragcache_core.client.http.waiting import checking
 from ragcache_core.client.request_scope import current_scope
@@ -54,17 +55,17 @@ class SpeculationManager:
         api_key: str,
         watch: ServerWatch | None = None,
         *,
-        resume_greedy: bool = False,
+        resume_streams: ResumeStreams = "off",
         replicas: Replicas | None = None,
     ) -> None:
         """``base_url`` ends in ``/v1``, and ``watch`` knows whether its engine hangs. ``replicas`` are a fleet's.
 
-        ``resume_greedy``: whether who joins an answer goes on with it after a cut.
+        ``resume_streams``: the answers that a request which joins them continues after a cut.
         """
         self._home = f"{httpx.URL(base_url)}/"
         self._routes = SpeculationRoutes(base_url, api_key)
         self._check = (lambda: None) if watch is None else partial(check_progress, watch)
-        self._resume_greedy = resume_greedy
+        self._resume_streams = resume_streams
         self._replicas = replicas
         self._has_certificate = base_url.startswith("https")
         self._closed = False
@@ -88,7 +89,7 @@ class SpeculationManager:
             EngineClosedError: the engine's handle was closed.
         """
         speculation = Speculation(self, captured, is_claimable=is_claimable, has_documents=has_documents)
-        request = marked_request(captured, speculation.id, is_resumed=self._resume_greedy)
+        request = marked_request(captured, speculation.id, resume_streams=self._resume_streams)
         if speculation.trace is not None:
             speculation.trace.inject(request)
         with self._lock:

@@ -18,7 +18,7 @@ import httpx
 from ragcache_core import wire
 from ragcache_core.client.http.buffered_response import BufferedResponse, ResponseHead
 from ragcache_core.client.http.errors import says_engine_died
-from ragcache_core.client.http.resume import can_go_on
+from ragcache_core.client.http.resume import ResumeStreams, can_resume
 from ragcache_core.client.speculation.request_capture import CapturedRequest
 from ragcache_core.errors import ConfigError, EngineDiedError, EngineError
 
@@ -38,10 +38,12 @@ _LONGEST_CUT = 32
 _logger = logging.getLogger(__name__)
 
 
-def marked_request(captured: CapturedRequest, speculation_id: str, *, is_resumed: bool = False) -> httpx.Request:
+def marked_request(
+    captured: CapturedRequest, speculation_id: str, *, resume_streams: ResumeStreams = "off"
+) -> httpx.Request:
     """Return ``captured`` with the id of a speculation in its metadata.
 
-    ``is_resumed``: whether who joins it goes on with an answer that is cut, for which its tokens are named.
+    ``resume_streams``: the answers that continue after a cut, for which the server names their tokens.
 
     Raises:
         ConfigError: its body is no JSON object.
@@ -55,7 +57,7 @@ def marked_request(captured: CapturedRequest, speculation_id: str, *, is_resumed
     params = dict(asked.get("kv_transfer_params") or {})
     metadata = params.get(wire.KEY) or {"version": wire.WIRE_VERSION, "documents": []}
     params[wire.KEY] = {**metadata, "speculation": speculation_id}
-    names_tokens = {"return_token_ids": True} if is_resumed and can_go_on(asked) else {}
+    names_tokens = {"return_token_ids": True} if can_resume(asked, resume_streams) else {}
     return httpx.Request(
         captured.method,
         captured.url,

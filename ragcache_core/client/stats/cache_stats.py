@@ -23,6 +23,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from ragcache_core.client.http.attempt import SENT_ONCE
 from ragcache_core.client.http.errors import translate_errors
+from ragcache_core.client.http.resumed_answers import ResumedAnswers
 from ragcache_core.client.tracing import RequestTraces
 from ragcache_core.errors import EngineError
 from ragcache_core.stats import ChunkReuseStats, EngineStats, RequestStats, document_stats, series_of
@@ -71,6 +72,7 @@ class CacheStatsRoutes:
         http: httpx.Client,
         http_async: httpx.AsyncClient,
         traces: RequestTraces | None = None,
+        resumed: ResumedAnswers | None = None,
     ) -> None:
         """``base_url`` ends in ``/v1``; the clients stay their owner's. ``traces``: those of the requests."""
         self._url = f"{base_url}/ragcache"
@@ -79,6 +81,7 @@ class CacheStatsRoutes:
         self._http = http
         self._http_async = http_async
         self._traces = traces or RequestTraces()
+        self._resumed = resumed or ResumedAnswers()
         self._is_there: bool | None = None
         self._paused_until_s = 0.0
         self._ask_again_at_s = 0.0
@@ -146,6 +149,7 @@ class CacheStatsRoutes:
             with self._sparing_the_answer():
                 read = _REQUEST_FIGURES.validate_python(_json(said) or {})
                 stats, ttft_s = _with_figures(stats, read, segments), read.ttft_s
+        stats = self._resumed.mark(response_id, stats)
         self._traces.complete(response_id, stats, ttft_s)
         return stats
 

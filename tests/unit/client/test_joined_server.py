@@ -12,7 +12,7 @@ import pytest
 from ragcache_core.client import Engine
 from ragcache_core.client.http.joined_server import JoinedServer
 from ragcache_core.errors import ConfigError, EngineHungError, EngineUnreachableError
-from tests.support.scripted_server import ENGINE_DEAD, Reply, ScriptedServer
+from tests.support.scripted_server import ENGINE_DEAD, Reply, ScriptedServer, rest_of
 from tests.support.waiting import until
 
 
@@ -111,6 +111,23 @@ def test_nobody_looks_at_a_server_that_nobody_waits_for(server: ScriptedServer) 
         assert engine.generate("a question").text == "slow"
         assert is_watched()
     assert not is_watched()
+
+
+@pytest.mark.parametrize(("temperature", "is_resampled"), [(0.0, False), (0.7, True)])
+async def test_an_answer_that_continued_says_how(
+    server: ScriptedServer, temperature: float, is_resampled: bool
+) -> None:
+    server.names_tokens, server.rules = True, [rest_of("one two three four")]
+    with connect(server) as engine:
+        for prompt in ("a question", [{"role": "user", "content": "a question"}]):
+            server.script(Reply("one two three four", cut_after_tokens=2))
+            whole = engine.generate(prompt, temperature=temperature)
+            server.script(Reply("one two three four", cut_after_tokens=2))
+            for answer in (whole, await engine.agenerate(prompt, temperature=temperature)):
+                assert answer.text == "one two three four"
+                assert (answer.stats.num_resumes, answer.stats.is_resampled) == (1, is_resampled)
+        undisturbed = engine.generate("a question", temperature=temperature).stats
+        assert (undisturbed.num_resumes, undisturbed.is_resampled) == (0, False)
 
 
 @pytest.mark.parametrize("setting", ["hang_timeout_s", "first_token_timeout_s", "restart_timeout_s"])

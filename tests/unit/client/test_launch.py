@@ -186,7 +186,7 @@ def test_without_vllm_a_launch_says_how_to_install_it(owner: Owner, monkeypatch:
     [
         ({"max_model_length": 2048}, r"max_model_length is neither .* did you mean max_model_len\?"),
         ({"startup_timeout": 5}, r"startup_timeout is neither .* did you mean startup_timeout_s\?"),
-        ({"resume_greedly": True}, r"did you mean resume_greedy\?"),
+        ({"resume_stream": "off"}, r"did you mean resume_streams\?"),
         ({"host_bytes": "1GiB"}, r"host_bytes is neither .* pass cache=CacheConfig\(host_bytes=\.\.\.\)"),
         ({"zorval": 1}, "zorval is neither .* leave it out"),
         (

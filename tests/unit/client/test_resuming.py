@@ -10,16 +10,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ragcache_core.client.http.resume import GreedyStream
+from ragcache_core.client.http.resume import ResumableStream
 from ragcache_core.errors import EngineDiedError
 from tests.support.greedy_server import PROMPT, GreedyServer
 
 DEAD = b'data: {"error": {"message": "EngineCore encountered an issue. See stack trace", "code": 500}}\n\n'
 
 
-def stream_of(body: dict[str, Any], defaults: str | None = "{}") -> GreedyStream:
+def stream_of(body: dict[str, Any], defaults: str | None = "{}") -> ResumableStream:
     """The stream of a request's answer, whose first bytes have come from a server that adds ``defaults`` to it."""
-    stream = GreedyStream.of(request_of(body))
+    stream = ResumableStream.of(request_of(body))
     assert stream is not None
     stream.learn(defaults)
     return stream
@@ -231,8 +231,6 @@ def test_a_successor_that_has_less_to_say_than_was_said_is_an_error() -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        {"temperature": 0.7},
-        {"temperature": None},
         {"n": 2},
         {"logprobs": True},
         {"logprobs": 0},
@@ -249,12 +247,12 @@ def test_a_successor_that_has_less_to_say_than_was_said_is_an_error() -> None:
 )
 def test_what_depends_on_where_an_answer_was_cut_does_not_go_on(more: dict[str, Any]) -> None:
     body = body_of(True, **more)
-    assert GreedyStream.of(request_of({name: value for name, value in body.items() if value is not None})) is None
+    assert ResumableStream.of(request_of({name: value for name, value in body.items() if value is not None})) is None
 
 
 @pytest.mark.parametrize("prompt", [["a", "b"], [[1], [2]]])
 def test_several_prompts_in_one_request_do_not_go_on(prompt: object) -> None:
-    assert GreedyStream.of(request_of({**body_of(False), "prompt": prompt})) is None
+    assert ResumableStream.of(request_of({**body_of(False), "prompt": prompt})) is None
 
 
 @pytest.mark.parametrize("delta", [{"reasoning": "hm"}, {"tool_calls": [{"index": 0}]}])

@@ -15,8 +15,9 @@ import httpx
 import pytest
 
 from ragcache_core.client.http.attempt import SENT_ONCE, Health, RetryPolicy
+from ragcache_core.client.http.resume import ResumeStreams
 from ragcache_core.client.http.transport import AsyncRetryingTransport, RetryingTransport
-from ragcache_core.errors import EngineClosedError, EngineDiedError, EngineHungError
+from ragcache_core.errors import ConfigError, EngineClosedError, EngineDiedError, EngineHungError
 from ragcache_core.wire import DEFAULTS_HEADER
 from tests.support.greedy_server import PROMPT, GreedyServer
 
@@ -169,22 +170,36 @@ PLAIN = RetryPolicy()
 
 class Ask(Protocol):
     def __call__(
-        self, server: FakeServer, watch: FakeWatch | None, body: bytes = ..., policy: RetryPolicy = ...
+        self,
+        server: FakeServer,
+        watch: FakeWatch | None,
+        body: bytes = ...,
+        policy: RetryPolicy = ...,
+        timeout_s: float | None = ...,
     ) -> bytes: ...
 
 
 def ask_blocking(
-    server: FakeServer, watch: FakeWatch | None, body: bytes = b"prompt", policy: RetryPolicy = PLAIN
+    server: FakeServer,
+    watch: FakeWatch | None,
+    body: bytes = b"prompt",
+    policy: RetryPolicy = PLAIN,
+    timeout_s: float | None = 5.0,
 ) -> bytes:
-    with httpx.Client(transport=RetryingTransport(watch, policy=policy)) as client:
+    with httpx.Client(transport=RetryingTransport(watch, policy=policy), timeout=timeout_s) as client:
         return client.post(server.url, content=body).raise_for_status().content
 
 
 def ask_async(
-    server: FakeServer, watch: FakeWatch | None, body: bytes = b"prompt", policy: RetryPolicy = PLAIN
+    server: FakeServer,
+    watch: FakeWatch | None,
+    body: bytes = b"prompt",
+    policy: RetryPolicy = PLAIN,
+    timeout_s: float | None = 5.0,
 ) -> bytes:
     async def run() -> bytes:
-        async with httpx.AsyncClient(transport=AsyncRetryingTransport(watch, policy=policy)) as client:
+        transport = AsyncRetryingTransport(watch, policy=policy)
+        async with httpx.AsyncClient(transport=transport, timeout=timeout_s) as client:
             return (await client.post(server.url, content=body)).raise_for_status().content
 
     return asyncio.run(run())
@@ -243,6 +258,7 @@ def test_an_ordinary_server_error_is_not_taken_for_a_death(server: FakeServer, a
 
 
 GREEDY = json.dumps({"prompt": PROMPT, "stream": True, "temperature": 0}).encode()
+SAMPLED = json.dumps({"prompt": PROMPT, "stream": True, "seed": 7}).encode()
 
 
 def text_of(answer: bytes) -> str:
@@ -263,10 +279,33 @@ def test_a_greedy_answer_that_lost_its_engine_goes_on_where_it_was_cut(server: F
 
 
 @both
+def test_a_sampled_answer_continues_after_the_tokens_that_the_client_has(server: FakeServer, ask: Ask) -> None:
+    server.script, watch = [greedy("one two three", "three"), greedy("one two else")], FakeWatch("restarts")
+    assert text_of(ask(server, watch, SAMPLED)) == "onetwoelse"
+    assert [json.loads(body)["prompt"] for body in server.bodies] == [PROMPT, [*PROMPT, 100, 101]]
+
+
+@both
+@pytest.mark.parametrize("which", ["greedy", "off"])
+def test_a_sampled_answer_fails_where_only_exact_ones_may_continue(
+    server: FakeServer, ask: Ask, which: ResumeStreams
+) -> None:
+    server.script = [greedy("one two three", "three"), fine]
+    with pytest.raises(httpx.RemoteProtocolError):
+        ask(server, FakeWatch("restarts"), SAMPLED, RetryPolicy(resume_streams=which))
+    assert server.bodies == [SAMPLED]
+
+
+def test_a_choice_of_streams_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ConfigError, match="resume_streams is 'sampled'; it must be one of all, greedy, off"):
+        RetryPolicy(resume_streams="sampled")  # type: ignore[arg-type]
+
+
+@both
 def test_whoever_does_not_want_that_gets_the_error(server: FakeServer, ask: Ask) -> None:
     server.script = [greedy("one two three", "three"), fine]
     with pytest.raises(httpx.RemoteProtocolError):
-        ask(server, FakeWatch("restarts"), GREEDY, RetryPolicy(resume_greedy=False))
+        ask(server, FakeWatch("restarts"), GREEDY, RetryPolicy(resume_streams="off"))
     assert server.bodies == [GREEDY]
 
 
@@ -312,6 +351,40 @@ def test_a_whole_answer_has_no_first_token_to_wait_for(server: FakeServer, ask: 
     server.script = [slow]
     assert ask(server, FakeWatch("is alive"), b'{"stream":false}', RetryPolicy(first_token_timeout_s=0.1))
     assert len(server.bodies) == 1
+
+
+@both
+@pytest.mark.parametrize(("own_s", "is_repeated"), [(0.8, True), (0.4, False)])
+def test_by_default_a_long_timeout_ends_in_one_more_try_and_a_short_one_in_its_error(
+    server: FakeServer, ask: Ask, monkeypatch: pytest.MonkeyPatch, own_s: float, is_repeated: bool
+) -> None:
+    monkeypatch.setattr("ragcache_core.client.http.attempt._LONG_TIMEOUT_S", 0.6)
+    monkeypatch.setattr("ragcache_core.client.http.attempt._BEFORE_TIMEOUT_S", 0.5)
+    server.script, watch = [silent, greedy("one two")], FakeWatch("is alive")
+    if is_repeated:
+        assert text_of(ask(server, watch, GREEDY, timeout_s=own_s)) == "onetwo"
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            ask(server, watch, GREEDY, timeout_s=own_s)
+    assert len(server.bodies) == 1 + is_repeated
+    assert watch.suspected == [], "a slow engine is not dead"
+
+
+@both
+def test_by_default_no_wait_ends_before_its_own_timeout(
+    server: FakeServer, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragcache_core.client.http.attempt._LONG_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("ragcache_core.client.http.attempt._BEFORE_TIMEOUT_S", 0.0)
+
+    def queued(handler: BaseHTTPRequestHandler) -> None:
+        time.sleep(0.7)
+        greedy("one")(handler)
+
+    server.script = [queued, queued]
+    for own_s in (None, 5.0):
+        assert text_of(ask(server, FakeWatch("is alive"), GREEDY, timeout_s=own_s)) == "one"
+    assert len(server.bodies) == 2
 
 
 class Hanging(FakeWatch):
@@ -360,7 +433,7 @@ def test_an_answer_that_hangs_in_the_middle_goes_on_elsewhere_if_it_is_greedy(se
     assert text_of(ask(server, watch, GREEDY)) == "onetwo"
     server.script = [stuck]
     with pytest.raises(EngineHungError, match="its core is stopped"):
-        ask(server, watch, GREEDY, RetryPolicy(resume_greedy=False))
+        ask(server, watch, GREEDY, RetryPolicy(resume_streams="off"))
 
 
 class NeverBack(FakeWatch):

@@ -27,6 +27,7 @@ def server(_server: ScriptedServer) -> ScriptedServer:
     """A scripted server that has seen nothing yet: plain vLLM."""
     _server.clear()
     _server.rules = ()
+    _server.names_tokens = False
     _server.cache = None
     _server.load = None
     _server.cached_paths = None

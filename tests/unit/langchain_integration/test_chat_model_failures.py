@@ -167,10 +167,40 @@ async def test_a_greedy_stream_that_lost_its_engine_goes_on_as_if_nothing_had_ha
         async for chunk in greedy.astream("hello"):
             again += chunk
         assert again.content == "one two three four"
+        said = again.response_metadata["ragcache"]
+        assert (said["num_resumes"], said["is_resampled"]) == (1, False)
         assert again.usage_metadata["output_tokens"] == whole.usage_metadata["output_tokens"]
         assert again.usage_metadata["input_tokens"] == whole.usage_metadata["input_tokens"]
     assert len(server.requests) == 7
     assert all(request.body["return_token_ids"] for request in server.requests)
+
+
+async def test_a_sampled_stream_that_lost_its_engine_continues_and_says_so(
+    llm: ChatRAGCache, server: ScriptedServer
+) -> None:
+    server.names_tokens, server.rules = True, [rest_of("one two three five")]
+    for cut in (1, 2, 3):
+        server.script(Reply("one two three four", cut_after_tokens=cut))
+        answer = AIMessageChunk("")
+        async for chunk in llm.bind(temperature=0.7).astream("hello"):
+            answer += chunk
+        assert answer.content == "one two three five"
+        assert answer.usage_metadata["output_tokens"] == 4
+        said = answer.response_metadata["ragcache"]
+        assert (said["num_resumes"], said["is_resampled"], said["num_output_tokens"]) == (1, True, 4)
+    undisturbed = list(llm.stream("hello"))[-1].response_metadata["ragcache"]
+    assert (undisturbed["num_resumes"], undisturbed["is_resampled"]) == (0, False)
+
+
+@pytest.mark.parametrize("asked", [{"n": 2}, {"response_format": {"type": "json_object"}}, {"logprobs": True}])
+def test_a_stream_that_cannot_continue_is_an_error_and_no_other_answer(
+    llm: ChatRAGCache, server: ScriptedServer, asked: dict[str, Any]
+) -> None:
+    server.names_tokens = True
+    server.script(Reply("one two three four", cut_after_tokens=2))
+    with pytest.raises(EngineDiedError):
+        list(llm.stream("hello", **asked))
+    assert len(server.requests) == 1
 
 
 def test_a_question_that_does_not_fit_is_refused_before_it_is_sent(llm: ChatRAGCache, server: ScriptedServer) -> None:

@@ -191,6 +191,21 @@ async def test_a_greedy_stream_that_lost_its_engine_goes_on_as_if_nothing_had_ha
     answer = await ask(llm)
     assert answer[0] == expected[0] == "one two three four"
     assert len(server.requests) == 3
+    assert (answer[1]["ragcache"]["num_resumes"], answer[1]["ragcache"]["is_resampled"]) == (1, False)
+
+
+@pytest.mark.parametrize("ask", STREAMED)
+async def test_a_sampled_stream_that_lost_its_engine_continues_and_says_so(
+    ask: Ask, llm: RAGCacheLLM, server: ScriptedServer, event_log: EventLog
+) -> None:
+    server.names_tokens, server.rules, llm.temperature = True, [rest_of("one two three five")], 0.7
+    server.script(Reply("one two three four", cut_after_tokens=2))
+    text, said = await ask(llm)
+    assert text == "one two three five"
+    assert (said["ragcache"]["num_resumes"], said["ragcache"]["is_resampled"]) == (1, True)
+    (event,) = event_log.of(CacheStatsEvent)
+    assert (event.stats.num_resumes, event.stats.is_resampled) == (1, True)
+    assert (await ask(llm))[1]["ragcache"]["num_resumes"] == 0
 
 
 # What there is not
