@@ -1,4 +1,4 @@
-"""A sampled stream that is cut continues from the tokens that the client has, as one text; what cannot, does not try."""
+"""A sampled stream that is cut continues from the tokens that the client has; what cannot continue does not try."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ STOPS = st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=2)
 @given(TOKENS, st.lists(st.tuples(st.floats(0, 1), TOKENS), max_size=3), st.integers(1, 4), STOPS, *[st.booleans()] * 2)
 @example(("a", "b", "a", "b", "\n"), [(0.9, ("\n", "a"))], 1, ["b\n"], False, True)
 @example(("one", "", "é", "twelve characters", "", "é", "x"), [(0.8, ("", "é", "y"))], 2, [], False, True)
-@example(("a", "", "é"), [(0.9, ("", "", "é", "y"))], 2, [], False, False)
+@example(("a", "", "é"), [(1.0, ("é", "y"))], 2, [], False, False)
 def test_wherever_it_is_cut_the_client_gets_the_text_of_the_tokens_that_the_last_engine_knows(
     tokens: tuple[str, ...],
     cuts: list[tuple[float, tuple[str, ...]]],
