@@ -6,11 +6,13 @@ import inspect
 import re
 from dataclasses import fields
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import vllm
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import TokenizersBackend
-from vllm import envs, plugins
+from vllm import SamplingParams, envs, plugins
 from vllm.config import (
     CacheConfig,
     ModelConfig,
@@ -93,6 +95,27 @@ def chat(**settings: Any) -> dict[str, Any]:
     return told
 
 
+def continues_text(text: str) -> bool:
+    """Return whether a token with text ends a character, and an answer that is cut after it continues its text.
+
+    A token is one byte here.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({byte: i for i, byte in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+    ids = tokenizer.encode(text).ids
+
+    def texts_of(prompt: list[int], answer: list[int]) -> list[str]:
+        request = SimpleNamespace(sampling_params=SamplingParams(), request_id="a", prompt_token_ids=prompt)
+        decoder = detokenizer.FastIncrementalDetokenizer(SimpleNamespace(_tokenizer=tokenizer), request)
+        return [decoder.decode_next(token) for token in answer]
+
+    whole = texts_of(ids, ids)
+    return "".join(whole) == text and all(
+        texts_of(ids + ids[:cut], ids[cut:]) == whole[cut:] for cut in range(1, len(ids)) if whole[cut - 1]
+    )
+
+
 def facts() -> dict[str, object]:
     """Return names, signatures and a few measured facts."""
     base = compat.KVConnectorBase_V1
@@ -145,6 +168,7 @@ def facts() -> dict[str, object]:
             )
         ],
         "holds_back": "self.stop_buffer_length = max(len(s) for s in self.stop) - 1" in inspect.getsource(detokenizer),
+        "continues_text": continues_text("A 日本語 text, é😀 ok 😀😀."),
         "answer_limits": [
             CompletionRequest.model_fields["max_tokens"].default,
             re.findall(r'^ +"(\w+)",$', inspect.getsource(ModelConfig.get_diff_sampling_param), re.MULTILINE),

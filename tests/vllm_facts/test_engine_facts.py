@@ -100,6 +100,7 @@ def test_settings_of_a_chat_become_what_we_make_of_them(facts: dict[str, Any]) -
 def test_streams_name_their_tokens_and_hold_back_what_could_begin_a_stop_string(facts: dict[str, Any]) -> None:
     assert facts["named_tokens"] == [True] * 8, "client/http/resume.py goes on with them"
     assert facts["holds_back"], "client/http/resume.py counts the characters that a server holds back"
+    assert facts["continues_text"], "client/http/resume.py cuts sampled answers after a token with text"
 
 
 def test_answers_end_by_limits_and_defaults_that_the_server_tells_of(facts: dict[str, Any], since: Since) -> None:
