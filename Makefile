@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up on first use. See README.md.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-quick test-engine test-slow test-parallel test-benchmarks test-install vllm-facts test-vllm lint format docs dist check-deployment bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks bench-depth bench-fleet bench-headline pictures gpu-check clean
+.PHONY: help setup demo test test-quick test-engine test-slow test-parallel test-benchmarks test-install vllm-facts test-vllm lint format docs dist check-deployment bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks bench-depth bench-fleet bench-headline bench-steps bench-server pictures gpu-check clean
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -60,7 +60,7 @@ $(READY): pyproject.toml requirements/lock.txt
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-test test-quick test-engine test-slow test-parallel test-benchmarks test-install bench bench-tiers bench-pipeline bench-compare bench-chunks bench-depth bench-fleet bench-headline pictures: export HF_HUB_OFFLINE = 1
+test test-quick test-engine test-slow test-parallel test-benchmarks test-install bench bench-tiers bench-pipeline bench-compare bench-chunks bench-depth bench-fleet bench-headline bench-steps bench-server pictures: export HF_HUB_OFFLINE = 1
 
 demo: $(READY) ## answer questions from documents through LangChain and LlamaIndex; writes build/demo.json
 	$(VENV)/bin/python -m examples.demo $(if $(MODEL),--model $(MODEL))
@@ -160,6 +160,12 @@ bench-fleet: $(READY) ## measure what replicas are worth, simulated and real; wr
 bench-headline: $(READY) ## measure the first page of docs/benchmarks.md again; writes build/bench-headline.* (40 minutes)
 	$(VENV)/bin/python -m examples.demo_model_training.recurring --out build/recurring-questions.jsonl
 	$(VENV)/bin/python -m tests.benchmarks.headline $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part))
+
+bench-steps: $(READY) ## measure a step's processor time in the scheduler, without a model; writes build/step-cost.json (four minutes)
+	$(VENV)/bin/python -m benchmarks.step_cost $(ARGS)
+
+bench-server: $(READY) ## measure a request's processor time in API server and engine core; writes build/server-cost.json (ten minutes)
+	$(VENV)/bin/python -m benchmarks.server_cost $(ARGS)
 
 bench-compare: $(READY) ## put real engines under the same load, ours beside vLLM's; writes build/bench-compare.* (hours)
 	$(VENV)/bin/ragcache bench --html build/bench-compare.html --resume $(ARGS)

@@ -1,0 +1,175 @@
+"""Asks engines in turns, and compares the processor time of a request with the first engine's."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import psutil
+
+from benchmarks.server_cost.engines import CpuTimes, EngineName, MeasuredEngine, launch_engine
+from benchmarks.server_cost.scenes import SCENES, Scene
+from ragcache_core.client import Engine
+
+_SLICE = 20
+# Between the last answer of a slice and its end: stores to the host tier and reports belong to its requests.
+_QUIET_S = 0.2
+# What one engine needs of memory, both processes and libraries.
+_ENGINE_BYTES = 3 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessCost:
+    """Processor time of one request in one process, as the median over slices.
+
+    Attributes:
+        extra_ms: the median of the differences to the baseline, slice by slice.
+        extra_low_ms: the lower quartile of these differences.
+        extra_high_ms: the upper quartile.
+        ratio: ``time_ms`` over the baseline's.
+    """
+
+    time_ms: float
+    extra_ms: float
+    extra_low_ms: float
+    extra_high_ms: float
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCost:
+    """What a request of a scene costs an engine.
+
+    Attributes:
+        cached_tokens: mean number of prompt tokens from the cache.
+        num_requests: how many were measured.
+    """
+
+    scene: str
+    engine: EngineName
+    api_server: ProcessCost
+    engine_core: ProcessCost
+    cached_tokens: float
+    num_requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    cost: CpuTimes
+    cached_tokens: float
+
+
+def compare(
+    engines: Sequence[EngineName], num_requests: int, *, on_slice: Callable[[str], None], at_once: int | None = None
+) -> Iterator[list[ServerCost]]:
+    """Yield the rows of each scene; the first engine is the baseline.
+
+    The engines take turns, a slice of requests each. Where memory does not hold all of them at once, the baseline runs
+    again beside each group of the others, and a row compares slices of one group.
+
+    Args:
+        num_requests: requests of each scene and engine.
+        on_slice: called after each slice with the name of the scene.
+        at_once: how many engines run at once; by default as many as memory holds.
+
+    Raises:
+        ValueError: memory does not hold two engines.
+    """
+    groups = group_engines(engines, at_once or psutil.virtual_memory().available // _ENGINE_BYTES)
+    for number, group in enumerate(groups):
+        with _launched(group, num_requests) as running:
+            for scene in SCENES:
+                rows = _rows(scene, _measure(running, scene, num_requests, on_slice), num_requests)
+                yield rows if number == 0 else rows[1:]
+
+
+def group_engines(engines: Sequence[EngineName], at_once: int) -> list[list[EngineName]]:
+    """Return which engines run at once: the baseline in every group.
+
+    Raises:
+        ValueError: ``at_once`` does not allow a baseline and one more.
+    """
+    baseline, *others = engines
+    if not others:
+        return [[baseline]]
+    if at_once < 2:
+        free = psutil.virtual_memory().available / 2**30
+        needed = 2 * _ENGINE_BYTES / 2**30
+        raise ValueError(f"{free:.1f} GiB of memory are free: two engines at once need {needed:.0f} GiB")
+    size = at_once - 1
+    return [[baseline, *others[start : start + size]] for start in range(0, len(others), size)]
+
+
+def count_slices(engines: Sequence[EngineName], num_requests: int) -> int:
+    """Return how many slices are measured where all engines run at once."""
+    return len(SCENES) * len(engines) * len(_slice_sizes(num_requests))
+
+
+@contextmanager
+def _launched(engines: Sequence[EngineName], num_requests: int) -> Iterator[dict[EngineName, MeasuredEngine]]:
+    num_host_prompts = num_requests + sum(scene.num_warm_up for scene in SCENES)
+    with ExitStack() as stack, ThreadPoolExecutor(len(engines)) as threads:
+
+        def start(name: EngineName) -> Engine:
+            return stack.enter_context(launch_engine(name, num_host_prompts))
+
+        starting = {name: threads.submit(start, name) for name in engines}
+        yield {name: MeasuredEngine(name, future.result()) for name, future in starting.items()}
+
+
+def _measure(
+    running: dict[EngineName, MeasuredEngine], scene: Scene, num_requests: int, on_slice: Callable[[str], None]
+) -> dict[EngineName, list[_Slice]]:
+    slices: dict[EngineName, list[_Slice]] = {name: [] for name in running}
+    for engine in running.values():
+        _ask(engine, scene, range(scene.num_warm_up))
+    start = scene.num_warm_up
+    for number, size in enumerate(_slice_sizes(num_requests)):
+        for name in running if number % 2 == 0 else reversed(running):
+            slices[name].append(_ask(running[name], scene, range(start, start + size)))
+            on_slice(scene.name)
+        start += size
+    return slices
+
+
+def _slice_sizes(num_requests: int) -> list[int]:
+    return [min(_SLICE, num_requests - start) for start in range(0, num_requests, _SLICE)]
+
+
+def _ask(engine: MeasuredEngine, scene: Scene, numbers: range) -> _Slice:
+    requests = [scene.make_request(number) for number in numbers]
+    is_plain = not (engine.sends_documents and scene.sends_documents)
+    before, cached = engine.cpu_times(), 0
+    for request in requests:
+        cached += engine.client.ask(request, is_plain=is_plain).num_cached_tokens
+    time.sleep(_QUIET_S)
+    used = engine.cpu_times() - before
+    count = len(requests)
+    return _Slice(CpuTimes(used.api_server / count, used.engine_core / count), cached / count)
+
+
+def _rows(scene: Scene, slices: dict[EngineName, list[_Slice]], num_requests: int) -> list[ServerCost]:
+    base = next(iter(slices.values()))
+    return [
+        ServerCost(
+            scene.name,
+            name,
+            _process_cost([each.cost.api_server for each in own], [each.cost.api_server for each in base]),
+            _process_cost([each.cost.engine_core for each in own], [each.cost.engine_core for each in base]),
+            statistics.fmean(each.cached_tokens for each in own),
+            num_requests,
+        )
+        for name, own in slices.items()
+    ]
+
+
+def _process_cost(own: Sequence[float], base: Sequence[float]) -> ProcessCost:
+    extra = sorted(1e3 * (a - b) for a, b in zip(own, base, strict=True))
+    low, middle, high = statistics.quantiles(extra, n=4) if len(extra) > 1 else extra * 3
+    return ProcessCost(
+        1e3 * statistics.median(own), middle, low, high, statistics.median(own) / statistics.median(base)
+    )
