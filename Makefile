@@ -164,7 +164,7 @@ bench-headline: $(READY) ## measure the first page of docs/benchmarks.md again; 
 bench-steps: $(READY) ## measure a step's processor time in the scheduler, without a model; writes build/step-cost.json (four minutes)
 	$(VENV)/bin/python -m benchmarks.step_cost $(ARGS)
 
-bench-server: $(READY) ## measure a request's processor time in API server and engine core; writes build/server-cost.json (ten minutes)
+bench-server: $(READY) ## measure a request's processor time in API server and engine core; writes build/server-cost.json (four minutes)
 	$(VENV)/bin/python -m benchmarks.server_cost $(ARGS)
 
 bench-compare: $(READY) ## put real engines under the same load, ours beside vLLM's; writes build/bench-compare.* (hours)

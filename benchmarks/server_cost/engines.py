@@ -11,6 +11,7 @@ from ragcache_core.bench.token_client import TokenClient
 from ragcache_core.client import Engine
 from ragcache_core.client.launch.vllm_offload import VLLMOffload
 from ragcache_core.config import CacheConfig
+from ragcache_core.memory import has_gpu
 from ragcache_core.runtime.hangs import read_engine_use
 
 EngineName = Literal["vllm", "vllm-control", "vllm-offload", "ragcache-gpu", "ragcache-host"]
@@ -25,6 +26,8 @@ _MAX_TOKENS = 4096
 _SHAPE = ModelShape(
     hidden_size=64, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=128, vocab_size=1024, max_tokens=8192
 )
+# Of a GPU that all engines share: each has its own size of KV.
+_GPU_SHARE = 0.1
 _ENV = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 # Linux's number of the clock that counts all threads of a process: CPUCLOCK_SCHED of <linux/posix-timers.h>.
 _PROCESS_CLOCK = 2
@@ -70,11 +73,13 @@ def launch_engine(name: EngineName, num_host_prompts: int) -> Engine:
     kv_bytes = _NUM_GPU_PROMPTS * PROMPT_BYTES
     host_bytes = num_host_prompts * PROMPT_BYTES
     arguments: dict[str, Any] = {"kv_cache_memory_bytes": kv_bytes, "block_size": _BLOCK_TOKENS}
+    if has_gpu():
+        arguments["gpu_memory_utilization"] = _GPU_SHARE
     cache: CacheConfig | VLLMOffload | None = None
     if name == "vllm-offload":
         cache = VLLMOffload(host_bytes)
     elif name.startswith("ragcache"):
-        arguments = {}
+        del arguments["kv_cache_memory_bytes"], arguments["block_size"]
         cache = CacheConfig(
             kv_cache_bytes=kv_bytes, host_bytes=0 if name == "ragcache-gpu" else host_bytes, block_size=_BLOCK_TOKENS
         )

@@ -14,6 +14,7 @@ import psutil
 from benchmarks.server_cost.engines import CpuTimes, EngineName, MeasuredEngine, launch_engine
 from benchmarks.server_cost.scenes import SCENES, Scene
 from ragcache_core.client import Engine
+from ragcache_core.memory import has_gpu
 
 _SLICE = 20
 # Between the last answer of a slice and its end: stores to the host tier and reports belong to its requests.
@@ -112,7 +113,8 @@ def count_slices(engines: Sequence[EngineName], num_requests: int) -> int:
 @contextmanager
 def _launched(engines: Sequence[EngineName], num_requests: int) -> Iterator[dict[EngineName, MeasuredEngine]]:
     num_host_prompts = num_requests + sum(scene.num_warm_up for scene in SCENES)
-    with ExitStack() as stack, ThreadPoolExecutor(len(engines)) as threads:
+    num_threads = 1 if has_gpu() else len(engines)  # vLLM measures a GPU's free memory while it starts
+    with ExitStack() as stack, ThreadPoolExecutor(num_threads) as threads:
 
         def start(name: EngineName) -> Engine:
             return stack.enter_context(launch_engine(name, num_host_prompts))

@@ -62,7 +62,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What every measurement is told; ``kept_at``: the file of runs that are finished, for those that keep them."""
+    """What every measurement is told.
+
+    Attributes:
+        kept_at: the file of finished runs, for measurements that keep them.
+        found: the figures of the parts that are measured, by their keys.
+    """
 
     model: str
     corpus: Path
@@ -70,6 +75,7 @@ class Plan:
     is_quick: bool
     report: Callable[[str], None]
     kept_at: Path | None = None
+    found: Mapping[str, float] = field(default_factory=dict)
 
     def sized(self, full: int, quick: int) -> int:
         """Return how much to do."""

@@ -12,7 +12,10 @@ time, those documents of the last ``HISTORY`` requests that will come again, and
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from statistics import fmean, median
+from typing import Any
 
 from ragcache_core.bench.compare.prompts import TracedPrompts, scaled
 from ragcache_core.bench.compare.random_model import random_model
@@ -38,20 +41,47 @@ _KV_BYTES, HOST_BYTES = 1 << 30, 3 << 30
 _WINDOW = 6144
 
 
-def measure_ttft(plan: Plan) -> Part:
+@dataclass(frozen=True, slots=True)
+class TtftLoad:
+    """A model, its memory, and the requests to time; by default those of the benchmark model.
+
+    Args:
+        model: the model's folder; by default the benchmark model.
+        scale: what the workload's lengths are multiplied by.
+        num_history: requests before those that are sent.
+        num_requests: requests that are sent as they were, and as many that are timed; by default the plan's.
+        max_model_len: the context window in tokens.
+        launch_args: further arguments of ``Engine.launch``.
+    """
+
+    model: str | None = None
+    dtype: str = "float32"
+    scale: float = SCALE
+    num_history: int = HISTORY
+    num_requests: int | None = None
+    kv_bytes: int = _KV_BYTES
+    host_bytes: int = HOST_BYTES
+    max_model_len: int = _WINDOW
+    launch_args: Mapping[str, Any] = field(default_factory=dict)
+
+
+def measure_ttft(plan: Plan, load: TtftLoad = TtftLoad()) -> Part:
     """Ask both engines for the same requests of the ``sysx`` workload, one at a time, in turn."""
-    num_recent = num_timed = plan.sized(60, 12)
-    model = str(random_model())
-    drawn = scaled(make_trace(WORKLOADS["sysx"], HISTORY + num_recent + num_timed, plan.seed), SCALE)
-    trace = condensed(drawn, HISTORY)
+    num_recent = num_timed = load.num_requests or plan.sized(60, 12)
+    model, num_history = load.model or str(random_model()), load.num_history
+    drawn = scaled(make_trace(WORKLOADS["sysx"], num_history + num_recent + num_timed, plan.seed), load.scale)
+    trace = condensed(drawn, num_history)
     num_warm_up = len(trace) - num_timed
-    vocab_size = ModelFacts.read(model, "float32").vocab_size
+    vocab_size = ModelFacts.read(model, load.dtype).vocab_size
     prompts = TracedPrompts(trace, vocab_size, seed=plan.seed, num_output_tokens=1)
-    cache = CacheConfig(kv_cache_bytes=_KV_BYTES, host_bytes=HOST_BYTES, block_size=BLOCK_SIZE, chunk_reuse=REUSE)
+    cache = CacheConfig(
+        kv_cache_bytes=load.kv_bytes, host_bytes=load.host_bytes, block_size=BLOCK_SIZE, chunk_reuse=REUSE
+    )
+    arguments = {"dtype": load.dtype, "max_model_len": load.max_model_len, **load.launch_args}
     plan.report("ttft: starting both engines")
     with (
-        launch(model, None, kv_cache_memory_bytes=_KV_BYTES, max_model_len=_WINDOW) as plain,
-        launch(model, cache, max_model_len=_WINDOW) as chunks,
+        launch(model, None, kv_cache_memory_bytes=load.kv_bytes, **arguments) as plain,
+        launch(model, cache, **arguments) as chunks,
     ):
         clients = TokenClient(plain), TokenClient(chunks)
         pairs = []
@@ -69,7 +99,7 @@ def measure_ttft(plan: Plan) -> Part:
     figures = (
         Figure("ttft_ratio", round(ratio, 3), 1.0, p50, p99, note),
         Figure("ttft_chunks_ms", round(1000 * fmean(chunk_s), 1), round(1000 * fmean(prefix_s), 1), p50, p99),
-        Figure("ttft_prompt_tokens", round(num_tokens, 1), note=f"mean of the documents, scale {SCALE:g}"),
+        Figure("ttft_prompt_tokens", round(num_tokens, 1), note=f"mean of the documents, scale {load.scale:g}"),
         Figure("ttft_prefix_cached", round(_cached(pairs), 4), note="share of prompt tokens in the prefix cache"),
     )
     details = {
@@ -77,7 +107,7 @@ def measure_ttft(plan: Plan) -> Part:
         "chunks_s": chunk_s,
         "counted": None if counted is None else {name: getattr(counted, name) for name in counted.__slots__},
     }
-    warm_up = f"{num_warm_up} requests: documents of {HISTORY} before them that come again, and the last {num_recent}"
+    warm_up = f"{num_warm_up} requests: documents of {num_history} earlier ones that return, and the last {num_recent}"
     return Part(warm_up, figures, details)
 
 

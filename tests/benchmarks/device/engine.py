@@ -1,4 +1,4 @@
-"""What a device brings: kernels, the copies between its memory and the host's, and what a step costs beside it."""
+"""Kernels on a device, and the copies between its memory and the host's."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ragcache_core.bench.token_client import TokenClient
 from ragcache_core.config import CacheConfig
 from ragcache_core.stats import EngineStats
 from tests.benchmarks.engines import BLOCK_SIZE, block_bytes, has_gpu, launch
-from tests.benchmarks.report import Figure, Part, Plan, percentiles_ms
+from tests.benchmarks.report import Figure, Part, Plan
 from tests.benchmarks.tiers.idle_overhead import Load, random_texts, unique_requests
 
-__all__ = ["check_kernels", "has_gpu", "measure_copies", "measure_steps"]
+__all__ = ["check_kernels", "has_gpu", "measure_copies"]
 
 _KERNEL_CHECK = Path(__file__).parents[3] / "kernels" / "gpu_check.py"
 _COST_MODEL = Path("build") / "gpu-cost-model.json"
@@ -26,7 +26,6 @@ _LARGE = ModelShape(hidden_size=2048, num_layers=24, num_heads=16, num_kv_heads=
 _COPIED = Load("copies", 1900, 1, 16)
 _COPY_GPU_REQUESTS = 20
 """Prompts that the GPU holds: those of a batch are evicted by the next."""
-_STEPPED = Load("steps", 120, 256, 256)
 
 
 def check_kernels(plan: Plan) -> Part:
@@ -84,37 +83,6 @@ def measure_copies(plan: Plan) -> Part:
         figures.append(Figure(f"{way}_bytes_per_s", round(rate), round(link), note=f"{num_bytes / 2**20:,.0f} MiB"))
         figures.append(Figure(f"{way}_share_of_link", round(rate / link, 3), 1.0))
     return Part("none: the first store counts", tuple(figures), {"bytes_and_seconds": moved})
-
-
-def measure_steps(plan: Plan) -> Part:
-    """Answer many requests at once with plain vLLM, ours, and plain vLLM again: what our part of a step costs."""
-    model = str(random_model())
-    load = Load(_STEPPED.name, _STEPPED.document_tokens, plan.sized(256, 8), plan.sized(_STEPPED.batch, 8))
-    size = block_bytes(model)
-    kv_bytes = load.batch * (-(-(2 * load.document_tokens + load.max_tokens) // BLOCK_SIZE) + 2) * size
-    texts = random_texts(plan.seed, 0)
-    sides: dict[str, list[float]] = {"plain": [], "ours": [], "twin": []}
-    for side in sides:
-        plan.report(f"steps: starting {side}")
-        is_ours = side == "ours"
-        cache = CacheConfig(kv_cache_bytes=kv_bytes, block_size=BLOCK_SIZE) if is_ours else None
-        own = {} if is_ours else {"kv_cache_memory_bytes": kv_bytes}
-        with launch(model, cache, max_num_seqs=load.batch, enforce_eager=not has_gpu(), **own) as engine:
-            client = TokenClient(engine)
-            for i in range(-1, plan.sized(5, 1)):
-                plan.report(f"steps: {side}, batch {i + 1}")
-                requests = unique_requests(texts, load, (i + 1) * load.batch, load.batch)
-                answers = client.ask_all(requests, in_flight=load.batch, is_plain=not is_ours)
-                if i >= 0:
-                    sides[side].append(max(answer.total_s for answer in answers))
-    fastest = {side: min(times) for side, times in sides.items()}
-    plain_s = (fastest["plain"] * fastest["twin"]) ** 0.5
-    note = f"fastest of {len(sides['ours'])} batches of {load.batch} requests at once, {load.max_tokens} tokens each"
-    figures = (
-        Figure("step_throughput_ratio", round(plain_s / fastest["ours"], 4), 1.0, *percentiles_ms(sides["ours"]), note),
-        Figure("step_throughput_twin", round(fastest["plain"] / fastest["twin"], 4), 1.0),
-    )
-    return Part("1 batch after each start", figures, {"batches_s": sides})
 
 
 def _host_hits(stats: EngineStats) -> int:
