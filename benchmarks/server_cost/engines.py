@@ -61,7 +61,7 @@ class MeasuredEngine:
 
     def cpu_times(self) -> CpuTimes:
         """Return the processor time of both processes until now, exact to microseconds."""
-        return CpuTimes(_process_s(self._server_pid), _process_s(self._core_pid))
+        return CpuTimes(process_time_s(self._server_pid), process_time_s(self._core_pid))
 
 
 def launch_engine(name: EngineName, num_host_prompts: int) -> Engine:
@@ -105,5 +105,6 @@ def _core_pid(server_pid: int) -> int:
     return cores[0]
 
 
-def _process_s(pid: int) -> float:
+def process_time_s(pid: int) -> float:
+    """Return the processor time of a process with all its threads, exact to microseconds."""
     return time.clock_gettime((~pid << 3) | _PROCESS_CLOCK)

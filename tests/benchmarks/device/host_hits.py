@@ -86,8 +86,9 @@ def _measure(plan: Plan, clock: PartTime, side: str, client: TokenClient, length
 
 
 def _host_share(answer: TokenAnswer, is_plain: bool) -> float:
+    """Return the share of a prompt's whole blocks that were cached: plain vLLM does not say in which tier."""
     num_tokens = answer.num_cached_tokens if is_plain else answer.tokens_by_tier["host"]
-    return num_tokens / answer.num_prompt_tokens
+    return num_tokens / (answer.num_prompt_tokens // BLOCK_SIZE * BLOCK_SIZE)
 
 
 def _request(texts: TokenTexts, number: int, num_tokens: int) -> TokenRequest:
