@@ -14,7 +14,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from benchmarks.server_cost.engines import ENGINES
-from benchmarks.server_cost.measure import ServerCost, compare, count_slices
+from benchmarks.server_cost.measure import ServerCost, compare, count_slices, group_engines
 from ragcache_core.bench.machine import machine
 
 _EPILOG = """\b
@@ -41,16 +41,19 @@ def main(engines: tuple[str, ...], requests: int, at_once: int | None, output: P
     Prompts have about 3,900 tokens, new or in the GPU KV cache, and answers one token; the model has one layer. The
     engines take turns. vllm-control is plain vLLM again: its ratio shows the noise. Figures are medians.
     """
-    names = engines or ENGINES
+    try:
+        groups = group_engines(engines or ENGINES, at_once)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
     rows: list[ServerCost] = []
-    with tqdm(total=count_slices(names, requests), desc="starting engines", disable=None) as bar:  # type: ignore[arg-type]
+    with tqdm(total=count_slices(groups, requests), desc="starting engines", disable=None) as bar:
 
         def on_slice(scene: str) -> None:
             bar.set_description_str(scene)
             bar.update()
 
         tqdm.write(_HEADER)
-        for measured in compare(names, requests, on_slice=on_slice, at_once=at_once):  # type: ignore[arg-type]
+        for measured in compare(groups, requests, on_slice):
             rows += measured
             for row in measured:
                 tqdm.write(_line(row))

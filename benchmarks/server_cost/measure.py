@@ -65,22 +65,17 @@ class _Slice:
 
 
 def compare(
-    engines: Sequence[EngineName], num_requests: int, *, on_slice: Callable[[str], None], at_once: int | None = None
+    groups: Sequence[Sequence[EngineName]], num_requests: int, on_slice: Callable[[str], None]
 ) -> Iterator[list[ServerCost]]:
-    """Yield the rows of each scene; the first engine is the baseline.
+    """Yield the rows of each scene, group by group of :func:`group_engines`.
 
-    The engines take turns, a slice of requests each. Where memory does not hold all of them at once, the baseline runs
-    again beside each group of the others, and a row compares slices of one group.
+    The engines of a group take turns, a slice of requests each. A row compares slices of one group.
 
     Args:
+        groups: engines that run at once; the first of each is the baseline.
         num_requests: requests of each scene and engine.
         on_slice: called after each slice with the name of the scene.
-        at_once: how many engines run at once; by default as many as memory holds.
-
-    Raises:
-        ValueError: memory does not hold two engines.
     """
-    groups = group_engines(engines, at_once or psutil.virtual_memory().available // _ENGINE_BYTES)
     for number, group in enumerate(groups):
         with _launched(group, num_requests) as running:
             for scene in SCENES:
@@ -88,26 +83,29 @@ def compare(
                 yield rows if number == 0 else rows[1:]
 
 
-def group_engines(engines: Sequence[EngineName], at_once: int) -> list[list[EngineName]]:
-    """Return which engines run at once: the baseline in every group.
+def group_engines(engines: Sequence[EngineName], at_once: int | None = None) -> list[list[EngineName]]:
+    """Return which engines run at once: the baseline, which is the first, in every group.
+
+    Args:
+        at_once: how many; by default as many as memory holds.
 
     Raises:
-        ValueError: ``at_once`` does not allow a baseline and one more.
+        ValueError: memory does not hold a baseline and one more.
     """
-    baseline, *others = engines
+    available = psutil.virtual_memory().available
+    baseline, *others = dict.fromkeys(engines)
+    size = (at_once or available // _ENGINE_BYTES) - 1
     if not others:
         return [[baseline]]
-    if at_once < 2:
-        free = psutil.virtual_memory().available / 2**30
+    if size < 1:
         needed = 2 * _ENGINE_BYTES / 2**30
-        raise ValueError(f"{free:.1f} GiB of memory are free: two engines at once need {needed:.0f} GiB")
-    size = at_once - 1
+        raise ValueError(f"{available / 2**30:.1f} GiB of memory are free: two engines at once need {needed:.0f} GiB")
     return [[baseline, *others[start : start + size]] for start in range(0, len(others), size)]
 
 
-def count_slices(engines: Sequence[EngineName], num_requests: int) -> int:
-    """Return how many slices are measured where all engines run at once."""
-    return len(SCENES) * len(engines) * len(_slice_sizes(num_requests))
+def count_slices(groups: Sequence[Sequence[EngineName]], num_requests: int) -> int:
+    """Return how often :func:`compare` reports a slice."""
+    return len(SCENES) * sum(map(len, groups)) * len(_slice_sizes(num_requests))
 
 
 @contextmanager

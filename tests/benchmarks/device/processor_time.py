@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from benchmarks.server_cost.engines import EngineName
-from benchmarks.server_cost.measure import ServerCost, compare
+from benchmarks.server_cost.measure import ServerCost, compare, group_engines
 from tests.benchmarks.report import Figure, Part, Plan
 
 _ENGINES: tuple[EngineName, ...] = ("vllm", "vllm-offload", "ragcache-host")
@@ -17,7 +17,8 @@ def measure_request(plan: Plan) -> Part:
     On a GPU the engine core waits for the device in a loop, so its processor time contains the model's time.
     """
     rows: list[ServerCost] = []
-    for measured in compare(_ENGINES, plan.sized(100, 4), on_slice=lambda scene: plan.report(f"request: {scene}")):
+    groups = group_engines(_ENGINES)
+    for measured in compare(groups, plan.sized(100, 4), lambda scene: plan.report(f"request: {scene}")):
         rows += measured
     costs = {(row.scene, row.engine): row for row in rows}
     figures = []
