@@ -16,11 +16,6 @@ _FIRST_NEW = 1000
 _TOKENS = range(10, 1000)
 
 
-def _random_tokens(seed: int, count: int) -> list[int]:
-    dice = random.Random(seed)
-    return [dice.randrange(_TOKENS.start, _TOKENS.stop) for _ in range(count)]
-
-
 @dataclass(frozen=True, slots=True)
 class Scene:
     """Requests of one kind.

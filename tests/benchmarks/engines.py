@@ -14,6 +14,7 @@ import psutil
 
 from ragcache_core.bench.token_client import TokenRequest
 from ragcache_core.client import Engine
+from ragcache_core.client.launch.vllm_offload import VLLMOffload
 from ragcache_core.config import CacheConfig
 from ragcache_core.prompt import PromptTokenizer
 from ragcache_core.types import PromptSegment, SegmentKind
@@ -75,12 +76,12 @@ ONE_CORE = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 """For each of two engines on two cores: with more threads, those of one spin in the way of the other."""
 
 
-def launch(model: str, cache: CacheConfig | None, **vllm_args: object) -> Engine:
+def launch(model: str, cache: CacheConfig | VLLMOffload | None, **vllm_args: object) -> Engine:
     """Return a real engine in float32 whose blocks hold 32 tokens; without ``cache`` it is plain vLLM."""
     settings: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "max_model_len": 2048, "max_restarts": 2}
     if has_gpu():  # several engines share it; each is told the size of its KV
         settings["gpu_memory_utilization"] = 0.25
-    if cache is None:
+    if not isinstance(cache, CacheConfig):
         settings["block_size"] = BLOCK_SIZE
     settings |= vllm_args
     env = {"HF_HUB_OFFLINE": "1", **settings.pop("env", {})}

@@ -58,12 +58,9 @@ def _launch(side: str, model: DeviceModel, lengths: Sequence[int]) -> Engine:
     arguments = {"dtype": model.dtype, "max_model_len": lengths[-1] + _REST, "max_num_batched_tokens": 8192}
     arguments |= model.launch_args
     if side == "ragcache":
-        return launch(
-            model.path, CacheConfig(kv_cache_bytes=kv_bytes, host_bytes=host_bytes, block_size=BLOCK_SIZE), **arguments
-        )
-    return launch(
-        model.path, VLLMOffload(host_bytes), kv_cache_memory_bytes=kv_bytes, block_size=BLOCK_SIZE, **arguments
-    )
+        cache = CacheConfig(kv_cache_bytes=kv_bytes, host_bytes=host_bytes, block_size=BLOCK_SIZE)
+        return launch(model.path, cache, **arguments)
+    return launch(model.path, VLLMOffload(host_bytes), kv_cache_memory_bytes=kv_bytes, **arguments)
 
 
 def _measure(plan: Plan, clock: PartTime, side: str, client: TokenClient, lengths: Sequence[int]) -> dict[int, _Times]:

@@ -51,10 +51,10 @@ def _launch(plan: Plan, side: str, model: DeviceModel, most: int, max_tokens: in
     host_bytes = plan.sized(_HOST_BYTES, 2 * kv_bytes)
     arguments = {"dtype": model.dtype, "max_num_seqs": most, "env": ONE_CORE, **model.launch_args}
     if side == "ragcache":
-        cache = CacheConfig(kv_cache_bytes=kv_bytes, host_bytes=host_bytes, block_size=BLOCK_SIZE)
-        return launch(model.path, cache, **arguments)
-    arguments |= {"kv_cache_memory_bytes": kv_bytes, "block_size": BLOCK_SIZE}
-    return launch(model.path, VLLMOffload(host_bytes) if side == "vllm_offload" else None, **arguments)
+        own = CacheConfig(kv_cache_bytes=kv_bytes, host_bytes=host_bytes, block_size=BLOCK_SIZE)
+        return launch(model.path, own, **arguments)
+    cache = VLLMOffload(host_bytes) if side == "vllm_offload" else None
+    return launch(model.path, cache, kv_cache_memory_bytes=kv_bytes, **arguments)
 
 
 def _time_batches(
@@ -66,7 +66,7 @@ def _time_batches(
     for number in clock.rounds(plan.sized(_NUM_ROUNDS, 1)):
         plan.report(f"steps: {load.batch} requests, round {number}")
         requests = unique_requests(texts, load, number * load.batch, load.batch)
-        for side in clients if number % 2 else reversed(clients):
+        for side in _SIDES if number % 2 else reversed(_SIDES):
             answers = clients[side].ask_all(requests, in_flight=load.batch, is_plain=side != "ragcache")
             if number:
                 times_s[side].append(max(answer.total_s for answer in answers))
