@@ -122,7 +122,9 @@ def read_report(path: Path) -> dict[str, Any]:
 
 def table(figures: Iterable[Mapping[str, Any]], goals: Goals) -> str:
     """Return the table of figures as :func:`to_json` gives them."""
-    line = "{:<26} {:>12} {:>12} {:>10} {:>10}  {:<9} {:<6} {}"
+    figures = list(figures)
+    width = max((len(figure["key"]) for figure in figures), default=0)
+    line = f"{{:<{width}}} " + "{:>12} {:>12} {:>10} {:>10}  {:<9} {:<6} {}"
     lines = [line.format("figure", "value", "baseline", "p50 ms", "p99 ms", "goal", "", "")]
     for figure in figures:
         goal = goals.get(figure["key"])
