@@ -27,8 +27,8 @@ def test_each_scene_is_what_it_says_and_costs_both_processes_time(tmp_path: Path
     assert [row["api_server"]["ratio"] for row in rows if row["engine"] == "vllm"] == [1.0] * 3
 
 
-def test_the_parts_of_value_run_on_a_cpu(tmp_path: Path) -> None:
-    parts = ("steps", "host-hits", "compare-vllm", "compare-ragcache")
+def test_the_first_parts_of_gpu_check_run_on_a_cpu(tmp_path: Path) -> None:
+    parts = ("steps", "host-hits")
     only = [word for part in parts for word in ("--only", part)]
     arguments = ["--cpu", "--quick", "--minutes", "60", "--output", str(tmp_path / "check.json"), *only]
     done = CliRunner().invoke(gpu_check, arguments)
@@ -36,7 +36,6 @@ def test_the_parts_of_value_run_on_a_cpu(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "check.json").read_text(encoding="utf-8"))
     assert [*report["parts"]] == [*parts]
     assert report["step_throughput_ratio_256"] > 0
-    assert report["compare_ragcache_ttft_ratio"] > 0
     hits = [figure for figure in report["parts"]["host-hits"]["figures"] if figure["key"].startswith("ragcache")]
     assert len(hits) == 5
     assert not [figure["note"] for figure in hits if "NOT A HOST HIT" in figure["note"]]
