@@ -24,6 +24,7 @@ from tests.support.waiting import until
 
 LAYOUT = PromptLayout()
 LONG: dict[str, Any] = {"max_tokens": 1500, "n": 4, "temperature": 1.0, "extra_body": {"ignore_eos": True}}
+LONG_ANSWER = {**LONG, "n": 1}
 """Seconds of work."""
 ATTEMPTS = 12
 """A server beside a model on few cores tells nothing for a while now and then: then all is over before it is seen, and
@@ -111,7 +112,7 @@ def test_a_speculation_without_room_waits_until_there_is(engine: Engine) -> None
 def test_a_speculation_that_is_preempted_pauses_until_there_is_room_again(engine: Engine) -> None:
     for _ in range(ATTEMPTS):
         assert becomes_idle(engine)
-        speculation = speculate(engine, lambda: engine.generate("Zorval", **LONG))
+        speculation = speculate(engine, lambda: engine.generate("Zorval", **LONG_ANSWER))
         assert _begins(speculation)
         began_s = speculation.started_s or 0.0
         has_shown = not speculation.is_done
@@ -165,7 +166,7 @@ def _while_waiting(engine: Engine, num_waiting: int, real: Iterator[object]) -> 
 @pytest.mark.alone
 def test_the_engine_tells_when_it_began_while_it_still_answers(engine: Engine) -> None:
     for _ in range(ATTEMPTS):
-        speculation = speculate(engine, lambda: engine.generate("Zorval", **LONG))
+        speculation = speculate(engine, lambda: engine.generate("Zorval", **LONG_ANSWER))
         assert _begins(speculation)
         was_done = speculation.is_done
         speculation.cancel()
@@ -221,11 +222,11 @@ def test_a_warmed_prefix_is_found_cached_by_the_request_that_begins_with_it(engi
 
 def test_a_cancelled_speculation_and_a_left_stream_leave_nothing_in_the_engine(engine: Engine) -> None:
     prompt = LAYOUT.render(engine.tokenizer, documents("Dora", 10), "Who?")
-    given_up = speculate(engine, lambda: engine.generate(prompt, **LONG))
+    given_up = speculate(engine, lambda: engine.generate(prompt, **LONG_ANSWER))
     assert until(lambda: given_up.response.has_bytes)
     given_up.cancel()
     assert becomes_idle(engine)
-    left = speculate(engine, lambda: engine.generate(prompt, **LONG))
+    left = speculate(engine, lambda: engine.generate(prompt, **LONG_ANSWER))
     stream = engine.stream(prompt, **LONG)
     next(stream)
     stream.close()

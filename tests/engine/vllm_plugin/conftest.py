@@ -46,4 +46,6 @@ def plugin_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFi
     logger = logging.getLogger("vllm")
     with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.INFO, logger="vllm"):
         patch.setattr(logger, "propagate", True)
+        for name in [name for name in logging.root.manager.loggerDict if name.startswith("ragcache_core")]:
+            patch.setattr(logging.getLogger(name), "disabled", False)
         yield caplog

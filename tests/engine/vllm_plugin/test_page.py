@@ -19,7 +19,7 @@ from starlette.testclient import TestClient
 
 from ragcache_core.client import Engine
 from ragcache_core.client.launch.process import free_port
-from ragcache_core.vllm_plugin.server import document_routes
+from ragcache_core.vllm_plugin.server import document_routes, routes
 from ragcache_core.vllm_plugin.server.page import files
 from ragcache_core.vllm_plugin.server.page import routes as page_routes
 from tests.engine.vllm_plugin.test_door import AUTHORIZED, KEY, server
@@ -214,7 +214,11 @@ def told_of_one_engine(app: FastAPI, monkeypatch: pytest.MonkeyPatch, *doc_ids: 
     async def call_requests(_: object, limit: int) -> list[dict[str, Any]]:
         return [{"num_queued": 0, "num_running": 0, "requests": []} for _ in doc_ids]
 
+    async def call_report(_: object) -> list[dict[str, Any]]:
+        raise RuntimeError("no engine")
+
     app.state.ragcache_engine_client = None
+    monkeypatch.setattr(routes, "call_report", call_report)
     monkeypatch.setattr(document_routes, "call_cache", call_cache)
     monkeypatch.setattr(page_routes, "call_recent_requests", call_requests)
     report = {**REPORT, "num_requests": len(doc_ids[0])}

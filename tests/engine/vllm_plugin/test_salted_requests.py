@@ -42,7 +42,8 @@ def test_an_engine_tells_no_ids_of_documents_that_were_shown_with_a_salt(
         stage.finish_all()
         if guess is not None:
             stage.scheduler.confirm(guess)
-    text = json.dumps([stage.controller.report(), *(stats.data for stats in told if stats is not None)])
+    paths = stage.controller.paths_of(None).changes("")
+    text = json.dumps([stage.controller.report(), paths, *(stats.data for stats in told if stats is not None)])
     assert stage.uses == {"handbook": 3}
     assert stage.controller.counters.num_requests == 6, "the figures count them all"
     assert text.count("handbook") > 1, "in a report and among the cached paths"

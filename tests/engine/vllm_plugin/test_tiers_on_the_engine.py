@@ -336,7 +336,7 @@ def test_the_series_on_metrics_add_up_to_what_the_requests_were_told(tiers: Engi
     assert found["ragcache_tier_evicted_blocks_total", "host"] > 0
     below = answers.num_tokens[Tier.HOST] + answers.num_tokens[Tier.DISK]
     assert found["ragcache_loaded_bytes_total", ""] == below // BLOCK * BLOCK_BYTES
-    assert found["ragcache_corrupt_chunks_total", ""] == found["ragcache_lost_chunks_total", ""] == 0
+    assert found["ragcache_corrupt_chunks_total", "disk"] == found["ragcache_lost_chunks_total", ""] == 0
     stats = tiers.stats()
     assert {tier.name: tier.num_hit_tokens for tier in stats.tiers} == {
         tier.label: num_tokens for tier, num_tokens in answers.num_tokens.items()

@@ -106,16 +106,16 @@ def test_nothing_is_asked_ahead_of_an_engine_that_would_not_wait_with_it(alone: 
 def test_what_changed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts.missing_facts() == []
 
-    def insert(self: object, key: object, chunk: object, req_context: object, *, tier: int) -> None: ...
+    def lookup(self: object, key: object, req_context: object, *, tier: int) -> None: ...
 
     def touch(self: object) -> None: ...
 
-    monkeypatch.setattr(compat.CachePolicy, "insert", insert)
-    monkeypatch.setattr(compat.CachePolicy, "touch", touch)
+    monkeypatch.setattr(compat.CPUPrimaryTierOffloadingManager, "lookup", lookup)
+    monkeypatch.setattr(compat.CPUPrimaryTierOffloadingManager, "touch", touch)
     monkeypatch.setitem(facts.PRIVATE, compat.Scheduler, ("_preempt_request", "_preempt"))
     assert facts.missing_facts() == [
-        "CachePolicy.insert takes self, key, chunk, req_context, tier",
-        "CachePolicy.touch takes self",
+        "CPUPrimaryTierOffloadingManager.lookup takes self, key, req_context, tier",
+        "CPUPrimaryTierOffloadingManager.touch takes self",
         "Scheduler has no _preempt",
     ]
     release.why_alone.cache_clear()
