@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -125,16 +125,13 @@ class Stage:
 
 @dataclass(slots=True)
 class Cancellation:
-    """A flag that a running stage looks at every few microseconds. Numba code reads the same byte."""
+    """A flag that stops a staged search. The search checks it before each call of Faiss."""
 
-    flag: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(1, np.uint8))
+    is_cancelled: bool = False
 
     def cancel(self) -> None:
-        self.flag[0] = 1
-
-    @property
-    def is_cancelled(self) -> bool:
-        return bool(self.flag[0])
+        """Stop the search after the call that runs now."""
+        self.is_cancelled = True
 
 
 class SearchPace:
@@ -171,6 +168,8 @@ class StagedIndex(Protocol):
     """How the vectors are indexed now: ``flat`` as long as there are too few to train ``ivf``."""
     trained_on: int
     """Vectors the layout was chosen for; the store rebuilds when it has grown several times since."""
+    max_default_stages: int
+    """Upper bound on the stages of a search that names none. An index whose stages repeat work has a small one."""
 
     @property
     def native(self) -> Any:
@@ -219,18 +218,23 @@ class StagedIndex(Protocol):
 
 
 def stage_cuts(
-    stages: int | Sequence[float] | None, work: float, multiply_adds_per_ms: float = MULTIPLY_ADDS_PER_MS
+    stages: int | Sequence[float] | None,
+    work: float,
+    multiply_adds_per_ms: float = MULTIPLY_ADDS_PER_MS,
+    max_default_stages: int = len(DEFAULT_CUTS),
 ) -> tuple[float, ...]:
     """Return increasing shares of the work, ending in 1.
 
     ``None`` takes :data:`DEFAULT_CUTS` without the stages that would last less than about a millisecond at the pace of
-    ``multiply_adds_per_ms``; a number takes that many, geometrically; a sequence is used as it is.
+    ``multiply_adds_per_ms``, and of these the first ``max_default_stages - 1`` and the last; a number takes that many,
+    geometrically; a sequence is used as it is.
 
     Raises:
         SearchError: not a number of stages, more than :data:`MAX_STAGES`, or not increasing shares that end in 1.
     """
     if stages is None:
-        return _worthwhile(DEFAULT_CUTS, work / multiply_adds_per_ms)
+        *early, last = _worthwhile(DEFAULT_CUTS, work / multiply_adds_per_ms)
+        return (*early[: max_default_stages - 1], last)
     if isinstance(stages, int | np.integer):
         if isinstance(stages, bool) or stages < 1:
             raise SearchError(

@@ -69,6 +69,11 @@ class Finder:
         ids = self._matches.best(k, self._among)
         return self._best(ids, self._word_weight * self._matches.of(ids), k)
 
+    @property
+    def max_default_stages(self) -> int:
+        """The index's upper bound on the stages of a search that names none."""
+        return self._index.max_default_stages
+
     def work(self, k: int) -> float:
         """Return about how many multiply-adds the index's search costs."""
         return self._index.work(self._num_neighbors(k), self._among) if self._num_documents else 0.0

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from concurrent.futures import Future, wait
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +29,7 @@ class StoreReader:
         self._process = os.getpid()
         self._is_closed = False
         self._threads = SearchThreads(str(folder))
-        self._preparing: Future[object] | None = None
-        self._publish(snapshot)
-
-    def _publish(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
-        prepare = getattr(snapshot.index, "prepare", None)
-        if prepare is not None:
-            with suppress(StoreError):  # no thread to be had: the first staged search prepares it
-                self._preparing = self._threads.submit(prepare)
-
-    def wait_until_prepared(self) -> None:
-        """Return when a first staged search takes no longer than others: the steps of HNSW are compiled for seconds."""
-        if self._preparing is not None:
-            wait((self._preparing,))
 
     # Looking up
 

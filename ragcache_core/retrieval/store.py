@@ -204,7 +204,7 @@ class DocumentStore(Handle, StoreReader):
             there = read_manifest(self._folder)
             if there == replace(self._snapshot.manifest, index=there.index):  # the index may only have been saved
                 return False
-            self._publish(self._load())
+            self._snapshot = self._load()
             return True
 
     def close(self) -> None:
@@ -331,7 +331,7 @@ class DocumentStore(Handle, StoreReader):
                     progress=progress,
                     batch_size=batch_size,
                 )
-                self._publish(changed)
+                self._snapshot = changed
         self._engines.tell(gone, [document for document in batch if document.doc_id in set(gone)])
         return [document.doc_id for document in batch]
 
@@ -346,7 +346,7 @@ class DocumentStore(Handle, StoreReader):
             snapshot = self._current()
             found = self._find(snapshot, wanted, missing_ok=missing_ok)
             if found:
-                self._publish(writer.delete(snapshot, found.values()))
+                self._snapshot = writer.delete(snapshot, found.values())
         self._engines.tell([doc_id for doc_id in wanted if doc_id in found])
 
     @contextmanager

@@ -114,7 +114,7 @@ class SearchThreads:
             finder = await self._stoppable(lambda: snapshot.finder(question, wanted), cancel)
         count = snapshot.count(wanted)
         work = finder.work(count)
-        cuts = stage_cuts(stages, work, self._pace.multiply_adds_per_ms)
+        cuts = stage_cuts(stages, work, self._pace.multiply_adds_per_ms, finder.max_default_stages)
         steps = finder.stages(count, cuts, cancel)
         seen: dict[int, Document] = {}
         number = 0

@@ -24,7 +24,7 @@ ROOT = HERE.parents[1]
 MODEL = "examples/demo_model"
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }} says: {{ m.content }}\n{% endfor %}"
 MOST_MB = {"langchain": 350, "llamaindex": 350}
-"""The extra ``retrieval`` is Faiss, scipy and numba: as large as they are."""
+"""The extra ``retrieval`` is Faiss and scipy: as large as they are."""
 EXPECTED = {"langchain": ["zorval", "tenrik"], "llamaindex": ["zorval", "tenrik"], "retrieval": ["zorval.md"]}
 """The documents that the program of an extra, beside this file, finds in its prompt."""
 ADDED = ("loaders", "bench")

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ragcache_core.retrieval.base import (
+    DEFAULT_CUTS,
     Cancellation,
     Ids,
     IndexOptions,
@@ -95,6 +96,7 @@ class FlatIndex:
     """``IndexIDMap2(IndexFlat)``. See :class:`ragcache_core.retrieval.base.StagedIndex`."""
 
     layout = "flat"
+    max_default_stages = len(DEFAULT_CUTS)
 
     def __init__(self, native: Any, options: IndexOptions) -> None:
         self.options = options

@@ -19,6 +19,7 @@ import numpy as np
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.retrieval.base import (
+    DEFAULT_CUTS,
     Cancellation,
     Encoding,
     Ids,
@@ -74,6 +75,7 @@ class IVFIndex:
     """
 
     layout = "ivf"
+    max_default_stages = len(DEFAULT_CUTS)
 
     def __init__(self, native: Any, options: IndexOptions, trained_on: int) -> None:
         self.options = options

@@ -5,6 +5,7 @@ And what filters cost: the same among some of the documents, against Faiss with 
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import faiss
 import numpy as np
 
 from ragcache_core.retrieval import DocumentStore, PrecomputedEmbedder
-from ragcache_core.retrieval.base import Cancellation, IndexOptions
+from ragcache_core.retrieval.base import DEFAULT_CUTS, Cancellation, IndexOptions, StagedIndex, stage_cuts
 from ragcache_core.retrieval.filters import parse_filter
 from ragcache_core.retrieval.index.flat import FlatIndex
 from ragcache_core.retrieval.index.hnsw import HNSWIndex
@@ -25,7 +26,6 @@ from ragcache_core.retrieval.selection import Selection
 from ragcache_core.types import Document
 from tests.benchmarks.pairs import Comparison, compare
 
-CUTS = (0.05, 0.15, 0.4, 1.0)
 K = 5
 SHARES = (0.5, 0.1, 0.01)
 
@@ -38,10 +38,15 @@ def clustered_vectors(num_vectors: int, dimension: int, seed: int) -> np.ndarray
     return np.asarray(centres[members] + 0.5 * rng.normal(size=(num_vectors, dimension)), dtype=np.float32)
 
 
+def default_cuts(index: StagedIndex) -> tuple[float, ...]:
+    """Return the stages of a long search that names none: 5, 15, 40 and 100 % of the work; of HNSW 5 and 100 %."""
+    return stage_cuts(None, math.inf, max_default_stages=index.max_default_stages)
+
+
 def compare_staged_search(
     num_vectors: int, dimension: int, *, pairs: int, seed: int, report: Callable[[str], None]
 ) -> list[Comparison]:
-    """Return a comparison for each kind of index: plain search, and the same search in four geometric stages."""
+    """Return a comparison for each kind of index: plain search, and the same search in its default stages."""
     faiss.omp_set_num_threads(1)
     vectors = clustered_vectors(num_vectors, dimension, seed)
     queries = clustered_vectors(pairs + 8, dimension, seed + 1)
@@ -57,15 +62,13 @@ def compare_staged_search(
     for name, kind, options in kinds:
         report(f"building {name}")
         index = kind.build(ids, vectors, options)
-        prepare = getattr(index, "prepare", None)
-        if prepare is not None:
-            prepare()
+        cuts = default_cuts(index)
 
         def plain(i: int, index: Any = index) -> None:
             index.search(queries[i], K)
 
-        def staged(i: int, index: Any = index) -> None:
-            for _ in index.stages(queries[i], K, CUTS, Cancellation()):
+        def staged(i: int, index: Any = index, cuts: tuple[float, ...] = cuts) -> None:
+            for _ in index.stages(queries[i], K, cuts, Cancellation()):
                 pass
 
         report(f"measuring {name}")
@@ -78,7 +81,7 @@ def compare_filtered_search(
 ) -> dict[str, list[Comparison]]:
     """Return two comparisons for each kind of index and share of documents that a filter selects.
 
-    The search among them in four stages, against Faiss's own with a selector, and against the same search of all. The
+    The search among them in its default stages, against Faiss's own with a selector, and against the same search of all. The
     third table has a filter itself: its documents found among ``num_vectors``, the first time and from then on.
     """
     faiss.omp_set_num_threads(1)
@@ -96,14 +99,13 @@ def compare_filtered_search(
     for name, kind, options in kinds:
         report(f"building {name}")
         index = kind.build(ids, vectors, options)
-        if isinstance(index, HNSWIndex):
-            index.prepare()
+        cuts = default_cuts(index)
 
         def plain(i: int, index: Any = index, among: Selection | None = None) -> None:
             index.search(queries[i], K, among=among)
 
-        def staged(i: int, index: Any = index, among: Selection | None = None) -> None:
-            for _ in index.stages(queries[i], K, CUTS, Cancellation(), among):
+        def staged(i: int, index: Any = index, cuts: tuple[float, ...] = cuts, among: Selection | None = None) -> None:
+            for _ in index.stages(queries[i], K, cuts, Cancellation(), among):
                 pass
 
         for share, among in selections.items():
@@ -126,10 +128,12 @@ def settled_shares(num_vectors: int, dimension: int, *, queries: int, seed: int)
     shares = {}
     for share in (1.0, *SHARES):
         among = None if share == 1.0 else Selection(np.flatnonzero(rng.random(num_vectors) < share))
-        settled = np.zeros(len(CUTS))
+        settled = np.zeros(len(DEFAULT_CUTS))
         for query in clustered_vectors(queries, dimension, seed + 1):
-            found = [stage.neighbors.ids.tolist() for stage in index.stages(query, 2, CUTS, Cancellation(), among)]
-            settled += [found[min(i, len(found) - 1)] == found[-1] for i in range(len(CUTS))]
+            found = [
+                stage.neighbors.ids.tolist() for stage in index.stages(query, 2, DEFAULT_CUTS, Cancellation(), among)
+            ]
+            settled += [found[min(i, len(found) - 1)] == found[-1] for i in range(len(DEFAULT_CUTS))]
         shares[f"{share:.0%}"] = (settled / queries).tolist()
     return shares
 

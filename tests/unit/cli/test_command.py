@@ -177,7 +177,7 @@ try:
     runpy.run_module("ragcache_core", run_name="__main__")
 except SystemExit as exit:
     assert exit.code == 0, exit.code
-heavy = {{"faiss", "torch", "vllm", "transformers", "sklearn", "numba", "openai", "numpy", "httpx"}} & set(sys.modules)
+heavy = {{"faiss", "torch", "vllm", "transformers", "sklearn", "openai", "numpy", "httpx"}} & set(sys.modules)
 assert not heavy, heavy
 """
     root = Path(ragcache_core.__file__).parent.parent

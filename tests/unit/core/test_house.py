@@ -46,8 +46,8 @@ FOREIGN: dict[str, list[str]] = {
     "algorithms": ["numpy", "faiss", "httpx", "openai", "transformers"],
     "simulation": ["faiss", "httpx", "openai", "transformers"],
     "machine": ["httpx", "openai", "transformers", "langchain_core", "llama_index"],
-    "client": ["faiss", "sklearn", "scipy", "numba", "transformers", "langchain_core", "llama_index"],
-    "integrations": ["faiss", "sklearn", "scipy", "numba", "transformers"],
+    "client": ["faiss", "sklearn", "scipy", "transformers", "langchain_core", "llama_index"],
+    "integrations": ["faiss", "sklearn", "scipy", "transformers"],
     "top": [],
 }
 """Packages that a floor works without."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import faiss
@@ -123,13 +125,42 @@ def test_last_stage_is_bit_equal_to_the_unmodified_index(kind: str, metric: str,
             assert_last_stage_is_native(index, query, k, data.draw(cuts, label="cuts"), Selection(selected))
 
 
+@pytest.mark.parametrize("removed", [0, 300])
 @pytest.mark.parametrize("metric", ["l2", "ip"])
-def test_hnsw_is_really_searched_in_stages_and_not_by_the_fallback(metric: Any) -> None:
-    rng = np.random.default_rng(0)
-    vectors = make_vectors(rng, 2000, 16, "none")
-    index = HNSWIndex.build(np.arange(2000), vectors, IndexOptions(kind="hnsw", metric=metric))
-    assert index.is_staged
-    assert assert_last_stage_is_native(index, vectors[3], 5, (0.05, 0.15, 0.4, 1.0)) >= 3
+def test_each_stage_of_hnsw_is_the_unmodified_search_with_a_share_of_ef(metric: Any, removed: int) -> None:
+    vectors = make_vectors(np.random.default_rng(0), 2000, 16, "none")
+    options = IndexOptions(kind="hnsw", metric=metric, hnsw_m=4, ef_search=200)
+    index = HNSWIndex.build(np.arange(2000), vectors, options).without(np.arange(removed))
+    assert index is not None
+    ef, num_differing = index.ef(5), 0
+    for query in vectors[:40]:
+        stages = list(index.stages(query, 5, (0.001, 0.1, 1.0), Cancellation()))
+        for stage, effort in zip(stages, (math.ceil(5 * ef / 200), math.ceil(0.1 * ef), ef), strict=True):
+            params = faiss.SearchParametersHNSW(efSearch=effort)
+            if removed:
+                selector = params.sel = faiss.IDSelectorBatch(index.ids())  # noqa: F841  kept while Faiss reads it
+            scores, ids = index.native.search(query[None], 5, params=params)
+            np.testing.assert_array_equal(stage.neighbors.ids, ids[0])
+            assert stage.neighbors.scores.tobytes() == scores[0].tobytes()
+        num_differing += stages[0].neighbors.ids.tolist() != stages[-1].neighbors.ids.tolist()
+    assert num_differing, "the first stage did as much as the last"
+
+
+def test_searches_of_one_hnsw_index_with_different_effort_run_at_once() -> None:
+    vectors = make_vectors(np.random.default_rng(3), 3000, 16, "none")
+    index = HNSWIndex.build(np.arange(3000), vectors, IndexOptions(kind="hnsw", hnsw_m=4, ef_search=4))
+    expected = {k: [native_search(index, query, k) for query in vectors[:50]] for k in (2, 16, 128)}
+
+    def search(k: int) -> None:
+        for _ in range(5):
+            for query, (ids, scores) in zip(vectors[:50], expected[k], strict=True):
+                *_, last = index.stages(query, k, (0.05, 0.3, 1.0), Cancellation())
+                np.testing.assert_array_equal(last.neighbors.ids, ids)
+                assert last.neighbors.scores.tobytes() == scores.tobytes()
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(search, [2, 16, 128, 128, 16, 2]))
+    assert faiss.downcast_index(index.native.index).hnsw.efSearch == 4
 
 
 @pytest.mark.parametrize("share", [0.02, 0.6])
@@ -159,29 +190,6 @@ def test_a_wide_search_ends_in_the_number_of_stages_asked_for(kind: str) -> None
     vectors = make_vectors(rng, 3000, 8, "none")
     index = build_index(np.arange(3000), vectors, IndexOptions(nprobe=40, **KINDS[kind]))  # type: ignore[arg-type]
     assert 3 <= assert_last_stage_is_native(index, vectors[7], 5, (0.05, 0.15, 0.4, 1.0)) <= 4
-
-
-def test_hnsw_without_its_kernels_is_searched_in_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ragcache_core.retrieval.index import graph_steps
-
-    monkeypatch.setattr(graph_steps, "_KERNELS", {False: ("no_such_symbol", "nor_this")})
-    graph_steps.compiled.cache_clear()
-    try:
-        vectors = make_vectors(np.random.default_rng(0), 500, 8, "none")
-        index = HNSWIndex.build(np.arange(500), vectors, IndexOptions(kind="hnsw"))
-        assert not index.is_staged
-        assert assert_last_stage_is_native(index, vectors[0], 5, (0.1, 1.0)) == 1
-    finally:
-        graph_steps.compiled.cache_clear()
-
-
-def test_hnsw_that_fails_its_self_check_is_searched_in_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ragcache_core.retrieval.index import traversal
-
-    monkeypatch.setattr(traversal.Run, "scores", property(lambda run: run._distances * np.float32(1.0000001)))
-    vectors = make_vectors(np.random.default_rng(0), 500, 8, "none")
-    index = HNSWIndex.build(np.arange(500), vectors, IndexOptions(kind="hnsw"))
-    assert not index.is_staged
 
 
 def test_ivf_that_fails_its_self_check_is_searched_in_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,18 +240,6 @@ def test_flat_asks_the_index_itself_where_documents_tie_at_the_last_place() -> N
     assert_last_stage_is_native(index, np.ones(1, np.float32), 3, (3 / 7, 1.0))
 
 
-def test_visited_marks_survive_the_wrap_of_their_epoch() -> None:
-    vectors = make_vectors(np.random.default_rng(0), 400, 8, "none")
-    index = HNSWIndex.build(np.arange(400), vectors, IndexOptions(kind="hnsw"))
-    assert index.is_staged
-    table = index._traversal.take_table()
-    table.epoch = np.iinfo(np.uint16).max - 2
-    index._traversal.return_table(table)
-    for query in vectors[:6]:
-        assert_last_stage_is_native(index, query, 5, (0.1, 1.0))
-    assert index._traversal.take_table().epoch < 10
-
-
 @pytest.mark.parametrize(
     "stages", [0, -1, True, 1.5, (), (0.5,), (0.5, 0.5, 1.0), (0.0, 1.0), (0.5, 1.1), "ab", ("a",)]
 )
@@ -258,6 +254,8 @@ def test_stage_cuts_are_geometric_and_leave_out_what_is_not_worth_a_stage() -> N
     assert base.stage_cuts(None, 1e9) == base.DEFAULT_CUTS
     assert base.stage_cuts(None, 1e5) == (1.0,)
     assert base.stage_cuts(None, 2e7) == (0.4, 1.0)
+    assert base.stage_cuts(None, 1e9, max_default_stages=2) == (0.05, 1.0)
+    assert base.stage_cuts(None, 2e7, max_default_stages=2) == (0.4, 1.0)
     assert base.stage_cuts(1, 1e9) == (1.0,)
     assert base.stage_cuts(4, 0) == pytest.approx((0.05, 0.1357, 0.3684, 1.0), abs=1e-3)
     assert base.stage_cuts((0.2, 1), 0) == (0.2, 1.0)

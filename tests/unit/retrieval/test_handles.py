@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
 import threading
@@ -160,27 +159,6 @@ def test_damage_is_reported_at_once_even_when_patience_is_out(folder: Path, monk
     monkeypatch.setattr(opening, "_PATIENCE_S", -1.0)
     with pytest.raises(errors.StoreCorruptError):
         DocumentStore.open(folder, read_only=True)
-
-
-def test_a_committed_add_succeeds_where_no_thread_can_prepare_the_index(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with DocumentStore.create(folder, index="hnsw") as store:
-
-        def no_thread(work: object) -> None:
-            raise RuntimeError("can't start new thread")
-
-        with monkeypatch.context() as patched:
-            patched.setattr(store._threads._executor, "submit", no_thread)
-            store.add(make_documents(5))
-        assert len(store) == 5
-
-        async def last() -> list[str]:
-            async for update in store.search_staged("the miller", 3, stages=2):
-                found = [document.doc_id for document in update.documents]
-            return found
-
-        assert asyncio.run(last()) == [d.doc_id for d in store.search("the miller", 3).documents]
 
 
 @pytest.mark.parametrize("again", ["add", "delete", "close"])

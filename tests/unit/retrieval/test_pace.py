@@ -107,6 +107,24 @@ def test_a_store_that_turns_out_slow_is_cut_in_stages_and_one_that_is_fast_again
         assert asyncio.run(num_stages(40)) == 1
 
 
+def test_a_slow_hnsw_store_has_two_stages_by_default_and_more_on_request(folder: Path) -> None:
+    vectors = np.random.default_rng(0).standard_normal((1000, 128)).astype(np.float32)
+    clock = SteppingClock()
+    clock.step_s = 0.05
+    with DocumentStore.create(folder, index="hnsw", embedder=PrecomputedEmbedder(128)) as store:
+        store.add(make_documents(1000), embeddings=vectors)
+        store._threads.close()
+        store._threads = SearchThreads(str(folder), clock)
+
+        async def num_stages(stages: tuple[float, ...] | None) -> int:
+            return len([update async for update in store.search_vector_staged(vectors[0], 5, stages=stages)])
+
+        for _ in range(40):
+            by_default = asyncio.run(num_stages(None))
+        assert by_default == 2
+        assert asyncio.run(num_stages((0.1, 0.2, 0.5, 1.0))) == 4
+
+
 def test_a_search_that_is_left_early_is_not_learnt_from(folder: Path) -> None:
     vectors = np.random.default_rng(0).standard_normal((500, 8)).astype(np.float32)
     clock = SteppingClock()

@@ -94,9 +94,7 @@ class SearchIndex(StoreReader):
         if isinstance(made := snapshot.index, IVFIndex):
             probing = IVFIndex(made.native, replace(made.options, nprobe=options.num_probes), made.trained_on)
             snapshot = replace(snapshot, index=probing)
-        opened = cls(path, snapshot)
-        opened.wait_until_prepared()
-        return opened
+        return cls(path, snapshot)
 
     def close(self) -> None:
         """Finish what is searched, and end the threads."""
