@@ -46,7 +46,7 @@ def default_cuts(index: StagedIndex) -> tuple[float, ...]:
 def compare_staged_search(
     num_vectors: int, dimension: int, *, pairs: int, seed: int, report: Callable[[str], None]
 ) -> list[Comparison]:
-    """Return a comparison for each kind of index: plain search, and the same search in its default stages."""
+    """Return comparisons for each kind of index: plain search, and the same search in default stages and in four."""
     faiss.omp_set_num_threads(1)
     vectors = clustered_vectors(num_vectors, dimension, seed)
     queries = clustered_vectors(pairs + 8, dimension, seed + 1)
@@ -56,23 +56,25 @@ def compare_staged_search(
         ("IVF, SQ8", IVFIndex, IndexOptions("ivf", encoding="sq8")),
         ("IVF, PQ", IVFIndex, IndexOptions("ivf", encoding="pq")),
         ("HNSW", HNSWIndex, IndexOptions("hnsw")),
+        ("HNSW, efSearch 1024", HNSWIndex, IndexOptions("hnsw", ef_search=1024)),
         ("Flat", FlatIndex, IndexOptions("flat")),
     ]
     rows = []
     for name, kind, options in kinds:
         report(f"building {name}")
         index = kind.build(ids, vectors, options)
-        cuts = default_cuts(index)
 
         def plain(i: int, index: Any = index) -> None:
             index.search(queries[i], K)
 
-        def staged(i: int, index: Any = index, cuts: tuple[float, ...] = cuts) -> None:
+        def staged(i: int, cuts: tuple[float, ...], index: Any = index) -> None:
             for _ in index.stages(queries[i], K, cuts, Cancellation()):
                 pass
 
-        report(f"measuring {name}")
-        rows.append(compare(f"{name}, {num_vectors:,} x {dimension}, k={K}", plain, staged, pairs=pairs))
+        for cuts in dict.fromkeys((default_cuts(index), DEFAULT_CUTS)):
+            report(f"measuring {name}")
+            shown = f"{name}, {len(cuts)} stages, {num_vectors:,} x {dimension}, k={K}"
+            rows.append(compare(shown, plain, partial(staged, cuts=cuts), pairs=pairs))
     return rows
 
 
@@ -81,8 +83,8 @@ def compare_filtered_search(
 ) -> dict[str, list[Comparison]]:
     """Return two comparisons for each kind of index and share of documents that a filter selects.
 
-    The search among them in its default stages, against Faiss's own with a selector, and against the same search of all. The
-    third table has a filter itself: its documents found among ``num_vectors``, the first time and from then on.
+    The search among them in its default stages, against Faiss's own with a selector, and against the same search of
+    all. The third table has a filter itself: its documents found among ``num_vectors``, the first time and later.
     """
     faiss.omp_set_num_threads(1)
     vectors = clustered_vectors(num_vectors, dimension, seed)

@@ -29,5 +29,8 @@ def test_a_small_benchmark_writes_a_row_for_every_index(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, arguments, catch_exceptions=False)
     assert done.exit_code == 0
     rows = json.loads(path.read_text())["staged search"]
-    assert [row["name"].split(", 1,000")[0] for row in rows] == ["IVF, flat", "IVF, SQ8", "IVF, PQ", "HNSW", "Flat"]
+    assert [row["name"].split(", 1,000")[0] for row in rows] == [
+        *("IVF, flat, 4 stages", "IVF, SQ8, 4 stages", "IVF, PQ, 4 stages", "HNSW, 2 stages", "HNSW, 4 stages"),
+        *("HNSW, efSearch 1024, 2 stages", "HNSW, efSearch 1024, 4 stages", "Flat, 4 stages"),
+    ]
     assert all(row["baseline_p50_ms"] > 0 and row["rival_p50_ms"] > 0 for row in rows)
