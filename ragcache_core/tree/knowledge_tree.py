@@ -300,7 +300,6 @@ class KnowledgeTree(TieredTree):
         self._note_if_ghost(node)
 
     def _on_renamed(self, node: TreeNode, doc_ids: Collection[DocId]) -> None:
-        super()._on_renamed(node, doc_ids)
         if self.resident_mask(node, Tier.HOST) or self.resident_mask(node, Tier.DISK):
             self.renamed.add(node.id)
 

@@ -25,7 +25,7 @@ class PrefixTree:
         self._nodes: list[TreeNode | None] = []
         self._free_ids: list[int] = []
         self._locations: dict[Hashable, Location] = {}
-        self._by_document: dict[DocId, dict[TreeNode, None]] = {}
+        self._by_document: dict[DocId, TreeNode | dict[TreeNode, None]] = {}  # most documents have one node
         self._sequence = 0
         self.root = self._new_node(None, [], 0, None)
 
@@ -140,7 +140,8 @@ class PrefixTree:
 
     def nodes_of(self, doc_id: DocId) -> Collection[TreeNode]:
         """Return all nodes of a document, resident or not, in the order in which they got its name; O(1)."""
-        return self._by_document.get(doc_id, {}).keys()
+        nodes = self._by_document.get(doc_id, {})
+        return (nodes,) if isinstance(nodes, TreeNode) else nodes.keys()
 
     def named(self, doc_ids: Set[DocId]) -> list[TreeNode]:
         """Return the nodes in which documents begin, without those below others of them; O(their nodes x height)."""
@@ -222,7 +223,11 @@ class PrefixTree:
 
     def _index(self, node: TreeNode, doc_ids: Iterable[DocId]) -> None:
         for doc_id in doc_ids:
-            self._by_document.setdefault(doc_id, {})[node] = None
+            nodes = self._by_document.setdefault(doc_id, node)
+            if isinstance(nodes, dict):
+                nodes[node] = None
+            elif nodes is not node:
+                self._by_document[doc_id] = {nodes: None, node: None}
 
     def _new_node(
         self, parent: TreeNode | None, keys: list[Hashable], num_tokens: int, doc_id: DocId | None
@@ -276,8 +281,9 @@ class PrefixTree:
             del self._locations[key]
         for doc_id in node.doc_ids():
             nodes = self._by_document[doc_id]
-            del nodes[node]
-            if not nodes:
+            if isinstance(nodes, dict) and len(nodes) > 1:
+                del nodes[node]
+            else:
                 del self._by_document[doc_id]
         self._nodes[node.id] = None
         self._free_ids.append(node.id)

@@ -61,7 +61,6 @@ class TieredTree(PrefixTree):
         self.replicated: dict[int, int] = {}
         self.num_replicated_units = 0
         self._host_protected: dict[int, int] = {}
-        self._num_resident: dict[DocId, dict[str | None, list[int]]] = {}  # nodes by document, owner and tier
         disk = TierState(policy, (), self.protected, moves_down=moves_down)
         host = TierState(policy, (disk,), self._host_protected, moves_down=moves_down)
         gpu = TierState(policy, (host, disk), self.protected, moves_down=moves_down)
@@ -79,16 +78,13 @@ class TieredTree(PrefixTree):
     def tiers_of(self, doc_id: DocId, is_own: Callable[[str | None], bool] = lambda _: True) -> list[Tier]:
         """Return the tiers that hold a part of a document, on whichever prefix, in public nodes of some owners.
 
-        O(owners of the document).
+        O(nodes of the document).
         """
-        counts = [each for owner, each in self._num_resident.get(doc_id, {}).items() if is_own(owner)]
-        return [tier for tier in Tier if any(each[tier] for each in counts)]
+        own = [node.id for node in self.nodes_of(doc_id) if not node.is_private and is_own(node.owner)]
+        return [tier for tier in Tier if any(self.tiers[tier].resident[node_id] for node_id in own)]
 
     def make_private(self, node: TreeNode) -> None:
         """Show a node to no other application: see :class:`TreeNode`."""
-        for state in self.tiers:
-            if state.resident[node.id]:
-                self._count_resident(node, state, -1, node.doc_ids())
         node.is_private = True
 
     # Being used
@@ -312,17 +308,8 @@ class TieredTree(PrefixTree):
         for state in self.tiers:
             state.add_columns(num_ids)
 
-    def _on_renamed(self, node: TreeNode, doc_ids: Collection[DocId]) -> None:
-        for state in self.tiers:
-            if state.resident[node.id]:
-                self._count_resident(node, state, 1, doc_ids)
-
     def _on_split(self, node: TreeNode, lower: TreeNode) -> None:
         self.policy.on_split(node, lower)
-        for state in self.tiers:
-            mask = state.resident[node.id]
-            if mask & node.full_mask and mask >> len(node.keys):
-                self._count_resident(node, state, 1, node.doc_ids())
         if num_protected := self.protected.get(node.id, 0):
             num_protected -= sum(self.protected_keys.get(key, 0) for key in node.keys)
             if num_protected:
@@ -358,20 +345,6 @@ class TieredTree(PrefixTree):
         for part in (node, lower):
             self._note_change(part, self.tiers[Tier.DISK])  # all tiers are at or above the disk
 
-    def _count_resident(self, node: TreeNode, state: TierState, change: int, doc_ids: Collection[DocId]) -> None:
-        """Note that ``change`` more nodes of documents than before lie in a tier."""
-        if node.is_private or not doc_ids:
-            return
-        tier = self.tiers.index(state)
-        for doc_id in doc_ids:
-            owners = self._num_resident.setdefault(doc_id, {})
-            counts = owners.setdefault(node.owner, [0] * len(Tier))
-            counts[tier] += change
-            if not any(counts):
-                del owners[node.owner]
-                if not owners:
-                    del self._num_resident[doc_id]
-
     def _add(self, node: TreeNode, units: int, state: TierState) -> None:
         before = state.resident[node.id]
         if not before and units and not self.resident_anywhere(node):
@@ -381,7 +354,6 @@ class TieredTree(PrefixTree):
         state.num_units += num_new
         state.shares.count(node.owner, num_new)
         if not before and units:
-            self._count_resident(node, state, 1, node.doc_ids())
             if node.parent is not None:
                 state.num_resident_children[node.parent.id] += 1
             if node.stored_s is None:
@@ -403,7 +375,6 @@ class TieredTree(PrefixTree):
         self._offer_again(node, state)
         if after:
             return
-        self._count_resident(node, state, -1, node.doc_ids())
         if not self.resident_anywhere(node):
             node.stored_s = None
             self.policy.on_departure(node)
