@@ -34,16 +34,18 @@ class Origin:
         return cls(os.path.realpath(folder), file.name)
 
     def is_gone(self) -> bool:
-        """Return whether there is no such file any more.
-
-        Raises:
-            OSError: that cannot be told, as without permission to look.
-        """
+        """Return whether the file is deleted; ``False`` where its directory cannot be searched."""
         try:
             Path(self.folder, self.name).stat()
         except (FileNotFoundError, NotADirectoryError):
             return True
+        except OSError:
+            return False
         return False
+
+    def is_below(self, folder: Path) -> bool:
+        """Return whether the file is in ``folder`` or in a directory below it."""
+        return Path(self.folder, self.name).is_relative_to(os.path.realpath(folder))
 
 
 def read_origins(store: Path) -> dict[DocId, Origin]:

@@ -68,7 +68,8 @@ class IndexSummary:
 
 
 def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + "s" * (number != 1)
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"
 
 
 @click.command(
@@ -106,7 +107,7 @@ def _count(number: int, noun: str) -> str:
     show_default=True,
     help="Give a file up after that much processor time.",
 )
-@click.option("--skip-errors", is_flag=True, help="End with exit code 0 although documents could not be read.")
+@click.option("--skip-errors", is_flag=True, help="End with exit code 0 although documents were left out.")
 @click.option("--update", is_flag=True, help="Replace stored documents whose files have changed.")
 @click.option("--prune", is_flag=True, help="Remove stored documents of files of DIR that are not there any more.")
 @forget_option
@@ -144,14 +145,13 @@ def index(
     (.docx) and reStructuredText (.rst) as well. Links that lead out of DIR are not followed. Long texts are split at
     their own seams, by characters or by tokens of a model; a store remembers how. Reading a directory again adds what
     is new and skips what is unchanged. Everything is read before anything is stored: Ctrl-C leaves the store as it was.
-    A document that cannot be read is reported and left out, and its stored version stays; the exit code is 1 then, and
-    0 with --skip-errors.
+    A document or a directory that cannot be read is reported and left out, and its stored documents stay; the exit
+    code is 1 then, and 0 with --skip-errors.
     """
     from ragcache_core.ingest import (
         FileLimits,
         Origin,
         compare,
-        find_files,
         read_origins,
         write_chunking,
         write_origins,
@@ -160,8 +160,7 @@ def index(
     splitting, chunking = choose_splitting(store, chunks)
     with options_as_typed(click.get_current_context().command):
         limits = FileLimits(max_file_bytes, max_file_s)
-    files = find_files(paths)
-    readings, num_bad = _read(files, splitting, limits)
+    files, readings, num_bad = _read(paths, splitting, limits)
     wanted = {"index": index, "metric": metric, "encoding": encoding}
     options: dict[str, str] = {name: value for name, value in wanted.items() if value is not None}
     with (
@@ -185,7 +184,12 @@ def index(
         _store(target, changes)
         stored = set(target.ids())
         bad = {Origin.of(file) for file in files.files} - whole
-        kept = [doc_id for doc_id, origin in origins.items() if origin in bad and doc_id in stored - read.keys()]
+        kept = [
+            doc_id
+            for doc_id, origin in origins.items()
+            if doc_id in stored - read.keys()
+            and (origin in bad or any(origin.is_below(folder) for folder in files.unreadable))
+        ]
         write_chunking(target.path, chunking)
         write_origins(target.path, {i: origin for i, origin in {**origins, **read}.items() if i in stored})
         summary = IndexSummary(
@@ -210,9 +214,13 @@ def index(
         click.echo("\n".join(warmed[1]) if warmed is not None else "", nl=warmed is not None)
     check_complete(receipts)
     if num_bad and not skip_errors:
-        what = f"{_count(num_bad, 'document')} could not be read and {'is' if num_bad == 1 else 'are'} not stored"
+        counts = {"document": num_bad - len(files.unreadable), "directory": len(files.unreadable)}
+        what = " and ".join(_count(number, noun) for noun, number in counts.items() if number)
+        former = f"; {_count(summary.num_kept, 'former document')} of bad files kept" * bool(summary.num_kept)
         click.echo(
-            f"ragcache: error: {what}: correct what is reported above, or accept it with --skip-errors", err=True
+            f"ragcache: error: {what} could not be read{former}: correct what is reported above, or accept it with "
+            "--skip-errors",
+            err=True,
         )
         click.get_current_context().exit(EXIT_ERROR)
 
@@ -223,9 +231,9 @@ def _gone(origins: Mapping[DocId, Origin], paths: Iterable[Path]) -> list[DocId]
     return [doc_id for doc_id, origin in origins.items() if origin.folder in folders and origin.is_gone()]
 
 
-def _read(files: FoundFiles, splitting: Splitting, limits: FileLimits) -> tuple[list[FileReading], int]:
-    """Return what all files hold, and how many bad ones were left out."""
-    from ragcache_core.ingest import read_files
+def _read(paths: Iterable[Path], splitting: Splitting, limits: FileLimits) -> tuple[FoundFiles, list[FileReading], int]:
+    """Return the files at ``paths``, their documents, and the number of bad documents, files and directories."""
+    from ragcache_core.ingest import find_files, read_files
 
     num_bad = 0
 
@@ -234,6 +242,7 @@ def _read(files: FoundFiles, splitting: Splitting, limits: FileLimits) -> tuple[
         num_bad += 1
         click.echo(f"ragcache: left out: {as_typed(str(error))}", err=True)
 
+    files = find_files(paths, on_bad=report)
     with Bar("reading", len(files.files), "files") as bar:
         readings = []
         for reading in read_files(files.files, splitting, on_bad=report, limits=limits):
@@ -241,7 +250,7 @@ def _read(files: FoundFiles, splitting: Splitting, limits: FileLimits) -> tuple[
             bar.advance()
     if not any(reading.documents for reading in readings):
         raise DocumentError(f"none of {len(files.files)} files holds a document that can be stored: nothing was done")
-    return readings, num_bad
+    return files, readings, num_bad
 
 
 @contextmanager

@@ -139,6 +139,41 @@ def test_the_documents_of_a_file_that_is_damaged_now_stay(notes: Path) -> None:
     assert "mel.txt" in stored(notes)
 
 
+def test_the_error_counts_the_stored_documents_that_stay(notes: Path) -> None:
+    index(notes)
+    (notes / "mel.txt").write_bytes(b"\xff")
+    error = index(notes).stderr.splitlines()[-1]
+    assert "error: 1 document could not be read; 1 former document of bad files kept: " in error
+    assert "not stored" not in error
+
+
+def test_an_unreadable_directory_is_left_out_and_its_documents_stay(notes: Path) -> None:
+    private = notes / "private"
+    private.mkdir()
+    (private / "tar.txt").write_text("Tar is a lake.")
+    assert index(notes).exit_code == 0
+    (notes / "new.txt").write_text("A new text.")
+    private.chmod(0)
+    try:
+        refused = index_without_root(notes, "--update", "--prune")
+        assert refused.returncode == 1
+        assert f"left out: directory '{private}' cannot be read (Permission denied)" in refused.stderr
+        assert "error: 1 directory could not be read; 1 former document of bad files kept" in refused.stderr
+        assert "1 document added, 4 unchanged, 1 bad left out, 1 former document of bad" in refused.stdout
+        accepted = index_without_root(notes, "--update", "--prune", "--skip-errors")
+        assert accepted.returncode == 0, accepted.stderr
+    finally:
+        private.chmod(0o700)
+    assert set(stored(notes)) == {"faq-1", "mel.txt", "new.txt", "private/tar.txt", "tar.html", "zor.md"}
+
+
+def index_without_root(notes: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run the command without root's right to read every directory."""
+    drop = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all"] if os.geteuid() == 0 else []
+    command = [sys.executable, "-m", "ragcache_core", "index", str(notes), "--store", str(store_of(notes)), *options]
+    return subprocess.run([*drop, *command], capture_output=True, text=True, check=False)
+
+
 def test_a_number_that_json_has_not_is_told_with_its_line_and_left_out(notes: Path) -> None:
     line = '{{"id": "{0}", "text": "{0}", "metadata": {{"a": {1}}}}}\n'
     (notes / "faq.jsonl").write_text(line.format("faq-1", "NaN") + line.format("faq-2", 1))
