@@ -31,7 +31,7 @@ from llama_index.llms.openai_like import OpenAILike  # type: ignore[import-untyp
 
 from ragcache_core.answers import AnswerCache
 from ragcache_core.client import Engine, EngineClient, RequestPlan
-from ragcache_core.client.generation import check_settings
+from ragcache_core.client.generation import check_one_answer, check_settings
 from ragcache_core.client.http.attempt import AUTO, FirstTokenTimeout
 from ragcache_core.client.http.errors import translate_errors_as_openai
 from ragcache_core.client.http.joined_server import HANG_TIMEOUT_S, RESTART_TIMEOUT_S, recovery_settings
@@ -107,7 +107,7 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
     Raises:
         ConfigError: neither an engine nor an address, or both; ``chunk_reuse``, ``ttft_slo`` or ``deduplicate`` is not
             what it may be. A time that cannot work, or one that was set together with an engine. An argument, here or
-            of a call, that there is not.
+            of a call, that there is not. ``n`` above 1 where one text is returned: a stream holds the first answer.
         EngineError: the server at that address cannot be used.
     """
 
@@ -270,6 +270,7 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
     # What OpenAILike calls: one method per way to ask the chat endpoint, and the completions endpoint.
 
     def _chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        self._check_one_answer(kwargs)
         asked = self._asked(messages, kwargs)
         if asked is not None and (kept := asked.find()) is not None:
             return kept
@@ -280,6 +281,7 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
         return response if asked is None else asked.keep(response)
 
     async def _achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        self._check_one_answer(kwargs)
         asked = await asyncio.to_thread(self._asked, messages, kwargs)
         if asked is not None and (kept := await asyncio.to_thread(asked.find)) is not None:
             return kept
@@ -316,12 +318,14 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
         return CachedChat(self.answer_cache, sent, settings, self.model)  # type: ignore[arg-type]
 
     def _complete(self, prompt: str, **kwargs: Any) -> CompletionResponse:
+        self._check_one_answer(kwargs)
         request = self._plan_text(kwargs)
         with translate_errors_as_openai():
             response: CompletionResponse = super()._complete(prompt, **request.body)
         return request.finish(response)
 
     async def _acomplete(self, prompt: str, **kwargs: Any) -> CompletionResponse:
+        self._check_one_answer(kwargs)
         request = self._plan_text(kwargs)
         with translate_errors_as_openai():
             response: CompletionResponse = await super()._acomplete(prompt, **request.body)
@@ -364,6 +368,9 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
         check_sendable({**self.additional_kwargs, **kwargs}, "the request")
         plan = RequestPlan(deadline=deadline)
         return MeasuredRequest(self._engine, plan, {**kwargs, "extra_body": own_body}, self.model)
+
+    def _check_one_answer(self, kwargs: Mapping[str, Any]) -> None:
+        check_one_answer({**self.additional_kwargs, **kwargs, "extra_body": self._own_body(kwargs)})
 
     def _settings_of(self, kwargs: Mapping[str, Any], own_body: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings of a request, with all headers that it will have: one may be another tenant's key."""

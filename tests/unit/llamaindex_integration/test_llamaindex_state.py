@@ -87,5 +87,19 @@ async def test_a_stream_of_several_answers_holds_the_first(ask: Ask, llm: RAGCac
     server.rules = [lambda _: Reply("one two three")]
     several = llm.model_copy(update={"additional_kwargs": {"n": 2}})
     assert (await ask(several))[0] == "one two three"
-    assert several.chat(MESSAGES).message.content == "one two three"
     assert "".join(part.delta or "" for part in several.stream_complete(QUESTION)) == "one two three"
+
+
+@pytest.mark.parametrize("settings", [{"n": 2}, {"extra_body": {"n": 2}}])
+async def test_several_answers_are_refused_where_one_text_is_returned(llm: RAGCacheLLM, settings: Any) -> None:
+    of_llm = llm.model_copy(update={"additional_kwargs": settings})
+    refused = "n is 2, but one text is returned"
+    for each, of_call in ((llm, settings), (of_llm, {})):
+        with pytest.raises(ConfigError, match=refused):
+            each.chat(MESSAGES, **of_call)
+        with pytest.raises(ConfigError, match=refused):
+            await each.achat(MESSAGES, **of_call)
+        with pytest.raises(ConfigError, match=refused):
+            each.complete(QUESTION, **of_call)
+        with pytest.raises(ConfigError, match=refused):
+            await each.acomplete(QUESTION, **of_call)
