@@ -71,9 +71,13 @@ def _is_known(name: str, known: Collection[str]) -> bool:
 
 
 def _hint(name: str, candidates: Collection[str], *, is_flag: bool = False) -> str:
-    if name in CacheConfig.model_fields:
-        return f"{'give it before --, or ' if is_flag else ''}pass cache=CacheConfig({name}=...)"
-    nearest = get_close_matches(name, candidates, n=1)
+    abbreviated = [field for field in CacheConfig.model_fields if field.startswith(name.removeprefix("cache_"))]
+    nearest = abbreviated or get_close_matches(name, {*candidates, *CacheConfig.model_fields}, n=1)
     if not nearest:
         return "leave it out, or look its name up in vLLM's documentation"
-    return f"did you mean {'--' + nearest[0].replace('_', '-') if is_flag else nearest[0]}?"
+    found = nearest[0]
+    question = f"did you mean {'--' + found.replace('_', '-') if is_flag else found}?"
+    if found in candidates:
+        return question
+    how = f"{'give it before --, or ' if is_flag else ''}pass cache=CacheConfig({found}=...)"
+    return how if found == name else f"{question} {how}"

@@ -188,6 +188,11 @@ def test_without_vllm_a_launch_says_how_to_install_it(owner: Owner, monkeypatch:
         ({"startup_timeout": 5}, r"startup_timeout is neither .* did you mean startup_timeout_s\?"),
         ({"resume_stream": "off"}, r"did you mean resume_streams\?"),
         ({"host_bytes": "1GiB"}, r"host_bytes is neither .* pass cache=CacheConfig\(host_bytes=\.\.\.\)"),
+        ({"host_byte": "1GiB"}, r"did you mean host_bytes\? pass cache=CacheConfig\(host_bytes=\.\.\.\)"),
+        ({"disk_bites": "1GiB"}, r"did you mean disk_bytes\? pass cache=CacheConfig\(disk_bytes=\.\.\.\)"),
+        ({"cache_dir": "/kv"}, r"did you mean directory\? pass cache=CacheConfig\(directory=\.\.\.\)"),
+        ({"cache_directory": "/kv"}, r"did you mean directory\? pass cache=CacheConfig\(directory=\.\.\.\)"),
+        ({"extra_args": ["--disk-bite", "1GiB"]}, r"did you mean --disk-bytes\? give it before --, or pass cache="),
         ({"zorval": 1}, "zorval is neither .* leave it out"),
         (
             {"extra_args": ["--max-model-length", "2048"]},
