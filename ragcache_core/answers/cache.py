@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -97,6 +98,8 @@ class AnswerCache(Handle, AbstractContextManager["AnswerCache"]):
         self._max_answers = max_answers
         self._lock = threading.RLock()
         self._entries: OrderedDict[int, _Entry] = OrderedDict()  # the least recently used first
+        self._by_context: dict[str, set[int]] = {}
+        self._by_document: dict[DocId, dict[str, set[int]]] = {}  # id -> version -> answers
         self._next_number = 1
         self._undeleted: set[int] = set()  # deleted from memory, but not from the file yet
         self._forgotten: deque[tuple[int, DocId]] = deque(maxlen=_MAX_FORGOTTEN)
@@ -124,7 +127,7 @@ class AnswerCache(Handle, AbstractContextManager["AnswerCache"]):
         """Return the answer to the most similar question, if its cosine reaches the threshold."""
         with self._lock:
             self._try_write(lambda: self._delete(self._outdated(prompt)))
-            candidates = [(n, e) for n, e in self._entries.items() if e.prompt.context_hash == prompt.context_hash]
+            candidates = [(n, self._entries[n]) for n in sorted(self._by_context.get(prompt.context_hash, ()))]
         number, similarity = next((n for n, e in candidates if e.prompt.question == prompt.question), None), 1.0
         if number is None and candidates and (vector := self._try_embed(prompt.question)) is not None:
             scores = [(float(e.vector @ vector), n) for n, e in candidates if e.vector is not None]
@@ -146,10 +149,12 @@ class AnswerCache(Handle, AbstractContextManager["AnswerCache"]):
             forgotten = {doc_id for at, doc_id in self._forgotten if since is not None and at > since}
             if any(doc_id in forgotten for doc_id, _ in prompt.documents):
                 return
-            replaced = self._outdated(prompt).union(n for n, e in self._entries.items() if e.prompt == prompt)
+            same_context = self._by_context.get(prompt.context_hash, ())
+            replaced = self._outdated(prompt).union(n for n in same_context if self._entries[n].prompt == prompt)
             number, self._next_number = self._next_number, self._next_number + 1
-            self._entries[number] = entry
-            evicted = [n for n in self._entries if n not in replaced][: -self._max_answers]
+            self._add(number, entry)
+            num_excess = max(0, len(self._entries) - len(replaced) - self._max_answers)
+            evicted = list(islice((n for n in self._entries if n not in replaced), num_excess))
             self._try_write(lambda: self._delete([*replaced, *evicted]))
             self._try_write(lambda: self._execute(_INSERT, [entry.row(number)]))
 
@@ -165,7 +170,7 @@ class AnswerCache(Handle, AbstractContextManager["AnswerCache"]):
         with self._lock:
             self._num_forgets += 1
             self._forgotten.extend((self._num_forgets, doc_id) for doc_id in forgotten)
-            return self._delete(self._about(lambda doc_id, _: doc_id in forgotten))
+            return self._delete(self._about(forgotten, lambda _, __: True))
 
     def forget_outdated(self, store: DocumentStore, shown: Callable[[Document], str] = lambda d: d.text) -> int:
         """Delete every answer about a document that ``store`` lacks or has in another version; see :meth:`forget`.
@@ -173,10 +178,10 @@ class AnswerCache(Handle, AbstractContextManager["AnswerCache"]):
         ``shown`` returns the text of a document as prompts show it. Return the number of answers.
         """
         with self._lock:
-            doc_ids = {doc_id for entry in self._entries.values() for doc_id, _ in entry.prompt.documents}
-            stored = store.get([doc_id for doc_id in doc_ids if doc_id in store])
+            stored = store.get([doc_id for doc_id in self._by_document if doc_id in store])
             versions = {document.doc_id: content_hash(shown(document)) for document in stored}
-            return self._delete(self._about(lambda doc_id, version: versions.get(doc_id) != version))
+            outdated = self._about(self._by_document, lambda doc_id, version: versions.get(doc_id) != version)
+            return self._delete(outdated)
 
     def clear(self) -> None:
         """Delete every answer; see :meth:`forget`."""
@@ -191,24 +196,47 @@ class AnswerCache(Handle, AbstractContextManager["AnswerCache"]):
                 self._db = None
                 self._file_lock.release()
                 self._entries.clear()
+                self._by_context.clear()
+                self._by_document.clear()
                 self._undeleted.clear()
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _about(self, matches: Callable[[DocId, str], bool]) -> set[int]:
-        """Return the answers about a document whose id and version match."""
-        return {n for n, entry in self._entries.items() if any(matches(*each) for each in entry.prompt.documents)}
+    def _add(self, number: int, entry: _Entry) -> None:
+        documents = set(entry.prompt.documents)  # raises for a damaged row, before anything changes
+        self._entries[number] = entry
+        self._by_context.setdefault(entry.prompt.context_hash, set()).add(number)
+        for doc_id, version in documents:
+            self._by_document.setdefault(doc_id, {}).setdefault(version, set()).add(number)
+
+    def _remove(self, number: int) -> None:
+        prompt = self._entries.pop(number).prompt
+        _discard(self._by_context, prompt.context_hash, number)
+        for doc_id, version in set(prompt.documents):
+            _discard(self._by_document[doc_id], version, number)
+            if not self._by_document[doc_id]:
+                del self._by_document[doc_id]
+
+    def _about(self, doc_ids: Iterable[DocId], matches: Callable[[DocId, str], bool]) -> set[int]:
+        """Return the answers about those of the documents whose id and version match, in O(documents + answers)."""
+        return {
+            number
+            for doc_id in doc_ids
+            for version, numbers in self._by_document.get(doc_id, {}).items()
+            if matches(doc_id, version)
+            for number in numbers
+        }
 
     def _outdated(self, prompt: QuestionKey) -> set[int]:
         """Return the answers about other versions of the documents in ``prompt``."""
         shown, doc_ids = set(prompt.documents), {doc_id for doc_id, _ in prompt.documents}
-        return self._about(lambda doc_id, version: doc_id in doc_ids and (doc_id, version) not in shown)
+        return self._about(doc_ids, lambda doc_id, version: (doc_id, version) not in shown)
 
     def _delete(self, numbers: Iterable[int]) -> int:
         """Delete answers, and from the file those of failed deletions before; return the number of answers."""
         for number in list(numbers):
-            del self._entries[number]
+            self._remove(number)
             self._undeleted.add(number)
         if num_deleted := len(self._undeleted):
             try:
@@ -287,7 +315,7 @@ class AnswerCache(Handle, AbstractContextManager["AnswerCache"]):
                             embedded = None if vector is None else np.frombuffer(vector, np.float32)
                         else:
                             embedded = self._try_embed(question)
-                        self._entries[number] = _Entry(prompt, answer, embedded)
+                        self._add(number, _Entry(prompt, answer, embedded))
             if not is_same_embedder or len(self._entries) < len(rows):
                 for statement in (
                     "DROP TABLE answers",
@@ -318,6 +346,13 @@ def _embedding(embedder: object | None) -> Callable[[str], Vectors]:
         return vector / (np.linalg.norm(vector) or np.float32(1))
 
     return unit_vector
+
+
+def _discard(numbers: dict[str, set[int]], key: str, number: int) -> None:
+    """Remove a number from the set of a key, and an empty set from the dictionary."""
+    numbers[key].discard(number)
+    if not numbers[key]:
+        del numbers[key]
 
 
 def _count_words(text: str) -> Vectors:

@@ -135,6 +135,48 @@ def test_a_new_version_drops_what_was_said_of_the_former() -> None:
     assert len(answers) == 0
 
 
+def test_find_and_keep_read_only_the_answers_about_the_documents_of_the_question() -> None:
+    class Counted(tuple[tuple[str, str], ...]):
+        num_reads = 0
+
+        def __iter__(self) -> Iterator[tuple[str, str]]:
+            Counted.num_reads += 1
+            return super().__iter__()
+
+    answers = AnswerCache(Angles(), max_answers=30)
+    for i in range(30):
+        answers.keep(replace(prompt(key=str(i)), documents=Counted([(f"d{i}", "v")])), "a")
+    for ask in (lambda key: answers.find(key), lambda key: answers.keep(key, "b")):
+        Counted.num_reads = 0
+        ask(prompt("what at 5", ("e", "text")))
+        assert Counted.num_reads <= 1, "the one that is evicted"
+    assert len(answers) == 30
+
+
+def test_deleted_answers_are_those_of_a_search_through_all_answers() -> None:
+    random = np.random.default_rng(3)
+    answers, expected = AnswerCache(Angles(), max_answers=20), dict[QuestionKey, str]()
+    for step in range(400):
+        pairs = dict.fromkeys(f"d{i}" for i in random.integers(0, 8, 2))
+        shown = tuple((doc_id, f"v{random.integers(0, 2)}") for doc_id in pairs)
+        key = prompt(f"what at {random.integers(0, 2) * 90}", *shown)
+        if step % 10 == 9:
+            outdated = [k for k in expected if {i for i, _ in k.documents} & set(pairs)]
+            assert answers.forget(pairs) == len(outdated)
+        else:
+            outdated = [k for k in expected if any(i in pairs and (i, v) not in key.documents for i, v in k.documents)]
+        for each in outdated:
+            del expected[each]
+        if step % 10 != 9:
+            expected.pop(key, None)
+            answers.keep(key, f"answer {step}")
+            expected[key] = f"answer {step}"
+            if len(expected) > 20:
+                del expected[next(iter(expected))]
+            assert found(answers, key).answer == f"answer {step}"
+        assert len(answers) == len(expected)
+
+
 def test_what_a_store_does_not_hold_as_it_was_is_dropped(tmp_path: Path) -> None:
     with DocumentStore.create(tmp_path, embedder=Angles()) as store:
         store.add([Document("zor", "Zor at 0"), Document("mel", "Mel at 90"), Document("tar", "Tar at 180")])
