@@ -72,9 +72,9 @@ def check_one_answer(settings: Mapping[str, Any]) -> None:
     """Refuse a request for several answers where one text is returned.
 
     Raises:
-        ConfigError: ``n`` is larger than 1.
+        ConfigError: ``n`` is larger than 1, or ``extra_body`` is not a mapping.
     """
-    for given in (settings, settings.get("extra_body") or {}):
+    for given in (settings, merge_bodies(settings.get("extra_body"))):
         if (n := given.get("n")) not in (None, 1):
             raise ConfigError(f"n is {quoted(n)}, but one text is returned: leave n out, and send {quoted(n)} requests")
 

@@ -61,6 +61,7 @@ class StagedFAISS(VectorStore):
         ``index`` are settings of :meth:`DocumentStore.create <ragcache_core.retrieval.DocumentStore.create>`:
         ``index="hnsw"``, ``metric="ip"``, ``nlist=1024``, ...
         """
+        _check_names(index)
         if path is not None:
             return cls(DocumentStore.create(path, embedder=embedding, **index))
         folder = Path(tempfile.mkdtemp(prefix="ragcache-store-"))
@@ -76,6 +77,7 @@ class StagedFAISS(VectorStore):
     @classmethod
     def open(cls, path: str | os.PathLike[str], embedding: Embeddings | object | None = None, **how: Any) -> Self:
         """Open a store that :meth:`create` made; an embedding of yours has to be passed again."""
+        _check_names(how)
         return cls(DocumentStore.open(path, embedder=embedding, **how))
 
     @classmethod
@@ -86,6 +88,7 @@ class StagedFAISS(VectorStore):
 
         ``index`` are settings of :meth:`create`, which a store that exists has to agree with.
         """
+        _check_names(index)
         return cls(DocumentStore.open_or_create(path, embedder=embedding, **index))
 
     @classmethod
@@ -392,6 +395,12 @@ def relevance_of(store: DocumentStore) -> Callable[[float], float]:
     if (squared_length := store.squared_length) == 1.0:
         return lambda cosine: min(1.0, max(0.0, (1.0 + cosine) / 2))
     return lambda product: 0.5 + math.atan(product / squared_length) / math.pi
+
+
+def _check_names(settings: Mapping[str, object]) -> None:
+    """Reject the name that ``DocumentStore`` has for LangChain's ``embedding``."""
+    if "embedder" in settings:
+        raise ConfigError("StagedFAISS has no argument embedder: pass the embedding as embedding=...")
 
 
 def _accepts(accepted: Callable[[Mapping[str, Any]], bool], document: Document) -> bool:

@@ -13,6 +13,7 @@ from ragcache_core.client.prompts import rights
 from ragcache_core.client.prompts.chat_request import AskedChat
 from ragcache_core.client.prompts.labels import LABELS
 from ragcache_core.client.prompts.rights import RIGHTS, joined_salt
+from ragcache_core.errors import ConfigError, quoted
 from ragcache_core.prompt import ChatMessage, PromptTokenizer, RenderedPrompt, check_prompt_fits, render_chat
 from ragcache_core.stats import DeadlineReport, RequestStats, document_stats
 from ragcache_core.types import DocId, Document, PromptSegment, SegmentKind
@@ -65,9 +66,14 @@ def merge_bodies(*bodies: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return several ``extra_body`` as one; later ones win, and their ``kv_transfer_params`` are merged too.
 
     The salt of a prompt's rights is joined with any other, so that none of them is lost.
+
+    Raises:
+        ConfigError: a body is not a mapping.
     """
     merged: dict[str, Any] = {}
     for body in filter(None, bodies):
+        if not isinstance(body, Mapping):
+            raise ConfigError(f"extra_body is {quoted(body)}: pass a mapping, {{'top_k': 20}} for example")
         params = {**(merged.get("kv_transfer_params") or {}), **(body.get("kv_transfer_params") or {})}
         merged = {**merged, **body, **({"kv_transfer_params": params} if params else {})}
     salts = [body["cache_salt"] for body in bodies if body and body.get("cache_salt") is not None]

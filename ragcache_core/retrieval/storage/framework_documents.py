@@ -63,8 +63,12 @@ def as_documents(documents: Iterable[AnyDocument]) -> list[Document]:
     holds the same document several times: the same batch has the same ids at every run.
 
     Raises:
-        DocumentError: an object that is not a document.
+        DocumentError: an object that is not a document, or one document instead of several.
     """
+    if isinstance(documents, (str, bytes, Mapping)) or _is_document(documents) or not isinstance(documents, Iterable):
+        raise DocumentError(
+            f"documents is a {_type_name(documents)}: put takes a list of documents, as add does; pass [document]"
+        )
     num_same: Counter[DocId] = Counter()
     found = []
     for document in documents:
@@ -126,17 +130,28 @@ def put_nonblank(
 
 def _parts(document: Any) -> tuple[object, str, Mapping[str, Any]]:
     """Return id, text and metadata of a framework's document."""
-    metadata = getattr(document, "metadata", None)
-    if isinstance(metadata, Mapping) and not isinstance(document, type):
+    if _is_document(document):
         if isinstance(text := getattr(document, "page_content", None), str):
-            return getattr(document, "id", None), text, metadata
-        if hasattr(document, "node_id") and callable(content := getattr(document, "get_content", None)):
-            return document.node_id, content(), metadata
-    kind = type(document)
+            return getattr(document, "id", None), text, document.metadata
+        return document.node_id, document.get_content(), document.metadata
     raise DocumentError(
-        f"{kind.__module__}.{kind.__qualname__} is not a document: pass ragcache_core.Document(doc_id, text), a "
+        f"{_type_name(document)} is not a document: pass ragcache_core.Document(doc_id, text), a "
         "LangChain document or a LlamaIndex node"
     )
+
+
+def _is_document(value: Any) -> bool:
+    """Return whether ``value`` is a core document, or has the attributes of a framework's document."""
+    if isinstance(value, Document):
+        return True
+    if isinstance(value, type) or not isinstance(getattr(value, "metadata", None), Mapping):
+        return False
+    is_node = hasattr(value, "node_id") and callable(getattr(value, "get_content", None))
+    return is_node or isinstance(getattr(value, "page_content", None), str)
+
+
+def _type_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _plain(value: Any) -> Any:

@@ -333,6 +333,13 @@ def test_an_embedding_that_is_missing_or_wrong_is_named_as_langchain_names_it(tm
         assert not str(raised.value).startswith("embedder")
 
 
+@pytest.mark.parametrize("make", [StagedFAISS.create, StagedFAISS.open, StagedFAISS.open_or_create])
+def test_the_core_name_of_the_embedding_is_rejected(tmp_path: Path, make: Callable[..., StagedFAISS]) -> None:
+    with pytest.raises(ConfigError, match="no argument embedder: pass the embedding as embedding="):
+        make(tmp_path / "store", embedder=DeterministicFakeEmbedding(size=4))
+    assert not (tmp_path / "store").exists()
+
+
 @pytest.mark.parametrize("argument", ["engine", "k", "filter"])
 def test_an_argument_that_langchains_retriever_would_ignore_is_refused(store: StagedFAISS, argument: str) -> None:
     with pytest.raises(ConfigError, match=rf"ignores {argument}: .*RAGCacheRetriever\(store=..., {argument}=...\)"):

@@ -65,6 +65,10 @@ BAD_CALLS: dict[str, tuple[Callable[[DocumentStore], object], type[Exception], s
     ),
     "id in the store": (lambda s: s.add([new, *make_documents(1)]), errors.DuplicateDocumentError, "'doc-0' is in the"),
     "not a document": (lambda s: s.add([new, "text"]), errors.DocumentError, "builtins.str is not a document: pass"),  # type: ignore[list-item]
+    "one document to put": (lambda s: s.put(new), errors.DocumentError, "types.Document: put takes a list of doc"),  # type: ignore[arg-type]
+    "one document to add": (lambda s: s.add(new), errors.DocumentError, "as add does"),  # type: ignore[arg-type]
+    "one text to put": (lambda s: s.put("text"), errors.DocumentError, "builtins.str: put takes a list of documents"),  # type: ignore[arg-type]
+    "nothing to put": (lambda s: s.put(None), errors.DocumentError, "NoneType: put takes a list of documents"),  # type: ignore[arg-type]
     "metadata not JSON": (lambda s: s.add([new, Document("x", "a", {"s": {1}})]), errors.DocumentError, "plain JSON"),
     "metadata NaN": (
         lambda s: s.add([new, Document("x", "a", {"s": float("nan")})]),

@@ -62,3 +62,10 @@ def test_another_object_is_refused_with_its_qualified_type(store: DocumentStore,
 def test_the_core_refuses_a_blank_document_of_a_framework(tmp_path: Path, store: DocumentStore) -> None:
     with pytest.raises(EmptyDocumentError, match="'x' has an empty text"):
         store.put([LangChainDocument(" ", id="x")])
+
+
+@pytest.mark.parametrize("document", [LangChainDocument("text"), LlamaDocument(text="text")])
+def test_one_document_instead_of_a_list_is_rejected_with_its_type(store: DocumentStore, document: object) -> None:
+    for change in (store.add, store.put):
+        with pytest.raises(DocumentError, match="schema.Document: put takes|base.Document: put takes a list"):
+            change(document)
