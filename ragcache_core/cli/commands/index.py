@@ -216,9 +216,9 @@ def index(
     if num_bad and not skip_errors:
         counts = {"document": num_bad - len(files.unreadable), "directory": len(files.unreadable)}
         what = " and ".join(_count(number, noun) for noun, number in counts.items() if number)
-        former = f"; {_count(summary.num_kept, 'former document')} of bad files kept" * bool(summary.num_kept)
+        kept_ones = f"; {_count(summary.num_kept, 'former document')} of bad files kept" * bool(summary.num_kept)
         click.echo(
-            f"ragcache: error: {what} could not be read{former}: correct what is reported above, or accept it with "
+            f"ragcache: error: {what} could not be read{kept_ones}: correct what is reported above, or accept it with "
             "--skip-errors",
             err=True,
         )
