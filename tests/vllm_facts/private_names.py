@@ -29,6 +29,18 @@ def used_private_names() -> dict[str, set[str]]:
     return used
 
 
+def class_swaps() -> list[str]:
+    """Return the files of the plugin that give an object another class, once for each place."""
+    return [
+        str(path.relative_to(_PLUGIN))
+        for path in sorted(_PLUGIN.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Attribute) and target.attr == "__class__"
+    ]
+
+
 def _defined(tree: ast.Module) -> Iterator[str]:
     """Yield what is defined; a name that only gets a type is one of the class above."""
     for node in ast.walk(tree):

@@ -16,7 +16,7 @@ from ragcache_core.client.http.errors import says_engine_died
 from ragcache_core.vllm_plugin.release import SUPPORTED_VLLM
 from tests.conftest import ROOT
 from tests.vllm_facts.conftest import Since
-from tests.vllm_facts.private_names import used_private_names
+from tests.vllm_facts.private_names import class_swaps, used_private_names
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +33,11 @@ def test_this_is_a_supported_vllm(release: str, facts: dict[str, Any]) -> None:
 def test_an_engine_checks_every_private_name_that_is_used(facts: dict[str, Any]) -> None:
     of_attention_layers = {"_k_scale_float", "_v_scale_float"}  # pinned for chunk reuse
     assert set(used_private_names()) - set(facts["private"]) == of_attention_layers, "add it to facts.PRIVATE"
+
+
+def test_what_is_private_becomes_less_and_not_more() -> None:
+    assert len(used_private_names()) <= 14
+    assert class_swaps() == ["connector/tiered_connector.py", "scheduler/block_pool.py"]
 
 
 def test_every_parser_of_tool_calls_that_the_docs_name_is_there(facts: dict[str, Any]) -> None:
