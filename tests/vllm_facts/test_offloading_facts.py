@@ -15,10 +15,12 @@ def facts(all_facts: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def test_the_host_tier_stands_in_for_vllms(facts: dict[str, Any]) -> None:
+def test_the_host_tier_stands_in_for_vllms(facts: dict[str, Any], since: Since) -> None:
     lacking, arguments = facts["primary_tier"]
     assert lacking == ["_num_chunks"], "HostTier sets this one when it is made; it needs what else vLLM's tiering asks"
-    assert arguments == ["self", "primary_tier", "secondary_tiers"], "RAGCacheSpec makes the manager with them"
+    assert arguments == ["self", "primary_tier", "secondary_tiers", *since("0.33", "tier_poll_interval_s")], (
+        "RAGCacheSpec makes the manager with the first two"
+    )
     assert facts["host_event"] == [], "HostTier makes events with them"
     assert facts["host_metrics"] == [
         *("CPU_ALLOCATION_SIZE", "CPU_CACHE_READ_USAGE_PERC", "CPU_CACHE_USAGE_PERC", "CPU_CACHE_WRITE_USAGE_PERC"),

@@ -227,7 +227,7 @@ def test_a_cancelled_speculation_and_a_left_stream_leave_nothing_in_the_engine(e
     given_up.cancel()
     assert becomes_idle(engine)
     left = speculate(engine, lambda: engine.generate(prompt, **LONG_ANSWER))
-    stream = engine.stream(prompt, **LONG)
+    stream = engine.stream(prompt, **LONG_ANSWER)
     next(stream)
     stream.close()
     assert until(lambda: left.is_done)  # at once, unless a starved server told of no token before the last

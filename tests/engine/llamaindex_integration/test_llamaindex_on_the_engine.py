@@ -186,7 +186,8 @@ async def test_leaving_a_stream_early_ends_the_request_in_the_engine(
     await aresponse.response_gen.aclose()
     wait_until_idle(engine)
 
-    asking = asyncio.create_task(endless.acomplete(QUESTION))
+    one = RAGCacheLLM(engine, temperature=1.0, max_tokens=1500, additional_kwargs={"extra_body": {"ignore_eos": True}})
+    asking = asyncio.create_task(one.acomplete(QUESTION))
     await asyncio.sleep(0.5)  # it takes seconds, and a busy server may be as long in saying that it runs
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -43,9 +43,12 @@ def identity() -> Iterator[None]:
 @pytest.fixture
 def plugin_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     """What the plugin logs, however an engine in this process has set vLLM's loggers."""
-    logger = logging.getLogger("vllm")
-    with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.INFO, logger="vllm"):
-        patch.setattr(logger, "propagate", True)
-        for name in [name for name in logging.root.manager.loggerDict if name.startswith("ragcache_core")]:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        caplog.at_level(logging.INFO, logger="vllm"),
+        caplog.at_level(logging.INFO, logger="ragcache_core"),
+    ):
+        for name in [name for name in logging.root.manager.loggerDict if name.startswith(("ragcache_core", "vllm"))]:
             patch.setattr(logging.getLogger(name), "disabled", False)
+            patch.setattr(logging.getLogger(name), "propagate", True)
         yield caplog
