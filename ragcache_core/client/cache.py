@@ -30,7 +30,7 @@ _WAIT_S = 30.0
 class CacheRoutes:
     """The cache of one server. Each method has an async one beside it. May be used by any thread and event loop.
 
-    Ids of which nothing is cached are no error: every answer about documents names them as ``unknown``.
+    Ids without cached KV are no error: every answer about documents names them as ``unknown``.
     All of them raise ``RequestRejectedError`` where the server refuses, with what to do, ``ConfigError`` for what is no
     id, no order or no number, and ``EngineError`` where the server cannot be asked.
     """

@@ -81,7 +81,7 @@ def ls(url: str, api_key: str | None, sort: str, limit: int, as_json: bool) -> N
 def show(ids: tuple[str, ...], url: str, api_key: str | None, as_json: bool) -> None:
     """Show behind which documents others stand in the cache, and what of each such path lies where.
 
-    Ids of which nothing is cached are told, and are no error.
+    Ids without cached KV are listed and are no error.
     """
     from ragcache_core.client import Engine
 
@@ -110,7 +110,7 @@ def pin(ids: tuple[str, ...], url: str, api_key: str | None, as_json: bool) -> N
     """Have the paths of documents leave each tier last, until they are unpinned, forgotten, or the engine ends.
 
     Together they may take a share of the smallest tier, --pinned-share of 'ragcache serve'; what is more is refused,
-    and nothing is pinned then. Ids of which nothing is cached are told, are not pinned, and are no error.
+    and nothing is pinned then. Ids without cached KV are listed, are not pinned, and are no error.
     """
     from ragcache_core.client import Engine
 
@@ -127,7 +127,7 @@ def pin(ids: tuple[str, ...], url: str, api_key: str | None, as_json: bool) -> N
 @url_option
 @api_key_option
 def unpin(ids: tuple[str, ...], url: str, api_key: str | None, as_json: bool) -> None:
-    """Undo 'ragcache cache pin'. Ids that were not pinned are told, and are no error."""
+    """Undo 'ragcache cache pin'. Ids that were not pinned are listed and are no error."""
     from ragcache_core.client import Engine
 
     with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
@@ -145,7 +145,7 @@ def unpin(ids: tuple[str, ...], url: str, api_key: str | None, as_json: bool) ->
 def prefetch(ids: tuple[str, ...], url: str, api_key: str | None, as_json: bool) -> None:
     """Have what is on disk alone of documents read into host memory, and do not wait for it.
 
-    It is dropped as ever when something better comes. Ids of which nothing is cached are told, and are no error.
+    It is dropped as ever when something better comes. Ids without cached KV are listed and are no error.
     """
     from ragcache_core.client import Engine
 

@@ -61,7 +61,7 @@ def forget(ids: tuple[str, ...], url: str, api_key: str | None, wait_s: float, a
     """Remove the KV of documents from the server at URL: from the GPU, host memory, disk and reused chunks.
 
     IDs are those of 'ragcache store ls'; "-" reads them from standard input, one a line. What stood behind a document
-    in a prompt goes with it. The store is not changed. Ids of which nothing is cached are told, and are no error. Exit
+    in a prompt goes with it. The store is not changed. Ids without cached KV are listed and are no error. Exit
     status 1 where something is left after the wait: ask again.
     """
     from ragcache_core.client import Engine

@@ -6,7 +6,7 @@ group of KV caches. The tree knows those of full attention; those of other group
 (:class:`OtherBlocks`).
 
 A block that a transfer uses is held, and so is one that a waiting request was promised (:class:`Promises`). The tree is
-told of what arrives and of what is no longer used node by node, not block by block.
+learns what arrives and what is no longer used by node, not by block.
 """
 
 from __future__ import annotations
