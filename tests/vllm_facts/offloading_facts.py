@@ -167,7 +167,7 @@ def facts() -> dict[str, object]:
             ],
             "limits": [
                 "max_offload_tokens" in offloading.RequestOffloadState.__annotations__,
-                "kv_group_configs" in offloading.SchedulerOffloadConfig.__annotations__,
+                {"kv_group_configs", "blocks_per_chunk"} <= {*offloading.SchedulerOffloadConfig.__annotations__},
                 "group_states" in offloading.RequestOffloadState.__annotations__,
             ],
             "group": [

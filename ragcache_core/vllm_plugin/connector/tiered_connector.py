@@ -35,6 +35,7 @@ from ragcache_core.vllm_plugin.offload.compat import (
     num_copies_of_blocks,
     rows_in_copies,
     spoil_stores,
+    stop_storing,
     store_at_most,
 )
 from ragcache_core.vllm_plugin.offload.host_tier import ADAPTED, HostTier
@@ -236,7 +237,9 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         """Return whether an engine without requests goes on stepping; for a disk that is slow only some time."""
         assert self.controller is not None
         self.controller.forgetting.sweep()
-        if needs_steps(self) or self._prefetched or (self._prefetcher is not None and self._prefetcher.is_prefetching):
+        if needs_steps(self) or self._late_copies or self._prefetched:
+            return True
+        if self._prefetcher is not None and self._prefetcher.is_prefetching:
             return True
         if self._tells_events and has_events(self):
             return True
@@ -251,6 +254,8 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         is_reset: bool | None = OffloadingConnector.reset_cache(self)
         if self._storing is not None and self.controller is not None:
             self._storing.on_reset(self.controller.request_ids())
+            if self.controller.groups.others:  # whose blocks may be gone from the request that vLLM would store again
+                stop_storing(self)
         if self._host is not None:  # else a read from disk gets a row before it is read or written for the last time
             self._host.rows.reset([row for _, rows in self._late_copies.values() for row in rows])
         self._on_reset()

@@ -61,12 +61,17 @@ def rows_in_copies(connector: OffloadingConnector, host: HostTier) -> dict[int, 
 def spoil_stores(connector: OffloadingConnector) -> None:
     """Keep nothing of what is being stored, nor anything more of the requests that have KV by now."""
     offloading = connector.scheduler
-    for request_id, state in offloading._req_status.items():
-        if state.req.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
-            store_at_most(connector, request_id, 0)
+    stop_storing(connector)
     for job in offloading._jobs.values():
         if job.is_store:
             offloading.manager.spoil(job.keys)
+
+
+def stop_storing(connector: OffloadingConnector) -> None:
+    """Store nothing more of the requests that have KV by now."""
+    for request_id, state in connector.scheduler._req_status.items():
+        if state.req.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+            store_at_most(connector, request_id, 0)
 
 
 def keep_from_storing(connector: OffloadingConnector, request_id: str, num_tokens: int) -> None:
@@ -90,12 +95,16 @@ def requires_all_requests(connector: OffloadingConnector) -> bool:
 
 
 def has_stored_all(connector: OffloadingConnector, request_id: str) -> bool:
-    """Return whether all that the offloading may store of a request is stored or on its way; True for unknown ones."""
+    """Return whether all that the offloading may store of a request is stored or on its way; True for unknown ones.
+
+    A request that was preempted gets other blocks, which the offloading has to see although it stored these tokens:
+    after a reset it stores them again.
+    """
     offloading = connector.scheduler
     if (state := offloading._req_status.get(request_id)) is None:
         return True
-    limit = state.max_offload_tokens
+    limit, blocks_per_chunk = state.max_offload_tokens, offloading.config.blocks_per_chunk
     return limit is not None and all(
-        group.next_stored_chunk_idx >= limit // config.tokens_per_chunk
+        min(group.next_stored_chunk_idx, len(group.block_ids) // blocks_per_chunk) >= limit // config.tokens_per_chunk
         for config, group in zip(offloading.config.kv_group_configs, state.group_states, strict=True)
     )

@@ -5,7 +5,7 @@ tiers below read and write the same rows. A block of KV is an offload block here
 group of KV caches. The tree knows those of full attention; those of other groups go with them, or before
 (:class:`OtherBlocks`).
 
-A block that a transfer uses is held, and so is one that a waiting request was promised (:class:`Promises`). The tree is
+A block that a transfer uses is held, and so is one that a waiting request was promised (:class:`Promises`). The tree
 learns what arrives and what is no longer used by node, not by block.
 """
 
@@ -111,6 +111,8 @@ class HostTier:
         self._tree = controller.tree
         self._blocks: dict[OffloadKey, HostBlock] = {}
         self._num_read = self._num_written = 0  # blocks that transfers read, or write
+        self._are_kept_forgotten = False
+        """Rows that copies from before a reset use may hold what was forgotten."""
         self._unknown: dict[OffloadKey, None] = {}  # here, but not in the tree
         self._others: OtherBlocks[OffloadKey] = OtherBlocks(self.groups, controller.tree, Tier.HOST)
         self._stats = HostStats(num_rows)
@@ -219,6 +221,7 @@ class HostTier:
 
     def reset_cache(self) -> None:
         """Drop everything; what is stored after it does not outlive the engine: its weights may have changed."""
+        self._are_kept_forgotten |= bool(self.controller.leaving)
         self._tell([key for key, block in self._blocks.items() if block.ref_cnt != _WRITING], removed=True)
         for key in list(self._blocks):
             self._take_out(key)
@@ -261,7 +264,7 @@ class HostTier:
     def adopt(self, rows: Mapping[OffloadKey, int]) -> None:
         """Take up blocks that an engine before left in their rows; the tier is empty and the tree knows them."""
         assert not self._blocks
-        self.rows.reset(rows.values())
+        self.rows.take(rows.values())
         self._insert([*rows], [*rows.values()], 0, is_fleeting=False)
         self._release([*rows])
 
@@ -288,15 +291,19 @@ class HostTier:
         self.controller.leaving.update(dict.fromkeys(keys))
         self._drop_leaving()
         self._overwrite_unused()
+        self._are_kept_forgotten |= self.rows.num_kept > 0
         num_bytes = len(keys) * self.controller.tiers[Tier.HOST].block_bytes
         return Freed({Tier.HOST: len(keys)}, {Tier.HOST: num_bytes})
 
     def num_left(self) -> int:
         """Drop what is copied no more, and return how many blocks of what was forgotten are still here."""
         leaving = self.controller.leaving
-        if leaving and self._drop_leaving():
+        has_dropped = bool(leaving) and self._drop_leaving() > 0
+        num_kept = self.rows.num_kept if self._are_kept_forgotten else 0
+        if has_dropped or (self._are_kept_forgotten and not num_kept):
             self._overwrite_unused()
-        return len(leaving) + (0 if self.journal is None else self.journal.num_scrubs)
+            self._are_kept_forgotten = num_kept > 0
+        return len(leaving) + num_kept + (0 if self.journal is None else self.journal.num_scrubs)
 
     def why_left(self) -> None:
         """Return None: copies end."""

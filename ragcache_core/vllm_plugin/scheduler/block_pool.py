@@ -374,11 +374,17 @@ class TreeBlockPool(BlockPool):
         self.free_block_queue.spare_copies(blocks[i].block_hash for i in cached)
         if kv_cache_group_id != self.controller.groups.main:
             return
-        if state is not None and self.controller.defers_answer(state, num_cached_blocks):
-            state.num_answer_end_blocks = num_full_blocks
-            return
         tree = self.controller.tree
         hashes, locate = request.block_hashes, tree.locate
+        if state is not None and self.controller.defers_answer(state, num_cached_blocks):
+            if locate(hashes[num_cached_blocks]) is None:
+                state.num_answer_end_blocks = num_full_blocks
+                return
+            # The tree has this from another request, and would evict it.
+            if state.num_answer_end_blocks:
+                self.controller.insert_answer(request.request_id)
+                first = state.num_prompt_tokens // self.controller.tokens_per_block
+                cached = [i for i in range(first, num_full_blocks) if blocks[i].block_hash is not None]
         places = (locate(hashes[i]) or self.controller.locate_block(hashes, i, request.request_id) for i in cached)
         # by_node reads ahead: where that makes the tree cut a node, it is behind the units that were located before
         for node, units in by_node(places):

@@ -369,6 +369,39 @@ def test_an_answer_is_in_the_tree_once_its_blocks_are_free_and_is_hit_then(ends:
     assert pool.manager.get_computed_blocks(again)[1] == num_full * BLOCK
 
 
+@pytest.mark.parametrize("num_ahead", [0, 1, 9, 20])
+def test_an_answer_that_another_request_gave_is_not_evicted_while_it_is_made_again(num_ahead: int) -> None:
+    pool = Pool(40)
+    first, again = (pool.new("A", question=2, seed=1) for _ in range(2))
+    pool.start(first)
+    for _ in range(num_ahead):
+        assert pool.advance(first, 7)
+    pool.start(again)
+    for _ in range(20 - num_ahead):
+        assert pool.advance(first, 7)
+        assert pool.advance(again, 7)
+    pool.controller.insert_answer(first.request_id)  # as the scheduler does
+    pool.finish(first)
+    pool.settle()
+    pool.check()
+    for _ in range(num_ahead):
+        assert pool.advance(again, 7)
+        pool.check()
+    made = set(pool.keys_of(block for block in pool.pool.blocks if block.ref_cnt))
+    for seed in range(2, 8):
+        other = pool.new("BD", question=seed, seed=seed)
+        assert pool.start(other) is not None
+        pool.finish(other)
+        pool.settle()
+    assert made & pool.resident_keys() <= pool.held_keys()
+    pool.check()
+    pool.controller.insert_answer(again.request_id)
+    pool.finish(again)
+    pool.settle()
+    pool.check()
+    pool.check_nothing_leaks()
+
+
 def test_a_document_that_is_forgotten_takes_answers_along_that_are_being_made() -> None:
     pool = Pool(40)
     request = pool.new("B")

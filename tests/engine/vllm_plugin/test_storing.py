@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin.beside import own_connector
 from tests.engine.vllm_plugin.storing_scene import Steps, host_scheduler, request, serve_at_random, tokens
 
 
@@ -59,6 +62,70 @@ def test_no_request_reads_kv_of_other_tokens_however_late_copies_are_made(
             num_stored += steps.num_stored
     assert num_loaded > 0
     assert num_stored > 100
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["one step in flight", "two steps in flight"])
+def test_what_is_stored_after_a_preemption_and_a_reset_is_of_the_blocks_in_use(is_async: bool) -> None:
+    with host_scheduler(42, "1MiB", is_async=is_async) as scheduler:
+        steps = Steps(scheduler, is_async)
+        first, second = request("first", tokens(2, 200), 250), request("second", tokens(1, 300), 250)
+        second.skip_reading_prefix_cache = True  # it computes again what it had stored
+        scheduler.add_request(first)
+        scheduler.add_request(second)
+        while not second.num_preemptions:
+            assert steps.step()
+        while second.num_computed_tokens < 100:
+            assert steps.step()
+        scheduler.connector.reset_cache()
+        steps.rest(max_steps=3000)
+        assert second.num_output_tokens == 250
+
+
+def rows_with_bytes(host: Any, rows: Iterable[int]) -> list[int]:
+    view = host.get_kv_memoryview()
+    memory = np.frombuffer(view, np.uint8).reshape(view.shape)
+    return [row for row in rows if memory[row].any()]
+
+
+@pytest.mark.parametrize("is_reset_first", [True, False], ids=["reset, forget", "forget, reset"])
+def test_rows_that_are_being_written_when_all_is_reset_and_forgotten_hold_nothing_in_the_end(
+    is_reset_first: bool,
+) -> None:
+    with host_scheduler(60, "1MiB") as scheduler:
+        steps = Steps(scheduler, is_async=False, store_steps=50)  # far beyond the request's end
+        scheduler.add_request(request("a", tokens(1, 200), 9))
+        own = own_connector(scheduler.connector)
+        while not own.scheduler._jobs:
+            assert steps.step()
+        rows = [own._host.row_of(key) for job in own.scheduler._jobs.values() for key in job.keys]
+        acts = [scheduler.connector.reset_cache, partial(scheduler.act_on_cache, "purge", {})]
+        for act in acts if is_reset_first else reversed(acts):
+            act()
+        assert scheduler.left()["num_blocks"] > 0
+        steps.rest()
+        assert scheduler.left()["num_blocks"] == 0
+        assert rows_with_bytes(own._host, rows) == []
+
+
+def test_kv_that_is_being_loaded_when_all_is_reset_and_forgotten_is_not_overwritten() -> None:
+    with host_scheduler(30, "1MiB") as scheduler:
+        steps = Steps(scheduler, is_async=False)
+        for name, seed, count in (("other", 9, 100), ("first", 1, 200)):
+            scheduler.add_request(request(name, tokens(seed, count), 2))
+            steps.rest()
+        scheduler.reset_prefix_cache()  # the GPU's alone
+        scheduler.add_request(request("again", tokens(1, 200), 2))
+        num_loads = 0
+        for _ in range(5):
+            output = scheduler.schedule()
+            steps.num += 1
+            if output.kv_connector_metadata.load_jobs:
+                num_loads += 1
+                scheduler.connector.reset_cache()
+                scheduler.act_on_cache("purge", {})
+            steps._update(output, steps._run(output))
+        assert num_loads == 1
+        steps.rest()
 
 
 def serve(scheduler: Any) -> Steps:
