@@ -196,7 +196,9 @@ def test_the_simulator_and_the_engine_find_the_same_tokens_in_the_same_tiers(
                 max_tokens=request.output_tokens,
                 extra_body={"ignore_eos": True, "allowed_token_ids": [LAST_TOKEN]},
             ).stats
-            if stats.num_stored_bytes:
+            # A block that the last step fills is stored when the request has ended, after its statistics.
+            ends_with_block = (stats.num_prompt_tokens + request.output_tokens - 1) % BLOCK == 0
+            if stats.num_stored_bytes or ends_with_block:
                 wait_until_stored(engine)
             served = simulated.serve(request, number)
             if (disk.num_units, disk.num_evicted_units) != on_disk:
@@ -205,7 +207,8 @@ def test_the_simulator_and_the_engine_find_the_same_tokens_in_the_same_tiers(
             assert served.num_cached_tokens_by_tier == real, (number, request)
             assert stats.num_prompt_tokens == served.num_cached_tokens + served.num_new_tokens
             assert stats.num_loaded_bytes == served.num_loaded_tokens // BLOCK * BLOCK_BYTES
-            assert stats.num_stored_bytes == served.num_swapped_out_tokens // BLOCK * BLOCK_BYTES, (number, request)
+            num_late = served.num_swapped_out_tokens // BLOCK - stats.num_stored_bytes // BLOCK_BYTES
+            assert num_late == 0 or (num_late == 1 and ends_with_block), (number, request)
             for tier in Tier:
                 found[tier] += served.num_cached_tokens_by_tier[tier]
         report = engine.stats()

@@ -37,13 +37,13 @@ PROMPTS = [
 @pytest.fixture(scope="module")
 def next_release(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """vLLM 0.34: a class that RAGCache extends is gone, and so is a name of a folder of its own."""
-    spec, policies = "class TieringOffloadingSpec(", "v1/kv_offload/cpu/policies/base.py"
+    spec, queue = "class TieringOffloadingSpec(", "v1/core/kv_cache_utils.py"
     return changed_vllm(
         tmp_path_factory.mktemp("vllm"),
         {
             "_version.py": ("'0.3", "'0.34.0' or '0.3"),
             "v1/kv_offload/tiering/spec.py": (spec, spec.replace("Spec", "SpecV2")),
-            policies: ("def evict(\n        self, n: int", "def evict(\n        self, why: str, n: int"),
+            queue: ("def append_n(self, blocks", "def append_n(self, why: str, blocks"),
         },
     )
 
@@ -88,7 +88,7 @@ def test_one_warning_names_the_release_what_is_missing_and_the_cure(alone: Engin
     (warning,) = [line for line in lines if "RAGCache leaves scheduling and caching to vLLM" in line]
     assert "this is vLLM 0.34.0, RAGCache knows 0.32 and 0.33" in warning
     assert "vllm.v1.kv_offload.tiering.spec has no TieringOffloadingSpec" in warning
-    assert "CachePolicy.evict takes self, why, n, protected" in warning
+    assert "FreeKVCacheBlockQueue.append_n takes self, why, blocks" in warning
     assert warning.endswith("Install one of those, or a newer ragcache")
 
 
