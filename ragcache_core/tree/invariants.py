@@ -60,6 +60,7 @@ def _check_documents(tree: KnowledgeTree) -> None:
     found: dict[DocId, set[TreeNode]] = {}
     tiers: dict[DocId, set[Tier]] = {}
     for node in tree.nodes():
+        assert node.doc_id is None or node.doc_id not in node.other_ids, f"{node} has its document twice"
         for doc_id in node.doc_ids():
             found.setdefault(doc_id, set()).add(node)
             here = {tier for tier in Tier if tree.resident_mask(node, tier) and not node.is_private}

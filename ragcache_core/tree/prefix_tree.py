@@ -193,7 +193,7 @@ class PrefixTree:
                 num_tokens = segment.num_tokens - round(at * tokens_per_unit)
                 child = self._new_node(parent, list(keys[at:]), num_tokens, segment.doc_id)
                 child.is_transient = segment.is_transient
-                child.other_ids = segment.other_ids
+                child.other_ids = _without(segment.other_ids, child.doc_id)
                 if parent is self.root or segment.doc_id is not None:
                     child.owner = segment.owner
                 self._index(child, child.doc_ids())
@@ -216,7 +216,8 @@ class PrefixTree:
         node.doc_id = node.doc_id or segment.doc_id
         if len(node.other_ids) < MAX_OTHER_IDS:
             names = (segment.doc_id, *segment.other_ids)
-            node.other_ids |= {name for name in names if name is not None and name != node.doc_id}
+            node.other_ids |= {name for name in names if name is not None}
+        node.other_ids = _without(node.other_ids, node.doc_id)
         if added := [doc_id for doc_id in node.doc_ids() if doc_id not in before]:
             self._index(node, added)
             self._on_renamed(node, added)
@@ -288,6 +289,11 @@ class PrefixTree:
         self._nodes[node.id] = None
         self._free_ids.append(node.id)
         return parent
+
+
+def _without(ids: frozenset[DocId], doc_id: DocId | None) -> frozenset[DocId]:
+    """Return ``ids`` without a node's first document; the same object where it is not among them."""
+    return ids if doc_id is None or doc_id not in ids else ids - {doc_id}
 
 
 def _num_common(node_keys: Sequence[Hashable], keys: Sequence[Hashable], at: int) -> int:

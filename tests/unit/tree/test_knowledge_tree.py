@@ -54,6 +54,20 @@ def test_runs_that_share_a_beginning_share_a_node() -> None:
     assert tree.match_prefix([PathSegment(keys, 64)]).num_units == 4
 
 
+@pytest.mark.parametrize("doc_ids", [(None, "B"), ("B", None), ("B", "B"), ("A", "B")])
+def test_a_document_that_names_a_node_twice_is_removed_with_it_once(doc_ids: tuple[str | None, ...]) -> None:
+    tree = new_tree(ghost_size=0)
+    cache(tree, prompt("X", "B"))  # another node of the document stays in the index
+    for doc_id in doc_ids:
+        path = cache(tree, [PathSegment(chain("b"), BLOCK, doc_id, other_ids=frozenset({"B"}))])
+    assert set(path[-1].doc_ids()) == {"B", *filter(None, doc_ids)}
+    tree.evict(Tier.GPU, tree.tiers[Tier.GPU].num_units)
+    cache(tree, prompt("Y"))
+    check_invariants(tree)
+    assert tree.locate(chain("b")[0]) is None
+    assert not tree.nodes_of("B")
+
+
 def test_a_document_learned_later_cuts_a_nameless_run_and_names_it() -> None:
     tree = new_tree()
     segments = prompt("A", "B")

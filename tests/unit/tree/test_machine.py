@@ -18,6 +18,10 @@ Key = tuple[str, ...]
 LENGTHS = {"A": 1, "B": 3, "C": 2, "D": 5}
 
 
+def nameless(document: str) -> None:
+    """Name a segment by its other ids alone, as a block that a document begins in."""
+
+
 class TreeMachine(RuleBasedStateMachine):
     """Requests come, units enter and leave the tiers; the model holds the sets of resident, held and retained keys."""
 
@@ -51,14 +55,25 @@ class TreeMachine(RuleBasedStateMachine):
         self.named: dict[str, set[Key]] = {name: set() for name in (*LENGTHS, *map(str.lower, LENGTHS))}
         self.is_connected = True
 
-    def _segments(self, documents: list[str], tail: int, name_of: Callable[[str], str] | None) -> list[PathSegment]:
+    def _segments(
+        self,
+        documents: list[str],
+        tail: int,
+        name_of: Callable[[str], str | None] | None,
+        other_name_of: Callable[[str], str | None] = nameless,
+    ) -> list[PathSegment]:
         segments: list[PathSegment] = []
         names: list[str] = []
         for doc in documents:
             first = len(names)
             names += [f"{doc}{i}" for i in range(LENGTHS[doc])]
             keys = [tuple(names[: i + 1]) for i in range(first, len(names))]
-            segments.append(PathSegment(keys, len(keys), name_of(doc) if name_of else None, is_transient=doc == "D"))
+            others = frozenset(filter(None, [other_name_of(doc)]))
+            segments.append(
+                PathSegment(
+                    keys, len(keys), name_of(doc) if name_of else None, is_transient=doc == "D", other_ids=others
+                )
+            )
         if tail:
             names.append(f"question {tail}")
             segments.append(PathSegment([tuple(names)], 1))
@@ -67,15 +82,22 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(
         documents=st.lists(st.sampled_from("ABCD"), min_size=1, max_size=3),
         tail=st.integers(0, 2),
-        name_of=st.sampled_from([None, str, str.lower]),
+        name_of=st.sampled_from([None, str, str.lower, nameless]),
+        other_name_of=st.sampled_from([str, str.lower, nameless]),
         tier=st.sampled_from(Tier),
         stays=st.booleans(),
     )
     def request(
-        self, documents: list[str], tail: int, name_of: Callable[[str], str] | None, tier: Tier, stays: bool
+        self,
+        documents: list[str],
+        tail: int,
+        name_of: Callable[[str], str | None] | None,
+        other_name_of: Callable[[str], str | None],
+        tier: Tier,
+        stays: bool,
     ) -> None:
         """The same document may come under two ids."""
-        segments = self._segments(documents, tail, name_of)
+        segments = self._segments(documents, tail, name_of, other_name_of)
         keys = [key for s in segments for key in s.keys]
         expected = 0
         while expected < len(keys) and any(keys[expected] in self.resident[t] for t in Tier):
@@ -89,8 +111,8 @@ class TreeMachine(RuleBasedStateMachine):
             names &= {key for key, node in nodes.items() if (at := self.tree.locate(key)) and at.node is node}
         assert [key for node in path for key in node.keys] == keys
         for segment in segments:
-            if segment.doc_id is not None:
-                self.named[segment.doc_id].add(cast("Key", segment.keys[0]))
+            for name in filter(None, (segment.doc_id, *segment.other_ids)):
+                self.named[name].add(cast("Key", segment.keys[0]))
         self.tree.record_access(path, num_hit_units=expected, cost_per_token_s=1e-3)
         if stays:
             self.tree.retain(keys[-1])
