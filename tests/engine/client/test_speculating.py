@@ -119,7 +119,7 @@ def test_a_speculation_that_is_preempted_pauses_until_there_is_room_again(engine
         with closing(engine.stream("Tenrik", **LONG)) as real:
             next(real)
             has_shown = has_shown and _takes_all_room(engine)
-            paused_s = _while_waiting(engine, LONG["n"], real)
+            paused_s = _while_waiting(engine, 1, real)
             has_shown = has_shown and paused_s > 0.0 and speculation.started_s == began_s
         is_resumed = has_shown and _begins(speculation, after_s=began_s)
         speculation.cancel()
