@@ -4,7 +4,7 @@ from ragcache_core.tree.admission import Admission, admit, admit_within_quotas
 from ragcache_core.tree.changes import NodeChanges
 from ragcache_core.tree.invariants import check_invariants
 from ragcache_core.tree.knowledge_tree import KnowledgeTree
-from ragcache_core.tree.node import EvictedUnit, Location, PathSegment, PrefixMatch, TreeNode, by_node, runs_of
+from ragcache_core.tree.node import EvictedUnit, Location, PathSegment, PrefixMatch, TreeNode, masks_of, runs_of
 from ragcache_core.tree.tiered_tree import ANYBODY
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
     "TreeNode",
     "admit",
     "admit_within_quotas",
-    "by_node",
     "check_invariants",
+    "masks_of",
     "runs_of",
 ]

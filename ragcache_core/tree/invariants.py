@@ -34,6 +34,8 @@ def check_invariants(tree: KnowledgeTree, *, is_connected: bool = True) -> None:
             located += 1
         for tier in Tier:
             assert tree.resident_mask(node, tier) & ~node.full_mask == 0
+            for unit, slot in enumerate(tree.tiers[tier].slots[node.id] or ()):
+                assert slot is None or tree.resident_mask(node, tier) >> unit & 1, (node, unit, tier)
             if is_connected:
                 assert not _gaps(tree, node, tier), (node, tier)
     _check_documents(tree)

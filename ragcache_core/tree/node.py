@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ragcache_core.policy.base import NodeStats
 from ragcache_core.types import DocId
@@ -120,7 +120,7 @@ class TreeNode(NodeStats):
 
 
 class Location:
-    """Where a unit stands: its node, and its number in it. Made by the dozen for each request, and so no tuple."""
+    """Where a unit stands: its node, and its number in it; the same object for as long as the tree has the unit."""
 
     __slots__ = ("node", "unit")
 
@@ -132,21 +132,13 @@ class Location:
         return f"Location({self.node!r}, {self.unit})"
 
 
-def by_node(locations: Iterable[Location]) -> Iterator[tuple[TreeNode, int]]:
-    """Yield the node of each run of ``locations`` in one node, with a mask of their units.
-
-    The first location of the next run is taken before.
-    """
-    node: TreeNode | None = None
-    units = 0
+def masks_of(locations: Iterable[Location]) -> dict[TreeNode, int]:
+    """Return the nodes of ``locations``, each with a mask of their units."""
+    masks: dict[TreeNode, int] = {}
     for location in locations:
-        if location.node is not node:
-            if node is not None:
-                yield node, units
-            node, units = location.node, 0
-        units |= 1 << location.unit
-    if node is not None:
-        yield node, units
+        node = location.node
+        masks[node] = masks.get(node, 0) | 1 << location.unit
+    return masks
 
 
 def runs_of(mask: int) -> Iterator[tuple[int, int]]:
@@ -175,14 +167,15 @@ class PrefixMatch(NamedTuple):
 
 
 class EvictedUnit:
-    """A unit that a tier gave up: the number ``unit`` of ``node``, with its key."""
+    """A unit that a tier evicted: the number ``unit`` of ``node``, with its key and what the tier kept for it."""
 
-    __slots__ = ("key", "node", "unit")
+    __slots__ = ("key", "node", "slot", "unit")
 
-    def __init__(self, node: TreeNode, unit: int, key: Hashable) -> None:
+    def __init__(self, node: TreeNode, unit: int, key: Hashable, slot: Any = None) -> None:
         self.node = node
         self.unit = unit
         self.key = key
+        self.slot = slot
 
     def __repr__(self) -> str:
         return f"EvictedUnit({self.node!r}, {self.unit}, {self.key!r})"

@@ -45,6 +45,10 @@ class PrefixTree:
         """Return where a unit stands, resident or not."""
         return self._locations.get(key)
 
+    def locate_all(self, keys: Iterable[Hashable]) -> list[Location | None]:
+        """Return :meth:`locate` of each key."""
+        return [*map(self._locations.get, keys)]
+
     def key_before(self, location: Location) -> Hashable | None:
         """Return the key of the unit before one on its path; None for the first."""
         node = location.node
@@ -258,7 +262,11 @@ class PrefixTree:
         children, node.children = node.children, None
         del node.keys[num_units:]
         node.num_tokens -= num_tokens
+        places = [self._locations[key] for key in keys]
         lower = self._new_node(node, keys, num_tokens, node.doc_id)
+        for unit, place in enumerate(places):
+            place.node, place.unit = lower, unit
+        self._locations.update(zip(keys, places, strict=True))
         node.copy_stats_to(lower)
         lower.other_ids = node.other_ids
         self._index(lower, lower.doc_ids())

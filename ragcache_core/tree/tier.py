@@ -6,10 +6,10 @@ import math
 from array import array
 from collections.abc import Collection, Mapping, Sequence
 from heapq import heapify, heappop, heappush
-from typing import Final
+from typing import Any, Final
 
 from ragcache_core.policy.base import ReplacementPolicy
-from ragcache_core.tree.node import TreeNode
+from ragcache_core.tree.node import TreeNode, runs_of
 from ragcache_core.tree.shares import Owner, Shares
 
 _MIGRATED_AT_ONCE: Final = 4
@@ -24,6 +24,7 @@ class TierState:
 
     Attributes:
         resident: bit i is set where unit i of the node lies in this tier.
+        slots: what the tier's owner keeps for each unit that lies here, as a block or a row; None for a node without.
         num_resident_children: children of the node with any unit here; only a node with none may give up units.
         ranks: the policy's, as of the node's last update.
         in_use: units that a transfer or a running request holds; sparse.
@@ -55,6 +56,7 @@ class TierState:
         self.slower = tuple(slower)
         self.protected = protected
         self.resident: list[int] = []
+        self.slots: list[list[Any] | None] = []
         self.num_resident_children: list[int] = []
         self.ranks = array("d")
         self.in_use: dict[int, int] = {}
@@ -73,6 +75,7 @@ class TierState:
     def add_columns(self, num_columns: int) -> None:
         """Grow for nodes of the next ids."""
         self.resident += [0] * num_columns
+        self.slots += [None] * num_columns
         self.num_resident_children += [0] * num_columns
         self.ranks.extend([0.0] * num_columns)
         self._is_offered += bytes(num_columns)
@@ -84,6 +87,27 @@ class TierState:
         self.ranks[node_id] = 0.0
         self._is_offered[node_id] = 0
         self._is_copied[node_id] = 0
+
+    def slots_of(self, node: TreeNode) -> list[Any]:
+        """Return what is kept for each unit of ``node``, to be read and written; None for a unit without."""
+        slots = self.slots[node.id]
+        if slots is None:
+            slots = self.slots[node.id] = [None] * len(node.keys)
+        elif len(slots) < len(node.keys):
+            slots += [None] * (len(node.keys) - len(slots))
+        return slots
+
+    def clear_slots(self, node: TreeNode, units: int) -> None:
+        """Keep nothing for the units of ``node`` in the mask ``units``, which have left."""
+        slots = self.slots[node.id]
+        if slots is None:
+            return
+        if not self.resident[node.id]:
+            self.slots[node.id] = None
+            return
+        for first, length in runs_of(units):
+            length = min(length, len(slots) - first)
+            slots[first : first + length] = [None] * length
 
     def is_evictable(self, node: TreeNode) -> bool:
         """Return whether the last resident unit of ``node`` may go.

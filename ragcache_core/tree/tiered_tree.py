@@ -223,6 +223,8 @@ class TieredTree(PrefixTree):
             return evicted
         for unit in evicted:
             self._add(unit.node, 1 << unit.unit, state)
+            if unit.slot is not None:
+                state.slots_of(unit.node)[unit.unit] = unit.slot
             state.shares.count_evicted(unit.node.owner, -1)
         state.clock = clock
         state.num_evicted_units -= len(evicted)
@@ -270,9 +272,11 @@ class TieredTree(PrefixTree):
         if best is None:
             return None
         _, node, unit = best
+        slots = state.slots[node.id]
+        evicted = EvictedUnit(node, unit, node.keys[unit], None if slots is None else slots[unit])
         self.remove(node, 1 << unit, tier)
         state.num_evicted_units += 1
-        return EvictedUnit(node, unit, node.keys[unit])
+        return evicted
 
     def victim(self, tier: Tier) -> TreeNode | None:
         """Return the node that ``tier`` gives up next, or None; it may be put elsewhere before :meth:`give_up`."""
@@ -322,6 +326,8 @@ class TieredTree(PrefixTree):
         for state in self.tiers:
             mask = state.resident[node.id]
             state.resident[node.id], state.resident[lower.id] = mask & low_bits, mask >> num_units
+            if (slots := state.slots[node.id]) is not None:
+                state.slots[node.id], state.slots[lower.id] = slots[:num_units], slots[num_units:] or None
             state.num_resident_children[lower.id] = state.num_resident_children[node.id]
             state.num_resident_children[node.id] = 1 if mask >> num_units else 0
             state.ranks[lower.id] = state.ranks[node.id]
@@ -369,6 +375,7 @@ class TieredTree(PrefixTree):
         if after == before:
             return
         num_gone = (before & units).bit_count()
+        state.clear_slots(node, before & units)
         state.num_units -= num_gone
         state.shares.count(node.owner, -num_gone)
         self._note_change(node, state)
@@ -439,7 +446,7 @@ class TieredTree(PrefixTree):
         state.clock = max(state.clock, state.ranks[node.id])
         mask, held = state.resident[node.id], state.in_use.get(node.id, 0)
         may_be_base = state.has_bases(node)
-        keys = node.keys
+        keys, slots = node.keys, state.slots[node.id]
         evicted: list[EvictedUnit] = []
         left = mask
         while left and num_units > 0:
@@ -447,7 +454,7 @@ class TieredTree(PrefixTree):
             if held >> unit & 1 or (may_be_base and state.is_base(node, unit)):
                 break
             left ^= 1 << unit
-            evicted.append(EvictedUnit(node, unit, keys[unit]))
+            evicted.append(EvictedUnit(node, unit, keys[unit], None if slots is None else slots[unit]))
             num_units -= 1 if size_of is None else size_of(keys[unit])
         self._remove(node, mask ^ left, state)
         state.num_evicted_units += len(evicted)

@@ -14,11 +14,11 @@ evicted with its unit; before all others, if no hit will need it; and after all 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from ragcache_core.tree import Location, by_node
+from ragcache_core.tree import Location, masks_of
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.forgetting import Forgotten, Freed
 from ragcache_core.vllm_plugin.cache.kv_groups import OtherBlocks
@@ -26,7 +26,6 @@ from ragcache_core.vllm_plugin.compat import (
     BlockPool,
     FreeKVCacheBlockQueue,
     KVCacheBlock,
-    cached_content,
     cached_copies,
     get_block_hash,
     get_group_id,
@@ -36,8 +35,9 @@ from ragcache_core.vllm_plugin.compat import (
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+    from ragcache_core.tree import EvictedUnit
     from ragcache_core.vllm_plugin.cache.controller import CacheController
-    from ragcache_core.vllm_plugin.cache.request_state import Key
+    from ragcache_core.vllm_plugin.cache.request_state import Key, RequestState
     from ragcache_core.vllm_plugin.compat import BlockHashWithGroupId
 
 
@@ -50,26 +50,32 @@ _CACHED_PER_AHEAD = 128
 class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
     """vLLM's queue of free blocks, with the tree's order of eviction.
 
-    ``num_free_blocks`` can be allocated: vLLM reads it for each request of each step, so it is counted, not computed.
-    Returned blocks are placed while the model computes a step (:meth:`place_returned`), or before any other call.
+    Each unit of the tree that lies on the GPU has one block, its slot in the tree; ``_units`` is the way back. Another
+    block with the same content is a copy: it becomes spare when it is free. ``num_free_blocks`` can be allocated: vLLM
+    reads it for each request of each step, so it is counted, not computed. Returned blocks are placed while the model
+    computes a step (:meth:`place_returned`), or before any other call.
     """
 
     def __init__(self, blocks: list[KVCacheBlock], pool: TreeBlockPool, controller: CacheController) -> None:
         self._spare: OrderedDict[int, KVCacheBlock] = OrderedDict()
-        self._cached: dict[int, KVCacheBlock] = {}
         self._returned: list[KVCacheBlock] = []
         super().__init__([])
         self._spare.update((block.block_id, block) for block in blocks)
         self.num_free_blocks = len(blocks)
         self._pool = pool
         self._tree = controller.tree
+        self._tier = controller.tree.tiers[Tier.GPU]
         self._main = controller.groups.main
+        self._units: list[Location | None] = [None] * len(pool.blocks)
+        self._copies: set[int] = set()
         self._others: OtherBlocks[int] = OtherBlocks(controller.groups, controller.tree, Tier.GPU)
-        self._block_ids: dict[BlockHashWithGroupId, int] = {}
-        self._evicted: set[int] = set()
-        """Blocks that the tree evicted and vLLM is about to empty: the tree does not have them any more."""
+        self._other_cached: dict[int, KVCacheBlock] = {}
+        self._other_ids: dict[BlockHashWithGroupId, int] = {}
+        """Free blocks of other groups, and their numbers by content."""
         self._hits: set[int] = set()
         """Blocks that are taken out for a hit, before vLLM says so of each."""
+
+    # As vLLM calls it
 
     def popleft(self) -> KVCacheBlock:
         """Allocate a block.
@@ -86,24 +92,11 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         assert self.num_free_blocks >= n
         self.place_returned()
         blocks = [self._spare.popitem(last=False)[1] for _ in range(min(n, len(self._spare)))]
+        self.num_free_blocks -= n
         if len(blocks) < n:
             blocks += self._evict(n - len(blocks))
             self._evict_ahead()
-        self.num_free_blocks -= n
         return blocks
-
-    def _evict_ahead(self) -> None:
-        """Make some more blocks spare: requests that decode need them one by one, and a batch costs hardly more."""
-        num_blocks = 0 if self._others.has_groups else min(_EVICTED_AHEAD, len(self._cached) // _CACHED_PER_AHEAD)
-        if not num_blocks:
-            return
-        allocated = self._evicted
-        units = self._tree.evict_up_to(Tier.GPU, num_blocks)
-        blocks = {block.block_id: block for unit in units if (block := self._take_unit(unit.key)) is not None}
-        self._spare |= blocks
-        self._evicted = set(blocks)
-        self._pool.evict_blocks(self._evicted.copy())
-        self._evicted = allocated
 
     def append(self, block: KVCacheBlock) -> None:
         """Take back a block that no request uses any more."""
@@ -113,27 +106,6 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         """Take back blocks that no request uses any more."""
         self.num_free_blocks += len(blocks)
         self._returned += blocks
-
-    def place_returned(self) -> None:
-        """Put returned blocks among the cached or the spare ones, and let the tree choose among the cached."""
-        if self._returned:
-            returned, self._returned = self._returned, []
-            tree, tier = self._tree, self._tree.tiers[Tier.GPU]
-            for node, units in by_node(self._take_back(returned)):
-                if missing := units & ~tier.resident[node.id]:
-                    tree.add(node, missing, Tier.GPU)
-                tree.let_go(node, units, Tier.GPU)
-            self._keep_quotas()
-
-    def _keep_quotas(self) -> None:
-        """Make blocks spare that are more than their tenants may have."""
-        shares = self._tree.tiers[Tier.GPU].shares
-        for owner in shares.quotas:
-            if num_units := shares.over_quota(owner):
-                for unit in self._tree.evict_own(Tier.GPU, owner, num_units):
-                    block_hash = make_block_hash_with_group_id(cast("Key", unit.key), self._main)
-                    if (block_id := self._block_ids.get(block_hash)) is not None:
-                        self._pool.evict_blocks({block_id})
 
     def prepend_n(self, blocks: list[KVCacheBlock]) -> None:
         """Take back blocks without content; they are allocated next."""
@@ -149,110 +121,216 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         else:
             self._take_hits([block])
 
-    def expect_hits(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Take the free ones of these blocks out at once; vLLM calls :meth:`remove` for each of them next."""
-        free = [block for block in blocks if block.ref_cnt == 0 and not block.is_null]
-        self._take_hits(free)
-        self._hits.update(block.block_id for block in free)
-
-    def _take_hits(self, blocks: Sequence[KVCacheBlock]) -> None:
-        self.place_returned()
-        for node, units in by_node(self._take_hit_units(blocks)):
-            self._tree.hold(node, units, Tier.GPU)
-        self.num_free_blocks -= len(blocks)
-
-    def _take_hit_units(self, blocks: Sequence[KVCacheBlock]) -> Iterator[Location]:
-        """Yield the units of free blocks that are taken out."""
-        for block in blocks:
-            if block.block_id in self._cached:
-                self._take(block.block_id)
-            elif self._spare.pop(block.block_id, None) is None:
-                raise RuntimeError(f"a block that is not free was taken for a hit: {block}")
-            if (location := self._locate(block)) is not None:
-                yield location
-
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
         """Return the free blocks; the order of the cached ones says nothing."""
         self.place_returned()
-        return [*self._spare.values(), *self._cached.values()]
+        return [*self._spare.values(), *self._other_cached.values(), *self._cached()]
 
     def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
         """Yield the free blocks that :meth:`get_all_free_blocks` has after ``cursor``."""
         blocks = self.get_all_free_blocks()
         yield from blocks if cursor is None else blocks[blocks.index(cursor) + 1 :]
 
-    def forget_contents(self) -> None:
-        """Make all cached blocks spare: the prefix cache was reset."""
-        self._spare.update(self._cached)
-        self._cached.clear()
-        self._block_ids.clear()
-        self._others.clear()
+    # As the pool calls it
 
-    def forget_content(self, block: KVCacheBlock, block_hash: BlockHashWithGroupId) -> None:
-        """Make a free block spare: it lost its content, which was ``block_hash``."""
-        if self._cached.pop(block.block_id, None) is not None:
-            self._block_ids.pop(block_hash, None)
-            self._others.discard(block.block_id)
-            self._spare[block.block_id] = block
+    def place_returned(self) -> None:
+        """Put returned blocks among the cached or the spare ones, and let the tree choose among the cached."""
+        if self._returned:
+            returned, self._returned = self._returned, []
+            resident = self._tier.resident
+            for node, units in masks_of(self._take_back(returned)).items():
+                if missing := units & ~resident[node.id]:
+                    self._tree.add(node, missing, Tier.GPU)
+                self._tree.let_go(node, units, Tier.GPU)
+            self._keep_quotas()
 
-    def forget_unit(self, key: Key) -> None:
-        """Take note that a unit was lost: no hit needs what other groups have of it."""
-        self._others.lose_unit(key)
+    def expect_hits(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Take the free ones of these blocks out at once; vLLM calls :meth:`remove` for each of them next."""
+        free = [block for block in blocks if block.ref_cnt == 0 and not block.is_null]
+        self._take_hits(free)
+        self._hits.update([block.block_id for block in free])
 
-    def spare_copies(self, block_hashes: Iterable[BlockHashWithGroupId]) -> None:
-        """Make free blocks spare that hold one of these: a request computed that again, and uses its own."""
+    def cache(self, blocks: Sequence[KVCacheBlock], places: Sequence[Location]) -> None:
+        """Hold units whose content is in ``blocks``, one each, which a request uses."""
+        self.place_returned()
+        slots: list[KVCacheBlock | None] = []
+        node, units = None, self._units
+        for block, place in zip(blocks, places, strict=True):
+            if place.node is not node:
+                node = place.node
+                slots = self._tier.slots_of(node)
+            if slots[place.unit] is None:
+                slots[place.unit] = block
+                units[block.block_id] = place
+            else:
+                self._add_copy(block, place)
+        for node, mask in masks_of(places).items():
+            self._tree.hold(node, mask, Tier.GPU)
+            self._tree.add(node, mask, Tier.GPU)
+
+    def spare_others(self, block_hashes: Iterable[BlockHashWithGroupId]) -> None:
+        """Make free blocks of other groups spare: a request computed their content again, and uses its own."""
         self.place_returned()
         for block_hash in block_hashes:
-            if (block_id := self._block_ids.pop(block_hash, None)) is not None:
+            if (block_id := self._other_ids.pop(block_hash, None)) is not None:
                 self._others.discard(block_id)
-                self._spare[block_id] = self._cached.pop(block_id)
+                self._spare[block_id] = self._other_cached.pop(block_id)
 
-    def was_evicted(self, block: KVCacheBlock) -> bool:
-        """Return, once, whether the tree evicted a block that was allocated just now."""
-        if block.block_id not in self._evicted:
-            return False
-        self._evicted.remove(block.block_id)
-        return True
-
-    def keep_copy(self, copies: list[KVCacheBlock], block_hash: BlockHashWithGroupId) -> None:
-        """Make a free one of ``copies`` the cached block of ``block_hash``, whose block lost it, if there is none."""
-        if block_hash in self._block_ids or any(copy.ref_cnt > 0 for copy in copies):
+    def on_content_lost(self, block: KVCacheBlock, block_hash: BlockHashWithGroupId) -> None:
+        """Follow vLLM, which took ``block_hash`` off a block; a copy stands in where there is one."""
+        block_id = block.block_id
+        self._copies.discard(block_id)
+        place, self._units[block_id] = self._units[block_id], None
+        if place is None:  # the tree evicted it, or knows another block of this unit
+            if self._other_cached and self._other_cached.pop(block_id, None) is not None:
+                del self._other_ids[block_hash]
+                self._others.discard(block_id)
+                self._spare[block_id] = block
             return
-        for copy in copies:
-            if self._spare.pop(copy.block_id, None) is not None:
-                self.num_free_blocks -= 1
-                self.append(copy)
-                return
+        if not block.ref_cnt:
+            self._spare[block_id] = block
+        if not self._copies or not self._replace(place, block_hash):
+            if self._others:
+                self._others.lose_unit(get_block_hash(block_hash))
+            self._tree.let_go(place.node, 1 << place.unit, Tier.GPU)
+            self._tree.remove(place.node, 1 << place.unit, Tier.GPU)
+
+    def forget_contents(self) -> None:
+        """Make all cached blocks spare: the prefix cache was reset."""
+        self._spare.update((block.block_id, block) for block in self._cached())
+        self._spare.update(self._other_cached)
+        self._other_cached.clear()
+        self._other_ids.clear()
+        self._others.clear()
+        self._copies.clear()
+        self._units = [None] * len(self._units)
+
+    # Inside
+
+    def _cached(self) -> Iterator[KVCacheBlock]:
+        """Yield the free blocks of full attention whose content can be found."""
+        units = self._units
+        return (block for block in self._pool.blocks if block.ref_cnt == 0 and units[block.block_id] is not None)
+
+    def _evict_ahead(self) -> None:
+        """Make some more blocks spare: requests that decode need them one by one, and a batch costs hardly more."""
+        num_cached = self.num_free_blocks - len(self._spare)
+        num_blocks = 0 if self._others.has_groups else min(_EVICTED_AHEAD, num_cached // _CACHED_PER_AHEAD)
+        if num_blocks:
+            self._make_spare(self._tree.evict_up_to(Tier.GPU, num_blocks))
+
+    def _keep_quotas(self) -> None:
+        """Make blocks spare that are more than their tenants may have."""
+        shares = self._tier.shares
+        for owner in shares.quotas:
+            if num_units := shares.over_quota(owner):
+                self._make_spare(self._tree.evict_own(Tier.GPU, owner, num_units))
+
+    def _make_spare(self, evicted: Iterable[EvictedUnit]) -> None:
+        blocks = {block.block_id: block for block in self._blocks_of(evicted)}
+        self._spare |= blocks
+        self._pool.evict_blocks(set(blocks))
+
+    def _take_hits(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self.place_returned()
+        for node, mask in masks_of(self._take_hit_units(blocks)).items():
+            self._tree.hold(node, mask, Tier.GPU)
+        self.num_free_blocks -= len(blocks)
+
+    def _take_hit_units(self, blocks: Sequence[KVCacheBlock]) -> Iterator[Location]:
+        """Yield the units of free blocks that are taken out."""
+        for block in blocks:
+            if (place := self._units[block.block_id]) is not None:
+                yield place
+            elif block.block_id in self._other_cached:
+                self._take_other(block.block_id)
+            elif self._spare.pop(block.block_id, None) is None:
+                raise RuntimeError(f"a block that is not free was taken for a hit: {block}")
+            elif (place := self._locate(block)) is not None:  # a copy
+                self.cache([block], [place])
+
+    def _add_copy(self, block: KVCacheBlock, place: Location) -> None:
+        """Take in a block in use whose content another block has: the unit's is one in use."""
+        slots = self._tier.slots_of(place.node)
+        own = slots[place.unit]
+        if own is block:
+            return
+        if own.ref_cnt:
+            self._copies.add(block.block_id)
+            return
+        self._units[own.block_id] = None
+        self._copies.add(own.block_id)
+        self._spare[own.block_id] = own
+        self._copies.discard(block.block_id)
+        slots[place.unit] = block
+        self._units[block.block_id] = place
+
+    def _replace(self, place: Location, block_hash: BlockHashWithGroupId) -> bool:
+        """Give a unit that lost its block one of its copies, rather one in use; return whether there is one."""
+        copies = sorted(cached_copies(self._pool, block_hash), key=lambda copy: not copy.ref_cnt)
+        if not copies:
+            return False
+        (copy, *_) = copies
+        self._copies.discard(copy.block_id)
+        self._tier.slots_of(place.node)[place.unit] = copy
+        self._units[copy.block_id] = place
+        if not copy.ref_cnt:
+            del self._spare[copy.block_id]
+            self._tree.let_go(place.node, 1 << place.unit, Tier.GPU)
+        return True
 
     def _take_back(self, blocks: Sequence[KVCacheBlock]) -> Iterator[Location]:
         """Put blocks among the free ones, and yield the units that no request uses any more."""
-        locate, holders = self._tree.locate, cached_content(self._pool)
-        has_groups = self._others.has_groups
+        units, copies = self._units, self._copies
         for block in blocks:
-            block_hash, block_id = block.block_hash, block.block_id
-            location = None if block_hash is None else locate(get_block_hash(block_hash))
-            if block_hash is None or location is None:
-                self._spare[block_id] = block
-                continue
-            is_main = not has_groups or get_group_id(block_hash) == self._main
-            if holders.get(block_hash) is not block:
-                copies = [copy for copy in cached_copies(self._pool, block_hash) if copy is not block]
-                if any(copy.ref_cnt > 0 for copy in copies):
-                    self._spare[block_id] = block
-                    continue
-                if any(copy.block_id in self._cached for copy in copies):
-                    self._spare[block_id] = block
-                    if is_main:
-                        yield location
-                    continue
-            self._cached[block_id] = block
-            self._block_ids[block_hash] = block_id
-            if is_main:
-                yield location
-            else:
-                self._take_back_other(block, block_hash)
+            if (place := units[block.block_id]) is None:
+                place = self._take_back_unknown(block)
+            elif copies and self._is_used_elsewhere(block, place):
+                place = None
+            if place is not None:
+                yield place
+
+    def _take_back_unknown(self, block: KVCacheBlock) -> Location | None:
+        """Put a block that is no unit's among the free ones; return its unit where it becomes one's."""
+        block_hash, block_id = block.block_hash, block.block_id
+        place = None if block_hash is None else self._tree.locate(get_block_hash(block_hash))
+        if block_hash is None or place is None:
+            self._spare[block_id] = block
+            return None
+        if get_group_id(block_hash) != self._main:
+            self._take_back_other(block, block_hash)
+            return None
+        slots = self._tier.slots_of(place.node)
+        is_copy = slots[place.unit] is not None
+        if is_copy or any(copy.ref_cnt for copy in cached_copies(self._pool, block_hash)):
+            self._copies.add(block_id)
+            self._spare[block_id] = block
+            return None
+        self._copies.discard(block_id)
+        slots[place.unit] = block
+        self._units[block_id] = place
+        return place
+
+    def _is_used_elsewhere(self, block: KVCacheBlock, place: Location) -> bool:
+        """Return whether a request uses a copy of a free block; that is the unit's block then."""
+        for copy in cached_copies(self._pool, block.block_hash):
+            if copy.ref_cnt:
+                self._tier.slots_of(place.node)[place.unit] = copy
+                self._units[copy.block_id], self._units[block.block_id] = place, None
+                self._copies.discard(copy.block_id)
+                self._copies.add(block.block_id)
+                self._spare[block.block_id] = block
+                return True
+        return False
 
     def _take_back_other(self, block: KVCacheBlock, block_hash: BlockHashWithGroupId) -> None:
+        """Put a block of another group among the free ones; a copy of what is there is spare."""
+        copies = [copy for copy in cached_copies(self._pool, block_hash) if copy is not block]
+        if any(copy.ref_cnt > 0 or copy.block_id in self._other_cached for copy in copies):
+            self._spare[block.block_id] = block
+            return
+        self._other_cached[block.block_id] = block
+        self._other_ids[block_hash] = block.block_id
         group = get_group_id(block_hash)
 
         def is_here(key: Key) -> bool:
@@ -267,33 +345,32 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
             return None
         return self._tree.locate(get_block_hash(block_hash))
 
-    def _take(self, block_id: int) -> KVCacheBlock:
-        """Take a block out of the cached ones."""
-        block = self._cached.pop(block_id)
+    def _take_other(self, block_id: int) -> KVCacheBlock:
+        """Take a block of another group out of the free ones."""
+        block = self._other_cached.pop(block_id)
         assert block.block_hash is not None
-        self._block_ids.pop(block.block_hash, None)
-        if self._others.has_groups:
-            self._others.discard(block_id)
+        self._other_ids.pop(block.block_hash, None)
+        self._others.discard(block_id)
         return block
 
-    def _take_unit(self, key: Hashable) -> KVCacheBlock | None:
-        assert isinstance(key, bytes)
-        block_id = self._block_ids.get(make_block_hash_with_group_id(key, self._main))
-        return None if block_id is None else self._take(block_id)
+    def _blocks_of(self, evicted: Iterable[EvictedUnit]) -> list[KVCacheBlock]:
+        """Return the blocks of units that the tree has evicted, which are no unit's any more."""
+        blocks = [unit.slot for unit in evicted]
+        units = self._units
+        for block in blocks:
+            units[block.block_id] = None
+        return blocks
 
     def _evict(self, n: int) -> list[KVCacheBlock]:
         """Take ``n`` cached blocks: what no hit will need, then what the tree evicts, then anything."""
-        blocks = [self._take(block_id) for block_id in list(islice(self._others.useless(), n))]
-        self._evicted = set()
+        blocks = [self._take_other(block_id) for block_id in list(islice(self._others.useless(), n))]
         if len(blocks) < n:
             size_of = self._others.size_of if self._others else None
             units = self._tree.evict_up_to(Tier.GPU, n - len(blocks), size_of=size_of)
-            chosen = [block for unit in units if (block := self._take_unit(unit.key)) is not None]
-            self._evicted.update(block.block_id for block in chosen)
-            blocks += chosen
+            blocks += self._blocks_of(units)
             for unit in units if size_of is not None else ():
                 for block_id in self._others.of_unit(unit.key):
-                    block = self._take(block_id)
+                    block = self._take_other(block_id)
                     if len(blocks) < n:
                         blocks.append(block)
                     else:
@@ -305,11 +382,16 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
     def _pop_anything(self) -> KVCacheBlock:
         """Evict a cached block although others depend on it: an allocation that fits must succeed."""
         if self._others:
-            return self._take(next(iter(self._others)))
-        evicted = self._tree.evict_anything(Tier.GPU)
-        if evicted is not None and (block := self._take_unit(evicted.key)) is not None:
+            return self._take_other(next(iter(self._others)))
+        if (evicted := self._tree.evict_anything(Tier.GPU)) is not None:
+            (block,) = self._blocks_of([evicted])
             return block
-        return self._take(next(reversed(self._cached)))
+        block = next(self._cached())
+        place, self._units[block.block_id] = self._units[block.block_id], None
+        assert place is not None
+        self._tree.let_go(place.node, 1 << place.unit, Tier.GPU)
+        self._tree.remove(place.node, 1 << place.unit, Tier.GPU)
+        return block
 
 
 class TreeBlockPool(BlockPool):
@@ -370,26 +452,36 @@ class TreeBlockPool(BlockPool):
             super().cache_full_blocks(request, blocks, done, end, block_size, kv_cache_group_id, mask)
             done = end
         self.enable_kv_cache_events = tells
-        cached = [i for i in range(num_cached_blocks, num_full_blocks) if blocks[i].block_hash is not None]
-        self.free_block_queue.spare_copies(blocks[i].block_hash for i in cached)
         if kv_cache_group_id != self.controller.groups.main:
-            return
-        tree = self.controller.tree
-        hashes, locate = request.block_hashes, tree.locate
+            new = blocks[num_cached_blocks:num_full_blocks]
+            self.free_block_queue.spare_others(block.block_hash for block in new if block.block_hash is not None)
+        elif num_cached_blocks < num_full_blocks:
+            self._hold_units(request, state, blocks, num_cached_blocks, num_full_blocks)
+
+    def _hold_units(
+        self,
+        request: Request,
+        state: RequestState | None,
+        blocks: list[KVCacheBlock],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+    ) -> None:
+        """Hold the units of full attention whose content vLLM has just cached, and put new ones into the tree."""
+        tree, hashes, first = self.controller.tree, request.block_hashes, num_cached_blocks
         if state is not None and self.controller.defers_answer(state, num_cached_blocks):
-            if locate(hashes[num_cached_blocks]) is None:
+            if tree.locate(hashes[num_cached_blocks]) is None:
                 state.num_answer_end_blocks = num_full_blocks
                 return
             # The tree has this from another request, and would evict it.
             if state.num_answer_end_blocks:
                 self.controller.insert_answer(request.request_id)
                 first = state.num_prompt_tokens // self.controller.tokens_per_block
-                cached = [i for i in range(first, num_full_blocks) if blocks[i].block_hash is not None]
-        places = (locate(hashes[i]) or self.controller.locate_block(hashes, i, request.request_id) for i in cached)
-        # by_node reads ahead: where that makes the tree cut a node, it is behind the units that were located before
-        for node, units in by_node(places):
-            tree.hold(node, units, Tier.GPU)
-            tree.add(node, units, Tier.GPU)
+        known = tree.locate_all(hashes[first:num_full_blocks])
+        places = [
+            place or self.controller.locate_block(hashes, index, request.request_id)
+            for index, place in enumerate(known, first)
+        ]
+        self.free_block_queue.cache(blocks[first:num_full_blocks], places)
 
     # A holder of what may be forgotten
 
@@ -425,21 +517,10 @@ class TreeBlockPool(BlockPool):
         super().touch(blocks)
 
     def _remove_cached_block_hashes(self, block: KVCacheBlock) -> list[bytes]:
-        queue, tree = self.free_block_queue, self.controller.tree
+        queue = self.free_block_queue
         queue.place_returned()  # while they have their content
         block_hash = block.block_hash
         removed: list[bytes] = super()._remove_cached_block_hashes(block)
-        if block_hash is None:
-            return removed
-        is_evicted = queue.was_evicted(block)  # then neither the queue nor the tree has it any more
-        if not is_evicted:
-            queue.forget_content(block, block_hash)
-        if copies := cached_copies(self, block_hash):
-            queue.keep_copy(copies, block_hash)
-        elif not is_evicted and get_group_id(block_hash) == self.controller.groups.main:
-            key = get_block_hash(block_hash)
-            queue.forget_unit(key)
-            if (location := tree.locate(key)) is not None:
-                tree.let_go(location.node, 1 << location.unit, Tier.GPU)
-                tree.remove(location.node, 1 << location.unit, Tier.GPU)
+        if block_hash is not None:
+            queue.on_content_lost(block, block_hash)
         return removed

@@ -229,18 +229,30 @@ class Pool:
         """Assert what holds between steps."""
         blocks = [block for block in self.pool.blocks if not block.is_null]
         queue = self.queue
-        free = [*queue._spare.values(), *queue._cached.values(), *queue._returned]  # asking for them would settle them
-        assert sorted(block.block_id for block in free) == [b.block_id for b in blocks if b.ref_cnt == 0]
-        assert self.pool.get_num_free_blocks() == len(free)
-        assert not set(queue._spare) & set(queue._cached), "a block in two states"
-        assert not queue._evicted, "a block that is not handed out just now"
-        for block_hash, block_id in queue._block_ids.items():
-            assert queue._cached[block_id].block_hash == block_hash
-        assert len(queue._block_ids) == len(queue._cached)
+        returned = {block.block_id for block in queue._returned}  # asking for free blocks would settle them
+        cached = {block.block_id for block in queue._cached()} - returned
+        states = [*queue._spare, *queue._other_cached, *cached, *returned]
+        assert sorted(states) == [b.block_id for b in blocks if b.ref_cnt == 0], "each free block in one state"
+        assert self.pool.get_num_free_blocks() == len(states)
+        for block_hash, block_id in queue._other_ids.items():
+            assert queue._other_cached[block_id].block_hash == block_hash
+        assert len(queue._other_ids) == len(queue._other_cached)
+        gpu = self.tree.tiers[Tier.GPU]
+        slots = {
+            block.block_id: key
+            for node in self.tree.nodes()
+            for key, block in zip(node.keys, gpu.slots[node.id] or (), strict=False)
+            if block is not None
+        }
+        assert set(slots.values()) == self.resident_keys(), "each unit has its block"
+        for block_id, place in enumerate(queue._units):
+            assert (place is not None) == (block_id in slots)
+            if place is not None:
+                assert self.tree.locate(slots[block_id]) is place
+                assert get_block_hash(self.pool.blocks[block_id].block_hash) == slots[block_id]
         check_invariants(self.tree, is_connected=False)
         used = self.keys_of(block for block in blocks if block.ref_cnt > 0)
-        returned = self.keys_of(queue._returned)
-        assert self.held_keys() <= used | returned, "held, and nobody uses it"
+        assert self.held_keys() <= used | self.keys_of(queue._returned), "held, and no request uses it"
         assert used & self.resident_keys() <= self.held_keys(), "used, and nobody holds it"
         assert self.resident_keys() <= self.cached_keys(), "the tree knows of content that no block has"
         for block in blocks:

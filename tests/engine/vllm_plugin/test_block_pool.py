@@ -155,7 +155,7 @@ class ToldTree:
 
 def test_the_tree_is_told_of_what_it_did_not_choose_and_of_nothing_else() -> None:
     it = Pool(6)
-    it.controller.tree = tree = ToldTree(it.tree)
+    it.controller.tree = it.queue._tree = tree = ToldTree(it.tree)
     request = it.new("D", question=0)
     for _ in range(2):  # the second time in the same blocks, which the tree gave up between
         it.start(request, num_tokens=20)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ragcache_core.policy import LRUPolicy, PGDSFPolicy
-from ragcache_core.tree import KnowledgeTree, PathSegment, by_node, check_invariants
+from ragcache_core.tree import KnowledgeTree, PathSegment, check_invariants, masks_of
 from ragcache_core.types import Tier
 from tests.unit.tree.scene import BLOCK, cache, chain, new_tree, prompt
 
@@ -77,17 +77,25 @@ def test_a_document_learned_later_cuts_a_nameless_run_and_names_it() -> None:
     assert tree.match_prefix(segments).num_units == 4
 
 
-def test_locations_are_grouped_by_node_in_their_order() -> None:
+def test_locations_are_grouped_by_node() -> None:
     tree = new_tree()
     first, second = tree.insert(prompt("A", "B", blocks=3))
-    places = [tree.locate(key) for node in (first, second) for key in node.keys]
-    assert list(by_node(place for place in places if place is not None)) == [(first, 0b111), (second, 0b111)]
-    assert list(by_node(place for place in (places[4], places[0], places[2], places[3]) if place is not None)) == [
-        (second, 0b010),
-        (first, 0b101),
-        (second, 0b001),
-    ]
-    assert list(by_node(())) == []
+    places = [place for node in (first, second) for place in tree.locate_all(node.keys) if place is not None]
+    assert masks_of(places) == {first: 0b111, second: 0b111}
+    assert masks_of([places[4], places[0], places[2], places[3]]) == {second: 0b011, first: 0b101}
+    assert masks_of(()) == {}
+
+
+def test_a_location_follows_its_unit_when_its_node_is_cut() -> None:
+    tree = new_tree()
+    keys = chain(*"ABCDEF")
+    tree.insert([PathSegment(keys, 6 * BLOCK)])
+    tree.retain(keys[-1])
+    places = tree.locate_all(keys)
+    tree.insert([PathSegment(keys[:2], 2 * BLOCK), PathSegment(keys[2:4], 2 * BLOCK)])
+    assert tree.locate_all(keys) == places
+    assert [(place.node.keys[place.unit]) for place in places if place is not None] == keys
+    check_invariants(tree)
 
 
 def test_each_token_is_counted_in_the_fastest_tier_that_holds_it() -> None:

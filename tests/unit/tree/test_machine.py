@@ -121,8 +121,14 @@ class TreeMachine(RuleBasedStateMachine):
             if not any(key in self.resident[t] for t in Tier if t <= tier):
                 location = self.tree.locate(key)
                 assert location is not None
-                self.tree.add(location.node, 1 << location.unit, tier)
-                self.resident[tier].add(key)
+                self._add(location, tier)
+
+    def _add(self, location: Location, tier: Tier) -> None:
+        """Put a unit into a tier, which keeps its key for it."""
+        key = location.node.keys[location.unit]
+        self.tree.add(location.node, 1 << location.unit, tier)
+        self.tree.tiers[tier].slots_of(location.node)[location.unit] = key
+        self.resident[tier].add(cast("Key", key))
 
     @rule(tier=st.sampled_from(Tier), num_units=st.integers(1, 6), shields=st.booleans())
     def evict(self, tier: Tier, num_units: int, shields: bool) -> None:
@@ -142,7 +148,7 @@ class TreeMachine(RuleBasedStateMachine):
         if not shields and any(unit.node.id in state.protected for unit in evicted):
             assert not [n for n in self.tree.nodes() if state.is_evictable(n) and n.id not in state.protected]
         for unit in evicted:
-            assert unit.key in self.resident[tier] - self.held[tier] - set(shielded)
+            assert unit.slot == unit.key in self.resident[tier] - self.held[tier] - set(shielded)
             self.resident[tier].remove(unit.key)
 
     def _free(self, tier: Tier, shielded: list[Key]) -> list[Key]:
@@ -160,6 +166,7 @@ class TreeMachine(RuleBasedStateMachine):
         assert len(evicted) <= num_units
         for unit in evicted:
             assert unit.node not in pinned
+            assert unit.slot == unit.key
             self.resident[tier].remove(unit.key)
         state = self.tree.tiers[tier]
         assert len(evicted) == num_units or not any(state.is_evictable(node) for node in self.tree.nodes())
@@ -179,8 +186,7 @@ class TreeMachine(RuleBasedStateMachine):
             location = self.tree.locate(key)
             assert location is not None
             assert self.tree.key_before(location) == key[:-1]
-            self.tree.add(location.node, 1 << location.unit, Tier.GPU)
-            self.resident[Tier.GPU].add(key)
+            self._add(location, Tier.GPU)
 
     @rule(tier=st.sampled_from(Tier))
     def rerank(self, tier: Tier) -> None:
@@ -255,7 +261,7 @@ class TreeMachine(RuleBasedStateMachine):
         free = self.resident[tier] - self.held[tier]
         assert (evicted is None) == (not free)
         if evicted is not None:
-            assert evicted.key in free
+            assert evicted.slot == evicted.key in free
             self.resident[tier].remove(evicted.key)
             self.is_connected = False
 
@@ -297,10 +303,9 @@ class TreeMachine(RuleBasedStateMachine):
             node = self.tree.attach(key[:-1] or None, key, 1, *names)
             assert node is not None
             assert node.keys[-1] == key
-            self.tree.add(node, 1 << len(node.keys) - 1, Tier.DISK)
+            self._add(Location(node, len(node.keys) - 1), Tier.DISK)
             self.tree.restore(node, frequency=frequency[key], cost_s=1e-3)
             assert node.frequency >= frequency[key]
-            self.resident[Tier.DISK].add(key)
         for key in sorted(orphans, key=len):
             assert self.tree.attach(key[:-1], key, 1, None) is None
 
@@ -316,6 +321,8 @@ class TreeMachine(RuleBasedStateMachine):
                 if self.tree.resident_mask(node, tier) >> i & 1
             }
             assert found == self.resident[tier]
+            slots = self.tree.tiers[tier].slots
+            assert {key for node in self.tree.nodes() for key in slots[node.id] or () if key is not None} == found
             in_use: Counter[int] = Counter()
             for key in self.held[tier]:
                 location = self.tree.locate(key)
