@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from ragcache_core.tree.node import EvictedUnit, TreeNode
+from ragcache_core.tree.node import EvictedUnit
 from ragcache_core.tree.tiered_tree import NO_UNITS, Shield, TieredTree, total_size
 from ragcache_core.types import Tier
 
@@ -38,15 +38,14 @@ def admit(
         offered_size, evicted_size: for how many a unit counts, by its key; one, if None.
     """
 
-    def node_of(key: Hashable) -> TreeNode | None:
-        location = tree.locate(key)
-        return None if location is None else location.node
-
-    num_admitted = 0
+    nodes = [None if place is None else place.node for place in tree.locate_all(keys)]
+    num_admitted = num_seen = 0
     evicted: list[EvictedUnit] = []
     with tree.shielding(protected, tier):
-        for node, offered in groupby(keys, node_of):
-            sizes = [1 if offered_size is None else offered_size(key) for key in offered]
+        for node, run in groupby(nodes):
+            offered = keys[num_seen : num_seen + len(list(run))]
+            num_seen += len(offered)
+            sizes = [1] * len(offered) if offered_size is None else [*map(offered_size, offered)]
             num_missing = sum(sizes) - num_free
             if num_missing > 0 and node is not None:
                 worth = tree.tiers[tier].worth(node, tree.num_requests)

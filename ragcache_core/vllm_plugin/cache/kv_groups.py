@@ -116,6 +116,12 @@ def offload_key(unit: Key, group: int) -> bytes:
     return unit + group.to_bytes(_GROUP_BYTES, "big")
 
 
+def offload_keys(units: Iterable[Key], group: int) -> list[bytes]:
+    """Return :func:`offload_key` of each unit."""
+    suffix = group.to_bytes(_GROUP_BYTES, "big")
+    return [unit + suffix for unit in units]
+
+
 def unit_of(key: bytes) -> Key:
     """Return the unit that a chunk goes with, by the key of the chunk."""
     return key[:-_GROUP_BYTES]

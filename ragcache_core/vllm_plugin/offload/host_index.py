@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -40,15 +40,25 @@ logger = init_logger(f"vllm.{__name__}")
 
 _WRITE_EVERY_S = 0.1
 
-_Entry = tuple[int, int, "Key", "Key | None", int]
-"""A row, its generation, the key and the parent of the block in it, and how far that is from the first of its run."""
-
 
 class _Run(NamedTuple):
-    """Blocks that follow one another; ``note`` is the first one's."""
+    """Blocks that follow one another: their rows, keys, and generations of the rows.
 
-    entries: list[_Entry]
+    Attributes:
+        known: rows among them that are entered already.
+        note: of the first block.
+    """
+
+    rows: Sequence[int]
+    keys: Sequence[Key]
+    generations: Sequence[int]
+    known: Set[int]
     note: ChunkNote
+
+    def note_of(self, index: int) -> ChunkNote:
+        """Return what is noted of a block."""
+        parent = self.keys[index - 1] if index else self.note.parent
+        return replace(self.note, parent=parent, position=self.note.position + index)
 
 
 class HostIndex:
@@ -63,7 +73,7 @@ class HostIndex:
         self._path = path
         self._generation = np.zeros(len(rows), dtype=np.int64)
         self._sealed: set[int] = set()
-        self._work: deque[_Run | int] = deque()
+        self._work: deque[_Run | list[int]] = deque()
         self._is_closing = threading.Event()
         self._is_broken = False
         self._num_scrubs = 0
@@ -122,32 +132,29 @@ class HostIndex:
                 gone.append(chunk)
         self._index.discard(gone)
 
-    def seal(self, blocks: Sequence[tuple[int, Key]], note: ChunkNote) -> None:
+    def seal(self, rows: Sequence[int], keys: Sequence[Key], note: ChunkNote) -> None:
         """Enter blocks that are complete, except those that are entered already.
 
         Args:
-            blocks: the row and the key of each, one behind the other.
+            rows: of the blocks, one after another.
+            keys: of the blocks.
             note: what is noted of the first. The others have the one before as parent, and the rest in common.
         """
-        if self._is_broken:
+        known = self._sealed.intersection(rows)
+        if self._is_broken or len(known) == len(rows):
             return
-        sealed, generation, parent = self._sealed, self._generation, note.parent
-        entries: list[_Entry] = []
-        for index, (row, key) in enumerate(blocks):
-            if row not in sealed:
-                entries.append((row, int(generation[row]), key, parent, index))
-            parent = key
-        if entries:
-            sealed.update(entry[0] for entry in entries)
-            self._work.append(_Run(entries, note))
+        self._sealed.update(rows)
+        self._work.append(_Run(rows, keys, self._generation[rows].tolist(), known, note))
 
-    def unseal(self, chunk: int) -> None:
-        """Take a chunk out: it is about to be written anew."""
-        self._generation[chunk] += 1
-        if chunk in self._sealed:
-            self._sealed.discard(chunk)
-            if not self._is_broken:
-                self._work.append(chunk)
+    def unseal(self, rows: Sequence[int]) -> None:
+        """Take the blocks in these rows out, each row once: the rows will be written again."""
+        if not rows:
+            return
+        self._generation[rows] += 1
+        entered = [row for row in rows if row in self._sealed]
+        self._sealed.difference_update(entered)
+        if entered and not self._is_broken:
+            self._work.append(entered)
 
     def scrub(self) -> None:
         """Leave nothing in the file of what was taken out before."""
@@ -174,9 +181,9 @@ class HostIndex:
             work = [self._work.popleft() for _ in range(len(self._work))]
             try:
                 # A chunk's valid sealing is its last word: what was taken out before it may go first.
-                if given_up := [row for row in work if isinstance(row, int)]:
-                    self._index.delete(given_up)
-                self._seal(run for run in work if not isinstance(run, int))
+                if taken_out := [row for rows in work if isinstance(rows, list) for row in rows]:
+                    self._index.delete(taken_out)
+                self._seal(run for run in work if isinstance(run, _Run))
                 if num_scrubs:
                     self._index.scrub()
                     self._num_scrubs -= num_scrubs
@@ -190,13 +197,16 @@ class HostIndex:
     def _seal(self, runs: Iterable[_Run]) -> None:
         assert self._rows is not None
         digests = [
-            (entry, run.note, checksum(entry[2], self._rows[entry[0]].data)) for run in runs for entry in run.entries
+            (run, index, checksum(run.keys[index], self._rows[row].data))
+            for run in runs
+            for index, row in enumerate(run.rows)
+            if row not in run.known
         ]
         # Only now: a row that was freed while its bytes were read may have held another block's.
         rows = [
-            (row, key, digest, replace(note, parent=parent, position=note.position + index))
-            for (row, generation, key, parent, index), note, digest in digests
-            if self._generation[row] == generation
+            (run.rows[index], run.keys[index], digest, run.note_of(index))
+            for run, index, digest in digests
+            if self._generation[run.rows[index]] == run.generations[index]
         ]
         if rows:
             self._index.insert(rows)

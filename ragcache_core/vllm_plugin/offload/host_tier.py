@@ -21,7 +21,14 @@ import numpy as np
 from ragcache_core.tree import ANYBODY, EvictedUnit, Location, admit, admit_within_quotas, runs_of
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.forgetting import Forgotten, Freed
-from ragcache_core.vllm_plugin.cache.kv_groups import OtherBlocks, group_of, offload_key, unit_of, units_of
+from ragcache_core.vllm_plugin.cache.kv_groups import (
+    OtherBlocks,
+    group_of,
+    offload_key,
+    offload_keys,
+    unit_of,
+    units_of,
+)
 from ragcache_core.vllm_plugin.compat import (
     CacheHitSource,
     CPULoadStoreSpec,
@@ -69,7 +76,7 @@ class HostBlock:
 
     __slots__ = ("is_fleeting", "ref_cnt", "row")
 
-    def __init__(self, row: int, ref_cnt: int, *, is_fleeting: bool) -> None:
+    def __init__(self, row: int, ref_cnt: int, is_fleeting: bool) -> None:
         self.row = row
         self.ref_cnt = ref_cnt
         self.is_fleeting = is_fleeting
@@ -223,8 +230,7 @@ class HostTier:
         """Drop everything; what is stored after it does not outlive the engine: its weights may have changed."""
         self._are_kept_forgotten |= bool(self.controller.leaving)
         self._tell([key for key, block in self._blocks.items() if block.ref_cnt != _WRITING], removed=True)
-        for key in list(self._blocks):
-            self._take_out(key)
+        self._take_out(list(self._blocks))
         self._num_read = self._num_written = 0
         self._unknown.clear()
         self._others.clear()
@@ -277,8 +283,7 @@ class HostTier:
         tree.renamed.clear()
         keys = [key for node in nodes for unit in node.keys for key in self._keys_of(cast("Key", unit))]
         ready = [key for key in keys if self._blocks[key].ref_cnt != _WRITING]
-        for key in ready:
-            journal.unseal(self._blocks[key].row)
+        journal.unseal([self._blocks[key].row for key in ready])
         self._seal(ready)
 
     # A holder of what may be forgotten
@@ -321,12 +326,14 @@ class HostTier:
         num_free = self.rows.num_free
         if has_groups or not self._is_selective or len(keys) <= num_free:
             return keys, []
-        units = units_of(key for key in keys if key not in blocks)
+        new = [key for key in keys if key not in blocks]
         shield = self._tree.shielded(units_of(keys))
         num_spare = len(self._spare(set(keys), len(blocks))) if self._unknown else 0
-        admission = admit(self._tree, Tier.HOST, units, num_free + num_spare, shield)
-        admitted = set(units[: admission.num_admitted])
-        return [key for key in keys if key in blocks or unit_of(key) in admitted], admission.evicted
+        admission = admit(self._tree, Tier.HOST, units_of(new), num_free + num_spare, shield)
+        if admission.num_admitted < len(new):
+            left_out = set(new[admission.num_admitted :])
+            keys = [key for key in keys if key not in left_out]
+        return keys, admission.evicted
 
     def _within_quotas(self, keys: Collection[OffloadKey]) -> Collection[OffloadKey]:
         """Return which of the ``keys`` of a request may be stored, evicting others of the same owners for them."""
@@ -345,7 +352,7 @@ class HostTier:
     ) -> PrepareStoreOutput | None:
         """Return rows for what is new; ``chosen`` units have left the tree for it already."""
         new = [key for key in keys if key not in self._blocks]
-        evicted = self._evict(len(new) - self.rows.num_free, set(keys), chosen)
+        evicted = self._evict(len(new) - self.rows.num_free, keys, chosen)
         if evicted is None:
             return None
         rows = self.rows.allocate(len(new))
@@ -354,13 +361,13 @@ class HostTier:
         self._insert(new, rows, _WRITING, is_fleeting=is_adapted(req_context))
         return PrepareStoreOutput(keys_to_store=new, store_spec=CPULoadStoreSpec(rows), evicted_keys=evicted)
 
-    def _evict(self, num: int, protected: set[OffloadKey], chosen: list[EvictedUnit]) -> list[OffloadKey] | None:
+    def _evict(self, num: int, protected: Collection[OffloadKey], chosen: list[EvictedUnit]) -> list[OffloadKey] | None:
         """Free ``num`` rows, and those of ``chosen`` units; return what went, None where too little can."""
         if num <= 0 and not chosen:
             return []
         others = self._others
         num_chosen = sum(others.size_of(unit.key) for unit in chosen) if others else len(chosen)
-        spare = self._spare(protected, max(num - num_chosen, 0)) if self._unknown or others else []
+        spare = self._spare(set(protected), max(num - num_chosen, 0)) if self._unknown or others else []
         units: list[EvictedUnit] | None = chosen
         if num > num_chosen + len(spare):
             assert not chosen, "what was admitted has room"
@@ -370,24 +377,26 @@ class HostTier:
             owner = next(owners, ANYBODY)
             units = self._tree.evict(Tier.HOST, num - len(spare), shield, size_of=size_of, for_owner=owner)
         if units is None:  # perhaps there are windows and states whose units have to stay
-            free = (key for key in others if key not in protected and key not in spare)
+            kept = {*protected, *spare}
+            free = (key for key in others if key not in kept)
             loose = list(islice(free, num - len(spare)))
             if num > len(spare) + len(loose):
                 return None
             units, spare = [], spare + loose
-        keys = [*spare, *(OffloadKey(self.groups.offload_key(cast("Key", unit.key))) for unit in units)]
-        keys += [key for unit in units for key in others.of_unit(unit.key)] if others else []
-        evicted = list(dict.fromkeys(keys))
+        evicted = cast("list[OffloadKey]", offload_keys((cast("Key", unit.key) for unit in units), self.groups.main))
+        if spare or others:
+            beside = [key for unit in units for key in others.of_unit(unit.key)] if others else []
+            evicted = list(dict.fromkeys([*spare, *evicted, *beside]))
         for key in spare:
             self._unknown.pop(key, None)
-        self.rows.free([self._take_out(key).row for key in evicted])
+        self.rows.free(self._take_out(evicted))
         self._tell(evicted, removed=True)
         return evicted
 
     def _insert(self, keys: Sequence[OffloadKey], rows: Sequence[int], ref_cnt: int, *, is_fleeting: bool) -> None:
         """Put blocks into rows, held until :meth:`_release`."""
-        for key, row in zip(keys, rows, strict=True):
-            self._blocks[key] = HostBlock(row, ref_cnt, is_fleeting=is_fleeting)
+        blocks = [HostBlock(row, ref_cnt, is_fleeting) for row in rows]
+        self._blocks.update(zip(keys, blocks, strict=True))
         for node, units in self._arrive(keys).items():
             self._tree.hold(node, units, Tier.HOST)
             self._tree.add(node, units, Tier.HOST)
@@ -421,7 +430,7 @@ class HostTier:
         """Let blocks be evicted that no transfer uses any more, unless they are promised."""
         if self.journal is not None:
             self._seal(keys)
-        self._unhold([key for key in keys if key not in self.promises])
+        self._unhold([key for key in keys if key not in self.promises] if self.promises else keys)
 
     def _unhold(self, keys: Iterable[OffloadKey]) -> None:
         """Let blocks be evicted; those that a transfer uses stay held."""
@@ -444,13 +453,13 @@ class HostTier:
             for key in lasting:
                 if self._locate(key) is not None:
                     note = self.groups.note_of(tree, key)
-                    journal.seal([(blocks[key].row, self.groups.chunk_name(key))], note)
+                    journal.seal([blocks[key].row], [self.groups.chunk_name(key)], note)
             return
         for node, mask in tree.units_of(units_of(lasting)).items():
             for first, length in runs_of(mask):
-                units = [cast("Key", key) for key in node.keys[first : first + length]]
-                rows = [blocks[OffloadKey(self.groups.offload_key(unit))].row for unit in units]
-                journal.seal([*zip(rows, units, strict=True)], self.groups.note_at(tree, Location(node, first)))
+                units = cast("list[Key]", node.keys[first : first + length])
+                rows = [blocks[OffloadKey(key)].row for key in offload_keys(units, self.groups.main)]
+                journal.seal(rows, units, self.groups.note_at(tree, Location(node, first)))
 
     def _promise(self, key: OffloadKey, block: HostBlock) -> None:
         if self.promises.add(key, is_ready=block.ref_cnt != _WRITING):
@@ -464,24 +473,28 @@ class HostTier:
 
     def _drop(self, key: OffloadKey) -> None:
         """Take a block out of the tier and of the tree, and free its row."""
-        block = self._take_out(key)
+        rows = self._take_out([key])
         self._unknown.pop(key, None)
         if self.groups.is_main(key):
             self._others.lose_unit(unit_of(key))
             if (location := self._locate(key)) is not None:
                 self._tree.let_go(location.node, 1 << location.unit, Tier.HOST)
                 self._tree.remove(location.node, 1 << location.unit, Tier.HOST)
-        self.rows.free((block.row,))
+        self.rows.free(rows)
 
-    def _take_out(self, key: OffloadKey) -> HostBlock:
-        block = self._blocks.pop(key)
-        self.promises.settle((key,))
-        if self._others.has_groups and not self.groups.is_main(key):
-            self.num_other_blocks -= 1
-            self._others.discard(key)
+    def _take_out(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """Take blocks out of the tier, and return their rows."""
+        pop = self._blocks.pop
+        rows = [pop(key).row for key in keys]
+        self.promises.settle(keys)
+        if self._others.has_groups:
+            for key in keys:
+                if not self.groups.is_main(key):
+                    self.num_other_blocks -= 1
+                    self._others.discard(key)
         if self.journal is not None:
-            self.journal.unseal(block.row)
-        return block
+            self.journal.unseal(rows)
+        return rows
 
     def _drop_leaving(self) -> int:
         """Drop what is forgotten and used by no transfer; return how many blocks."""

@@ -35,6 +35,9 @@ class Promises(Generic[KeyT]):
     def __contains__(self, key: KeyT) -> bool:
         return key in self._counts
 
+    def __bool__(self) -> bool:
+        return bool(self._counts)
+
     @property
     def is_looking_up(self) -> bool:
         """Whether a look-up is under way: what is found in it is promised."""

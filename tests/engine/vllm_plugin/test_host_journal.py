@@ -39,7 +39,7 @@ def journal(folder: Path, rows: np.ndarray, identity: dict[str, str | int] = IDE
 def seal_all(folder: Path, rows: np.ndarray) -> None:
     made = journal(folder, rows)
     for i in range(CHUNKS):
-        made.seal([(i, key(i))], ChunkNote(key(i - 1) if i else None, f"d{i}", i, i + 1.0, 0.5))
+        made.seal([i], [key(i)], ChunkNote(key(i - 1) if i else None, f"d{i}", i, i + 1.0, 0.5))
     made.close()
 
 
@@ -57,8 +57,8 @@ def test_what_was_sealed_is_found_again_parents_first(tmp_path: Path) -> None:
 def test_blocks_that_are_entered_as_one_run_are_found_as_if_they_were_entered_one_by_one(tmp_path: Path) -> None:
     rows = host_memory()
     made = journal(tmp_path, rows)
-    made.seal([(1, key(1))], ChunkNote(key(0), "d", 1, 2.0, 0.5))
-    made.seal([(i, key(i)) for i in range(4)], ChunkNote(None, "d", 0, 3.0, 0.5))
+    made.seal([1], [key(1)], ChunkNote(key(0), "d", 1, 2.0, 0.5))
+    made.seal(range(4), [key(i) for i in range(4)], ChunkNote(None, "d", 0, 3.0, 0.5))
     made.close()
     again = journal(tmp_path, rows)
     found = [(row, e.key, e.parent, e.doc_id, e.position, e.frequency) for row, e in again.restored]
@@ -87,10 +87,10 @@ def test_a_chunk_with_the_bytes_of_another_is_forgotten(tmp_path: Path) -> None:
 def test_a_chunk_that_was_given_up_is_forgotten_and_its_place_can_be_sealed_anew(tmp_path: Path) -> None:
     rows = host_memory()
     made = journal(tmp_path, rows)
-    made.seal([(0, key(0))], ChunkNote())
-    made.unseal(0)
-    made.seal([(0, key(9))], ChunkNote(doc_id="new"))
-    made.seal([(0, key(8))], ChunkNote(doc_id="sealed already"))
+    made.seal([0], [key(0)], ChunkNote())
+    made.unseal([0])
+    made.seal([0], [key(9)], ChunkNote(doc_id="new"))
+    made.seal([0], [key(8)], ChunkNote(doc_id="sealed already"))
     made.close()
     again = journal(tmp_path, rows)
     assert [(chunk, e.key) for chunk, e in again.restored] == [(0, key(9))]
@@ -100,9 +100,9 @@ def test_a_chunk_that_was_given_up_is_forgotten_and_its_place_can_be_sealed_anew
 def test_what_is_sealed_is_entered_soon_although_nothing_wakes_the_journal(tmp_path: Path) -> None:
     rows = host_memory()
     made = journal(tmp_path, rows)
-    made.seal([(0, key(0))], ChunkNote())
-    made.seal([(1, key(1))], ChunkNote())
-    made.unseal(1)
+    made.seal([0], [key(0)], ChunkNote())
+    made.seal([1], [key(1)], ChunkNote())
+    made.unseal([1])
     deadline_s = time.monotonic() + 30.0
     while time.monotonic() < deadline_s and (made._work or not list(made._index.rows())):
         time.sleep(0.01)  # a poll: another process or thread makes it true
@@ -114,8 +114,8 @@ def test_bytes_that_were_read_while_their_chunk_was_given_up_are_not_sealed_unde
     rows = host_memory()
     made = journal(tmp_path, rows)
     generation = int(made._generation[4])
-    made.unseal(4)  # between the reading of the bytes and the entry
-    made._seal([_Run([(4, generation, key(4), None, 0)], ChunkNote())])
+    made.unseal([4])  # between the reading of the bytes and the entry
+    made._seal([_Run([4], [key(4)], [generation], set(), ChunkNote())])
     made.close()
     again = journal(tmp_path, rows)
     assert again.restored == []
@@ -147,7 +147,7 @@ def test_a_journal_is_its_owners_alone_whatever_the_umask(tmp_path: Path) -> Non
     before = os.umask(0)
     try:
         made = journal(tmp_path, host_memory())
-        made.seal([(0, key(0))], ChunkNote())
+        made.seal([0], [key(0)], ChunkNote())
         found = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
         made.close()
     finally:
@@ -173,11 +173,11 @@ def test_a_journal_that_cannot_be_written_stops_sealing_and_disturbs_nobody(
         raise CacheTierError("no space left")
 
     monkeypatch.setattr(ChunkIndex, "insert", refuse)
-    made.seal([(0, key(0))], ChunkNote())
+    made.seal([0], [key(0)], ChunkNote())
     made._thread.join(timeout=30.0)
     assert not made._thread.is_alive()
-    made.seal([(1, key(1))], ChunkNote())
-    made.unseal(1)
+    made.seal([1], [key(1)], ChunkNote())
+    made.unseal([1])
     made.close()
 
 

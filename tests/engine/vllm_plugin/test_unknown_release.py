@@ -43,7 +43,10 @@ def next_release(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {
             "_version.py": ("'0.3", "'0.34.0' or '0.3"),
             "v1/kv_offload/tiering/spec.py": (spec, spec.replace("Spec", "SpecV2")),
-            queue: ("def append_n(self, blocks", "def append_n(self, why: str, blocks"),
+            queue: (
+                "def iter_blocks_after(\n        self,",
+                "def iter_blocks_after(\n        self,\n        why: str,",
+            ),
         },
     )
 
@@ -88,7 +91,7 @@ def test_one_warning_names_the_release_what_is_missing_and_the_cure(alone: Engin
     (warning,) = [line for line in lines if "RAGCache leaves scheduling and caching to vLLM" in line]
     assert "this is vLLM 0.34.0, RAGCache knows 0.32 and 0.33" in warning
     assert "vllm.v1.kv_offload.tiering.spec has no TieringOffloadingSpec" in warning
-    assert "FreeKVCacheBlockQueue.append_n takes self, why, blocks" in warning
+    assert "FreeKVCacheBlockQueue.iter_blocks_after takes self, why, cursor" in warning
     assert warning.endswith("Install one of those, or a newer ragcache")
 
 
