@@ -132,12 +132,21 @@ class Location:
         return f"Location({self.node!r}, {self.unit})"
 
 
-def masks_of(locations: Iterable[Location]) -> dict[TreeNode, int]:
-    """Return the nodes of ``locations``, each with a mask of their units."""
+def masks_of(locations: Iterable[Location | None]) -> dict[TreeNode, int]:
+    """Return the nodes of ``locations``, each with a mask of their units; None is passed over."""
     masks: dict[TreeNode, int] = {}
-    for location in locations:
-        node = location.node
-        masks[node] = masks.get(node, 0) | 1 << location.unit
+    node: TreeNode | None = None
+    mask = 0
+    for location in locations:  # most often a run of units in one node
+        if location is None:
+            continue
+        if location.node is not node:
+            if node is not None:
+                masks[node] = masks.get(node, 0) | mask
+            node, mask = location.node, 0
+        mask |= 1 << location.unit
+    if node is not None:
+        masks[node] = masks.get(node, 0) | mask
     return masks
 
 

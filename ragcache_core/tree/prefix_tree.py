@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence, Set
 from typing import Final
 
-from ragcache_core.tree.node import MAX_OTHER_IDS, NO_IDS, Location, PathSegment, TreeNode
+from ragcache_core.tree.node import MAX_OTHER_IDS, NO_IDS, Location, PathSegment, TreeNode, masks_of
 from ragcache_core.types import DocId
 
 _IDS_AT_ONCE: Final = 64
@@ -58,12 +58,7 @@ class PrefixTree:
 
     def units_of(self, keys: Iterable[Hashable]) -> dict[TreeNode, int]:
         """Return the nodes of units, with a mask of those units; keys that are not in the tree are passed over."""
-        masks: dict[TreeNode, int] = {}
-        locations = self._locations
-        for key in keys:
-            if (at := locations.get(key)) is not None:
-                masks[at.node] = masks.get(at.node, 0) | 1 << at.unit
-        return masks
+        return masks_of(map(self._locations.get, keys))
 
     def shielded(self, keys: Iterable[Hashable]) -> dict[TreeNode, int]:
         """Return the units that must not go for ``keys`` to come: those, and what stands before the first of them.
