@@ -135,31 +135,31 @@ check-deployment: $(PUBLISH)/.ready ## check images, Compose, Kubernetes and wor
 	$(PUBLISH)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(PUBLISH)/bin/kubernetes-validate --strict --quiet $(filter-out %/kustomization.yaml,$(wildcard examples/deployment/kubernetes/*.yaml))
 
-bench: $(READY) ## measure staged retrieval and the engine's door against their baselines
-	$(VENV)/bin/python -m tests.benchmarks --model examples/demo_model
+bench: $(READY) ## measure staged and filtered search against plain search
+	$(VENV)/bin/python -m benchmarks.retrieval
 
 bench-tiers: $(READY) ## measure what the tiers bring and cost; writes build/bench-tiers.json (an hour and a half)
-	$(VENV)/bin/python -m tests.benchmarks.tiers $(if $(MODEL),--model $(MODEL)) $(foreach part,$(ONLY),--only $(part))
+	$(VENV)/bin/python -m benchmarks.tiers $(if $(MODEL),--model $(MODEL)) $(foreach part,$(ONLY),--only $(part))
 
 bench-pipeline: $(READY) ## measure what overlap and order bring; writes build/bench-pipeline.json (twenty minutes)
-	$(VENV)/bin/python -m tests.benchmarks.pipeline $(if $(MODEL),--model $(MODEL)) $(foreach part,$(ONLY),--only $(part))
+	$(VENV)/bin/python -m benchmarks.pipeline $(if $(MODEL),--model $(MODEL)) $(foreach part,$(ONLY),--only $(part))
 
 bench-simulation: $(READY) ## simulate policies, orders and queues; writes build/bench-simulation.json (three quarters of an hour)
-	$(VENV)/bin/python -m tests.benchmarks.simulation $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part))
+	$(VENV)/bin/python -m benchmarks.simulation $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part))
 
 bench-chunks: $(READY) ## measure what reuse of documents anywhere saves and costs; writes build/bench-chunks.json (an hour and a half)
 	$(VENV)/bin/python -m examples.demo_model_training.recurring --out build/recurring-questions.jsonl
-	$(VENV)/bin/python -m tests.benchmarks.chunks $(if $(MODEL),--model $(MODEL)) $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part))
+	$(VENV)/bin/python -m benchmarks.chunks $(if $(MODEL),--model $(MODEL)) $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part))
 
 bench-depth: $(READY) ## compare selections, alphas and orders on the demo model and a deeper one; writes build/bench-depth.json (hours)
-	$(VENV)/bin/python -m tests.benchmarks.chunks.depth $(if $(MODEL),--model $(MODEL))
+	$(VENV)/bin/python -m benchmarks.chunks.depth $(if $(MODEL),--model $(MODEL))
 
 bench-fleet: $(READY) ## measure what replicas are worth, simulated and real; writes build/bench-fleet.json (an hour)
-	$(VENV)/bin/python -m tests.benchmarks.fleet $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part))
+	$(VENV)/bin/python -m benchmarks.fleet $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part))
 
 bench-headline: $(READY) ## measure the first page of docs/benchmarks.md again; writes build/bench-headline.* (40 minutes)
 	$(VENV)/bin/python -m examples.demo_model_training.recurring --out build/recurring-questions.jsonl
-	$(VENV)/bin/python -m tests.benchmarks.headline $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part))
+	$(VENV)/bin/python -m benchmarks.headline $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part))
 
 bench-steps: $(READY) ## measure a step's processor time in the scheduler, without a model; writes build/step-cost.json (four minutes)
 	$(VENV)/bin/python -m benchmarks.step_cost $(ARGS)
@@ -175,7 +175,7 @@ pictures: $(READY) ## take the pictures of the page at /ragcache for the documen
 
 gpu-check: ## check and time kernels and, where vLLM is installed, engines on this machine's GPU; writes build/gpu-check.json
 	@if $(PYTHON) -c 'from importlib.util import find_spec; exit(not (find_spec("vllm") and find_spec("ragcache_core.client")))' 2>/dev/null; \
-	then $(PYTHON) -m tests.benchmarks.device $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part)) $(ARGS); \
+	then $(PYTHON) -m benchmarks.device $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part)) $(ARGS); \
 	else $(PYTHON) kernels/gpu_check.py --output build/gpu-check.json --cost-model build/gpu-cost-model.json $(ARGS); fi
 
 clean: ## remove what was built, but not the virtual environment

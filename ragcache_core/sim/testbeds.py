@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.policy.prefill_cost import PrefillCost, PrefillCostModel
+from ragcache_core.policy.step_times import StepTimes, read_number
 
 _PCIE4_GIB_PER_S, _PCIE5_GIB_PER_S, _NVME_GIB_PER_S = 11.5, 23.0, 2.0
 _KV_7B_TOKENS_PER_GIB = 8_192
@@ -40,33 +40,6 @@ class PrefillFormula:
             return 0.0
         a, b = num_cached_tokens, num_new_tokens
         return self.base_s + self.per_cached_s * a + self.per_new_s * b + self.per_pair_s * b * (a + b / 2)
-
-
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """What was measured of an engine's steps, in seconds.
-
-    Attributes:
-        request_s: of a request, beside its steps: to send it, take it in and answer.
-        step_s: of a step, whatever it computes.
-        sequence_s: that an answer adds to a step by its next token.
-    """
-
-    request_s: float
-    step_s: float
-    sequence_s: float
-
-    @classmethod
-    def from_dict(cls, data: object) -> Self:
-        """Return the times that a file has.
-
-        Raises:
-            ConfigError: it has others, or something that is no time.
-        """
-        names = [field.name for field in fields(cls)]
-        if not isinstance(data, dict) or set(data) != set(names):
-            raise ConfigError(f"steps is {data!r:.80}; it has {', '.join(names)}")
-        return cls(*(_number(data, name, None) for name in names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,13 +205,13 @@ def _read(name: str, data: Mapping[str, object]) -> Testbed:
         unknown = sorted(set(formula) - set(names))
         if unknown:
             raise ConfigError(f"formula has {unknown[0]!r}; it has {', '.join(names)}")
-        numbers = [_number(formula, key, None if key == "base_s" else 0.0) for key in names]
+        numbers = [read_number(formula, key, None if key == "base_s" else 0.0) for key in names]
         cost = PrefillFormula(*numbers)
         base_s = numbers[0]
     else:
         times = PrefillCostModel.from_dict(data.get("cost_model", data))
         cost, base_s = times, min(map(min, times.seconds))
-    tokens_per_gib, host_gib_per_s, disk_gib_per_s = (_number(data, key, value) for key, value in _OF_KV.items())
+    tokens_per_gib, host_gib_per_s, disk_gib_per_s = (read_number(data, key, value) for key, value in _OF_KV.items())
     for key, value in (("host_gib_per_s", host_gib_per_s), ("disk_gib_per_s", disk_gib_per_s)):
         if not value:
             raise ConfigError(f"{key} is 0; give the GiB that a link brings in a second")
@@ -249,10 +222,3 @@ def _read(name: str, data: Mapping[str, object]) -> Testbed:
     return Testbed(
         name, cost, base_s, int(tokens_per_gib), host_gib_per_s, disk_gib_per_s, assumed=assumed, steps=steps
     )
-
-
-def _number(data: Mapping[str, object], key: str, default: float | None) -> float:
-    value = data.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e15:
-        raise ConfigError(f"{key} is {value!r:.40}; it must be a number of 0 or more")
-    return float(value)

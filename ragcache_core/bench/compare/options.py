@@ -15,7 +15,6 @@ from ragcache_core._version import __version__
 from ragcache_core.bench.compare.comparison import Comparison, OpenEngine
 from ragcache_core.bench.compare.peers import MAX_BATCHED_TOKENS, PEERS, USUAL, Peer, Setup
 from ragcache_core.bench.compare.prompts import TracedPrompts, check_scale, scaled
-from ragcache_core.bench.compare.random_model import LLAMA_3_8B, random_model
 from ragcache_core.bench.compare.report import LAUNCH, SERVER
 from ragcache_core.bench.compare.search.index import SearchOptions, open_index
 from ragcache_core.bench.compare.search.peers import SPECULATIVE
@@ -26,6 +25,7 @@ from ragcache_core.bench.compare.warm_disks import WarmDisks
 from ragcache_core.client import Engine
 from ragcache_core.config import BytesOrNone
 from ragcache_core.errors import ConfigError
+from ragcache_core.profiles.random_model import LLAMA_3_8B, random_model
 from ragcache_core.retrieval.base import IndexKind
 from ragcache_core.sim.traces.trace import Trace, read_trace
 from ragcache_core.sim.traces.workload import WORKLOADS, make_trace

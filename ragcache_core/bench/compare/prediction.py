@@ -13,8 +13,8 @@ from ragcache_core.bench.compare.peers import MAX_BATCHED_TOKENS, PEERS, Peer
 from ragcache_core.bench.compare.report import LAUNCH
 from ragcache_core.bench.compare.results import Results
 from ragcache_core.bench.compare.sessions import NUM_IN_FLIGHT, Amounts, Run
-from ragcache_core.bench.page import MIB, Table
 from ragcache_core.errors import ConfigError
+from ragcache_core.reports.page import MIB, Table
 from ragcache_core.sim.blocks import BlockCache
 from ragcache_core.sim.options import SimulationOptions
 from ragcache_core.sim.stepping.simulation import StepSimulation

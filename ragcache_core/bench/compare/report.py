@@ -12,10 +12,10 @@ from ragcache_core.bench.compare.results import Results
 from ragcache_core.bench.compare.search.peers import SPECULATIVE
 from ragcache_core.bench.compare.summary import SLO_FACTOR, Point, Summary
 from ragcache_core.bench.compare.tables import tables
-from ragcache_core.bench.page import MIB, Report, Table, worded
+from ragcache_core.reports.page import MIB, Report, Table, worded
 
 if TYPE_CHECKING:
-    from ragcache_core.bench.plots import Plot
+    from ragcache_core.reports.plots import Plot
 
 LAUNCH, SERVER = "launch", "server"
 """What ``engine`` is where engines are launched, and the name of one that runs already."""
@@ -144,7 +144,7 @@ def _search_notes(options: Mapping[str, Any]) -> tuple[str, ...]:
 
 def plots(results: Results, summary: Summary) -> dict[str, Plot]:
     """Return the plots by name: TTFT against rate, its distribution, hits against host memory, throughput."""
-    from ragcache_core.bench.plots import bars, cdfs, lines
+    from ragcache_core.reports.plots import bars, cdfs, lines
 
     rates = results.rates_rps
     by_rate = {
@@ -192,7 +192,7 @@ def _points(summary: Summary, peer: str, places: Iterable[tuple[int, int]]) -> l
 
 def _by_size(summary: Summary, title: str, y_label: str, of: Callable[[Point], float]) -> Plot:
     """Return a figure of every engine against host memory; one without is the same for every size."""
-    from ragcache_core.bench.plots import bars, lines
+    from ragcache_core.reports.plots import bars, lines
 
     series = {}
     for peer in summary.peers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ragcache_core.bench.compare.summary import SLO_FACTOR, Estimate, Point, Summary
-from ragcache_core.bench.page import MIB, Table
+from ragcache_core.reports.page import MIB, Table
 
 
 def engines_table(summary: Summary, rates_rps: Sequence[float], rate: int) -> Table:

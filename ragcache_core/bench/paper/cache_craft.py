@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from ragcache_core.bench.page import Table
 from ragcache_core.bench.paper.exhibit import Exhibit, Row
 from ragcache_core.bench.paper.published import CACHE_CRAFT
 from ragcache_core.bench.paper.ratios import Ratio
 from ragcache_core.bench.paper.runs import Case, PaperRuns, Summaries
+from ragcache_core.reports.page import Table
 from ragcache_core.sim.options import SimulationOptions
 from ragcache_core.sim.traces.workload import WORKLOADS
 
@@ -46,7 +46,7 @@ _WHY_COST = (
 
 def figure_22(runs: PaperRuns) -> Exhibit:
     """Return throughput and response time against load."""
-    from ragcache_core.bench.plots import lines
+    from ragcache_core.reports.plots import lines
 
     (limit_rps,) = runs.capacities_rps([Case(WORKLOADS["sysx"], _PREFIX)])
     rates = [round(share * limit_rps, 4) for share in _SHARES]

@@ -9,11 +9,11 @@ from statistics import fmean, stdev
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, Literal
 
-from ragcache_core.bench.page import Table
 from ragcache_core.bench.paper.published import Published
+from ragcache_core.reports.page import Table
 
 if TYPE_CHECKING:
-    from ragcache_core.bench.plots import Plot
+    from ragcache_core.reports.plots import Plot
 
 TOLERANCE = 1.25
 """A single number agrees where ours is at most this many times larger or smaller."""

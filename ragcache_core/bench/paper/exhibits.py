@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any
 
 from ragcache_core.bench.machine import machine
-from ragcache_core.bench.page import Report
 from ragcache_core.bench.paper.cache_craft import figure_22, figure_24
 from ragcache_core.bench.paper.exhibit import Exhibit
 from ragcache_core.bench.paper.large_models import figure_16
@@ -20,6 +19,7 @@ from ragcache_core.bench.paper.reordering import figure_18
 from ragcache_core.bench.paper.request_rate import figure_13, figure_14, figure_15, table_4
 from ragcache_core.bench.paper.runs import FIRST_SEED, MISTRAL, PaperRuns
 from ragcache_core.bench.paper.search import figure_19, table_3
+from ragcache_core.reports.page import Report
 
 EXHIBITS: Mapping[str, Callable[[PaperRuns], Exhibit]] = MappingProxyType(
     {

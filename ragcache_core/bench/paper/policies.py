@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from statistics import fmean
 
-from ragcache_core.bench.page import Table
 from ragcache_core.bench.paper.exhibit import Exhibit, Row
 from ragcache_core.bench.paper.published import (
     CLAIMS,
@@ -19,6 +18,7 @@ from ragcache_core.bench.paper.published import (
 from ragcache_core.bench.paper.ratios import DEFAULT_POLICY, Ratio
 from ragcache_core.bench.paper.runs import MISTRAL, Case, PaperRuns, Summaries, default, ragcache, workload
 from ragcache_core.errors import ConfigError
+from ragcache_core.reports.page import Table
 from ragcache_core.sim.options import SimulationOptions
 from ragcache_core.sim.traces.workload import Workload
 
@@ -38,7 +38,7 @@ _SETTING = (
 
 def figure_17(runs: PaperRuns) -> Exhibit:
     """Return the hit rates of policies over one another."""
-    from ragcache_core.bench.plots import lines
+    from ragcache_core.reports.plots import lines
 
     done = _measure(runs)
     if not all(summary["document_hit_rate"] for of in done.values() for summary in of):
@@ -87,7 +87,7 @@ def figure_17(runs: PaperRuns) -> Exhibit:
 
 def table_2(runs: PaperRuns) -> Exhibit:
     """Return the mean TTFT of policies, with the length of documents and the batch varied."""
-    from ragcache_core.bench.plots import lines
+    from ragcache_core.reports.plots import lines
 
     done = _measure(runs)
     pgdsf = {gib: ragcache(MISTRAL, gib) for gib in HOST_GIB}

@@ -7,15 +7,15 @@ from dataclasses import replace
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from ragcache_core.bench.page import Table
 from ragcache_core.bench.paper.exhibit import Exhibit, Row
 from ragcache_core.bench.paper.published import CLAIMS, REORDERING_HOST_GIB, REORDERING_RATE_RPS
 from ragcache_core.bench.paper.ratios import Ratio
 from ragcache_core.bench.paper.runs import MISTRAL, Case, PaperRuns, Summaries, ragcache, reordered, workload
+from ragcache_core.reports.page import Table
 from ragcache_core.sim.options import INFINITE
 
 if TYPE_CHECKING:
-    from ragcache_core.bench.plots import Plot
+    from ragcache_core.reports.plots import Plot
 
 _LOAD = 1.05
 _EVERYTHING = "all"
@@ -95,7 +95,7 @@ def _cells(before: Summaries, after: Summaries) -> list[str]:
 
 
 def _plot(done: Mapping[Case, Summaries], cases: Mapping[_Key, Case]) -> Plot:
-    from ragcache_core.bench.plots import bars
+    from ragcache_core.reports.plots import bars
 
     groups = {
         f"{name}, {gib} GiB": {

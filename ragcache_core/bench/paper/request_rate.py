@@ -7,7 +7,6 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from ragcache_core.bench.compare.summary import SLO_FACTOR, highest_rate
-from ragcache_core.bench.page import Table
 from ragcache_core.bench.paper.exhibit import Exhibit, Row
 from ragcache_core.bench.paper.published import (
     CLAIMS,
@@ -31,10 +30,11 @@ from ragcache_core.bench.paper.runs import (
     vllm,
     workload,
 )
+from ragcache_core.reports.page import Table
 from ragcache_core.sim.options import SimulationOptions
 
 if TYPE_CHECKING:
-    from ragcache_core.bench.plots import Plot
+    from ragcache_core.reports.plots import Plot
 
 _RATES_RPS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5)
 _NQ_RATES_RPS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
@@ -289,7 +289,7 @@ def curve_table(title: str, curves: Curves, served: Mapping[str, str] | None = N
 
 def curve_plots(name: str, curves_of: Mapping[str, Curves]) -> list[Plot]:
     """Return a plot of TTFT against rate for each group of curves."""
-    from ragcache_core.bench.plots import lines
+    from ragcache_core.reports.plots import lines
 
     return [
         lines(

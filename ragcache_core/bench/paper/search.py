@@ -76,7 +76,7 @@ def table_3(runs: PaperRuns) -> Exhibit:
 
 def figure_19(runs: PaperRuns) -> Exhibit:
     """Return how many times lower TTFT is with speculation."""
-    from ragcache_core.bench.plots import lines
+    from ragcache_core.reports.plots import lines
 
     done = _measure(runs)
     rows = []
