@@ -14,10 +14,8 @@ from weakref import WeakSet
 
 import httpx
 
-from ragcache_core.client.cache import CacheRoutes
-from ragcache_core.client.deadline.client import DeadlineClient
-from ragcache_core.client.deadline.routes import DeadlineRoutes
-from ragcache_core.client.documents import DocumentRoutes, StandsOnDocuments
+from ragcache_core.client.cache import CacheRoutes, DocumentRoutes, Prefetching, PrefetchRoute, StandsOnDocuments
+from ragcache_core.client.deadline import DeadlineClient, DeadlineRoutes
 from ragcache_core.client.generation import (
     AnswerReader,
     Generation,
@@ -31,27 +29,21 @@ from ragcache_core.client.generation import (
 )
 from ragcache_core.client.http.attempt import RetryPolicy, ServerWatch
 from ragcache_core.client.http.errors import translate_errors
-from ragcache_core.client.http.resumed_answers import ResumedAnswers
+from ragcache_core.client.http.resume import ResumedAnswers
 from ragcache_core.client.http.routing import Replicas
 from ragcache_core.client.http.transport import AsyncRetryingTransport, RetryingTransport
 from ragcache_core.client.launch.process import GRACE_S
 from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes, KnownPrefixes
 from ragcache_core.client.ordering.document_order import Arrangement, OrderingClient, RememberedOrders
-from ragcache_core.client.prefetching import Prefetching, PrefetchRoute
-from ragcache_core.client.prompts.bound_prompt import BoundPrompt, FormatDocuments
+from ragcache_core.client.prompts.bound_prompt import BoundPrompt, FormatDocuments, KVScopes
 from ragcache_core.client.prompts.client import PromptClient
-from ragcache_core.client.prompts.kv_scope import KVScopes
-from ragcache_core.client.prompts.request_plan import RequestPlan, rights_body
-from ragcache_core.client.prompts.rights import joined_salt
+from ragcache_core.client.prompts.request_plan import RequestPlan, joined_salt, rights_body
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer, checked_tokenizer
-from ragcache_core.client.server_info import Handshake, ModelCard
-from ragcache_core.client.speculation.client import SpeculationClient
-from ragcache_core.client.speculation.engine_load import LoadRoute
-from ragcache_core.client.speculation.manager import SpeculationManager
-from ragcache_core.client.stats.cache_stats import CacheStatsRoutes
-from ragcache_core.client.stats.server_metrics import parse_metrics
+from ragcache_core.client.server_info import Handshake, ModelCard, importing_requests
+from ragcache_core.client.speculation.client import LoadRoute, SpeculationClient
+from ragcache_core.client.speculation.speculation import SpeculationManager
+from ragcache_core.client.stats.cache_stats import CacheStatsRoutes, parse_metrics
 from ragcache_core.client.tracing import RequestTraces
-from ragcache_core.client.warm_imports import importing_requests
 from ragcache_core.client.warming import WarmingClient, WarmingReceipt, check_bound, known_scope
 from ragcache_core.errors import ConfigError, TokenizerUnavailableError
 from ragcache_core.ordering import DocumentOrder

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from ragcache_core.client.engine import Engine
 from ragcache_core.client.http.errors import translate_errors
-from ragcache_core.client.launch.server_log import is_stream
+from ragcache_core.client.launch.process import is_stream
 from ragcache_core.client.server_info import Handshake
-from ragcache_core.client.stats.server_metrics import kv_memory
+from ragcache_core.client.stats.cache_stats import kv_memory
 from ragcache_core.errors import ConfigError, EngineError
 from ragcache_core.policy.prefill_cost import PrefillCostModel
 from ragcache_core.prompt import RenderedPrompt

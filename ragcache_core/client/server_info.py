@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import re
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +16,26 @@ from ragcache_core.client.http.errors import translate_errors
 from ragcache_core.errors import EngineAuthError, EngineError, TokenizerUnavailableError
 from ragcache_core.prompt import ChatMessage
 from ragcache_core.runtime.tokenizer_files import TokenizerFiles, keep, load_kept, sha256_of
+
+_LAZY = ("openai.resources", "anyio._backends._asyncio", "ragcache_core.client.prompts.chat_template")
+"""What openai needs for its first request, httpx for its first asynchronous one, and a prompt: 0.2 to 0.4 s."""
+
+
+def import_requests() -> None:
+    """Import it now."""
+    for name in _LAZY:
+        importlib.import_module(name)
+
+
+@contextmanager
+def importing_requests() -> Iterator[None]:
+    """Import it while the body waits for something else; leaving the body waits for the import to end."""
+    thread = threading.Thread(target=import_requests, name="ragcache-imports")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,10 @@ import httpx
 from ragcache_core.chunk.types import chunk_spans
 from ragcache_core.client.http.errors import translate_errors
 from ragcache_core.client.ordering.cached_prefixes import KnownPrefixes
-from ragcache_core.client.prompts.bound_prompt import BoundPrompt
-from ragcache_core.client.prompts.kv_scope import HINT, KVScope, KVScopes
-from ragcache_core.client.speculation.client import PreparedRequest, SpeculationClient
-from ragcache_core.client.speculation.engine_load import LoadRoute
+from ragcache_core.client.prompts.bound_prompt import HINT, BoundPrompt, KVScope, KVScopes
+from ragcache_core.client.speculation.client import LoadRoute, PreparedRequest, SpeculationClient
 from ragcache_core.client.speculation.speculation import Speculation
-from ragcache_core.client.stats.server_metrics import kv_memory
+from ragcache_core.client.stats.cache_stats import kv_memory
 from ragcache_core.errors import ConfigError, EngineError, PromptTooLongError
 from ragcache_core.ordering import CachedPaths, static_prefix_digest
 from ragcache_core.prompt import RenderedPrompt

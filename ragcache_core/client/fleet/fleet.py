@@ -17,14 +17,13 @@ from pydantic import TypeAdapter
 from ragcache_core.client.cache import CacheRoutes
 from ragcache_core.client.engine import Engine
 from ragcache_core.client.engine_client import EngineClient
-from ragcache_core.client.fleet.alike import told_by
-from ragcache_core.client.fleet.prefixes import FleetPrefixes
-from ragcache_core.client.fleet.replicas import HOME, Replica, ReplicaSet
+from ragcache_core.client.fleet.replicas import HOME, FleetPrefixes, Replica, ReplicaSet
 from ragcache_core.client.http.attempt import AUTO, FirstTokenTimeout, RetryPolicy
 from ragcache_core.client.http.joined_server import HANG_TIMEOUT_S, RESTART_TIMEOUT_S
 from ragcache_core.client.http.resume import ResumeStreams
 from ragcache_core.client.launch.process import GRACE_S
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer
+from ragcache_core.client.server_info import Handshake
 from ragcache_core.errors import ConfigError, EngineError
 from ragcache_core.stats import EngineStats, ForgetReceipt, merged_report
 from ragcache_core.types import DocId
@@ -33,6 +32,13 @@ _NO_KEY = "none"
 _Answer = TypeVar("_Answer")
 _STATS = TypeAdapter(EngineStats)
 _logger = logging.getLogger(__name__)
+
+
+def told_by(engine: Engine) -> dict[str, str | int | None]:
+    """Return by name what a replica serves; what differs in another one makes it no replica of the same."""
+    offered = Handshake(engine.http_client(), engine.base_url, engine.api_key).tokenizer_offer()
+    cache = "plain vLLM" if engine.stats().policy is None else "RAGCache"
+    return {"model": engine.model, "max_model_len": engine.max_model_len, "tokenizer": offered, "cache": cache}
 
 
 class Fleet(EngineClient):

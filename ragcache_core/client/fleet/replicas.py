@@ -1,4 +1,4 @@
-"""The replicas of a fleet: how they are, what each is answering, and which of them gets a request."""
+"""The replicas of a fleet: their state, their load, what they have cached, and which of them gets a request."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import cast
 from urllib.parse import quote
@@ -18,14 +19,16 @@ from weakref import WeakSet
 import httpx
 
 from ragcache_core.client.engine import Engine
-from ragcache_core.client.http.asked import Asked
+from ragcache_core.client.http.affinity import Asked
 from ragcache_core.client.http.attempt import BROKEN, SENT_ONCE, Health, check_progress, engine_died, is_late
-from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes
+from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes, KnownPrefixes
 from ragcache_core.client.speculation.request_capture import asks_completion
 from ragcache_core.errors import EngineUnreachableError
-from ragcache_core.routing.choice import KnownReplica, choose_replica
+from ragcache_core.ordering import CachedPaths
+from ragcache_core.routing.choice import KnownReplica, choose_order, choose_replica, with_room_for_cached
 from ragcache_core.routing.index import PathIndex
 from ragcache_core.routing.load import OnItsWay, ReplicaLoad
+from ragcache_core.types import DocId
 from ragcache_core.wire import REQUEST_ROUTE, SPECULATION_ROUTE
 
 HOME = "https://ragcache-fleet"
@@ -44,8 +47,8 @@ _UNREACHED = (502, 503)
 """A server that takes no requests now says 503; of a proxy before it both are that it does not reach it. With 504 it
 has waited for the answer: sent again, what takes long would be computed by every replica."""
 
-_logger = logging.getLogger(__name__)
 _all: WeakSet[ReplicaSet] = WeakSet()
+_logger = logging.getLogger(__name__)
 
 
 class Replica:
@@ -326,3 +329,33 @@ def _start_all_anew() -> None:
 
 
 os.register_at_fork(after_in_child=_start_all_anew)
+
+
+class FleetPrefixes(KnownPrefixes):
+    """The mirrors of the replicas that may get the next request: an order is chosen together with its replica."""
+
+    def __init__(self, replicas: ReplicaSet) -> None:
+        """The mirrors are the replicas' own, which close them."""
+        self._replicas = replicas
+
+    @property
+    def is_current(self) -> bool:
+        return all(replica.mirror.is_current for replica in self._replicas.ready())
+
+    def order(self, documents: Sequence[DocId], *, prefix: bytes | None, keep_first: bool) -> tuple[int, ...] | None:
+        with self._replicas.known() as replicas:
+            return choose_order(self._replicas.index, replicas, documents, prefix=prefix, keep_first=keep_first)
+
+    @contextmanager
+    def reading(self) -> Iterator[Sequence[CachedPaths] | None]:
+        with self._replicas.known() as replicas:
+            known = [replica for replica in with_room_for_cached(replicas) if replica.mirrors is not None]
+            yield [paths for replica in known for paths in replica.caches] or None
+
+    def refresh(self, timeout_s: float) -> bool:
+        ready = self._replicas.ready()
+        with ThreadPoolExecutor(len(ready) or 1) as threads:
+            return all(threads.map(lambda replica: replica.mirror.refresh(timeout_s), ready))
+
+    def close(self) -> None:
+        """Do nothing."""

@@ -20,10 +20,10 @@ from weakref import WeakKeyDictionary, WeakSet
 import httpx
 
 from ragcache_core.client.http.attempt import BROKEN, Attempt, RetryPolicy, ServerWatch, engine_died
-from ragcache_core.client.http.resumed_answers import ResumedAnswers
+from ragcache_core.client.http.resume import ResumedAnswers
 from ragcache_core.client.http.routing import AsyncRoutedTransport, Replicas, RoutedTransport
 from ragcache_core.client.http.waiting import async_patient_transport, checking, patient_transport
-from ragcache_core.client.speculation.manager import SpeculationManager
+from ragcache_core.client.speculation.speculation import SpeculationManager
 from ragcache_core.client.tracing import RequestTrace, RequestTraces, ended_by_errors
 from ragcache_core.errors import EngineClosedError, EngineDiedError
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import json
 import logging
 import os
 import re
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from inspect import signature
 from itertools import count
@@ -25,6 +30,7 @@ from ragcache_core.client.launch.arguments import (
     check_context,
     check_extra_args,
     check_model,
+    check_names,
     check_tokenizer,
     check_vllm,
     check_worker,
@@ -33,15 +39,11 @@ from ragcache_core.client.launch.arguments import (
     server_environment,
     vllm_arguments,
 )
-from ragcache_core.client.launch.directory_lock import DirectoryLock, launch_digest
-from ragcache_core.client.launch.process import ServerProcess, check_port_free, free_port
-from ragcache_core.client.launch.progress import LoadProgress
-from ragcache_core.client.launch.server_log import is_stream
-from ragcache_core.client.launch.setting_names import check_names
-from ragcache_core.client.launch.supervisor import Supervisor
+from ragcache_core.client.launch.process import ServerProcess, check_port_free, free_port, is_stream
+from ragcache_core.client.launch.supervisor import LoadProgress, Supervisor
 from ragcache_core.client.launch.vllm_offload import VLLMOffload
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer
-from ragcache_core.client.warm_imports import import_requests
+from ragcache_core.client.server_info import import_requests
 from ragcache_core.config import SHARED_PASSWORD_ENV, CacheConfig, ChunkReuse
 from ragcache_core.errors import ConfigError, EngineStartError
 from ragcache_core.profiles.calibration import find_calibration, load_calibration
@@ -51,17 +53,81 @@ from ragcache_core.runtime.shared_memory import EngineFiles, new_engine_id, swee
 from ragcache_core.runtime.tenants import Tenants
 from ragcache_core.types import Tier
 
+_held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 _ENDING_S = 20.0
 """An engine whose owner was killed has noticed and ended by then."""
 _LOOKS_EVERY_S = 0.25
 _CLIENT_SETTINGS = ("data_parallel_size", "first_token_timeout_s", "resume_streams")
 """Settings of ``Engine.launch`` that do not reach the server's launch."""
-_logger = logging.getLogger(__name__)
 _TOO_SMALL = re.compile(
     r"KV cache is needed, which is larger than the available KV cache memory \([^)]*\)[^`]*?\.(?= Try)"
 )
 """What vLLM says where its KV memory does not hold one prompt of the longest length; what it tries is not ours."""
 _KV_CURE = "Raise kv_cache_bytes, or lower max_model_len"
+_logger = logging.getLogger(__name__)
+
+
+class DirectoryLock:
+    """Held by the process that launches an engine until :meth:`release`, or until it dies."""
+
+    def __init__(self, directory: Path, launch: str) -> None:
+        """Take the lock; where the file system has none, or the file is another user's, nothing is taken.
+
+        Raises:
+            EngineStartError: an engine that was launched in the same way has it.
+        """
+        self._descriptor = -1
+        with suppress(OSError):
+            self._descriptor = os.open(
+                directory / f"{launch}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+            )
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._close()
+                raise EngineStartError(
+                    f"{directory} is the cache directory of another engine that is running with the same model and "
+                    "settings: stop that one, or give each engine a directory of its own"
+                ) from None
+        _held.add(self)
+
+    def release(self) -> None:
+        """Release the lock. Idempotent."""
+        if self._descriptor >= 0:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        self._close()
+
+    def _close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+
+def launch_digest(
+    model: str, cache: CacheConfig, arguments: Sequence[str], environment: Mapping[str, str] = os.environ
+) -> str:
+    """Return a digest of what decides whose KV an engine keeps, as far as its launch says it.
+
+    Engines of one digest keep the same KV: the model's files, vLLM's arguments and its variables are the same.
+    """
+    folder = Path(model).expanduser()
+    files = [path.resolve() for path in sorted(folder.iterdir()) if path.is_file()] if folder.is_dir() else []
+    facts = [(str(path), status.st_size, status.st_mtime_ns) for path in files for status in [path.stat()]]
+    chunks = None if cache.chunk_reuse is None else cache.chunk_reuse.model_dump(mode="json")
+    variables = sorted(
+        (k, v) for k, v in environment.items() if k.startswith(("VLLM_", "CUDA_", "PYTHONHASH")) and k != "VLLM_API_KEY"
+    )
+    told = [str(folder.resolve()) if files else model, facts, cache.block_size, chunks, list(arguments), variables]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]
+
+
+def _forget_all() -> None:
+    """A fork does not own its parent's locks, and must not keep them when the parent has died."""
+    for lock in _held:
+        lock._close()
+
+
+os.register_at_fork(after_in_child=_forget_all)
 
 
 @dataclass(frozen=True, slots=True)

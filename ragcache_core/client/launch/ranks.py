@@ -16,8 +16,7 @@ from pydantic import ByteSize
 
 from ragcache_core.client.launch.arguments import number_of, vllm_arguments
 from ragcache_core.client.launch.launch import LaunchedServer
-from ragcache_core.client.launch.process import check_port_free, free_port
-from ragcache_core.client.launch.server_log import is_stream
+from ragcache_core.client.launch.process import check_port_free, free_port, is_stream
 from ragcache_core.client.launch.vllm_offload import VLLMOffload
 from ragcache_core.config import CacheConfig
 from ragcache_core.errors import ConfigError, EngineClosedError, EngineStartError

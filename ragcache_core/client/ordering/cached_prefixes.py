@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 import httpx
 
-from ragcache_core.client.http.background_loop import BackgroundLoop
+from ragcache_core.client.http.routing import BackgroundLoop
 from ragcache_core.ordering import PATHS_VERSION, CachedPaths, best_order
 from ragcache_core.routing.index import PathIndex
 from ragcache_core.types import DocId

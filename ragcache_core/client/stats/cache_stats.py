@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -19,16 +20,27 @@ from typing import Annotated, Any
 from urllib.parse import quote
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 from pydantic import Field, TypeAdapter, ValidationError
 
 from ragcache_core.client.http.attempt import SENT_ONCE
 from ragcache_core.client.http.errors import translate_errors
-from ragcache_core.client.http.resumed_answers import ResumedAnswers
+from ragcache_core.client.http.resume import ResumedAnswers
 from ragcache_core.client.tracing import RequestTraces
 from ragcache_core.errors import EngineError
 from ragcache_core.stats import ChunkReuseStats, EngineStats, RequestStats, document_stats, series_of
 from ragcache_core.types import PromptSegment
 
+_COUNTERS = {
+    "num_running": "vllm:num_requests_running",
+    "num_waiting": "vllm:num_requests_waiting",
+    "num_prompt_tokens": "vllm:prompt_tokens_total",
+    "num_output_tokens": "vllm:generation_tokens_total",
+    "num_prefix_query_tokens": "vllm:prefix_cache_queries_total",
+    "num_prefix_hit_tokens": "vllm:prefix_cache_hits_total",
+    "num_preemptions": "vllm:num_preemptions_total",
+    "num_first_tokens": "vllm:time_to_first_token_seconds_count",
+}
 _TIMEOUT_S = 2.0
 _PAUSE_S = 10.0
 """After a request that was not answered in time none is sent for so long: the engine is busy."""
@@ -38,6 +50,30 @@ _NOT_NOW = frozenset((408, 425, 429))
 _Count = Annotated[int, Field(ge=0)] | None
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
 _logger = logging.getLogger(__name__)
+
+
+def parse_metrics(page: str, *, num_restarts: int = 0) -> EngineStats:
+    """Return the engine's statistics from the text of ``/metrics``, summed over data-parallel engines."""
+    totals: dict[str, list[float]] = defaultdict(list)
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            totals[sample.name].append(sample.value)
+    usage = totals["vllm:kv_cache_usage_perc"]
+    counts: dict[str, Any] = {field: int(sum(totals[name])) for field, name in _COUNTERS.items()}
+    return EngineStats(
+        **counts,
+        kv_cache_usage=sum(usage) / len(usage) if usage else 0.0,
+        sum_ttft_s=sum(totals["vllm:time_to_first_token_seconds_sum"]),
+        num_restarts=num_restarts,
+    )
+
+
+def kv_memory(page: str) -> tuple[int, int]:
+    """Return the block size, and how many tokens fit into the KV memory, from the text of ``/metrics``."""
+    samples = (sample for family in text_string_to_metric_families(page) for sample in family.samples)
+    (told,) = {sample.name: sample.labels for sample in samples if sample.name == "vllm:cache_config_info"}.values()
+    block_size, num_blocks = int(told["block_size"]), int(told["num_gpu_blocks"])
+    return block_size, (num_blocks - 1) * block_size  # vLLM keeps one block as "no block"
 
 
 @dataclass(frozen=True, slots=True)

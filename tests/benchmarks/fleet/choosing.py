@@ -12,8 +12,7 @@ from typing import Any, cast
 
 import httpx
 
-from ragcache_core.client.fleet.prefixes import FleetPrefixes
-from ragcache_core.client.fleet.replicas import HOME, ReplicaSet
+from ragcache_core.client.fleet.replicas import HOME, FleetPrefixes, ReplicaSet
 from ragcache_core.client.http.attempt import Health
 from ragcache_core.ordering import CachedPaths, PathChange, static_prefix_digest
 from ragcache_core.routing.index import PathIndex

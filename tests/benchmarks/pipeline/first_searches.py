@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from ragcache_core.client.pipeline.run import run_pipeline
-from ragcache_core.client.speculation.engine_load import EngineLoad
+from ragcache_core.client.speculation.client import EngineLoad
 from ragcache_core.speculation import SettlingHistory
 from ragcache_core.types import Document, RetrievalUpdate
 from tests.benchmarks.report import Figure, Part, Plan

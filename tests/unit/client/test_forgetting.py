@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ragcache_core.client.documents import DocumentRoutes
+from ragcache_core.client.cache import DocumentRoutes
 from ragcache_core.errors import ConfigError, EngineAuthError, EngineError, EngineUnreachableError, RequestRejectedError
 from ragcache_core.stats import ForgetReceipt
 from ragcache_core.wire import MAX_DOC_ID_CHARS, MAX_DOCUMENTS

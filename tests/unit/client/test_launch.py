@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 
-from ragcache_core.client.launch import setting_names
+from ragcache_core.client.launch import arguments as setting_names
 from ragcache_core.client.launch.arguments import check_context
-from ragcache_core.client.launch.directory_lock import DirectoryLock, launch_digest
-from ragcache_core.client.launch.launch import launch_server
+from ragcache_core.client.launch.launch import DirectoryLock, launch_digest, launch_server
 from ragcache_core.config import CacheConfig, ChunkReuse
 from ragcache_core.errors import ConfigError, EngineStartError
 from ragcache_core.memory import Memory
@@ -219,7 +218,7 @@ def test_settings_in_every_form_that_vllm_reads_are_passed_on(owner: Owner) -> N
 
 
 def test_no_name_is_refused_where_a_platform_may_add_arguments(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry_points = "ragcache_core.client.launch.setting_names.entry_points"
+    entry_points = "ragcache_core.client.launch.arguments.entry_points"
     monkeypatch.setattr(entry_points, lambda group: [SimpleNamespace(name="its-platform")])
     setting_names._known_names.cache_clear()
     try:

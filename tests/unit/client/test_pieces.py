@@ -26,7 +26,7 @@ from ragcache_core.client.launch.arguments import (
     vllm_arguments,
 )
 from ragcache_core.client.launch.process import ServerProcess, check_port_free, free_port
-from ragcache_core.client.launch.progress import STAGES, LoadProgress
+from ragcache_core.client.launch.supervisor import STAGES, LoadProgress
 from ragcache_core.client.prompts.chat_request import is_text_only, read_chat
 from ragcache_core.client.prompts.request_plan import (
     RememberedDocuments,
@@ -36,7 +36,7 @@ from ragcache_core.client.prompts.request_plan import (
 )
 from ragcache_core.client.prompts.tokenizer import checked_tokenizer
 from ragcache_core.client.server_info import Handshake
-from ragcache_core.client.stats.server_metrics import parse_metrics
+from ragcache_core.client.stats.cache_stats import parse_metrics
 from ragcache_core.config import CacheConfig
 from ragcache_core.errors import (
     ConfigError,

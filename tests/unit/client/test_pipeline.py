@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from ragcache_core.client.pipeline import search as search_run
+from ragcache_core.client.pipeline import run as search_run
 from ragcache_core.client.pipeline.run import PipelineEvent, run_pipeline
-from ragcache_core.client.speculation.engine_load import EngineLoad
+from ragcache_core.client.speculation.client import EngineLoad
 from ragcache_core.errors import ConfigError, SearchError, SearchTimeoutError
 from ragcache_core.speculation import SettlingHistory
 from ragcache_core.types import Document, RetrievalUpdate

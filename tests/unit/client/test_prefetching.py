@@ -10,7 +10,7 @@ import pytest
 
 from ragcache_core import Document, PromptLayout
 from ragcache_core.client import Engine
-from ragcache_core.client.prefetching import PrefetchRoute
+from ragcache_core.client.cache import PrefetchRoute
 from ragcache_core.client.speculation.client import PreparedRequest
 from ragcache_core.client.speculation.request_capture import CapturedRequest
 from ragcache_core.errors import EngineError, PromptTooLongError

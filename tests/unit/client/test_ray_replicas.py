@@ -15,10 +15,9 @@ import pytest
 
 from ragcache_core import CacheConfig, ConfigError, ragcache_deployment
 from ragcache_core.client.launch.vllm_offload import VLLMOffload
-from ragcache_core.client.ray_serve.ask import Ask
 from ragcache_core.client.ray_serve.deployment import build
 from ragcache_core.client.ray_serve.engine_replica import own_settings
-from ragcache_core.client.ray_serve.known_replicas import KnownReplicas
+from ragcache_core.client.ray_serve.known_replicas import Ask, KnownReplicas
 from ragcache_core.ordering import CachedPaths, PathChange
 from ragcache_core.routing.index import PathIndex
 from ragcache_core.routing.load import AskedPrompt

@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 import pytest
 
-from ragcache_core.client.pipeline.recent import RECALLED_STAGE, RecentQuestions
+from ragcache_core.client.pipeline.histories import RECALLED_STAGE, RecentQuestions
 from ragcache_core.client.pipeline.run import run_pipeline
 from ragcache_core.errors import UnknownDocumentError
 from ragcache_core.speculation import SettlingHistory

@@ -14,9 +14,14 @@ from hypothesis import strategies as st
 from ragcache_core import ConfigError, Document, PromptLayout
 from ragcache_core.client import Engine
 from ragcache_core.client.prompts import client, request_plan
-from ragcache_core.client.prompts.kv_scope import KVScope
-from ragcache_core.client.prompts.request_plan import RememberedDocuments, merge_bodies
-from ragcache_core.client.prompts.rights import RememberedRights, joined_salt, salt_of
+from ragcache_core.client.prompts.bound_prompt import KVScope
+from ragcache_core.client.prompts.request_plan import (
+    RememberedDocuments,
+    RememberedRights,
+    joined_salt,
+    merge_bodies,
+    salt_of,
+)
 from tests.support.scripted_server import ScriptedServer
 
 LAYOUT = PromptLayout()

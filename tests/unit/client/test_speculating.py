@@ -20,15 +20,14 @@ from langchain_core.messages import HumanMessage
 from llama_index.core.llms import ChatMessage
 
 from ragcache_core.client import Engine, ModelTokenizer
-from ragcache_core.client.http.background_loop import BackgroundLoop
 from ragcache_core.client.http.buffered_response import BufferedResponse
-from ragcache_core.client.request_scope import request_scope
-from ragcache_core.client.speculation import manager as speculating
-from ragcache_core.client.speculation import pending as claiming
-from ragcache_core.client.speculation import routes as speculative_http
-from ragcache_core.client.speculation.engine_load import EngineLoad
-from ragcache_core.client.speculation.routes import receive
-from ragcache_core.client.speculation.speculation import Speculation
+from ragcache_core.client.http.routing import BackgroundLoop
+from ragcache_core.client.speculation import speculation as claiming
+from ragcache_core.client.speculation import speculation as speculating
+from ragcache_core.client.speculation import speculation as speculative_http
+from ragcache_core.client.speculation.client import EngineLoad
+from ragcache_core.client.speculation.request_capture import request_scope
+from ragcache_core.client.speculation.speculation import Speculation, receive
 from ragcache_core.errors import ConfigError, EngineClosedError, EngineDiedError, EngineError
 from ragcache_core.prompt import PromptLayout
 from ragcache_core.types import Document
@@ -815,7 +814,7 @@ async def test_a_server_without_our_plugin_is_named_in_one_warning(
 async def test_a_server_that_takes_speculations_later_gets_them_then(
     server: ScriptedServer, engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ragcache_core.client.speculation.engine_load._UNSUPPORTED_PAUSE_S", 0.0)
+    monkeypatch.setattr("ragcache_core.client.speculation.client._UNSUPPORTED_PAUSE_S", 0.0)
     client = engine.integration.speculation
     server.load = None
     for _ in range(2):

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import pytest
 
-from ragcache_core.client.speculation.attempt import StartedSpeculation
+from ragcache_core.client.speculation.client import StartedSpeculation
 from ragcache_core.runtime.kept_threads import KeptThreads
 from ragcache_core.types import Document
 from tests.unit.client.pipeline_scene import (
@@ -175,7 +175,7 @@ async def test_a_start_that_has_not_begun_is_cancelled_at_once(monkeypatch: pyte
 def test_a_start_that_hangs_does_not_hold_up_the_end_of_the_process() -> None:
     code = """
         import threading
-        from ragcache_core.client.speculation.attempt import StartedSpeculation
+        from ragcache_core.client.speculation.client import StartedSpeculation
 
         class Stuck:
             def prepare(self, documents):

@@ -18,8 +18,7 @@ import pytest
 
 from ragcache_core.client.http.attempt import Health
 from ragcache_core.client.launch import supervisor as module
-from ragcache_core.client.launch.progress import LoadProgress
-from ragcache_core.client.launch.supervisor import Supervisor
+from ragcache_core.client.launch.supervisor import LoadProgress, Supervisor
 from ragcache_core.errors import EngineStartError
 from tests.support.scripted_server import ScriptedServer
 from tests.support.waiting import until
