@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
 _DRAIN_POLL_S = 0.1
 _DRAIN_TIMEOUT_S = 5.0
-_open_engines: set[Engine] = set()
-"""Engines that own a server, until they are closed: the end of the program closes them."""
 
 
 class Engine(EngineClient):
@@ -79,7 +77,7 @@ class Engine(EngineClient):
         self.log_path = log_path
         self._server = watch
         self._closing = threading.Lock()
-        _open_engines.add(self)
+        atexit.register(self.close, 5.0)
         try:
             self._shake_hands(find_tokenizer)
         except BaseException:
@@ -355,12 +353,14 @@ class Engine(EngineClient):
 
         May be called twice, by several threads (each returns when it is done), and again after an interruption.
         """
+        if self._process.is_forked:
+            return
         with self._closing:
             try:
                 self._close_connections()
             finally:
                 self._server.close(grace_s)
-            _open_engines.discard(self)
+            atexit.unregister(self.close)
 
 
 def _tokenizer_of(wish: str | os.PathLike[str] | None, server: Handshake, card: ModelCard) -> ModelTokenizer:
@@ -385,12 +385,3 @@ def _tokenizer_of(wish: str | os.PathLike[str] | None, server: Handshake, card: 
 def _close_result(launching: asyncio.Future[Any]) -> None:
     if not launching.cancelled() and launching.exception() is None:
         threading.Thread(target=launching.result().close, name="ragcache-close").start()
-
-
-os.register_at_fork(after_in_child=_open_engines.clear)  # a fork does not own its parent's servers
-
-
-@atexit.register
-def _close_open_engines() -> None:
-    for engine in list(_open_engines):
-        engine.close(grace_s=5.0)

@@ -48,7 +48,7 @@ from ragcache_core.client.warming import WarmingClient, WarmingReceipt, check_bo
 from ragcache_core.errors import ConfigError, TokenizerUnavailableError
 from ragcache_core.ordering import DocumentOrder
 from ragcache_core.prompt import ChatMessage, PromptTokenizer, RenderedPrompt, check_prompt_fits
-from ragcache_core.runtime.handle import Handle
+from ragcache_core.runtime.handle import Handle, OneProcess
 from ragcache_core.stats import EngineStats, ForgetReceipt
 from ragcache_core.types import DocId, Document
 from ragcache_core.wire import ChunkReuseOption, check_sendable, check_text
@@ -79,6 +79,9 @@ class Integration:
 class EngineClient(Handle, ABC):
     """Requests to a running server. Its methods may be called by any thread, the async ones from any loop.
 
+    A fork of the process has no threads of its parent: there every call raises ``EngineForkedError``, and ``close``
+    does nothing.
+
     Attributes:
         model: the name under which the server serves its model.
         base_url: the root of its OpenAI protocol, ``http://host:port/v1``.
@@ -90,7 +93,7 @@ class EngineClient(Handle, ABC):
 
     model: str
     max_model_len: int
-    integration: Integration
+    _integration: Integration
 
     def __init__(
         self,
@@ -108,6 +111,7 @@ class EngineClient(Handle, ABC):
         """
         self.base_url = base_url
         self.api_key = api_key
+        self._process = OneProcess()
         self._watch = watch
         self._speculations = SpeculationManager(
             base_url, api_key, watch, resume_streams=policy.resume_streams, replicas=replicas
@@ -122,6 +126,16 @@ class EngineClient(Handle, ABC):
         self._documents = DocumentRoutes(base_url, api_key, self._http, self._http_async)
         self._prefetching: Prefetching = PrefetchRoute(base_url, api_key, self._http, self._http_async)
         self._cached_prefixes = cached_prefixes or CachedPrefixes(base_url, api_key)
+
+    @property
+    def integration(self) -> Integration:
+        """The parts that integrations of frameworks use.
+
+        Raises:
+            EngineForkedError: this is a fork of the process that made the engine.
+        """
+        self._process.check()
+        return self._integration
 
     @cached_property
     def _openai(self) -> OpenAI:
@@ -157,7 +171,7 @@ class EngineClient(Handle, ABC):
             scopes=scopes,
         )
         self._scopes = scopes
-        self.integration = Integration(
+        self._integration = Integration(
             prompts,
             SpeculationClient(
                 self.base_url,
@@ -178,7 +192,7 @@ class EngineClient(Handle, ABC):
             self._prefetching,
         )
         self._warming = WarmingClient(
-            self.integration.speculation, load, self._cached_prefixes, scopes, self._http, self.base_url
+            self._integration.speculation, load, self._cached_prefixes, scopes, self._http, self.base_url
         )
 
     @abstractmethod

@@ -191,6 +191,8 @@ class Fleet(EngineClient):
 
     def close(self, grace_s: float = GRACE_S) -> None:
         """Close the connections, and every replica's; launched ones end. May be called again."""
+        if self._process.is_forked:
+            return
         self._close_connections()
         with ThreadPoolExecutor(len(self.engines)) as threads:
             list(threads.map(lambda engine: engine.close(grace_s), self.engines))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import threading
 import time
@@ -14,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import cast
 from urllib.parse import quote
-from weakref import WeakSet
 
 import httpx
 
@@ -28,6 +26,7 @@ from ragcache_core.ordering import CachedPaths
 from ragcache_core.routing.choice import KnownReplica, choose_order, choose_replica, with_room_for_cached
 from ragcache_core.routing.index import PathIndex
 from ragcache_core.routing.load import OnItsWay, ReplicaLoad
+from ragcache_core.runtime.handle import OneProcess
 from ragcache_core.types import DocId
 from ragcache_core.wire import REQUEST_ROUTE, SPECULATION_ROUTE
 
@@ -47,7 +46,6 @@ _UNREACHED = (502, 503)
 """A server that takes no requests now says 503; of a proxy before it both are that it does not reach it. With 504 it
 has waited for the answer: sent again, what takes long would be computed by every replica."""
 
-_all: WeakSet[ReplicaSet] = WeakSet()
 _logger = logging.getLogger(__name__)
 
 
@@ -88,7 +86,7 @@ class Replica:
 class ReplicaSet:
     """Chooses among replicas; as a whole it is watched like one server, which answers while one of them does.
 
-    What it knows of their load are the requests that go through it. A fork begins with none.
+    What it knows of their load are the requests that go through it.
     """
 
     run = 1
@@ -97,10 +95,7 @@ class ReplicaSet:
         """``patience_s``: how long a request waits where no replica answers."""
         self.patience_s = patience_s
         self.all = [Replica(engine) for engine in engines]
-        self._start_anew()
-        _all.add(self)
-
-    def _start_anew(self) -> None:
+        self._process = OneProcess()
         self._lock = threading.Lock()
         self.index = PathIndex()
         """What all have cached; only inside :meth:`known`."""
@@ -108,7 +103,6 @@ class ReplicaSet:
         self._moved: OrderedDict[str, str] = OrderedDict()
         self._over: deque[OnItsWay] = deque()
         for replica in self.all:
-            replica.load = ReplicaLoad()
             deque(self.index.join(replica.load.expected), 0)
             replica.mirror.keep_in(self.index, self._lock)
 
@@ -203,6 +197,7 @@ class ReplicaSet:
     @contextmanager
     def _counting(self) -> Iterator[None]:
         """Have nobody else count, nor change what is cached; what is over by then, and while that lasts, is counted."""
+        self._process.check()
         try:
             with self._lock:
                 while self._over:
@@ -301,7 +296,7 @@ class RoutedRequest:
         return error
 
     def end(self) -> None:
-        if self.sent is not None:  # of a fork's parent: counts nowhere any more
+        if self.sent is not None:
             sent, self.sent = self.sent, None
             self._replicas.done(sent)
 
@@ -321,14 +316,6 @@ def _seconds(retry_after: str | None) -> float:
         return max(min(_MAX_REST_S, float(retry_after or _REST_S)), 0.1)  # no number is the longest
     except ValueError:
         return _REST_S
-
-
-def _start_all_anew() -> None:
-    for replicas in list(_all):
-        replicas._start_anew()
-
-
-os.register_at_fork(after_in_child=_start_all_anew)
 
 
 class FleetPrefixes(KnownPrefixes):

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import re
 import threading
 import time
@@ -22,7 +21,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain, repeat
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import ref
 
 import httpx
 
@@ -30,9 +29,9 @@ from ragcache_core import wire
 from ragcache_core.client.http.attempt import ServerWatch, check_progress
 from ragcache_core.client.http.buffered_response import BufferedBody, BufferedResponse, ResponseHead
 from ragcache_core.client.http.errors import says_engine_died
+from ragcache_core.client.http.network import checking
 from ragcache_core.client.http.resume import ResumeStreams, can_resume
 from ragcache_core.client.http.routing import BackgroundLoop, Replicas
-from ragcache_core.client.http.waiting import checking
 from ragcache_core.client.speculation.request_capture import (
     CapturedRequest,
     asks_completion,
@@ -42,6 +41,7 @@ from ragcache_core.client.speculation.request_capture import (
 )
 from ragcache_core.client.tracing import SPECULATION_EXTENSION, SpeculationTrace
 from ragcache_core.errors import ConfigError, EngineClosedError, EngineDiedError, EngineError
+from ragcache_core.runtime.handle import OneProcess
 
 _LAST_EVENT = b"data: [DONE]\n\n"
 _MAX_KEPT = 64
@@ -58,7 +58,6 @@ _LONGEST_CUT = 32
 _KEEP_S = 60.0
 """How long a finished answer is kept for the request that may join it (again)."""
 
-_all: WeakSet[SpeculationManager] = WeakSet()
 _logger = logging.getLogger(__name__)
 
 
@@ -402,8 +401,7 @@ def _json(answer: httpx.Response) -> object:
 class SpeculationManager:
     """The speculative requests of one engine's handle, and the thread that they run in.
 
-    The thread starts with the first of them and ends in :meth:`close`. A fork starts without any. True while a real
-    request may find one to join.
+    The thread starts with the first of them and ends in :meth:`close`. True while a real request may find one to join.
     """
 
     def __init__(
@@ -426,10 +424,7 @@ class SpeculationManager:
         self._replicas = replicas
         self._has_certificate = base_url.startswith("https")
         self._closed = False
-        self._start_anew()
-        _all.add(self)
-
-    def _start_anew(self) -> None:
+        self._process = OneProcess()
         self._lock = threading.Lock()
         self._live: dict[Speculation, None] = {}
         self._claims = Claims()
@@ -443,8 +438,9 @@ class SpeculationManager:
 
         Raises:
             ConfigError: its body is no JSON object.
-            EngineClosedError: the engine's handle was closed.
+            EngineClosedError: the engine's handle was closed, or made before a fork.
         """
+        self._process.check()
         speculation = Speculation(self, captured, is_claimable=is_claimable, has_documents=has_documents)
         request = marked_request(captured, speculation.id, resume_streams=self._resume_streams)
         if speculation.trace is not None:
@@ -514,6 +510,7 @@ class SpeculationManager:
 
     def close(self) -> None:
         """Cancel all, and end the thread. May be called again, also after an interruption."""
+        self._process.check()
         with self._lock:
             self._closed = True
             self._claims.clear()
@@ -615,11 +612,3 @@ def _closed_error() -> EngineClosedError:
 def _read_timeout_s(request: httpx.Request) -> float | None:
     timeout_s: float | None = request.extensions.get("timeout", {}).get("read")
     return timeout_s
-
-
-def _start_all_anew() -> None:
-    for speculations in list(_all):
-        speculations._start_anew()
-
-
-os.register_at_fork(after_in_child=_start_all_anew)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
 import signal
 import threading
 import time
@@ -28,13 +27,14 @@ from ragcache_core.client.speculation import speculation as speculative_http
 from ragcache_core.client.speculation.client import EngineLoad
 from ragcache_core.client.speculation.request_capture import request_scope
 from ragcache_core.client.speculation.speculation import Speculation, receive
-from ragcache_core.errors import ConfigError, EngineClosedError, EngineDiedError, EngineError
+from ragcache_core.errors import ConfigError, EngineClosedError, EngineDiedError, EngineError, EngineForkedError
 from ragcache_core.prompt import PromptLayout
 from ragcache_core.types import Document
 from ragcache_integrations.langchain import ChatRAGCache
 from ragcache_integrations.llamaindex import RAGCacheLLM
 from tests.support import scripted_server
 from tests.support.asking_ahead import speculate, warm
+from tests.support.forks import in_a_fork
 from tests.support.scripted_server import ENGINE_DEAD, IDLE, Refusal, Reply, ScriptedServer, rest_of
 from tests.support.waiting import until
 
@@ -914,19 +914,27 @@ def test_an_engine_that_never_speculates_starts_no_thread(server: ScriptedServer
     assert threads() == []
 
 
-def test_a_fork_starts_without_its_parents_speculations(server: ScriptedServer, engine: Engine) -> None:
-    server.script(Reply("of the parent", wait_s=0.5), Reply("of the child"), Reply("anew"))
+def test_a_fork_of_the_process_uses_nothing_of_the_engine(server: ScriptedServer, engine: Engine) -> None:
+    server.script(Reply("of the parent", wait_s=0.5))
     speculation = speculate(engine, lambda: of_the_engine(engine))
     assert until(lambda: server.num_running == 1)
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            sent = of_the_sdk(engine) == "of the child" and not engine._speculations
-            again = speculate(engine, lambda: of_the_engine(engine))
-            status = 0 if sent and done(again) and of_the_engine(engine) == "anew" else 2
-        finally:
-            os._exit(status)
-    assert os.waitpid(pid, 0)[1] == 0
+
+    def ask() -> None:
+        uses: list[Callable[[], object]] = [
+            lambda: of_the_engine(engine),
+            lambda: of_the_sdk(engine),
+            engine.stats,
+            engine.cache.ls,
+            lambda: engine.tokenize("Who?"),
+            lambda: engine.integration,
+            lambda: asyncio.run(engine.astats()),
+        ]
+        for use in uses:
+            with pytest.raises((EngineForkedError, openai.APIConnectionError)):
+                use()
+        engine.close()
+
+    with engine._speculations._lock, engine._closing:  # as other threads of the parent may have them
+        assert in_a_fork(ask)
     assert of_the_engine(engine) == "of the parent"
     assert not speculation.is_failed

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,8 +16,9 @@ import pytest
 from ragcache_core.client.http.attempt import SENT_ONCE, Health, RetryPolicy
 from ragcache_core.client.http.resume import ResumeStreams
 from ragcache_core.client.http.transport import AsyncRetryingTransport, RetryingTransport
-from ragcache_core.errors import ConfigError, EngineClosedError, EngineDiedError, EngineHungError
+from ragcache_core.errors import ConfigError, EngineClosedError, EngineDiedError, EngineForkedError, EngineHungError
 from ragcache_core.wire import DEFAULTS_HEADER
+from tests.support.forks import in_a_fork
 from tests.support.greedy_server import PROMPT, GreedyServer
 
 DEAD = b'{"error":{"message":"EngineCore encountered an issue. See stack trace","code":500}}'
@@ -498,43 +498,21 @@ def test_one_async_client_serves_several_event_loops(server: FakeServer) -> None
     asyncio.run(client.aclose())
 
 
-def test_a_fork_uses_no_connection_of_its_parent() -> None:
-    peers: list[object] = []
+@pytest.mark.parametrize("kind", [RetryingTransport, AsyncRetryingTransport])
+def test_a_fork_sends_nothing_and_is_told_why(
+    server: FakeServer, kind: type[RetryingTransport] | type[AsyncRetryingTransport]
+) -> None:
+    transport = kind()
 
-    class Echo(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"  # keeps its connections
+    def ask() -> None:
+        with pytest.raises(EngineForkedError, match="launch or connect in the process that asks"):
+            if isinstance(transport, RetryingTransport):
+                httpx.Client(transport=transport).post(server.url, content=b"prompt")
+            else:
+                asyncio.run(httpx.AsyncClient(transport=transport).post(server.url, content=b"prompt"))
 
-        def do_POST(self) -> None:
-            peers.append(self.client_address)
-            _reply(self, 200, self.rfile.read(int(self.headers["content-length"])))
-
-        def log_message(self, *args: object) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Echo)
-    serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    serving.start()
-    closed = RetryingTransport()
-    closed.close()
-    try:
-        with httpx.Client(transport=RetryingTransport(), base_url=f"http://127.0.0.1:{server.server_port}") as client:
-            assert client.post("/", content=b"before").content == b"before"
-            pid = os.fork()
-            if pid == 0:
-                status = 1
-                try:
-                    is_closed = closed._inner is None
-                    status = 0 if is_closed and client.post("/", content=b"child").content == b"child" else 2
-                finally:
-                    os._exit(status)
-            assert os.waitpid(pid, 0)[1] == 0
-            assert client.post("/", content=b"parent").content == b"parent"
-    finally:
-        server.shutdown()
-        serving.join()
-        server.server_close()
-    before, child, parent = peers
-    assert child != before
-    assert parent == before
+    assert in_a_fork(ask)
+    assert server.bodies == []
 
 
 def test_a_closed_transport_says_so(server: FakeServer) -> None:
