@@ -22,14 +22,14 @@ from typing import Any
 import httpx
 
 from ragcache_core.chunk import AlphaPoint
-from ragcache_core.client.http.attempt import SENT_ONCE
 from ragcache_core.client.ordering.cached_prefixes import KnownPrefixes
 from ragcache_core.client.prompts.bound_prompt import KVScope
 from ragcache_core.client.prompts.client import PromptClient
 from ragcache_core.client.prompts.request_plan import RequestPlan
+from ragcache_core.client.server_api import Call, ServerAPI
 from ragcache_core.client.speculation.request_capture import current_scope
 from ragcache_core.deadline import MeasuredReuse, PromptOption, check_ttft_slo, choose, options_of, unplanned
-from ragcache_core.errors import ConfigError
+from ragcache_core.errors import ConfigError, EngineError
 from ragcache_core.policy import PrefillCostModel
 from ragcache_core.prompt import ChatMessage
 from ragcache_core.stats import DeadlineReport
@@ -64,11 +64,8 @@ class EngineCosts:
 class DeadlineRoutes:
     """Asks one server. May be used by any thread."""
 
-    def __init__(self, base_url: str, api_key: str, http: httpx.Client) -> None:
-        """``base_url`` ends in ``/v1``; the client stays its owner's."""
-        self._url = f"{base_url}/ragcache"
-        self._http = http
-        self._headers = {"Authorization": f"Bearer {api_key}"}
+    def __init__(self, api: ServerAPI) -> None:
+        self._api = api
         self._costs: EngineCosts | None = None
         self._unknown = EngineCosts(_NOT_SAID, _NOT_SAID)
         self._ask_again_at_s = 0.0
@@ -77,12 +74,13 @@ class DeadlineRoutes:
         """Return the measured costs of the engine's model. Never fails; after a failure it asks once a minute."""
         if self._costs is None and time.monotonic() >= self._ask_again_at_s:
             try:
-                response = self._get("costs", _COSTS_TIMEOUT_S)
-                if response.status_code == 404:
+                costs = self._api.ask(
+                    Call("/v1/ragcache/costs", _read_costs, timeout=_COSTS_TIMEOUT_S, is_sent_once=True)
+                )
+                if costs is None:
                     self._unknown = EngineCosts(_UNSUPPORTED, _UNSUPPORTED)
-                else:
-                    self._costs = _read_costs(response.raise_for_status().json())
-            except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+                self._costs = costs
+            except (EngineError, ValueError, LookupError, TypeError) as error:
                 _logger.debug("the engine's costs are unknown: %s: %s", type(error).__name__, error)
                 self._unknown = EngineCosts(_NOT_SAID, _NOT_SAID)
             self._ask_again_at_s = time.monotonic() + _COSTS_AGAIN_S
@@ -91,17 +89,21 @@ class DeadlineRoutes:
     def queue_s(self) -> float | None:
         """Return how long the engine computes for requests that came before; None if it does not say. Never fails."""
         try:
-            return float(self._get("load", _LOAD_TIMEOUT_S).raise_for_status().json()["pending_prefill_s"])
-        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            return self._api.ask(Call("/v1/ragcache/load", _read_queue, timeout=_LOAD_TIMEOUT_S, is_sent_once=True))
+        except (EngineError, ValueError, LookupError, TypeError) as error:
             _logger.debug("the engine's load is unknown: %s: %s", type(error).__name__, error)
             return None
 
-    def _get(self, name: str, timeout_s: float) -> httpx.Response:
-        url = f"{self._url}/{name}"
-        return self._http.get(url, headers=self._headers, timeout=timeout_s, extensions=SENT_ONCE)
+
+def _read_queue(response: httpx.Response) -> float:
+    return float(response.raise_for_status().json()["pending_prefill_s"])
 
 
-def _read_costs(said: Any) -> EngineCosts:
+def _read_costs(response: httpx.Response) -> EngineCosts | None:
+    """Return what was measured; ``None`` where there is no such route."""
+    if response.status_code == 404:
+        return None
+    said: Any = response.raise_for_status().json()
     prefill: PrefillCostModel | str = "how long its prefills take was not measured: run 'ragcache profile', and restart"
     if said["prefill"] is not None:
         prefill = PrefillCostModel.from_dict(said["prefill"])

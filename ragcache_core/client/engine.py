@@ -16,7 +16,7 @@ import httpx
 
 from ragcache_core.client.engine_client import EngineClient, FindTokenizer
 from ragcache_core.client.http.affinity import ProxyAffinity
-from ragcache_core.client.http.attempt import AUTO, SENT_ONCE, FirstTokenTimeout, Health, RetryPolicy, check_seconds
+from ragcache_core.client.http.attempt import AUTO, FirstTokenTimeout, Health, RetryPolicy, check_seconds
 from ragcache_core.client.http.joined_server import HANG_TIMEOUT_S, RESTART_TIMEOUT_S, JoinedServer
 from ragcache_core.client.http.resume import ResumeStreams
 from ragcache_core.client.launch.arguments import check_types
@@ -25,7 +25,7 @@ from ragcache_core.client.launch.process import GRACE_S
 from ragcache_core.client.launch.supervisor import Supervisor
 from ragcache_core.client.launch.vllm_offload import VLLMOffload
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer, handed_out
-from ragcache_core.client.server_info import Handshake, ModelCard
+from ragcache_core.client.server_api import Call, ModelCard, ServerAPI
 from ragcache_core.config import CacheConfig
 from ragcache_core.errors import (
     ConfigError,
@@ -207,7 +207,7 @@ class Engine(EngineClient):
             server.api_key,
             watch=server.supervisor,
             policy=policy,
-            find_tokenizer=lambda handshake, _: handed_out(handshake) or server.tokenizer(),
+            find_tokenizer=lambda api, _: handed_out(api) or server.tokenizer(),
             log_path=server.log_path,
         )
 
@@ -335,14 +335,11 @@ class Engine(EngineClient):
         left; plain vLLM cannot be drained.
         """
         ends_s = time.monotonic() + timeout_s
-        headers = {"Authorization": f"Bearer {self.api_key}"}
+        draining = Call("/v1/ragcache/drain", _num_running, method="POST", timeout=_DRAIN_TIMEOUT_S, is_sent_once=True)
         while True:
             try:
-                answer = self._http.post(
-                    f"{self.base_url}/ragcache/drain", headers=headers, timeout=_DRAIN_TIMEOUT_S, extensions=SENT_ONCE
-                )
-                num_running = int(answer.raise_for_status().json()["num_running"])
-            except (httpx.HTTPError, EngineError, ValueError, LookupError, TypeError):
+                num_running = self._api.ask(draining)
+            except (EngineError, ValueError, LookupError, TypeError):
                 return False
             if num_running == 0 or time.monotonic() >= ends_s:
                 return num_running == 0
@@ -363,7 +360,7 @@ class Engine(EngineClient):
             atexit.unregister(self.close)
 
 
-def _tokenizer_of(wish: str | os.PathLike[str] | None, server: Handshake, card: ModelCard) -> ModelTokenizer:
+def _tokenizer_of(wish: str | os.PathLike[str] | None, server: ServerAPI, card: ModelCard) -> ModelTokenizer:
     """Return the tokenizer of a server that runs elsewhere. The hub is asked only for what a user named.
 
     Raises:
@@ -380,6 +377,10 @@ def _tokenizer_of(wish: str | os.PathLike[str] | None, server: Handshake, card: 
         f"the server at {server.base_url} hands out no tokenizer (it runs without RAGCache, or an older one), and its "
         f"model {card.root!r} is no folder of this machine: pass tokenizer= with a folder or a name of the hub"
     )
+
+
+def _num_running(answer: httpx.Response) -> int:
+    return int(answer.raise_for_status().json()["num_running"])
 
 
 def _close_result(launching: asyncio.Future[Any]) -> None:

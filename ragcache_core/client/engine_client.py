@@ -39,10 +39,10 @@ from ragcache_core.client.prompts.bound_prompt import BoundPrompt, FormatDocumen
 from ragcache_core.client.prompts.client import PromptClient
 from ragcache_core.client.prompts.request_plan import RequestPlan, joined_salt, rights_body
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer, checked_tokenizer
-from ragcache_core.client.server_info import Handshake, ModelCard, importing_requests
+from ragcache_core.client.server_api import ModelCard, ServerAPI, importing_requests
 from ragcache_core.client.speculation.client import LoadRoute, SpeculationClient
 from ragcache_core.client.speculation.speculation import SpeculationManager
-from ragcache_core.client.stats.cache_stats import CacheStatsRoutes, parse_metrics
+from ragcache_core.client.stats.cache_stats import METRICS, CacheStatsRoutes, parse_metrics
 from ragcache_core.client.tracing import RequestTraces
 from ragcache_core.client.warming import WarmingClient, WarmingReceipt, check_bound, known_scope
 from ragcache_core.errors import ConfigError, TokenizerUnavailableError
@@ -56,7 +56,7 @@ from ragcache_core.wire import ChunkReuseOption, check_sendable, check_text
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
 
-FindTokenizer = Callable[[Handshake, ModelCard], ModelTokenizer]
+FindTokenizer = Callable[[ServerAPI, ModelCard], ModelTokenizer]
 """Returns the tokenizer of a server's model, or raises ``TokenizerUnavailableError``."""
 _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
@@ -74,6 +74,7 @@ class Integration:
     watch: ServerWatch
     cached_prefixes: KnownPrefixes
     prefetching: Prefetching
+    api: ServerAPI
 
 
 class EngineClient(Handle, ABC):
@@ -121,10 +122,11 @@ class EngineClient(Handle, ABC):
         self._transport, self._async_transport = RetryingTransport(*parts), AsyncRetryingTransport(*parts)
         self._http = httpx.Client(transport=self._transport, timeout=_TIMEOUT)
         self._http_async = httpx.AsyncClient(transport=self._async_transport, timeout=_TIMEOUT)
-        self._cache_stats = CacheStatsRoutes(base_url, api_key, self._http, self._http_async, traces, self._resumed)
-        self.cache = CacheRoutes(base_url, api_key, self._http, self._http_async)
-        self._documents = DocumentRoutes(base_url, api_key, self._http, self._http_async)
-        self._prefetching: Prefetching = PrefetchRoute(base_url, api_key, self._http, self._http_async)
+        self._api = ServerAPI(base_url, api_key, self._http, self._http_async)
+        self._cache_stats = CacheStatsRoutes(self._api, traces, self._resumed)
+        self.cache = CacheRoutes(self._api)
+        self._documents = DocumentRoutes(self._api)
+        self._prefetching: Prefetching = PrefetchRoute(self._api)
         self._cached_prefixes = cached_prefixes or CachedPrefixes(base_url, api_key)
 
     @property
@@ -151,7 +153,7 @@ class EngineClient(Handle, ABC):
 
     def _shake_hands(self, find_tokenizer: FindTokenizer | None) -> None:
         """Ask the server about itself; ``None`` does without a tokenizer, and imports nothing for prompts yet."""
-        server = Handshake(self._http, self.base_url, self.api_key)
+        server = self._api
         card = server.model_card()
         self.model, self.max_model_len = card.name, card.max_model_len
         with nullcontext() if find_tokenizer is None else importing_requests():
@@ -162,7 +164,7 @@ class EngineClient(Handle, ABC):
             )
         self._resumed.decode = tokenizer.decode if isinstance(tokenizer, ModelTokenizer) else None
         reordered, scopes = RememberedOrders(), KVScopes(card.name, self.api_key)
-        load = LoadRoute(self.base_url, self.api_key, self._http_async)
+        load = LoadRoute(server)
         prompts = PromptClient(
             tokenizer,
             max_model_len=card.max_model_len,
@@ -174,8 +176,7 @@ class EngineClient(Handle, ABC):
         self._integration = Integration(
             prompts,
             SpeculationClient(
-                self.base_url,
-                self.api_key,
+                server,
                 model=card.name,
                 max_model_len=card.max_model_len,
                 speculations=self._speculations,
@@ -184,16 +185,15 @@ class EngineClient(Handle, ABC):
                 scopes=scopes,
             ),
             OrderingClient(self._cached_prefixes, reordered),
-            DeadlineClient(prompts, self._cached_prefixes, DeadlineRoutes(self.base_url, self.api_key, self._http)),
+            DeadlineClient(prompts, self._cached_prefixes, DeadlineRoutes(server)),
             self._cache_stats,
             self._documents.answer_caches,
             self._watch,
             self._cached_prefixes,
             self._prefetching,
+            server,
         )
-        self._warming = WarmingClient(
-            self._integration.speculation, load, self._cached_prefixes, scopes, self._http, self.base_url
-        )
+        self._warming = WarmingClient(self._integration.speculation, load, self._cached_prefixes, scopes, server)
 
     @abstractmethod
     def close(self, grace_s: float = GRACE_S) -> None:
@@ -314,15 +314,11 @@ class EngineClient(Handle, ABC):
 
         Who has a tenant's key is told of his own cache alone.
         """
-        with translate_errors():
-            page = _shown(self._http.get(self._metrics_url(), headers=self._headers()))
-        return self._cache_stats.add_to(self._read(page))
+        return self._cache_stats.add_to(self._read(self._api.ask(METRICS)))
 
     async def astats(self) -> EngineStats:
         """Return the server's counters; see :meth:`stats`."""
-        with translate_errors():
-            page = _shown(await self._http_async.get(self._metrics_url(), headers=self._headers()))
-        return await self._cache_stats.aadd_to(self._read(page))
+        return await self._cache_stats.aadd_to(self._read(await self._api.aask(METRICS)))
 
     # Documents
 
@@ -587,12 +583,6 @@ class EngineClient(Handle, ABC):
             settings["max_tokens"] = min(max_tokens, self.max_model_len - plan.num_prompt_tokens)
         return plan, streamed_body(prompt, plan, settings)
 
-    def _headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.api_key}"}
-
-    def _metrics_url(self) -> str:
-        return f"{self.base_url.removesuffix('/v1')}/metrics"
-
     def _read(self, page: str) -> EngineStats:
         counted = parse_metrics(page, num_restarts=self._watch.run - 1)
         return replace(counted, num_unnamed_chats=self.integration.prompts.num_unnamed_chats)
@@ -602,8 +592,3 @@ def _salt_of(prompt: Prompt, cache_salt: str | None) -> str | None:
     """Return the salt with which a prompt is asked, if ``cache_salt`` is its asker's."""
     rights = rights_body(prompt.segments, prompt.acls) if isinstance(prompt, RenderedPrompt) else {}
     return joined_salt(salt for salt in (cache_salt, rights.get("cache_salt")) if salt is not None)
-
-
-def _shown(page: httpx.Response) -> str:
-    """Return the text of ``/metrics``; nothing of it is for tenants."""
-    return "" if page.status_code == httpx.codes.FORBIDDEN else page.raise_for_status().text

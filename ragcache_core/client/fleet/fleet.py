@@ -23,7 +23,6 @@ from ragcache_core.client.http.joined_server import HANG_TIMEOUT_S, RESTART_TIME
 from ragcache_core.client.http.resume import ResumeStreams
 from ragcache_core.client.launch.process import GRACE_S
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer
-from ragcache_core.client.server_info import Handshake
 from ragcache_core.errors import ConfigError, EngineError
 from ragcache_core.stats import EngineStats, ForgetReceipt, merged_report
 from ragcache_core.types import DocId
@@ -36,7 +35,7 @@ _logger = logging.getLogger(__name__)
 
 def told_by(engine: Engine) -> dict[str, str | int | None]:
     """Return by name what a replica serves; what differs in another one makes it no replica of the same."""
-    offered = Handshake(engine.http_client(), engine.base_url, engine.api_key).tokenizer_offer()
+    offered = engine.integration.api.tokenizer_offer()
     cache = "plain vLLM" if engine.stats().policy is None else "RAGCache"
     return {"model": engine.model, "max_model_len": engine.max_model_len, "tokenizer": offered, "cache": cache}
 

@@ -109,7 +109,7 @@ class _BlockingBody(httpx.SyncByteStream):
             finish(_close(parts))
 
     def close(self) -> None:
-        finish(cast("Coroutine[Any, Any, None]", self._body.aclose()))
+        finish(self._body.aclose())
 
 
 class _UnblockedBody(httpx.AsyncByteStream):

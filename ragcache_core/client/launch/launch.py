@@ -43,7 +43,7 @@ from ragcache_core.client.launch.process import ServerProcess, check_port_free, 
 from ragcache_core.client.launch.supervisor import LoadProgress, Supervisor
 from ragcache_core.client.launch.vllm_offload import VLLMOffload
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer
-from ragcache_core.client.server_info import import_requests
+from ragcache_core.client.server_api import import_requests
 from ragcache_core.config import SHARED_PASSWORD_ENV, CacheConfig, ChunkReuse
 from ragcache_core.errors import ConfigError, EngineStartError
 from ragcache_core.profiles.calibration import find_calibration, load_calibration

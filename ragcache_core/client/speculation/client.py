@@ -18,9 +18,10 @@ import httpx
 from pydantic import Field, TypeAdapter, ValidationError
 
 from ragcache_core.client.cache import Prefetching
-from ragcache_core.client.http.attempt import SENT_ONCE
+from ragcache_core.client.http.network import finish
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt, KVScope, KVScopes
 from ragcache_core.client.prompts.request_plan import merge_bodies, plan_rendered
+from ragcache_core.client.server_api import Call, ServerAPI
 from ragcache_core.client.speculation import request_capture
 from ragcache_core.client.speculation.request_capture import CapturedRequest
 from ragcache_core.client.speculation.speculation import Speculation, SpeculationManager
@@ -76,15 +77,9 @@ _ANSWER = TypeAdapter(_Answer)
 class LoadRoute:
     """Asks one server about its load. May be used by any thread and any event loop."""
 
-    def __init__(self, base_url: str, api_key: str, http_async: httpx.AsyncClient) -> None:
-        """``base_url`` ends in ``/v1``; the client stays its owner's."""
-        self._url = f"{base_url}/ragcache/load"
-        self._once: dict[str, Any] = {
-            "headers": {"Authorization": f"Bearer {api_key}"},
-            "timeout": _TIMEOUT_S,
-            "extensions": SENT_ONCE,
-        }
-        self._http_async = http_async
+    def __init__(self, api: ServerAPI) -> None:
+        self._api = api
+        self._call = Call("/v1/ragcache/load", self._read, timeout=_TIMEOUT_S, is_sent_once=True)
         self._may_speculate: bool | None = None
         self._paused_until_s = 0.0
         self._latest: tuple[float, EngineLoad | None] = (-_FRESH_S, None)
@@ -95,28 +90,27 @@ class LoadRoute:
             await self.apending()
         return self._may_speculate is True
 
-    def may_speculate(self, http: httpx.Client) -> bool:
-        """Do :meth:`amay_speculate` with another client."""
-        if not self._may_speculate and self._may_ask():
-            with self._pausing_after_failure():
-                self._read(http.get(self._url, **self._once))
+    def may_speculate(self) -> bool:
+        """Do :meth:`amay_speculate`, and block."""
+        if not self._may_speculate:
+            finish(self._pending(is_blocking=True))
         return self._may_speculate is True
 
     async def apending(self) -> EngineLoad | None:
         """Return the engine's load; ``None`` if it does not say, or says that it never speculates. Never fails."""
+        return await self._pending(is_blocking=False)
+
+    async def _pending(self, *, is_blocking: bool) -> EngineLoad | None:
         if (load := self._fresh()) is not None:
             return load
-        if self._may_ask():
+        if time.monotonic() >= self._paused_until_s:
             with self._pausing_after_failure():
-                return self._read(await self._http_async.get(self._url, **self._once))
+                return await self._api.ask_as(self._call, is_blocking=is_blocking)
         return None
 
     def _fresh(self) -> EngineLoad | None:
         told_s, load = self._latest
         return load if self._may_speculate and time.monotonic() - told_s < _FRESH_S else None
-
-    def _may_ask(self) -> bool:
-        return time.monotonic() >= self._paused_until_s
 
     def _read(self, response: httpx.Response) -> EngineLoad | None:
         if response.status_code != 404:  # whatever else is refused may be allowed later
@@ -132,7 +126,7 @@ class LoadRoute:
                     "The server at %s cannot prefill for documents that are not final: it runs without RAGCache's "
                     "scheduler. Requests are sent when retrieval has ended; start it with Engine.launch or `ragcache "
                     "serve`, of this version, to hide the search.",
-                    self._url.removesuffix("/v1/ragcache/load"),
+                    self._api.root,
                 )
         load = None if answer is None else answer.load()
         self._latest = (time.monotonic(), load)
@@ -193,8 +187,7 @@ class SpeculationClient:
 
     def __init__(
         self,
-        base_url: str,
-        api_key: str,
+        api: ServerAPI,
         *,
         model: str,
         max_model_len: int,
@@ -203,13 +196,12 @@ class SpeculationClient:
         prefetching: Prefetching,
         scopes: KVScopes,
     ) -> None:
-        """``base_url`` ends in ``/v1``; ``speculations`` are those of the transports that send its requests.
+        """``speculations`` are those of the transports that send its requests.
 
         ``scopes`` says what separates the KV of the requests for which something is prefilled.
         """
         self._scopes = scopes
-        self._url = f"{base_url}/completions"
-        self._headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+        self._api = api
         self._model = model
         self._max_model_len = max_model_len
         self._speculations = speculations
@@ -306,8 +298,9 @@ class SpeculationClient:
         )
         asked = {"model": self._model, "prompt": list(prompt.token_ids), "max_tokens": 1, "temperature": 0.0}
         body = merge_bodies(asked, scope.fields(), plan.extra_body)
-        headers = {**self._headers, **scope.headers()}
-        request = httpx.Request("POST", self._url, headers=headers, content=json.dumps(body).encode())
+        headers = {**self._api.headers, "Content-Type": "application/json", **scope.headers()}
+        url = f"{self._api.base_url}/completions"
+        request = httpx.Request("POST", url, headers=headers, content=json.dumps(body).encode())
         captured = CapturedRequest.of(request)
         start = partial(self._speculations.start, is_claimable=False, has_documents=has_documents)
         return PreparedRequest(start, self._prefetching, captured)

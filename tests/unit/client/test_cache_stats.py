@@ -154,7 +154,7 @@ class NoMemory(dict[str, Any]):
 def test_a_slow_answer_about_the_cache_delays_one_answer_and_no_other(
     engine: Engine, server: ScriptedServer, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(engine._cache_stats._once, "timeout", 0.2)
+    monkeypatch.setattr("ragcache_core.client.stats.cache_stats._TIMEOUT_S", 0.2)
     server.cache_wait_s = 30.0
     began_s = time.monotonic()
     assert ask(engine, MESSAGES).text
@@ -175,7 +175,7 @@ def test_an_answer_that_is_there_outlives_its_server_and_its_engine(
     if closed:
         engine.close()
     else:
-        monkeypatch.setattr(engine._cache_stats, "_url", "http://127.0.0.1:1/v1/ragcache")
+        monkeypatch.setattr(engine._api, "root", "http://127.0.0.1:1")
     stats = RequestStats(9, 0, 2, 0.1, 0.5)
     assert engine.integration.stats.complete(stats, "chatcmpl-1") == stats
     assert asyncio.run(engine.integration.stats.acomplete(stats, "chatcmpl-1")) == stats

@@ -335,7 +335,7 @@ def test_engines_of_somebody_else_make_a_fleet_which_closes_them(servers: list[S
     with Fleet(engines) as fleet:
         assert fleet.generate(prompt(fleet, "a")).text
     fleet.close()
-    assert all(engine._transport._inner is None for engine in engines)
+    assert all(engine._async_transport._closed for engine in engines)
 
 
 @pytest.mark.parametrize("speculation", [[], {}, 5])

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from ragcache_core.client.cache import DocumentRoutes
+from ragcache_core.client.server_api import ServerAPI
 from ragcache_core.errors import ConfigError, EngineAuthError, EngineError, EngineUnreachableError, RequestRejectedError
 from ragcache_core.stats import ForgetReceipt
 from ragcache_core.wire import MAX_DOC_ID_CHARS, MAX_DOCUMENTS
@@ -35,9 +36,8 @@ class Server:
         self.asked: list[tuple[str, dict[str, Any], str]] = []
         self._status, self._body, self._error = status, RECEIPT.to_dict() if body is None else body, error
         transport = httpx.MockTransport(self._answer)
-        self.routes = DocumentRoutes(
-            "http://engine/v1", "key", httpx.Client(transport=transport), httpx.AsyncClient(transport=transport)
-        )
+        http, http_async = httpx.Client(transport=transport), httpx.AsyncClient(transport=transport)
+        self.routes = DocumentRoutes(ServerAPI("http://engine/v1", "key", http, http_async))
 
     def _answer(self, request: httpx.Request) -> httpx.Response:
         if self._error is not None:

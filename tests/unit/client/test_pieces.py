@@ -35,7 +35,7 @@ from ragcache_core.client.prompts.request_plan import (
     plan_chat,
 )
 from ragcache_core.client.prompts.tokenizer import checked_tokenizer
-from ragcache_core.client.server_info import Handshake
+from ragcache_core.client.server_api import ServerAPI
 from ragcache_core.client.stats.cache_stats import parse_metrics
 from ragcache_core.config import CacheConfig
 from ragcache_core.errors import (
@@ -243,7 +243,7 @@ def test_what_is_not_a_vllm_server_is_refused(page: httpx.Response) -> None:
 
     http = httpx.Client(transport=httpx.MockTransport(answer))
     with pytest.raises(EngineError, match="no vLLM server"):
-        Handshake(http, "http://x/v1", "key").model_card()
+        ServerAPI("http://x/v1", "key", http).model_card()
 
 
 def test_an_answer_that_stops_in_the_middle_is_not_taken_for_a_whole_one() -> None:
