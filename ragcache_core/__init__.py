@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from ragcache_core.client.engine import Engine
     from ragcache_core.client.fleet.fleet import Fleet
     from ragcache_core.client.generation import Generation, GenerationChunk
-    from ragcache_core.client.launch.vllm_offload import VLLMOffload
+    from ragcache_core.client.launch.settings import VLLMOffload
     from ragcache_core.client.ordering.document_order import Arrangement
     from ragcache_core.client.prompts.bound_prompt import BoundPrompt
     from ragcache_core.client.prompts.tokenizer import ModelTokenizer
@@ -105,7 +105,7 @@ else:
             "ragcache_core.client.engine": ("Engine",),
             "ragcache_core.client.fleet.fleet": ("Fleet",),
             "ragcache_core.client.generation": ("Generation", "GenerationChunk"),
-            "ragcache_core.client.launch.vllm_offload": ("VLLMOffload",),
+            "ragcache_core.client.launch.settings": ("VLLMOffload",),
             "ragcache_core.client.ordering.document_order": ("Arrangement",),
             "ragcache_core.client.prompts.bound_prompt": ("BoundPrompt",),
             "ragcache_core.client.prompts.tokenizer": ("ModelTokenizer",),

@@ -19,9 +19,9 @@ from typing import Any
 import platformdirs
 
 from ragcache_core.chunk import AlphaPoint
-from ragcache_core.client.launch.vllm_offload import VLLMOffload
+from ragcache_core.client.launch.settings import SETTINGS, LaunchSettings, VLLMOffload
 from ragcache_core.config import MULTI_CONNECTOR, CacheConfig
-from ragcache_core.errors import ConfigError, EngineStartError, quoted
+from ragcache_core.errors import ConfigError, EngineStartError
 from ragcache_core.memory import has_gpu
 from ragcache_core.private_files import make_private_folder
 from ragcache_core.runtime.environment import CPU_KV_CACHE_BYTES_ENV, ENGINE_ID_ENV
@@ -121,6 +121,25 @@ def _hint(name: str, candidates: Collection[str], *, is_flag: bool = False) -> s
         return question
     how = f"{'give it before --, or ' if is_flag else ''}pass cache=CacheConfig({found}=...)"
     return how if found == name else f"{question} {how}"
+
+
+def check_launch(settings: LaunchSettings) -> list[str]:
+    """Return vLLM's arguments of a launch, after what cannot work was refused.
+
+    Raises:
+        ConfigError, EngineStartError: with what to do instead.
+    """
+    arguments = [*vllm_arguments(settings.vllm_args), *settings.extra_args]
+    check_extra_args(settings.extra_args)
+    check_vllm()
+    check_names(settings.vllm_args, settings.extra_args, own={*SETTINGS, "data_parallel_size"})
+    check_worker(settings.cache, arguments)
+    check_allocator(settings.cache, settings.environment, arguments)
+    check_model(settings.model)
+    check_tokenizer(settings.tokenizer)
+    check_context(settings.model, arguments, settings.environment)
+    check_block_size(settings.model, settings.cache)
+    return arguments
 
 
 def check_vllm() -> None:
@@ -341,20 +360,6 @@ def vllm_arguments(vllm_args: Mapping[str, object]) -> list[str]:
             case _:
                 arguments += [flag, str(value)]
     return arguments
-
-
-def check_types(cache: object, env: object, extra_args: object) -> None:
-    """Refuse arguments of ``Engine.launch`` that are of another type than it takes.
-
-    Raises:
-        ConfigError: with the type that it takes.
-    """
-    if not isinstance(cache, CacheConfig | VLLMOffload | None):
-        raise ConfigError(f"cache is {quoted(cache)}: pass CacheConfig(...), VLLMOffload(...), or None for plain vLLM")
-    if not isinstance(env, Mapping | None):
-        raise ConfigError(f"env is {quoted(env)}: pass a mapping of names to values")
-    if isinstance(extra_args, str) or not isinstance(extra_args, Sequence):
-        raise ConfigError(f"extra_args is {quoted(extra_args)}: pass a list, ['--max-model-len', '2048']")
 
 
 def check_extra_args(extra_args: Sequence[str]) -> None:

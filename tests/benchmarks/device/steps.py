@@ -8,7 +8,7 @@ from statistics import median
 
 from ragcache_core.bench.token_client import TokenClient
 from ragcache_core.client import Engine
-from ragcache_core.client.launch.vllm_offload import VLLMOffload
+from ragcache_core.client.launch.settings import VLLMOffload
 from ragcache_core.config import CacheConfig
 from tests.benchmarks.device.sizes import DeviceModel, PartTime, model_30m
 from tests.benchmarks.engines import BLOCK_SIZE, ONE_CORE, block_bytes, launch

@@ -18,6 +18,7 @@ import pytest
 from ragcache_core.client.launch import arguments as setting_names
 from ragcache_core.client.launch.arguments import check_context
 from ragcache_core.client.launch.launch import DirectoryLock, launch_digest, launch_server
+from ragcache_core.client.launch.settings import LaunchSettings
 from ragcache_core.config import CacheConfig, ChunkReuse
 from ragcache_core.errors import ConfigError, EngineStartError
 from ragcache_core.memory import Memory
@@ -58,24 +59,8 @@ class Owner:
         tokenizer: str | None = None,
         **vllm_args: object,
     ) -> None:
-        launch_server(
-            self._model,
-            cache=cache,
-            host="127.0.0.1",
-            port=None,
-            api_key=None,
-            tokenizer=tokenizer,
-            startup_timeout_s=1.0,
-            max_restarts=1,
-            restart_window_s=60.0,
-            hang_timeout_s=None,
-            log_path=Path("log"),
-            progress=None,
-            env=env,
-            extra_args=extra_args,
-            cancel=None,
-            vllm_args=vllm_args,
-        )
+        settings = {"cache": cache, "tokenizer": tokenizer, "env": env, "extra_args": extra_args, **vllm_args}
+        launch_server(LaunchSettings.of(self._model, {"log_path": "log", "hang_timeout_s": None, **settings}))
 
     @property
     def extra_config(self) -> dict[str, Any]:

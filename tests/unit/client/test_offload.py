@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ragcache_core.client.launch.arguments import cache_arguments, server_environment
-from ragcache_core.client.launch.vllm_offload import VLLMOffload
+from ragcache_core.client.launch.settings import VLLMOffload
 from ragcache_core.errors import ConfigError
 
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from ragcache_core import CacheConfig, ConfigError, ragcache_deployment
-from ragcache_core.client.launch.vllm_offload import VLLMOffload
+from ragcache_core.client.launch.settings import VLLMOffload
 from ragcache_core.client.ray_serve.deployment import build
 from ragcache_core.client.ray_serve.engine_replica import own_settings
 from ragcache_core.client.ray_serve.known_replicas import Ask, KnownReplicas
