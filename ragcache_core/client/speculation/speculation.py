@@ -29,7 +29,7 @@ from ragcache_core import wire
 from ragcache_core.client.http.attempt import ServerWatch, check_progress
 from ragcache_core.client.http.buffered_response import BufferedBody, BufferedResponse, ResponseHead
 from ragcache_core.client.http.errors import says_engine_died
-from ragcache_core.client.http.network import checking
+from ragcache_core.client.http.network import checking, finish
 from ragcache_core.client.http.resume import ResumeStreams, can_resume
 from ragcache_core.client.http.routing import BackgroundLoop, Replicas
 from ragcache_core.client.speculation.request_capture import (
@@ -471,21 +471,19 @@ class SpeculationManager:
         Closing the response early cancels the speculation, as interrupting this call does. In a rehearsal of this
         request, it ends that.
         """
-        if self._is_ours(request):
-            capture(request, self)
-        if self._claims and (speculation := self._claim_for(request)) is not None:
-            with self._joining(speculation):
-                if speculation.response.read(0, timeout_s := _read_timeout_s(request)):
-                    return _joined(speculation, timeout_s)
-        return None
+        return finish(self._join(request, is_blocking=True))
 
     async def ajoin(self, request: httpx.Request) -> httpx.Response | None:
         """Do :meth:`join` without blocking the event loop."""
+        return await self._join(request, is_blocking=False)
+
+    async def _join(self, request: httpx.Request, *, is_blocking: bool) -> httpx.Response | None:
         if self._is_ours(request):
             capture(request, self)
         if self._claims and (speculation := self._claim_for(request)) is not None:
+            timeout_s, answer = _read_timeout_s(request), speculation.response
             with self._joining(speculation):
-                if await speculation.response.aread(0, timeout_s := _read_timeout_s(request)):
+                if answer.read(0, timeout_s) if is_blocking else await answer.aread(0, timeout_s):
                     return _joined(speculation, timeout_s)
         return None
 
