@@ -296,13 +296,6 @@ def test_a_copy_that_is_never_complete_is_asked_for_ever_more_slowly(changes: li
         assert not door.is_current
 
 
-def test_a_server_that_is_not_ready_is_asked_again() -> None:
-    with serving(status=503) as server, door_to(server) as door:
-        assert door.ids(B, A) == "ba"
-        until(lambda: len(server.seen) >= 2)
-        assert not door.is_current
-
-
 @pytest.mark.parametrize(
     "answer",
     [
@@ -387,13 +380,6 @@ def test_a_fork_does_not_take_its_parents_knowledge_for_its_own() -> None:
 
         assert in_a_fork(ask)
         assert door.ids(A, B) == "ba"
-
-
-def test_no_documents_are_arranged_as_none() -> None:
-    with serving() as server, door_to(server) as door:
-        door.ids()
-        until(lambda: door.is_current)
-        assert door.ids() == ""
 
 
 # What is asked afterwards says that it was reordered

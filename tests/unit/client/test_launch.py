@@ -363,13 +363,6 @@ def test_a_tokenizer_that_is_not_there_starts_nothing(owner: Owner, tmp_path: Pa
     assert owner.arguments == []
 
 
-@pytest.mark.parametrize("tokenizer", ["gpt2", "org/name"])
-def test_a_tokenizer_of_the_hub_is_left_to_the_server(owner: Owner, demo_model: str, tokenizer: str) -> None:
-    for given in (tokenizer, demo_model):
-        owner.launch(CacheConfig(host_bytes="1GiB"), tokenizer=given)
-        assert owner.arguments[-1][owner.arguments[-1].index("--tokenizer") + 1] == given
-
-
 def too_long(model: str, **settings: Any) -> bool:
     """Return whether a context of 5,000 tokens is refused before anything is started."""
     try:

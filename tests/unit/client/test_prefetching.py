@@ -37,11 +37,6 @@ async def test_a_prompt_is_named_by_its_tokens_whatever_it_is_given_as() -> None
             assert server.prefetched[-1]["model"] == "an-adapter"
 
 
-def test_plain_vllm_has_no_disk_to_read_from() -> None:
-    with ScriptedServer() as server, Engine.connect(server.url, tokenizer=str(DEMO_MODEL)) as engine:
-        assert engine.prefetch("When?") == 0
-
-
 def test_a_server_that_is_gone_is_an_error() -> None:
     with httpx.Client() as http, pytest.raises(EngineError):
         PrefetchRoute(ServerAPI("http://127.0.0.1:9/v1", "key", http)).prefetch([1])

@@ -99,12 +99,6 @@ async def test_what_is_read_later_than_it_is_found_is_left_out_and_holds_nothing
     assert time.perf_counter() - began_s < 25 * STEP_S
 
 
-async def test_a_question_that_found_nothing_recalls_nothing() -> None:
-    recent, store = RecentQuestions(), Store("")
-    await ask(recent, store)
-    assert await ask(recent, store) == [(0, "", True)]
-
-
 @pytest.mark.parametrize("num_read", [0, 1, 2])
 async def test_who_leaves_early_leaves_no_search_behind(num_read: int) -> None:
     recent, store = RecentQuestions(), Store()

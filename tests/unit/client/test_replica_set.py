@@ -292,12 +292,6 @@ def test_figures_are_asked_of_who_gave_the_rest_whatever_an_answer_is_called() -
     assert asked.url.path.endswith("/cmpl-" + rest.request.headers["X-Request-Id"])
 
 
-@pytest.mark.parametrize("name", ["r-r" + "9" * 5_000, "r-r٣", "r-r7", "-r", ""])
-def test_figures_of_what_nobody_answered_are_asked_of_somebody(name: str) -> None:
-    asked = httpx.Request("GET", f"{HOME}/v1/ragcache/requests/{quote(name, safe='')}")
-    assert replica_set(2).send(asked).request.url.host.startswith("replica-")
-
-
 def test_what_a_proxy_gave_up_waiting_for_is_not_computed_by_another_too() -> None:
     replicas = replica_set(2)
     sending = replicas.send(asking())

@@ -76,11 +76,6 @@ def test_groups_that_are_none_are_refused(acl: Any) -> None:
             make()
 
 
-def test_groups_that_contradict_the_metadata_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"has the acl \['hr'\], its metadata say \['legal'\]: give one"):
-        Document("d", "text", {"acl": ["legal"]}, acl=["hr"])
-
-
 def test_a_store_keeps_groups(tmp_path: Path) -> None:
     from ragcache_core.retrieval import DocumentStore
 

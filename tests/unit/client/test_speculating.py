@@ -230,19 +230,6 @@ def test_a_rehearsal_lets_other_questions_pass(server: ScriptedServer, engine: E
     assert seen == [200]
 
 
-def test_a_rehearsal_without_a_request_says_what_to_do(engine: Engine) -> None:
-    with pytest.raises(ConfigError, match=r"http_client\(\)"):
-        engine.integration.speculation.capture_request(lambda: None)
-
-
-def test_what_rehearsed_code_raises_itself_is_raised(engine: Engine) -> None:
-    def fails() -> None:
-        raise LookupError("no such prompt")
-
-    with pytest.raises(LookupError, match="no such prompt"):
-        speculate(engine, fails)
-
-
 def test_code_that_hides_every_exception_is_rehearsed_all_the_same(engine: Engine) -> None:
     def hides() -> None:
         try:
@@ -281,16 +268,6 @@ def test_a_request_with_another_key_or_to_another_server_does_not_join(engine: E
         assert (len(server.requests), len(elsewhere.requests)) == (2, 1)
     of_the_sdk(engine)
     assert len(server.requests) == 2
-
-
-@asked_anyhow
-def test_another_question_does_not_join(server: ScriptedServer, engine: Engine, ask: Callable[[Engine], str]) -> None:
-    server.script(NEVER, Reply("mine"))
-    speculation = speculate(engine, lambda: engine.generate(ASKED, max_tokens=7))
-    assert until(lambda: server.num_running == 1)
-    assert ask(engine) == "mine"
-    assert server.confirmed == []
-    speculation.cancel()
 
 
 def test_a_cancelled_speculation_leaves_the_engine_and_is_not_joined(server: ScriptedServer, engine: Engine) -> None:
@@ -518,14 +495,6 @@ def test_of_many_equal_requests_only_one_joins(server: ScriptedServer, engine: E
         thread.join()
     assert sorted(answers) == ["another"] * 7 + ["the one"]
     assert len(server.requests) == 8
-
-
-def test_equal_speculations_are_joined_one_after_the_other(server: ScriptedServer, engine: Engine) -> None:
-    server.script(Reply("first"), Reply("second"))
-    for _ in range(2):
-        assert done(speculate(engine, lambda: of_the_engine(engine)))
-    assert [of_the_engine(engine), of_the_engine(engine)] == ["first", "second"]
-    assert len(server.requests) == 2
 
 
 def test_each_asker_joins_its_own_of_equal_speculations(server: ScriptedServer, engine: Engine) -> None:
@@ -822,30 +791,6 @@ async def test_a_server_that_takes_speculations_later_gets_them_then(
     assert len(caplog.records) == 1
     server.load = IDLE
     assert await client.acan_speculate()
-
-
-async def test_an_engine_told_not_to_speculate_is_not_warned_of(
-    server: ScriptedServer, engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
-    client = engine.integration.speculation
-    server.load = {**IDLE, "max_prefill_bs": 0}
-    with caplog.at_level(logging.WARNING):
-        assert not await client.acan_speculate()
-    assert caplog.records == []
-
-
-@pytest.mark.parametrize("status", [401, 403, 429, 503])
-async def test_a_server_that_refuses_to_say_is_asked_again_later(
-    server: ScriptedServer, engine: Engine, status: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    client = engine.integration.speculation
-    server.cache_status = status
-    assert not await client.acan_speculate()
-    server.cache_status = 200
-    assert not await client.acan_speculate()
-    client._load._paused_until_s = 0.0
-    assert await client.acan_speculate()
-    assert caplog.records == []
 
 
 # Ending

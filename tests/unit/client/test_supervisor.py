@@ -243,18 +243,6 @@ def test_a_busy_server_that_is_slow_to_say_how_it_is_is_left_alone(own: Own, ser
     assert owner.health() is Health.READY
 
 
-def test_a_server_that_is_not_asked_for_hangs_is_left_alone(own: Own, server: ScriptedServer) -> None:
-    def start() -> FakeProcess:
-        server.hang = None
-        return FakeProcess()
-
-    owner = own(start, hang_s=None)
-    server.hang = "VLLM::Worker is stopped"
-    assert not until(lambda: owner.run == 2, 1.0)
-    owner.suspect(1)
-    assert until(lambda: owner.run == 2, 20)
-
-
 def test_a_server_that_takes_no_more_requests_is_left_alone_until_somebody_suspects_it(
     own: Own, server: ScriptedServer
 ) -> None:
