@@ -14,7 +14,7 @@ import psutil
 
 from ragcache_core.bench.token_client import TokenRequest
 from ragcache_core.client import Engine
-from ragcache_core.client.launch.vllm_offload import VLLMOffload
+from ragcache_core.client.launch.settings import VLLMOffload
 from ragcache_core.config import CacheConfig
 from ragcache_core.prompt import PromptTokenizer
 from ragcache_core.types import PromptSegment, SegmentKind

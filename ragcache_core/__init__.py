@@ -26,6 +26,7 @@ from ragcache_core.errors import (
     EngineClosedError,
     EngineDiedError,
     EngineError,
+    EngineForkedError,
     EngineHungError,
     EngineStartError,
     EngineTimeoutError,
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from ragcache_core.client.engine import Engine
     from ragcache_core.client.fleet.fleet import Fleet
     from ragcache_core.client.generation import Generation, GenerationChunk
-    from ragcache_core.client.launch.vllm_offload import VLLMOffload
+    from ragcache_core.client.launch.settings import VLLMOffload
     from ragcache_core.client.ordering.document_order import Arrangement
     from ragcache_core.client.prompts.bound_prompt import BoundPrompt
     from ragcache_core.client.prompts.tokenizer import ModelTokenizer
@@ -104,7 +105,7 @@ else:
             "ragcache_core.client.engine": ("Engine",),
             "ragcache_core.client.fleet.fleet": ("Fleet",),
             "ragcache_core.client.generation": ("Generation", "GenerationChunk"),
-            "ragcache_core.client.launch.vllm_offload": ("VLLMOffload",),
+            "ragcache_core.client.launch.settings": ("VLLMOffload",),
             "ragcache_core.client.ordering.document_order": ("Arrangement",),
             "ragcache_core.client.prompts.bound_prompt": ("BoundPrompt",),
             "ragcache_core.client.prompts.tokenizer": ("ModelTokenizer",),
@@ -182,6 +183,7 @@ __all__ = [
     "EngineClosedError",
     "EngineDiedError",
     "EngineError",
+    "EngineForkedError",
     "EngineHungError",
     "EngineStartError",
     "EngineStats",

@@ -12,6 +12,7 @@
     │   ├── EngineTimeoutError               it did not answer in time
     │   │   └── EngineHungError              it does not answer anybody any more
     │   ├── EngineClosedError                the handle was used after close()
+    │   │   └── EngineForkedError            the handle was made before a fork
     │   └── RequestRejectedError             it refused the request, and said why
     ├── PromptError (ValueError)             a prompt that cannot be laid out
     │   ├── PromptTooLongError               more tokens than the context window
@@ -89,6 +90,10 @@ class EngineHungError(EngineTimeoutError):
 
 class EngineClosedError(EngineError):
     """The engine handle was used after it had been closed."""
+
+
+class EngineForkedError(EngineClosedError):
+    """The engine handle was used in a fork of the process that made it."""
 
 
 class RequestRejectedError(EngineError):

@@ -23,8 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from ragcache_core.client import Engine
 from ragcache_core.client.pipeline.histories import HISTORIES
-from ragcache_core.client.speculation.manager import SpeculationManager
-from ragcache_core.client.speculation.speculation import Speculation
+from ragcache_core.client.speculation.speculation import Speculation, SpeculationManager
 from ragcache_core.config import CacheConfig
 from tests.support.measured import measured
 

@@ -12,7 +12,7 @@ from benchmarks.report import Figure, Part, Plan, percentiles_ms
 from benchmarks.tiers.idle_overhead import random_texts
 from ragcache_core.bench.token_client import TokenAnswer, TokenClient, TokenRequest
 from ragcache_core.client import Engine
-from ragcache_core.client.launch.vllm_offload import VLLMOffload
+from ragcache_core.client.launch.settings import VLLMOffload
 from ragcache_core.config import CacheConfig
 
 _SIDES = ("ragcache", "vllm_offload")

@@ -12,7 +12,7 @@ from benchmarks.report import Figure, Part, Plan, percentiles_ms
 from benchmarks.tiers.idle_overhead import Load, random_texts, unique_requests
 from ragcache_core.bench.token_client import TokenClient
 from ragcache_core.client import Engine
-from ragcache_core.client.launch.vllm_offload import VLLMOffload
+from ragcache_core.client.launch.settings import VLLMOffload
 from ragcache_core.config import CacheConfig
 
 _SIDES = ("vllm", "vllm_offload", "ragcache")

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ragcache_core.bench.token_client import TokenClient
 from ragcache_core.client import Engine
-from ragcache_core.client.launch.vllm_offload import VLLMOffload
+from ragcache_core.client.launch.settings import VLLMOffload
 from ragcache_core.config import CacheConfig
 from ragcache_core.memory import has_gpu
 from ragcache_core.profiles.random_model import ModelShape, random_model

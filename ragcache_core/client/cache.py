@@ -1,15 +1,23 @@
-"""What is in an engine's cache, looked into and acted upon: ``engine.cache``, over ``/v1/ragcache``."""
+"""What is in an engine's cache: shown, pinned, forgotten, and read from disk ahead of a request.
+
+::
+
+    /v1/ragcache/cache, /v1/ragcache/documents/...   engine.cache, engine.forget
+    POST /v1/ragcache/prefetch                       {"prompt_token_ids": [1, 17, ...], "cache_salt": ..., "model": ...}
+                                                     ->  {"num_read_tokens": 4096}
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial, reduce
+from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
 
 import httpx
 from pydantic import TypeAdapter, ValidationError
 
-from ragcache_core.client.documents import BESIDES_S, CONNECT_S, REFUSALS, check_wait, message_of, read_receipt
-from ragcache_core.client.http.errors import translate_errors
+from ragcache_core.client.server_api import Call, ServerAPI
 from ragcache_core.errors import ConfigError, EngineError, RequestRejectedError
 from ragcache_core.stats import (
     CONTENTS_ORDERS,
@@ -21,10 +29,104 @@ from ragcache_core.stats import (
     PrefetchReceipt,
 )
 from ragcache_core.types import DocId
-from ragcache_core.wire import read_doc_ids
+from ragcache_core.wire import MAX_DOCUMENTS, read_doc_ids
 
+_MAX_WAIT_S = 600.0
+_CONNECT_S = 10.0
+_BESIDES_S = 120.0
+"""The engine answers between two steps, and its first step may compile."""
+_REFUSALS = (400, 403, 404, 405, 409, 413)
+_PREFETCH_TIMEOUT_S = 10.0
 _Answer = TypeVar("_Answer")
 _WAIT_S = 30.0
+
+
+class StandsOnDocuments(Protocol):
+    """What is kept here of documents, beside the engine's KV: a cache of answers."""
+
+    def forget(self, doc_ids: list[DocId]) -> object:
+        """Drop what stands on these documents."""
+        ...
+
+
+class DocumentRoutes:
+    """Removes documents from one server. May be used by any thread and any event loop.
+
+    Attributes:
+        answer_caches: of the models that ask this engine here; they forget first, whatever the engine answers.
+    """
+
+    def __init__(self, api: ServerAPI) -> None:
+        self._api = api
+        self.answer_caches: WeakSet[StandsOnDocuments] = WeakSet()
+
+    def forget(self, doc_ids: Iterable[DocId], wait_s: float) -> ForgetReceipt:
+        """Do what :meth:`EngineClient.forget <ragcache_core.client.engine_client.EngineClient.forget>` says."""
+        return _sum(self._api.ask(call) for call in self.begin(doc_ids, wait_s))
+
+    async def aforget(self, doc_ids: Iterable[DocId], wait_s: float) -> ForgetReceipt:
+        """Do :meth:`forget` without blocking the event loop."""
+        return _sum([await self._api.aask(call) for call in self.begin(doc_ids, wait_s)])
+
+    def begin(self, doc_ids: Iterable[DocId], wait_s: float) -> list[Call[ForgetReceipt]]:
+        """Have the caches of answers forget, and return what to ask the engine."""
+        calls = list(_forgetting(doc_ids, wait_s))
+        for answers in list(self.answer_caches):
+            answers.forget([doc_id for call in calls for doc_id in (call.body or {})["ids"]])
+        return calls
+
+
+class Prefetching(Protocol):
+    """Has what is on disk of a prompt read before it is asked. May be used by any thread and any event loop."""
+
+    def prefetch(
+        self,
+        token_ids: Sequence[int],
+        cache_salt: str | None = None,
+        *,
+        model: str | None = None,
+        authorization: str | None = None,
+    ) -> int:
+        """Return for how many tokens KV is being read now; 0 where none is on disk alone, or there is no disk.
+
+        Args:
+            token_ids: the prompt.
+            cache_salt: the salt of the request.
+            model: its model, which may be an adapter; ``None`` is the engine's own.
+            authorization: its ``Authorization`` header; ``None`` is that of the engine's handle.
+
+        Raises:
+            EngineError: the server cannot be asked, or refuses.
+        """
+        ...
+
+    async def aprefetch(
+        self, token_ids: Sequence[int], cache_salt: str | None = None, *, model: str | None = None
+    ) -> int:
+        """Do :meth:`prefetch` without blocking the event loop."""
+        ...
+
+
+class PrefetchRoute(Prefetching):
+    """Asks one server."""
+
+    def __init__(self, api: ServerAPI) -> None:
+        self._api = api
+
+    def prefetch(
+        self,
+        token_ids: Sequence[int],
+        cache_salt: str | None = None,
+        *,
+        model: str | None = None,
+        authorization: str | None = None,
+    ) -> int:
+        return self._api.ask(_prefetching(token_ids, cache_salt, model, authorization))
+
+    async def aprefetch(
+        self, token_ids: Sequence[int], cache_salt: str | None = None, *, model: str | None = None
+    ) -> int:
+        return await self._api.aask(_prefetching(token_ids, cache_salt, model, None))
 
 
 class CacheRoutes:
@@ -35,28 +137,24 @@ class CacheRoutes:
     id, no order or no number, and ``EngineError`` where the server cannot be asked.
     """
 
-    def __init__(self, base_url: str, api_key: str, http: httpx.Client, http_async: httpx.AsyncClient) -> None:
-        """``base_url`` ends in ``/v1``; the clients stay their owner's."""
-        self._url = f"{base_url}/ragcache"
-        self._headers = {"Authorization": f"Bearer {api_key}"}
-        self._http = http
-        self._http_async = http_async
+    def __init__(self, api: ServerAPI) -> None:
+        self._api = api
 
     def ls(self, *, sort: str = "bytes", limit: int = 50) -> CacheContents:
         """Return the ``limit`` cached documents with most ``bytes``, ``uses``, ``saved`` seconds or ``age``."""
-        return _read(CacheContents, self._get(_listing(sort, limit)))
+        return self._api.ask(_listing(sort, limit))
 
     async def als(self, *, sort: str = "bytes", limit: int = 50) -> CacheContents:
         """Do :meth:`ls` without blocking the event loop."""
-        return _read(CacheContents, await self._aget(_listing(sort, limit)))
+        return await self._api.aask(_listing(sort, limit))
 
     def show(self, doc_ids: Iterable[DocId]) -> CacheContents:
         """Return what is cached of some documents, each with the paths on which it stands."""
-        return _read(CacheContents, self._post("documents/show", _ids(doc_ids)))
+        return self._api.ask(_about("show", doc_ids, CacheContents))
 
     async def ashow(self, doc_ids: Iterable[DocId]) -> CacheContents:
         """Do :meth:`show` without blocking the event loop."""
-        return _read(CacheContents, await self._apost("documents/show", _ids(doc_ids)))
+        return await self._api.aask(_about("show", doc_ids, CacheContents))
 
     def pin(self, doc_ids: Iterable[DocId]) -> PinReceipt:
         """Have the paths of documents evicted last, in every tier, until :meth:`unpin`, ``forget`` or :meth:`purge`.
@@ -65,106 +163,165 @@ class CacheRoutes:
         what is there already, nothing is pinned. What is not cached is not pinned, but ``unknown``. Pins end with the
         engine: after a restart, pin again.
         """
-        return _read(PinReceipt, self._post("documents/pin", _ids(doc_ids)))
+        return self._api.ask(_about("pin", doc_ids, PinReceipt))
 
     async def apin(self, doc_ids: Iterable[DocId]) -> PinReceipt:
         """Do :meth:`pin` without blocking the event loop."""
-        return _read(PinReceipt, await self._apost("documents/pin", _ids(doc_ids)))
+        return await self._api.aask(_about("pin", doc_ids, PinReceipt))
 
     def unpin(self, doc_ids: Iterable[DocId]) -> PinReceipt:
         """Have documents evicted as any others."""
-        return _read(PinReceipt, self._post("documents/unpin", _ids(doc_ids)))
+        return self._api.ask(_about("unpin", doc_ids, PinReceipt))
 
     async def aunpin(self, doc_ids: Iterable[DocId]) -> PinReceipt:
         """Do :meth:`unpin` without blocking the event loop."""
-        return _read(PinReceipt, await self._apost("documents/unpin", _ids(doc_ids)))
+        return await self._api.aask(_about("unpin", doc_ids, PinReceipt))
 
     def prefetch(self, doc_ids: Iterable[DocId]) -> PrefetchReceipt:
         """Have what is on disk alone of documents read into host memory, on all their paths; return at once.
 
         ``engine.prefetch`` does so with a prompt.
         """
-        return _read(PrefetchReceipt, self._post("documents/prefetch", _ids(doc_ids)))
+        return self._api.ask(_about("prefetch", doc_ids, PrefetchReceipt))
 
     async def aprefetch(self, doc_ids: Iterable[DocId]) -> PrefetchReceipt:
         """Do :meth:`prefetch` without blocking the event loop."""
-        return _read(PrefetchReceipt, await self._apost("documents/prefetch", _ids(doc_ids)))
+        return await self._api.aask(_about("prefetch", doc_ids, PrefetchReceipt))
 
     def gc(self, *, unused_days: float = 7, is_trial: bool = False) -> CollectedFolders:
         """Delete the folders in the engine's directory that no engine has open, nor had for so many days.
 
         They are of other models, weights and releases. With ``is_trial`` they are only named.
         """
-        return _read(CollectedFolders, self._post("cache/gc", {"unused_days": unused_days, "is_trial": is_trial}))
+        return self._api.ask(_collecting(unused_days, is_trial=is_trial))
 
     async def agc(self, *, unused_days: float = 7, is_trial: bool = False) -> CollectedFolders:
         """Do :meth:`gc` without blocking the event loop."""
-        body = {"unused_days": unused_days, "is_trial": is_trial}
-        return _read(CollectedFolders, await self._apost("cache/gc", body))
+        return await self._api.aask(_collecting(unused_days, is_trial=is_trial))
 
     def purge(self, *, wait_s: float = _WAIT_S) -> ForgetReceipt:
         """Remove everything from every tier, as ``engine.forget`` does with documents.
 
         Requests that are being answered keep what they have until they end. Pins end.
         """
-        return read_receipt(self._answer("cache/purge", _waiting(wait_s), wait_s))
+        return self._api.ask(_purging(wait_s))
 
     async def apurge(self, *, wait_s: float = _WAIT_S) -> ForgetReceipt:
         """Do :meth:`purge` without blocking the event loop."""
-        return read_receipt(await self._aanswer("cache/purge", _waiting(wait_s), wait_s))
-
-    def _get(self, query: Mapping[str, Any]) -> httpx.Response:
-        with translate_errors():
-            return self._http.get(f"{self._url}/cache", params=query, **self._how())
-
-    async def _aget(self, query: Mapping[str, Any]) -> httpx.Response:
-        with translate_errors():
-            return await self._http_async.get(f"{self._url}/cache", params=query, **self._how())
-
-    def _post(self, path: str, body: Mapping[str, Any]) -> httpx.Response:
-        return self._answer(path, body, 0.0)
-
-    async def _apost(self, path: str, body: Mapping[str, Any]) -> httpx.Response:
-        return await self._aanswer(path, body, 0.0)
-
-    def _answer(self, path: str, body: Mapping[str, Any], wait_s: float) -> httpx.Response:
-        with translate_errors():
-            return self._http.post(f"{self._url}/{path}", json=body, **self._how(wait_s))
-
-    async def _aanswer(self, path: str, body: Mapping[str, Any], wait_s: float) -> httpx.Response:
-        with translate_errors():
-            return await self._http_async.post(f"{self._url}/{path}", json=body, **self._how(wait_s))
-
-    def _how(self, wait_s: float = 0.0) -> dict[str, Any]:
-        return {"headers": self._headers, "timeout": httpx.Timeout(wait_s + BESIDES_S, connect=CONNECT_S)}
+        return await self._api.aask(_purging(wait_s))
 
 
-def _listing(sort: str, limit: int) -> dict[str, object]:
+def _listing(sort: str, limit: int) -> Call[CacheContents]:
     if sort not in CONTENTS_ORDERS:
         raise ConfigError(f"sort is {sort!r:.80}: give one of {', '.join(CONTENTS_ORDERS)}")
     if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MAX_LISTED:
         raise ConfigError(f"limit is {limit!r:.80}: give 1 to {MAX_LISTED}")
-    return {"sort": sort, "limit": limit}
+    params = {"sort": sort, "limit": limit}
+    return Call("/v1/ragcache/cache", partial(_read, CacheContents), params=params, timeout=_timeout(0.0))
 
 
-def _ids(doc_ids: Iterable[DocId]) -> dict[str, object]:
+def _about(what: str, doc_ids: Iterable[DocId], kind: type[_Answer]) -> Call[_Answer]:
+    ids = read_doc_ids(_listed(doc_ids))
+    return _posting(f"documents/{what}", {"ids": ids}, partial(_read, kind))
+
+
+def _collecting(unused_days: float, *, is_trial: bool) -> Call[CollectedFolders]:
+    body = {"unused_days": unused_days, "is_trial": is_trial}
+    return _posting("cache/gc", body, partial(_read, CollectedFolders))
+
+
+def _purging(wait_s: float) -> Call[ForgetReceipt]:
+    _check_wait(wait_s)
+    return _posting("cache/purge", {"wait_s": wait_s}, _read_receipt, wait_s)
+
+
+def _forgetting(doc_ids: Iterable[DocId], wait_s: float) -> Iterator[Call[ForgetReceipt]]:
+    _check_wait(wait_s)
+    wanted = _listed(doc_ids)
+    for start in range(0, len(wanted), MAX_DOCUMENTS):
+        ids = read_doc_ids(wanted[start : start + MAX_DOCUMENTS])
+        yield _posting("documents/forget", {"ids": ids, "wait_s": wait_s}, _read_receipt, wait_s)
+
+
+def _prefetching(
+    token_ids: Sequence[int], cache_salt: str | None, model: str | None, authorization: str | None
+) -> Call[int]:
+    given = {"cache_salt": cache_salt, "model": model}
+    body = {"prompt_token_ids": list(token_ids), **{name: v for name, v in given.items() if v is not None}}
+    return Call(
+        "/v1/ragcache/prefetch",
+        _num_tokens,
+        method="POST",
+        body=body,
+        timeout=_PREFETCH_TIMEOUT_S,
+        authorization=authorization,
+        is_sent_once=True,
+    )
+
+
+def _posting(
+    path: str, body: Mapping[str, Any], read: Callable[[httpx.Response], _Answer], wait_s: float = 0.0
+) -> Call[_Answer]:
+    return Call(f"/v1/ragcache/{path}", read, method="POST", body=body, timeout=_timeout(wait_s))
+
+
+def _timeout(wait_s: float) -> httpx.Timeout:
+    return httpx.Timeout(wait_s + _BESIDES_S, connect=_CONNECT_S)
+
+
+def _listed(doc_ids: Iterable[DocId]) -> list[DocId]:
     if isinstance(doc_ids, str):
         raise ConfigError(f"doc_ids is {doc_ids!r:.80}, a text: give a list of ids, [{doc_ids!r:.80}]")
-    return {"ids": read_doc_ids(list(dict.fromkeys(doc_ids)))}
+    return list(dict.fromkeys(doc_ids))
 
 
-def _waiting(wait_s: float) -> dict[str, object]:
-    check_wait(wait_s)
-    return {"wait_s": wait_s}
+def _check_wait(wait_s: float) -> None:
+    if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not 0 <= wait_s <= _MAX_WAIT_S:
+        raise ConfigError(f"wait_s is {wait_s!r:.80}: give 0 to {_MAX_WAIT_S:g} seconds")
 
 
-def _read(kind: type[_Answer], answer: httpx.Response) -> _Answer:
-    if answer.status_code in REFUSALS:
-        raise RequestRejectedError(f"the engine refuses: {message_of(answer)}")
+def _sum(receipts: Iterable[ForgetReceipt]) -> ForgetReceipt:
+    return reduce(ForgetReceipt.plus, receipts, ForgetReceipt())
+
+
+def _num_tokens(answer: httpx.Response) -> int:
+    if answer.status_code == 404:  # plain vLLM
+        return 0
+    match answer.raise_for_status().json():
+        case {"num_read_tokens": int(num_tokens)}:
+            return num_tokens
+    return 0
+
+
+def _read_receipt(answer: httpx.Response) -> ForgetReceipt:
+    return _read(ForgetReceipt, answer, refusal="the engine forgets nothing", added={"is_complete": None})
+
+
+def _read(
+    kind: type[_Answer],
+    answer: httpx.Response,
+    *,
+    refusal: str = "the engine refuses",
+    added: Mapping[str, object] | None = None,
+) -> _Answer:
+    """Return what a server answers, with ``added`` fields.
+
+    Raises:
+        RequestRejectedError: it refuses. EngineError: it says something else.
+    """
+    if answer.status_code in _REFUSALS:
+        raise RequestRejectedError(f"{refusal}: {_message_of(answer)}")
     answer.raise_for_status()
     try:
-        return TypeAdapter(kind).validate_python(answer.json())
+        return TypeAdapter(kind).validate_python({**answer.json(), **(added or {})})
     except (ValidationError, ValueError, TypeError) as error:
         raise EngineError(
             f"the engine's answer cannot be read ({error}): install the same version of ragcache here and there"
         ) from error
+
+
+def _message_of(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"it answered {answer.status_code}, as a server without RAGCache does, or an older one"

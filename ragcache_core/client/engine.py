@@ -10,22 +10,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, cast, overload
 
 import httpx
 
 from ragcache_core.client.engine_client import EngineClient, FindTokenizer
 from ragcache_core.client.http.affinity import ProxyAffinity
-from ragcache_core.client.http.attempt import AUTO, SENT_ONCE, FirstTokenTimeout, Health, RetryPolicy, check_seconds
+from ragcache_core.client.http.attempt import AUTO, FirstTokenTimeout, Health, RetryPolicy, check_seconds
 from ragcache_core.client.http.joined_server import HANG_TIMEOUT_S, RESTART_TIMEOUT_S, JoinedServer
 from ragcache_core.client.http.resume import ResumeStreams
-from ragcache_core.client.launch.arguments import check_types
 from ragcache_core.client.launch.launch import LaunchedServer, launch_server
 from ragcache_core.client.launch.process import GRACE_S
+from ragcache_core.client.launch.settings import LaunchSettings, VLLMOffload
 from ragcache_core.client.launch.supervisor import Supervisor
-from ragcache_core.client.launch.vllm_offload import VLLMOffload
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer, handed_out
-from ragcache_core.client.server_info import Handshake, ModelCard
+from ragcache_core.client.server_api import Call, ModelCard, ServerAPI
 from ragcache_core.config import CacheConfig
 from ragcache_core.errors import (
     ConfigError,
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
 
 _DRAIN_POLL_S = 0.1
 _DRAIN_TIMEOUT_S = 5.0
-_open_engines: set[Engine] = set()
-"""Engines that own a server, until they are closed: the end of the program closes them."""
 
 
 class Engine(EngineClient):
@@ -79,7 +76,7 @@ class Engine(EngineClient):
         self.log_path = log_path
         self._server = watch
         self._closing = threading.Lock()
-        _open_engines.add(self)
+        atexit.register(self.close, 5.0)
         try:
             self._shake_hands(find_tokenizer)
         except BaseException:
@@ -117,29 +114,7 @@ class Engine(EngineClient):
     ) -> Self: ...
 
     @classmethod
-    def launch(
-        cls,
-        model: str,
-        *,
-        cache: CacheConfig | VLLMOffload | None = CacheConfig(),  # noqa: B008 (frozen)
-        host: str = "127.0.0.1",
-        port: int | None = None,
-        api_key: str | None = None,
-        tokenizer: str | None = None,
-        startup_timeout_s: float = 600.0,
-        max_restarts: int = 3,
-        restart_window_s: float = 600.0,
-        hang_timeout_s: float | None = 30.0,
-        first_token_timeout_s: FirstTokenTimeout = AUTO,
-        resume_streams: ResumeStreams = "all",
-        log_path: str | Path | None = None,
-        progress: bool | Callable[[str], None] | None = None,
-        env: Mapping[str, str] | None = None,
-        extra_args: Sequence[str] = (),
-        cancel: threading.Event | None = None,
-        data_parallel_size: int | None = None,
-        **vllm_args: object,
-    ) -> Self | Fleet:
+    def launch(cls, model: str, *, data_parallel_size: int | None = None, **settings: Any) -> Self | Fleet:
         """Start a server for ``model`` as a child process and return it when it is ready.
 
         Args:
@@ -169,7 +144,7 @@ class Engine(EngineClient):
             cancel: set it in another thread to give the launch up.
             data_parallel_size: start so many servers, each with GPUs, a part of host memory and disk, and a port of its
                 own (from ``port`` on), and return them as a :class:`Fleet`.
-            **vllm_args: the same with underscores, ``max_model_len=2048``.
+            **settings: those above, and arguments of vLLM's server with underscores, ``max_model_len=2048``.
 
         Raises:
             EngineStartError: no model there, the port is taken, or the server ended or got stuck before it was ready.
@@ -177,30 +152,11 @@ class Engine(EngineClient):
             ConfigError: an argument that is a setting of ``launch`` or ``CacheConfig``, that vLLM does not have, or
                 that is of another type; a time that cannot work.
         """
-        check_types(cache, env, extra_args)
-        policy = RetryPolicy(first_token_timeout_s, resume_streams)
-        start = partial(
-            launch_server,
-            model,
-            cache=cache,
-            host=host,
-            port=port,
-            api_key=api_key,
-            tokenizer=tokenizer,
-            startup_timeout_s=startup_timeout_s,
-            max_restarts=max_restarts,
-            restart_window_s=restart_window_s,
-            hang_timeout_s=hang_timeout_s,
-            log_path=None if log_path is None else Path(log_path),
-            progress=progress,
-            env=env,
-            extra_args=extra_args,
-            cancel=cancel,
-            vllm_args=vllm_args,
-        )
+        launch = LaunchSettings.of(model, settings)
+        policy = RetryPolicy(launch.first_token_timeout_s, cast("ResumeStreams", launch.resume_streams))
         if data_parallel_size is not None:
-            return cls._launch_fleet(start, data_parallel_size, policy)
-        return cls._of(start(), policy)
+            return cls._launch_fleet(launch, data_parallel_size, policy)
+        return cls._of(launch_server(launch), policy)
 
     @classmethod
     def _of(cls, server: LaunchedServer, policy: RetryPolicy) -> Self:
@@ -209,16 +165,16 @@ class Engine(EngineClient):
             server.api_key,
             watch=server.supervisor,
             policy=policy,
-            find_tokenizer=lambda handshake, _: handed_out(handshake) or server.tokenizer(),
+            find_tokenizer=lambda api, _: handed_out(api) or server.tokenizer(),
             log_path=server.log_path,
         )
 
     @classmethod
-    def _launch_fleet(cls, start: partial[LaunchedServer], size: int, policy: RetryPolicy) -> Fleet:
+    def _launch_fleet(cls, launch: LaunchSettings, size: int, policy: RetryPolicy) -> Fleet:
         from ragcache_core.client.fleet.fleet import Fleet  # which is made of engines
         from ragcache_core.client.launch.ranks import launch_ranks
 
-        servers, engines = launch_ranks(start, size), list[Engine]()
+        servers, engines = launch_ranks(launch_server, launch, size), list[Engine]()
         try:
             for server in servers:
                 engines.append(cls._of(server, policy))
@@ -337,14 +293,11 @@ class Engine(EngineClient):
         left; plain vLLM cannot be drained.
         """
         ends_s = time.monotonic() + timeout_s
-        headers = {"Authorization": f"Bearer {self.api_key}"}
+        draining = Call("/v1/ragcache/drain", _num_running, method="POST", timeout=_DRAIN_TIMEOUT_S, is_sent_once=True)
         while True:
             try:
-                answer = self._http.post(
-                    f"{self.base_url}/ragcache/drain", headers=headers, timeout=_DRAIN_TIMEOUT_S, extensions=SENT_ONCE
-                )
-                num_running = int(answer.raise_for_status().json()["num_running"])
-            except (httpx.HTTPError, EngineError, ValueError, LookupError, TypeError):
+                num_running = self._api.ask(draining)
+            except (EngineError, ValueError, LookupError, TypeError):
                 return False
             if num_running == 0 or time.monotonic() >= ends_s:
                 return num_running == 0
@@ -355,15 +308,17 @@ class Engine(EngineClient):
 
         May be called twice, by several threads (each returns when it is done), and again after an interruption.
         """
+        if self._process.is_forked:
+            return
         with self._closing:
             try:
                 self._close_connections()
             finally:
                 self._server.close(grace_s)
-            _open_engines.discard(self)
+            atexit.unregister(self.close)
 
 
-def _tokenizer_of(wish: str | os.PathLike[str] | None, server: Handshake, card: ModelCard) -> ModelTokenizer:
+def _tokenizer_of(wish: str | os.PathLike[str] | None, server: ServerAPI, card: ModelCard) -> ModelTokenizer:
     """Return the tokenizer of a server that runs elsewhere. The hub is asked only for what a user named.
 
     Raises:
@@ -382,15 +337,10 @@ def _tokenizer_of(wish: str | os.PathLike[str] | None, server: Handshake, card: 
     )
 
 
+def _num_running(answer: httpx.Response) -> int:
+    return int(answer.raise_for_status().json()["num_running"])
+
+
 def _close_result(launching: asyncio.Future[Any]) -> None:
     if not launching.cancelled() and launching.exception() is None:
         threading.Thread(target=launching.result().close, name="ragcache-close").start()
-
-
-os.register_at_fork(after_in_child=_open_engines.clear)  # a fork does not own its parent's servers
-
-
-@atexit.register
-def _close_open_engines() -> None:
-    for engine in list(_open_engines):
-        engine.close(grace_s=5.0)

@@ -14,10 +14,8 @@ from weakref import WeakSet
 
 import httpx
 
-from ragcache_core.client.cache import CacheRoutes
-from ragcache_core.client.deadline.client import DeadlineClient
-from ragcache_core.client.deadline.routes import DeadlineRoutes
-from ragcache_core.client.documents import DocumentRoutes, StandsOnDocuments
+from ragcache_core.client.cache import CacheRoutes, DocumentRoutes, Prefetching, PrefetchRoute, StandsOnDocuments
+from ragcache_core.client.deadline import DeadlineClient, DeadlineRoutes
 from ragcache_core.client.generation import (
     AnswerReader,
     Generation,
@@ -31,32 +29,26 @@ from ragcache_core.client.generation import (
 )
 from ragcache_core.client.http.attempt import RetryPolicy, ServerWatch
 from ragcache_core.client.http.errors import translate_errors
-from ragcache_core.client.http.resumed_answers import ResumedAnswers
+from ragcache_core.client.http.resume import ResumedAnswers
 from ragcache_core.client.http.routing import Replicas
 from ragcache_core.client.http.transport import AsyncRetryingTransport, RetryingTransport
 from ragcache_core.client.launch.process import GRACE_S
 from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes, KnownPrefixes
 from ragcache_core.client.ordering.document_order import Arrangement, OrderingClient, RememberedOrders
-from ragcache_core.client.prefetching import Prefetching, PrefetchRoute
-from ragcache_core.client.prompts.bound_prompt import BoundPrompt, FormatDocuments
+from ragcache_core.client.prompts.bound_prompt import BoundPrompt, FormatDocuments, KVScopes
 from ragcache_core.client.prompts.client import PromptClient
-from ragcache_core.client.prompts.kv_scope import KVScopes
-from ragcache_core.client.prompts.request_plan import RequestPlan, rights_body
-from ragcache_core.client.prompts.rights import joined_salt
+from ragcache_core.client.prompts.request_plan import RequestPlan, joined_salt, rights_body
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer, checked_tokenizer
-from ragcache_core.client.server_info import Handshake, ModelCard
-from ragcache_core.client.speculation.client import SpeculationClient
-from ragcache_core.client.speculation.engine_load import LoadRoute
-from ragcache_core.client.speculation.manager import SpeculationManager
-from ragcache_core.client.stats.cache_stats import CacheStatsRoutes
-from ragcache_core.client.stats.server_metrics import parse_metrics
+from ragcache_core.client.server_api import ModelCard, ServerAPI, importing_requests
+from ragcache_core.client.speculation.client import LoadRoute, SpeculationClient
+from ragcache_core.client.speculation.speculation import SpeculationManager
+from ragcache_core.client.stats.cache_stats import METRICS, CacheStatsRoutes, parse_metrics
 from ragcache_core.client.tracing import RequestTraces
-from ragcache_core.client.warm_imports import importing_requests
 from ragcache_core.client.warming import WarmingClient, WarmingReceipt, check_bound, known_scope
 from ragcache_core.errors import ConfigError, TokenizerUnavailableError
 from ragcache_core.ordering import DocumentOrder
 from ragcache_core.prompt import ChatMessage, PromptTokenizer, RenderedPrompt, check_prompt_fits
-from ragcache_core.runtime.handle import Handle
+from ragcache_core.runtime.handle import Handle, OneProcess
 from ragcache_core.stats import EngineStats, ForgetReceipt
 from ragcache_core.types import DocId, Document
 from ragcache_core.wire import ChunkReuseOption, check_sendable, check_text
@@ -64,7 +56,7 @@ from ragcache_core.wire import ChunkReuseOption, check_sendable, check_text
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
 
-FindTokenizer = Callable[[Handshake, ModelCard], ModelTokenizer]
+FindTokenizer = Callable[[ServerAPI, ModelCard], ModelTokenizer]
 """Returns the tokenizer of a server's model, or raises ``TokenizerUnavailableError``."""
 _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
@@ -82,10 +74,14 @@ class Integration:
     watch: ServerWatch
     cached_prefixes: KnownPrefixes
     prefetching: Prefetching
+    api: ServerAPI
 
 
 class EngineClient(Handle, ABC):
     """Requests to a running server. Its methods may be called by any thread, the async ones from any loop.
+
+    A fork of the process has no threads of its parent: there every call raises ``EngineForkedError``, and ``close``
+    does nothing.
 
     Attributes:
         model: the name under which the server serves its model.
@@ -98,7 +94,7 @@ class EngineClient(Handle, ABC):
 
     model: str
     max_model_len: int
-    integration: Integration
+    _integration: Integration
 
     def __init__(
         self,
@@ -116,6 +112,7 @@ class EngineClient(Handle, ABC):
         """
         self.base_url = base_url
         self.api_key = api_key
+        self._process = OneProcess()
         self._watch = watch
         self._speculations = SpeculationManager(
             base_url, api_key, watch, resume_streams=policy.resume_streams, replicas=replicas
@@ -125,11 +122,22 @@ class EngineClient(Handle, ABC):
         self._transport, self._async_transport = RetryingTransport(*parts), AsyncRetryingTransport(*parts)
         self._http = httpx.Client(transport=self._transport, timeout=_TIMEOUT)
         self._http_async = httpx.AsyncClient(transport=self._async_transport, timeout=_TIMEOUT)
-        self._cache_stats = CacheStatsRoutes(base_url, api_key, self._http, self._http_async, traces, self._resumed)
-        self.cache = CacheRoutes(base_url, api_key, self._http, self._http_async)
-        self._documents = DocumentRoutes(base_url, api_key, self._http, self._http_async)
-        self._prefetching: Prefetching = PrefetchRoute(base_url, api_key, self._http, self._http_async)
+        self._api = ServerAPI(base_url, api_key, self._http, self._http_async)
+        self._cache_stats = CacheStatsRoutes(self._api, traces, self._resumed)
+        self.cache = CacheRoutes(self._api)
+        self._documents = DocumentRoutes(self._api)
+        self._prefetching: Prefetching = PrefetchRoute(self._api)
         self._cached_prefixes = cached_prefixes or CachedPrefixes(base_url, api_key)
+
+    @property
+    def integration(self) -> Integration:
+        """The parts that integrations of frameworks use.
+
+        Raises:
+            EngineForkedError: this is a fork of the process that made the engine.
+        """
+        self._process.check()
+        return self._integration
 
     @cached_property
     def _openai(self) -> OpenAI:
@@ -145,7 +153,7 @@ class EngineClient(Handle, ABC):
 
     def _shake_hands(self, find_tokenizer: FindTokenizer | None) -> None:
         """Ask the server about itself; ``None`` does without a tokenizer, and imports nothing for prompts yet."""
-        server = Handshake(self._http, self.base_url, self.api_key)
+        server = self._api
         card = server.model_card()
         self.model, self.max_model_len = card.name, card.max_model_len
         with nullcontext() if find_tokenizer is None else importing_requests():
@@ -156,7 +164,7 @@ class EngineClient(Handle, ABC):
             )
         self._resumed.decode = tokenizer.decode if isinstance(tokenizer, ModelTokenizer) else None
         reordered, scopes = RememberedOrders(), KVScopes(card.name, self.api_key)
-        load = LoadRoute(self.base_url, self.api_key, self._http_async)
+        load = LoadRoute(server)
         prompts = PromptClient(
             tokenizer,
             max_model_len=card.max_model_len,
@@ -165,11 +173,10 @@ class EngineClient(Handle, ABC):
             scopes=scopes,
         )
         self._scopes = scopes
-        self.integration = Integration(
+        self._integration = Integration(
             prompts,
             SpeculationClient(
-                self.base_url,
-                self.api_key,
+                server,
                 model=card.name,
                 max_model_len=card.max_model_len,
                 speculations=self._speculations,
@@ -178,16 +185,15 @@ class EngineClient(Handle, ABC):
                 scopes=scopes,
             ),
             OrderingClient(self._cached_prefixes, reordered),
-            DeadlineClient(prompts, self._cached_prefixes, DeadlineRoutes(self.base_url, self.api_key, self._http)),
+            DeadlineClient(prompts, self._cached_prefixes, DeadlineRoutes(server)),
             self._cache_stats,
             self._documents.answer_caches,
             self._watch,
             self._cached_prefixes,
             self._prefetching,
+            server,
         )
-        self._warming = WarmingClient(
-            self.integration.speculation, load, self._cached_prefixes, scopes, self._http, self.base_url
-        )
+        self._warming = WarmingClient(self._integration.speculation, load, self._cached_prefixes, scopes, server)
 
     @abstractmethod
     def close(self, grace_s: float = GRACE_S) -> None:
@@ -308,15 +314,11 @@ class EngineClient(Handle, ABC):
 
         Who has a tenant's key is told of his own cache alone.
         """
-        with translate_errors():
-            page = _shown(self._http.get(self._metrics_url(), headers=self._headers()))
-        return self._cache_stats.add_to(self._read(page))
+        return self._cache_stats.add_to(self._read(self._api.ask(METRICS)))
 
     async def astats(self) -> EngineStats:
         """Return the server's counters; see :meth:`stats`."""
-        with translate_errors():
-            page = _shown(await self._http_async.get(self._metrics_url(), headers=self._headers()))
-        return await self._cache_stats.aadd_to(self._read(page))
+        return await self._cache_stats.aadd_to(self._read(await self._api.aask(METRICS)))
 
     # Documents
 
@@ -581,12 +583,6 @@ class EngineClient(Handle, ABC):
             settings["max_tokens"] = min(max_tokens, self.max_model_len - plan.num_prompt_tokens)
         return plan, streamed_body(prompt, plan, settings)
 
-    def _headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.api_key}"}
-
-    def _metrics_url(self) -> str:
-        return f"{self.base_url.removesuffix('/v1')}/metrics"
-
     def _read(self, page: str) -> EngineStats:
         counted = parse_metrics(page, num_restarts=self._watch.run - 1)
         return replace(counted, num_unnamed_chats=self.integration.prompts.num_unnamed_chats)
@@ -596,8 +592,3 @@ def _salt_of(prompt: Prompt, cache_salt: str | None) -> str | None:
     """Return the salt with which a prompt is asked, if ``cache_salt`` is its asker's."""
     rights = rights_body(prompt.segments, prompt.acls) if isinstance(prompt, RenderedPrompt) else {}
     return joined_salt(salt for salt in (cache_salt, rights.get("cache_salt")) if salt is not None)
-
-
-def _shown(page: httpx.Response) -> str:
-    """Return the text of ``/metrics``; nothing of it is for tenants."""
-    return "" if page.status_code == httpx.codes.FORBIDDEN else page.raise_for_status().text

@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
+
 from ragcache_core.client.engine import Engine
-from ragcache_core.client.http.errors import translate_errors
-from ragcache_core.client.launch.server_log import is_stream
-from ragcache_core.client.server_info import Handshake
-from ragcache_core.client.stats.server_metrics import kv_memory
+from ragcache_core.client.launch.process import is_stream
+from ragcache_core.client.server_api import Call, ServerAPI
+from ragcache_core.client.stats.cache_stats import KV_MEMORY
 from ragcache_core.errors import ConfigError, EngineError
 from ragcache_core.policy.prefill_cost import PrefillCostModel
 from ragcache_core.prompt import RenderedPrompt
@@ -124,17 +125,14 @@ def read_facts(engine: Engine) -> EngineFacts:
             f"the engine at {engine.base_url} is busy with {load.num_running + load.num_waiting} requests, which would "
             "be measured as well: profile it while it serves nobody"
         )
-    http, root = engine.http_client(), engine.base_url.removesuffix("/v1")
-    key = {"Authorization": f"Bearer {engine.api_key}"}
+    api = _api_of(engine)
     text = {"model": engine.model, "prompt": _ORDINARY_TEXT, "add_special_tokens": False}
-    with translate_errors():
-        page = http.get(f"{root}/metrics").raise_for_status().text
-        version = http.get(f"{root}/version").raise_for_status()
-        tokenized = http.post(f"{root}/tokenize", json=text, headers=key).raise_for_status()
+    version = api.ask(Call("/version", httpx.Response.raise_for_status))
+    tokenized = api.ask(Call("/tokenize", httpx.Response.raise_for_status, method="POST", body=text))
     try:
-        block_size, num_kv_tokens = kv_memory(page)
+        block_size, num_kv_tokens = api.ask(KV_MEMORY)
         return EngineFacts(
-            model_root=Handshake(http, engine.base_url, engine.api_key).model_card().root,
+            model_root=api.model_card().root,
             block_size=block_size,
             num_kv_tokens=num_kv_tokens,
             max_prompt_tokens=min(engine.max_model_len, num_kv_tokens) - 1,  # one token is generated
@@ -251,10 +249,12 @@ def tier_sizes(engine: Engine) -> TierSizes:
     tiers = {tier.name: tier for tier in engine.stats().tiers if tier.is_enabled}
     if "gpu" not in tiers:
         raise EngineError(f"the server at {engine.base_url} is plain vLLM and has no tiers")
-    with translate_errors():
-        page = engine.http_client().get(f"{engine.base_url.removesuffix('/v1')}/metrics").raise_for_status().text
-    _, num_gpu_tokens = kv_memory(page)
+    _, num_gpu_tokens = _api_of(engine).ask(KV_MEMORY)
     bytes_per_token = tiers["gpu"].capacity_bytes / num_gpu_tokens
     return TierSizes(
         {name: int(tier.capacity_bytes / bytes_per_token) for name, tier in tiers.items()}, bytes_per_token
     )
+
+
+def _api_of(engine: Engine) -> ServerAPI:
+    return ServerAPI(engine.base_url, engine.api_key, engine.http_client())

@@ -7,17 +7,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
-import httpx
-
 from ragcache_core.chunk.types import chunk_spans
 from ragcache_core.client.http.errors import translate_errors
 from ragcache_core.client.ordering.cached_prefixes import KnownPrefixes
-from ragcache_core.client.prompts.bound_prompt import BoundPrompt
-from ragcache_core.client.prompts.kv_scope import HINT, KVScope, KVScopes
-from ragcache_core.client.speculation.client import PreparedRequest, SpeculationClient
-from ragcache_core.client.speculation.engine_load import LoadRoute
+from ragcache_core.client.prompts.bound_prompt import HINT, BoundPrompt, KVScope, KVScopes
+from ragcache_core.client.server_api import ServerAPI
+from ragcache_core.client.speculation.client import LoadRoute, PreparedRequest, SpeculationClient
 from ragcache_core.client.speculation.speculation import Speculation
-from ragcache_core.client.stats.server_metrics import kv_memory
+from ragcache_core.client.stats.cache_stats import KV_MEMORY
 from ragcache_core.errors import ConfigError, EngineError, PromptTooLongError
 from ragcache_core.ordering import CachedPaths, static_prefix_digest
 from ragcache_core.prompt import RenderedPrompt
@@ -64,16 +61,13 @@ class WarmingClient:
         load: LoadRoute,
         cached: KnownPrefixes,
         scopes: KVScopes,
-        http: httpx.Client,
-        base_url: str,
+        api: ServerAPI,
     ) -> None:
-        """``base_url`` ends in ``/v1``; the clients stay their owner's."""
         self._speculation = speculation
         self._load = load
         self._cached = cached
         self._scopes = scopes
-        self._http = http
-        self._url = base_url
+        self._api = api
 
     def warm(
         self,
@@ -83,16 +77,14 @@ class WarmingClient:
         on_path: Callable[[WarmingReceipt], object],
     ) -> WarmingReceipt:
         """Do what :meth:`EngineClient.warm_paths <ragcache_core.client.engine_client.EngineClient.warm_paths>` says."""
-        if stats.policy is None or not self._load.may_speculate(self._http):
+        if stats.policy is None or not self._load.may_speculate():
             why = "runs without RAGCache" if stats.policy is None else "takes no requests that nobody asks"
             raise EngineError(
-                f"the engine at {self._url} {why}, and cannot be warmed: start it with Engine.launch or 'ragcache "
-                "serve', with max_prefill_bs of 1 or more"
+                f"the engine at {self._api.base_url} {why}, and cannot be warmed: start it with Engine.launch or "
+                "'ragcache serve', with max_prefill_bs of 1 or more"
             )
         scope, keeps_chunks = known_scope(self._scopes, bound), stats.chunks is not None
-        with translate_errors():
-            page = self._http.get(f"{self._url.removesuffix('/v1')}/metrics").raise_for_status().text
-        block_size, _ = kv_memory(page)
+        block_size, _ = self._api.ask(KV_MEMORY)
         self._cached.refresh(_MIRROR_S)
         has_disk = any(tier.name == "disk" and tier.is_enabled for tier in stats.tiers)
         began_s, receipt = time.monotonic(), WarmingReceipt()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ragcache_core import Engine, RenderedPrompt
 from ragcache_core.client.engine_client import EngineClient
-from ragcache_core.client.prompts.kv_scope import KVScope
+from ragcache_core.client.prompts.bound_prompt import KVScope
 from ragcache_core.client.speculation.speculation import Speculation
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
+import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -27,3 +30,23 @@ def print_in_forks(works: Iterable[Callable[[], dict[str, Any]]]) -> None:
 def printed(output: str) -> list[dict[str, Any]]:
     """Return what a program has printed by :func:`print_in_forks`, among other things."""
     return [json.loads(line) for line in output.splitlines() if line.startswith('{"')]
+
+
+def in_a_fork(work: Callable[[], object], timeout_s: float = 30.0) -> bool:
+    """Return whether ``work`` ends without an error, and in time, in a fork of this process."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    deadline = threading.Timer(timeout_s, os.kill, (pid, signal.SIGKILL))
+    deadline.start()
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    finally:
+        deadline.cancel()

@@ -22,7 +22,7 @@ from pathlib import Path
 import httpx
 
 from ragcache_core.client.launch.process import free_port
-from ragcache_core.client.launch.vllm_offload import VLLMOffload
+from ragcache_core.client.launch.settings import VLLMOffload
 from ragcache_core.errors import ConfigError, EngineStartError
 from ragcache_core.runtime.sessions import kill_session
 

@@ -13,7 +13,7 @@ import psutil
 
 from ragcache_core.bench.compare.lmcache import CHUNK_TOKENS, lmcache_server
 from ragcache_core.client import Engine
-from ragcache_core.client.launch.vllm_offload import VLLMEviction, VLLMOffload
+from ragcache_core.client.launch.settings import VLLMEviction, VLLMOffload
 from ragcache_core.config import CacheConfig, ChunkReuse
 from ragcache_core.ordering import DocumentOrder
 

@@ -176,7 +176,7 @@ def _launch(
 ) -> Engine:
     """Launch plain vLLM, with its own host memory at most: what is measured is its own prefix cache."""
     from ragcache_core.client import Engine
-    from ragcache_core.client.launch.vllm_offload import VLLMOffload
+    from ragcache_core.client.launch.settings import VLLMOffload
     from ragcache_core.runtime.environment import CPU_KV_CACHE_BYTES_ENV
 
     return Engine.launch(

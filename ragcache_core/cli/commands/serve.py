@@ -189,7 +189,7 @@ def _shows_key(api_key: str | None, engines: Sequence[Engine]) -> bool:
     """Return whether to print the API key: only a generated one, and not into a container's log."""
     if api_key:
         return False
-    from ragcache_core.client.launch.server_log import is_stream
+    from ragcache_core.client.launch.process import is_stream
 
     if not any(is_stream(engine.log_path) for engine in engines if engine.log_path is not None):
         return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -17,9 +17,7 @@ from pydantic import TypeAdapter
 from ragcache_core.client.cache import CacheRoutes
 from ragcache_core.client.engine import Engine
 from ragcache_core.client.engine_client import EngineClient
-from ragcache_core.client.fleet.alike import told_by
-from ragcache_core.client.fleet.prefixes import FleetPrefixes
-from ragcache_core.client.fleet.replicas import HOME, Replica, ReplicaSet
+from ragcache_core.client.fleet.replicas import HOME, FleetPrefixes, Replica, ReplicaSet
 from ragcache_core.client.http.attempt import AUTO, FirstTokenTimeout, RetryPolicy
 from ragcache_core.client.http.joined_server import HANG_TIMEOUT_S, RESTART_TIMEOUT_S
 from ragcache_core.client.http.resume import ResumeStreams
@@ -33,6 +31,13 @@ _NO_KEY = "none"
 _Answer = TypeVar("_Answer")
 _STATS = TypeAdapter(EngineStats)
 _logger = logging.getLogger(__name__)
+
+
+def told_by(engine: Engine) -> dict[str, str | int | None]:
+    """Return by name what a replica serves; what differs in another one makes it no replica of the same."""
+    offered = engine.integration.api.tokenizer_offer()
+    cache = "plain vLLM" if engine.stats().policy is None else "RAGCache"
+    return {"model": engine.model, "max_model_len": engine.max_model_len, "tokenizer": offered, "cache": cache}
 
 
 class Fleet(EngineClient):
@@ -152,7 +157,7 @@ class Fleet(EngineClient):
         return self._merged(self._of_each(lambda engine: engine.stats()))
 
     async def astats(self) -> EngineStats:
-        return self._merged(await self._aof_each(lambda engine: engine.astats()))
+        return await asyncio.to_thread(self.stats)
 
     def forget(self, doc_ids: Iterable[DocId], *, wait_s: float = 30.0) -> ForgetReceipt:
         """Remove the KV of documents from every replica; see ``Engine.forget``.
@@ -164,19 +169,10 @@ class Fleet(EngineClient):
         self._documents.begin(wanted, wait_s)  # what is kept here of answers goes first
         with ThreadPoolExecutor(len(self.engines)) as threads:
             receipts = list(threads.map(lambda engine: engine.forget(wanted, wait_s=wait_s), self.engines))
-        return _of_all(receipts)
+        return reduce(ForgetReceipt.beside, receipts)
 
     async def aforget(self, doc_ids: Iterable[DocId], *, wait_s: float = 30.0) -> ForgetReceipt:
-        wanted = doc_ids if isinstance(doc_ids, str) else list(doc_ids)
-        self._documents.begin(wanted, wait_s)  # what is kept here of answers goes first
-        asked = (engine.aforget(wanted, wait_s=wait_s) for engine in self.engines)
-        answers = await asyncio.gather(*asked, return_exceptions=True)  # an error of one must not end the others
-        receipts: list[ForgetReceipt] = []
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-            receipts.append(answer)
-        return _of_all(receipts)
+        return await asyncio.to_thread(self.forget, doc_ids, wait_s=wait_s)
 
     def drain(self, timeout_s: float) -> bool:
         """Have every replica take no more requests, and return whether they answer none any more in time."""
@@ -185,6 +181,8 @@ class Fleet(EngineClient):
 
     def close(self, grace_s: float = GRACE_S) -> None:
         """Close the connections, and every replica's; launched ones end. May be called again."""
+        if self._process.is_forked:
+            return
         self._close_connections()
         with ThreadPoolExecutor(len(self.engines)) as threads:
             list(threads.map(lambda engine: engine.close(grace_s), self.engines))
@@ -213,16 +211,6 @@ class Fleet(EngineClient):
         if not answers and isinstance(told[0], EngineError):
             raise told[0]
         return answers
-
-    async def _aof_each(self, ask: Callable[[Engine], Coroutine[Any, Any, _Answer]]) -> list[_Answer]:
-        asked = self._replicas.ready() or self._replicas.all
-        answers = await asyncio.gather(*(ask(replica.engine) for replica in asked), return_exceptions=True)
-        told = [answer for answer in answers if not isinstance(answer, BaseException)]
-        if failed := [
-            a for a in answers if isinstance(a, BaseException) and (not told or not isinstance(a, EngineError))
-        ]:
-            raise failed[0]
-        return told
 
     def _merged(self, told: Sequence[EngineStats]) -> EngineStats:
         merged: EngineStats = _STATS.validate_python(merged_report([asdict(stats) for stats in told]))
@@ -275,10 +263,6 @@ class _EachPrefetches:
     ) -> int:
         """Do :meth:`prefetch` without blocking the event loop."""
         return await asyncio.to_thread(self.prefetch, token_ids, cache_salt, model=model)
-
-
-def _of_all(receipts: Sequence[ForgetReceipt]) -> ForgetReceipt:
-    return reduce(ForgetReceipt.beside, receipts)
 
 
 def _check_alike(engines: Sequence[Engine]) -> None:

@@ -1,31 +1,33 @@
-"""The replicas of a fleet: how they are, what each is answering, and which of them gets a request."""
+"""The replicas of a fleet: their state, their load, what they have cached, and which of them gets a request."""
 
 from __future__ import annotations
 
 import logging
-import os
 import re
 import threading
 import time
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import cast
 from urllib.parse import quote
-from weakref import WeakSet
 
 import httpx
 
 from ragcache_core.client.engine import Engine
-from ragcache_core.client.http.asked import Asked
+from ragcache_core.client.http.affinity import Asked
 from ragcache_core.client.http.attempt import BROKEN, SENT_ONCE, Health, check_progress, engine_died, is_late
-from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes
+from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes, KnownPrefixes
 from ragcache_core.client.speculation.request_capture import asks_completion
 from ragcache_core.errors import EngineUnreachableError
-from ragcache_core.routing.choice import KnownReplica, choose_replica
+from ragcache_core.ordering import CachedPaths
+from ragcache_core.routing.choice import KnownReplica, choose_order, choose_replica, with_room_for_cached
 from ragcache_core.routing.index import PathIndex
 from ragcache_core.routing.load import OnItsWay, ReplicaLoad
+from ragcache_core.runtime.handle import OneProcess
+from ragcache_core.types import DocId
 from ragcache_core.wire import REQUEST_ROUTE, SPECULATION_ROUTE
 
 HOME = "https://ragcache-fleet"
@@ -45,7 +47,6 @@ _UNREACHED = (502, 503)
 has waited for the answer: sent again, what takes long would be computed by every replica."""
 
 _logger = logging.getLogger(__name__)
-_all: WeakSet[ReplicaSet] = WeakSet()
 
 
 class Replica:
@@ -85,7 +86,7 @@ class Replica:
 class ReplicaSet:
     """Chooses among replicas; as a whole it is watched like one server, which answers while one of them does.
 
-    What it knows of their load are the requests that go through it. A fork begins with none.
+    What it knows of their load are the requests that go through it.
     """
 
     run = 1
@@ -94,10 +95,7 @@ class ReplicaSet:
         """``patience_s``: how long a request waits where no replica answers."""
         self.patience_s = patience_s
         self.all = [Replica(engine) for engine in engines]
-        self._start_anew()
-        _all.add(self)
-
-    def _start_anew(self) -> None:
+        self._process = OneProcess()
         self._lock = threading.Lock()
         self.index = PathIndex()
         """What all have cached; only inside :meth:`known`."""
@@ -105,7 +103,6 @@ class ReplicaSet:
         self._moved: OrderedDict[str, str] = OrderedDict()
         self._over: deque[OnItsWay] = deque()
         for replica in self.all:
-            replica.load = ReplicaLoad()
             deque(self.index.join(replica.load.expected), 0)
             replica.mirror.keep_in(self.index, self._lock)
 
@@ -200,6 +197,7 @@ class ReplicaSet:
     @contextmanager
     def _counting(self) -> Iterator[None]:
         """Have nobody else count, nor change what is cached; what is over by then, and while that lasts, is counted."""
+        self._process.check()
         try:
             with self._lock:
                 while self._over:
@@ -298,7 +296,7 @@ class RoutedRequest:
         return error
 
     def end(self) -> None:
-        if self.sent is not None:  # of a fork's parent: counts nowhere any more
+        if self.sent is not None:
             sent, self.sent = self.sent, None
             self._replicas.done(sent)
 
@@ -320,9 +318,31 @@ def _seconds(retry_after: str | None) -> float:
         return _REST_S
 
 
-def _start_all_anew() -> None:
-    for replicas in list(_all):
-        replicas._start_anew()
+class FleetPrefixes(KnownPrefixes):
+    """The mirrors of the replicas that may get the next request: an order is chosen together with its replica."""
 
+    def __init__(self, replicas: ReplicaSet) -> None:
+        """The mirrors are the replicas' own, which close them."""
+        self._replicas = replicas
 
-os.register_at_fork(after_in_child=_start_all_anew)
+    @property
+    def is_current(self) -> bool:
+        return all(replica.mirror.is_current for replica in self._replicas.ready())
+
+    def order(self, documents: Sequence[DocId], *, prefix: bytes | None, keep_first: bool) -> tuple[int, ...] | None:
+        with self._replicas.known() as replicas:
+            return choose_order(self._replicas.index, replicas, documents, prefix=prefix, keep_first=keep_first)
+
+    @contextmanager
+    def reading(self) -> Iterator[Sequence[CachedPaths] | None]:
+        with self._replicas.known() as replicas:
+            known = [replica for replica in with_room_for_cached(replicas) if replica.mirrors is not None]
+            yield [paths for replica in known for paths in replica.caches] or None
+
+    def refresh(self, timeout_s: float) -> bool:
+        ready = self._replicas.ready()
+        with ThreadPoolExecutor(len(ready) or 1) as threads:
+            return all(threads.map(lambda replica: replica.mirror.refresh(timeout_s), ready))
+
+    def close(self) -> None:
+        """Do nothing."""

@@ -13,8 +13,7 @@ import httpcore
 import httpx
 
 from ragcache_core.client.http.errors import says_engine_died
-from ragcache_core.client.http.resume import ResumableStream, ResumeStreams, is_streamed
-from ragcache_core.client.http.resumed_answers import ResumedAnswers
+from ragcache_core.client.http.resume import ResumableStream, ResumedAnswers, ResumeStreams, is_streamed
 from ragcache_core.client.speculation.request_capture import asks_completion
 from ragcache_core.errors import ConfigError, EngineDiedError, EngineHungError
 from ragcache_core.wire import DEFAULTS_HEADER

@@ -16,7 +16,7 @@ import httpx
 
 from ragcache_core.client.http.attempt import AUTO, FirstTokenTimeout, Health, check_first_token_timeout, check_seconds
 from ragcache_core.client.http.errors import hang_of
-from ragcache_core.client.http.waiting import checking, patient_transport
+from ragcache_core.client.http.network import BlockingNetwork, checking
 from ragcache_core.errors import ConfigError
 
 RESTART_TIMEOUT_S = 300.0
@@ -124,7 +124,7 @@ class JoinedServer:
     def _watch(self) -> None:
         silent_s = 0.0
         tls = httpx.create_ssl_context(verify=self._url.startswith("https"))
-        with httpx.Client(transport=patient_transport(httpx.Limits(), tls), timeout=_TIMEOUT_S) as http:
+        with httpx.Client(transport=BlockingNetwork(httpx.Limits(), tls), timeout=_TIMEOUT_S) as http:
             while not self._closed.is_set() and time.monotonic() < self._wanted_until_s:
                 self._wake.clear()
                 asked_s = time.monotonic()

@@ -24,7 +24,9 @@ Tokens of an unfinished character are dropped. The rest has another random state
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, Self
 
 import httpx
@@ -32,6 +34,7 @@ import httpx
 from ragcache_core.client.http.errors import says_engine_died
 from ragcache_core.client.speculation.request_capture import asks_completion
 from ragcache_core.errors import EngineDiedError
+from ragcache_core.stats import RequestStats
 
 ResumeStreams = Literal["all", "greedy", "off"]
 """Which streamed answers continue after an engine failure."""
@@ -74,6 +77,8 @@ _PARTIAL_CHARACTER = "\ufffd"
 _CHARACTER_BYTES = 4
 """A character of UTF-8 has at most so many, and each may be a token."""
 _DECODED_TOKENS = 16
+_MAX_ANSWERS = 1024
+# An application may never read the statistics of an answer: the oldest is dropped.
 
 
 class _Mark(NamedTuple):
@@ -397,3 +402,32 @@ def _is_text(content: object) -> bool:
     return not isinstance(content, list) or all(
         isinstance(part, str) or (isinstance(part, dict) and part.get("type") == "text") for part in content
     )
+
+
+class ResumedAnswers:
+    """The answers of one engine's handle that continued after an engine failure. May be used by any thread.
+
+    Attributes:
+        decode: the model's own, where its tokenizer is at hand.
+    """
+
+    decode: Decode | None = None
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._resumes: dict[str, tuple[int, bool]] = {}
+
+    def add(self, response_id: str, stream: ResumableStream) -> None:
+        """Note that ``stream`` continued, until the statistics of its answer are read."""
+        with self._lock:
+            self._resumes[response_id] = stream.num_resumes, stream.is_sampled
+            if len(self._resumes) > _MAX_ANSWERS:
+                del self._resumes[next(iter(self._resumes))]
+
+    def mark(self, response_id: str | None, stats: RequestStats) -> RequestStats:
+        """Return ``stats`` with how the answer continued, if it did."""
+        if not self._resumes or response_id is None:
+            return stats
+        with self._lock:
+            num_resumes, is_sampled = self._resumes.pop(response_id, (0, False))
+        return replace(stats, num_resumes=num_resumes, is_resampled=is_sampled)

@@ -6,12 +6,16 @@ to answer is sent to another one, and a greedy answer that was cut goes on there
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Protocol
 
 import httpx
 
-from ragcache_core.client.http.waiting import also_checking
+from ragcache_core.client.http.network import AsyncNetwork, Blocking, Unblocked, also_checking
+from ragcache_core.runtime.event_loop_thread import EventLoopThread
+
+_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=8, keepalive_expiry=2.0)
+"""Nothing is sent again here, so an idle connection has to end before the server ends it."""
 
 
 class Sending(Protocol):
@@ -59,33 +63,6 @@ class Replicas(Protocol):
         ...
 
 
-class RoutedTransport(httpx.BaseTransport):
-    """Sends by ``inner`` to the replica that is chosen."""
-
-    def __init__(self, replicas: Replicas, inner: httpx.BaseTransport) -> None:
-        self._replicas = replicas
-        self._inner = inner
-
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
-        sending = self._replicas.send(request)
-        try:
-            with also_checking(sending.check):
-                response = self._inner.handle_request(sending.request)
-            try:
-                sending.answered(response)
-                assert isinstance(response.stream, httpx.SyncByteStream)
-                response.stream = _Body(sending, response, response.stream)
-            except BaseException:
-                response.close()
-                raise
-        except BaseException as error:
-            raise sending.failed(error) from error.__cause__
-        return response
-
-    def close(self) -> None:
-        self._inner.close()
-
-
 class AsyncRoutedTransport(httpx.AsyncBaseTransport):
     """Sends by ``inner`` to the replica that is chosen."""
 
@@ -101,7 +78,7 @@ class AsyncRoutedTransport(httpx.AsyncBaseTransport):
             try:
                 sending.answered(response)
                 assert isinstance(response.stream, httpx.AsyncByteStream)
-                response.stream = _AsyncBody(sending, response, response.stream)
+                response.stream = _RoutedBody(sending, response, response.stream)
             except BaseException:
                 await response.aclose()
                 raise
@@ -113,36 +90,14 @@ class AsyncRoutedTransport(httpx.AsyncBaseTransport):
         await self._inner.aclose()
 
 
-class _Body(httpx.SyncByteStream):
-    def __init__(self, sending: Sending, response: httpx.Response, body: httpx.SyncByteStream) -> None:
-        self._sending, self._response, self._body = sending, response, body
+class RoutedTransport(Blocking):
+    """Does the same with a blocking ``inner``."""
 
-    def __iter__(self) -> Iterator[bytes]:
-        parts, is_first = iter(self._body), True
-        try:
-            while True:
-                try:
-                    with also_checking(self._sending.check):
-                        part = next(parts, None)
-                except BaseException as error:
-                    raise self._sending.failed(error) from error.__cause__
-                if part is None:
-                    return
-                if is_first:
-                    self._sending.begun(self._response, part)
-                    is_first = False
-                yield part
-        finally:  # also of who leaves it without closing it
-            self._sending.end()
-
-    def close(self) -> None:
-        try:
-            self._body.close()
-        finally:
-            self._sending.end()
+    def __init__(self, replicas: Replicas, inner: httpx.BaseTransport) -> None:
+        super().__init__(AsyncRoutedTransport(replicas, Unblocked(inner)))
 
 
-class _AsyncBody(httpx.AsyncByteStream):
+class _RoutedBody(httpx.AsyncByteStream):
     def __init__(self, sending: Sending, response: httpx.Response, body: httpx.AsyncByteStream) -> None:
         self._sending, self._response, self._body = sending, response, body
 
@@ -161,7 +116,7 @@ class _AsyncBody(httpx.AsyncByteStream):
                     self._sending.begun(self._response, part)
                     is_first = False
                 yield part
-        finally:  # also of who leaves it without closing it
+        finally:  # also of a body that is left without closing it
             self._sending.end()
 
     async def aclose(self) -> None:
@@ -169,3 +124,19 @@ class _AsyncBody(httpx.AsyncByteStream):
             await self._body.aclose()
         finally:
             self._sending.end()
+
+
+class BackgroundLoop(EventLoopThread):
+    """A thread that runs an event loop, and the connections that live there. :meth:`close` ends both.
+
+    ``transport`` is for the work that :meth:`run` is given; it sends nothing again.
+    """
+
+    def __init__(self, name: str, *, verify: bool, replicas: Replicas | None = None) -> None:
+        """Start the thread. ``verify``: whether the server has a certificate to check.
+
+        With ``replicas`` each request goes to the one that is chosen for it.
+        """
+        inner = AsyncNetwork(_LIMITS, httpx.create_ssl_context(verify=verify))
+        self.transport: httpx.AsyncBaseTransport = inner if replicas is None else AsyncRoutedTransport(replicas, inner)
+        super().__init__(name, at_end=self.transport.aclose)

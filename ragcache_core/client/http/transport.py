@@ -12,35 +12,33 @@ A request that was speculated is not sent: it joins the speculation's answer, an
 from __future__ import annotations
 
 import asyncio
-import os
 import time
-from collections.abc import AsyncIterator, Iterator
-from weakref import WeakKeyDictionary, WeakSet
+from collections.abc import AsyncIterator
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import httpx
 
 from ragcache_core.client.http.attempt import BROKEN, Attempt, RetryPolicy, ServerWatch, engine_died
-from ragcache_core.client.http.resumed_answers import ResumedAnswers
-from ragcache_core.client.http.routing import AsyncRoutedTransport, Replicas, RoutedTransport
-from ragcache_core.client.http.waiting import async_patient_transport, checking, patient_transport
-from ragcache_core.client.speculation.manager import SpeculationManager
+from ragcache_core.client.http.network import AsyncNetwork, Blocking, BlockingNetwork, Unblocked, checking, unblocked
+from ragcache_core.client.http.resume import ResumedAnswers
+from ragcache_core.client.http.routing import AsyncRoutedTransport, Replicas
+from ragcache_core.client.speculation.speculation import SpeculationManager
 from ragcache_core.client.tracing import RequestTrace, RequestTraces, ended_by_errors
 from ragcache_core.errors import EngineClosedError, EngineDiedError
+from ragcache_core.runtime.handle import OneProcess
 
 _POLL_S = 0.05
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=5.0)
 _ASYNC_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 """An idle connection would outlive its event loop, and could not be closed then; a new one costs 0.2 ms on loopback."""
-_all: WeakSet[RetryingTransport] = WeakSet()
 _FAILED = (*BROKEN, httpx.ReadTimeout)
 
 
-class RetryingTransport(httpx.BaseTransport):
-    """The blocking transport. ``watch`` is the server's owner; without one nothing is sent again.
+class AsyncRetryingTransport(httpx.AsyncBaseTransport):
+    """The asynchronous transport, good for any event loop. ``watch`` is the server's owner.
 
-    With ``replicas`` each request goes to the one that is chosen for it.
-
-    A fork starts with connections of its own: on a shared one, two processes would read each other's answers.
+    Without a ``watch`` nothing is sent again. With ``replicas`` each request goes to the one that is chosen for it.
     """
 
     def __init__(
@@ -58,96 +56,17 @@ class RetryingTransport(httpx.BaseTransport):
         self._traces = traces or RequestTraces()
         self._replicas = replicas
         self._resumed = resumed or ResumedAnswers()
-        self._tls = httpx.create_ssl_context()  # takes milliseconds to make: once, not per fork
-        self._inner: httpx.BaseTransport | None = self._new_inner()
-        _all.add(self)
-
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
-        request.read()
-        began_ns = time.time_ns()
-        attempt = Attempt(self._watch, request, self._policy, self._resumed)
-        is_open = self._inner is not None
-        joined = self._speculations.join(request) if is_open and self._speculations is not None else None
-        trace = self._traces.begin(attempt.request, began_ns, joined)
-        with ended_by_errors(trace):
-            response = self.open(attempt, attempt.request) if joined is None else joined
-        attempt.answered(response)
-        if trace is not None and response.status_code >= 400:
-            trace.refused(response.status_code)
-        assert isinstance(response.stream, httpx.SyncByteStream)
-        response.stream = _SyncBody(self, attempt, response.stream, trace)
-        return response
-
-    def open(self, attempt: Attempt, request: httpx.Request, error: Exception | None = None) -> httpx.Response:
-        """Return the answer to ``request`` once its first bytes are there; after ``error``, when the server is back."""
-        while True:
-            if error is not None:
-                attempt.failed(error)
-                while self._inner is not None and not attempt.may_retry():
-                    time.sleep(_POLL_S)
-            if self._inner is None:
-                raise EngineClosedError("the engine was closed: launch or connect again")
-            attempt.begin()
-            try:
-                with checking(attempt.check_first):
-                    response = self._inner.handle_request(request)
-                    try:
-                        assert isinstance(response.stream, httpx.SyncByteStream)
-                        rest = iter(response.stream)
-                        first = next(rest, b"")
-                        if engine_died(response, first):
-                            raise _died_early()
-                    except BaseException:
-                        response.close()
-                        raise
-                response.stream = _Begun(first, rest, response.stream)
-                return response
-            except _FAILED as failure:
-                error = failure
-
-    def close(self) -> None:
-        if self._inner is not None:
-            self._inner.close()
-            self._inner = None
-
-    def _new_inner(self) -> httpx.BaseTransport:
-        inner = patient_transport(_LIMITS, self._tls)
-        return inner if self._replicas is None else RoutedTransport(self._replicas, inner)
-
-    def _start_anew(self) -> None:
-        # The parent's connections are not closed here: that takes locks, which another of its threads may have held.
-        if self._inner is not None:
-            self._inner = self._new_inner()
-
-
-class AsyncRetryingTransport(httpx.AsyncBaseTransport):
-    """The asynchronous transport; one instance serves any number of event loops and keeps no idle connection."""
-
-    def __init__(
-        self,
-        watch: ServerWatch | None = None,
-        speculations: SpeculationManager | None = None,
-        policy: RetryPolicy = RetryPolicy(),  # noqa: B008 (frozen)
-        traces: RequestTraces | None = None,
-        replicas: Replicas | None = None,
-        resumed: ResumedAnswers | None = None,
-    ) -> None:
-        self._watch = watch
-        self._speculations = speculations
-        self._policy = policy
-        self._traces = traces or RequestTraces()
-        self._replicas = replicas
-        self._resumed = resumed or ResumedAnswers()
+        self._process = OneProcess()
         self._inner: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncBaseTransport] = WeakKeyDictionary()
         self._tls = httpx.create_ssl_context()  # takes milliseconds to make: once, not per event loop
         self._closed = False
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self._process.check()
         await request.aread()
         began_ns = time.time_ns()
         attempt = Attempt(self._watch, request, self._policy, self._resumed)
-        is_open = not self._closed
-        joined = await self._speculations.ajoin(request) if is_open and self._speculations is not None else None
+        joined = await self._join(request) if not self._closed else None
         trace = self._traces.begin(attempt.request, began_ns, joined)
         with ended_by_errors(trace):
             response = await self.open(attempt, attempt.request) if joined is None else joined
@@ -155,7 +74,7 @@ class AsyncRetryingTransport(httpx.AsyncBaseTransport):
         if trace is not None and response.status_code >= 400:
             trace.refused(response.status_code)
         assert isinstance(response.stream, httpx.AsyncByteStream)
-        response.stream = _AsyncBody(self, attempt, response.stream, trace)
+        response.stream = _WholeBody(self, attempt, response.stream, trace)
         return response
 
     async def open(self, attempt: Attempt, request: httpx.Request, error: Exception | None = None) -> httpx.Response:
@@ -163,8 +82,8 @@ class AsyncRetryingTransport(httpx.AsyncBaseTransport):
         while True:
             if error is not None:
                 attempt.failed(error)
-                while not self._closed and not attempt.may_retry():  # noqa: ASYNC110 (its watch is in no loop)
-                    await asyncio.sleep(_POLL_S)
+                while not self._closed and not attempt.may_retry():
+                    await self._sleep(_POLL_S)  # its watch is in no loop
             if self._closed:
                 raise EngineClosedError("the engine was closed: launch or connect again")
             attempt.begin()
@@ -176,23 +95,29 @@ class AsyncRetryingTransport(httpx.AsyncBaseTransport):
                         rest = aiter(response.stream)
                         first = await anext(rest, b"")
                         if engine_died(response, first):
-                            raise _died_early()
+                            raise httpx.RemoteProtocolError("the engine died before the first token")
                     except BaseException:
                         await response.aclose()
                         raise
-                response.stream = _AsyncBegun(first, rest, response.stream)
+                response.stream = _BegunBody(first, rest, response.stream)
                 return response
             except _FAILED as failure:
                 error = failure
 
+    async def _join(self, request: httpx.Request) -> httpx.Response | None:
+        return None if self._speculations is None else await self._speculations.ajoin(request)
+
+    async def _sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
     def _transport(self) -> httpx.AsyncBaseTransport:
         loop = asyncio.get_running_loop()
         if (inner := self._inner.get(loop)) is None:
-            inner = async_patient_transport(_ASYNC_LIMITS, self._tls)
-            if self._replicas is not None:
-                inner = AsyncRoutedTransport(self._replicas, inner)
-            self._inner[loop] = inner
+            inner = self._inner[loop] = self._routed(AsyncNetwork(_ASYNC_LIMITS, self._tls))
         return inner
+
+    def _routed(self, network: httpx.AsyncBaseTransport) -> httpx.AsyncBaseTransport:
+        return network if self._replicas is None else AsyncRoutedTransport(self._replicas, network)
 
     def close(self) -> None:
         """Refuse further requests. There are no idle connections to close."""
@@ -202,21 +127,44 @@ class AsyncRetryingTransport(httpx.AsyncBaseTransport):
         self.close()
 
 
-class _Begun(httpx.SyncByteStream):
-    """A body whose first bytes were read already."""
+class RetryingTransport(Blocking):
+    """The blocking transport; its arguments are those of :class:`AsyncRetryingTransport`."""
 
-    def __init__(self, first: bytes, rest: Iterator[bytes], whole: httpx.SyncByteStream) -> None:
-        self._first, self._rest, self._whole = first, rest, whole
+    def __init__(
+        self,
+        watch: ServerWatch | None = None,
+        speculations: SpeculationManager | None = None,
+        policy: RetryPolicy = RetryPolicy(),  # noqa: B008 (frozen)
+        traces: RequestTraces | None = None,
+        replicas: Replicas | None = None,
+        resumed: ResumedAnswers | None = None,
+    ) -> None:
+        super().__init__(_UnsuspendedTransport(watch, speculations, policy, traces, replicas, resumed))
 
-    def __iter__(self) -> Iterator[bytes]:
-        yield self._first
-        yield from self._rest
 
-    def close(self) -> None:
-        self._whole.close()
+class _UnsuspendedTransport(AsyncRetryingTransport):
+    """Blocks where the asynchronous transport would be suspended, and keeps idle connections."""
+
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(*settings)
+        self._blocking = self._routed(Unblocked(BlockingNetwork(_LIMITS, self._tls)))
+
+    def _transport(self) -> httpx.AsyncBaseTransport:
+        return self._blocking
+
+    async def _join(self, request: httpx.Request) -> httpx.Response | None:
+        joined = None if self._speculations is None else self._speculations.join(request)
+        return None if joined is None else unblocked(joined)
+
+    async def _sleep(self, seconds: float) -> None:
+        time.sleep(seconds)  # noqa: ASYNC251 (nothing else runs in its thread)
+
+    async def aclose(self) -> None:
+        self.close()
+        await self._blocking.aclose()
 
 
-class _AsyncBegun(httpx.AsyncByteStream):
+class _BegunBody(httpx.AsyncByteStream):
     """A body whose first bytes were read already."""
 
     def __init__(self, first: bytes, rest: AsyncIterator[bytes], whole: httpx.AsyncByteStream) -> None:
@@ -231,49 +179,7 @@ class _AsyncBegun(httpx.AsyncByteStream):
         await self._whole.aclose()
 
 
-class _SyncBody(httpx.SyncByteStream):
-    """What the caller gets of an answer: all of it, from several servers if one of them dies."""
-
-    def __init__(
-        self, transport: RetryingTransport, attempt: Attempt, body: httpx.SyncByteStream, trace: RequestTrace | None
-    ) -> None:
-        self._transport, self._attempt, self._body, self._trace = transport, attempt, body, trace
-
-    def __iter__(self) -> Iterator[bytes]:
-        stream = self._attempt.stream
-        while True:
-            try:
-                parts = iter(self._body)
-                while True:
-                    with checking(self._attempt.check):
-                        part = next(parts, None)
-                    if part is None:
-                        break
-                    if part := part if stream is None else stream.read(part):
-                        if self._trace is not None:
-                            self._trace.read(part)
-                        yield part
-                if stream is None or stream.is_over:
-                    if self._trace is not None:
-                        self._trace.answered()
-                    return
-                raise httpx.RemoteProtocolError("the engine's answer ended in the middle")
-            except BROKEN as error:
-                with ended_by_errors(self._trace):
-                    request = self._attempt.rest(error)
-                    self._body.close()
-                    response = self._transport.open(self._attempt, request, error)
-                    assert isinstance(response.stream, httpx.SyncByteStream)
-                    self._body = response.stream
-                    _check_rest(response)
-
-    def close(self) -> None:
-        if self._trace is not None:
-            self._trace.closed()
-        self._body.close()
-
-
-class _AsyncBody(httpx.AsyncByteStream):
+class _WholeBody(httpx.AsyncByteStream):
     """What the caller gets of an answer: all of it, from several servers if one of them dies."""
 
     def __init__(
@@ -326,15 +232,3 @@ def _check_rest(response: httpx.Response) -> None:
             f"the engine died during an answer, and its successor answered {response.status_code} when it was to go "
             "on: ask again"
         )
-
-
-def _died_early() -> httpx.RemoteProtocolError:
-    return httpx.RemoteProtocolError("the engine died before the first token")
-
-
-def _start_all_anew() -> None:
-    for transport in list(_all):
-        transport._start_anew()
-
-
-os.register_at_fork(after_in_child=_start_all_anew)

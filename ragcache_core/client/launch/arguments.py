@@ -6,8 +6,11 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from difflib import get_close_matches
+from functools import cache
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
@@ -16,13 +19,19 @@ from typing import Any
 import platformdirs
 
 from ragcache_core.chunk import AlphaPoint
-from ragcache_core.client.launch.vllm_offload import VLLMOffload
+from ragcache_core.client.launch.settings import SETTINGS, LaunchSettings, VLLMOffload
 from ragcache_core.config import MULTI_CONNECTOR, CacheConfig
-from ragcache_core.errors import ConfigError, EngineStartError, quoted
+from ragcache_core.errors import ConfigError, EngineStartError
 from ragcache_core.memory import has_gpu
 from ragcache_core.private_files import make_private_folder
 from ragcache_core.runtime.environment import CPU_KV_CACHE_BYTES_ENV, ENGINE_ID_ENV
 
+_SOURCES = ("engine/arg_utils.py", "entrypoints/launchers/cli_args.py", "entrypoints/openai/cli_args.py")
+"""Where vLLM's releases define the arguments: as flags, and as fields of data classes."""
+_FLAG = re.compile(r'"--([a-z][a-z0-9-]*)"')
+_FIELD = re.compile(r"^    ([a-z]\w*)\s*:", re.MULTILINE)
+_PLATFORM_PLUGINS = "vllm.platform_plugins"
+"""Packages that may add arguments of their own."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _RESERVED = {
     "model": "the first argument of launch()",
@@ -50,6 +59,87 @@ _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_l
 _LONGER_CONTEXT_ENV = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 _ALLOCATOR_ENV = "PYTORCH_CUDA_ALLOC_CONF"
 _PLUGIN = "ragcache_core.vllm_plugin"
+
+
+def check_names(names: Iterable[str], extra_args: Sequence[str], own: Collection[str]) -> None:
+    """Reject settings that vLLM's server does not have.
+
+    Nothing is rejected where the names are unknown, or where a platform plugin may add some.
+
+    Args:
+        names: settings as keyword arguments, ``max_model_len``.
+        extra_args: raw arguments, ``--max-model-len``.
+        own: the settings of ``launch`` itself, for the hint.
+
+    Raises:
+        ConfigError: with the nearest name.
+    """
+    known = _known_names()
+    if not known:
+        return
+    for name in names:
+        if not _is_known(name.replace("_", "-"), known):
+            candidates = {flag.replace("-", "_") for flag in known} | set(own)
+            raise ConfigError(
+                f"{name} is neither a setting of launch() nor an argument of vLLM's server: {_hint(name, candidates)}"
+            )
+    for argument in extra_args:
+        flag = argument.split("=")[0].split(".")[0].replace("_", "-")  # --compilation-config.mode=3
+        if flag.startswith("--") and flag != "--" and not _is_known(flag[2:], known):
+            hint = _hint(flag[2:].replace("-", "_"), {name.replace("-", "_") for name in known}, is_flag=True)
+            raise ConfigError(f"{flag} is no argument of vLLM's server: {hint}")
+
+
+@cache
+def _known_names() -> frozenset[str]:
+    """Return the names of all arguments, with some that are none; nothing where they are not known for certain."""
+    spec = find_spec("vllm")
+    if spec is None or spec.origin is None or entry_points(group=_PLATFORM_PLUGINS):
+        return frozenset()
+    known = set[str]()
+    for source in _SOURCES:
+        path = Path(spec.origin).parent / source
+        if path.is_file():
+            text = path.read_text(encoding="utf-8")
+            known |= {*_FLAG.findall(text), *(name.replace("_", "-") for name in _FIELD.findall(text))}
+    return frozenset(known) if "max-model-len" in known and "chat-template" in known else frozenset()
+
+
+def _is_known(name: str, known: Collection[str]) -> bool:
+    """Return whether vLLM's parser takes a name: as it is, negated, or as the beginning of a longer one."""
+    return any(each.startswith((name, name.removeprefix("no-"))) for each in known)
+
+
+def _hint(name: str, candidates: Collection[str], *, is_flag: bool = False) -> str:
+    abbreviated = [field for field in CacheConfig.model_fields if field.startswith(name.removeprefix("cache_"))]
+    nearest = abbreviated or get_close_matches(name, {*candidates, *CacheConfig.model_fields}, n=1)
+    if not nearest:
+        return "leave it out, or look its name up in vLLM's documentation"
+    found = nearest[0]
+    question = f"did you mean {'--' + found.replace('_', '-') if is_flag else found}?"
+    if found in candidates:
+        return question
+    how = f"{'give it before --, or ' if is_flag else ''}pass cache=CacheConfig({found}=...)"
+    return how if found == name else f"{question} {how}"
+
+
+def check_launch(settings: LaunchSettings) -> list[str]:
+    """Return vLLM's arguments of a launch, after what cannot work was refused.
+
+    Raises:
+        ConfigError, EngineStartError: with what to do instead.
+    """
+    arguments = [*vllm_arguments(settings.vllm_args), *settings.extra_args]
+    check_extra_args(settings.extra_args)
+    check_vllm()
+    check_names(settings.vllm_args, settings.extra_args, own={*SETTINGS, "data_parallel_size"})
+    check_worker(settings.cache, arguments)
+    check_allocator(settings.cache, settings.environment, arguments)
+    check_model(settings.model)
+    check_tokenizer(settings.tokenizer)
+    check_context(settings.model, arguments, settings.environment)
+    check_block_size(settings.model, settings.cache)
+    return arguments
 
 
 def check_vllm() -> None:
@@ -270,20 +360,6 @@ def vllm_arguments(vllm_args: Mapping[str, object]) -> list[str]:
             case _:
                 arguments += [flag, str(value)]
     return arguments
-
-
-def check_types(cache: object, env: object, extra_args: object) -> None:
-    """Refuse arguments of ``Engine.launch`` that are of another type than it takes.
-
-    Raises:
-        ConfigError: with the type that it takes.
-    """
-    if not isinstance(cache, CacheConfig | VLLMOffload | None):
-        raise ConfigError(f"cache is {quoted(cache)}: pass CacheConfig(...), VLLMOffload(...), or None for plain vLLM")
-    if not isinstance(env, Mapping | None):
-        raise ConfigError(f"env is {quoted(env)}: pass a mapping of names to values")
-    if isinstance(extra_args, str) or not isinstance(extra_args, Sequence):
-        raise ConfigError(f"extra_args is {quoted(extra_args)}: pass a list, ['--max-model-len', '2048']")
 
 
 def check_extra_args(extra_args: Sequence[str]) -> None:

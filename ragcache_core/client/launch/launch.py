@@ -2,46 +2,37 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import json
 import logging
 import os
 import re
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from inspect import signature
 from itertools import count
 from pathlib import Path
 
 from ragcache_core.chunk import AlphaPoint, choose_alpha
 from ragcache_core.chunkstore.remote import check_reachable, open_remote
 from ragcache_core.chunkstore.sealing import load_keys
-from ragcache_core.client.http.attempt import check_seconds
 from ragcache_core.client.launch.arguments import (
     cache_arguments,
-    check_allocator,
-    check_block_size,
-    check_context,
-    check_extra_args,
-    check_model,
-    check_tokenizer,
-    check_vllm,
-    check_worker,
+    check_launch,
     new_log_path,
     num_engines_of,
     server_environment,
-    vllm_arguments,
 )
-from ragcache_core.client.launch.directory_lock import DirectoryLock, launch_digest
-from ragcache_core.client.launch.process import ServerProcess, check_port_free, free_port
-from ragcache_core.client.launch.progress import LoadProgress
-from ragcache_core.client.launch.server_log import is_stream
-from ragcache_core.client.launch.setting_names import check_names
-from ragcache_core.client.launch.supervisor import Supervisor
-from ragcache_core.client.launch.vllm_offload import VLLMOffload
+from ragcache_core.client.launch.process import ServerProcess, check_port_free, free_port, is_stream
+from ragcache_core.client.launch.settings import LaunchSettings, VLLMOffload
+from ragcache_core.client.launch.supervisor import LoadProgress, Supervisor
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer
-from ragcache_core.client.warm_imports import import_requests
+from ragcache_core.client.server_api import import_requests
 from ragcache_core.config import SHARED_PASSWORD_ENV, CacheConfig, ChunkReuse
 from ragcache_core.errors import ConfigError, EngineStartError
 from ragcache_core.profiles.calibration import find_calibration, load_calibration
@@ -51,17 +42,79 @@ from ragcache_core.runtime.shared_memory import EngineFiles, new_engine_id, swee
 from ragcache_core.runtime.tenants import Tenants
 from ragcache_core.types import Tier
 
+_held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 _ENDING_S = 20.0
 """An engine whose owner was killed has noticed and ended by then."""
 _LOOKS_EVERY_S = 0.25
-_CLIENT_SETTINGS = ("data_parallel_size", "first_token_timeout_s", "resume_streams")
-"""Settings of ``Engine.launch`` that do not reach the server's launch."""
-_logger = logging.getLogger(__name__)
 _TOO_SMALL = re.compile(
     r"KV cache is needed, which is larger than the available KV cache memory \([^)]*\)[^`]*?\.(?= Try)"
 )
 """What vLLM says where its KV memory does not hold one prompt of the longest length; what it tries is not ours."""
 _KV_CURE = "Raise kv_cache_bytes, or lower max_model_len"
+_logger = logging.getLogger(__name__)
+
+
+class DirectoryLock:
+    """Held by the process that launches an engine until :meth:`release`, or until it dies."""
+
+    def __init__(self, directory: Path, launch: str) -> None:
+        """Take the lock; where the file system has none, or the file is another user's, nothing is taken.
+
+        Raises:
+            EngineStartError: an engine that was launched in the same way has it.
+        """
+        self._descriptor = -1
+        with suppress(OSError):
+            self._descriptor = os.open(
+                directory / f"{launch}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+            )
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._close()
+                raise EngineStartError(
+                    f"{directory} is the cache directory of another engine that is running with the same model and "
+                    "settings: stop that one, or give each engine a directory of its own"
+                ) from None
+        _held.add(self)
+
+    def release(self) -> None:
+        """Release the lock. Idempotent."""
+        if self._descriptor >= 0:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        self._close()
+
+    def _close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+
+def launch_digest(
+    model: str, cache: CacheConfig, arguments: Sequence[str], environment: Mapping[str, str] = os.environ
+) -> str:
+    """Return a digest of what decides whose KV an engine keeps, as far as its launch says it.
+
+    Engines of one digest keep the same KV: the model's files, vLLM's arguments and its variables are the same.
+    """
+    folder = Path(model).expanduser()
+    files = [path.resolve() for path in sorted(folder.iterdir()) if path.is_file()] if folder.is_dir() else []
+    facts = [(str(path), status.st_size, status.st_mtime_ns) for path in files for status in [path.stat()]]
+    chunks = None if cache.chunk_reuse is None else cache.chunk_reuse.model_dump(mode="json")
+    variables = sorted(
+        (k, v) for k, v in environment.items() if k.startswith(("VLLM_", "CUDA_", "PYTHONHASH")) and k != "VLLM_API_KEY"
+    )
+    told = [str(folder.resolve()) if files else model, facts, cache.block_size, chunks, list(arguments), variables]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]
+
+
+def _forget_all() -> None:
+    """A fork does not own its parent's locks, and must not keep them when the parent has died."""
+    for lock in _held:
+        lock._close()
+
+
+os.register_at_fork(after_in_child=_forget_all)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,67 +128,36 @@ class LaunchedServer:
     log_path: Path
 
 
-def launch_server(
-    model: str,
-    *,
-    cache: CacheConfig | VLLMOffload | None,
-    host: str,
-    port: int | None,
-    api_key: str | None,
-    tokenizer: str | None,
-    startup_timeout_s: float,
-    max_restarts: int,
-    restart_window_s: float,
-    hang_timeout_s: float | None,
-    log_path: Path | None,
-    progress: bool | Callable[[str], None] | None,
-    env: Mapping[str, str] | None,
-    extra_args: Sequence[str],
-    cancel: threading.Event | None,
-    vllm_args: Mapping[str, object],
-    num_ranks: int = 1,
-) -> LaunchedServer:
-    """Return a server that is ready; the settings are those of ``Engine.launch``.
-
-    It is one of ``num_ranks`` on this machine, which share the host memory whose size nobody chose.
+def launch_server(settings: LaunchSettings) -> LaunchedServer:
+    """Return a server that is ready.
 
     Raises:
         EngineStartError: no model there, the port is taken, or the server ended or got stuck before it was ready.
         EngineClosedError: ``cancel`` was set before the server was ready.
         ConfigError: an argument that is a setting of ``launch`` or ``CacheConfig``, or one that vLLM does not have.
     """
-    check_seconds("restart_window_s", restart_window_s)
-    check_seconds("hang_timeout_s", hang_timeout_s)
-    settings = vllm_arguments(vllm_args)
-    check_extra_args(extra_args)
-    check_vllm()
-    check_names(vllm_args, extra_args, own={*signature(launch_server).parameters, *_CLIENT_SETTINGS})
-    check_worker(cache, [*settings, *extra_args])
-    check_allocator(cache, {**os.environ, **(env or {})}, [*settings, *extra_args])
-    check_model(model)
-    check_tokenizer(tokenizer)
-    check_context(model, [*settings, *extra_args], {**os.environ, **(env or {})})
-    check_block_size(model, cache)
-    if port is None:
+    given = check_launch(settings)
+    model, host, env, cancel = settings.model, settings.host, settings.env or {}, settings.cancel or threading.Event()
+    if (port := settings.port) is None:
         port = free_port(host)
     else:
         check_port_free(host, port)
-    api_key = api_key or secrets.token_urlsafe(24)
-    if tokenizer is not None:
-        settings += ["--tokenizer", tokenizer]
-    if "served_model_name" not in vllm_args:
-        settings += ["--served-model-name", Path(model).resolve().name if Path(model).is_dir() else model]
+    api_key = settings.api_key or secrets.token_urlsafe(24)
+    named = [] if settings.tokenizer is None else ["--tokenizer", settings.tokenizer]
+    if "served_model_name" not in settings.vllm_args:
+        named += ["--served-model-name", Path(model).resolve().name if Path(model).is_dir() else model]
     engine_id, most_host_bytes = new_engine_id(os.getpid()), None
-    num_engines = num_engines_of([*settings, *extra_args])
+    num_engines = num_engines_of(given)
+    cache = settings.cache
     if isinstance(cache, CacheConfig):
-        given, cache = cache, _resolved(cache, cancel or threading.Event())
-        most_host_bytes = given.most_host_bytes()
-        if given.host_bytes is None:
-            cache = cache.model_copy(update={"host_bytes": (cache.host_bytes or 0) // num_ranks})
-            most_host_bytes = None if most_host_bytes is None else most_host_bytes // num_ranks
+        asked, cache = cache, _resolved(cache, cancel)
+        most_host_bytes = asked.most_host_bytes()
+        if asked.host_bytes is None:
+            cache = cache.model_copy(update={"host_bytes": (cache.host_bytes or 0) // settings.num_ranks})
+            most_host_bytes = None if most_host_bytes is None else most_host_bytes // settings.num_ranks
         cache, most_host_bytes = _share(cache, most_host_bytes, num_engines)
         _check_tenants(cache, api_key, most_host_bytes)
-        _check_shared(cache, env or {})
+        _check_shared(cache, env)
     alphas = _alphas(model, cache.chunk_reuse) if isinstance(cache, CacheConfig) else ()
     arguments = [
         *("--model", model, "--host", host, "--port", str(port), "--enable-prompt-tokens-details"),
@@ -147,17 +169,17 @@ def launch_server(
             alphas=alphas,
             most_host_bytes=most_host_bytes,
         ),
-        *settings,
-        *extra_args,
+        *named,
+        *given,
     ]
-    told = {HANG_TIMEOUT_ENV: f"{hang_timeout_s or 0:g}", **(env or {})}
+    told = {HANG_TIMEOUT_ENV: f"{settings.hang_timeout_s or 0:g}", **env}
     environment = server_environment(api_key, cache, told, engine_id=engine_id)
-    log = log_path or new_log_path(port)
-    if progress is None and is_stream(log):
-        progress = False  # a bar would stand between the lines
-    lock = _lock(model, cache, [*vllm_arguments(vllm_args), *extra_args], environment)
+    log = settings.log_path or new_log_path(port)
+    # Of a log that is a stream a bar would stand between the lines.
+    progress = False if settings.progress is None and is_stream(log) else settings.progress
+    lock = _lock(model, cache, given, environment)
     address = f"http://{_reachable(host)}:{port}"
-    template = vllm_args.get("chat_template")
+    template = settings.vllm_args.get("chat_template")
     chat_template = None if template is None else str(template)
     threading.Thread(target=import_requests, name="ragcache-imports", daemon=True).start()  # while the server loads
 
@@ -183,12 +205,12 @@ def launch_server(
         supervisor = Supervisor(
             start,
             f"{address}/health",
-            max_restarts=max_restarts,
-            restart_window_s=restart_window_s,
-            hang_timeout_s=hang_timeout_s,
-            startup_timeout_s=startup_timeout_s,
+            max_restarts=settings.max_restarts,
+            restart_window_s=settings.restart_window_s,
+            hang_timeout_s=settings.hang_timeout_s,
+            startup_timeout_s=settings.startup_timeout_s,
             progress=LoadProgress.of(progress),
-            closing=cancel or threading.Event(),
+            closing=cancel,
             on_end=end,
         )
     except EngineStartError as error:
@@ -201,7 +223,7 @@ def launch_server(
         f"{address}/v1",
         api_key,
         supervisor,
-        lambda: ModelTokenizer(tokenizer or model, chat_template=chat_template),
+        lambda: ModelTokenizer(settings.tokenizer or model, chat_template=chat_template),
         log,
     )
 

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ from pydantic import ByteSize
 
 from ragcache_core.client.launch.arguments import number_of, vllm_arguments
 from ragcache_core.client.launch.launch import LaunchedServer
-from ragcache_core.client.launch.process import check_port_free, free_port
-from ragcache_core.client.launch.server_log import is_stream
-from ragcache_core.client.launch.vllm_offload import VLLMOffload
+from ragcache_core.client.launch.process import check_port_free, free_port, is_stream
+from ragcache_core.client.launch.settings import LaunchSettings, VLLMOffload
 from ragcache_core.config import CacheConfig
 from ragcache_core.errors import ConfigError, EngineClosedError, EngineStartError
 from ragcache_core.memory import has_gpu, num_nvidia_gpus, read_memory
@@ -32,19 +30,24 @@ _TOGETHER = ("data_parallel", "enable_expert_parallel")
 """Settings of vLLM's own data parallelism, whose ranks are one engine's."""
 
 
-def launch_ranks(start: partial[LaunchedServer], size: int) -> list[LaunchedServer]:
-    """Return ``size`` servers that are ready, of a launch that would ``start`` one; they may start at the same time.
+def launch_ranks(
+    start: Callable[[LaunchSettings], LaunchedServer], settings: LaunchSettings, size: int
+) -> list[LaunchedServer]:
+    """Return ``size`` servers that are ready; they may ``start`` at the same time.
 
     Raises:
         ConfigError: the machine has not that many parts.
         EngineStartError: one could not start, and so none does; it says which, and why.
         EngineClosedError: the launch was given up.
     """
-    ranks = plan_ranks(size, start.keywords)
-    given_up: threading.Event = start.keywords["cancel"] or threading.Event()
+    ranks = plan_ranks(size, settings)
+    given_up = settings.cancel or threading.Event()
     cancels = [threading.Event() for _ in ranks]  # which each server keeps: set, it is not started again
     with ThreadPoolExecutor(len(ranks), thread_name_prefix="ragcache-rank") as threads:
-        starting = [threads.submit(start, **rank, cancel=own) for rank, own in zip(ranks, cancels, strict=True)]
+        starting = [
+            threads.submit(start, rank.model_copy(update={"cancel": own}))
+            for rank, own in zip(ranks, cancels, strict=True)
+        ]
         try:
             _wait(starting, given_up)
             return [server.result() for server in starting]
@@ -55,7 +58,7 @@ def launch_ranks(start: partial[LaunchedServer], size: int) -> list[LaunchedServ
             if isinstance(error, EngineStartError | ConfigError):
                 rank = next(i for i, each in enumerate(starting) if each.exception() is error)
                 kind = type(error)
-                raise kind(f"rank {rank} of {len(ranks)}, at port {ranks[rank]['port']}: {error}") from error
+                raise kind(f"rank {rank} of {len(ranks)}, at port {ranks[rank].port}: {error}") from error
             raise
 
 
@@ -80,8 +83,8 @@ def _wait(starting: list[Future[LaunchedServer]], given_up: threading.Event) -> 
             raise EngineClosedError("the launch was given up before its servers were ready")
 
 
-def plan_ranks(size: int, launch: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return what differs between the servers of a launch: ports, devices, folders, logs, shares of memory and disk.
+def plan_ranks(size: int, launch: LaunchSettings) -> list[LaunchSettings]:
+    """Return the settings of each server: ports, devices, folders, logs, shares of memory and disk differ.
 
     Raises:
         ConfigError: there are fewer devices than they need, or a setting that means one engine with several ranks.
@@ -89,7 +92,7 @@ def plan_ranks(size: int, launch: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
     if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= _MAX_RANKS:
         raise ConfigError(f"data_parallel_size is {size!r:.80}: give 1 to {_MAX_RANKS}, the number of servers")
-    arguments = [*vllm_arguments(launch["vllm_args"]), *launch["extra_args"]]
+    arguments = [*vllm_arguments(launch.vllm_args), *launch.extra_args]
     named = [argument.split("=")[0] for argument in arguments if argument.startswith("-")]
     flags = {name.removeprefix("--").replace("-", "_") for name in named}
     if together := sorted(flag for flag in flags if flag.startswith(_TOGETHER) or flag in ("_dp", "_dpl")):
@@ -98,21 +101,22 @@ def plan_ranks(size: int, launch: Mapping[str, Any]) -> list[dict[str, Any]]:
             f"{together[0]}, which means one engine: leave one of them out, or pass vLLM's own "
             f'extra_args=["--data-parallel-size", "{size}"] for ranks behind one server'
         )
-    _check_kv(launch["cache"], size)
-    env: Mapping[str, str] = launch["env"] or {}
-    ports = _ports(launch["host"], launch["port"], size)
-    parts = _parts(size, _num_workers(arguments), {**os.environ, **env})
-    key = launch["api_key"] or secrets.token_urlsafe(24)
+    _check_kv(launch.cache, size)
+    ports = _ports(launch.host, launch.port, size)
+    parts = _parts(size, _num_workers(arguments), launch.environment)
+    key = launch.api_key or secrets.token_urlsafe(24)
     return [
-        {
-            "port": ports[rank],
-            "api_key": key,
-            "cache": _cache_of(launch["cache"], rank, size),
-            "num_ranks": size,
-            "env": {**env, **parts[rank]},
-            "log_path": own_log(launch["log_path"], f"rank-{rank}"),
-            "progress": _progress_of(launch["progress"], rank),
-        }
+        launch.model_copy(
+            update={
+                "port": ports[rank],
+                "api_key": key,
+                "cache": _cache_of(launch.cache, rank, size),
+                "num_ranks": size,
+                "env": {**(launch.env or {}), **parts[rank]},
+                "log_path": own_log(launch.log_path, f"rank-{rank}"),
+                "progress": _progress_of(launch.progress, rank),
+            }
+        )
         for rank in range(size)
     ]
 

@@ -8,18 +8,29 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from types import TracebackType
 
 import httpx
 
 from ragcache_core.client.http.attempt import Health
 from ragcache_core.client.http.errors import hang_of
-from ragcache_core.client.launch.activity import Activity
-from ragcache_core.client.launch.process import GRACE_S, ServerProcess
-from ragcache_core.client.launch.progress import LoadProgress
+from ragcache_core.client.launch.process import GRACE_S, ServerProcess, unprefixed
 from ragcache_core.errors import EngineClosedError, EngineStartError
 from ragcache_core.runtime.hangs import HangDetector, read_use
 from ragcache_core.runtime.sessions import num_bytes_moved
+from ragcache_core.runtime.terminal import Bar
 
+_MOVED_BYTES = 16 << 20
+"""A server that hangs writes its log, and little else."""
+STAGES = (
+    ("starting", ""),
+    ("reading the model's configuration", "Resolved architecture"),
+    ("starting the engine", "Initializing a V1 LLM engine"),
+    ("loading weights", "Starting to load model"),
+    ("allocating the KV cache", "GPU KV cache size"),
+    ("starting the server", "Starting vLLM server"),
+)
+"""Stages of a start, each with the words that vLLM logs when it begins. A word that moves costs a label only."""
 _POLL_S = 0.1
 _LOOK_S = 1.0
 """Between two checks of a server that nobody suspects."""
@@ -32,6 +43,84 @@ _MAX_REFUSED = 3
 _BACKOFF_S = 1.0
 _MAX_BACKOFF_S = 60.0
 _logger = logging.getLogger(__name__)
+
+
+class Activity:
+    """Looks at a server's log, and at what it reads and writes, for signs of progress.
+
+    ``num_bytes_moved`` is what its processes have read from and written to storage so far. What a server that waits
+    for something says again and again is no progress.
+    """
+
+    def __init__(self, num_bytes_moved: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
+        self._num_bytes_moved = num_bytes_moved
+        self._clock = clock
+        self._moved_at_s = clock()
+        self._num_bytes = 0
+        self._log_size = 0
+        self._said: set[str] = set()
+
+    def is_stuck(self, log: str, patience_s: float) -> bool:
+        """Return whether there was no progress for ``patience_s`` seconds; ``log`` is what was logged so far."""
+        if self._says_news(log):
+            self._moved_at_s = self._clock()
+        if self._clock() - self._moved_at_s <= patience_s:
+            return False
+        num_bytes = self._num_bytes_moved()
+        if num_bytes - self._num_bytes < _MOVED_BYTES:
+            return True
+        self._num_bytes, self._moved_at_s = num_bytes, self._clock()
+        return False
+
+    def _says_news(self, log: str) -> bool:
+        if len(log) == self._log_size:
+            return False
+        self._log_size, num_lines = len(log), len(self._said)
+        self._said.update(unprefixed(line.strip()) for line in log.splitlines())
+        return len(self._said) > num_lines
+
+
+class LoadProgress:
+    """A progress bar over the stages of a start; a context manager.
+
+    ``on_stage`` is told each new stage instead of a bar being drawn.
+    """
+
+    def __init__(self, *, enabled: bool | None, on_stage: Callable[[str], None] | None = None) -> None:
+        self._bar = Bar("engine", len(STAGES), "stages", enabled=enabled, is_kept=True, has_remaining=False)
+        self._on_stage = on_stage
+        self._stage = -1
+
+    @classmethod
+    def of(cls, progress: bool | Callable[[str], None] | None) -> LoadProgress:
+        """Return what a user's ``progress`` means: a function, yes, no, or (``None``) yes on a terminal."""
+        if callable(progress):
+            return cls(enabled=False, on_stage=progress)
+        return cls(enabled=progress)
+
+    @classmethod
+    def silent(cls) -> LoadProgress:
+        return cls(enabled=False)
+
+    def __enter__(self) -> LoadProgress:
+        self._bar.__enter__()
+        return self
+
+    def update(self, log: str) -> None:
+        """Move to the last stage that ``log`` tells of."""
+        reached = max((i for i, (_, sign) in enumerate(STAGES) if sign in log), default=0)
+        if reached > self._stage:
+            self._bar.say(f"engine: {STAGES[reached][0]}")
+            self._bar.move_to(reached)
+            if self._on_stage is not None:
+                self._on_stage(STAGES[reached][0])
+            self._stage = reached
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if kind is None:
+            self._bar.say("engine: ready")
+            self._bar.move_to(len(STAGES))
+        self._bar.__exit__(kind, error, tb)
 
 
 class Supervisor:

@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 import httpx
 
-from ragcache_core.client.http.background_loop import BackgroundLoop
+from ragcache_core.client.http.routing import BackgroundLoop
 from ragcache_core.ordering import PATHS_VERSION, CachedPaths, best_order
 from ragcache_core.routing.index import PathIndex
+from ragcache_core.runtime.handle import OneProcess
 from ragcache_core.types import DocId
 
 _TIMEOUT = httpx.Timeout(10.0, connect=5.0)
@@ -40,9 +39,6 @@ _MAX_CURSOR_CHARS = 1 << 15
 _Answer = TypeVar("_Answer")
 
 _logger = logging.getLogger(__name__)
-_all: WeakSet[CachedPrefixes] = WeakSet()
-_joining = threading.Lock()
-"""Held while a mirror takes the lock of another fleet: two fleets of the same engines would wait for each other."""
 
 
 class _UnsupportedError(Exception):
@@ -88,7 +84,7 @@ class KnownPrefixes(ABC):
 class CachedPrefixes(KnownPrefixes):
     """Asks one server each second from the first question on, in a thread of its own, until :meth:`close`.
 
-    While the server does not answer nothing is known: what was cached before may be gone. A fork begins anew.
+    While the server does not answer nothing is known: what was cached before may be gone.
     """
 
     def __init__(self, base_url: str, api_key: str) -> None:
@@ -96,10 +92,7 @@ class CachedPrefixes(KnownPrefixes):
         self._url = f"{base_url}/ragcache/cached_paths"
         self._headers = {"Authorization": f"Bearer {api_key}"}
         self._is_closed = False
-        self._start_anew()
-        _all.add(self)
-
-    def _start_anew(self) -> None:
+        self._process = OneProcess()
         self._engines: list[CachedPaths] | None = None
         self._lock = threading.Lock()
         self._moving = threading.Lock()
@@ -120,6 +113,7 @@ class CachedPrefixes(KnownPrefixes):
 
     @contextmanager
     def reading(self) -> Iterator[Sequence[CachedPaths] | None]:
+        self._process.check()
         if self._thread is None:
             self._start()
         with self._changing():
@@ -130,7 +124,8 @@ class CachedPrefixes(KnownPrefixes):
 
         It is in the index of the fleet that was made last.
         """
-        with _joining, self._moving, self._changing(), lock:
+        self._process.check()
+        with self._moving, self._locked_with(lock):
             for paths in self._engines or ():
                 if self._index is not None:
                     deque(self._index.leave(paths), 0)
@@ -142,6 +137,17 @@ class CachedPrefixes(KnownPrefixes):
         if self._thread is None:
             self._start()
         return self._engines if self._index is index else None
+
+    @contextmanager
+    def _locked_with(self, other: threading.Lock) -> Iterator[None]:
+        """Hold this lock and another: two fleets of the same engines take both in the same order."""
+        while True:
+            own = self._lock
+            first, second = sorted((own, other), key=id)
+            with first, nullcontext() if second is first else second:
+                if own is self._lock:
+                    yield
+                    return
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -175,6 +181,7 @@ class CachedPrefixes(KnownPrefixes):
 
         For who measures: a request need not wait for it.
         """
+        self._process.check()
         if self._thread is None:
             self._start()
         if (thread := self._thread) is None or self._is_closed:
@@ -190,6 +197,7 @@ class CachedPrefixes(KnownPrefixes):
 
     def close(self) -> None:
         """End the thread and its connection. May be called again."""
+        self._process.check()
         with self._starting:
             self._is_closed = True
         if self._thread is not None:
@@ -280,13 +288,3 @@ class CachedPrefixes(KnownPrefixes):
         if (version := answer.get("version")) != PATHS_VERSION:
             raise _UnsupportedError(f"the server reports its cache in version {version!r:.80}, this is {PATHS_VERSION}")
         return answer
-
-
-def _start_all_anew() -> None:
-    global _joining
-    _joining = threading.Lock()
-    for mirror in _all:
-        mirror._start_anew()
-
-
-os.register_at_fork(after_in_child=_start_all_anew)

@@ -11,7 +11,7 @@ from ragcache_core.client.engine_client import EngineClient
 from ragcache_core.client.pipeline.run import PipelineEvent, PipelineResult, run_pipeline
 from ragcache_core.client.pipeline.stages import DEFAULT_TIMEOUT_S
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt
-from ragcache_core.client.request_scope import request_scope
+from ragcache_core.client.speculation.request_capture import request_scope
 from ragcache_core.retrieval.sources import one_stage
 from ragcache_core.stats import PipelineReport
 from ragcache_core.types import DocId, Document

@@ -10,14 +10,20 @@ from threading import Lock
 from typing import Any
 
 from ragcache_core.client.ordering.document_order import RememberedOrders
-from ragcache_core.client.prompts.bound_prompt import BoundPrompt, FormatDocuments, bind
-from ragcache_core.client.prompts.chat_request import AskedChat, ChatRequest, read_chat
-from ragcache_core.client.prompts.kv_scope import KVScope, KVScopes
-from ragcache_core.client.prompts.labels import LABELS
-from ragcache_core.client.prompts.layout_learner import LayoutLearner
-from ragcache_core.client.prompts.rearranging import rearranged
+from ragcache_core.client.prompts.bound_prompt import BoundPrompt, FormatDocuments, KVScope, KVScopes, bind
+from ragcache_core.client.prompts.chat_request import (
+    AskedChat,
+    AskTokens,
+    ChatRequest,
+    ServerTokens,
+    read_chat,
+    segments_in,
+)
+from ragcache_core.client.prompts.layout_learner import LayoutLearner, rearranged
 from ragcache_core.client.prompts.repeated_documents import without_repeats
 from ragcache_core.client.prompts.request_plan import (
+    LABELS,
+    RIGHTS,
     RememberedDocuments,
     RequestPlan,
     as_plain_text,
@@ -25,13 +31,12 @@ from ragcache_core.client.prompts.request_plan import (
     plan_chat,
     plan_rendered,
     plan_tokens,
+    salt_of,
 )
 from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
-from ragcache_core.client.prompts.rights import RIGHTS, salt_of
-from ragcache_core.client.prompts.server_tokens import AskTokens, ServerTokens, segments_in
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 from ragcache_core.client.prompts.tool_calls import ToolCalls
-from ragcache_core.client.request_scope import current_scope
+from ragcache_core.client.speculation.request_capture import current_scope
 from ragcache_core.errors import PromptError, TokenizerUnavailableError
 from ragcache_core.prompt import (
     ChatMessage,

@@ -1,7 +1,10 @@
-"""What a chat request carries besides its messages: its token ids and which of them are which document."""
+"""What a chat request carries besides its messages: token ids, which of them are which document, and access rights."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -9,15 +12,98 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
-from ragcache_core.client.prompts import rights
 from ragcache_core.client.prompts.chat_request import AskedChat
-from ragcache_core.client.prompts.labels import LABELS
-from ragcache_core.client.prompts.rights import RIGHTS, joined_salt
 from ragcache_core.errors import ConfigError, quoted
 from ragcache_core.prompt import ChatMessage, PromptTokenizer, RenderedPrompt, check_prompt_fits, render_chat
 from ragcache_core.stats import DeadlineReport, RequestStats, document_stats
 from ragcache_core.types import DocId, Document, PromptSegment, SegmentKind
 from ragcache_core.wire import ChunkReuseOption, encode_kv_transfer_params
+
+_MAX_LABELS = 1 << 16
+_MAX_REMEMBERED = 1 << 16
+"""Documents, many times more than can be recognised in prompts at a time."""
+_SALT = re.compile(r"acl-[0-9a-f]{64}")
+
+
+class RememberedLabels:
+    """Remembers the labels of documents that this process has seen; thread-safe."""
+
+    def __init__(self) -> None:
+        self._labels: OrderedDict[DocId, str] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def add(self, documents: Iterable[Document]) -> None:
+        """Remember the labels of documents."""
+        for document in documents:
+            if (label := document.label) is not None:
+                with self._lock:
+                    self._labels[document.doc_id] = label
+                    if len(self._labels) > _MAX_LABELS:
+                        self._labels.popitem(last=False)
+
+    def labelled(self, segments: Iterable[PromptSegment]) -> tuple[PromptSegment, ...]:
+        """Return segments with the labels of their documents, where they are known."""
+        if not self._labels:
+            return tuple(segments)
+        with self._lock:
+            return tuple(replace(each, label=each.label or self._labels.get(each.doc_id or "")) for each in segments)
+
+
+LABELS = RememberedLabels()
+"""Of all documents that this process has retrieved, or asked about."""
+
+
+def salt_of(acls: Iterable[tuple[str, ...]]) -> str | None:
+    """Return the salt of a prompt whose documents have these groups; None where everybody may read them."""
+    groups = sorted(set(acls))
+    return f"acl-{hashlib.sha256(json.dumps(groups).encode()).hexdigest()}" if groups else None
+
+
+def joined_salt(salts: Iterable[str]) -> str | None:
+    """Return the salt of a request of which several are said: the last, joined with that of its documents' rights."""
+    own = rights = None
+    for salt in salts:
+        own, rights = (own, salt) if isinstance(salt, str) and _SALT.fullmatch(salt) else (salt, rights)
+    if own is None or rights is None:
+        return own if rights is None else rights
+    return f"acl-{hashlib.sha256(json.dumps([own, rights]).encode()).hexdigest()}"
+
+
+class RememberedRights:
+    """Who may read the documents that this process has seen; thread-safe.
+
+    Prompts of frameworks are text, in which documents are recognised and known by their ids. Ids of several stores may
+    be the same, so all groups count that were ever seen with one.
+    """
+
+    def __init__(self) -> None:
+        self._acls: OrderedDict[DocId, frozenset[tuple[str, ...]]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def add(self, documents: Iterable[Document]) -> None:
+        """Take note of documents that not everybody may read."""
+        for document in documents:
+            if document.acl is not None:
+                with self._lock:
+                    known = self._acls.pop(document.doc_id, frozenset())
+                    self._acls[document.doc_id] = known | {tuple(document.acl)}
+                    if len(self._acls) > _MAX_REMEMBERED:
+                        self._acls.popitem(last=False)
+
+    def __bool__(self) -> bool:
+        """Whether any document is not for everybody."""
+        return bool(self._acls)
+
+    def of(self, doc_ids: Iterable[DocId | None]) -> frozenset[tuple[str, ...]]:
+        """Return the groups of those of the documents that not everybody may read."""
+        if not self._acls:
+            return frozenset()
+        with self._lock:
+            return frozenset(acl for doc_id in doc_ids for acl in self._acls.get(doc_id or "", ()))
+
+
+RIGHTS = RememberedRights()
+"""Of all documents that this process has retrieved, or asked about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +168,7 @@ def merge_bodies(*bodies: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def rights_body(segments: Iterable[PromptSegment], acls: frozenset[tuple[str, ...]] = frozenset()) -> dict[str, Any]:
     """Return what a request says of who may read the documents in it."""
-    salt = rights.salt_of(acls | RIGHTS.of(segment.doc_id for segment in segments))
+    salt = salt_of(acls | RIGHTS.of(segment.doc_id for segment in segments))
     return {} if salt is None else {"cache_salt": salt}
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from ragcache_core.client.server_info import Handshake
+from ragcache_core.client.server_api import ServerAPI
 from ragcache_core.errors import PromptError, TokenizerUnavailableError
 from ragcache_core.prompt import ChatMessage, TokenizedText, escape_documents
 from ragcache_core.runtime.tokenizer_files import TokenizerFiles
@@ -165,7 +165,7 @@ class _LatestTexts:
             self._room_chars += len(text)
 
 
-def handed_out(server: Handshake) -> ModelTokenizer | None:
+def handed_out(server: ServerAPI) -> ModelTokenizer | None:
     """Return the tokenizer that a server hands out, if it does.
 
     Raises:

@@ -10,12 +10,10 @@ from functools import partial
 from threading import Lock
 from typing import Any, TypeVar
 
-from ragcache_core.client.prompts.bound_prompt import UNKNOWN, BoundPrompt, Drafts
-from ragcache_core.client.prompts.chat_request import AskedChat, read_chat
-from ragcache_core.client.prompts.kv_scope import KVScopes
+from ragcache_core.client.prompts.bound_prompt import UNKNOWN, BoundPrompt, Drafts, KVScopes
+from ragcache_core.client.prompts.chat_request import AskedChat, ServerTokens, read_chat
 from ragcache_core.client.prompts.layout_learner import LayoutLearner, LearnedLayout
 from ragcache_core.client.prompts.request_plan import RememberedSearch
-from ragcache_core.client.prompts.server_tokens import ServerTokens
 from ragcache_core.prompt import ChatMessage, texts_of
 from ragcache_core.types import DocId, Document
 

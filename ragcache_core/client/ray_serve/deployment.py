@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from ragcache_core.client.launch.vllm_offload import VLLMOffload
+from ragcache_core.client.launch.settings import VLLMOffload
 from ragcache_core.config import CacheConfig
 from ragcache_core.errors import ConfigError
 from ragcache_core.runtime.api_keys import hashed

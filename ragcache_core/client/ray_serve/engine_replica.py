@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 
 from ragcache_core.client.engine import Engine
-from ragcache_core.client.fleet.alike import told_by
+from ragcache_core.client.fleet.fleet import told_by
 from ragcache_core.client.launch.ranks import own_folder, own_log
-from ragcache_core.client.ray_serve.ask import HOPS, UNREACHED, Ask, Head
+from ragcache_core.client.ray_serve.known_replicas import HOPS, UNREACHED, Ask, Head
 from ragcache_core.errors import EngineDiedError, EngineError
 
 _HEALTH_TIMEOUT_S = 10.0

@@ -9,8 +9,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from ragcache_core.client.ray_serve.ask import Ask
-from ragcache_core.client.ray_serve.known_replicas import KnownReplicas
+from ragcache_core.client.ray_serve.known_replicas import Ask, KnownReplicas
 
 
 class DocumentRouter(RequestRouter):

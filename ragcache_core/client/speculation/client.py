@@ -1,25 +1,152 @@
-"""Requests that are sent before a search has ended, and what the engine says of its load."""
+"""Requests that are sent before a search has ended, and the engine's load."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable, Sequence
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 import httpx
+from pydantic import Field, TypeAdapter, ValidationError
 
-from ragcache_core.client.prefetching import Prefetching
-from ragcache_core.client.prompts.bound_prompt import BoundPrompt
-from ragcache_core.client.prompts.kv_scope import KVScope, KVScopes
+from ragcache_core.client.cache import Prefetching
+from ragcache_core.client.http.network import finish
+from ragcache_core.client.prompts.bound_prompt import BoundPrompt, KVScope, KVScopes
 from ragcache_core.client.prompts.request_plan import merge_bodies, plan_rendered
+from ragcache_core.client.server_api import Call, ServerAPI
 from ragcache_core.client.speculation import request_capture
-from ragcache_core.client.speculation.engine_load import EngineLoad, LoadRoute
-from ragcache_core.client.speculation.manager import SpeculationManager
 from ragcache_core.client.speculation.request_capture import CapturedRequest
-from ragcache_core.client.speculation.speculation import Speculation
+from ragcache_core.client.speculation.speculation import Speculation, SpeculationManager
+from ragcache_core.errors import EngineError
 from ragcache_core.prompt import RenderedPrompt
+from ragcache_core.runtime.kept_threads import KeptThreads
 from ragcache_core.types import Document
+
+_TIMEOUT_S = 1.0
+_FRESH_S = 0.02
+"""So long an answer serves every search of this process: many of them would otherwise ask a busy server at once."""
+_PAUSE_S = 10.0
+"""After a request that failed, none is sent for so long: the search goes on meanwhile."""
+_UNSUPPORTED_PAUSE_S = 60.0
+"""A server that takes no speculative requests may be replaced by one that does: it is asked again after so long."""
+_MAX_THREADS = 32
+_threads = KeptThreads("ragcache-speculate", most=_MAX_THREADS)
+"""Those of all starts, some of which may be stuck."""
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """How many real requests wait for their first token, and how many speculative ones the engine takes at a time.
+
+    ``has_room``: whether the scheduler would admit a speculative one now, which it alone decides. ``reads_ahead``:
+    whether it has a disk, from which it can read for a prompt that nobody asks yet.
+    """
+
+    num_pending_prefills: int
+    max_prefill_bs: int
+    has_room: bool
+    reads_ahead: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    num_pending_prefills: Annotated[int, Field(ge=0)]
+    max_prefill_bs: Annotated[int, Field(ge=0)]
+    is_speculative: bool = True
+    has_room: bool | None = None
+    reads_ahead: bool = False
+
+    def load(self) -> EngineLoad:
+        """Return it as a load. An older engine does not say whether it admits one: its count decides."""
+        has_room = self.num_pending_prefills < self.max_prefill_bs if self.has_room is None else self.has_room
+        return EngineLoad(self.num_pending_prefills, self.max_prefill_bs, has_room, self.reads_ahead)
+
+
+_ANSWER = TypeAdapter(_Answer)
+
+
+class LoadRoute:
+    """Asks one server about its load. May be used by any thread and any event loop."""
+
+    def __init__(self, api: ServerAPI) -> None:
+        self._api = api
+        self._call = Call("/v1/ragcache/load", self._read, timeout=_TIMEOUT_S, is_sent_once=True)
+        self._may_speculate: bool | None = None
+        self._paused_until_s = 0.0
+        self._latest: tuple[float, EngineLoad | None] = (-_FRESH_S, None)
+
+    async def amay_speculate(self) -> bool:
+        """Return whether the server takes speculative requests. Logs once why it does not. Never fails."""
+        if not self._may_speculate:
+            await self.apending()
+        return self._may_speculate is True
+
+    def may_speculate(self) -> bool:
+        """Do :meth:`amay_speculate`, and block."""
+        if not self._may_speculate:
+            finish(self._pending(is_blocking=True))
+        return self._may_speculate is True
+
+    async def apending(self) -> EngineLoad | None:
+        """Return the engine's load; ``None`` if it does not say, or says that it never speculates. Never fails."""
+        return await self._pending(is_blocking=False)
+
+    async def _pending(self, *, is_blocking: bool) -> EngineLoad | None:
+        if (load := self._fresh()) is not None:
+            return load
+        if time.monotonic() >= self._paused_until_s:
+            with self._pausing_after_failure():
+                return await self._api.ask_as(self._call, is_blocking=is_blocking)
+        return None
+
+    def _fresh(self) -> EngineLoad | None:
+        told_s, load = self._latest
+        return load if self._may_speculate and time.monotonic() - told_s < _FRESH_S else None
+
+    def _read(self, response: httpx.Response) -> EngineLoad | None:
+        if response.status_code != 404:  # whatever else is refused may be allowed later
+            response.raise_for_status()
+        answer = _answer(response)
+        if not self._may_speculate:
+            is_first = self._may_speculate is None
+            self._may_speculate = answer is not None and answer.is_speculative and answer.max_prefill_bs > 0
+            if not self._may_speculate:
+                self._paused_until_s = time.monotonic() + _UNSUPPORTED_PAUSE_S
+            if is_first and not self._may_speculate and (answer is None or answer.max_prefill_bs > 0):
+                _logger.warning(
+                    "The server at %s cannot prefill for documents that are not final: it runs without RAGCache's "
+                    "scheduler. Requests are sent when retrieval has ended; start it with Engine.launch or `ragcache "
+                    "serve`, of this version, to hide the search.",
+                    self._api.root,
+                )
+        load = None if answer is None else answer.load()
+        self._latest = (time.monotonic(), load)
+        return load
+
+    @contextmanager
+    def _pausing_after_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._paused_until_s = time.monotonic() + _PAUSE_S
+            _logger.debug("the engine's load is unknown: %s: %s", type(error).__name__, error)
+
+
+def _answer(response: httpx.Response) -> _Answer | None:
+    """Return what the route says; ``None`` where there is no such route, or another version's."""
+    try:
+        return _ANSWER.validate_json(response.content) if response.status_code == 200 else None
+    except ValidationError:
+        return None
 
 
 class PreparedRequest:
@@ -60,8 +187,7 @@ class SpeculationClient:
 
     def __init__(
         self,
-        base_url: str,
-        api_key: str,
+        api: ServerAPI,
         *,
         model: str,
         max_model_len: int,
@@ -70,13 +196,12 @@ class SpeculationClient:
         prefetching: Prefetching,
         scopes: KVScopes,
     ) -> None:
-        """``base_url`` ends in ``/v1``; ``speculations`` are those of the transports that send its requests.
+        """``speculations`` are those of the transports that send its requests.
 
         ``scopes`` says what separates the KV of the requests for which something is prefilled.
         """
         self._scopes = scopes
-        self._url = f"{base_url}/completions"
-        self._headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+        self._api = api
         self._model = model
         self._max_model_len = max_model_len
         self._speculations = speculations
@@ -173,8 +298,161 @@ class SpeculationClient:
         )
         asked = {"model": self._model, "prompt": list(prompt.token_ids), "max_tokens": 1, "temperature": 0.0}
         body = merge_bodies(asked, scope.fields(), plan.extra_body)
-        headers = {**self._headers, **scope.headers()}
-        request = httpx.Request("POST", self._url, headers=headers, content=json.dumps(body).encode())
+        headers = {**self._api.headers, "Content-Type": "application/json", **scope.headers()}
+        url = f"{self._api.base_url}/completions"
+        request = httpx.Request("POST", url, headers=headers, content=json.dumps(body).encode())
         captured = CapturedRequest.of(request)
         start = partial(self._speculations.start, is_claimable=False, has_documents=has_documents)
         return PreparedRequest(start, self._prefetching, captured)
+
+
+class Speculator(Protocol):
+    """Knows what can be sent ahead. It is called in a thread: it may block for the milliseconds of tokenising."""
+
+    def prepare(self, documents: Sequence[Document]) -> Callable[[], Speculation] | None:
+        """Make the request that follows from ``documents``, in the order of the prompt; return what sends it.
+
+        ``None`` if nothing can be sent.
+        """
+        ...
+
+
+class StartedSpeculation:
+    """One start: in a thread first, then in the engine.
+
+    Attributes:
+        number: which start of its search it is, once it may be sent.
+        stage: the stage that it was sent at.
+    """
+
+    def __init__(self, speculator: Speculator, documents: tuple[Document, ...]) -> None:
+        """Have a thread make its request, in a copy of the caller's context; :meth:`send` lets it go."""
+        self.number = self.stage = -1
+        self.documents = documents
+        self.is_announced = False
+        self._begun_s: float | None = None
+        self._sendable_s = 0.0
+        self._may_send = self._may_prefetch = False
+        self._decided = threading.Event()
+        self._future: Future[Speculation | BaseException | None] = Future()
+        try:
+            is_begun = _threads.run(partial(self._run, speculator))
+        except RuntimeError as error:  # no more threads
+            self._future.set_result(error)
+            return
+        if not is_begun:
+            self._future.set_result(
+                EngineError(f"{_MAX_THREADS} other starts are on their way: see whether the speculator hangs")
+            )
+
+    def send(self, *, number: int, stage: int) -> None:
+        """Send it as soon as it is made."""
+        self.number, self.stage = number, stage
+        self._sendable_s, self._may_send = time.perf_counter(), True
+        self._decided.set()
+
+    def prefetch(self) -> None:
+        """Do not send it: only have the engine read what it has on disk of it, as soon as it is made."""
+        self._may_prefetch = True
+        self._decided.set()
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether the thread has sent it, or failed to."""
+        return self._future.done() and not self._future.cancelled()
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """What was sent, if it was."""
+        outcome = self._outcome()
+        return None if isinstance(outcome, BaseException) else outcome
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it was sent, and neither failed nor was cancelled."""
+        speculation = self.speculation
+        return speculation is not None and not (speculation.is_failed or speculation.is_cancelled)
+
+    @property
+    def error(self) -> BaseException | None:
+        """What the speculator raised, if it did."""
+        outcome = self._outcome()
+        return outcome if isinstance(outcome, BaseException) else None
+
+    def abandon(self) -> None:
+        """Cancel what was sent, or what a thread is about to send. Safe at any moment, and more than once."""
+        self._may_send = False
+        self._decided.set()
+        if not self._future.cancel():
+            self._future.add_done_callback(lambda _: self._cancel())
+
+    def add_sent_callback(self, f: Callable[[], None]) -> None:
+        """Call ``f`` once :attr:`is_sent`, in any thread."""
+        self._future.add_done_callback(lambda _: f())
+
+    async def wait_until_sent(self, grace_s: float) -> None:
+        """Wait for a thread that began, and might send, at most ``grace_s`` ago; what has not begun is cancelled."""
+        if self._future.done() or self._future.cancel() or self._begun_s is None:
+            return
+        left_s = max(self._begun_s, self._sendable_s) + grace_s - time.perf_counter()
+        if left_s > 0:
+            await asyncio.wait([asyncio.wrap_future(self._future)], timeout=left_s)
+
+    def _outcome(self) -> Speculation | BaseException | None:
+        return self._future.result() if self.is_sent else None
+
+    def _cancel(self) -> None:
+        if (speculation := self.speculation) is not None:
+            speculation.cancel()
+
+    def _run(self, speculator: Speculator) -> None:
+        self._begun_s = time.perf_counter()
+        if not self._future.set_running_or_notify_cancel():
+            return
+        try:
+            outcome: Speculation | BaseException | None = self._send(speculator)
+        except BaseException as error:  # whatever it is: the answer does not depend on it
+            outcome = error
+        self._future.set_result(outcome)
+
+    def _send(self, speculator: Speculator) -> Speculation | None:
+        began_s = time.thread_time()
+        send = speculator.prepare(self.documents)
+        making_s = time.thread_time() - began_s
+        if send is None:
+            return None
+        self._decided.wait()  # whoever started it lets it go or abandons it
+        if self._may_prefetch and isinstance(send, PreparedRequest):
+            send.prefetch()
+        if not self._may_send:
+            return None
+        speculation = send()
+        speculation.making_s = making_s
+        return speculation
+
+
+class Starts:
+    """The starts of one search; at most one of them is made before it is known whether it may be sent."""
+
+    def __init__(self, speculator: Speculator) -> None:
+        self._speculator = speculator
+        self._ahead: StartedSpeculation | None = None
+
+    def make(self, documents: tuple[Document, ...]) -> None:
+        """Make a request from ``documents`` ahead, unless that is done; what was made from others is dropped."""
+        if self._ahead is None or self._ahead.documents != documents:
+            self.drop()
+            self._ahead = StartedSpeculation(self._speculator, documents)
+
+    def take(self, documents: tuple[Document, ...]) -> StartedSpeculation:
+        """Return the start from ``documents``, its request made ahead or being made now; it is the caller's."""
+        self.make(documents)
+        assert self._ahead is not None
+        taken, self._ahead = self._ahead, None
+        return taken
+
+    def drop(self) -> None:
+        """Give up what was made ahead."""
+        if self._ahead is not None:
+            self._ahead.abandon()
+            self._ahead = None

@@ -1,20 +1,37 @@
-"""Code that asks the engine, run up to its request, which is captured instead of sent."""
+"""Code that asks the engine, run up to its request, which is captured instead of sent; and the scopes of requests."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 
 import httpx
 
 from ragcache_core.client.http.buffered_response import RawHeaders
-from ragcache_core.client.request_scope import current_scope
 from ragcache_core.errors import ConfigError
 
+_scope: ContextVar[object | None] = ContextVar("ragcache_request_scope", default=None)
 _COMPLETIONS = "/completions"
 _SET_AGAIN = frozenset((b"content-length", b"transfer-encoding"))
+
+
+def current_scope() -> object | None:
+    """Return the scope that requests are made in here; ``None``: in none."""
+    return _scope.get()
+
+
+@contextmanager
+def request_scope(scope: object) -> Iterator[None]:
+    """Make requests and speculations in ``scope``. No generator may yield inside: its reader would be in it, too."""
+    token = _scope.set(scope)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # what never went on is closed in another context, which was not changed
+            _scope.reset(token)
 
 
 @dataclass(frozen=True, slots=True)

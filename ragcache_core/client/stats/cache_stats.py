@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -19,16 +20,27 @@ from typing import Annotated, Any
 from urllib.parse import quote
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 from pydantic import Field, TypeAdapter, ValidationError
 
-from ragcache_core.client.http.attempt import SENT_ONCE
-from ragcache_core.client.http.errors import translate_errors
-from ragcache_core.client.http.resumed_answers import ResumedAnswers
+from ragcache_core.client.http.network import finish
+from ragcache_core.client.http.resume import ResumedAnswers
+from ragcache_core.client.server_api import Call, ServerAPI, as_it_is, json_object
 from ragcache_core.client.tracing import RequestTraces
-from ragcache_core.errors import EngineError
+from ragcache_core.errors import EngineError, EngineTimeoutError
 from ragcache_core.stats import ChunkReuseStats, EngineStats, RequestStats, document_stats, series_of
 from ragcache_core.types import PromptSegment
 
+_COUNTERS = {
+    "num_running": "vllm:num_requests_running",
+    "num_waiting": "vllm:num_requests_waiting",
+    "num_prompt_tokens": "vllm:prompt_tokens_total",
+    "num_output_tokens": "vllm:generation_tokens_total",
+    "num_prefix_query_tokens": "vllm:prefix_cache_queries_total",
+    "num_prefix_hit_tokens": "vllm:prefix_cache_hits_total",
+    "num_preemptions": "vllm:num_preemptions_total",
+    "num_first_tokens": "vllm:time_to_first_token_seconds_count",
+}
 _TIMEOUT_S = 2.0
 _PAUSE_S = 10.0
 """After a request that was not answered in time none is sent for so long: the engine is busy."""
@@ -38,6 +50,43 @@ _NOT_NOW = frozenset((408, 425, 429))
 _Count = Annotated[int, Field(ge=0)] | None
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
 _logger = logging.getLogger(__name__)
+
+
+def metrics_page(response: httpx.Response) -> str:
+    """Return the text of ``/metrics``; nothing of it is for tenants."""
+    return "" if response.status_code == httpx.codes.FORBIDDEN else response.raise_for_status().text
+
+
+METRICS = Call("/metrics", metrics_page)
+"""The server's own counters."""
+
+
+def parse_metrics(page: str, *, num_restarts: int = 0) -> EngineStats:
+    """Return the engine's statistics from the text of ``/metrics``, summed over data-parallel engines."""
+    totals: dict[str, list[float]] = defaultdict(list)
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            totals[sample.name].append(sample.value)
+    usage = totals["vllm:kv_cache_usage_perc"]
+    counts: dict[str, Any] = {field: int(sum(totals[name])) for field, name in _COUNTERS.items()}
+    return EngineStats(
+        **counts,
+        kv_cache_usage=sum(usage) / len(usage) if usage else 0.0,
+        sum_ttft_s=sum(totals["vllm:time_to_first_token_seconds_sum"]),
+        num_restarts=num_restarts,
+    )
+
+
+def _kv_memory(response: httpx.Response) -> tuple[int, int]:
+    page = response.raise_for_status().text
+    samples = (sample for family in text_string_to_metric_families(page) for sample in family.samples)
+    (told,) = {sample.name: sample.labels for sample in samples if sample.name == "vllm:cache_config_info"}.values()
+    block_size, num_blocks = int(told["block_size"]), int(told["num_gpu_blocks"])
+    return block_size, (num_blocks - 1) * block_size  # vLLM keeps one block as "no block"
+
+
+KV_MEMORY = Call("/metrics", _kv_memory)
+"""The block size, and how many tokens fit into the KV memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +115,10 @@ class CacheStatsRoutes:
     """Asks one server about requests and about its cache. May be used by any thread and any event loop."""
 
     def __init__(
-        self,
-        base_url: str,
-        api_key: str,
-        http: httpx.Client,
-        http_async: httpx.AsyncClient,
-        traces: RequestTraces | None = None,
-        resumed: ResumedAnswers | None = None,
+        self, api: ServerAPI, traces: RequestTraces | None = None, resumed: ResumedAnswers | None = None
     ) -> None:
-        """``base_url`` ends in ``/v1``; the clients stay their owner's. ``traces``: those of the requests."""
-        self._url = f"{base_url}/ragcache"
-        self._headers = {"Authorization": f"Bearer {api_key}"}
-        self._once: dict[str, Any] = {"headers": self._headers, "timeout": _TIMEOUT_S, "extensions": SENT_ONCE}
-        self._http = http
-        self._http_async = http_async
+        """``traces``: those of the requests."""
+        self._api = api
         self._traces = traces or RequestTraces()
         self._resumed = resumed or ResumedAnswers()
         self._is_there: bool | None = None
@@ -94,26 +133,27 @@ class CacheStatsRoutes:
         Asks once, for two seconds at most. Never fails: where the engine does not say, ``stats`` come back as they are.
         ``segments`` are those of the prompt, for an answer without usage: then the engine says how much was cached.
         """
-        said: httpx.Response | None = None
-        if self._may_ask(response_id):
-            with self._sparing_the_answer():
-                if not self._is_there:
-                    self._read_stats(self._http.get(f"{self._url}/stats", **self._once))
-                if self._is_there:
-                    said = self._http.get(self._request_url(response_id), **self._once)
-        return self._completed(stats, response_id, said, segments)
+        return finish(self._complete(stats, response_id, segments, is_blocking=True))
 
     async def acomplete(
         self, stats: RequestStats, response_id: str | None, segments: Sequence[PromptSegment] = ()
     ) -> RequestStats:
         """Do :meth:`complete` without blocking the event loop."""
+        return await self._complete(stats, response_id, segments, is_blocking=False)
+
+    async def _complete(
+        self, stats: RequestStats, response_id: str | None, segments: Sequence[PromptSegment], *, is_blocking: bool
+    ) -> RequestStats:
         said: httpx.Response | None = None
         if self._may_ask(response_id):
             with self._sparing_the_answer():
                 if not self._is_there:
-                    self._read_stats(await self._http_async.get(f"{self._url}/stats", **self._once))
+                    call = Call("/v1/ragcache/stats", self._read_stats, timeout=_TIMEOUT_S, is_sent_once=True)
+                    await self._api.ask_as(call, is_blocking=is_blocking)
                 if self._is_there:
-                    said = await self._http_async.get(self._request_url(response_id), **self._once)
+                    path = f"/v1/ragcache/requests/{quote(response_id or '', safe='')}"
+                    asked = Call(path, as_it_is, timeout=_TIMEOUT_S, is_sent_once=True)
+                    said = await self._api.ask_as(asked, is_blocking=is_blocking)
         return self._completed(stats, response_id, said, segments)
 
     def add_to(self, stats: EngineStats) -> EngineStats:
@@ -122,18 +162,16 @@ class CacheStatsRoutes:
         Raises:
             EngineError: the server cannot be asked, or speaks another version's language.
         """
-        if self._is_absent:
-            return stats
-        with translate_errors():
-            figures = self._read_stats(self._http.get(f"{self._url}/stats", headers=self._headers))
-        return _with_cache(stats, figures)
+        return finish(self._add_to(stats, is_blocking=True))
 
     async def aadd_to(self, stats: EngineStats) -> EngineStats:
         """Do :meth:`add_to` without blocking the event loop."""
+        return await self._add_to(stats, is_blocking=False)
+
+    async def _add_to(self, stats: EngineStats, *, is_blocking: bool) -> EngineStats:
         if self._is_absent:
             return stats
-        with translate_errors():
-            figures = self._read_stats(await self._http_async.get(f"{self._url}/stats", headers=self._headers))
+        figures = await self._api.ask_as(Call("/v1/ragcache/stats", self._read_stats), is_blocking=is_blocking)
         return _with_cache(stats, figures)
 
     def _completed(
@@ -147,7 +185,7 @@ class CacheStatsRoutes:
         ttft_s: float | None = None
         if said is not None:
             with self._sparing_the_answer():
-                read = _REQUEST_FIGURES.validate_python(_json(said) or {})
+                read = _REQUEST_FIGURES.validate_python(json_object(said) or {})
                 stats, ttft_s = _with_figures(stats, read, segments), read.ttft_s
         stats = self._resumed.mark(response_id, stats)
         self._traces.complete(response_id, stats, ttft_s)
@@ -161,14 +199,11 @@ class CacheStatsRoutes:
         """Whether the server had no such route a moment ago; later another server may be there."""
         return self._is_there is False and time.monotonic() < self._ask_again_at_s
 
-    def _request_url(self, response_id: str | None) -> str:
-        return f"{self._url}/requests/{quote(response_id or '', safe='')}"
-
     def _read_stats(self, response: httpx.Response) -> dict[str, object] | None:
         """Return the answer of the stats route, ``None`` if there is no such route; remember which."""
         if response.status_code in _NOT_NOW or response.status_code >= 500:
             response.raise_for_status()
-        figures = _json(response)
+        figures = json_object(response)
         self._is_there = figures is not None
         self._ask_again_at_s = time.monotonic() + _UNSUPPORTED_PAUSE_S
         return figures
@@ -179,18 +214,9 @@ class CacheStatsRoutes:
         try:
             yield
         except Exception as error:
-            if isinstance(error, httpx.TimeoutException):
+            if isinstance(error, EngineTimeoutError):
                 self._paused_until_s = time.monotonic() + _PAUSE_S
             _logger.debug("no cache statistics for an answer: %s: %s", type(error).__name__, error)
-
-
-def _json(response: httpx.Response) -> dict[str, object] | None:
-    """Return the object that a route of ours answers; ``None`` for any other answer."""
-    try:
-        answer = response.json() if response.status_code == 200 else None
-    except ValueError:
-        return None
-    return answer if isinstance(answer, dict) else None
 
 
 def _with_figures(stats: RequestStats, read: _RequestFigures, segments: Sequence[PromptSegment]) -> RequestStats:

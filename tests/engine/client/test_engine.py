@@ -13,7 +13,7 @@ import pytest
 
 from ragcache_core import Document, PromptLayout, SegmentKind
 from ragcache_core.client import Engine, ModelTokenizer
-from ragcache_core.client.server_info import Handshake
+from ragcache_core.client.server_api import ServerAPI
 from ragcache_core.errors import EngineAuthError, EngineClosedError, PromptTooLongError, RequestRejectedError
 from tests.conftest import DEMO_MODEL
 
@@ -218,7 +218,7 @@ def test_connecting_is_the_same_as_launching(engine: Engine) -> None:
 
 def test_the_engine_hands_its_own_tokenizer_out_to_who_has_the_key(engine: Engine) -> None:
     with httpx.Client(timeout=30) as http:
-        files = Handshake(http, engine.base_url, engine.api_key).tokenizer_files()
+        files = ServerAPI(engine.base_url, engine.api_key, http).tokenizer_files()
         assert http.get(f"{engine.base_url}/ragcache/tokenizer").status_code == 401
     assert files is not None
     assert files.special_tokens["bos_token"] == "<s>"

@@ -22,7 +22,7 @@ from vllm.tasks import GENERATION_TASKS, POOLING_TASKS
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from ragcache_core.client import Engine
-from ragcache_core.client.launch.setting_names import check_names
+from ragcache_core.client.launch.arguments import check_names
 from ragcache_core.vllm_plugin.server import document_routes
 from ragcache_core.vllm_plugin.server.middleware import OPEN_PATHS
 from ragcache_core.wire import max_body_bytes

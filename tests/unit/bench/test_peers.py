@@ -21,7 +21,7 @@ from ragcache_core.bench.compare.prompts import TracedPrompts
 from ragcache_core.bench.compare.results import Results
 from ragcache_core.bench.compare.sessions import Amounts, Run, Session, measure, tokens_by_tier
 from ragcache_core.client import Engine
-from ragcache_core.client.launch.vllm_offload import VLLMOffload
+from ragcache_core.client.launch.settings import VLLMOffload
 from ragcache_core.config import CacheConfig, ChunkReuse
 from ragcache_core.errors import ConfigError, EngineStartError, TraceError
 from ragcache_core.sim.traces.trace import Trace, TracedRequest, write_trace

@@ -9,9 +9,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from ragcache_core.client.pipeline.run import PipelineResult, run_pipeline
-from ragcache_core.client.speculation import attempt
-from ragcache_core.client.speculation.client import PreparedRequest
-from ragcache_core.client.speculation.engine_load import EngineLoad
+from ragcache_core.client.speculation import client as attempt
+from ragcache_core.client.speculation.client import EngineLoad, PreparedRequest
 from ragcache_core.types import Document, RetrievalUpdate
 from tests.support.waiting import until
 

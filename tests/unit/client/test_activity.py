@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ragcache_core.client.launch.activity import Activity
+from ragcache_core.client.launch.supervisor import Activity
 
 PATIENCE_S = 600.0
 WAITING = "(EngineCore pid=7) INFO 11-25 08:{} [shm_broadcast.py:1] No available block found in 60 seconds\n"

@@ -246,28 +246,12 @@ def test_what_tokenize_does_not_know_of_is_left_to_the_server(settings: dict[str
         assert server.tokenized == []
 
 
-@pytest.mark.parametrize("name", ["messages", "tools", "self", "add_generation_prompt", "chat_template"])
-def test_a_variable_of_the_template_may_have_any_name(name: str) -> None:
-    with joined() as (engine, server):
-        server.tokenize = lambda _: [1, 2, 3]
-        asked = {"extra_body": {"chat_template_kwargs": {name: "x"}}}
-        assert plan(engine, **asked).extra_body["kv_transfer_params"]["prompt_token_ids"] == [1, 2, 3]
-
-
 @pytest.mark.parametrize("arguments", ["{", "[]", "7", "", None, '{"query": ["sun"]}', '{"query": "sun"}'])
 def test_malformed_arguments_of_a_call_are_none_as_for_the_server(arguments: str | None) -> None:
     call = called("sun")
     call["tool_calls"][0]["function"]["arguments"] = arguments
     with joined() as (engine, _):
         assert documents(plan(engine, [QUESTION, call, result(MOON.text)])) == {"moon": MOON.text}
-
-
-@pytest.mark.parametrize("calls", [["search"], [{"function": "search"}], "search", [{}], [7], {"a": 1}])
-def test_calls_that_are_none_are_left_to_the_server_to_refuse(calls: Any) -> None:
-    with joined() as (engine, server):
-        server.tokenize = lambda _: None
-        assert plan(engine, [QUESTION, {**called("x"), "tool_calls": calls}, result("y")]) == RequestPlan()
-        assert engine.stats().num_unnamed_chats == 1
 
 
 def test_a_result_of_a_megabyte_is_refused_with_the_limit_before_it_is_sent() -> None:

@@ -21,7 +21,6 @@ from ragcache_core.client.prompts import bound_prompt as binding
 from ragcache_core.client.prompts.bound_prompt import MIN_PREFILL_TOKENS, BoundPrompt, bind
 from ragcache_core.client.prompts.layout_learner import LayoutLearner
 from ragcache_core.client.prompts.request_plan import RememberedDocuments
-from ragcache_core.errors import ConfigError
 from ragcache_core.ordering import static_prefix_digest
 from ragcache_core.prompt import ChatMessage, PromptLayout, RenderedPrompt, TokenizedText, render_chat
 from ragcache_core.types import Document, SegmentKind
@@ -197,19 +196,6 @@ def test_a_question_before_the_documents_is_said_once_and_the_static_part_remain
     assert "put the context before the question" in record.getMessage()
 
 
-def test_a_short_static_part_is_not_worth_a_prefill() -> None:
-    prompt = bound(lambda context, question: [{"role": "user", "content": f"{question} {context}"}])
-    assert prompt.is_question_first
-    assert prompt.prefix(DOCUMENTS, DOCUMENTS) is None
-
-
-def test_an_ordinary_prompt_is_bound_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
-    prompt = bound(system_and_user)
-    assert prompt.prefix(DOCUMENTS, DOCUMENTS) is not None
-    assert not prompt.is_question_first
-    assert not caplog.records
-
-
 def test_nothing_found_leaves_the_static_part_with_its_empty_context() -> None:
     static = "Answer the question from the documents, and say no more than they do. Do not guess, and be brief."
     layout = PromptLayout(static)
@@ -250,25 +236,6 @@ def test_documents_that_do_not_fit_are_not_prefilled() -> None:
     many = [Document(f"d{i}", f"{i} " * 400) for i in range(8)]
     assert bound(system_and_user).prefix(many, many) is None
     assert bound(system_and_user).prefix(many[:2], many[:2]) is not None
-
-
-def test_without_a_tokenizer_nothing_is_known() -> None:
-    prompt = bind(question_first, joined, None, max_model_len=MAX_MODEL_LEN)
-    assert prompt.prefix(DOCUMENTS, DOCUMENTS) is None
-
-
-@pytest.mark.parametrize(
-    ("prompt", "format_docs", "said"),
-    [
-        (system_and_user, None, "format_docs is None"),
-        (system_and_user, "joined", "format_docs is 'joined'"),
-        ("Answer {context}", joined, "is no prompt"),
-        (None, joined, "is no prompt"),
-    ],
-)
-def test_what_cannot_be_bound_is_refused(prompt: Any, format_docs: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        bound(prompt, format_docs)
 
 
 # Learned
@@ -409,16 +376,6 @@ def test_letters_of_a_templates_words_are_not_taken_for_the_question(query: str)
     assert "Do not guess" in known.text
 
 
-@pytest.mark.parametrize(
-    ("query", "asked"),
-    [("moon", "Which planet has moons?"), ("planet", "Which one of the planets is red?"), ("st", "What is it?")],
-)
-def test_words_that_were_searched_for_are_not_looked_for_within_others(query: str, asked: str) -> None:
-    chain = Chain(system_and_user, joined)
-    chain.ask(DOCUMENTS, asked, query=query)
-    expect_known_beginning(chain, "Who is tall?")
-
-
 def test_what_two_questions_have_not_in_common_is_no_part_of_the_layout() -> None:
     chain = Chain(system_and_user, joined)
     chain.ask(DOCUMENTS, "Which moon is red?", query="moon")
@@ -433,21 +390,6 @@ def expect_known_beginning(chain: Chain, question: str) -> None:
     assert OTHERS[0].text in known.text
     whole = request(chain.messages(OTHERS, question), OTHERS)
     assert known.token_ids == whole.token_ids[: len(known.token_ids)]
-
-
-def test_a_learned_question_before_the_documents_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    chain = Chain(question_first, joined)
-    for question in (QUESTION, "Which one is red?", "How hot is it?"):
-        chain.ask(DOCUMENTS, question)
-        prompt = chain.learner.prompt
-        assert prompt is not None
-        assert prompt.is_question_first
-        prefix = prompt.prefix(OTHERS, OTHERS)
-        assert prefix is not None
-        whole = request(chain.messages(OTHERS, "And now?"), OTHERS)
-        assert prefix.token_ids == whole.token_ids[: len(prefix.token_ids)]
-    (record,) = caplog.records
-    assert "put the context before the question" in record.getMessage()
 
 
 def test_of_requests_that_are_answered_ahead_no_question_is_said_to_come_first(

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -19,12 +18,14 @@ import pytest
 from ragcache_core.client import Engine
 from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes
 from ragcache_core.client.ordering.document_order import OrderingClient, RememberedOrders
+from ragcache_core.errors import EngineForkedError
 from ragcache_core.ordering import PathChange, static_prefix_digest
 from ragcache_core.prompt import PromptLayout
 from ragcache_core.routing.index import PathIndex
 from ragcache_core.types import Document
 from tests.support import waiting
 from tests.support.cached_orders import all_cached
+from tests.support.forks import in_a_fork
 from tests.support.scripted_server import THREE_TIERS, ScriptedServer
 
 P = b"p" * 16
@@ -295,13 +296,6 @@ def test_a_copy_that_is_never_complete_is_asked_for_ever_more_slowly(changes: li
         assert not door.is_current
 
 
-def test_a_server_that_is_not_ready_is_asked_again() -> None:
-    with serving(status=503) as server, door_to(server) as door:
-        assert door.ids(B, A) == "ba"
-        until(lambda: len(server.seen) >= 2)
-        assert not door.is_current
-
-
 @pytest.mark.parametrize(
     "answer",
     [
@@ -379,23 +373,13 @@ def test_a_fork_does_not_take_its_parents_knowledge_for_its_own() -> None:
         server.tell(b=50)
         door.ids(A, B)
         until(lambda: door.is_current)
-        child = os.fork()
-        if child == 0:
-            status = 1
-            with suppress(BaseException):
-                was_current, order = door.is_current, door.ids(A, B)
-                until(lambda: door.ids(A, B) == "ba")
-                status = 0 if (was_current, order) == (False, "ab") else 2
-            os._exit(status)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+        def ask() -> None:
+            with pytest.raises(EngineForkedError):
+                door.ids(A, B)
+
+        assert in_a_fork(ask)
         assert door.ids(A, B) == "ba"
-
-
-def test_no_documents_are_arranged_as_none() -> None:
-    with serving() as server, door_to(server) as door:
-        door.ids()
-        until(lambda: door.is_current)
-        assert door.ids() == ""
 
 
 # What is asked afterwards says that it was reordered

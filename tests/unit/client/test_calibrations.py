@@ -80,13 +80,6 @@ def test_a_quality_that_nobody_measured_is_refused_at_launch() -> None:
     assert launch._alphas("org/model", None) == ()
 
 
-def test_a_quality_that_no_alpha_reaches_is_refused_at_launch() -> None:
-    save_calibration(CALIBRATION, calibration_path("org/model", "whole_chunks"))
-    assert launch._alphas("org/model", ChunkReuse(quality=0.9)) == POINTS
-    with pytest.raises(ConfigError, match="the best measured is 0.95 at alpha 2"):
-        launch._alphas("org/model", ChunkReuse(quality=0.99))
-
-
 def test_what_was_measured_with_another_budget_does_not_count() -> None:
     save_calibration(CALIBRATION, calibration_path("org/model", "whole_chunks"))
     with pytest.raises(ConfigError, match=r"max_recompute is 0\.3, .* was measured with 1"):
@@ -106,12 +99,6 @@ def test_memory_is_shared_between_chunks_and_exact_documents_within_what_was_giv
     assert extra["cpu_bytes_to_use"] == 751
     assert extra["secondary_tiers"][0]["capacity_bytes"] == 1501
     assert transfer["kv_connector"] == "ChunkRAGCacheConnector"
-
-
-def test_all_of_the_memory_may_be_for_chunks() -> None:
-    transfer = transfer_config(CacheConfig(host_bytes=1000, chunk_reuse=ChunkReuse(share=1.0)))
-    assert transfer["kv_connector"] == "ChunkDocumentConnector"
-    assert "spec_name" not in transfer["kv_connector_extra_config"]
 
 
 def test_without_chunk_reuse_a_launch_says_no_word_of_it() -> None:
@@ -158,9 +145,3 @@ def test_a_request_gets_the_alpha_it_asks_for_or_the_engines() -> None:
 )
 def test_a_quality_that_was_not_measured_so_is_answered_exactly(asked: ChunkReuseRequest) -> None:
     assert of_engine().alpha_for(asked) is None
-
-
-@pytest.mark.parametrize("raw", [{"qualty": 1}, {"quality": 0.9}, 7])
-def test_settings_that_this_version_does_not_know_are_a_config_error(raw: object) -> None:
-    with pytest.raises(ConfigError, match="ragcache"):
-        PluginSettings.from_extra_config({"ragcache": {"chunk_reuse": raw}})

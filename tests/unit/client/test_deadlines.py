@@ -11,7 +11,7 @@ from ragcache_core import Document
 from ragcache_core.chunk import chunk_spans
 from ragcache_core.client import Engine, RequestPlan
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer
-from ragcache_core.client.request_scope import request_scope
+from ragcache_core.client.speculation.request_capture import request_scope
 from ragcache_core.errors import ConfigError
 from ragcache_core.ordering import PathChange, chunk_change, static_prefix_digest
 from ragcache_core.policy import PrefillCostModel
@@ -217,7 +217,7 @@ def test_without_measured_times_the_prompt_is_sent_as_it_is(
 def test_costs_that_appear_later_are_used(
     engine: Engine, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ragcache_core.client.deadline.routes._COSTS_AGAIN_S", 0.0)
+    monkeypatch.setattr("ragcache_core.client.deadline._COSTS_AGAIN_S", 0.0)
     measured, server.costs = server.costs, None
     plan = planned(engine, 5.0)
     server.costs = measured

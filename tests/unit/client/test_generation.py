@@ -75,21 +75,7 @@ def test_a_launch_with_arguments_of_another_type_is_refused(settings: Any, messa
         Engine.launch(demo_model, **settings)
 
 
-def test_an_address_of_another_type_is_refused() -> None:
-    with pytest.raises(ConfigError, match="url is None: pass the address"):
-        Engine.connect(None)  # type: ignore[arg-type]
-
-
 def test_an_engine_is_neither_copied_nor_pickled(engine: Engine) -> None:
     for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="Engine holds open connections"):
             duplicate(engine)
-
-
-@pytest.mark.parametrize("prompt", PROMPTS)
-async def test_an_extra_body_that_is_no_mapping_is_refused(engine: Engine, prompt: Any) -> None:
-    for ask in (engine.generate, lambda *args, **settings: list(engine.stream(*args, **settings))):
-        with pytest.raises(ConfigError, match=r"extra_body is \[1\]: pass a mapping"):
-            ask(prompt, extra_body=[1])
-    with pytest.raises(ConfigError, match=r"extra_body is \[1\]: pass a mapping"):
-        await engine.agenerate(prompt, extra_body=[1])

@@ -8,7 +8,7 @@ from uuid import UUID
 import pytest
 
 from ragcache_core.client import Engine
-from ragcache_core.client.prompts.labels import RememberedLabels
+from ragcache_core.client.prompts.request_plan import RememberedLabels
 from ragcache_core.prompt import PromptLayout
 from ragcache_core.types import MAX_LABEL_CHARS, Document, PromptSegment, SegmentKind
 from ragcache_core.wire import KEY, decode_kv_transfer_params, encode_kv_transfer_params

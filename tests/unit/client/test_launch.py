@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from ragcache_core.client.launch import setting_names
+from ragcache_core.client.launch import arguments as setting_names
 from ragcache_core.client.launch.arguments import check_context
-from ragcache_core.client.launch.directory_lock import DirectoryLock, launch_digest
-from ragcache_core.client.launch.launch import launch_server
+from ragcache_core.client.launch.launch import DirectoryLock, launch_digest, launch_server
+from ragcache_core.client.launch.settings import LaunchSettings
 from ragcache_core.config import CacheConfig, ChunkReuse
 from ragcache_core.errors import ConfigError, EngineStartError
 from ragcache_core.memory import Memory
@@ -59,24 +59,8 @@ class Owner:
         tokenizer: str | None = None,
         **vllm_args: object,
     ) -> None:
-        launch_server(
-            self._model,
-            cache=cache,
-            host="127.0.0.1",
-            port=None,
-            api_key=None,
-            tokenizer=tokenizer,
-            startup_timeout_s=1.0,
-            max_restarts=1,
-            restart_window_s=60.0,
-            hang_timeout_s=None,
-            log_path=Path("log"),
-            progress=None,
-            env=env,
-            extra_args=extra_args,
-            cancel=None,
-            vllm_args=vllm_args,
-        )
+        settings = {"cache": cache, "tokenizer": tokenizer, "env": env, "extra_args": extra_args, **vllm_args}
+        launch_server(LaunchSettings.of(self._model, {"log_path": "log", "hang_timeout_s": None, **settings}))
 
     @property
     def extra_config(self) -> dict[str, Any]:
@@ -219,7 +203,7 @@ def test_settings_in_every_form_that_vllm_reads_are_passed_on(owner: Owner) -> N
 
 
 def test_no_name_is_refused_where_a_platform_may_add_arguments(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry_points = "ragcache_core.client.launch.setting_names.entry_points"
+    entry_points = "ragcache_core.client.launch.arguments.entry_points"
     monkeypatch.setattr(entry_points, lambda group: [SimpleNamespace(name="its-platform")])
     setting_names._known_names.cache_clear()
     try:
@@ -377,13 +361,6 @@ def test_a_tokenizer_that_is_not_there_starts_nothing(owner: Owner, tmp_path: Pa
     with pytest.raises(EngineStartError, match=f"there is no tokenizer at '{folder}': name a folder"):
         owner.launch(CacheConfig(), tokenizer=folder)
     assert owner.arguments == []
-
-
-@pytest.mark.parametrize("tokenizer", ["gpt2", "org/name"])
-def test_a_tokenizer_of_the_hub_is_left_to_the_server(owner: Owner, demo_model: str, tokenizer: str) -> None:
-    for given in (tokenizer, demo_model):
-        owner.launch(CacheConfig(host_bytes="1GiB"), tokenizer=given)
-        assert owner.arguments[-1][owner.arguments[-1].index("--tokenizer") + 1] == given
 
 
 def too_long(model: str, **settings: Any) -> bool:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from ragcache_core.client.launch.arguments import cache_arguments, server_environment
-from ragcache_core.client.launch.vllm_offload import VLLMOffload
-from ragcache_core.errors import ConfigError
+from ragcache_core.client.launch.settings import VLLMOffload
 
 
 def transfer_config(offload: VLLMOffload) -> dict[str, Any]:
@@ -42,10 +41,3 @@ def test_it_has_as_many_cores_as_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_CPU_NUM_OF_RESERVED_CPU", raising=False)
     environment = server_environment("key", VLLMOffload(1 << 26), None, engine_id="ragcache-1")
     assert environment["VLLM_CPU_NUM_OF_RESERVED_CPU"] == "1"
-
-
-def test_what_cannot_work_is_refused() -> None:
-    with pytest.raises(ConfigError, match="host_bytes is 0"):
-        VLLMOffload(0)
-    with pytest.raises(ConfigError, match="'mru': vLLM has lru, arc"):
-        VLLMOffload(1, "mru")  # type: ignore[arg-type]

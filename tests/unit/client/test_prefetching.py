@@ -10,7 +10,8 @@ import pytest
 
 from ragcache_core import Document, PromptLayout
 from ragcache_core.client import Engine
-from ragcache_core.client.prefetching import PrefetchRoute
+from ragcache_core.client.cache import PrefetchRoute
+from ragcache_core.client.server_api import ServerAPI
 from ragcache_core.client.speculation.client import PreparedRequest
 from ragcache_core.client.speculation.request_capture import CapturedRequest
 from ragcache_core.errors import EngineError, PromptTooLongError
@@ -36,14 +37,9 @@ async def test_a_prompt_is_named_by_its_tokens_whatever_it_is_given_as() -> None
             assert server.prefetched[-1]["model"] == "an-adapter"
 
 
-def test_plain_vllm_has_no_disk_to_read_from() -> None:
-    with ScriptedServer() as server, Engine.connect(server.url, tokenizer=str(DEMO_MODEL)) as engine:
-        assert engine.prefetch("When?") == 0
-
-
 def test_a_server_that_is_gone_is_an_error() -> None:
     with httpx.Client() as http, pytest.raises(EngineError):
-        PrefetchRoute("http://127.0.0.1:9/v1", "key", http, httpx.AsyncClient()).prefetch([1])
+        PrefetchRoute(ServerAPI("http://127.0.0.1:9/v1", "key", http)).prefetch([1])
 
 
 @pytest.mark.parametrize(
@@ -67,6 +63,6 @@ def test_of_a_request_that_was_made_ahead_the_tokens_are_read_if_it_has_any(
 
     with ScriptedServer(cache=THREE_TIERS) as server, httpx.Client() as http:
         request = httpx.Request("POST", f"{server.base_url}/completions", content=json.dumps(body))
-        route = PrefetchRoute(server.base_url, "key", http, httpx.AsyncClient())
+        route = PrefetchRoute(ServerAPI(server.base_url, "key", http))
         PreparedRequest(start, route, CapturedRequest.of(request)).prefetch()
         assert server.prefetched == ([] if asked is None else [asked])

@@ -176,13 +176,6 @@ def test_a_damaged_profile_is_refused(tmp_path: Path, damage: object, message: s
     assert str(refused.value).endswith("run 'ragcache profile' again")
 
 
-def test_a_profile_that_is_not_there_or_a_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file"):
-        load_profile(tmp_path / "profile.json")
-    with pytest.raises(ConfigError, match="Is a directory"):
-        load_profile(tmp_path)
-
-
 def test_a_place_that_cannot_hold_a_profile_is_refused_beforehand(tmp_path: Path) -> None:
     check_writable(tmp_path / "new" / "folders" / "profile.json")
     assert list(tmp_path.iterdir()) == []

@@ -74,12 +74,6 @@ def test_each_repeat_has_tokens_of_its_own_and_each_row_one_prefix() -> None:
     assert first[3][16:26] != first[4][16:26]
 
 
-def test_the_report_adds_up_to_what_was_announced() -> None:
-    reported: list[int] = []
-    measured(ClockedEngine(), num_repeats=3, report=reported.append)
-    assert sum(reported) == GRID.num_tokens(3)
-
-
 def test_the_model_holds_the_medians_and_the_spread_the_extremes() -> None:
     model = cost_model(
         [Measurement(0, 32, (0.3, 0.1, 0.2)), Measurement(0, 64, (0.4,) * 3), Measurement(32, 32, (0.5, 0.5, 9.0))]
@@ -107,10 +101,6 @@ def test_a_prefix_that_was_pushed_out_is_put_back() -> None:
 def test_an_engine_that_does_not_serve_from_its_own_memory_is_refused(engine: ClockedEngine, reported: str) -> None:
     with pytest.raises(EngineError, match=rf"16 tokens were put into the cache, and the engine found \[{reported}\]"):
         measured(engine)
-
-
-def test_what_the_tiers_say_counts_where_they_say_it() -> None:
-    assert len(measured(ClockedEngine(gpu_share=1.0))) == len(GRID.points())
 
 
 def test_the_facts_are_the_servers() -> None:

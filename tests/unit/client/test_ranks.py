@@ -24,7 +24,7 @@ from ragcache_core.client.http.joined_server import JoinedServer
 from ragcache_core.client.launch import process, ranks
 from ragcache_core.client.launch.launch import LaunchedServer
 from ragcache_core.client.launch.ranks import launch_ranks, plan_ranks
-from ragcache_core.client.launch.vllm_offload import VLLMOffload
+from ragcache_core.client.launch.settings import LaunchSettings, VLLMOffload
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 from ragcache_core.config import CacheConfig
 from ragcache_core.errors import ConfigError, EngineAuthError, EngineClosedError, EngineStartError
@@ -33,18 +33,6 @@ from tests.support.scripted_process import FAILING_PORT
 from tests.support.scripted_server import IDLE, THREE_TIERS, ScriptedServer
 from tests.support.waiting import until
 
-SETTINGS: dict[str, Any] = {
-    "cache": None,
-    "host": "127.0.0.1",
-    "port": None,
-    "api_key": None,
-    "log_path": None,
-    "progress": None,
-    "env": None,
-    "extra_args": (),
-    "cancel": None,
-    "vllm_args": {},
-}
 GIB = 1 << 30
 
 
@@ -58,7 +46,7 @@ def devices_here(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempP
 
 
 def plan(size: int, **settings: Any) -> list[dict[str, Any]]:
-    return plan_ranks(size, {**SETTINGS, **settings})
+    return [dict(rank) for rank in plan_ranks(size, LaunchSettings(**{"model": "m", "cache": None, **settings}))]
 
 
 def test_each_rank_has_a_port_of_its_own_and_all_have_one_key() -> None:
@@ -142,13 +130,6 @@ def test_gpus_that_nobody_names_are_counted_as_cuda_counts_them(devices_here: Pa
     assert all("VLLM_CPU_OMP_THREADS_BIND" in rank["env"] for rank in hidden), "none is to be used"
 
 
-def test_where_a_gpu_may_be_but_none_of_nvidias_each_rank_has_cores(devices_here: Path) -> None:
-    (devices_here / "dri").mkdir()
-    (devices_here / "dri" / "renderD128").touch()
-    assert memory.has_gpu()
-    assert all("VLLM_CPU_OMP_THREADS_BIND" in rank["env"] for rank in plan(2))
-
-
 def test_a_gpu_that_is_named_twice_is_refused_and_a_comma_at_the_end_names_none() -> None:
     with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES is '0, 0', which names a GPU twice: name each once"):
         plan(2, env={"CUDA_VISIBLE_DEVICES": "0, 0"})
@@ -200,10 +181,6 @@ def test_vllms_own_data_parallelism_is_not_mixed_with_ranks(settings: dict[str, 
         plan(2, **settings)
 
 
-def test_a_value_that_reads_like_a_setting_is_none() -> None:
-    assert len(plan(2, vllm_args={"served_model_name": "data-parallel-demo"})) == 2
-
-
 @dataclass
 class Machine:
     """Starts servers as told: each rank waits until it is given up, fails, or is ready."""
@@ -216,24 +193,27 @@ class Machine:
     def __post_init__(self) -> None:
         self.all_begun = threading.Barrier(len(self.fates))
 
-    def start(self, **settings: Any) -> LaunchedServer:
-        rank = int(settings["log_path"].stem[-1])
+    def start(self, settings: LaunchSettings) -> LaunchedServer:
+        assert settings.log_path is not None
+        assert settings.cancel is not None
+        assert settings.api_key is not None
+        rank = int(settings.log_path.stem[-1])
         self.all_begun.wait(5)
         match self.fates[rank]:
             case None:
-                assert settings["cancel"].wait(5)
+                assert settings.cancel.wait(5)
                 self.ended.append(rank)
                 raise EngineClosedError("the launch was given up")
             case ScriptedServer() as server:
                 watch: Any = Watch(server, lambda: self.closed.append(rank))
                 tokenizer = partial(ModelTokenizer, DEMO_MODEL)
-                return LaunchedServer(f"{server.url}/v1", settings["api_key"], watch, tokenizer, settings["log_path"])
+                return LaunchedServer(f"{server.url}/v1", settings.api_key, watch, tokenizer, settings.log_path)
             case error:
                 raise error
 
     def launch(self, **settings: Any) -> list[LaunchedServer]:
-        start = partial(self.start, **{**SETTINGS, "log_path": Path("server.log"), "api_key": "key", **settings})
-        return launch_ranks(start, len(self.fates))
+        given = {"model": "m", "cache": None, "log_path": Path("server.log"), "api_key": "key", **settings}
+        return launch_ranks(self.start, LaunchSettings(**given), len(self.fates))
 
 
 class Watch(JoinedServer):
@@ -296,7 +276,7 @@ def test_a_launch_that_is_given_up_ends_every_server(servers: list[ScriptedServe
 
 
 def launched(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Fleet:
-    monkeypatch.setattr("ragcache_core.client.engine.launch_server", lambda model, **given: machine.start(**given))
+    monkeypatch.setattr("ragcache_core.client.engine.launch_server", machine.start)
     return Engine.launch(
         str(DEMO_MODEL), data_parallel_size=len(machine.fates), log_path="server.log", api_key="key", cache=None
     )

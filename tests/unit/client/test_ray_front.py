@@ -13,10 +13,9 @@ import httpx
 import pytest
 
 from ragcache_core import Engine, EngineDiedError, EngineError, PromptLayout, RenderedPrompt
-from ragcache_core.client.ray_serve.ask import Ask
 from ragcache_core.client.ray_serve.engine_replica import EngineReplica
 from ragcache_core.client.ray_serve.front import Front
-from ragcache_core.client.ray_serve.known_replicas import KnownReplicas
+from ragcache_core.client.ray_serve.known_replicas import Ask, KnownReplicas
 from ragcache_core.errors import RequestRejectedError
 from ragcache_core.ordering import PathChange, encode_changes, static_prefix_digest
 from ragcache_core.routing.load import AskedPrompt

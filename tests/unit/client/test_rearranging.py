@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ragcache_core.client.prompts.rearranging import Rearranged, rearranged
+from ragcache_core.client.prompts.layout_learner import Rearranged, rearranged
 
 SUN, MOON, MARS = (f"The {name} is what all of this is about, and it is bright." for name in ("sun", "moon", "planet"))
 SHOWN = [("sun", SUN), ("moon", MOON), ("mars", MARS)]

@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 import pytest
 
-from ragcache_core.client.pipeline.recent import RECALLED_STAGE, RecentQuestions
+from ragcache_core.client.pipeline.histories import RECALLED_STAGE, RecentQuestions
 from ragcache_core.client.pipeline.run import run_pipeline
 from ragcache_core.errors import UnknownDocumentError
 from ragcache_core.speculation import SettlingHistory
@@ -97,12 +97,6 @@ async def test_what_is_read_later_than_it_is_found_is_left_out_and_holds_nothing
     began_s = time.perf_counter()
     assert await ask(recent, store) == FIRST
     assert time.perf_counter() - began_s < 25 * STEP_S
-
-
-async def test_a_question_that_found_nothing_recalls_nothing() -> None:
-    recent, store = RecentQuestions(), Store("")
-    await ask(recent, store)
-    assert await ask(recent, store) == [(0, "", True)]
 
 
 @pytest.mark.parametrize("num_read", [0, 1, 2])

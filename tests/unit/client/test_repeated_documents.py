@@ -55,11 +55,6 @@ def test_a_question_that_quotes_a_document_keeps_it() -> None:
     assert without_repeats(told, DOCUMENTS, [question]) == told
 
 
-def test_a_document_that_is_shorter_than_two_references_is_shown_again() -> None:
-    told = [user("Zor is white today."), ANSWER, user("Zor is white today.")]
-    assert without_repeats(told, [("zor", "Zor is white today.")]) == told
-
-
 @pytest.mark.parametrize("joint", [" ", "\n", ' "'], ids=["space", "line", "quote"])
 def test_documents_that_begin_alike_get_different_references(joint: str) -> None:
     head = f"Acme Corp internal{joint}handbook, revision of May 2026, confidential."
@@ -95,8 +90,3 @@ def test_tools_and_lists_of_texts_are_looked_at() -> None:
     _, second, third = without_repeats([user(ZOR), tool, listed], DOCUMENTS)
     assert second == {**tool, "content": reference_to(ZOR)}
     assert third["content"] == [{"type": "text", "text": f"{reference_to(ZOR)} Who?"}]
-
-
-def test_a_text_twice_in_one_message_under_two_ids_stays_twice() -> None:
-    told = [user(f"{ZOR}\n\n{ZOR}")]
-    assert without_repeats(told, [("a", ZOR), ("b", ZOR)]) == told

@@ -250,11 +250,6 @@ def test_what_depends_on_where_an_answer_was_cut_does_not_go_on(more: dict[str, 
     assert ResumableStream.of(request_of({name: value for name, value in body.items() if value is not None})) is None
 
 
-@pytest.mark.parametrize("prompt", [["a", "b"], [[1], [2]]])
-def test_several_prompts_in_one_request_do_not_go_on(prompt: object) -> None:
-    assert ResumableStream.of(request_of({**body_of(False), "prompt": prompt})) is None
-
-
 @pytest.mark.parametrize("delta", [{"reasoning": "hm"}, {"tool_calls": [{"index": 0}]}])
 def test_an_answer_with_more_in_it_than_text_does_not_go_on(delta: dict[str, Any]) -> None:
     stream = stream_of(body_of(True))

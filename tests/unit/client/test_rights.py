@@ -14,9 +14,14 @@ from hypothesis import strategies as st
 from ragcache_core import ConfigError, Document, PromptLayout
 from ragcache_core.client import Engine
 from ragcache_core.client.prompts import client, request_plan
-from ragcache_core.client.prompts.kv_scope import KVScope
-from ragcache_core.client.prompts.request_plan import RememberedDocuments, merge_bodies
-from ragcache_core.client.prompts.rights import RememberedRights, joined_salt, salt_of
+from ragcache_core.client.prompts.bound_prompt import KVScope
+from ragcache_core.client.prompts.request_plan import (
+    RememberedDocuments,
+    RememberedRights,
+    joined_salt,
+    merge_bodies,
+    salt_of,
+)
 from tests.support.scripted_server import ScriptedServer
 
 LAYOUT = PromptLayout()
@@ -69,11 +74,6 @@ def test_groups_that_are_none_are_refused(acl: Any) -> None:
     for make in (lambda: Document("d", "text", acl=acl), lambda: Document("d", "text", {"acl": acl})):
         with pytest.raises(ConfigError, match=r"the acl of document 'd' is .* must be a list of 1 to 1024 names"):
             make()
-
-
-def test_groups_that_contradict_the_metadata_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"has the acl \['hr'\], its metadata say \['legal'\]: give one"):
-        Document("d", "text", {"acl": ["legal"]}, acl=["hr"])
 
 
 def test_a_store_keeps_groups(tmp_path: Path) -> None:

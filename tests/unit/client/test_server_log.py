@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ragcache_core.client.launch.process import ServerProcess
-from ragcache_core.client.launch.server_log import ServerLog, is_stream
+from ragcache_core.client.launch.process import ServerLog, ServerProcess, is_stream
 from tests.support.waiting import until
 
 SERVER = """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
 import signal
 import threading
 import time
@@ -20,22 +19,22 @@ from langchain_core.messages import HumanMessage
 from llama_index.core.llms import ChatMessage
 
 from ragcache_core.client import Engine, ModelTokenizer
-from ragcache_core.client.http.background_loop import BackgroundLoop
 from ragcache_core.client.http.buffered_response import BufferedResponse
-from ragcache_core.client.request_scope import request_scope
-from ragcache_core.client.speculation import manager as speculating
-from ragcache_core.client.speculation import pending as claiming
-from ragcache_core.client.speculation import routes as speculative_http
-from ragcache_core.client.speculation.engine_load import EngineLoad
-from ragcache_core.client.speculation.routes import receive
-from ragcache_core.client.speculation.speculation import Speculation
-from ragcache_core.errors import ConfigError, EngineClosedError, EngineDiedError, EngineError
+from ragcache_core.client.http.routing import BackgroundLoop
+from ragcache_core.client.speculation import speculation as claiming
+from ragcache_core.client.speculation import speculation as speculating
+from ragcache_core.client.speculation import speculation as speculative_http
+from ragcache_core.client.speculation.client import EngineLoad
+from ragcache_core.client.speculation.request_capture import request_scope
+from ragcache_core.client.speculation.speculation import Speculation, receive
+from ragcache_core.errors import ConfigError, EngineClosedError, EngineDiedError, EngineError, EngineForkedError
 from ragcache_core.prompt import PromptLayout
 from ragcache_core.types import Document
 from ragcache_integrations.langchain import ChatRAGCache
 from ragcache_integrations.llamaindex import RAGCacheLLM
 from tests.support import scripted_server
 from tests.support.asking_ahead import speculate, warm
+from tests.support.forks import in_a_fork
 from tests.support.scripted_server import ENGINE_DEAD, IDLE, Refusal, Reply, ScriptedServer, rest_of
 from tests.support.waiting import until
 
@@ -231,19 +230,6 @@ def test_a_rehearsal_lets_other_questions_pass(server: ScriptedServer, engine: E
     assert seen == [200]
 
 
-def test_a_rehearsal_without_a_request_says_what_to_do(engine: Engine) -> None:
-    with pytest.raises(ConfigError, match=r"http_client\(\)"):
-        engine.integration.speculation.capture_request(lambda: None)
-
-
-def test_what_rehearsed_code_raises_itself_is_raised(engine: Engine) -> None:
-    def fails() -> None:
-        raise LookupError("no such prompt")
-
-    with pytest.raises(LookupError, match="no such prompt"):
-        speculate(engine, fails)
-
-
 def test_code_that_hides_every_exception_is_rehearsed_all_the_same(engine: Engine) -> None:
     def hides() -> None:
         try:
@@ -282,16 +268,6 @@ def test_a_request_with_another_key_or_to_another_server_does_not_join(engine: E
         assert (len(server.requests), len(elsewhere.requests)) == (2, 1)
     of_the_sdk(engine)
     assert len(server.requests) == 2
-
-
-@asked_anyhow
-def test_another_question_does_not_join(server: ScriptedServer, engine: Engine, ask: Callable[[Engine], str]) -> None:
-    server.script(NEVER, Reply("mine"))
-    speculation = speculate(engine, lambda: engine.generate(ASKED, max_tokens=7))
-    assert until(lambda: server.num_running == 1)
-    assert ask(engine) == "mine"
-    assert server.confirmed == []
-    speculation.cancel()
 
 
 def test_a_cancelled_speculation_leaves_the_engine_and_is_not_joined(server: ScriptedServer, engine: Engine) -> None:
@@ -519,14 +495,6 @@ def test_of_many_equal_requests_only_one_joins(server: ScriptedServer, engine: E
         thread.join()
     assert sorted(answers) == ["another"] * 7 + ["the one"]
     assert len(server.requests) == 8
-
-
-def test_equal_speculations_are_joined_one_after_the_other(server: ScriptedServer, engine: Engine) -> None:
-    server.script(Reply("first"), Reply("second"))
-    for _ in range(2):
-        assert done(speculate(engine, lambda: of_the_engine(engine)))
-    assert [of_the_engine(engine), of_the_engine(engine)] == ["first", "second"]
-    assert len(server.requests) == 2
 
 
 def test_each_asker_joins_its_own_of_equal_speculations(server: ScriptedServer, engine: Engine) -> None:
@@ -815,7 +783,7 @@ async def test_a_server_without_our_plugin_is_named_in_one_warning(
 async def test_a_server_that_takes_speculations_later_gets_them_then(
     server: ScriptedServer, engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ragcache_core.client.speculation.engine_load._UNSUPPORTED_PAUSE_S", 0.0)
+    monkeypatch.setattr("ragcache_core.client.speculation.client._UNSUPPORTED_PAUSE_S", 0.0)
     client = engine.integration.speculation
     server.load = None
     for _ in range(2):
@@ -823,30 +791,6 @@ async def test_a_server_that_takes_speculations_later_gets_them_then(
     assert len(caplog.records) == 1
     server.load = IDLE
     assert await client.acan_speculate()
-
-
-async def test_an_engine_told_not_to_speculate_is_not_warned_of(
-    server: ScriptedServer, engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
-    client = engine.integration.speculation
-    server.load = {**IDLE, "max_prefill_bs": 0}
-    with caplog.at_level(logging.WARNING):
-        assert not await client.acan_speculate()
-    assert caplog.records == []
-
-
-@pytest.mark.parametrize("status", [401, 403, 429, 503])
-async def test_a_server_that_refuses_to_say_is_asked_again_later(
-    server: ScriptedServer, engine: Engine, status: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    client = engine.integration.speculation
-    server.cache_status = status
-    assert not await client.acan_speculate()
-    server.cache_status = 200
-    assert not await client.acan_speculate()
-    client._load._paused_until_s = 0.0
-    assert await client.acan_speculate()
-    assert caplog.records == []
 
 
 # Ending
@@ -915,19 +859,27 @@ def test_an_engine_that_never_speculates_starts_no_thread(server: ScriptedServer
     assert threads() == []
 
 
-def test_a_fork_starts_without_its_parents_speculations(server: ScriptedServer, engine: Engine) -> None:
-    server.script(Reply("of the parent", wait_s=0.5), Reply("of the child"), Reply("anew"))
+def test_a_fork_of_the_process_uses_nothing_of_the_engine(server: ScriptedServer, engine: Engine) -> None:
+    server.script(Reply("of the parent", wait_s=0.5))
     speculation = speculate(engine, lambda: of_the_engine(engine))
     assert until(lambda: server.num_running == 1)
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            sent = of_the_sdk(engine) == "of the child" and not engine._speculations
-            again = speculate(engine, lambda: of_the_engine(engine))
-            status = 0 if sent and done(again) and of_the_engine(engine) == "anew" else 2
-        finally:
-            os._exit(status)
-    assert os.waitpid(pid, 0)[1] == 0
+
+    def ask() -> None:
+        uses: list[Callable[[], object]] = [
+            lambda: of_the_engine(engine),
+            lambda: of_the_sdk(engine),
+            engine.stats,
+            engine.cache.ls,
+            lambda: engine.tokenize("Who?"),
+            lambda: engine.integration,
+            lambda: asyncio.run(engine.astats()),
+        ]
+        for use in uses:
+            with pytest.raises((EngineForkedError, openai.APIConnectionError)):
+                use()
+        engine.close()
+
+    with engine._speculations._lock, engine._closing:  # as other threads of the parent may have them
+        assert in_a_fork(ask)
     assert of_the_engine(engine) == "of the parent"
     assert not speculation.is_failed

@@ -18,8 +18,7 @@ import pytest
 
 from ragcache_core.client.http.attempt import Health
 from ragcache_core.client.launch import supervisor as module
-from ragcache_core.client.launch.progress import LoadProgress
-from ragcache_core.client.launch.supervisor import Supervisor
+from ragcache_core.client.launch.supervisor import LoadProgress, Supervisor
 from ragcache_core.errors import EngineStartError
 from tests.support.scripted_server import ScriptedServer
 from tests.support.waiting import until
@@ -242,18 +241,6 @@ def test_a_busy_server_that_is_slow_to_say_how_it_is_is_left_alone(own: Own, ser
     assert not until(lambda: owner.run == 2 or owner.health() is Health.GONE, 4.0)
     server.health_wait_s = 0.0
     assert owner.health() is Health.READY
-
-
-def test_a_server_that_is_not_asked_for_hangs_is_left_alone(own: Own, server: ScriptedServer) -> None:
-    def start() -> FakeProcess:
-        server.hang = None
-        return FakeProcess()
-
-    owner = own(start, hang_s=None)
-    server.hang = "VLLM::Worker is stopped"
-    assert not until(lambda: owner.run == 2, 1.0)
-    owner.suspect(1)
-    assert until(lambda: owner.run == 2, 20)
 
 
 def test_a_server_that_takes_no_more_requests_is_left_alone_until_somebody_suspects_it(

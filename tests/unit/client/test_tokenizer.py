@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import stat
 import subprocess
 import sys
@@ -12,13 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.cli.command import Group
 from ragcache_core.client import Engine, ModelTokenizer
 from ragcache_core.client.prompts.chat_template import ChatTemplate
 from ragcache_core.errors import ConfigError, PromptError, TokenizerUnavailableError
@@ -228,14 +224,6 @@ def test_the_hub_is_asked_for_what_a_user_names(server: ScriptedServer, monkeypa
     assert server.tokenizer_questions == []
 
 
-def test_a_name_that_the_hub_does_not_have_is_one_line(no_hub: list[str]) -> None:
-    with pytest.raises(
-        TokenizerUnavailableError, match="'someone/model', which is no folder here .*no network"
-    ) as error:
-        ModelTokenizer("someone/model")
-    assert "\n" not in str(error.value)
-
-
 def test_who_asks_for_figures_only_needs_no_tokenizer(server: ScriptedServer, caplog: pytest.LogCaptureFixture) -> None:
     with Engine.connect(server.url, api_key="secret", tokenizer=False) as engine:
         assert engine.stats().policy == "tournament"
@@ -306,12 +294,3 @@ with DocumentStore.create({str(tmp_path / "store")!r}) as store:
     assert f"{missing} is not installed" in done.stderr.splitlines()[-1]
     assert 'pip install "ragcache[retrieval]"' in done.stderr.splitlines()[-1]
     assert (tmp_path / "store").exists() is (missing == "scipy")
-
-
-def test_warnings_are_one_line_with_the_option_that_is_typed(server: ScriptedServer) -> None:
-    @click.group(cls=Group, invoke_without_command=True)
-    def warn() -> None:
-        logging.getLogger("ragcache_core.client.prompts.tokenizer").warning("gone: %s", "pass tokenizer= with a folder")
-
-    result = CliRunner().invoke(warn)
-    assert result.stderr == "ragcache: warning: gone: pass --tokenizer with a folder\n"

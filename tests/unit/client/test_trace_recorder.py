@@ -15,10 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.errors import TraceError
-from ragcache_core.runtime.trace_recorder import TraceRecorder, lengths_of, recording_in_server
+from ragcache_core.runtime.trace_recorder import TraceRecorder, recording_in_server
 from ragcache_core.sim.traces.trace import TracedRequest, read_trace
-from ragcache_core.types import PromptSegment, SegmentKind
-from ragcache_core.wire import tile
 from tests.support.waiting import until
 
 
@@ -129,9 +127,3 @@ def test_what_has_ended_outlives_a_process_that_is_killed(path: Path, end: signa
         process.send_signal(end)
         process.wait(30.0)
     assert len(read_trace(path)) == 100
-
-
-def test_lengths_are_those_of_the_prompts_segments() -> None:
-    documents = [PromptSegment(SegmentKind.DOCUMENT, 5, 20, "a"), PromptSegment(SegmentKind.DOCUMENT, 22, 30, "b")]
-    assert lengths_of(tile(documents, 40), 40) == ([("a", 17), ("b", 8)], 10)
-    assert lengths_of(tile([], 40), 40) == ([], 40)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,8 +16,9 @@ import pytest
 from ragcache_core.client.http.attempt import SENT_ONCE, Health, RetryPolicy
 from ragcache_core.client.http.resume import ResumeStreams
 from ragcache_core.client.http.transport import AsyncRetryingTransport, RetryingTransport
-from ragcache_core.errors import ConfigError, EngineClosedError, EngineDiedError, EngineHungError
+from ragcache_core.errors import EngineClosedError, EngineDiedError, EngineForkedError, EngineHungError
 from ragcache_core.wire import DEFAULTS_HEADER
+from tests.support.forks import in_a_fork
 from tests.support.greedy_server import PROMPT, GreedyServer
 
 DEAD = b'{"error":{"message":"EngineCore encountered an issue. See stack trace","code":500}}'
@@ -296,11 +296,6 @@ def test_a_sampled_answer_fails_where_only_exact_ones_may_continue(
     assert server.bodies == [SAMPLED]
 
 
-def test_a_choice_of_streams_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ConfigError, match="resume_streams is 'sampled'; it must be one of all, greedy, off"):
-        RetryPolicy(resume_streams="sampled")  # type: ignore[arg-type]
-
-
 @both
 def test_whoever_does_not_want_that_gets_the_error(server: FakeServer, ask: Ask) -> None:
     server.script = [greedy("one two three", "three"), fine]
@@ -317,29 +312,11 @@ def test_a_server_that_refuses_the_rest_of_an_answer_is_reported(server: FakeSer
 
 
 @both
-def test_a_refusal_of_a_greedy_request_arrives_as_it_is(server: FakeServer, ask: Ask) -> None:
-    server.script = [our_mistake]
-    with pytest.raises(httpx.HTTPStatusError) as refused:
-        ask(server, FakeWatch("restarts"), GREEDY)
-    assert b"a bug" in refused.value.response.content
-
-
-@both
 def test_a_request_without_a_first_token_in_time_is_cancelled_and_sent_once_more(server: FakeServer, ask: Ask) -> None:
     server.script, watch = [silent, greedy("one two")], FakeWatch("is alive")
     assert text_of(ask(server, watch, GREEDY, RetryPolicy(first_token_timeout_s=0.1))) == "onetwo"
     assert len(server.bodies) == 2
     assert watch.suspected == [], "a slow engine is not dead"
-
-
-@both
-def test_it_is_sent_once_more_and_then_waits_as_long_as_its_own_timeout(server: FakeServer, ask: Ask) -> None:
-    def slow(handler: BaseHTTPRequestHandler) -> None:
-        time.sleep(0.7)
-        greedy("one")(handler)
-
-    server.script = [silent, slow]
-    assert text_of(ask(server, FakeWatch("is alive"), GREEDY, RetryPolicy(first_token_timeout_s=0.1))) == "one"
 
 
 @both
@@ -498,43 +475,21 @@ def test_one_async_client_serves_several_event_loops(server: FakeServer) -> None
     asyncio.run(client.aclose())
 
 
-def test_a_fork_uses_no_connection_of_its_parent() -> None:
-    peers: list[object] = []
+@pytest.mark.parametrize("kind", [RetryingTransport, AsyncRetryingTransport])
+def test_a_fork_sends_nothing_and_is_told_why(
+    server: FakeServer, kind: type[RetryingTransport] | type[AsyncRetryingTransport]
+) -> None:
+    transport = kind()
 
-    class Echo(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"  # keeps its connections
+    def ask() -> None:
+        with pytest.raises(EngineForkedError, match="launch or connect in the process that asks"):
+            if isinstance(transport, RetryingTransport):
+                httpx.Client(transport=transport).post(server.url, content=b"prompt")
+            else:
+                asyncio.run(httpx.AsyncClient(transport=transport).post(server.url, content=b"prompt"))
 
-        def do_POST(self) -> None:
-            peers.append(self.client_address)
-            _reply(self, 200, self.rfile.read(int(self.headers["content-length"])))
-
-        def log_message(self, *args: object) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Echo)
-    serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    serving.start()
-    closed = RetryingTransport()
-    closed.close()
-    try:
-        with httpx.Client(transport=RetryingTransport(), base_url=f"http://127.0.0.1:{server.server_port}") as client:
-            assert client.post("/", content=b"before").content == b"before"
-            pid = os.fork()
-            if pid == 0:
-                status = 1
-                try:
-                    is_closed = closed._inner is None
-                    status = 0 if is_closed and client.post("/", content=b"child").content == b"child" else 2
-                finally:
-                    os._exit(status)
-            assert os.waitpid(pid, 0)[1] == 0
-            assert client.post("/", content=b"parent").content == b"parent"
-    finally:
-        server.shutdown()
-        serving.join()
-        server.server_close()
-    before, child, parent = peers
-    assert child != before
-    assert parent == before
+    assert in_a_fork(ask)
+    assert server.bodies == []
 
 
 def test_a_closed_transport_says_so(server: FakeServer) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from ragcache_core import CacheConfig
 from ragcache_core.client.launch.arguments import cache_arguments
-from ragcache_core.client.launch.vllm_offload import VLLMOffload
+from ragcache_core.client.launch.settings import VLLMOffload
 from ragcache_core.runtime.environment import CPU_KV_CACHE_BYTES_ENV
 from ragcache_core.vllm_plugin.server.api_server import (
     cpu_defaults,

@@ -1,9 +1,17 @@
-"""Plans a chat request so that its first token comes in time."""
+"""Plan a chat request so that its first token comes in time, by what the engine says of its costs and load.
+
+::
+
+    GET /v1/ragcache/costs  {"prefill": {...}, "chunk_reuse": {"alpha": 1.7, "points": [...]}}     asked once
+    GET /v1/ragcache/load   {"num_pending_prefills": 3, "pending_prefill_s": 0.41, ...}            asked each time
+"""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
+import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,24 +19,98 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ragcache_core.client.deadline.routes import DeadlineRoutes, EngineCosts
+import httpx
+
+from ragcache_core.chunk import AlphaPoint
 from ragcache_core.client.ordering.cached_prefixes import KnownPrefixes
+from ragcache_core.client.prompts.bound_prompt import KVScope
 from ragcache_core.client.prompts.client import PromptClient
-from ragcache_core.client.prompts.kv_scope import KVScope
 from ragcache_core.client.prompts.request_plan import RequestPlan
-from ragcache_core.client.request_scope import current_scope
+from ragcache_core.client.server_api import Call, ServerAPI
+from ragcache_core.client.speculation.request_capture import current_scope
 from ragcache_core.deadline import MeasuredReuse, PromptOption, check_ttft_slo, choose, options_of, unplanned
-from ragcache_core.errors import ConfigError
+from ragcache_core.errors import ConfigError, EngineError
+from ragcache_core.policy import PrefillCostModel
 from ragcache_core.prompt import ChatMessage
 from ragcache_core.stats import DeadlineReport
 from ragcache_core.types import Document
 from ragcache_core.wire import ChunkReuseOption, read_chunk_reuse
 
+_COSTS_TIMEOUT_S = 2.0
+_COSTS_AGAIN_S = 60.0
+"""A server that did not report costs is asked again after so long: another one may be there by then."""
+_LOAD_TIMEOUT_S = 0.1
+"""Asking is a part of what the user waits for."""
+
+_NO_REUSE = "the engine was started without chunk reuse"
+_NOT_SAID = "the server did not say what its engine takes"
+_UNSUPPORTED = "the server runs without RAGCache, or with an older one"
 _NUM_REMEMBERED = 256
 _UNKNOWN_PROMPT = "the server lays this prompt out, so that nothing of it is known here"
 _REFERRED_TO = "documents that the conversation shows already are referred to where they stand"
 _NOT_WANTED = "the request rules it out: chunk_reuse=False"
 _SEPARATE = "requests with a cache_salt or an adapter reuse no chunks"
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCosts:
+    """Prefill times, and chunk reuse; or why they are not known, or not to be had."""
+
+    prefill: PrefillCostModel | str
+    reuse: MeasuredReuse | str
+
+
+class DeadlineRoutes:
+    """Asks one server. May be used by any thread."""
+
+    def __init__(self, api: ServerAPI) -> None:
+        self._api = api
+        self._costs: EngineCosts | None = None
+        self._unknown = EngineCosts(_NOT_SAID, _NOT_SAID)
+        self._ask_again_at_s = 0.0
+
+    def costs(self) -> EngineCosts:
+        """Return the measured costs of the engine's model. Never fails; after a failure it asks once a minute."""
+        if self._costs is None and time.monotonic() >= self._ask_again_at_s:
+            try:
+                costs = self._api.ask(
+                    Call("/v1/ragcache/costs", _read_costs, timeout=_COSTS_TIMEOUT_S, is_sent_once=True)
+                )
+                if costs is None:
+                    self._unknown = EngineCosts(_UNSUPPORTED, _UNSUPPORTED)
+                self._costs = costs
+            except (EngineError, ValueError, LookupError, TypeError) as error:
+                _logger.debug("the engine's costs are unknown: %s: %s", type(error).__name__, error)
+                self._unknown = EngineCosts(_NOT_SAID, _NOT_SAID)
+            self._ask_again_at_s = time.monotonic() + _COSTS_AGAIN_S
+        return self._costs or self._unknown
+
+    def queue_s(self) -> float | None:
+        """Return how long the engine computes for requests that came before; None if it does not say. Never fails."""
+        try:
+            return self._api.ask(Call("/v1/ragcache/load", _read_queue, timeout=_LOAD_TIMEOUT_S, is_sent_once=True))
+        except (EngineError, ValueError, LookupError, TypeError) as error:
+            _logger.debug("the engine's load is unknown: %s: %s", type(error).__name__, error)
+            return None
+
+
+def _read_queue(response: httpx.Response) -> float:
+    return float(response.raise_for_status().json()["pending_prefill_s"])
+
+
+def _read_costs(response: httpx.Response) -> EngineCosts | None:
+    """Return what was measured; ``None`` where there is no such route."""
+    if response.status_code == 404:
+        return None
+    said: Any = response.raise_for_status().json()
+    prefill: PrefillCostModel | str = "how long its prefills take was not measured: run 'ragcache profile', and restart"
+    if said["prefill"] is not None:
+        prefill = PrefillCostModel.from_dict(said["prefill"])
+    reuse: MeasuredReuse | str = _NO_REUSE
+    if (told := said["chunk_reuse"]) is not None:
+        reuse = MeasuredReuse(float(told["alpha"]), tuple(AlphaPoint(**point) for point in told["points"]))
+    return EngineCosts(prefill, reuse)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,0 @@
-"""Requests with a deadline for their first token: what their engine says, and how they are planned."""
