@@ -37,9 +37,9 @@ from ragcache_core.runtime.environment import API_KEY_ENV, BASE_URL_ENV
 from ragcache_core.stats import ANSWER_KEY, STATS_KEY, RequestStats
 from ragcache_core.types import Document
 from ragcache_core.wire import read_chunk_reuse
-from ragcache_integrations._handles import Connections, HoldsHandles, check_engine
 from ragcache_integrations.langchain.documents import to_core
 from ragcache_integrations.langchain.retrieved import CURE
+from ragcache_integrations.rag.handles import Connections, HoldsHandles, check_engine
 
 DOCUMENTS_KEY = "ragcache_documents"
 """Key of a human message's ``additional_kwargs`` for the documents that its text holds."""

@@ -9,6 +9,7 @@ from langchain_core.documents import Document as LangChainDocument
 
 from ragcache_core.retrieval.storage.framework_documents import content_id
 from ragcache_core.types import Document
+from ragcache_integrations.rag.search import DocumentView
 
 AnyDocument = Document | LangChainDocument | Mapping[str, Any]
 """A document of the core, of LangChain, or as JSON: ``{"id": ..., "page_content": ...}``."""
@@ -40,3 +41,6 @@ def _to_core(document: AnyDocument) -> Document:
     raise TypeError(
         f"{document!r:.80} is not a document: pass ragcache or LangChain documents, or dictionaries with page_content"
     )
+
+
+VIEW: DocumentView[LangChainDocument] = DocumentView(lambda documents: [to_langchain(d) for d in documents], to_core)

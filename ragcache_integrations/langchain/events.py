@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -10,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from langchain_core.callbacks import adispatch_custom_event, dispatch_custom_event
 from langchain_core.runnables import RunnableConfig
 
-from ragcache_core.client.pipeline.result import similarities
 from ragcache_core.client.pipeline.run import PipelineEvent
+from ragcache_integrations.rag.events import similarities_of
 
 if TYPE_CHECKING:
     from ragcache_core.retrieval.base import Metric
@@ -29,9 +28,6 @@ SPECULATION_EVENT = "ragcache.speculation"
 engine had not begun with the final documents) or ``settle`` (the answer has ended). So much of the search was hidden,
 which is told once: where a whole answer is asked ahead with ``settle`` (``None``: no request joined it, it was no match
 after all), otherwise with ``confirm`` (``None``: the engine has not told yet when it began)."""
-
-
-Listener = Callable[[PipelineEvent], Awaitable[None] | None]
 
 
 def dispatcher(query: str, config: RunnableConfig, metric: Metric | None = None) -> Callable[[PipelineEvent], None]:
@@ -52,8 +48,8 @@ def async_dispatcher(
 def _named(query: str, event: PipelineEvent, metric: Metric | None) -> tuple[str, dict[str, Any]]:
     data: dict[str, Any] = {"query": query, "stage": event.stage, "doc_ids": list(event.doc_ids)}
     if event.kind == "stage":
-        scores = similarities([float(score) for score in event.scores if not math.isnan(score)], metric)
         swaps = [asdict(swap) for swap in event.swaps]
+        scores = similarities_of(event, metric)
         return CANDIDATES_EVENT, {**data, "is_final": event.is_final, "scores": scores, "swaps": swaps}
     hidden = {"hidden_search_s": event.hidden_search_s, "search_s": event.search_s}
     return SPECULATION_EVENT, {**data, "event": event.kind, **hidden}

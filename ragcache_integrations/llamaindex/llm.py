@@ -43,11 +43,11 @@ from ragcache_core.deadline import check_ttft_slo, unplanned
 from ragcache_core.errors import ConfigError
 from ragcache_core.runtime.environment import API_KEY_ENV, BASE_URL_ENV
 from ragcache_core.wire import check_sendable, read_chunk_reuse
-from ragcache_integrations._handles import HoldsHandles, check_engine
 from ragcache_integrations.llamaindex._requests import MeasuredRequest
 from ragcache_integrations.llamaindex._streams import OpenStreams
 from ragcache_integrations.llamaindex.answers import CachedChat, just
 from ragcache_integrations.llamaindex.retrieved import CURE
+from ragcache_integrations.rag.handles import HoldsHandles, check_engine
 
 DEFAULT_TIMEOUT_S = 600.0
 _SETTINGS = frozenset(inspect.signature(OpenAI.__init__).parameters) - {"self", "kwargs"}

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from llama_index.core.schema import BaseNode, MetadataMode, NodeRelationship, RelatedNodeInfo, TextNode
+from collections.abc import Sequence
+
+from llama_index.core.schema import (
+    BaseNode,
+    MetadataMode,
+    NodeRelationship,
+    NodeWithScore,
+    RelatedNodeInfo,
+    TextNode,
+)
 from llama_index.core.vector_stores.utils import metadata_dict_to_node, node_to_metadata_dict
 
 from ragcache_core.retrieval.storage.framework_documents import plain_metadata, plain_text
@@ -58,3 +67,8 @@ def source_of(document: Document) -> DocId | None:
 def shown_document(node: BaseNode) -> Document:
     """Return a node as the document that the LLM shall read: with the metadata that the node shows to an LLM."""
     return Document(node.node_id, node.get_content(metadata_mode=MetadataMode.LLM), acl=node.metadata.get(ACL))
+
+
+def shown_documents(nodes: Sequence[NodeWithScore]) -> list[Document]:
+    """Return retrieved nodes as the documents that the LLM shall read."""
+    return [shown_document(n.node) for n in nodes]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from typing import Any, Literal
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from contextlib import AbstractContextManager, aclosing, closing
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 from llama_index.core.base.base_query_engine import BaseQueryEngine
 from llama_index.core.base.base_retriever import BaseRetriever
@@ -23,6 +25,7 @@ from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.prompts.mixin import PromptMixinType
 from llama_index.core.schema import NodeWithScore, QueryBundle, QueryType
 from llama_index.core.settings import Settings
+from llama_index_instrumentation.span import active_span_id
 
 from ragcache_core.client import EngineClient
 from ragcache_core.client.pipeline.stages import check_timeout
@@ -33,11 +36,13 @@ from ragcache_core.errors import ConfigError, quoted
 from ragcache_core.prompt import PromptLayout
 from ragcache_core.retrieval.threads import in_thread, run_blocking
 from ragcache_core.wire import read_chunk_reuse
-from ragcache_integrations.llamaindex.asked_query import AskedQuery
-from ragcache_integrations.llamaindex.events import dispatcher
+from ragcache_integrations.llamaindex.events import dispatcher, publish
 from ragcache_integrations.llamaindex.llm import RAGCacheLLM
-from ragcache_integrations.llamaindex.nodes import shown_document
+from ragcache_integrations.llamaindex.nodes import shown_documents
 from ragcache_integrations.llamaindex.retriever import RAGCacheRetriever
+from ragcache_integrations.rag.session import QuestionSession
+
+_Response = TypeVar("_Response", bound=RESPONSE_TYPE)
 
 _log = logging.getLogger(__name__)
 
@@ -260,7 +265,7 @@ class RAGCacheQueryEngine(BaseQueryEngine):
 
     # Searching, while the engine answers
 
-    def _asked(self, query: QueryBundle) -> AskedQuery:
+    def _asked(self, query: QueryBundle) -> _Query:
         llm = self._llm
         if not isinstance(llm, RAGCacheLLM):
             if not self._has_warned:
@@ -276,14 +281,14 @@ class RAGCacheQueryEngine(BaseQueryEngine):
                 return None
             return llm.prepare(self._messages(query, nodes), is_streamed=self._streaming, **self._settings)
 
-        return AskedQuery(
+        return _Query(
             query, llm.engine, ask_ahead, timeout_s=self._search_timeout_s, prompt=self._prompt_of(llm.engine)
         )
 
-    def _asked_later(self, query: QueryBundle) -> AskedQuery:
+    def _asked_later(self, query: QueryBundle) -> _Query:
         """Return the query for a search during which the retriever does what it does alone."""
         why = "what is read is known after the post-processors only, see speculate_postprocessed"
-        return AskedQuery(
+        return _Query(
             query,
             skipped_because=why if self._node_postprocessors else None,
             timeout_s=self._search_timeout_s,
@@ -300,7 +305,7 @@ class RAGCacheQueryEngine(BaseQueryEngine):
 
         return bound
 
-    def _found(self, asked: AskedQuery) -> list[NodeWithScore]:
+    def _found(self, asked: _Query) -> list[NodeWithScore]:
         query, retriever = asked.query, self._retriever
         if isinstance(retriever, RAGCacheRetriever):
             nodes = retriever.overlapped(asked.overlap).retrieve(query)
@@ -308,7 +313,7 @@ class RAGCacheQueryEngine(BaseQueryEngine):
             nodes = run_blocking(lambda: asked.nodes_at_once(lambda: in_thread(lambda: retriever.retrieve(query))))
         return self._postprocessed(nodes, query)
 
-    async def _afound(self, asked: AskedQuery) -> list[NodeWithScore]:
+    async def _afound(self, asked: _Query) -> list[NodeWithScore]:
         query, retriever = asked.query, self._retriever
         if isinstance(retriever, RAGCacheRetriever):
             nodes = await retriever.overlapped(asked.overlap).aretrieve(query)
@@ -327,7 +332,7 @@ class RAGCacheQueryEngine(BaseQueryEngine):
         return nodes
 
     def _messages(self, query: QueryBundle, nodes: Sequence[NodeWithScore]) -> list[ChatMessage]:
-        documents = [shown_document(n.node) for n in nodes]
+        documents = shown_documents(nodes)
         if isinstance(self._llm, RAGCacheLLM):
             self._llm.engine.remember_documents(documents, shown=self._layout.document_text, query=query.query_str)
         scores = [n.score for n in nodes if n.score is not None]
@@ -336,6 +341,91 @@ class RAGCacheQueryEngine(BaseQueryEngine):
             documents, query.query_str, relevance=relevance if len(scores) == len(nodes) else None
         )
         return [ChatMessage(**message) for message in messages]
+
+
+class _Query(QuestionSession[NodeWithScore], AbstractContextManager["_Query"]):
+    """One query: who asks ahead for its answer, and what the search for it came to.
+
+    Leaving it ends a speculation that no request took over, unless a stream does that at its end.
+    """
+
+    def __init__(self, query: QueryBundle, *engine: Any, **how: Any) -> None:
+        """``query`` is the question; the other arguments are those of the session."""
+        super().__init__(query.query_str, *engine, **how)
+        self.query = query
+        self._ends_with_stream = False
+        self._span_id = active_span_id.get()
+
+    async def nodes_at_once(self, find: Callable[[], Awaitable[list[NodeWithScore]]]) -> list[NodeWithScore]:
+        """Return the nodes of a retriever of another make."""
+        return await self.find_at_once(
+            find, shown_documents, partial(publish, query=self.question, span_id=active_span_id.get())
+        )
+
+    def reported(self, response: _Response) -> _Response:
+        """Return the response with the report of the search; a stream settles it, and the speculation, when it ends."""
+        metadata = self._report(response)
+        if isinstance(response, StreamingResponse):
+            tokens = self._ended_with(response.response_gen, metadata)
+            next(tokens)
+            response.response_gen, self._ends_with_stream = tokens, True
+        return response
+
+    async def areported(self, response: _Response) -> _Response:
+        """Return the response with the report of the search; a stream settles it, and the speculation, when it ends."""
+        metadata = self._report(response)
+        if isinstance(response, AsyncStreamingResponse):
+            tokens = self._aended_with(response.response_gen, metadata)
+            await anext(tokens)
+            response.response_gen, self._ends_with_stream = tokens, True
+        return response
+
+    def _report(self, response: RESPONSE_TYPE) -> dict[str, Any]:
+        """Put the report into a response's metadata, and return these: its stream must not hold the response."""
+        if response.metadata is None:
+            response.metadata = {}
+        if not isinstance(response, StreamingResponse | AsyncStreamingResponse):  # else it has only begun
+            self._settle(response.metadata)
+        else:
+            response.metadata.update(self.with_report(response.metadata))
+        return response.metadata
+
+    def _settle(self, metadata: dict[str, Any]) -> None:
+        if (event := self.settle()) is not None:
+            publish(event, query=self.question, span_id=self._span_id)
+        metadata.update(self.with_report(metadata))
+
+    def __exit__(self, *_: object) -> None:
+        if not self._ends_with_stream:
+            self.close()
+
+    # The first token is none: a generator that was never begun would not notice that it is closed.
+
+    def _ended_with(self, tokens: Generator[str, None, None], metadata: dict[str, Any]) -> Generator[str, None, None]:
+        try:
+            yield ""
+            with closing(self.asked_parts(tokens)) as parts:
+                for token in parts:
+                    self.close()  # what the request did not take over by now would only run beside it
+                    yield token
+        finally:
+            tokens.close()
+            self.close()
+            self._settle(metadata)
+
+    async def _aended_with(
+        self, tokens: AsyncGenerator[str, None], metadata: dict[str, Any]
+    ) -> AsyncGenerator[str, None]:
+        try:
+            yield ""
+            async with aclosing(self.aasked_parts(tokens)) as parts:
+                async for token in parts:
+                    self.close()
+                    yield token
+        finally:
+            await tokens.aclose()
+            self.close()
+            self._settle(metadata)
 
 
 class _Sources:

@@ -10,7 +10,7 @@ from llama_index_instrumentation.base import BaseEvent
 from llama_index_instrumentation.event_handlers import BaseEventHandler
 
 from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
-from ragcache_integrations.llamaindex.nodes import shown_document
+from ragcache_integrations.llamaindex.nodes import shown_documents
 
 CURE = (
     "Search with a retriever, index.as_retriever() for example, and show its nodes as they are, "
@@ -31,7 +31,7 @@ class _RetrievalListener(BaseEventHandler):
             asked = event.str_or_query_bundle
             query = asked if isinstance(asked, str) else asked.query_str
             retriever = (event.span_id or "").partition(".")[0] or None  # a span's id begins with the class's name
-            RETRIEVED.add([shown_document(n.node) for n in event.nodes], query=query, retriever=retriever)
+            RETRIEVED.add(shown_documents(event.nodes), query=query, retriever=retriever)
 
 
 get_dispatcher().add_event_handler(_RetrievalListener())

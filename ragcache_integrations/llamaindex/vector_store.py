@@ -26,9 +26,9 @@ from ragcache_core.retrieval.sources import or_nothing
 from ragcache_core.retrieval.storage.framework_documents import put_nonblank
 from ragcache_core.retrieval.storage.manifest import MANIFEST_NAME
 from ragcache_core.types import Document, RetrievalUpdate
-from ragcache_integrations._handles import HoldsHandles
 from ragcache_integrations.llamaindex.filters import where_of
 from ragcache_integrations.llamaindex.nodes import document_from_node, node_from_document, source_of
+from ragcache_integrations.rag.handles import HoldsHandles
 
 _SCAN_BATCH = 512
 _PREFETCH_FACTOR = 4
