@@ -29,9 +29,8 @@ from ragcache_core.retrieval.sources import StageSource, as_source, near_enough,
 from ragcache_core.retrieval.threads import in_thread, run_blocking
 from ragcache_core.swaps import check_max_score_loss
 from ragcache_core.types import Document, RetrievalUpdate
-from ragcache_integrations.langchain.chain import RANK_KEY
-from ragcache_integrations.langchain.documents import VIEW, to_core, to_langchain
-from ragcache_integrations.langchain.events import async_dispatcher, dispatcher
+from ragcache_integrations.langchain.callbacks import async_dispatcher, dispatcher
+from ragcache_integrations.langchain.documents import RANK_KEY, VIEW, to_core, to_langchain
 from ragcache_integrations.langchain.vectorstore import MetadataFilter, StagedFAISS, as_where, relevance_of
 from ragcache_integrations.rag.handles import HoldsHandles
 from ragcache_integrations.rag.search import AskAhead, Listener, Rerank, SearchOptions, StagedSearch, learnt_of

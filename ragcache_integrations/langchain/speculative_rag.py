@@ -36,10 +36,9 @@ from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.errors import ConfigError
 from ragcache_core.retrieval.threads import in_thread, run_blocking
 from ragcache_core.stats import STATS_KEY
-from ragcache_integrations.langchain.chain import format_documents
+from ragcache_integrations.langchain.callbacks import async_dispatcher, dispatcher
 from ragcache_integrations.langchain.chat_model import ChatRAGCache
-from ragcache_integrations.langchain.documents import to_core
-from ragcache_integrations.langchain.events import async_dispatcher, dispatcher
+from ragcache_integrations.langchain.documents import format_documents, to_core
 from ragcache_integrations.langchain.retriever import RAGCacheRetriever
 from ragcache_integrations.rag.handles import HoldsHandles
 from ragcache_integrations.rag.search import Listener

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
-from contextlib import AbstractContextManager, aclosing, closing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, aclosing, closing, contextmanager
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from llama_index.core.base.base_query_engine import BaseQueryEngine
 from llama_index.core.base.base_retriever import BaseRetriever
-from llama_index.core.base.llms.types import ChatMessage, ChatResponseAsyncGen, ChatResponseGen
+from llama_index.core.base.llms.types import ChatMessage, ChatResponse, ChatResponseAsyncGen, ChatResponseGen
 from llama_index.core.base.response.schema import (
     RESPONSE_TYPE,
     AsyncStreamingResponse,
@@ -19,6 +19,7 @@ from llama_index.core.base.response.schema import (
     StreamingResponse,
 )
 from llama_index.core.callbacks import CallbackManager, CBEventType, EventPayload
+from llama_index.core.callbacks.base import EventContext
 from llama_index.core.instrumentation.events.synthesis import SynthesizeEndEvent, SynthesizeStartEvent
 from llama_index.core.llms import LLM
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
@@ -31,15 +32,14 @@ from ragcache_core.client import EngineClient
 from ragcache_core.client.pipeline.stages import check_timeout
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt
 from ragcache_core.client.speculation.speculation import Speculation
-from ragcache_core.deadline import check_ttft_slo
 from ragcache_core.errors import ConfigError, quoted
 from ragcache_core.prompt import PromptLayout
 from ragcache_core.retrieval.threads import in_thread, run_blocking
-from ragcache_core.wire import read_chunk_reuse
 from ragcache_integrations.llamaindex.events import dispatcher, publish
 from ragcache_integrations.llamaindex.llm import RAGCacheLLM
 from ragcache_integrations.llamaindex.nodes import shown_documents
 from ragcache_integrations.llamaindex.retriever import RAGCacheRetriever
+from ragcache_integrations.rag.call import ChunkReuseSetting, check_option
 from ragcache_integrations.rag.session import QuestionSession
 
 _Response = TypeVar("_Response", bound=RESPONSE_TYPE)
@@ -102,23 +102,20 @@ class RAGCacheQueryEngine(BaseQueryEngine):
         streaming: bool = False,
         speculate_postprocessed: bool = False,
         search_timeout_s: float | None = None,
-        chunk_reuse: bool | Literal["store"] | dict[str, Any] | None = None,
+        chunk_reuse: ChunkReuseSetting = None,
         ttft_slo: float | None = None,
         callback_manager: CallbackManager | None = None,
     ) -> None:
         llm = Settings.llm if llm is None else llm
         check_timeout(search_timeout_s)
-        read_chunk_reuse(chunk_reuse)
-        if ttft_slo is not None:
-            check_ttft_slo(ttft_slo)
-        settings: dict[str, Any] = {"chunk_reuse": chunk_reuse, "ttft_slo": ttft_slo}
-        settings = {name: value for name, value in settings.items() if value is not None}
+        given: dict[str, Any] = {"chunk_reuse": chunk_reuse, "ttft_slo": ttft_slo}
+        settings = {name: check_option(name, value) for name, value in given.items() if value is not None}
         if settings and not isinstance(llm, RAGCacheLLM):
             name, value = next(iter(settings.items()))
             raise ConfigError(f"{name} is {value!r:.80}, which {type(llm).__name__} cannot do: leave it out")
-        for name, given, kind in (("retriever", retriever, BaseRetriever), ("llm", llm, LLM)):
-            if not isinstance(given, kind):
-                raise ConfigError(f"{name} is {quoted(given)}: pass a {kind.__name__} of LlamaIndex")
+        for name, part, kind in (("retriever", retriever, BaseRetriever), ("llm", llm, LLM)):
+            if not isinstance(part, kind):
+                raise ConfigError(f"{name} is {quoted(part)}: pass a {kind.__name__} of LlamaIndex")
         super().__init__(callback_manager=callback_manager or llm.callback_manager)
         self._retriever = retriever
         self._llm = llm
@@ -187,24 +184,14 @@ class RAGCacheQueryEngine(BaseQueryEngine):
             PromptError: the question is empty, or the documents do not fit the context window.
             EngineError: the engine could not answer.
         """
-        query = _bundle(query_bundle)
         sources = _Sources(nodes, additional_source_nodes)
-        dispatcher.event(SynthesizeStartEvent(query=query))
-        response: RESPONSE_TYPE
-        with self.callback_manager.event(
-            CBEventType.SYNTHESIZE, payload={EventPayload.QUERY_STR: query.query_str}
-        ) as event:
+        with self._synthesis(query_bundle, nodes) as (messages, ended):
             if not nodes:
-                response = StreamingResponse(_once(EMPTY_RESPONSE)) if self._streaming else Response(EMPTY_RESPONSE)
-            elif self._streaming:
-                answers = self._llm.stream_chat(self._messages(query, nodes), **self._settings)
-                response = StreamingResponse(sources.tokens(answers), sources.nodes, sources.metadata)
-            else:
-                answer = self._llm.chat(self._messages(query, nodes), **self._settings)
-                response = Response(answer.message.content or "", sources.nodes, sources.metadata)
-            event.on_end(payload={EventPayload.RESPONSE: response})
-        dispatcher.event(SynthesizeEndEvent(query=query, response=response))
-        return response
+                return ended(StreamingResponse(_once(EMPTY_RESPONSE)) if self._streaming else Response(EMPTY_RESPONSE))
+            if not self._streaming:
+                return ended(sources.whole(self._llm.chat(messages, **self._settings)))
+            answers = self._llm.stream_chat(messages, **self._settings)
+            return ended(StreamingResponse(sources.tokens(answers), sources.nodes, sources.metadata))
 
     @dispatcher.span
     async def asynthesize(
@@ -214,34 +201,35 @@ class RAGCacheQueryEngine(BaseQueryEngine):
         additional_source_nodes: Sequence[NodeWithScore] | None = None,
     ) -> RESPONSE_TYPE:
         """Return the answer from ``nodes``, as :meth:`synthesize` does."""
-        query = _bundle(query_bundle)
         sources = _Sources(nodes, additional_source_nodes)
-        dispatcher.event(SynthesizeStartEvent(query=query))
-        response: RESPONSE_TYPE
-        with self.callback_manager.event(
-            CBEventType.SYNTHESIZE, payload={EventPayload.QUERY_STR: query.query_str}
-        ) as event:
+        with self._synthesis(query_bundle, nodes) as (messages, ended):
             if not nodes:
-                response = (
-                    AsyncStreamingResponse(_aonce(EMPTY_RESPONSE)) if self._streaming else Response(EMPTY_RESPONSE)
-                )
-            elif self._streaming:
-                answers = await self._llm.astream_chat(self._messages(query, nodes), **self._settings)
-                response = AsyncStreamingResponse(sources.atokens(answers), sources.nodes, sources.metadata)
-            else:
-                answer = await self._llm.achat(self._messages(query, nodes), **self._settings)
-                response = Response(answer.message.content or "", sources.nodes, sources.metadata)
+                empty = AsyncStreamingResponse(_aonce(EMPTY_RESPONSE)) if self._streaming else Response(EMPTY_RESPONSE)
+                return ended(empty)
+            if not self._streaming:
+                return ended(sources.whole(await self._llm.achat(messages, **self._settings)))
+            answers = await self._llm.astream_chat(messages, **self._settings)
+            return ended(AsyncStreamingResponse(sources.atokens(answers), sources.nodes, sources.metadata))
+
+    @contextmanager
+    def _synthesis(
+        self, query_bundle: QueryType, nodes: Sequence[NodeWithScore]
+    ) -> Iterator[tuple[list[ChatMessage], Callable[[RESPONSE_TYPE], RESPONSE_TYPE]]]:
+        """Publish that a synthesis begins; yield its messages, and what publishes its response and returns it."""
+        query = QueryBundle(query_bundle) if isinstance(query_bundle, str) else query_bundle
+
+        def ended(response: RESPONSE_TYPE) -> RESPONSE_TYPE:
             event.on_end(payload={EventPayload.RESPONSE: response})
-        dispatcher.event(SynthesizeEndEvent(query=query, response=response))
-        return response
+            dispatcher.event(SynthesizeEndEvent(query=query, response=response))
+            return response
+
+        dispatcher.event(SynthesizeStartEvent(query=query))
+        payload: dict[str, Any] = {EventPayload.QUERY_STR: query.query_str}
+        with self.callback_manager.event(CBEventType.SYNTHESIZE, payload=payload) as event:
+            yield self._messages(query, nodes) if nodes else [], ended
 
     def _query(self, query_bundle: QueryBundle) -> RESPONSE_TYPE:
-        with (
-            self.callback_manager.event(
-                CBEventType.QUERY, payload={EventPayload.QUERY_STR: query_bundle.query_str}
-            ) as event,
-            self._asked(query_bundle) as asked,
-        ):
+        with self._query_event(query_bundle) as event, self._asked(query_bundle) as asked:
             nodes = self._found(asked)
             with asked.asking():
                 response = self.synthesize(query_bundle, nodes)
@@ -250,18 +238,16 @@ class RAGCacheQueryEngine(BaseQueryEngine):
         return response
 
     async def _aquery(self, query_bundle: QueryBundle) -> RESPONSE_TYPE:
-        with (
-            self.callback_manager.event(
-                CBEventType.QUERY, payload={EventPayload.QUERY_STR: query_bundle.query_str}
-            ) as event,
-            self._asked(query_bundle) as asked,
-        ):
+        with self._query_event(query_bundle) as event, self._asked(query_bundle) as asked:
             nodes = await self._afound(asked)
             with asked.asking():
                 response = await self.asynthesize(query_bundle, nodes)
             await asked.areported(response)
             event.on_end(payload={EventPayload.RESPONSE: response})
         return response
+
+    def _query_event(self, query: QueryBundle) -> AbstractContextManager[EventContext]:
+        return self.callback_manager.event(CBEventType.QUERY, payload={EventPayload.QUERY_STR: query.query_str})
 
     # Searching, while the engine answers
 
@@ -435,6 +421,9 @@ class _Sources:
         self.nodes = [*nodes, *(additional or ())]
         self.metadata: dict[str, Any] = {n.node.node_id: n.node.metadata for n in self.nodes}
 
+    def whole(self, answer: ChatResponse) -> Response:
+        return Response(answer.message.content or "", self.nodes, self.metadata)
+
     def tokens(self, answers: ChatResponseGen) -> Generator[str, None, None]:
         try:
             for answer in answers:
@@ -450,10 +439,6 @@ class _Sources:
                     yield delta
         finally:
             await answers.aclose()
-
-
-def _bundle(query: QueryType) -> QueryBundle:
-    return QueryBundle(query) if isinstance(query, str) else query
 
 
 def _once(text: str) -> Generator[str, None, None]:

@@ -38,8 +38,7 @@ from ragcache_core.retrieval.threads import in_thread, run_blocking
 from ragcache_core.swaps import check_max_score_loss
 from ragcache_core.types import DocId, Document, RetrievalUpdate
 from ragcache_integrations.llamaindex.events import publish
-from ragcache_integrations.llamaindex.filters import where_of
-from ragcache_integrations.llamaindex.nodes import document_from_node, node_from_document, shown_documents
+from ragcache_integrations.llamaindex.nodes import document_from_node, node_from_document, shown_documents, where_of
 from ragcache_integrations.llamaindex.vector_store import StagedFAISSVectorStore
 from ragcache_integrations.rag.handles import check_engine
 from ragcache_integrations.rag.search import AskAhead, DocumentView, Rerank, SearchOptions, StagedSearch, learnt_of

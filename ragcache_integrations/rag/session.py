@@ -39,7 +39,7 @@ class QuestionSession(SearchSession, Generic[Shown]):
         super().__init__()
         self.question = question
         self._ask_ahead = ask_ahead
-        ahead = None if ask_ahead is None else self._asked_ahead
+        ahead: AskAhead[Shown] | None = None if ask_ahead is None else self._asked_ahead
         self.overlap = SearchOverlap(engine, ahead, self.take, timeout_s, prompt, skipped_because)
 
     async def find_at_once(
