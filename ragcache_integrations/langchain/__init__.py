@@ -27,13 +27,11 @@ if TYPE_CHECKING:
     from ragcache_core.client.stats.cache_summary import CacheSummary, DocumentHits
     from ragcache_integrations.langchain.answers import SemanticAnswerCache
     from ragcache_integrations.langchain.callbacks import CacheStatsCallbackHandler, TraceCallbackHandler
-    from ragcache_integrations.langchain.chain import format_documents, prompt_from_layout
     from ragcache_integrations.langchain.chat_model import ChatRAGCache
-    from ragcache_integrations.langchain.documents import to_core, to_langchain
-    from ragcache_integrations.langchain.embeddings import TfidfSvdEmbeddings
+    from ragcache_integrations.langchain.documents import format_documents, prompt_from_layout, to_core, to_langchain
     from ragcache_integrations.langchain.retriever import RAGCacheRetriever
     from ragcache_integrations.langchain.speculative_rag import SpeculativeRAG
-    from ragcache_integrations.langchain.vectorstore import StagedFAISS
+    from ragcache_integrations.langchain.vectorstore import StagedFAISS, TfidfSvdEmbeddings
 else:
     __getattr__, __dir__ = exported_lazily(
         globals(),
@@ -41,13 +39,16 @@ else:
             "ragcache_core.client.stats.cache_summary": ("CacheSummary", "DocumentHits"),
             "ragcache_integrations.langchain.answers": ("SemanticAnswerCache",),
             "ragcache_integrations.langchain.callbacks": ("CacheStatsCallbackHandler", "TraceCallbackHandler"),
-            "ragcache_integrations.langchain.chain": ("format_documents", "prompt_from_layout"),
             "ragcache_integrations.langchain.chat_model": ("ChatRAGCache",),
-            "ragcache_integrations.langchain.documents": ("to_core", "to_langchain"),
-            "ragcache_integrations.langchain.embeddings": ("TfidfSvdEmbeddings",),
+            "ragcache_integrations.langchain.documents": (
+                "format_documents",
+                "prompt_from_layout",
+                "to_core",
+                "to_langchain",
+            ),
             "ragcache_integrations.langchain.retriever": ("RAGCacheRetriever",),
             "ragcache_integrations.langchain.speculative_rag": ("SpeculativeRAG",),
-            "ragcache_integrations.langchain.vectorstore": ("StagedFAISS",),
+            "ragcache_integrations.langchain.vectorstore": ("StagedFAISS", "TfidfSvdEmbeddings"),
         },
     )
 

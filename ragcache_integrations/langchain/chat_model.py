@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -20,26 +19,32 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 from langchain_core.runnables import Runnable
 from langchain_core.runnables.config import run_in_executor
 from langchain_openai.chat_models.base import BaseChatOpenAI
-from pydantic import Field, PrivateAttr, SecretStr, field_validator
+from pydantic import Field, PrivateAttr, SecretStr, ValidationInfo, field_validator
 
 from ragcache_core.client import EngineClient, RequestPlan
 from ragcache_core.client.generation import check_settings
 from ragcache_core.client.http.attempt import AUTO, FirstTokenTimeout
 from ragcache_core.client.http.errors import translate_errors_as_openai
 from ragcache_core.client.http.joined_server import HANG_TIMEOUT_S, RESTART_TIMEOUT_S, recovery_settings
-from ragcache_core.client.prompts.repeated_documents import check_deduplicate
 from ragcache_core.client.prompts.request_plan import merge_bodies
 from ragcache_core.client.prompts.retrieved_documents import DocumentHint
 from ragcache_core.client.speculation.speculation import Speculation
-from ragcache_core.deadline import check_ttft_slo
 from ragcache_core.errors import ConfigError, quoted
 from ragcache_core.runtime.environment import API_KEY_ENV, BASE_URL_ENV
 from ragcache_core.stats import ANSWER_KEY, STATS_KEY, RequestStats
 from ragcache_core.types import Document
-from ragcache_core.wire import read_chunk_reuse
-from ragcache_integrations._handles import Connections, HoldsHandles, check_engine
-from ragcache_integrations.langchain.documents import to_core
-from ragcache_integrations.langchain.retrieved import CURE
+from ragcache_integrations.langchain.documents import CURE, to_core
+from ragcache_integrations.rag.call import (
+    OPTIONS,
+    ChunkReuseSetting,
+    MeasuredCall,
+    check_option,
+    options_of,
+    plan_chat,
+    sent_settings,
+    with_headers,
+)
+from ragcache_integrations.rag.handles import Connections, HoldsHandles, check_engine
 
 DOCUMENTS_KEY = "ragcache_documents"
 """Key of a human message's ``additional_kwargs`` for the documents that its text holds."""
@@ -108,7 +113,7 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
     first_token_timeout_s: FirstTokenTimeout = Field(default=AUTO, exclude=True, repr=False)
     """With ``base_url``: seconds after which a stream without its first token is cancelled and sent once more.
     ``"auto"``: shortly before its ``timeout``, if that is at least 600 s; ``None``: never."""
-    chunk_reuse: bool | Literal["store"] | dict[str, Any] | None = None
+    chunk_reuse: ChunkReuseSetting = None
     """Whether, and how, documents are reused behind others; ``None`` leaves it to the engine."""
     deduplicate: bool = False
     """Whether a document that an earlier message of the conversation shows is referred to, and not sent again."""
@@ -124,23 +129,10 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
     _connected: EngineClient | None = PrivateAttr(default=None)
     _hint: DocumentHint = PrivateAttr(default_factory=lambda: DocumentHint(CURE))
 
-    @field_validator("chunk_reuse")
+    @field_validator(*OPTIONS, mode="before")
     @classmethod
-    def _check_chunk_reuse(
-        cls, option: bool | Literal["store"] | dict[str, Any] | None
-    ) -> bool | Literal["store"] | dict[str, Any] | None:
-        read_chunk_reuse(option)
-        return option
-
-    @field_validator("deduplicate", mode="before")
-    @classmethod
-    def _check_deduplicate(cls, deduplicate: object) -> bool:
-        return check_deduplicate(deduplicate)
-
-    @field_validator("ttft_slo", mode="before")
-    @classmethod
-    def _check_ttft_slo(cls, ttft_slo: object) -> float | None:
-        return None if ttft_slo is None else check_ttft_slo(ttft_slo)
+    def _check_option(cls, value: object, info: ValidationInfo) -> Any:
+        return check_option(str(info.field_name), value)
 
     def __init__(self, *, engine: EngineClient | None = None, **settings: Any) -> None:
         if (name := next(filter(settings.get, _RESPONSES_API), None)) is not None:
@@ -173,7 +165,7 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
         if engine is not None:
             self._have_answers_forgotten(engine)
             own = {**self.model_kwargs, "model": self.model_name, "extra_body": self.extra_body}
-            engine.integration.prompts.expect_settings(self._with_headers(own))
+            engine.integration.prompts.expect_settings(with_headers(own, self.default_headers))
 
     @property
     def _llm_type(self) -> str:
@@ -280,9 +272,9 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
         with translate_errors_as_openai():
             call = self._plan(messages, stop, kwargs)
             result = super()._generate(messages, stop, run_manager, **call.kwargs)
-        stats = call.read(result)
+        call.read(result)
         self._note_tool_calls(call, [generation.message for generation in result.generations])
-        return call.finish(result, call.engine.integration.stats.complete(stats, call.response_id))
+        return _with_stats(result, call.complete(call.usage, call.response_id))
 
     async def _agenerate(
         self,
@@ -294,9 +286,9 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
         with translate_errors_as_openai():
             call = await run_in_executor(None, self._plan, messages, stop, kwargs)
             result = await super()._agenerate(messages, stop, run_manager, **call.kwargs)
-        stats = call.read(result)
+        call.read(result)
         self._note_tool_calls(call, [generation.message for generation in result.generations])
-        return call.finish(result, await call.engine.integration.stats.acomplete(stats, call.response_id))
+        return _with_stats(result, await call.acomplete(call.usage, call.response_id))
 
     def _stream(
         self,
@@ -314,9 +306,7 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
             finally:
                 chunks.close()  # type: ignore[attr-defined]  # a generator: closes the response, which ends the request
         self._note_tool_calls(call, call.said())
-        last = call.last_chunk(
-            call.engine.integration.stats.complete(call.stats(), call.response_id, call.plan.segments)
-        )
+        last = _last_chunk(call.complete(call.usage, call.response_id))
         if run_manager is not None:
             run_manager.on_llm_new_token("", chunk=last)
         yield last
@@ -337,9 +327,7 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
             finally:
                 await chunks.aclose()  # type: ignore[attr-defined]
         self._note_tool_calls(call, call.said())
-        last = call.last_chunk(
-            await call.engine.integration.stats.acomplete(call.stats(), call.response_id, call.plan.segments)
-        )
+        last = _last_chunk(await call.acomplete(call.usage, call.response_id))
         if run_manager is not None:
             await run_manager.on_llm_new_token("", chunk=last)
         yield last
@@ -356,32 +344,16 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
         return converted
 
     def _plan(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> _Call:
-        engine = self.connect()
-        kwargs = dict(kwargs)
+        engine, options, kwargs = self.connect(), options_of(self, kwargs), sent_settings(kwargs)
         documents = [*to_core(kwargs.pop("documents", None) or ()), *_documents_of(messages)]
-        chunk_reuse = kwargs.pop("chunk_reuse", self.chunk_reuse)
-        ttft_slo = kwargs.pop("ttft_slo", self.ttft_slo)
-        deduplicates = check_deduplicate(kwargs.pop("deduplicate", self.deduplicate))
         self._have_answers_forgotten(engine)
         payload = self._get_request_payload(messages, stop=stop, **kwargs)
         check_settings(payload.keys() - {"stream_usage"}, is_chat=True)  # which langchain-openai takes out
-        plan = engine.integration.deadlines.plan_chat(
-            payload["messages"],
-            ttft_slo=ttft_slo,
-            documents=documents or None,
-            settings=self._with_headers(payload),
-            chunk_reuse=chunk_reuse,
-            deduplicates=deduplicates,
-        )
-        self._hint.see(plan)
+        settings = with_headers(payload, self.default_headers)
+        plan = plan_chat(engine, self._hint, payload["messages"], options, settings, documents or None)
         if plan.extra_body:
             kwargs["extra_body"] = merge_bodies(payload.get("extra_body"), plan.extra_body)
         return _Call(engine, plan, kwargs)
-
-    def _with_headers(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings of a request with all headers that it will have: one may be another tenant's key."""
-        headers = {**(self.default_headers or {}), **(settings.get("extra_headers") or {})}
-        return {**settings, **({"extra_headers": headers} if headers else {})}
 
     def _have_answers_forgotten(self, engine: EngineClient) -> None:
         """Have a cache of answers of ours drop those that stand on documents which ``engine`` forgets."""
@@ -396,7 +368,7 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
         """Tell the engine what an agent waits for."""
         for message in said:
             if isinstance(message, AIMessage) and message.tool_calls:
-                call.engine.integration.prompts.note_answer(call.plan, partial(self._sent_back, message))
+                call.note_tool_calls(partial(self._sent_back, message))
 
     def _sent_back(self, message: AIMessage) -> dict[str, Any]:
         """Return a message as the next request of its chat holds it."""
@@ -430,37 +402,39 @@ _ALIASES = {
 }
 
 
-class _Call:
-    """One request: its engine, its plan, its clock, and the usage and the id that the server reported."""
+class _Call(MeasuredCall):
+    """One request, and the usage and the id that the server reported."""
 
     def __init__(self, engine: EngineClient, plan: RequestPlan, kwargs: dict[str, Any]) -> None:
-        self.engine = engine
+        super().__init__(engine, plan)
         self.kwargs = kwargs
         self.response_id: str | None = None
-        self.plan = plan
         self._chunks: list[AIMessageChunk] = []
-        self._started_s = time.perf_counter()
-        self._ttft_s: float | None = None
         self._usage: UsageMetadata | None = None
 
-    def read(self, result: ChatResult) -> RequestStats:
-        """Return the statistics of a whole answer."""
+    @property
+    def usage(self) -> dict[str, Any] | None:
+        """The usage as the OpenAI protocol has it; ``None`` if the server reported none."""
+        if self._usage is None:
+            return None
+        cached = self._usage.get("input_token_details", {}).get("cache_read", 0)
+        return {
+            "prompt_tokens": self._usage["input_tokens"],
+            "completion_tokens": self._usage["output_tokens"],
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def read(self, result: ChatResult) -> None:
+        """Note the usage and the id of a whole answer."""
         for generation in result.generations:
             self._usage = _note_cached_tokens(generation.message)
         self.response_id = (result.llm_output or {}).get("id")
-        return self.stats()
-
-    def finish(self, result: ChatResult, stats: RequestStats) -> ChatResult:
-        """Add the statistics to a whole answer."""
-        for generation in result.generations:
-            generation.message.response_metadata[STATS_KEY] = stats.to_dict()
-        return result
 
     def observe(self, chunk: ChatGenerationChunk) -> ChatGenerationChunk:
         """Note the time of the first token, the usage, and the response's id."""
         message = chunk.message
-        if self._ttft_s is None and (message.content or getattr(message, "tool_call_chunks", None)):
-            self._ttft_s = time.perf_counter() - self._started_s
+        if message.content or getattr(message, "tool_call_chunks", None):
+            self.note_token()
         self._usage = _note_cached_tokens(message) or self._usage
         if self.plan.asked is not None and isinstance(message, AIMessageChunk):
             self._chunks.append(message)
@@ -472,25 +446,17 @@ class _Call:
         """Return what was streamed as one message, where it may hold the calls of tools."""
         return [add_ai_message_chunks(*self._chunks)] if self._chunks else []
 
-    def last_chunk(self, stats: RequestStats) -> ChatGenerationChunk:
-        """Return the chunk that ends a stream. Only it holds the statistics: merging chunks would add them up."""
-        metadata = {STATS_KEY: stats.to_dict()}
-        return ChatGenerationChunk(
-            message=AIMessageChunk(content="", response_metadata=metadata, chunk_position="last")
-        )
 
-    def stats(self) -> RequestStats:
-        """Return what was measured of the answer up to now, and what the server counted."""
-        usage: Mapping[str, Any] | None = None
-        if self._usage is not None:
-            cached = self._usage.get("input_token_details", {}).get("cache_read", 0)
-            usage = {
-                "prompt_tokens": self._usage["input_tokens"],
-                "completion_tokens": self._usage["output_tokens"],
-                "prompt_tokens_details": {"cached_tokens": cached},
-            }
-        total_s = time.perf_counter() - self._started_s
-        return self.plan.stats(usage, ttft_s=self._ttft_s, total_s=total_s)
+def _with_stats(result: ChatResult, stats: RequestStats) -> ChatResult:
+    for generation in result.generations:
+        generation.message.response_metadata[STATS_KEY] = stats.to_dict()
+    return result
+
+
+def _last_chunk(stats: RequestStats) -> ChatGenerationChunk:
+    """Return the chunk that ends a stream. Only it holds the statistics: merging chunks would add them up."""
+    metadata = {STATS_KEY: stats.to_dict()}
+    return ChatGenerationChunk(message=AIMessageChunk(content="", response_metadata=metadata, chunk_position="last"))
 
 
 def _note_cached_tokens(message: BaseMessage) -> UsageMetadata | None:

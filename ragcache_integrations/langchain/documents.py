@@ -1,14 +1,37 @@
-"""Documents of LangChain as documents of the core, and back. Ids and metadata survive the way."""
+"""LangChain's documents: as the core's, in the prompt of a chain, and as retrievers return them.
+
+::
+
+    chain = (
+        {"context": retriever | format_documents, "question": RunnablePassthrough()}
+        | prompt_from_layout()
+        | ChatRAGCache(engine=engine)
+        | StrOutputParser()
+    )
+
+The prompt is laid out so that requests about the same documents share their prefix. Importing this module is enough
+for the documents of every LangChain retriever to be recognised in prompts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
+from uuid import UUID
 
+from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document as LangChainDocument
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.tracers.context import register_configure_hook
 
+from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
+from ragcache_core.prompt import PromptLayout
 from ragcache_core.retrieval.storage.framework_documents import content_id
 from ragcache_core.types import Document
+from ragcache_integrations.rag.search import DocumentView
 
 AnyDocument = Document | LangChainDocument | Mapping[str, Any]
 """A document of the core, of LangChain, or as JSON: ``{"id": ..., "page_content": ...}``."""
@@ -40,3 +63,79 @@ def _to_core(document: AnyDocument) -> Document:
     raise TypeError(
         f"{document!r:.80} is not a document: pass ragcache or LangChain documents, or dictionaries with page_content"
     )
+
+
+VIEW: DocumentView[LangChainDocument] = DocumentView(lambda documents: [to_langchain(d) for d in documents], to_core)
+
+RANK_KEY = "relevance_rank"
+"""Key of a document's metadata for its place in the search's result, where the retriever returned another order."""
+
+_DEFAULT = PromptLayout()
+
+
+def format_documents(documents: Iterable[AnyDocument], layout: PromptLayout = _DEFAULT) -> str:
+    """Return the documents as the prompt shows them, in the order given; the ``relevance_hint`` follows them."""
+    shown = to_core(documents)
+    ranks = {d.doc_id: rank for d in shown if isinstance(rank := d.metadata.get(RANK_KEY), int)}
+    is_ranked = len(ranks) == len(shown)
+    hint = layout.hint(shown, sorted(shown, key=lambda d: ranks[d.doc_id]) if is_ranked else None)
+    return layout.document_separator.join(filter(None, (layout.context(shown), hint)))
+
+
+def prompt_from_layout(layout: PromptLayout = _DEFAULT) -> ChatPromptTemplate:
+    """Return a prompt template of ``{context}`` and ``{question}`` that makes the messages of ``layout``.
+
+    The context is what :func:`format_documents` returns, of at least one document.
+    """
+    before, after = (_literal(part) for part in layout.question_format.split("{question}"))
+    asked = f"{{context}}{_literal(layout.document_separator)}{before}{{question}}{after}"
+    prefix = [("system", _literal(layout.static_prefix))] if layout.static_prefix else []
+    return ChatPromptTemplate.from_messages([*prefix, ("human", asked)])
+
+
+def _literal(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}")
+
+
+CURE = (
+    "Search with a retriever, vector_store.as_retriever() for example, and show its documents' page_content unchanged; "
+    "or name what the prompt shows: llm.bind(documents=[Document(id=..., page_content=<the text as shown>)])"
+)
+
+_MAX_STARTED = 1000
+
+
+class _RetrieverListener(BaseCallbackHandler):
+    """Remembers what retrievers were asked and return, before the chain goes on."""
+
+    run_inline = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._started: OrderedDict[UUID, tuple[str, str | None]] = OrderedDict()  # query, name of the retriever
+        self._lock = threading.Lock()
+
+    @property
+    def ignore_llm(self) -> bool:
+        return True
+
+    @property
+    def ignore_chat_model(self) -> bool:
+        return True
+
+    def on_retriever_start(self, serialized: Any, query: str, *, run_id: UUID, **kwargs: Any) -> None:
+        with self._lock:
+            self._started[run_id] = query, kwargs.get("name")
+            if len(self._started) > _MAX_STARTED:  # a failed search has no end event
+                self._started.popitem(last=False)
+
+    def on_retriever_end(self, documents: Sequence[LangChainDocument], *, run_id: UUID, **kwargs: Any) -> None:
+        with self._lock:
+            query, name = self._started.pop(run_id, (None, None))
+        RETRIEVED.add(to_core(documents), query=query, retriever=name)
+
+
+_LISTENER = _RetrieverListener()
+
+_listener: ContextVar[BaseCallbackHandler | None] = ContextVar("ragcache_listener", default=_LISTENER)
+register_configure_hook(_listener, inheritable=False)  # not handed down: every run asks for it itself

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal, Self
 
@@ -16,28 +16,24 @@ from langchain_core.vectorstores import VectorStore
 from pydantic import AliasChoices, ConfigDict, Field, PlainValidator, PrivateAttr, field_validator, model_validator
 
 from ragcache_core.client import EngineClient
-from ragcache_core.client.ordering.document_order import in_order
-from ragcache_core.client.pipeline.histories import HISTORIES, Learnt
-from ragcache_core.client.pipeline.run import Speculator, run_pipeline
+from ragcache_core.client.pipeline.histories import Learnt
 from ragcache_core.client.pipeline.session import SearchOverlap
 from ragcache_core.client.pipeline.stages import DEFAULT_TIMEOUT_S
-from ragcache_core.client.pipeline.swapping import Swapping
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt
-from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.errors import ConfigError, SearchError
 from ragcache_core.ordering import DocumentOrder
 from ragcache_core.retrieval import MMR, DocumentStore
 from ragcache_core.retrieval.base import Metric
-from ragcache_core.retrieval.reranking import NUM_CANDIDATES, Reranking, num_candidates_of
+from ragcache_core.retrieval.reranking import Reranking, num_candidates_of
 from ragcache_core.retrieval.sources import StageSource, as_source, near_enough, nothing_found, or_nothing
 from ragcache_core.retrieval.threads import in_thread, run_blocking
-from ragcache_core.swaps import CANDIDATES_PER_DOCUMENT, check_max_score_loss
+from ragcache_core.swaps import check_max_score_loss
 from ragcache_core.types import Document, RetrievalUpdate
-from ragcache_integrations._handles import HoldsHandles
-from ragcache_integrations.langchain.chain import RANK_KEY
-from ragcache_integrations.langchain.documents import to_core, to_langchain
-from ragcache_integrations.langchain.events import Listener, async_dispatcher, dispatcher
+from ragcache_integrations.langchain.callbacks import async_dispatcher, dispatcher
+from ragcache_integrations.langchain.documents import RANK_KEY, VIEW, to_core, to_langchain
 from ragcache_integrations.langchain.vectorstore import MetadataFilter, StagedFAISS, as_where, relevance_of
+from ragcache_integrations.rag.handles import HoldsHandles
+from ragcache_integrations.rag.search import AskAhead, Listener, Rerank, SearchOptions, StagedSearch, learnt_of
 
 SearchType = Literal["similarity", "similarity_score_threshold", "mmr"]
 
@@ -171,7 +167,7 @@ class RAGCacheRetriever(HoldsHandles, BaseRetriever):
         query: str,
         *,
         run_manager: CallbackManagerForRetrieverRun,
-        overlap: SearchOverlap[Speculator] | None = None,
+        overlap: SearchOverlap[AskAhead[LangChainDocument]] | None = None,
         **asked: Any,
     ) -> list[LangChainDocument]:
         callbacks = run_manager.get_child()
@@ -188,7 +184,7 @@ class RAGCacheRetriever(HoldsHandles, BaseRetriever):
         query: str,
         *,
         run_manager: AsyncCallbackManagerForRetrieverRun,
-        overlap: SearchOverlap[Speculator] | None = None,
+        overlap: SearchOverlap[AskAhead[LangChainDocument]] | None = None,
         **asked: Any,
     ) -> list[LangChainDocument]:
         callbacks = run_manager.get_child()
@@ -204,68 +200,41 @@ class RAGCacheRetriever(HoldsHandles, BaseRetriever):
         self,
         query: str,
         asked: dict[str, Any],
-        overlap: SearchOverlap[Speculator] | None,
+        overlap: SearchOverlap[AskAhead[LangChainDocument]] | None,
         on_event: Listener,
         compress: _Compress,
     ) -> list[LangChainDocument]:
-        engine, timeout_s, settings = self.engine, self.search_timeout_s, self._asked_for(asked)
-        k = settings["k"]
-        prompt: Callable[[], BoundPrompt | None] = partial(self._prompt, query)
-        speculator: Speculator | None = None if engine is None else _PromptWarmer(engine, prompt)
-        if overlap is not None:
-            timeout_s = overlap.timeout_s or timeout_s
-            if overlap.ahead is not None:
-                engine, speculator, prompt = overlap.engine, overlap.ahead, overlap.prompt or prompt
-        is_reranked = self.compressor is not None and k > 0
-        num_wanted = k
-        if is_reranked:
-            num_wanted = max(k, self.num_candidates or NUM_CANDIDATES)
-        elif self.max_score_loss is not None and engine is not None:
-            num_wanted = k * CANDIDATES_PER_DOCUMENT
-        updates = self._updates(query, {**settings, "k": num_wanted})
-        if is_reranked:
-            updates = self._reranking.stages(updates, partial(_compressed, compress))
-        elif self.max_score_loss is not None and engine is not None:
-            swapping = Swapping(
-                engine.integration.ordering,
-                self.max_score_loss,
-                self.document_order,
-                self.keep_first,
-                self._metric(),
-                partial(_static_prefix, prompt),
-            )
-            updates = swapping.stages(updates, k)
-        learnt, store = self._learnt_of(k), self._searched()
-        if isinstance(store, DocumentStore) and not callable(settings["filter"]):
-            updates = learnt.recent.stages(updates, f"{query}\n{sorted(settings.items())!r}", store.get)
-        result = await run_pipeline(
-            updates,
-            None if engine is None else engine.integration.speculation,
-            speculator if self.speculate else None,
-            timeout_s=timeout_s,
-            on_event=on_event,
-            arrange=None if self.document_order == "retrieval" else partial(self._arranged, engine, prompt),
-            history=learnt.history,
-            k=k,
+        settings, store = self._asked_for(asked), self._searched()
+        options = SearchOptions(
+            self.document_order, self.keep_first, self.max_score_loss, self.search_timeout_s, self.speculate
         )
-        if overlap is not None:
-            overlap.on_result(result)
-        for told in {self.engine, engine}:
-            if told is not None:
-                told.remember_documents(result.documents, query=query)
-        return [to_langchain(document) for document in result.documents]
+        reranker = None if self.compressor is None else (type(self.compressor).__name__, self.num_candidates)
+        known = (settings["k"], self.stages, self.search_type, reranker, options.order_key())
+        is_named = isinstance(store, DocumentStore) and not callable(settings["filter"])
+        search = StagedSearch(
+            query=query,
+            k=settings["k"],
+            stages=lambda k: self._updates(query, {**settings, "k": k}),
+            view=VIEW,
+            options=options,
+            engine=self.engine,
+            prompt=self.prompt,
+            metric=self._metric(),
+            rerank=None
+            if reranker is None
+            else Rerank(self._reranking, self.num_candidates, partial(_compressed, compress)),
+            learnt=learnt_of(store, *known, otherwise=self._learnt),
+            read_by_id=store.get if isinstance(store, DocumentStore) else None,
+            question_key=f"{query}\n{sorted(settings.items())!r}" if is_named else None,
+            annotate=_ranked,
+        )
+        return await search.run(on_event, overlap)
 
     def _metric(self) -> Metric | None:
         return getattr(self._searched(), "metric", None)
 
     def _searched(self) -> DocumentStore | StageSource:
         return self.store.store if isinstance(self.store, StagedFAISS) else self.store
-
-    def _learnt_of(self, k: int) -> Learnt:
-        reranker = None if self.compressor is None else (type(self.compressor).__name__, self.num_candidates)
-        order = (self.document_order, self.keep_first, self.max_score_loss)
-        settings = (k, self.stages, self.search_type, reranker, order)
-        return HISTORIES.of(self._searched(), settings, otherwise=self._learnt)
 
     def _asked_for(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings of a search: the retriever's, those of ``search_kwargs``, and before them a call's.
@@ -318,31 +287,16 @@ class RAGCacheRetriever(HoldsHandles, BaseRetriever):
         relevance = relevance_of(store)
         return near_enough(updates, lambda score: relevance(score) >= threshold)
 
-    def _prompt(self, query: str) -> BoundPrompt | None:
-        return self.prompt or (None if self.engine is None else self.engine.integration.prompts.prompt_for(query))
 
-    def _arranged(
-        self, engine: EngineClient | None, prompt_of: Callable[[], BoundPrompt | None], documents: Sequence[Document]
-    ) -> Sequence[Document]:
-        prefix = _static_prefix(prompt_of, documents) if self.document_order == "cache_aware" else None
-        ordering = None if engine is None else engine.integration.ordering
-        arranged = in_order(ordering, documents, self.document_order, keep_first=self.keep_first, prefix=prefix)
-        if list(arranged) == list(documents):
-            return documents
-        ranks = {document.doc_id: rank for rank, document in enumerate(documents, 1)}
-        return [replace(d, metadata={**d.metadata, RANK_KEY: ranks[d.doc_id]}) for d in arranged]
+def _ranked(found: Sequence[Document], arranged: Sequence[Document]) -> Sequence[Document]:
+    """Return documents in another order, each with its place in the search's result."""
+    ranks = {document.doc_id: rank for rank, document in enumerate(found, 1)}
+    return [replace(d, metadata={**d.metadata, RANK_KEY: ranks[d.doc_id]}) for d in arranged]
 
 
 def _mmr(search_type: SearchType, settings: Mapping[str, Any]) -> MMR | None:
     given = {name: settings[name] for name in _SETTINGS_OF["mmr"] if name in settings}
     return MMR(**given) if search_type == "mmr" else None
-
-
-def _static_prefix(prompt_of: Callable[[], BoundPrompt | None], documents: Sequence[Document]) -> bytes | None:
-    """Return what names the tokens before the documents; None where no prompt is known."""
-    if (prompt := prompt_of()) is None:
-        return None
-    return prompt.static_prefix([to_langchain(document) for document in documents], documents)
 
 
 async def _compressed(compress: _Compress, documents: Sequence[Document]) -> Sequence[Document]:
@@ -352,17 +306,3 @@ async def _compressed(compress: _Compress, documents: Sequence[Document]) -> Seq
     if not isinstance(found, list | tuple):
         raise SearchError(f"the compressor returned {found!r:.80}: return a list of documents")
     return [d if given.get(d.doc_id) != d else given[d.doc_id] for d in to_core(found)]
-
-
-@dataclass(frozen=True, slots=True)
-class _PromptWarmer:
-    """Has an engine prefill what a prompt begins with: its static part and the documents of a stage."""
-
-    engine: EngineClient
-    prompt: Callable[[], BoundPrompt | None]
-
-    def prepare(self, documents: Sequence[Document]) -> Callable[[], Speculation] | None:
-        if (prompt := self.prompt()) is None:
-            return None
-        shown = [to_langchain(document) for document in documents]
-        return self.engine.integration.speculation.prepare_prefill(prompt, shown, documents)

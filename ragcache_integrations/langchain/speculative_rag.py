@@ -18,8 +18,11 @@ from itertools import chain
 from typing import Any, TypeVar, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForChainRun, CallbackManagerForChainRun
+from langchain_core.documents import Document as LangChainDocument
 from langchain_core.language_models import LanguageModelInput
-from langchain_core.messages import AIMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
+from langchain_core.prompt_values import PromptValue
+from langchain_core.prompts import BasePromptTemplate
 from langchain_core.runnables import Runnable, RunnableConfig, RunnableSerializable
 from langchain_core.runnables.base import RunnableBindingBase
 from langchain_core.runnables.config import merge_configs, run_in_executor
@@ -27,20 +30,27 @@ from langchain_core.runnables.configurable import DynamicRunnable
 from pydantic import ConfigDict, Field, PrivateAttr
 
 from ragcache_core.client import EngineClient
+from ragcache_core.client.pipeline.run import PipelineEvent
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt
+from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.errors import ConfigError
 from ragcache_core.retrieval.threads import in_thread, run_blocking
-from ragcache_integrations._handles import HoldsHandles
-from ragcache_integrations.langchain.asked_question import AnswerAhead, AskedQuestion, Documents, Prompt
-from ragcache_integrations.langchain.chain import format_documents
+from ragcache_core.stats import STATS_KEY
+from ragcache_integrations.langchain.callbacks import async_dispatcher, dispatcher
 from ragcache_integrations.langchain.chat_model import ChatRAGCache
-from ragcache_integrations.langchain.documents import to_core
-from ragcache_integrations.langchain.events import Listener, async_dispatcher, dispatcher
+from ragcache_integrations.langchain.documents import format_documents, to_core
 from ragcache_integrations.langchain.retriever import RAGCacheRetriever
+from ragcache_integrations.rag.handles import HoldsHandles
+from ragcache_integrations.rag.search import Listener
+from ragcache_integrations.rag.session import QuestionSession
 
 _Result = TypeVar("_Result")
 
 _log = logging.getLogger(__name__)
+
+
+Documents = list[LangChainDocument]
+Prompt = Runnable[dict[str, Any], PromptValue]
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +226,7 @@ class SpeculativeRAG(HoldsHandles, RunnableSerializable[str | dict[str, Any], AI
 
     def _asked(
         self, given: str | dict[str, Any], config: RunnableConfig, kwargs: dict[str, Any], how: dict[str, Any]
-    ) -> AskedQuestion:
+    ) -> _Question:
         """Return the question, ready to be searched for; ``how`` is what decides whether the model will stream."""
         variables = dict(given) if isinstance(given, Mapping) else {self.question_key: given}
         if not isinstance(question := variables.get(self.question_key), str):
@@ -228,17 +238,28 @@ class SpeculativeRAG(HoldsHandles, RunnableSerializable[str | dict[str, Any], AI
         def values(documents: Documents) -> dict[str, Any]:
             return {**variables, self.context_key: self.format_docs(documents)}
 
-        asked = AskedQuestion(question, values, self.prompt)
         llm, bound = _unbound(self.llm, config)
         bound |= kwargs
-        if isinstance(llm, ChatRAGCache):
-            asked.engine = engine = llm.connect()
-            asked.bound = lambda: self._bound_prompt(engine)
-            asked.speculator = AnswerAhead(asked, llm, bound, llm._should_stream(**{**bound, **how}))
-        elif not self._has_warned:
-            self._has_warned = True
-            _log.warning("%s is no ChatRAGCache: it is asked when the search has ended", type(llm).__name__)
-        return asked
+        if not isinstance(llm, ChatRAGCache):
+            if not self._has_warned:
+                self._has_warned = True
+                _log.warning("%s is no ChatRAGCache: it is asked when the search has ended", type(llm).__name__)
+            return _Question(question, values, timeout_s=self.search_timeout_s)
+        engine = llm.connect()
+        is_streamed = llm._should_stream(**{**bound, **how})
+
+        def ask_ahead(documents: Documents) -> Callable[[], Speculation]:
+            engine.remember_documents(to_core(documents), query=question)
+            return llm.prepare(self._messages(values(documents)), is_streamed=is_streamed, **bound)
+
+        prompt = partial(self._bound_prompt, engine)
+        return _Question(question, values, engine, ask_ahead, prompt=prompt, timeout_s=self.search_timeout_s)
+
+    def _messages(self, values: dict[str, Any]) -> list[BaseMessage]:
+        """Return the messages of the prompt without telling any callback."""
+        if isinstance(self.prompt, BasePromptTemplate):
+            return self.prompt.format_prompt(**values).to_messages()
+        return self.prompt.invoke(values, {"callbacks": []}).to_messages()
 
     def _bound_prompt(self, engine: EngineClient) -> BoundPrompt | None:
         """Return the prompt as ``engine`` tokenises it; ``None`` where it is no template."""
@@ -259,27 +280,26 @@ class SpeculativeRAG(HoldsHandles, RunnableSerializable[str | dict[str, Any], AI
 
     async def _aasked(
         self, given: str | dict[str, Any], config: RunnableConfig, kwargs: dict[str, Any], how: dict[str, Any]
-    ) -> AskedQuestion:
+    ) -> _Question:
         llm, _ = _unbound(self.llm, config)
         if isinstance(llm, ChatRAGCache) and llm.engine is None:
             await run_in_executor(None, llm.connect)
         return self._asked(given, config, kwargs, how)
 
-    def _retrieve(self, asked: AskedQuestion, config: RunnableConfig) -> Documents:
+    def _retrieve(self, asked: _Question, config: RunnableConfig) -> Documents:
         if self._is_staged(config):
-            return self.retriever.invoke(asked.question, config, overlap=asked.overlap(self.search_timeout_s))
+            return self.retriever.invoke(asked.question, config, overlap=asked.overlap)
         on_event = dispatcher(asked.question, config)
         find = partial(in_thread, lambda: self.retriever.invoke(asked.question, config))
         return run_blocking(lambda: self._search_at_once(asked, find, on_event))
 
-    async def _aretrieve(self, asked: AskedQuestion, config: RunnableConfig) -> Documents:
+    async def _aretrieve(self, asked: _Question, config: RunnableConfig) -> Documents:
         if self._is_staged(config):
-            overlap = asked.overlap(self.search_timeout_s)
-            return await self.retriever.ainvoke(asked.question, config, overlap=overlap)
+            return await self.retriever.ainvoke(asked.question, config, overlap=asked.overlap)
         on_event = async_dispatcher(asked.question, config)
         return await self._search_at_once(asked, lambda: self.retriever.ainvoke(asked.question, config), on_event)
 
-    async def _avalues(self, asked: AskedQuestion, config: RunnableConfig) -> dict[str, Any]:
+    async def _avalues(self, asked: _Question, config: RunnableConfig) -> dict[str, Any]:
         """Return what the prompt is made of; ``format_docs`` runs where a chain runs a function, in the executor."""
         return await run_in_executor(config, asked.values, await self._aretrieve(asked, config))
 
@@ -287,20 +307,60 @@ class SpeculativeRAG(HoldsHandles, RunnableSerializable[str | dict[str, Any], AI
         return isinstance(_unbound(self.retriever, config)[0], RAGCacheRetriever)
 
     async def _search_at_once(
-        self, asked: AskedQuestion, find: Callable[[], Awaitable[Documents]], on_event: Listener
+        self, asked: _Question, find: Callable[[], Awaitable[Documents]], on_event: Listener
     ) -> Documents:
-        found = await asked.search_at_once(find, to_core, on_event, timeout_s=self.search_timeout_s)
-        if asked.engine is not None:
-            asked.engine.remember_documents(to_core(found), query=asked.question)
+        found = await asked.find_at_once(find, to_core, on_event)
+        if (engine := asked.overlap.engine) is not None:
+            engine.remember_documents(to_core(found), query=asked.question)
         return found
 
 
-def _tell(asked: AskedQuestion, config: RunnableConfig) -> None:
+class _Question(QuestionSession[LangChainDocument]):
+    """One question: what its prompt is made of, and the report of its search in its answer."""
+
+    def __init__(self, question: str, values: Callable[[Documents], dict[str, Any]], *engine: Any, **how: Any) -> None:
+        """``values`` makes what the prompt is made of; the other arguments are those of the session."""
+        super().__init__(question, *engine, **how)
+        self.values = values
+        self._is_answered = False
+        self._is_reported = False
+        self._untold: list[PipelineEvent] = []
+
+    def reported(self, answer: AIMessage, *, is_whole: bool = False) -> AIMessage:
+        """Return an answer, or a chunk of one, with the report if its statistics are there, or if it is whole."""
+        if not self._is_answered:  # a speculation that the request did not join would only run beside it
+            self._is_answered = True
+            self.close()
+        metadata = getattr(answer, "response_metadata", {})  # another model may answer with a string
+        if metadata.get(STATS_KEY) is None and not is_whole:
+            return answer
+        if not self._settle() or not isinstance(answer, AIMessage):
+            return answer
+        return answer.model_copy(update={"response_metadata": self.with_report(metadata)})
+
+    def untold(self) -> Iterator[PipelineEvent]:
+        """Yield the events of the report that was handed out, once."""
+        while self._untold:
+            yield self._untold.pop()
+
+    def unreported(self) -> Iterator[AIMessageChunk]:
+        """Yield a last chunk with the report, if the stream of another model had no chunk to take it."""
+        if not self._is_reported and self._settle():
+            yield AIMessageChunk(content="", response_metadata=self.with_report({}))
+
+    def _settle(self) -> bool:
+        if (event := self.settle()) is not None:
+            self._untold.append(event)
+        self._is_reported = self.pipeline_report() is not None
+        return self._is_reported
+
+
+def _tell(asked: _Question, config: RunnableConfig) -> None:
     for event in asked.untold():
         dispatcher(asked.question, config)(event)
 
 
-async def _atell(asked: AskedQuestion, config: RunnableConfig) -> None:
+async def _atell(asked: _Question, config: RunnableConfig) -> None:
     for event in asked.untold():
         await async_dispatcher(asked.question, config)(event)
 

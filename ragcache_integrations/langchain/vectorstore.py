@@ -20,19 +20,47 @@ from langchain_core.runnables.config import run_in_executor
 from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
 
 from ragcache_core.errors import ConfigError, EmptyStoreError
-from ragcache_core.retrieval import MMR, DocumentStore, LangChainEmbedder
+from ragcache_core.retrieval import MMR, DocumentStore, Embedder, LangChainEmbedder, TfidfSvdEmbedder
 from ragcache_core.retrieval.filters import Where, parse_filter
 from ragcache_core.retrieval.sources import NOTHING_FOUND
 from ragcache_core.retrieval.storage.framework_documents import plain_metadata, plain_text, put_nonblank
 from ragcache_core.types import Document, RetrievalUpdate
 from ragcache_integrations.langchain.documents import to_langchain
-from ragcache_integrations.langchain.embeddings import CoreEmbeddings
 
 MetadataFilter = Mapping[str, object] | Callable[[Mapping[str, object]], bool]
 """What the metadata must be, as ``{"tenant": "a", "year": {"$gte": 2020}}``, or a function that accepts it.
 
 See :func:`~ragcache_core.retrieval.filters.parse_filter` for the operators.
 """
+
+
+class CoreEmbeddings(Embeddings):
+    """An embedder of the core, for any LangChain vector store."""
+
+    def __init__(self, embedder: Embedder) -> None:
+        self._embedder = embedder
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        rows: list[list[float]] = self._embedder.embed_documents(texts).tolist()
+        return rows
+
+    def embed_query(self, text: str) -> list[float]:
+        row: list[float] = self._embedder.embed_query(text).tolist()
+        return row
+
+
+class TfidfSvdEmbeddings(CoreEmbeddings):
+    """The built-in embedder, TF-IDF and a truncated SVD, fitted on ``texts``: no download, no network.
+
+    :class:`StagedFAISS` needs none of it: without an embedding it fits
+    the built-in embedder on its own documents and keeps it with them.
+
+    Raises:
+        ConfigError: no texts, or fewer than 8 dimensions.
+    """
+
+    def __init__(self, texts: Sequence[str], *, dimension: int = 128, seed: int = 0) -> None:
+        super().__init__(TfidfSvdEmbedder(dimension, seed=seed).fit(texts))
 
 
 class StagedFAISS(VectorStore):
@@ -126,11 +154,9 @@ class StagedFAISS(VectorStore):
         texts: list[str],
         embedding: Embeddings | None = None,
         metadatas: list[dict[str, Any]] | None = None,
-        *,
-        ids: list[str] | None = None,
         **settings: Any,
     ) -> Self:
-        return await run_in_executor(None, cls.from_texts, texts, embedding, metadatas, ids=ids, **settings)
+        return await run_in_executor(None, cls.from_texts, texts, embedding, metadatas, **settings)
 
     @classmethod
     async def afrom_documents(
@@ -204,16 +230,6 @@ class StagedFAISS(VectorStore):
         put_nonblank(self.store, documents, **kwargs)
         return doc_ids
 
-    async def aadd_texts(
-        self,
-        texts: Iterable[str],
-        metadatas: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        ids: Sequence[str | None] | None = None,
-        **kwargs: Any,
-    ) -> list[str]:
-        return await run_in_executor(None, self.add_texts, texts, metadatas, ids=ids, **kwargs)
-
     def delete(self, ids: Sequence[str] | None = None, **kwargs: Any) -> bool:
         """Remove documents, all of them without ``ids``. Ids that are not stored are passed over.
 
@@ -225,17 +241,11 @@ class StagedFAISS(VectorStore):
         self.store.delete(self.store.ids() if ids is None else ids, missing_ok=True)
         return True
 
-    async def adelete(self, ids: Sequence[str] | None = None, **kwargs: Any) -> bool:
-        return await run_in_executor(None, self.delete, ids, **kwargs)
-
     # Looking up
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[LangChainDocument]:
         """Return the documents that are stored, in the order of ``ids``."""
         return [to_langchain(d) for d in self.store.get(ids, missing_ok=True)]
-
-    async def aget_by_ids(self, ids: Sequence[str], /) -> list[LangChainDocument]:
-        return await run_in_executor(None, self.get_by_ids, ids)
 
     # Searching
 
@@ -244,30 +254,15 @@ class StagedFAISS(VectorStore):
     ) -> list[LangChainDocument]:
         return _documents(self._search(query, k, filter, kwargs))
 
-    async def asimilarity_search(
-        self, query: str, k: int = 4, *, filter: MetadataFilter | None = None, **kwargs: Any
-    ) -> list[LangChainDocument]:
-        return _documents(await self._asearch(query, k, filter, kwargs))
-
     def similarity_search_with_score(
         self, query: str, k: int = 4, *, filter: MetadataFilter | None = None, **kwargs: Any
     ) -> list[tuple[LangChainDocument, float]]:
         return _scored(self._search(query, k, filter, kwargs))
 
-    async def asimilarity_search_with_score(
-        self, query: str, k: int = 4, *, filter: MetadataFilter | None = None, **kwargs: Any
-    ) -> list[tuple[LangChainDocument, float]]:
-        return _scored(await self._asearch(query, k, filter, kwargs))
-
     def similarity_search_by_vector(
         self, embedding: list[float], k: int = 4, *, filter: MetadataFilter | None = None, **kwargs: Any
     ) -> list[LangChainDocument]:
         return _documents(self._search(embedding, k, filter, kwargs))
-
-    async def asimilarity_search_by_vector(
-        self, embedding: list[float], k: int = 4, *, filter: MetadataFilter | None = None, **kwargs: Any
-    ) -> list[LangChainDocument]:
-        return _documents(await self._asearch(embedding, k, filter, kwargs))
 
     async def asimilarity_search_staged(
         self,
@@ -301,18 +296,6 @@ class StagedFAISS(VectorStore):
         """Return ``k`` of the ``fetch_k`` best documents, near to the question and far from each other."""
         return _documents(self._search(query, k, filter, kwargs, MMR(fetch_k, lambda_mult)))
 
-    async def amax_marginal_relevance_search(
-        self,
-        query: str,
-        k: int = 4,
-        fetch_k: int = 20,
-        lambda_mult: float = 0.5,
-        *,
-        filter: MetadataFilter | None = None,
-        **kwargs: Any,
-    ) -> list[LangChainDocument]:
-        return _documents(await self._asearch(query, k, filter, kwargs, MMR(fetch_k, lambda_mult)))
-
     def max_marginal_relevance_search_by_vector(
         self,
         embedding: list[float],
@@ -324,18 +307,6 @@ class StagedFAISS(VectorStore):
         **kwargs: Any,
     ) -> list[LangChainDocument]:
         return _documents(self._search(embedding, k, filter, kwargs, MMR(fetch_k, lambda_mult)))
-
-    async def amax_marginal_relevance_search_by_vector(
-        self,
-        embedding: list[float],
-        k: int = 4,
-        fetch_k: int = 20,
-        lambda_mult: float = 0.5,
-        *,
-        filter: MetadataFilter | None = None,
-        **kwargs: Any,
-    ) -> list[LangChainDocument]:
-        return _documents(await self._asearch(embedding, k, filter, kwargs, MMR(fetch_k, lambda_mult)))
 
     def _select_relevance_score_fn(self) -> Callable[[float], float]:
         return relevance_of(self.store)
@@ -359,16 +330,6 @@ class StagedFAISS(VectorStore):
             return self.store.search_vector(query, k, where=where, mmr=mmr)
         except EmptyStoreError:
             return NOTHING_FOUND
-
-    async def _asearch(
-        self,
-        query: str | list[float],
-        k: int,
-        filter: MetadataFilter | None,
-        unknown: Mapping[str, object],
-        mmr: MMR | None = None,
-    ) -> RetrievalUpdate:
-        return await run_in_executor(None, self._search, query, k, filter, unknown, mmr)
 
 
 def as_where(accepted: MetadataFilter | None) -> Where | Callable[[Document], bool] | None:

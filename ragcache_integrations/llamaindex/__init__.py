@@ -21,7 +21,6 @@ check_installed("llamaindex", "llama_index.core", "llama_index.llms.openai_like"
 if TYPE_CHECKING:
     from ragcache_core.answers import AnswerCache
     from ragcache_core.client.stats.cache_summary import CacheSummary, DocumentHits
-    from ragcache_integrations.llamaindex.embedding import TfidfSvdEmbedding
     from ragcache_integrations.llamaindex.events import (
         CacheStatsEvent,
         CacheStatsEventHandler,
@@ -34,14 +33,13 @@ if TYPE_CHECKING:
     from ragcache_integrations.llamaindex.nodes import document_from_node, node_from_document
     from ragcache_integrations.llamaindex.query_engine import RAGCacheQueryEngine
     from ragcache_integrations.llamaindex.retriever import RAGCacheRetriever
-    from ragcache_integrations.llamaindex.vector_store import StagedFAISSVectorStore
+    from ragcache_integrations.llamaindex.vector_store import StagedFAISSVectorStore, TfidfSvdEmbedding
 else:
     __getattr__, __dir__ = exported_lazily(
         globals(),
         {
             "ragcache_core.answers": ("AnswerCache",),
             "ragcache_core.client.stats.cache_summary": ("CacheSummary", "DocumentHits"),
-            "ragcache_integrations.llamaindex.embedding": ("TfidfSvdEmbedding",),
             "ragcache_integrations.llamaindex.events": (
                 "CacheStatsEvent",
                 "CacheStatsEventHandler",
@@ -54,7 +52,7 @@ else:
             "ragcache_integrations.llamaindex.nodes": ("document_from_node", "node_from_document"),
             "ragcache_integrations.llamaindex.query_engine": ("RAGCacheQueryEngine",),
             "ragcache_integrations.llamaindex.retriever": ("RAGCacheRetriever",),
-            "ragcache_integrations.llamaindex.vector_store": ("StagedFAISSVectorStore",),
+            "ragcache_integrations.llamaindex.vector_store": ("StagedFAISSVectorStore", "TfidfSvdEmbedding"),
         },
     )
 

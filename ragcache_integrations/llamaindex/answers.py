@@ -13,7 +13,7 @@ from ragcache_core.answers import AnswerCache, parse_question
 from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
 from ragcache_core.stats import ANSWER_KEY, STATS_KEY
 from ragcache_integrations.llamaindex.events import KeptAnswerEvent, dispatcher
-from ragcache_integrations.llamaindex.response_stats import current_response
+from ragcache_integrations.llamaindex.requests import current_response
 
 
 class CachedChat:

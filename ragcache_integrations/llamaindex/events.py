@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,12 +25,12 @@ from llama_index_instrumentation import get_dispatcher
 from llama_index_instrumentation.base import BaseEvent
 from llama_index_instrumentation.event_handlers import BaseEventHandler
 
-from ragcache_core.client.pipeline.result import similarities
 from ragcache_core.client.pipeline.run import PipelineEvent
 from ragcache_core.client.stats.cache_summary import CacheSummary, CacheTally
 from ragcache_core.runtime.trace_recorder import TraceRecorder
 from ragcache_core.stats import ChunkReuseStats, DeadlineReport, DocumentStats, RequestStats
 from ragcache_core.types import Swap
+from ragcache_integrations.rag.events import similarities_of
 
 if TYPE_CHECKING:
     from ragcache_core.retrieval.base import Metric
@@ -148,7 +147,7 @@ def publish(event: PipelineEvent, *, query: str, span_id: str | None, metric: Me
     """Publish what happened during a search for ``query``, by ``metric`` where the store tells it."""
     ids, stage = event.doc_ids, event.stage
     if event.kind == "stage":
-        scores = tuple(similarities([float(score) for score in event.scores if not math.isnan(score)], metric))
+        scores = tuple(similarities_of(event, metric))
         dispatcher.event(
             RetrievalStageEvent(
                 query=query,

@@ -13,7 +13,7 @@ import asyncio
 import inspect
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -35,26 +35,30 @@ from ragcache_core.client.generation import check_one_answer, check_settings
 from ragcache_core.client.http.attempt import AUTO, FirstTokenTimeout
 from ragcache_core.client.http.errors import translate_errors_as_openai
 from ragcache_core.client.http.joined_server import HANG_TIMEOUT_S, RESTART_TIMEOUT_S, recovery_settings
-from ragcache_core.client.prompts.repeated_documents import check_deduplicate
 from ragcache_core.client.prompts.request_plan import merge_bodies
 from ragcache_core.client.prompts.retrieved_documents import DocumentHint
 from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.deadline import check_ttft_slo, unplanned
 from ragcache_core.errors import ConfigError
 from ragcache_core.runtime.environment import API_KEY_ENV, BASE_URL_ENV
-from ragcache_core.wire import check_sendable, read_chunk_reuse
-from ragcache_integrations._handles import HoldsHandles, check_engine
-from ragcache_integrations.llamaindex._requests import MeasuredRequest
-from ragcache_integrations.llamaindex._streams import OpenStreams
+from ragcache_core.wire import check_sendable
 from ragcache_integrations.llamaindex.answers import CachedChat, just
-from ragcache_integrations.llamaindex.retrieved import CURE
+from ragcache_integrations.llamaindex.nodes import CURE
+from ragcache_integrations.llamaindex.requests import MeasuredRequest, OpenStreams
+from ragcache_integrations.rag.call import (
+    OPTIONS,
+    ChunkReuseSetting,
+    check_option,
+    options_of,
+    plan_chat,
+    sent_settings,
+    with_headers,
+)
+from ragcache_integrations.rag.handles import HoldsHandles, check_engine
 
 DEFAULT_TIMEOUT_S = 600.0
 _SETTINGS = frozenset(inspect.signature(OpenAI.__init__).parameters) - {"self", "kwargs"}
 """What ``OpenAILike`` takes besides its fields."""
-
-_OURS = {"chunk_reuse", "deduplicate", "ttft_slo"}
-"""Settings of a call that are not sent on."""
 
 _NOT_CHAT = "it goes to the completions endpoint, where no documents are known"
 
@@ -112,7 +116,7 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
     """
 
     api_key: str | None = Field(default=None, exclude=True, repr=False)
-    chunk_reuse: bool | Literal["store"] | dict[str, Any] | None = Field(
+    chunk_reuse: ChunkReuseSetting = Field(
         default=None, description="Whether, and how, documents are reused behind others; None leaves it to the engine."
     )
     answer_cache: AnswerCache | None = Field(default=None, exclude=True, repr=False)
@@ -156,10 +160,8 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
                 f"{{{unknown[0]!r}: ...}}, and vLLM's own (top_k, min_p, cache_salt, ...) into "
                 f"additional_kwargs={{'extra_body': {{...}}}}"
             )
-        read_chunk_reuse(kwargs.get("chunk_reuse"))
-        check_deduplicate(kwargs.get("deduplicate", False))
-        if kwargs.get("ttft_slo") is not None:
-            check_ttft_slo(kwargs["ttft_slo"])
+        for name in kwargs.keys() & set(OPTIONS):
+            check_option(name, kwargs[name])
         own_tokenizer = tokenizer if isinstance(tokenizer, str | os.PathLike) else None
         if engine is not None and own_tokenizer is not None:
             raise ConfigError("engine= and tokenizer= were both given: pass tokenizer= to Engine.connect")
@@ -296,7 +298,7 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
         if asked is not None and (kept := asked.find()) is not None:
             return (response for response in (kept,))
         request = self._plan(messages, kwargs)
-        responses = request.measured(super()._stream_chat(messages, **request.body))
+        responses = request.stream(super()._stream_chat(messages, **request.body))
         return responses if asked is None else asked.keep_last(responses)
 
     async def _astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
@@ -304,16 +306,15 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
         if asked is not None and (kept := await asyncio.to_thread(asked.find)) is not None:
             return just(kept)
         request = await asyncio.to_thread(self._plan, messages, kwargs)
-        responses = request.ameasured(await super()._astream_chat(messages, **request.body))
+        responses = request.astream(await super()._astream_chat(messages, **request.body))
         return responses if asked is None else asked.akeep_last(responses)
 
     def _asked(self, messages: Sequence[ChatMessage], kwargs: Mapping[str, Any]) -> CachedChat | None:
         """Return the lookup of a chat in the answer cache; ``None`` without a cache, and with tools."""
         if self.answer_cache is None or kwargs.get("tools"):
             return None
-        ours = {name: kwargs.get(name, getattr(self, name)) for name in sorted(_OURS)}
-        body = self._get_model_kwargs(**{name: value for name, value in kwargs.items() if name not in _OURS})
-        settings = [{**body, "extra_body": self._own_body(kwargs)}, ours]
+        body = self._get_model_kwargs(**sent_settings(kwargs))
+        settings = [{**body, "extra_body": self._own_body(kwargs)}, options_of(self, kwargs)]
         sent = to_openai_message_dicts(messages, model=self.model)
         return CachedChat(self.answer_cache, sent, settings, self.model)  # type: ignore[arg-type]
 
@@ -333,37 +334,26 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
 
     def _stream_complete(self, prompt: str, **kwargs: Any) -> CompletionResponseGen:
         request = self._plan_text(kwargs)
-        return request.measured(super()._stream_complete(prompt, **request.body))
+        return request.stream(super()._stream_complete(prompt, **request.body))
 
     async def _astream_complete(self, prompt: str, **kwargs: Any) -> CompletionResponseAsyncGen:
         request = self._plan_text(kwargs)
-        return request.ameasured(await super()._astream_complete(prompt, **request.body))
+        return request.astream(await super()._astream_complete(prompt, **request.body))
 
     @translate_errors_as_openai()
     def _plan(self, messages: Sequence[ChatMessage], kwargs: Mapping[str, Any]) -> MeasuredRequest:
-        kwargs = dict(kwargs)
-        chunk_reuse = kwargs.pop("chunk_reuse", self.chunk_reuse)
-        deduplicates = check_deduplicate(kwargs.pop("deduplicate", self.deduplicate))
-        ttft_slo = kwargs.pop("ttft_slo", self.ttft_slo)
+        options, kwargs = options_of(self, kwargs), sent_settings(kwargs)
         check_settings(self._get_model_kwargs(**kwargs), is_chat=True)
         own_body = self._own_body(kwargs)
-        plan = self._engine.integration.deadlines.plan_chat(
-            to_openai_message_dicts(messages, model=self.model),  # type: ignore[arg-type]
-            ttft_slo=ttft_slo,
-            settings=self._settings_of(kwargs, own_body),
-            chunk_reuse=chunk_reuse,
-            deduplicates=deduplicates,
-        )
-        self._hint.see(plan)
+        messages_sent: Any = to_openai_message_dicts(messages, model=self.model)
+        plan = plan_chat(self._engine, self._hint, messages_sent, options, self._settings_of(kwargs, own_body))
         body = {**kwargs, "extra_body": merge_bodies(own_body, plan.extra_body)}
         return MeasuredRequest(self._engine, plan, body, self.model)
 
     def _plan_text(self, kwargs: Mapping[str, Any]) -> MeasuredRequest:
-        own_body = self._own_body(kwargs)
-        check_deduplicate(kwargs.get("deduplicate", self.deduplicate))
-        ttft_slo = kwargs.get("ttft_slo", self.ttft_slo)
+        own_body, ttft_slo = self._own_body(kwargs), options_of(self, kwargs)["ttft_slo"]
         deadline = None if ttft_slo is None else unplanned(check_ttft_slo(ttft_slo), _NOT_CHAT)
-        kwargs = {name: value for name, value in kwargs.items() if name not in _OURS}  # no documents are known here
+        kwargs = sent_settings(kwargs)  # no documents are known here
         check_settings(self._get_model_kwargs(**kwargs), is_chat=False)
         check_sendable({**self.additional_kwargs, **kwargs}, "the request")
         plan = RequestPlan(deadline=deadline)
@@ -373,10 +363,8 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
         check_one_answer({**self.additional_kwargs, **kwargs, "extra_body": self._own_body(kwargs)})
 
     def _settings_of(self, kwargs: Mapping[str, Any], own_body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings of a request, with all headers that it will have: one may be another tenant's key."""
         given = {"model": self.model, **self.additional_kwargs, **kwargs, "extra_body": own_body}
-        headers = {**(self.default_headers or {}), **(given.get("extra_headers") or {})}
-        return {**given, **({"extra_headers": headers} if headers else {})}
+        return with_headers(given, self.default_headers)
 
     def _own_body(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         return merge_bodies(self.additional_kwargs.get("extra_body"), kwargs.get("extra_body"))

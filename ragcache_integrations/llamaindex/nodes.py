@@ -1,10 +1,28 @@
-"""LlamaIndex's nodes as the core's documents, and back."""
+"""LlamaIndex's nodes and filters as the core's. Importing this module makes the nodes of every retriever known."""
 
 from __future__ import annotations
 
-from llama_index.core.schema import BaseNode, MetadataMode, NodeRelationship, RelatedNodeInfo, TextNode
-from llama_index.core.vector_stores.utils import metadata_dict_to_node, node_to_metadata_dict
+from collections.abc import Sequence
+from typing import Any
 
+from llama_index.core.instrumentation.events.retrieval import RetrievalEndEvent
+from llama_index.core.schema import (
+    BaseNode,
+    MetadataMode,
+    NodeRelationship,
+    NodeWithScore,
+    RelatedNodeInfo,
+    TextNode,
+)
+from llama_index.core.vector_stores.types import FilterCondition, FilterOperator, MetadataFilter, MetadataFilters
+from llama_index.core.vector_stores.utils import metadata_dict_to_node, node_to_metadata_dict
+from llama_index_instrumentation import get_dispatcher
+from llama_index_instrumentation.base import BaseEvent
+from llama_index_instrumentation.event_handlers import BaseEventHandler
+
+from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
+from ragcache_core.errors import ConfigError
+from ragcache_core.retrieval.filters import AllOf, AnyOf, FieldCondition, Not, Operator, Where
 from ragcache_core.retrieval.storage.framework_documents import plain_metadata, plain_text
 from ragcache_core.types import ACL, DocId, Document
 
@@ -58,3 +76,76 @@ def source_of(document: Document) -> DocId | None:
 def shown_document(node: BaseNode) -> Document:
     """Return a node as the document that the LLM shall read: with the metadata that the node shows to an LLM."""
     return Document(node.node_id, node.get_content(metadata_mode=MetadataMode.LLM), acl=node.metadata.get(ACL))
+
+
+def shown_documents(nodes: Sequence[NodeWithScore]) -> list[Document]:
+    """Return retrieved nodes as the documents that the LLM shall read."""
+    return [shown_document(n.node) for n in nodes]
+
+
+_OPERATORS: dict[FilterOperator, Operator] = {
+    FilterOperator.EQ: "eq",
+    FilterOperator.NE: "ne",
+    FilterOperator.GT: "gt",
+    FilterOperator.GTE: "gte",
+    FilterOperator.LT: "lt",
+    FilterOperator.LTE: "lte",
+    FilterOperator.IN: "in",
+    FilterOperator.NIN: "nin",
+    FilterOperator.CONTAINS: "contains",
+    FilterOperator.ANY: "any",
+    FilterOperator.ALL: "all",
+    FilterOperator.TEXT_MATCH: "text_match",
+    FilterOperator.TEXT_MATCH_INSENSITIVE: "text_match_insensitive",
+    FilterOperator.IS_EMPTY: "is_empty",
+}
+
+
+def where_of(filters: MetadataFilters | None) -> Where | None:
+    """Return the expression of ``filters``; ``None`` if all nodes pass. Filters may be nested.
+
+    Raises:
+        ConfigError: it is no filter, or one whose operator has nothing to do with its value.
+    """
+    if filters is None:
+        return None
+    if not isinstance(filters, MetadataFilters):
+        raise ConfigError(f"filters is {filters!r:.80}: pass LlamaIndex's MetadataFilters(filters=[...])")
+    return _where_of(filters) if filters.filters else None
+
+
+def _where_of(part: MetadataFilters | MetadataFilter) -> Where:
+    if isinstance(part, MetadataFilter):
+        if part.operator not in _OPERATORS:
+            known = ", ".join(operator.value for operator in _OPERATORS)
+            raise ConfigError(f"filter {part.key!r} has the operator {part.operator.value!r}: these are known: {known}")
+        return FieldCondition(part.key, _OPERATORS[part.operator], part.value)
+    parts = tuple(_where_of(each) for each in part.filters)
+    if not parts or part.condition in (FilterCondition.AND, None):
+        return AllOf(parts)
+    return AnyOf(parts) if part.condition == FilterCondition.OR else Not(AnyOf(parts))
+
+
+CURE = (
+    "Search with a retriever, index.as_retriever() for example, and show its nodes as they are, "
+    "node.get_content(MetadataMode.LLM); or name what the prompt shows: "
+    "llm.engine.remember_documents([Document(id, <the text as shown>)])"
+)
+
+
+class _RetrievalListener(BaseEventHandler):
+    """Remembers what retrievers return, before the query goes on."""
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "RAGCacheRetrievalListener"
+
+    def handle(self, event: BaseEvent, **kwargs: Any) -> None:
+        if isinstance(event, RetrievalEndEvent):
+            asked = event.str_or_query_bundle
+            query = asked if isinstance(asked, str) else asked.query_str
+            retriever = (event.span_id or "").partition(".")[0] or None  # a span's id begins with the class's name
+            RETRIEVED.add(shown_documents(event.nodes), query=query, retriever=retriever)
+
+
+get_dispatcher().add_event_handler(_RetrievalListener())

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from typing import Any, Literal
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, aclosing, closing, contextmanager
+from functools import partial
+from typing import Any, TypeVar
 
 from llama_index.core.base.base_query_engine import BaseQueryEngine
 from llama_index.core.base.base_retriever import BaseRetriever
-from llama_index.core.base.llms.types import ChatMessage, ChatResponseAsyncGen, ChatResponseGen
+from llama_index.core.base.llms.types import ChatMessage, ChatResponse, ChatResponseAsyncGen, ChatResponseGen
 from llama_index.core.base.response.schema import (
     RESPONSE_TYPE,
     AsyncStreamingResponse,
@@ -17,27 +19,30 @@ from llama_index.core.base.response.schema import (
     StreamingResponse,
 )
 from llama_index.core.callbacks import CallbackManager, CBEventType, EventPayload
+from llama_index.core.callbacks.base import EventContext
 from llama_index.core.instrumentation.events.synthesis import SynthesizeEndEvent, SynthesizeStartEvent
 from llama_index.core.llms import LLM
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.prompts.mixin import PromptMixinType
 from llama_index.core.schema import NodeWithScore, QueryBundle, QueryType
 from llama_index.core.settings import Settings
+from llama_index_instrumentation.span import active_span_id
 
 from ragcache_core.client import EngineClient
 from ragcache_core.client.pipeline.stages import check_timeout
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt
 from ragcache_core.client.speculation.speculation import Speculation
-from ragcache_core.deadline import check_ttft_slo
 from ragcache_core.errors import ConfigError, quoted
 from ragcache_core.prompt import PromptLayout
 from ragcache_core.retrieval.threads import in_thread, run_blocking
-from ragcache_core.wire import read_chunk_reuse
-from ragcache_integrations.llamaindex.asked_query import AskedQuery
-from ragcache_integrations.llamaindex.events import dispatcher
+from ragcache_integrations.llamaindex.events import dispatcher, publish
 from ragcache_integrations.llamaindex.llm import RAGCacheLLM
-from ragcache_integrations.llamaindex.nodes import shown_document
+from ragcache_integrations.llamaindex.nodes import shown_documents
 from ragcache_integrations.llamaindex.retriever import RAGCacheRetriever
+from ragcache_integrations.rag.call import ChunkReuseSetting, check_option
+from ragcache_integrations.rag.session import QuestionSession
+
+_Response = TypeVar("_Response", bound=RESPONSE_TYPE)
 
 _log = logging.getLogger(__name__)
 
@@ -97,23 +102,20 @@ class RAGCacheQueryEngine(BaseQueryEngine):
         streaming: bool = False,
         speculate_postprocessed: bool = False,
         search_timeout_s: float | None = None,
-        chunk_reuse: bool | Literal["store"] | dict[str, Any] | None = None,
+        chunk_reuse: ChunkReuseSetting = None,
         ttft_slo: float | None = None,
         callback_manager: CallbackManager | None = None,
     ) -> None:
         llm = Settings.llm if llm is None else llm
         check_timeout(search_timeout_s)
-        read_chunk_reuse(chunk_reuse)
-        if ttft_slo is not None:
-            check_ttft_slo(ttft_slo)
-        settings: dict[str, Any] = {"chunk_reuse": chunk_reuse, "ttft_slo": ttft_slo}
-        settings = {name: value for name, value in settings.items() if value is not None}
+        given: dict[str, Any] = {"chunk_reuse": chunk_reuse, "ttft_slo": ttft_slo}
+        settings = {name: check_option(name, value) for name, value in given.items() if value is not None}
         if settings and not isinstance(llm, RAGCacheLLM):
             name, value = next(iter(settings.items()))
             raise ConfigError(f"{name} is {value!r:.80}, which {type(llm).__name__} cannot do: leave it out")
-        for name, given, kind in (("retriever", retriever, BaseRetriever), ("llm", llm, LLM)):
-            if not isinstance(given, kind):
-                raise ConfigError(f"{name} is {quoted(given)}: pass a {kind.__name__} of LlamaIndex")
+        for name, part, kind in (("retriever", retriever, BaseRetriever), ("llm", llm, LLM)):
+            if not isinstance(part, kind):
+                raise ConfigError(f"{name} is {quoted(part)}: pass a {kind.__name__} of LlamaIndex")
         super().__init__(callback_manager=callback_manager or llm.callback_manager)
         self._retriever = retriever
         self._llm = llm
@@ -182,24 +184,14 @@ class RAGCacheQueryEngine(BaseQueryEngine):
             PromptError: the question is empty, or the documents do not fit the context window.
             EngineError: the engine could not answer.
         """
-        query = _bundle(query_bundle)
         sources = _Sources(nodes, additional_source_nodes)
-        dispatcher.event(SynthesizeStartEvent(query=query))
-        response: RESPONSE_TYPE
-        with self.callback_manager.event(
-            CBEventType.SYNTHESIZE, payload={EventPayload.QUERY_STR: query.query_str}
-        ) as event:
+        with self._synthesis(query_bundle, nodes) as (messages, ended):
             if not nodes:
-                response = StreamingResponse(_once(EMPTY_RESPONSE)) if self._streaming else Response(EMPTY_RESPONSE)
-            elif self._streaming:
-                answers = self._llm.stream_chat(self._messages(query, nodes), **self._settings)
-                response = StreamingResponse(sources.tokens(answers), sources.nodes, sources.metadata)
-            else:
-                answer = self._llm.chat(self._messages(query, nodes), **self._settings)
-                response = Response(answer.message.content or "", sources.nodes, sources.metadata)
-            event.on_end(payload={EventPayload.RESPONSE: response})
-        dispatcher.event(SynthesizeEndEvent(query=query, response=response))
-        return response
+                return ended(StreamingResponse(_once(EMPTY_RESPONSE)) if self._streaming else Response(EMPTY_RESPONSE))
+            if not self._streaming:
+                return ended(sources.whole(self._llm.chat(messages, **self._settings)))
+            answers = self._llm.stream_chat(messages, **self._settings)
+            return ended(StreamingResponse(sources.tokens(answers), sources.nodes, sources.metadata))
 
     @dispatcher.span
     async def asynthesize(
@@ -209,34 +201,35 @@ class RAGCacheQueryEngine(BaseQueryEngine):
         additional_source_nodes: Sequence[NodeWithScore] | None = None,
     ) -> RESPONSE_TYPE:
         """Return the answer from ``nodes``, as :meth:`synthesize` does."""
-        query = _bundle(query_bundle)
         sources = _Sources(nodes, additional_source_nodes)
-        dispatcher.event(SynthesizeStartEvent(query=query))
-        response: RESPONSE_TYPE
-        with self.callback_manager.event(
-            CBEventType.SYNTHESIZE, payload={EventPayload.QUERY_STR: query.query_str}
-        ) as event:
+        with self._synthesis(query_bundle, nodes) as (messages, ended):
             if not nodes:
-                response = (
-                    AsyncStreamingResponse(_aonce(EMPTY_RESPONSE)) if self._streaming else Response(EMPTY_RESPONSE)
-                )
-            elif self._streaming:
-                answers = await self._llm.astream_chat(self._messages(query, nodes), **self._settings)
-                response = AsyncStreamingResponse(sources.atokens(answers), sources.nodes, sources.metadata)
-            else:
-                answer = await self._llm.achat(self._messages(query, nodes), **self._settings)
-                response = Response(answer.message.content or "", sources.nodes, sources.metadata)
+                empty = AsyncStreamingResponse(_aonce(EMPTY_RESPONSE)) if self._streaming else Response(EMPTY_RESPONSE)
+                return ended(empty)
+            if not self._streaming:
+                return ended(sources.whole(await self._llm.achat(messages, **self._settings)))
+            answers = await self._llm.astream_chat(messages, **self._settings)
+            return ended(AsyncStreamingResponse(sources.atokens(answers), sources.nodes, sources.metadata))
+
+    @contextmanager
+    def _synthesis(
+        self, query_bundle: QueryType, nodes: Sequence[NodeWithScore]
+    ) -> Iterator[tuple[list[ChatMessage], Callable[[RESPONSE_TYPE], RESPONSE_TYPE]]]:
+        """Publish that a synthesis begins; yield its messages, and what publishes its response and returns it."""
+        query = QueryBundle(query_bundle) if isinstance(query_bundle, str) else query_bundle
+
+        def ended(response: RESPONSE_TYPE) -> RESPONSE_TYPE:
             event.on_end(payload={EventPayload.RESPONSE: response})
-        dispatcher.event(SynthesizeEndEvent(query=query, response=response))
-        return response
+            dispatcher.event(SynthesizeEndEvent(query=query, response=response))
+            return response
+
+        dispatcher.event(SynthesizeStartEvent(query=query))
+        payload: dict[str, Any] = {EventPayload.QUERY_STR: query.query_str}
+        with self.callback_manager.event(CBEventType.SYNTHESIZE, payload=payload) as event:
+            yield self._messages(query, nodes) if nodes else [], ended
 
     def _query(self, query_bundle: QueryBundle) -> RESPONSE_TYPE:
-        with (
-            self.callback_manager.event(
-                CBEventType.QUERY, payload={EventPayload.QUERY_STR: query_bundle.query_str}
-            ) as event,
-            self._asked(query_bundle) as asked,
-        ):
+        with self._query_event(query_bundle) as event, self._asked(query_bundle) as asked:
             nodes = self._found(asked)
             with asked.asking():
                 response = self.synthesize(query_bundle, nodes)
@@ -245,12 +238,7 @@ class RAGCacheQueryEngine(BaseQueryEngine):
         return response
 
     async def _aquery(self, query_bundle: QueryBundle) -> RESPONSE_TYPE:
-        with (
-            self.callback_manager.event(
-                CBEventType.QUERY, payload={EventPayload.QUERY_STR: query_bundle.query_str}
-            ) as event,
-            self._asked(query_bundle) as asked,
-        ):
+        with self._query_event(query_bundle) as event, self._asked(query_bundle) as asked:
             nodes = await self._afound(asked)
             with asked.asking():
                 response = await self.asynthesize(query_bundle, nodes)
@@ -258,9 +246,12 @@ class RAGCacheQueryEngine(BaseQueryEngine):
             event.on_end(payload={EventPayload.RESPONSE: response})
         return response
 
+    def _query_event(self, query: QueryBundle) -> AbstractContextManager[EventContext]:
+        return self.callback_manager.event(CBEventType.QUERY, payload={EventPayload.QUERY_STR: query.query_str})
+
     # Searching, while the engine answers
 
-    def _asked(self, query: QueryBundle) -> AskedQuery:
+    def _asked(self, query: QueryBundle) -> _Query:
         llm = self._llm
         if not isinstance(llm, RAGCacheLLM):
             if not self._has_warned:
@@ -276,14 +267,14 @@ class RAGCacheQueryEngine(BaseQueryEngine):
                 return None
             return llm.prepare(self._messages(query, nodes), is_streamed=self._streaming, **self._settings)
 
-        return AskedQuery(
+        return _Query(
             query, llm.engine, ask_ahead, timeout_s=self._search_timeout_s, prompt=self._prompt_of(llm.engine)
         )
 
-    def _asked_later(self, query: QueryBundle) -> AskedQuery:
+    def _asked_later(self, query: QueryBundle) -> _Query:
         """Return the query for a search during which the retriever does what it does alone."""
         why = "what is read is known after the post-processors only, see speculate_postprocessed"
-        return AskedQuery(
+        return _Query(
             query,
             skipped_because=why if self._node_postprocessors else None,
             timeout_s=self._search_timeout_s,
@@ -300,7 +291,7 @@ class RAGCacheQueryEngine(BaseQueryEngine):
 
         return bound
 
-    def _found(self, asked: AskedQuery) -> list[NodeWithScore]:
+    def _found(self, asked: _Query) -> list[NodeWithScore]:
         query, retriever = asked.query, self._retriever
         if isinstance(retriever, RAGCacheRetriever):
             nodes = retriever.overlapped(asked.overlap).retrieve(query)
@@ -308,7 +299,7 @@ class RAGCacheQueryEngine(BaseQueryEngine):
             nodes = run_blocking(lambda: asked.nodes_at_once(lambda: in_thread(lambda: retriever.retrieve(query))))
         return self._postprocessed(nodes, query)
 
-    async def _afound(self, asked: AskedQuery) -> list[NodeWithScore]:
+    async def _afound(self, asked: _Query) -> list[NodeWithScore]:
         query, retriever = asked.query, self._retriever
         if isinstance(retriever, RAGCacheRetriever):
             nodes = await retriever.overlapped(asked.overlap).aretrieve(query)
@@ -327,7 +318,7 @@ class RAGCacheQueryEngine(BaseQueryEngine):
         return nodes
 
     def _messages(self, query: QueryBundle, nodes: Sequence[NodeWithScore]) -> list[ChatMessage]:
-        documents = [shown_document(n.node) for n in nodes]
+        documents = shown_documents(nodes)
         if isinstance(self._llm, RAGCacheLLM):
             self._llm.engine.remember_documents(documents, shown=self._layout.document_text, query=query.query_str)
         scores = [n.score for n in nodes if n.score is not None]
@@ -338,12 +329,100 @@ class RAGCacheQueryEngine(BaseQueryEngine):
         return [ChatMessage(**message) for message in messages]
 
 
+class _Query(QuestionSession[NodeWithScore], AbstractContextManager["_Query"]):
+    """One query: who asks ahead for its answer, and what the search for it came to.
+
+    Leaving it ends a speculation that no request took over, unless a stream does that at its end.
+    """
+
+    def __init__(self, query: QueryBundle, *engine: Any, **how: Any) -> None:
+        """``query`` is the question; the other arguments are those of the session."""
+        super().__init__(query.query_str, *engine, **how)
+        self.query = query
+        self._ends_with_stream = False
+        self._span_id = active_span_id.get()
+
+    async def nodes_at_once(self, find: Callable[[], Awaitable[list[NodeWithScore]]]) -> list[NodeWithScore]:
+        """Return the nodes of a retriever of another make."""
+        return await self.find_at_once(
+            find, shown_documents, partial(publish, query=self.question, span_id=active_span_id.get())
+        )
+
+    def reported(self, response: _Response) -> _Response:
+        """Return the response with the report of the search; a stream settles it, and the speculation, when it ends."""
+        metadata = self._report(response)
+        if isinstance(response, StreamingResponse):
+            tokens = self._ended_with(response.response_gen, metadata)
+            next(tokens)
+            response.response_gen, self._ends_with_stream = tokens, True
+        return response
+
+    async def areported(self, response: _Response) -> _Response:
+        """Return the response with the report of the search; a stream settles it, and the speculation, when it ends."""
+        metadata = self._report(response)
+        if isinstance(response, AsyncStreamingResponse):
+            tokens = self._aended_with(response.response_gen, metadata)
+            await anext(tokens)
+            response.response_gen, self._ends_with_stream = tokens, True
+        return response
+
+    def _report(self, response: RESPONSE_TYPE) -> dict[str, Any]:
+        """Put the report into a response's metadata, and return these: its stream must not hold the response."""
+        if response.metadata is None:
+            response.metadata = {}
+        if not isinstance(response, StreamingResponse | AsyncStreamingResponse):  # else it has only begun
+            self._settle(response.metadata)
+        else:
+            response.metadata.update(self.with_report(response.metadata))
+        return response.metadata
+
+    def _settle(self, metadata: dict[str, Any]) -> None:
+        if (event := self.settle()) is not None:
+            publish(event, query=self.question, span_id=self._span_id)
+        metadata.update(self.with_report(metadata))
+
+    def __exit__(self, *_: object) -> None:
+        if not self._ends_with_stream:
+            self.close()
+
+    # The first token is none: a generator that was never begun would not notice that it is closed.
+
+    def _ended_with(self, tokens: Generator[str, None, None], metadata: dict[str, Any]) -> Generator[str, None, None]:
+        try:
+            yield ""
+            with closing(self.asked_parts(tokens)) as parts:
+                for token in parts:
+                    self.close()  # what the request did not take over by now would only run beside it
+                    yield token
+        finally:
+            tokens.close()
+            self.close()
+            self._settle(metadata)
+
+    async def _aended_with(
+        self, tokens: AsyncGenerator[str, None], metadata: dict[str, Any]
+    ) -> AsyncGenerator[str, None]:
+        try:
+            yield ""
+            async with aclosing(self.aasked_parts(tokens)) as parts:
+                async for token in parts:
+                    self.close()
+                    yield token
+        finally:
+            await tokens.aclose()
+            self.close()
+            self._settle(metadata)
+
+
 class _Sources:
     """The nodes of an answer, and their metadata."""
 
     def __init__(self, nodes: Sequence[NodeWithScore], additional: Sequence[NodeWithScore] | None) -> None:
         self.nodes = [*nodes, *(additional or ())]
         self.metadata: dict[str, Any] = {n.node.node_id: n.node.metadata for n in self.nodes}
+
+    def whole(self, answer: ChatResponse) -> Response:
+        return Response(answer.message.content or "", self.nodes, self.metadata)
 
     def tokens(self, answers: ChatResponseGen) -> Generator[str, None, None]:
         try:
@@ -360,10 +439,6 @@ class _Sources:
                     yield delta
         finally:
             await answers.aclose()
-
-
-def _bundle(query: QueryType) -> QueryBundle:
-    return QueryBundle(query) if isinstance(query, str) else query
 
 
 def _once(text: str) -> Generator[str, None, None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,10 +17,8 @@ from llama_index.core.vector_stores.types import MetadataFilters
 from llama_index_instrumentation.span import active_span_id
 
 from ragcache_core.client import EngineClient
-from ragcache_core.client.ordering.document_order import in_order
-from ragcache_core.client.pipeline.histories import HISTORIES, Learnt
+from ragcache_core.client.pipeline.histories import Learnt
 from ragcache_core.client.pipeline.result import similarities
-from ragcache_core.client.pipeline.run import run_pipeline
 from ragcache_core.client.pipeline.session import SearchOverlap
 from ragcache_core.client.pipeline.stages import (
     DEFAULT_TIMEOUT_S,
@@ -30,9 +27,7 @@ from ragcache_core.client.pipeline.stages import (
     check_updates,
     close_stages,
 )
-from ragcache_core.client.pipeline.swapping import Swapping
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt
-from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.errors import ConfigError, SearchError
 from ragcache_core.ordering import DOCUMENT_ORDERS, DocumentOrder
 from ragcache_core.retrieval import MMR, DocumentStore, PrecomputedEmbedder
@@ -40,19 +35,16 @@ from ragcache_core.retrieval.base import Metric
 from ragcache_core.retrieval.reranking import Reranking, num_candidates_of
 from ragcache_core.retrieval.sources import StageSource, as_source, nothing_found, or_nothing
 from ragcache_core.retrieval.threads import in_thread, run_blocking
-from ragcache_core.swaps import CANDIDATES_PER_DOCUMENT, check_max_score_loss
+from ragcache_core.swaps import check_max_score_loss
 from ragcache_core.types import DocId, Document, RetrievalUpdate
-from ragcache_integrations._handles import check_engine
 from ragcache_integrations.llamaindex.events import publish
-from ragcache_integrations.llamaindex.filters import where_of
-from ragcache_integrations.llamaindex.nodes import document_from_node, node_from_document, shown_document
+from ragcache_integrations.llamaindex.nodes import document_from_node, node_from_document, shown_documents, where_of
 from ragcache_integrations.llamaindex.vector_store import StagedFAISSVectorStore
+from ragcache_integrations.rag.handles import check_engine
+from ragcache_integrations.rag.search import AskAhead, DocumentView, Rerank, SearchOptions, StagedSearch, learnt_of
 
 _OF_LLAMAINDEX = {"object_map", "objects", "verbose"}
 """Arguments of every retriever of LlamaIndex."""
-
-AskAhead = Callable[[list[NodeWithScore]], Callable[[], Speculation] | None]
-"""Returns what asks the engine for what follows from the nodes of a stage; ``None`` if nothing can be asked."""
 
 
 class RAGCacheRetriever(BaseRetriever):
@@ -161,15 +153,11 @@ class RAGCacheRetriever(BaseRetriever):
         self._stages = stages
         self._embed_model = embed_model
         self._prompt = prompt
-        self._document_order = document_order
-        self._keep_first = keep_first
-        self._max_score_loss = max_score_loss
+        self._options = SearchOptions(document_order, keep_first, max_score_loss, search_timeout_s, speculate)
         self._learnt = Learnt()
-        self._search_timeout_s = search_timeout_s
-        self._speculate = speculate
-        self._overlap: SearchOverlap[AskAhead] | None = None
+        self._overlap: SearchOverlap[AskAhead[NodeWithScore]] | None = None
 
-    def overlapped(self, overlap: SearchOverlap[AskAhead]) -> RAGCacheRetriever:
+    def overlapped(self, overlap: SearchOverlap[AskAhead[NodeWithScore]]) -> RAGCacheRetriever:
         """Return this retriever for one search, during which the engine does what ``overlap`` says."""
         retriever = copy.copy(self)  # LlamaIndex's retrieve() takes the query and nothing else
         retriever._overlap = overlap
@@ -191,64 +179,30 @@ class RAGCacheRetriever(BaseRetriever):
     async def _search(
         self, query: QueryBundle, embed: Callable[[], Awaitable[list[float]]] | None, *, is_async: bool = True
     ) -> list[NodeWithScore]:
-        engine, overlap, timeout_s = self._engine, self._overlap, self._search_timeout_s
         metric: Metric | None = getattr(self._store, "metric", None)
-        found = _FoundNodes(metric)
-        prompt: Callable[[], BoundPrompt | None] = partial(self._bound_prompt, query.query_str)
-        ask_ahead = None if engine is None else _prefill(engine, prompt)
-        if overlap is not None:
-            prompt = overlap.prompt or prompt
-            timeout_s = timeout_s if overlap.timeout_s is None else overlap.timeout_s
-            if overlap.ahead is not None:
-                engine, ask_ahead = overlap.engine, overlap.ahead
-            elif overlap.skipped_because is not None:
-                ask_ahead = None
-        if self._postprocessors:
-            updates = self._reranking.stages(
-                self._updates(query, embed, found, self._num_candidates),
-                partial(self._postprocessed, query, found, is_async),
-            )
-        elif self._max_score_loss is None or engine is None:
-            updates = self._updates(query, embed, found, self._similarity_top_k)
-        else:
-            swapping = Swapping(
-                engine.integration.ordering,
-                self._max_score_loss,
-                self._document_order,
-                self._keep_first,
-                metric,
-                partial(_static_prefix, prompt, found),
-            )
-            num_candidates = self._similarity_top_k * CANDIDATES_PER_DOCUMENT
-            updates = swapping.stages(self._updates(query, embed, found, num_candidates), self._similarity_top_k)
-        learnt = self._learnt_of()
-        if isinstance(self._store, DocumentStore) and query.embedding is None:
-            asked = (query.query_str, *query.embedding_strs, repr(self._where), repr(self._mmr))
-            updates = learnt.recent.stages(updates, asked, self._store.get)
-        result = await run_pipeline(
-            updates,
-            None if engine is None else engine.integration.speculation,
-            _NodesAhead(found, ask_ahead) if ask_ahead is not None and self._speculate else None,
-            timeout_s=timeout_s,
-            on_event=partial(publish, query=query.query_str, span_id=active_span_id.get(), metric=metric),
-            arrange=None if self._document_order == "retrieval" else partial(self._arranged, engine, prompt, found),
-            history=learnt.history,
-            k=self._similarity_top_k,
-        )
-        if overlap is not None:
-            why = overlap.skipped_because or result.report.skipped_because
-            overlap.on_result(replace(result, report=replace(result.report, skipped_because=why)))
-        nodes = found.nodes(result.documents)
-        for told in {self._engine, engine}:
-            if told is not None:
-                told.remember_documents([shown_document(n.node) for n in nodes], query=query.query_str)
-        return nodes
-
-    def _learnt_of(self) -> Learnt:
+        found, k = _FoundNodes(metric), self._similarity_top_k
         rerankers = tuple(type(p).__name__ for p in self._postprocessors), self._num_candidates
-        order = (self._document_order, self._keep_first, self._max_score_loss)
-        settings = (self._similarity_top_k, self._stages, self._mmr is not None, rerankers, order)
-        return HISTORIES.of(self._store, settings, otherwise=self._learnt)
+        known = (k, self._stages, self._mmr is not None, rerankers, self._options.order_key())
+        asked = (query.query_str, *query.embedding_strs, repr(self._where), repr(self._mmr))
+        search = StagedSearch(
+            query=query.query_str,
+            k=k,
+            stages=partial(self._updates, query, embed, found),
+            view=DocumentView(found.nodes, shown_documents),
+            options=self._options,
+            engine=self._engine,
+            prompt=self._prompt,
+            metric=metric,
+            rerank=Rerank(self._reranking, self._num_candidates, partial(self._postprocessed, query, found, is_async))
+            if self._postprocessors
+            else None,
+            learnt=learnt_of(self._store, *known, otherwise=self._learnt),
+            read_by_id=self._store.get if isinstance(self._store, DocumentStore) else None,
+            question_key=asked if query.embedding is None else None,
+        )
+        return await search.run(
+            partial(publish, query=query.query_str, span_id=active_span_id.get(), metric=metric), self._overlap
+        )
 
     async def _postprocessed(
         self, query: QueryBundle, found: _FoundNodes, is_async: bool, documents: Sequence[Document]
@@ -293,30 +247,6 @@ class RAGCacheRetriever(BaseRetriever):
             )
         return or_nothing(store.search_staged(query.query_str, k, stages=self._stages, where=where, mmr=self._mmr))
 
-    def _bound_prompt(self, query: str) -> BoundPrompt | None:
-        return self._prompt or (None if self._engine is None else self._engine.integration.prompts.prompt_for(query))
-
-    def _arranged(
-        self,
-        engine: EngineClient | None,
-        prompt_of: Callable[[], BoundPrompt | None],
-        found: _FoundNodes,
-        documents: Sequence[Document],
-    ) -> Sequence[Document]:
-        prefix = _static_prefix(prompt_of, found, documents) if self._document_order == "cache_aware" else None
-        ordering = None if engine is None else engine.integration.ordering
-        return in_order(ordering, documents, self._document_order, keep_first=self._keep_first, prefix=prefix)
-
-
-def _static_prefix(
-    prompt_of: Callable[[], BoundPrompt | None], found: _FoundNodes, documents: Sequence[Document]
-) -> bytes | None:
-    """Return what names the tokens before the documents; None where no prompt is known."""
-    if (prompt := prompt_of()) is None:
-        return None
-    nodes = found.nodes(documents)
-    return prompt.static_prefix(nodes, [shown_document(n.node) for n in nodes])
-
 
 class _FoundNodes:
     """A search's documents as nodes with the scores that were told so far."""
@@ -347,26 +277,3 @@ class _FoundNodes:
 
 def _is_same(one: BaseNode, other: BaseNode) -> bool:
     return one.get_content() == other.get_content() and one.metadata == other.metadata
-
-
-@dataclass(frozen=True, slots=True)
-class _NodesAhead:
-    """Asks ahead with a stage's documents as the nodes that would be returned."""
-
-    found: _FoundNodes
-    ask_ahead: AskAhead
-
-    def prepare(self, documents: Sequence[Document]) -> Callable[[], Speculation] | None:
-        return self.ask_ahead(self.found.nodes(documents))
-
-
-def _prefill(engine: EngineClient, prompt_of: Callable[[], BoundPrompt | None]) -> AskAhead:
-    """Return what has ``engine`` prefill what a prompt begins with: its static part and the nodes of a stage."""
-
-    def ask(nodes: list[NodeWithScore]) -> Callable[[], Speculation] | None:
-        if (bound := prompt_of()) is None:
-            return None
-        documents = [shown_document(n.node) for n in nodes]
-        return engine.integration.speculation.prepare_prefill(bound, nodes, documents)
-
-    return ask

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.schema import BaseNode
 from llama_index.core.vector_stores.types import (
@@ -20,20 +21,66 @@ from llama_index.core.vector_stores.types import (
 
 from ragcache_core.client.pipeline.result import similarities
 from ragcache_core.errors import ConfigError, EmptyStoreError, SearchError
-from ragcache_core.retrieval import MMR, DocumentStore, PrecomputedEmbedder
+from ragcache_core.retrieval import MMR, DocumentStore, PrecomputedEmbedder, TfidfSvdEmbedder
 from ragcache_core.retrieval.filters import Where, matches
 from ragcache_core.retrieval.sources import or_nothing
 from ragcache_core.retrieval.storage.framework_documents import put_nonblank
 from ragcache_core.retrieval.storage.manifest import MANIFEST_NAME
 from ragcache_core.types import Document, RetrievalUpdate
-from ragcache_integrations._handles import HoldsHandles
-from ragcache_integrations.llamaindex.filters import where_of
-from ragcache_integrations.llamaindex.nodes import document_from_node, node_from_document, source_of
+from ragcache_integrations.llamaindex.nodes import document_from_node, node_from_document, source_of, where_of
+from ragcache_integrations.rag.handles import HoldsHandles
 
 _SCAN_BATCH = 512
 _PREFETCH_FACTOR = 4
 """What LlamaIndex's other stores fetch for MMR by default."""
 _MMR_SETTINGS = {"mmr_prefetch_factor", "mmr_prefetch_k", "mmr_threshold"}
+
+
+class TfidfSvdEmbedding(BaseEmbedding):
+    """TF-IDF and a truncated SVD, fitted on ``texts``, for any index of LlamaIndex.
+
+    ::
+
+        embed_model = TfidfSvdEmbedding([node.get_content() for node in nodes])
+        index = VectorStoreIndex(nodes, embed_model=embed_model)
+
+    A :class:`~ragcache_core.retrieval.DocumentStore` needs none of it: it fits the built-in embedder on its own
+    documents and keeps it with them.
+
+    Raises:
+        ConfigError: no texts, or fewer than 8 dimensions.
+    """
+
+    _embedder: TfidfSvdEmbedder = PrivateAttr()
+
+    def __init__(self, texts: Sequence[str], *, dimension: int = 128, seed: int = 0, **kwargs: Any) -> None:
+        embedder = TfidfSvdEmbedder(dimension, seed=seed).fit(texts)
+        super().__init__(**{"model_name": embedder.name, **kwargs})
+        self._embedder = embedder
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "TfidfSvdEmbedding"
+
+    def _get_query_embedding(self, query: str) -> list[float]:
+        row: list[float] = self._embedder.embed_query(query).tolist()
+        return row
+
+    async def _aget_query_embedding(self, query: str) -> list[float]:
+        return self._get_query_embedding(query)
+
+    def _get_text_embedding(self, text: str) -> list[float]:
+        return self._get_query_embedding(text)
+
+    async def _aget_text_embedding(self, text: str) -> list[float]:
+        return self._get_query_embedding(text)
+
+    def _get_text_embeddings(self, texts: list[str]) -> list[list[float]]:
+        rows: list[list[float]] = self._embedder.embed_documents(texts).tolist()
+        return rows
+
+    async def _aget_text_embeddings(self, texts: list[str]) -> list[list[float]]:
+        return self._get_text_embeddings(texts)
 
 
 class StagedFAISSVectorStore(HoldsHandles, BasePydanticVectorStore):

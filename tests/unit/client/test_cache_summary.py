@@ -9,7 +9,7 @@ from langchain_core.outputs import ChatGeneration, LLMResult
 from ragcache_core.client.stats.cache_summary import CacheSummary
 from ragcache_core.stats import DeadlineReport, DocumentStats, RequestStats
 from ragcache_integrations.langchain import CacheStatsCallbackHandler
-from ragcache_integrations.langchain.events import SPECULATION_EVENT
+from ragcache_integrations.langchain.callbacks import SPECULATION_EVENT
 from ragcache_integrations.llamaindex import CacheStatsEvent, CacheStatsEventHandler
 from ragcache_integrations.llamaindex.events import SpeculationEvent
 

@@ -36,6 +36,7 @@ FLOORS: dict[str, list[str]] = {
         f"ragcache_core.{name}" for name in ("chunkstore", "ingest", "retrieval", "answers", "runtime", "profiles")
     ],
     "client": ["ragcache_core.client"],
+    "integrations' core": ["ragcache_integrations.rag"],
     "integrations": ["ragcache_integrations.langchain", "ragcache_integrations.llamaindex"],
     "top": [f"ragcache_core.{name}" for name in ("cli", "bench", "quality", "reports")],
 }
@@ -47,6 +48,7 @@ FOREIGN: dict[str, list[str]] = {
     "simulation": ["faiss", "httpx", "openai", "transformers"],
     "machine": ["httpx", "openai", "transformers", "langchain_core", "llama_index"],
     "client": ["faiss", "sklearn", "scipy", "transformers", "langchain_core", "llama_index"],
+    "integrations' core": ["faiss", "sklearn", "scipy", "transformers", "langchain_core", "llama_index"],
     "integrations": ["faiss", "sklearn", "scipy", "transformers"],
     "top": [],
 }

@@ -300,7 +300,7 @@ def test_no_method_that_is_awaited_needs_more_arguments_than_its_counterpart() -
     awaited = [name for name in dir(StagedFAISS) if name.startswith("a") and hasattr(StagedFAISS, name[1:])]
     assert len(awaited) > 10
     for name in awaited:
-        assert needed(getattr(StagedFAISS, name)) == needed(getattr(StagedFAISS, name[1:])), name
+        assert needed(getattr(StagedFAISS, name)) <= needed(getattr(StagedFAISS, name[1:])), name
 
 
 def test_a_store_is_opened_or_made(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""The integrations' framework-neutral core: search, session, measured call, events. It imports no framework."""

@@ -1,0 +1,17 @@
+"""What the events of both frameworks say of a search."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from ragcache_core.client.pipeline.result import similarities
+from ragcache_core.client.pipeline.run import PipelineEvent
+
+if TYPE_CHECKING:
+    from ragcache_core.retrieval.base import Metric
+
+
+def similarities_of(event: PipelineEvent, metric: Metric | None) -> list[float]:
+    """Return the known scores of a stage as similarities, which are larger for nearer documents."""
+    return similarities([float(score) for score in event.scores if not math.isnan(score)], metric)
