@@ -1,22 +1,22 @@
 """A question's search: by its vector, in the index, and where the store says so by its words as well.
 
-The two are joined by one score, a weighted mean of two cosines, ``w * words + (1 - w) * vectors``. It is computed anew
-for each document that either of them found, so it is the same in every stage and store. It is reported in the
+The two are joined by one score, the weighted mean of BM25 and a cosine: ``w * words + (1 - w) * vectors``. It is
+computed for each document that either of them found, so it is the same in every stage and store. It is reported in the
 store's metric: as it is for ``ip``, and as the squared distance of unit vectors, ``2 - 2 * score``, for ``l2``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ragcache_core.retrieval.base import Cancellation, Ids, Neighbors, Stage, StagedIndex, Vectors, best_first
+from ragcache_core.retrieval.lexical import Similarities, WordScores
 from ragcache_core.retrieval.selection import Selection
 from ragcache_core.retrieval.storage.documents import DocumentTable
 from ragcache_core.retrieval.wanted import Wanted
-from ragcache_core.retrieval.words import Similarities, WordMatches
 
 _CANDIDATES = 2
 """Words and vectors put forward so many times the documents asked for, each."""
@@ -30,7 +30,7 @@ class Question:
     """What is searched for: a vector ``[dimension]`` and, where words count, how often each is asked for."""
 
     vector: Vectors
-    words: Mapping[int, int] | None = None
+    words: Sequence[str] | None = None
 
 
 class Finder:
@@ -50,10 +50,10 @@ class Finder:
         self._word_weight = word_weight
         self._among = among
         self._num_documents = len(documents) if among is None else len(among)
-        self._matches: WordMatches | None = None
+        self._matches: WordScores | None = None
         self._cosines: dict[int, float] = {}
         if question.words is not None and word_weight:
-            self._matches = WordMatches(documents.words(), documents.word_weights(), question.words)
+            self._matches = WordScores(documents.words(), question.words)
 
     def search(self, k: int) -> Neighbors:
         """Return the ``k`` best documents; fewer only where there are fewer."""

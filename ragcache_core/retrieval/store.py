@@ -89,7 +89,7 @@ class DocumentStore(Handle, StoreReader):
         of documents. HNSW looks among ``max(ef_search, k)`` candidates.
 
         ``word_weight`` is the share of the words in how alike a question and a document are: 0 searches by vectors
-        alone, as any embedder but the built-in one does by default; 1 by words (TF-IDF) alone; what is between by both.
+        alone, as any embedder but the built-in one does by default; 1 by words (BM25) alone; what is between by both.
         Words of a document's id, ``title`` and ``source`` are among its words. Scores then are those of unit vectors.
 
         Raises:

@@ -12,11 +12,11 @@ from ragcache_core.retrieval.base import IndexKind, Metric, Neighbors, Stage, St
 from ragcache_core.retrieval.embedders.base import Embedder, check_query
 from ragcache_core.retrieval.filters import Where, conditions_of
 from ragcache_core.retrieval.hybrid import Finder, Question
+from ragcache_core.retrieval.lexical import words_of
 from ragcache_core.retrieval.selection import Selection
 from ragcache_core.retrieval.storage.documents import DocumentTable
 from ragcache_core.retrieval.storage.manifest import Manifest
 from ragcache_core.retrieval.wanted import MMR, Filter, Wanted
-from ragcache_core.retrieval.words import count_words
 from ragcache_core.types import Document, RetrievalUpdate
 
 _FIRST_FETCH = 4
@@ -101,7 +101,7 @@ class Snapshot:
         """
         text = check_text(query)
         vector = check_query(self.embedder.embed_query(text), self.manifest.dimension, from_embedder=True)
-        return Question(vector, count_words(text) if self.manifest.options.word_weight else None)
+        return Question(vector, words_of(text) if self.manifest.options.word_weight else None)
 
     def wanted(
         self, k: int, where: Filter | None = None, score_threshold: float | None = None, mmr: MMR | None = None
@@ -142,7 +142,7 @@ class Snapshot:
 
     def by_words(self, query: str, wanted: Wanted) -> RetrievalUpdate:
         """Return what the words of a question find, before its vector is known: a guess, as the first stage."""
-        finder = self.finder(Question(np.zeros(0, np.float32), count_words(query)), wanted)
+        finder = self.finder(Question(np.zeros(0, np.float32), words_of(query)), wanted)
         found = finder.chosen(finder.by_words(self.count(wanted)), wanted)
         return self.update(Stage(found, is_final=False), 0, {})
 
