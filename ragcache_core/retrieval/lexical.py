@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcache_core.retrieval.base import Ids
-from ragcache_core.retrieval.selection import Mask, Selection
+from ragcache_core.retrieval.filters import Mask, Selection
 from ragcache_core.types import DocId
 
 _CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"

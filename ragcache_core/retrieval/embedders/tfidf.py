@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcache_core.errors import ConfigError, StoreCorruptError
-from ragcache_core.retrieval.base import Ids, Vectors
-from ragcache_core.retrieval.extra import extra_module
+from ragcache_core.retrieval.base import Ids, Vectors, extra_module
 from ragcache_core.retrieval.lexical import words_of
 
 _NUM_BUCKETS = 1 << 22

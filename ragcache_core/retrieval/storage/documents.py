@@ -37,9 +37,8 @@ from ragcache_core.errors import (
 )
 from ragcache_core.private_files import open_private
 from ragcache_core.retrieval.base import Ids, Vectors
-from ragcache_core.retrieval.filters import Where, conditions_of
+from ragcache_core.retrieval.filters import Column, Mask, Selection, Where, conditions_of, evaluate, read_columns
 from ragcache_core.retrieval.lexical import WordIndex, WordIndexWriter, document_words
-from ragcache_core.retrieval.selection import Column, Mask, Selection, evaluate, read_columns
 from ragcache_core.retrieval.storage.manifest import FileEntry, SegmentEntry, read_error, saving, seal_file, verify_file
 from ragcache_core.runtime.terminal import Bar
 from ragcache_core.types import DocId, Document
