@@ -28,7 +28,7 @@ from ragcache_core.memory import Memory, has_gpu, read_memory
 from ragcache_core.private_files import make_private_folder
 from ragcache_core.types import SelectionName
 
-PolicyName = Literal["pgdsf", "gdsf", "lru", "lfu", "hybrid", "s3fifo", "arc", "tournament"]
+PolicyName = Literal["pgdsf", "gdsf", "lru", "lfu", "s3fifo", "arc", "tournament"]
 """What decides which document leaves a full tier."""
 QueueOrder = Literal["cache_aware", "fifo"]
 """Which waiting request is next: the one of which the cache holds most, or the one that came first."""
@@ -261,7 +261,7 @@ class CacheConfig(_Settings):
     policy: PolicyName = "tournament"
     """What decides which document leaves a full tier: ``pgdsf`` by uses, cost of a recomputation and size (RAGCache
     §5.1), ``gdsf`` the same with the cost of the document alone, ``lru`` by the last use, ``lfu`` by the uses,
-    ``hybrid`` by both, ``s3fifo`` and ``arc`` as their papers have it; ``tournament`` tries several half-lives on the
+    ``s3fifo`` and ``arc`` as their papers have it; ``tournament`` tries several half-lives on the
     side and follows the best of them."""
 
     max_cached_documents: Annotated[int, Field(ge=1, le=_LARGEST, strict=True)] | None = None

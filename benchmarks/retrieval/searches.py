@@ -19,11 +19,10 @@ import numpy as np
 from benchmarks.retrieval.pairs import Comparison, compare
 from ragcache_core.retrieval import DocumentStore, PrecomputedEmbedder
 from ragcache_core.retrieval.base import DEFAULT_CUTS, Cancellation, IndexOptions, StagedIndex, stage_cuts
-from ragcache_core.retrieval.filters import parse_filter
+from ragcache_core.retrieval.filters import Selection, parse_filter
 from ragcache_core.retrieval.index.flat import FlatIndex
 from ragcache_core.retrieval.index.hnsw import HNSWIndex
 from ragcache_core.retrieval.index.ivf import IVFIndex
-from ragcache_core.retrieval.selection import Selection
 from ragcache_core.types import Document
 
 K = 5

@@ -7,7 +7,6 @@ from ragcache_core.policy.arc import ARCPolicy
 from ragcache_core.policy.base import NodeStats, ReplacementPolicy
 from ragcache_core.policy.candidate import CandidatePolicy, DecayedFrequencyPolicy, SelfClockedGDSFPolicy
 from ragcache_core.policy.gdsf import GDSFPolicy
-from ragcache_core.policy.hybrid import HybridPolicy
 from ragcache_core.policy.lfu import LFUPolicy
 from ragcache_core.policy.lru import LRUPolicy
 from ragcache_core.policy.pgdsf import PGDSFPolicy
@@ -20,7 +19,6 @@ POLICIES: dict[str, Callable[[PrefillCost], ReplacementPolicy]] = {
     "gdsf": GDSFPolicy,
     "lru": lambda _: LRUPolicy(),
     "lfu": lambda _: LFUPolicy(),
-    "hybrid": lambda _: HybridPolicy(),
     "s3fifo": lambda _: S3FIFOPolicy(),
     "arc": lambda _: ARCPolicy(),
     "tournament": lambda cost: TournamentPolicy(prefill_cost=cost),
@@ -45,7 +43,6 @@ __all__ = [
     "CandidatePolicy",
     "DecayedFrequencyPolicy",
     "GDSFPolicy",
-    "HybridPolicy",
     "LFUPolicy",
     "LRUPolicy",
     "NodeStats",

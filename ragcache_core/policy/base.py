@@ -66,7 +66,7 @@ class ReplacementPolicy(ABC):
     """Says which of two nodes a tier should give up first.
 
     A rank is computed when a node is retrieved and stands until it is retrieved again: that lets a tier keep its
-    nodes in a heap. Where time alone changes the order (:class:`~ragcache_core.policy.hybrid.HybridPolicy`), nodes
+    nodes in a heap. Where the order changes between retrievals (:class:`~ragcache_core.policy.arc.ARCPolicy`), nodes
     are put in buckets in which it does not, and only the first of each bucket are compared, by :meth:`score`.
     """
 

@@ -1,17 +1,24 @@
 """Staged retrieval: documents in a folder, searched by meaning, with a guess after every stage of the search."""
 
 from ragcache_core.retrieval.base import IndexOptions
-from ragcache_core.retrieval.embedders.adapters import LangChainEmbedder, LlamaIndexEmbedder, MiniLMEmbedder
-from ragcache_core.retrieval.embedders.base import Embedder, PrecomputedEmbedder, TrainableEmbedder, as_embedder
+from ragcache_core.retrieval.embedders.base import (
+    Embedder,
+    LangChainEmbedder,
+    LlamaIndexEmbedder,
+    MiniLMEmbedder,
+    PrecomputedEmbedder,
+    TrainableEmbedder,
+    as_embedder,
+)
 from ragcache_core.retrieval.embedders.tfidf import TfidfSvdEmbedder
 from ragcache_core.retrieval.remote.growing import GrowingEffort
 from ragcache_core.retrieval.remote.lancedb import lancedb_stages
 from ragcache_core.retrieval.remote.pgvector import pgvector_stages
 from ragcache_core.retrieval.remote.qdrant import qdrant_stages
+from ragcache_core.retrieval.search import MMR
 from ragcache_core.retrieval.sources import StageSource, as_source, one_stage
 from ragcache_core.retrieval.storage.snapshot import StoreStats
 from ragcache_core.retrieval.store import DocumentStore
-from ragcache_core.retrieval.wanted import MMR
 
 __all__ = [
     "MMR",

@@ -7,17 +7,20 @@ return a new one, so that a search which runs keeps the index it began with.
 
 from __future__ import annotations
 
+import importlib
 import math
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragcache_core.errors import ConfigError, SearchError
-from ragcache_core.retrieval.selection import Selection
+
+if TYPE_CHECKING:
+    from ragcache_core.retrieval.filters import Selection
 
 IndexKind = Literal["ivf", "hnsw", "flat"]
 Metric = Literal["l2", "ip"]
@@ -40,6 +43,37 @@ _LARGEST_SURPRISE = 4.0
 _PACE_WEIGHT = 0.2
 _LEAST_TIMED_S = 0.0002
 """A shorter search is mostly the cost of its calls and says nothing of longer ones."""
+
+_NEEDED_BY = {
+    "retrieval": "document stores and their search need",
+    "qdrant": "stages of a Qdrant collection need",
+    "pgvector": "stages of a Postgres table need",
+}
+
+
+def extra_module(name: str, extra: str = "retrieval") -> Any:
+    """Return a module of an extra.
+
+    Raises:
+        ConfigError: the extra is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{(error.name or name).partition('.')[0]} is not installed, which {_NEEDED_BY[extra]}: "
+            f'pip install "ragcache[{extra}]"'
+        ) from error
+
+
+class _Faiss:
+    """The module ``faiss``, imported when something of it is first asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(extra_module("faiss"), name)
+
+
+faiss: Any = _Faiss()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from ragcache_core.errors import EmptyStoreError
-from ragcache_core.retrieval.reading import StoreReader
+from ragcache_core.retrieval.reader import StoreReader
 from ragcache_core.types import DocId, Document
 
 _MAX_ASKED: Final = 2_000

@@ -5,34 +5,71 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import filelock
 
 from ragcache_core.errors import ConfigError, StoreError, StoreExistsError, StoreNotFoundError
-from ragcache_core.retrieval.base import Encoding, IndexKind, IndexOptions, Metric
-from ragcache_core.retrieval.bound_engines import BoundEngines, CachesDocuments, Warming, outdated
+from ragcache_core.retrieval.base import Encoding, IndexKind, IndexOptions, Metric, extra_module
 from ragcache_core.retrieval.embedders.base import Embedder, as_embedder
 from ragcache_core.retrieval.embedders.tfidf import TfidfSvdEmbedder
-from ragcache_core.retrieval.extra import extra_module
-from ragcache_core.retrieval.reading import StoreReader
+from ragcache_core.retrieval.reader import StoreReader
 from ragcache_core.retrieval.storage.framework_documents import AnyDocument, as_documents
 from ragcache_core.retrieval.storage.manifest import MANIFEST_NAME, Manifest, lock_folder, make_folder, read_manifest
-from ragcache_core.retrieval.storage.opening import load_snapshot, match_embedder
-from ragcache_core.retrieval.storage.snapshot import Snapshot
+from ragcache_core.retrieval.storage.snapshot import Snapshot, load_snapshot, match_embedder
 from ragcache_core.retrieval.storage.writer import Progress, Writer
 from ragcache_core.runtime.handle import Handle
-from ragcache_core.types import DocId
+from ragcache_core.types import DocId, Document
 
 _BUILT_IN_WORD_WEIGHT = 0.95
 """The built-in vectors are made of the same words, blurred. Measured on 206 named pages: more of them finds fewer."""
 
 _logger = logging.getLogger(__name__)
+
+Warming = bool | Callable[[Document], Any]
+"""Whether a new version is prefilled, or a function that returns its prompt."""
+
+
+class CachesDocuments(Protocol):
+    """The methods of an engine that a store calls."""
+
+    def forget(self, doc_ids: Iterable[DocId]) -> object:
+        """Remove the KV of documents."""
+        ...
+
+    def warm(self, documents: Iterable[Document], prompt: Callable[[Document], Any] | None = None) -> object:
+        """Prefill documents."""
+        ...
+
+
+class _BoundEngines:
+    """Engines that delete the KV of replaced and deleted documents."""
+
+    def __init__(self) -> None:
+        self._engines: list[tuple[CachesDocuments, Warming]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._engines)
+
+    def add(self, engine: CachesDocuments, warm: Warming) -> None:
+        """Bind an engine."""
+        self._engines.append((engine, warm))
+
+    def remove(self, engine: CachesDocuments) -> None:
+        """Undo :meth:`add`."""
+        self._engines = [bound for bound in self._engines if bound[0] is not engine]
+
+    def forget(self, gone: Sequence[DocId], new: Sequence[Document] = ()) -> None:
+        """Have the engines forget documents that are ``gone``, and prefill their ``new`` versions where that is set."""
+        for engine, warm in self._engines if gone else ():
+            engine.forget(gone)
+            if warm and new:
+                engine.warm(new, None if warm is True else warm)
 
 
 class DocumentStore(Handle, StoreReader):
@@ -63,7 +100,7 @@ class DocumentStore(Handle, StoreReader):
         self._lock = lock
         self._changing = threading.RLock()
         self._is_changing = False  # by the thread that holds the lock
-        self._engines = BoundEngines()
+        self._engines = _BoundEngines()
 
     @classmethod
     def create(
@@ -89,7 +126,7 @@ class DocumentStore(Handle, StoreReader):
         of documents. HNSW looks among ``max(ef_search, k)`` candidates.
 
         ``word_weight`` is the share of the words in how alike a question and a document are: 0 searches by vectors
-        alone, as any embedder but the built-in one does by default; 1 by words (TF-IDF) alone; what is between by both.
+        alone, as any embedder but the built-in one does by default; 1 by words (BM25) alone; what is between by both.
         Words of a document's id, ``title`` and ``source`` are among its words. Scores then are those of unit vectors.
 
         Raises:
@@ -322,7 +359,7 @@ class DocumentStore(Handle, StoreReader):
                     self._find(snapshot, [document.doc_id for document in batch])
                 if replacing and self._engines:
                     here = {document.doc_id: document for document in batch if document.doc_id in self}
-                    gone = outdated(self.get(here), here.values())
+                    gone = _outdated(self.get(here), here)
                 changed = writer.add(
                     snapshot,
                     batch,
@@ -332,7 +369,7 @@ class DocumentStore(Handle, StoreReader):
                     batch_size=batch_size,
                 )
                 self._snapshot = changed
-        self._engines.tell(gone, [document for document in batch if document.doc_id in set(gone)])
+        self._engines.forget(gone, [document for document in batch if document.doc_id in set(gone)])
         return [document.doc_id for document in batch]
 
     def delete(self, doc_ids: Iterable[DocId], *, missing_ok: bool = False) -> None:
@@ -347,7 +384,7 @@ class DocumentStore(Handle, StoreReader):
             found = self._find(snapshot, wanted, missing_ok=missing_ok)
             if found:
                 self._snapshot = writer.delete(snapshot, found.values())
-        self._engines.tell([doc_id for doc_id in wanted if doc_id in found])
+        self._engines.forget([doc_id for doc_id in wanted if doc_id in found])
 
     @contextmanager
     def _change(self) -> Iterator[Writer]:
@@ -377,6 +414,15 @@ class DocumentStore(Handle, StoreReader):
             embedder = self._snapshot.embedder
             self._snapshot = load_snapshot(self._folder, lambda found: match_embedder(self._folder, found, embedder))
         return self._snapshot
+
+
+def _outdated(stored: Iterable[Document], new: Mapping[DocId, Document]) -> list[DocId]:
+    """Return the ids of the stored documents that differ from their new versions."""
+
+    def content(document: Document) -> tuple[str, dict[str, object]]:
+        return document.text, dict(document.metadata)
+
+    return [document.doc_id for document in stored if content(document) != content(new[document.doc_id])]
 
 
 def _warn_of_wordless(folder: Path, snapshot: Snapshot) -> None:

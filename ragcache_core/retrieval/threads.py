@@ -14,22 +14,23 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
+
 from ragcache_core.errors import StoreError
-from ragcache_core.retrieval.base import Cancellation, SearchPace, Stage, stage_cuts
-from ragcache_core.retrieval.extra import faiss
-from ragcache_core.retrieval.hybrid import Question
+from ragcache_core.retrieval.base import Cancellation, SearchPace, Stage, faiss, stage_cuts
+from ragcache_core.retrieval.lexical import words_of
+from ragcache_core.retrieval.search import Question, Search, SearchQuery
 from ragcache_core.retrieval.storage.snapshot import Snapshot
-from ragcache_core.retrieval.wanted import Wanted
 from ragcache_core.runtime.kept_threads import KeptThreads
-from ragcache_core.types import Document, RetrievalUpdate
+from ragcache_core.types import RetrievalUpdate
 
 _Result = TypeVar("_Result")
 
 _INTERRUPT_POLL_S = 0.25
 _LEAST_EMBEDDING_S = 0.005
-"""A question that is embedded sooner is not looked for by its words before."""
+"""A question that is embedded in less time has no stage of words alone."""
 _threads = KeptThreads("ragcache-retrieve")
-"""Those of what may block for good: whoever's retriever, embedder, reranker or filter it is."""
+"""Threads for calls that may block for ever: a user's retriever, embedder, reranker or filter."""
 
 
 class SearchThreads:
@@ -66,57 +67,49 @@ class SearchThreads:
         return await asyncio.wrap_future(self.submit(work))
 
     async def text_updates(
-        self, snapshot: Snapshot, query: str, wanted: Wanted, stages: int | Sequence[float] | None
+        self, snapshot: Snapshot, text: str, query: SearchQuery, stages: int | Sequence[float] | None
     ) -> AsyncGenerator[RetrievalUpdate, None]:
         """Yield what :meth:`updates` does. Where embedding questions takes long, and words count, the first stage is
-        what the question's words find while it is embedded.
+        the result of the words alone while the question is embedded.
         """
 
         def embed() -> Question:
             began_s = self._clock_s()
-            question = snapshot.embed(query)
+            question = Question.of(snapshot, text)
             self._embedding_s = self._clock_s() - began_s
             return question
 
-        embedding, num_guesses = self.submit(embed), 0
-        may_guess = snapshot.manifest.options.word_weight and wanted.mmr is None and not callable(wanted.where)
-        if may_guess and self._embedding_s >= _LEAST_EMBEDDING_S and isinstance(query, str):
-            guess = await self.run(lambda: snapshot.by_words(query, wanted))
-            if guess.documents and not embedding.done():
-                yield guess
-                num_guesses = 1
+        embedding, num_early = self.submit(embed), 0
+        has_words = snapshot.manifest.options.word_weight and query.mmr is None and not callable(query.where)
+        if has_words and self._embedding_s >= _LEAST_EMBEDDING_S and isinstance(text, str):
+            words = Question(np.zeros(0, np.float32), words_of(text))
+            early = await self.run(lambda: Search(snapshot, words, query).run_words())
+            if early.documents and not embedding.done():
+                yield early
+                num_early = 1
         question = await asyncio.wrap_future(embedding)
-        async with aclosing(self.updates(snapshot, question, wanted, stages)) as updates:
+        async with aclosing(self.updates(snapshot, question, query, stages)) as updates:
             async for update in updates:
-                yield replace(update, stage=update.stage + num_guesses) if num_guesses else update
+                yield replace(update, stage=update.stage + num_early) if num_early else update
 
     async def updates(
-        self,
-        snapshot: Snapshot,
-        question: Question,
-        wanted: Wanted,
-        stages: int | Sequence[float] | None,
+        self, snapshot: Snapshot, question: Question, query: SearchQuery, stages: int | Sequence[float] | None
     ) -> AsyncGenerator[RetrievalUpdate, None]:
-        """Yield what the search knows after each stage: one call of the executor for each, awaited in between.
+        """Yield the result of each stage. Each stage is one call of the executor, awaited in between.
 
         The index's search is timed if it reaches its end, without the waits, the words, the filter and the reading of
-        documents. A filter that is a function decides what is found, so that there are no candidates before; it has its
-        own thread.
+        documents. A filter that is a function has one stage, in a thread of its own.
         """
-        if callable(wanted.where):
-            yield await in_thread(lambda: snapshot.search(question, wanted))
+        if callable(query.where):
+            yield await in_thread(lambda: Search(snapshot, question, query).run())
             return
         cancel = Cancellation()
-        if question.words is None and wanted.where is None:
-            finder = snapshot.finder(question, wanted)
+        if question.words is None and query.where is None:
+            search = Search(snapshot, question, query)
         else:
-            snapshot.index_for(wanted.k)
-            finder = await self._stoppable(lambda: snapshot.finder(question, wanted), cancel)
-        count = snapshot.count(wanted)
-        work = finder.work(count)
-        cuts = stage_cuts(stages, work, self._pace.multiply_adds_per_ms, finder.max_default_stages)
-        steps = finder.stages(count, cuts, cancel)
-        seen: dict[int, Document] = {}
+            search = await self._stoppable(lambda: Search(snapshot, question, query), cancel)
+        cuts = stage_cuts(stages, search.work, self._pace.multiply_adds_per_ms, search.max_default_stages)
+        steps = search.stages(cuts, cancel)
         number = 0
         searched_s = 0.0
 
@@ -128,9 +121,8 @@ class SearchThreads:
             if stage is None:
                 return None
             if stage.is_final:
-                self._pace.record(work, searched_s)
-            found = finder.chosen(finder.joined(stage, count).neighbors, wanted)
-            return snapshot.update(Stage(found, stage.is_final), number, seen)
+                self._pace.record(search.work, searched_s)
+            return search.update(stage, number)
 
         try:
             while (update := await self._stoppable(advance, cancel)) is not None:
@@ -154,7 +146,7 @@ class SearchThreads:
 
 
 def run_blocking(make: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
-    """Return what the coroutine that ``make`` returns comes to, whether or not an event loop runs in this thread.
+    """Return the result of the coroutine that ``make`` returns, whether or not an event loop runs in this thread.
 
     It runs in a loop of its own, in a thread of its own with a copy of the caller's context; both have ended when this
     returns or raises. An interrupt of the caller cancels the coroutine and is raised when that has cleaned up.
@@ -208,7 +200,7 @@ def _use_one_thread() -> None:
 
 
 async def in_thread(call: Callable[[], _Result]) -> _Result:
-    """Return what a blocking call comes to. It has a thread to itself: one that never returns holds up nobody."""
+    """Return the result of a blocking call, which has a thread of its own: one that never returns delays no other."""
     outcome: Future[_Result] = Future()
     outcome.set_running_or_notify_cancel()  # a time-out cannot cancel it any more, only forget it
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,9 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcache_core.errors import ConfigError, StoreCorruptError
-from ragcache_core.retrieval.base import Ids, Vectors
-from ragcache_core.retrieval.extra import extra_module
-from ragcache_core.retrieval.words import count_words
+from ragcache_core.retrieval.base import Ids, Vectors, extra_module
+from ragcache_core.retrieval.lexical import words_of
 
 _NUM_BUCKETS = 1 << 22
 _SVD_SHARE = 0.75
@@ -200,10 +200,8 @@ def _right_singular_vectors(terms: Any, rank: int, seed: int, progress: Callable
 
 
 def _count_buckets(text: str) -> Counter[int]:
-    counts: Counter[int] = Counter()
-    for word, count in count_words(text).items():
-        counts[word % _NUM_BUCKETS] += count
-    return counts
+    words = words_of(text) or [text]
+    return Counter(zlib.crc32(word.encode("utf-8", "replace")) % _NUM_BUCKETS for word in words)
 
 
 def _directions(buckets: Ids, dimension: int, seed: int) -> Vectors:

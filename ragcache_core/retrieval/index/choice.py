@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from ragcache_core.errors import StoreCorruptError
-from ragcache_core.retrieval.base import Ids, IndexOptions, StagedIndex, Vectors
-from ragcache_core.retrieval.extra import faiss
+from ragcache_core.retrieval.base import Ids, IndexOptions, StagedIndex, Vectors, faiss
 from ragcache_core.retrieval.index.flat import FlatIndex
 from ragcache_core.retrieval.index.hnsw import HNSWIndex
 from ragcache_core.retrieval.index.ivf import IVFIndex, least_vectors

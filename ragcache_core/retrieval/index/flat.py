@@ -22,9 +22,9 @@ from ragcache_core.retrieval.base import (
     Vectors,
     best_first,
     cut_points,
+    faiss,
 )
-from ragcache_core.retrieval.extra import faiss
-from ragcache_core.retrieval.selection import Selection
+from ragcache_core.retrieval.filters import Selection
 
 _ROWS_PER_CALL = 16384
 """Rows between two looks at the cancel flag: about 1 ms at 384 dimensions."""

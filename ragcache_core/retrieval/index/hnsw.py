@@ -23,10 +23,10 @@ from ragcache_core.retrieval.base import (
     Stage,
     Vectors,
     cut_points,
+    faiss,
 )
-from ragcache_core.retrieval.extra import faiss
+from ragcache_core.retrieval.filters import Mask, Selection
 from ragcache_core.retrieval.index.flat import RowScan
-from ragcache_core.retrieval.selection import Mask, Selection
 
 _LARGEST_DELETED_SHARE = 0.2
 

@@ -30,9 +30,9 @@ from ragcache_core.retrieval.base import (
     Vectors,
     best_first,
     cut_points,
+    faiss,
 )
-from ragcache_core.retrieval.extra import faiss
-from ragcache_core.retrieval.selection import Selection
+from ragcache_core.retrieval.filters import Selection
 
 _NO_HEAP_INIT = 1024
 _WORST = np.finfo(np.float32).max  # Faiss's neutral heap value; infinity would not be

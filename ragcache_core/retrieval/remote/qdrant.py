@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from ragcache_core.errors import ConfigError, SearchError
+from ragcache_core.retrieval.base import extra_module
 from ragcache_core.retrieval.embedders.base import as_embedder
-from ragcache_core.retrieval.extra import extra_module
 from ragcache_core.retrieval.remote.growing import Found, GrowingEffort
 from ragcache_core.types import Document
 

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ragcache_core.errors import (
     DocumentError,
@@ -38,10 +37,10 @@ from ragcache_core.errors import (
 )
 from ragcache_core.private_files import open_private
 from ragcache_core.retrieval.base import Ids, Vectors
-from ragcache_core.retrieval.filters import Where, conditions_of
-from ragcache_core.retrieval.selection import Column, Selection, evaluate, read_columns
+from ragcache_core.retrieval.filters import Column, Mask, Selection, Where, conditions_of, evaluate, read_columns
+from ragcache_core.retrieval.lexical import WordIndex, WordIndexWriter, document_words
 from ragcache_core.retrieval.storage.manifest import FileEntry, SegmentEntry, read_error, saving, seal_file, verify_file
-from ragcache_core.retrieval.words import Postings, WordWeights
+from ragcache_core.runtime.terminal import Bar
 from ragcache_core.types import DocId, Document
 
 _SCHEMA = """
@@ -50,8 +49,7 @@ CREATE TABLE documents (
     doc_id TEXT NOT NULL UNIQUE,
     text TEXT NOT NULL,
     metadata TEXT NOT NULL,
-    vector BLOB NOT NULL,
-    words BLOB
+    vector BLOB NOT NULL
 )
 """
 _ROWS_PER_QUERY = 500
@@ -60,8 +58,8 @@ _MOST_SELECTIONS = 32
 _CURE = "restore the store from a backup, or add the documents anew"
 
 
-Row = tuple[int, DocId, str, str, bytes, bytes | None]
-"""Internal id, document id, text, metadata as JSON, vector as float32 bytes, packed words or ``None``."""
+Row = tuple[int, DocId, str, str, bytes]
+"""Internal id, document id, text, metadata as JSON, vector as float32 bytes."""
 
 
 def check_documents(documents: Sequence[Document]) -> list[str]:
@@ -139,8 +137,8 @@ class SegmentFile:
         self.path = folder / entry.name
         self._entry = entry
         self._lock = threading.Lock()
-        self._postings: Postings | None = None
-        self._posting = threading.Lock()
+        self._words: WordIndex | None = None
+        self._opening_words = threading.Lock()
         self._ids: Ids | None = None
         self._columns: dict[str, Column] = {}
         self._reading_columns = threading.Lock()
@@ -182,12 +180,30 @@ class SegmentFile:
             yield from rows
             last = rows[-1][0]
 
-    def postings(self) -> Postings:
-        """Return the lists of its documents' words. Made once, when first asked for."""
-        with self._posting:
-            if self._postings is None:
-                self._postings = Postings.build(self.scan("words"))
-            return self._postings
+    @property
+    def has_words(self) -> bool:
+        """Whether the file holds a word index. Files of store formats 1 and 2 hold none."""
+        return bool(self.query("SELECT 1 FROM main.sqlite_master WHERE name = 'word_counts'"))
+
+    def words(self) -> WordIndex:
+        """Return the word index; of a file without one, an index in memory that the first call creates."""
+        with self._opening_words:
+            if self._words is None:
+                schema = "main" if self.has_words else "temp"
+                if schema == "temp":
+                    self._index_words()
+                self.query(f"CREATE VIRTUAL TABLE temp.word_places USING fts5vocab({schema}, words, instance)")
+                self._words = WordIndex(self.query)
+            return self._words
+
+    def _index_words(self) -> None:
+        self.query("PRAGMA temp_store = MEMORY")
+        ((total,),) = self.query("SELECT count(*) FROM documents")
+        with Bar("indexing words", total, "documents") as bar, self._reading():
+            writer = WordIndexWriter(self._connection, "temp")
+            for number, (internal_id, doc_id, text, metadata) in enumerate(self.scan("doc_id, text, metadata"), 1):
+                writer.add(internal_id, document_words(doc_id, text, json.loads(metadata)))
+                bar.move_to(number)
 
     def ids(self) -> Ids:
         """Return the internal ids of its documents, deleted or not, ascending. Read once."""
@@ -223,8 +239,7 @@ class DocumentTable:
         self.segments = tuple(segments)
         self._deleted = [frozenset(entry.deleted) for entry, _ in self.segments]
         self._first_ids = [entry.first_id for entry, _ in self.segments]
-        self._words: list[tuple[Postings, NDArray[np.bool_]]] | None = None
-        self._weights: WordWeights | None = None
+        self._words: list[tuple[WordIndex, Mask]] | None = None
         self._counting = threading.RLock()
         self._selections: dict[str, Selection] = {}
 
@@ -273,22 +288,15 @@ class DocumentTable:
         for position, wanted in by_segment.items():
             yield from self.segments[position][1].select(f"internal_id, {columns}", "internal_id", wanted)
 
-    def words(self) -> list[tuple[Postings, NDArray[np.bool_]]]:
-        """Return the words of each segment, and which of its documents are live. Made once, when first asked for."""
+    def words(self) -> list[tuple[WordIndex, Mask]]:
+        """Return the word index of each segment with the mask of its live documents. Read at the first call."""
         with self._counting:
             if self._words is None:
                 self._words = [
-                    (postings := file.postings(), ~np.isin(postings.ids, list(deleted)))
+                    (index := file.words(), ~np.isin(index.ids, list(deleted)))
                     for (_, file), deleted in zip(self.segments, self._deleted, strict=True)
                 ]
             return self._words
-
-    def word_weights(self) -> WordWeights:
-        """Return what each word is worth among all documents. Computed once, when first asked for."""
-        with self._counting:
-            if self._weights is None:
-                self._weights = WordWeights(self.words())
-            return self._weights
 
     @functools.cached_property
     def squared_length(self) -> float:
@@ -355,14 +363,10 @@ class DocumentTable:
         assert position == len(ids), "an internal id is in the index, but in no segment"
         return vectors
 
-    def rows_after(self, position: int, *, with_words: bool) -> Iterator[Row]:
-        """Yield the live rows of the segments from ``position`` on, for a merge.
-
-        Without words they are read from segments of the first store format as well, which have no such column.
-        """
-        words = "words" if with_words else "NULL"
-        for internal_id, values in self._live(f"doc_id, text, metadata, vector, {words}", position):
-            yield (internal_id, *values)
+    def rows_after(self, position: int) -> Iterator[Row]:
+        """Yield the live rows of the segments from ``position`` on, for a merge."""
+        for internal_id, (doc_id, text, metadata, vector) in self._live("doc_id, text, metadata, vector", position):
+            yield internal_id, doc_id, text, metadata, vector
 
     def _live(self, columns: str, position: int = 0) -> Iterator[tuple[int, Any]]:
         for (_, file), deleted in zip(self.segments[position:], self._deleted[position:], strict=True):
@@ -385,21 +389,19 @@ def segments_to_keep(entries: Sequence[SegmentEntry], num_new: int) -> int:
     return next(wasteful, keep)
 
 
-def write_segment(folder: Path, name: str, rows: Iterable[Row]) -> tuple[FileEntry, int]:
+def write_segment(folder: Path, name: str, rows: Iterable[Row], *, with_words: bool) -> tuple[FileEntry, int]:
     """Write a new segment and flush it to the disk; return its entry and the number of rows.
+
+    Args:
+        folder: the store's folder.
+        name: name of the new file.
+        rows: the documents by ascending internal id.
+        with_words: whether the segment gets a word index.
 
     Raises:
         StoreFullError, StoreError
     """
     path = folder / name
-    num_rows = 0
-
-    def counted() -> Iterator[Row]:
-        nonlocal num_rows
-        for row in rows:
-            num_rows += 1
-            yield row
-
     with saving(folder), _writing(path):
         path.unlink(missing_ok=True)  # what an interrupted change left
         os.close(open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
@@ -410,8 +412,14 @@ def write_segment(folder: Path, name: str, rows: Iterable[Row]) -> tuple[FileEnt
             connection.execute("PRAGMA synchronous = OFF")
             connection.execute("BEGIN")
             connection.execute(_SCHEMA)
-            connection.executemany("INSERT INTO documents VALUES (?, ?, ?, ?, ?, ?)", counted())
+            words = WordIndexWriter(connection) if with_words else None
+            for row in rows:
+                connection.execute("INSERT INTO documents VALUES (?, ?, ?, ?, ?)", row)
+                if words is not None:
+                    internal_id, doc_id, text, metadata, _ = row
+                    words.add(internal_id, document_words(doc_id, text, json.loads(metadata)))
             connection.execute("COMMIT")
+            (num_rows,) = connection.execute("SELECT count(*) FROM documents").fetchone()
         finally:
             connection.close()
     return seal_file(folder, name), num_rows

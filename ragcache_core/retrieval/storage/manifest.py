@@ -33,9 +33,9 @@ from ragcache_core.errors import (
 from ragcache_core.private_files import FILE_MODE, make_private, make_private_folder, open_private
 from ragcache_core.retrieval.base import IndexOptions
 
-FORMAT = 2
-"""2: documents may have words. A store of format 1 is read as it is, and becomes one of format 2 when it changes."""
-_READABLE_FORMATS = (1, FORMAT)
+FORMAT = 3
+"""3: segments have word indexes. 2: they have counts of words instead. 1: they have neither, and no word weight."""
+_READABLE_FORMATS = (1, 2, FORMAT)
 MANIFEST_NAME = "manifest.json"
 LOCK_NAME = "writer.lock"
 _OUR_FILE = re.compile(r"documents-\d{6,}\.sqlite|index-\d{6,}\.faiss|embedder-\d{6,}\.npz|manifest\.json\.new")

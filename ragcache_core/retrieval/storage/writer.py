@@ -36,7 +36,6 @@ from ragcache_core.retrieval.storage.manifest import (
     write_manifest,
 )
 from ragcache_core.retrieval.storage.snapshot import Snapshot
-from ragcache_core.retrieval.words import pack_words
 from ragcache_core.runtime.terminal import Bar
 from ragcache_core.types import DocId, Document
 
@@ -64,6 +63,7 @@ class Writer:
     def adopt(self, snapshot: Snapshot) -> Snapshot:
         """Begin from what was found on disk: sweep up what a crash left, save an index that was made anew."""
         sweep(self._folder, read_manifest(self._folder))
+        snapshot = self._with_words(snapshot)
         return self.save_index(snapshot) if snapshot.manifest.index is None else snapshot
 
     def add(
@@ -85,11 +85,11 @@ class Writer:
                 f"document {next(iter(taken))!r} is in the store already: delete it first, put() it, or give it "
                 "another id"
             )
-        embedder, rows, words = _embedded(snapshot, batch, doc_ids, embeddings, progress, batch_size)
+        embedder, rows = _embedded(snapshot, batch, doc_ids, embeddings, progress, batch_size)
         first_id = snapshot.manifest.next_id
         ids = np.arange(first_id, first_id + len(batch), dtype=np.int64)
         new_rows = (
-            (first_id + i, document.doc_id, document.text, metadata[i], rows[i].tobytes(), words[i])
+            (first_id + i, document.doc_id, document.text, metadata[i], rows[i].tobytes())
             for i, document in enumerate(batch)
         )
         changed = snapshot.manifest.changed(dimension=rows.shape[1], next_id=first_id + len(batch))
@@ -127,19 +127,31 @@ class Writer:
             self._finish(changed)
         return replace(snapshot, manifest=changed, num_unsaved=0)
 
+    def _with_words(self, snapshot: Snapshot) -> Snapshot:
+        """Return the snapshot with a word index in each segment; a store of format 2 is written again for that."""
+        changed, documents = snapshot.manifest.changed(), snapshot.documents
+        if not changed.options.word_weight or all(file.has_words for _, file in documents.segments):
+            return snapshot
+        try:
+            with _cleaning_up(self._folder), Bar("converting the store", len(documents), "documents") as bar:
+                converted = self._with_segment(changed, documents, 0, (), bar.move_to)
+                return self._commit(snapshot, changed, converted, snapshot.index, snapshot.embedder, 0)
+        except StoreError as error:
+            _logger.warning("%s keeps its format, and indexes words whenever it is opened: %s", self._folder, error)
+            return snapshot
+
     def _with_segment(
         self,
         changed: Manifest,
         documents: DocumentTable,
         keep: int,
         new_rows: Iterable[Row],
+        report: Callable[[int], object] = lambda _: None,
     ) -> DocumentTable:
-        """Write a segment of what the segments from ``keep`` on hold and ``new_rows``."""
+        """Write a segment of the live documents from segment ``keep`` on and ``new_rows``; ``report`` each row."""
         name = f"documents-{changed.generation:06}.sqlite"
-        with_words = bool(changed.options.word_weight)
-        file, num_rows = write_segment(
-            self._folder, name, chain(documents.rows_after(keep, with_words=with_words), new_rows)
-        )
+        rows = _reported(chain(documents.rows_after(keep), new_rows), report)
+        file, num_rows = write_segment(self._folder, name, rows, with_words=bool(changed.options.word_weight))
         kept, entries = documents.segments[:keep], documents.entries
         if not num_rows:
             return DocumentTable(kept)
@@ -241,12 +253,11 @@ def _embedded(
     embeddings: object | None,
     progress: bool | Progress,
     batch_size: int,
-) -> tuple[Embedder, Vectors, list[bytes | None]]:
-    """Return the embedder, the vectors of ``batch`` and its packed words.
+) -> tuple[Embedder, Vectors]:
+    """Return the embedder and the vectors of ``batch``.
 
     The embedder is a copy that was fitted on the batch, where that is the first.
     """
-    pack = pack_words if snapshot.manifest.options.word_weight else _no_words
     embedder, dimension = snapshot.embedder, snapshot.manifest.dimension
     is_unfitted = isinstance(embedder, TrainableEmbedder) and not embedder.is_fitted
     if embeddings is not None:
@@ -255,8 +266,7 @@ def _embedded(
                 f"this store embeds with {embedder.name!r}, which is fitted on texts: leave embeddings= out, or make "
                 "the store with PrecomputedEmbedder()"
             )
-        vectors = check_embeddings(embeddings, doc_ids, dimension)
-        return embedder, vectors, [pack(document) for document in batch]
+        return embedder, check_embeddings(embeddings, doc_ids, dimension)
     texts = [document.text for document in batch]
     total = len(batch) * (2 if is_unfitted and isinstance(embedder, TfidfSvdEmbedder) else 1)
     with _reporting(progress, total) as report:
@@ -265,19 +275,13 @@ def _embedded(
         elif is_unfitted and isinstance(embedder, TrainableEmbedder):
             embedder = copy.copy(embedder).fit(texts)
         parts: list[Vectors] = []
-        words: list[bytes | None] = []
         for start in range(0, len(batch), batch_size):
             stop = min(start + batch_size, len(batch))
             vectors = embedder.embed_documents(texts[start:stop])
             parts.append(check_embeddings(vectors, doc_ids[start:stop], dimension))
-            words.extend(pack(document) for document in batch[start:stop])
             dimension = parts[0].shape[1]
             report(total - len(batch) + stop)
-    return embedder, np.concatenate(parts), words
-
-
-def _no_words(_: Document) -> None:
-    return None
+    return embedder, np.concatenate(parts)
 
 
 @contextmanager
@@ -290,3 +294,9 @@ def _reporting(progress: bool | Progress, total: int) -> Iterator[Callable[[int]
             yield bar.move_to
     else:
         yield lambda _: None
+
+
+def _reported(rows: Iterable[Row], report: Callable[[int], object]) -> Iterator[Row]:
+    for number, row in enumerate(rows, 1):
+        yield row
+        report(number)

@@ -12,7 +12,6 @@ from ragcache_core.errors import ConfigError
 from ragcache_core.policy import (
     POLICIES,
     GDSFPolicy,
-    HybridPolicy,
     LFUPolicy,
     LRUPolicy,
     NodeStats,
@@ -169,17 +168,6 @@ def test_gdsf_knows_no_prefix() -> None:
     assert policy.rank(alone, 0.0) == policy.rank(after_others, 0.0) == pytest.approx(cost.estimate_s(0, 400) / 400)
 
 
-def test_hybrid_weighs_frequency_and_recency() -> None:
-    policy = HybridPolicy(alpha=0.6, age_requests=100.0)
-    stats = NodeStats(0, 64)
-    for at in (1, 2):
-        retrieve(policy, stats, at)
-    other = NodeStats(1, 64)
-    for at in range(3, 7):
-        retrieve(policy, other, at)
-    assert policy.score(stats, policy.rank(stats, 0.0), 102) == pytest.approx(0.6 * 2 / 4 + 0.4 / (1 + 100 / 100))
-
-
 def test_recency_and_frequency_alone_are_what_their_names_say() -> None:
     lru, lfu = LRUPolicy(), LFUPolicy()
     often, lately = NodeStats(0, 64), NodeStats(1, 64)
@@ -302,8 +290,6 @@ def test_a_shadow_of_gdsf_holds_what_a_tier_of_gdsf_does() -> None:
     ("make", "value"),
     [
         (lambda: PGDSFPolicy(frequency_exponent=0.0), "0.0"),
-        (lambda: HybridPolicy(alpha=1.5), "1.5"),
-        (lambda: HybridPolicy(age_requests=0.0), "0.0"),
         (lambda: TournamentPolicy(half_lives=(5.0,), costless_half_lives=()), "5.0"),
         (lambda: TournamentPolicy(window=0), "0"),
         (lambda: make_policy("clairvoyant"), "clairvoyant"),

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from benchmarks import headline
 from ragcache_core.cli import cli
 from ragcache_core.profiles.random_model import ModelShape, random_model
-from ragcache_core.retrieval.reading import StoreReader
+from ragcache_core.retrieval.reader import StoreReader
 from ragcache_core.sim.traces.trace import Trace, TracedRequest, write_trace
 from ragcache_core.types import RetrievalUpdate
 

@@ -21,7 +21,7 @@ from tests.engine.vllm_plugin.host_scene import Asker, Host
 class HostPolicyMachine(RuleBasedStateMachine):
     """Requests look up, load, store and end, in a tier that is too small for them."""
 
-    @initialize(num_chunks=st.integers(1, 14), policy=st.sampled_from(("pgdsf", "lru", "hybrid", "tournament")))
+    @initialize(num_chunks=st.integers(1, 14), policy=st.sampled_from(("pgdsf", "lru", "lfu", "tournament")))
     def build(self, num_chunks: int, policy: str) -> None:
         self.it = Host(num_chunks, policy, is_selective=policy == "tournament")
         self.askers: list[Asker] = []

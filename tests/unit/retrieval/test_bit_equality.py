@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from ragcache_core.retrieval import base
 from ragcache_core.retrieval.base import Cancellation, Ids, IndexOptions, StagedIndex, Vectors
+from ragcache_core.retrieval.filters import Selection
 from ragcache_core.retrieval.index.choice import build_index
 from ragcache_core.retrieval.index.flat import FlatIndex
 from ragcache_core.retrieval.index.hnsw import HNSWIndex
 from ragcache_core.retrieval.index.ivf import IVFIndex
-from ragcache_core.retrieval.selection import Selection
 
 KINDS = {
     "flat": {"kind": "flat"},

@@ -11,7 +11,7 @@ import pytest
 
 from ragcache_core import errors
 from ragcache_core.retrieval import DocumentStore
-from ragcache_core.retrieval.storage.manifest import LOCK_NAME, MANIFEST_NAME
+from ragcache_core.retrieval.storage.manifest import FORMAT, LOCK_NAME, MANIFEST_NAME
 from tests.support.failing_reads import run_with_failing_reads
 
 from .conftest import make_documents
@@ -119,11 +119,11 @@ def test_a_damaged_index_is_made_again_from_the_stored_vectors(saved: Path) -> N
 def test_a_store_of_a_newer_version_is_refused_and_left_alone(saved: Path) -> None:
     path = saved / MANIFEST_NAME
     manifest = json.loads(path.read_text())
-    manifest["format"] = 3
+    manifest["format"] = FORMAT + 1
     manifest["something new"] = {}
     path.write_text(json.dumps(manifest))
     before = {part: part.read_bytes() for part in parts(saved)}
-    with pytest.raises(errors.StoreVersionError, match=r"format 3.*reads up to 2: upgrade"):
+    with pytest.raises(errors.StoreVersionError, match=f"format {FORMAT + 1}.*reads up to {FORMAT}: upgrade"):
         DocumentStore.open(saved)
     assert {part: part.read_bytes() for part in parts(saved)} == before
 

@@ -14,7 +14,7 @@ import pytest
 
 from ragcache_core import errors
 from ragcache_core.retrieval import DocumentStore
-from ragcache_core.retrieval.storage import manifest, opening
+from ragcache_core.retrieval.storage import manifest, snapshot
 from ragcache_core.retrieval.storage.documents import SegmentFile
 
 from .conftest import make_documents
@@ -146,7 +146,7 @@ def test_a_reader_waits_for_a_pause_of_a_busy_writer(folder: Path, monkeypatch: 
 
 
 def test_a_writer_that_never_pauses_is_not_called_damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(snapshot, "_PATIENCE_S", 0.2)
     with pytest.raises(errors.StoreError, match="changed too fast: try again") as raised:
         change_before_each_read(folder, monkeypatch, 10**6)()
     assert not isinstance(raised.value, errors.StoreCorruptError)
@@ -156,7 +156,7 @@ def test_damage_is_reported_at_once_even_when_patience_is_out(folder: Path, monk
     with DocumentStore.create(folder, index="flat") as store:
         store.add(make_documents(3))
     next(folder.glob("documents-*")).write_bytes(b"x")
-    monkeypatch.setattr(opening, "_PATIENCE_S", -1.0)
+    monkeypatch.setattr(snapshot, "_PATIENCE_S", -1.0)
     with pytest.raises(errors.StoreCorruptError):
         DocumentStore.open(folder, read_only=True)
 

@@ -8,11 +8,12 @@ import json
 import logging
 import math
 import re
+import shutil
 import sqlite3
 import threading
 import time
 from collections import Counter
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack, aclosing, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragcache_core.errors import ConfigError
+from ragcache_core.errors import ConfigError, StoreFullError
 from ragcache_core.retrieval import DocumentStore, TfidfSvdEmbedder
 from ragcache_core.retrieval.base import Metric
+from ragcache_core.retrieval.lexical import WordIndex, WordIndexWriter, WordScores, document_words, words_of
+from ragcache_core.retrieval.storage import writer
 from ragcache_core.retrieval.storage.manifest import MANIFEST_NAME
-from ragcache_core.retrieval.words import Postings, WordMatches, WordWeights, count_words, pack_words
 from ragcache_core.types import Document, RetrievalUpdate
 
 from .conftest import make_documents
@@ -67,21 +69,23 @@ def true_scores(store: DocumentStore, query: str, weight: float) -> dict[str, fl
     for document in documents:
         counts[document.doc_id] = words(document.text)
         for word in words(document.doc_id):
-            counts[document.doc_id][word] += 2
+            counts[document.doc_id][word] += 8
     frequency = Counter(word for count in counts.values() for word in count)
     asked = words(query)
+    mean_length = sum(count.total() for count in counts.values()) / len(documents)
 
     def idf(word: str) -> float:
-        return math.log((1 + len(documents)) / (1 + frequency[word])) + 1
+        return math.log(1 + (len(documents) - frequency[word] + 0.5) / (frequency[word] + 0.5))
 
-    def length(count: Counter[str]) -> float:
-        return math.sqrt(sum((number * idf(word)) ** 2 for word, number in count.items()))
+    def bm25(count: Counter[str]) -> float:
+        norm = 3.0 * (0.25 + 0.75 * count.total() / mean_length)
+        return sum(asked[word] * idf(word) * count[word] / (count[word] + norm) for word in asked)
 
+    highest = sum(asked[word] * idf(word) for word in asked)
     question = np.asarray(store.embedder.embed_query(query), np.float64)
     found = {}
     for document in documents:
-        count = counts[document.doc_id]
-        by_words = sum(asked[word] * count[word] * idf(word) ** 2 for word in asked) / (length(count) * length(asked))
+        by_words = bm25(counts[document.doc_id]) / highest
         vector = np.asarray(store.embedder.embed_documents([document.text])[0], np.float64)
         cosine = vector @ question / (np.linalg.norm(vector) * np.linalg.norm(question) or 1.0)
         found[document.doc_id] = float(weight * by_words + (1 - weight) * cosine)
@@ -89,7 +93,7 @@ def true_scores(store: DocumentStore, query: str, weight: float) -> dict[str, fl
 
 
 @pytest.mark.parametrize("metric", ["l2", "ip"])
-def test_scores_are_the_weighted_mean_of_both_cosines(folder: Path, metric: Metric) -> None:
+def test_scores_are_the_weighted_mean_of_bm25_and_the_cosine(folder: Path, metric: Metric) -> None:
     with DocumentStore.create(folder, index="flat", metric=metric, embedder=Letters(), word_weight=0.6) as store:
         store.add(make_documents(30))
         store.delete(["doc-4", "doc-29"])
@@ -184,38 +188,86 @@ def test_a_store_of_the_first_format_is_searched_as_before_and_can_be_changed(
     with DocumentStore.create(folder, index="flat", word_weight=0) as store:
         store.add(make_documents(20))
         before = store.search("Person7", 5)
-    _age(folder)
+    _age(folder, 1)
     with caplog.at_level(logging.WARNING), DocumentStore.open(folder) as store:
         assert store.search("Person7", 5) == before
         store.add(make_documents(20, first=20))  # merges the old segment
         assert len(store.get(store.ids())) == 40
         assert store.word_weight == 0
     assert "older RAGCache" in caplog.text
-    assert json.loads((folder / MANIFEST_NAME).read_text())["format"] == 2
+    assert json.loads((folder / MANIFEST_NAME).read_text())["format"] == 3
     with DocumentStore.open(folder) as store:
         assert store.search("Person27", 5).documents
 
 
-def _age(folder: Path) -> None:
-    """Make a store what format 1 was: without a weight and a column for words."""
+def test_a_store_of_the_second_format_is_converted_when_it_is_opened(folder: Path, tmp_path: Path) -> None:
+    with DocumentStore.create(folder) as store:
+        for first in (0, 20, 30):
+            store.add(make_documents(10, first=first))
+        store.delete(["doc-3", "doc-22"])
+        expected = [answer(store.search(query, 5)) for query in QUESTIONS]
+        ids = store.ids()
+    _age(folder, 2)
+    shutil.copytree(folder, tmp_path / "old")
+    with DocumentStore.open(folder, read_only=True) as store:  # indexes the words in memory
+        assert [answer(store.search(query, 5)) for query in QUESTIONS] == expected
+    assert json.loads((folder / MANIFEST_NAME).read_text())["format"] == 2
+    with DocumentStore.open(folder) as store:
+        assert [answer(store.search(query, 5)) for query in QUESTIONS] == expected
+        assert store.ids() == ids
+    manifest = json.loads((folder / MANIFEST_NAME).read_text())
+    assert manifest["format"] == 3
+    for segment in manifest["store"]["segments"]:
+        connection = sqlite3.connect(folder / segment["file"]["name"])
+        assert connection.execute("SELECT count(*) FROM word_counts").fetchone() == (28,)
+        connection.close()
+    with DocumentStore.open(folder) as store:  # converted once
+        assert store.stats().generation == manifest["store"]["generation"]
+        assert [answer(store.search(query, 5)) for query in QUESTIONS] == expected
+
+
+def test_a_store_that_cannot_be_converted_is_searched_all_the_same(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with DocumentStore.create(folder) as store:
+        store.add(make_documents(20))
+        expected = [answer(store.search(query, 5)) for query in QUESTIONS]
+    _age(folder, 2)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise StoreFullError("no space left")
+
+    monkeypatch.setattr(writer, "write_segment", full)
+    with caplog.at_level(logging.WARNING), DocumentStore.open(folder) as store:
+        assert [answer(store.search(query, 5)) for query in QUESTIONS] == expected
+    assert "keeps its format" in caplog.text
+
+
+def _age(folder: Path, version: int) -> None:
+    """Make a store what an older format was: 1 had no words, 2 had a column of packed words."""
     manifest = json.loads((folder / MANIFEST_NAME).read_text())
     body = manifest["store"]
-    del body["options"]["word_weight"]
+    if version == 1:
+        del body["options"]["word_weight"]
     for segment in body["segments"]:
         path = folder / segment["file"]["name"]
         connection = sqlite3.connect(path)
-        connection.execute("ALTER TABLE documents DROP COLUMN words")
+        if version == 2:
+            connection.execute("DROP TABLE words")
+            connection.execute("DROP TABLE word_counts")
+            connection.execute("ALTER TABLE documents ADD COLUMN words BLOB")
+            connection.execute("UPDATE documents SET words = x'000000000100'")
         connection.commit()
         connection.close()
         content = path.read_bytes()
         segment["file"] |= {"num_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     digest = hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-    (folder / MANIFEST_NAME).write_text(json.dumps({"format": 1, "store": body, "sha256": digest}))
+    (folder / MANIFEST_NAME).write_text(json.dumps({"format": version, "store": body, "sha256": digest}))
 
 
 def test_names_count_and_what_is_no_name_does_not() -> None:
     def terms(document: Document) -> int:
-        return len(pack_words(document)) // 6
+        return len(set(document_words(document.doc_id, document.text, document.metadata)))
 
     plain = Document("a", "text")
     assert terms(plain) == 2
@@ -228,9 +280,13 @@ def test_names_count_and_what_is_no_name_does_not() -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.text("ab c", max_size=12), min_size=1, max_size=12), st.text("abcd ", min_size=1), st.integers(1, 8))
 def test_the_best_by_words_are_the_true_best(texts: list[str], query: str, count: int) -> None:
-    packed = [(3 * i, pack_words(Document("#1", text))) for i, text in enumerate(texts)]
-    segments = [(part := Postings.build(packed), np.arange(len(part.ids)) % 4 != 3)]
-    matches = WordMatches(segments, WordWeights(segments), count_words(query))
+    with closing(sqlite3.connect(":memory:")) as connection:
+        index = WordIndexWriter(connection)
+        for number, text in enumerate(texts):
+            index.add(3 * number, words_of(text))
+        connection.execute("CREATE VIRTUAL TABLE temp.word_places USING fts5vocab(main, words, instance)")
+        part = WordIndex(lambda sql, arguments: connection.execute(sql, arguments).fetchall())
+        matches = WordScores([(part, np.arange(len(part.ids)) % 4 != 3)], words_of(query))
     similar = matches.of(part.ids)
     assert ((similar >= 0) & (similar < 1 + 1e-9)).all()
     assert not similar[3::4].any(), "they are not live"
@@ -241,8 +297,8 @@ def test_the_best_by_words_are_the_true_best(texts: list[str], query: str, count
 def test_a_word_is_the_same_however_its_accents_and_ligatures_are_encoded() -> None:
     """File names of macOS have accents as letters of their own, PDF files have ligatures."""
     composed, decomposed = "Äpfel für das Café", "A\u0308pfel fu\u0308r das Cafe\u0301"
-    assert count_words(decomposed) == count_words(composed)
-    assert count_words("the o\ufb03ce, \uff21\uff22\uff23") == count_words("the office, ABC")
+    assert words_of(decomposed) == words_of(composed)
+    assert words_of("the o\ufb03ce, \uff21\uff22\uff23") == words_of("the office, ABC")
 
 
 class SlowLetters(Letters):

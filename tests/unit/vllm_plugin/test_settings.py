@@ -23,7 +23,7 @@ def test_what_is_missing_has_its_default(extra: dict[str, Any]) -> None:
 
 def test_what_a_launch_sends_is_what_the_plugin_reads(tmp_path: Path) -> None:
     config = CacheConfig(
-        policy="hybrid",
+        policy="lfu",
         max_cached_documents=3,
         replicated_share=0.25,
         host_bytes="1MiB",
@@ -34,7 +34,7 @@ def test_what_a_launch_sends_is_what_the_plugin_reads(tmp_path: Path) -> None:
     arguments = cache_arguments(config, engine_id="ragcache-1-2-ab", profile=tmp_path / "profile.json")
     transfer = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
     assert PluginSettings.from_extra_config(transfer["kv_connector_extra_config"]) == PluginSettings(
-        policy="hybrid",
+        policy="lfu",
         host_bytes=1 << 20,
         replicated_share=0.25,
         max_cached_documents=3,

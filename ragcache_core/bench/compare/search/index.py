@@ -18,8 +18,8 @@ from ragcache_core.private_files import make_once
 from ragcache_core.retrieval import DocumentStore, PrecomputedEmbedder
 from ragcache_core.retrieval.base import IndexKind
 from ragcache_core.retrieval.index.ivf import IVFIndex
-from ragcache_core.retrieval.reading import StoreReader
-from ragcache_core.retrieval.storage.opening import load_snapshot
+from ragcache_core.retrieval.reader import StoreReader
+from ragcache_core.retrieval.storage.snapshot import load_snapshot
 from ragcache_core.runtime.terminal import Bar
 from ragcache_core.types import Document
 

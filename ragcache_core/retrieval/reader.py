@@ -1,4 +1,4 @@
-"""What a document store is to those who read it: documents by their ids, and the nearest ones, whole or in stages."""
+"""The part of a document store that reads: documents by their ids, and searches in one stage or several."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from ragcache_core.errors import StoreError, UnknownDocumentError
+from ragcache_core.errors import EmptyStoreError, StoreError, TooFewDocumentsError, UnknownDocumentError
 from ragcache_core.retrieval.base import IndexKind, Metric
 from ragcache_core.retrieval.embedders.base import Embedder, check_query
-from ragcache_core.retrieval.hybrid import Question
+from ragcache_core.retrieval.search import MMR, Filter, Question, Search, SearchQuery, check_k
 from ragcache_core.retrieval.storage.snapshot import Snapshot, StoreStats
 from ragcache_core.retrieval.threads import SearchThreads, closed_error
-from ragcache_core.retrieval.wanted import MMR, Filter
 from ragcache_core.types import DocId, Document, RetrievalUpdate
 
 
 class StoreReader:
     """The part of :class:`~ragcache_core.retrieval.store.DocumentStore` that reads: one immutable snapshot at a time.
 
-    Whoever begins to read keeps the snapshot that was published last.
+    A call keeps the snapshot that was published last when it began.
     """
 
     def __init__(self, folder: Path, snapshot: Snapshot) -> None:
@@ -98,8 +97,8 @@ class StoreReader:
             ConfigError: something that is no filter.
         """
         snapshot, _ = self.begin_search()
-        wanted = snapshot.wanted(k, where, score_threshold, mmr)
-        return snapshot.search(snapshot.embed(query), wanted)
+        demand = SearchQuery.of(snapshot, k, where, score_threshold, mmr)
+        return Search(snapshot, Question.of(snapshot, query), demand).run()
 
     def search_vector(
         self,
@@ -112,8 +111,8 @@ class StoreReader:
     ) -> RetrievalUpdate:
         """Return the ``k`` documents nearest to a vector ``[dimension]``, by vectors alone. See :meth:`search`."""
         snapshot, _ = self.begin_search()
-        wanted = snapshot.wanted(k, where, score_threshold, mmr)
-        return snapshot.search(Question(check_query(vector, snapshot.manifest.dimension)), wanted)
+        demand = SearchQuery.of(snapshot, k, where, score_threshold, mmr)
+        return Search(snapshot, Question(check_query(vector, snapshot.manifest.dimension)), demand).run()
 
     async def search_staged(
         self,
@@ -137,8 +136,8 @@ class StoreReader:
         is one stage more, the first.
         """
         snapshot, threads = self.begin_search()
-        wanted = snapshot.wanted(k, where, score_threshold, mmr)
-        async with aclosing(threads.text_updates(snapshot, query, wanted, stages)) as updates:
+        demand = SearchQuery.of(snapshot, k, where, score_threshold, mmr)
+        async with aclosing(threads.text_updates(snapshot, query, demand, stages)) as updates:
             async for update in updates:
                 yield update
 
@@ -154,9 +153,9 @@ class StoreReader:
     ) -> AsyncGenerator[RetrievalUpdate, None]:
         """Yield what the search knows after each stage. See :meth:`search_staged`."""
         snapshot, threads = self.begin_search()
-        wanted = snapshot.wanted(k, where, score_threshold, mmr)
+        demand = SearchQuery.of(snapshot, k, where, score_threshold, mmr)
         question = Question(check_query(vector, snapshot.manifest.dimension))
-        async with aclosing(threads.updates(snapshot, question, wanted, stages)) as updates:
+        async with aclosing(threads.updates(snapshot, question, demand, stages)) as updates:
             async for update in updates:
                 yield update
 
@@ -166,7 +165,14 @@ class StoreReader:
         Raises:
             SearchError, EmptyStoreError, TooFewDocumentsError
         """
-        self.begin_search()[0].check_k(k)
+        self._check_open()
+        num_wanted, num_documents = check_k(k), len(self._snapshot.documents)
+        if not num_documents:
+            raise EmptyStoreError("the store holds no documents yet: add some before searching")
+        if num_wanted > num_documents:
+            raise TooFewDocumentsError(
+                f"{k} documents were asked for, the store holds {num_documents}: use a smaller k"
+            )
 
     def begin_search(self) -> tuple[Snapshot, SearchThreads]:
         """Return the state that a search beginning now keeps until it ends, and the threads that run it.
