@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
 
 _EVICTED_AHEAD = 32
-"""Blocks that are evicted before they are needed."""
+"""Maximum number of blocks that are evicted before they are needed."""
 _CACHED_PER_AHEAD = 128
-"""One in so many cached blocks is evicted ahead at most."""
+"""Cached blocks per block that is evicted ahead."""
 
 
 class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
