@@ -84,6 +84,7 @@ class TierState:
     def clear_column(self, node_id: int) -> None:
         """Forget a node that is gone, before its id is given to another."""
         self.in_use.pop(node_id, None)
+        self.slots[node_id] = None
         self.ranks[node_id] = 0.0
         self._is_offered[node_id] = 0
         self._is_copied[node_id] = 0

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import compress, islice
 from typing import TYPE_CHECKING
 
 from ragcache_core.tree import Location, masks_of
@@ -481,7 +481,11 @@ class TreeBlockPool(BlockPool):
             place or self.controller.locate_block(hashes, index, request.request_id)
             for index, place in enumerate(known, first)
         ]
-        self.free_block_queue.cache(blocks[first:num_full_blocks], places)
+        new = blocks[first:num_full_blocks]
+        if any(block.is_null for block in new):  # vLLM has cached nothing for these
+            is_real = [not block.is_null for block in new]
+            new, places = list(compress(new, is_real)), list(compress(places, is_real))
+        self.free_block_queue.cache(new, places)
 
     # A holder of what may be forgotten
 
