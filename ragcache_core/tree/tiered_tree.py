@@ -250,7 +250,7 @@ class TieredTree(PrefixTree):
 
     def owners_of(self, keys: Iterable[Hashable]) -> list[Owner]:
         """Return the owner of each unit; None for units without an owner and for unknown ones."""
-        return [None if (at := self.locate(key)) is None else at.node.owner for key in keys]
+        return [None if place is None else place.node.owner for place in self.locate_all(keys)]
 
     def evict_own(self, tier: Tier, owner: Owner, num_units: int, protected: Shield = NO_UNITS) -> list[EvictedUnit]:
         """Do :meth:`evict_up_to` with what is ``owner``'s alone."""
