@@ -1,4 +1,4 @@
-"""What changed in a tree's tiers, for whoever keeps something that depends on it."""
+"""Nodes of a tree that changed, for readers that keep data derived from them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from ragcache_core.tree.node import TreeNode
 
 
 class NodeChanges:
-    """Nodes of which other units lie in some tier than before, that were cut, or that are gone from the tree."""
+    """Nodes whose resident units changed, that were cut, or that left the tree."""
 
     def __init__(self) -> None:
         self._readers: list[set[TreeNode]] = []
 
     def subscribe(self) -> set[TreeNode]:
-        """Return a set that every node is put into from now on; whoever asked for it empties it."""
+        """Return a set that every changed node is added to from now on; the caller empties it."""
         nodes: set[TreeNode] = set()
         self._readers.append(nodes)
         return nodes

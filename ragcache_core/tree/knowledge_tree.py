@@ -20,28 +20,28 @@ class KnowledgeTree(TieredTree):
 
     The root is what every request shares: nothing where several applications with prefixes of their own share an
     engine; those are then nodes like documents. A path from the root is an order of documents, because the KV of a
-    document depends on what stands before it. Each tier holds some units of some nodes; it gives up the last unit of
-    its lowest-ranked leaf first, so that what is left is always a usable prefix.
+    document depends on the tokens before it. Each tier holds some units of some nodes. It evicts the last unit of its
+    lowest-ranked leaf first, which always leaves usable prefixes.
 
     Nothing here reads a clock, a file or a socket, or knows what a unit is: the engine and the simulator run the same
     object. Not thread-safe.
 
     Attributes:
         shadows: of a :class:`TournamentPolicy`'s candidates; none where none run.
-        renamed: ids of nodes that got a name after they came to a tier below the GPU; whoever keeps names there takes
-            them out.
+        renamed: ids of nodes that got a name after they entered a tier below the GPU; the tier that stores names
+            removes them.
         conversations: which requests are whose next turns.
         returning: whether conversations go on.
 
     Args:
         policy: ranks the nodes.
         ghost_size: how many evicted documents keep their numbers in the tree, and their places in shadows.
-        keeps_frequency: whether a document's numbers survive its eviction ("ghost" counts). Without, they start anew
+        keeps_frequency: whether a document's statistics survive its eviction ("ghost" counts). Without, they restart
             when it has left the last tier (RAGCache's text leaves it open).
         shadow_tokens: tokens that each shadow of a :class:`TournamentPolicy` holds; 0 runs none.
-        moves_down: whether what leaves a tier is put into the next one by whoever evicts it.
+        moves_down: whether the caller puts what leaves a tier into the next one.
         replicated_units: units of the most used upper nodes (a prompt's prefix and first document) that host memory
-            gives up last while they lie on the GPU; 0 are none.
+            evicts last while they lie on the GPU; 0 for none.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class KnowledgeTree(TieredTree):
         self._ghosts.pop(node.id, None)
 
     def is_retained(self, key: Hashable) -> bool:
-        """Return whether somebody retains the unit ``key`` itself, and not one behind it."""
+        """Return whether the unit ``key`` itself is retained, and not only one after it."""
         return key in self._retained
 
     def retained_path(self, key: Hashable) -> list[TreeNode] | None:
@@ -175,7 +175,7 @@ class KnowledgeTree(TieredTree):
             cost_per_token_s: what each token of a missed node is charged with:
                 :meth:`ReplacementPolicy.cost_per_token_s <ragcache_core.policy.ReplacementPolicy.cost_per_token_s>`
                 of the tree's policy.
-            turn: the number of the conversation's turn that it is, as :attr:`conversations` says; 0: nobody asked.
+            turn: number of the conversation's turn, as :attr:`conversations` says; 0 where it is unknown.
         """
         self.num_requests += 1
         if turn:
@@ -229,7 +229,7 @@ class KnowledgeTree(TieredTree):
                 self._set_frequency(node, expected_uses)
 
     def forget(self, nodes: Iterable[TreeNode]) -> None:
-        """Let nodes, with all behind them, be as if nobody had retrieved them: those that nobody uses are gone.
+        """Reset the statistics of nodes and their descendants; unused ones leave the tree.
 
         What lies in tiers is taken out of them before.
         """
@@ -265,7 +265,7 @@ class KnowledgeTree(TieredTree):
             state.update_rank(node)
 
     def _claim(self, path: Sequence[TreeNode], turn: int) -> None:
-        """Give what is nobody else's on a path to its conversation: what stands behind the documents of its first turn.
+        """Assign the unshared end of a path to its conversation: the nodes after the documents of its first turn.
 
         What another conversation uses as well ranks as documents do.
         """
@@ -309,7 +309,7 @@ class KnowledgeTree(TieredTree):
         self._note_if_ghost(node)
 
     def _forget_uses(self, nodes: Iterable[TreeNode]) -> None:
-        """Let nodes that have left the last tier start anew, where frequencies are not to survive that."""
+        """Reset the statistics of nodes that left the last tier, where they do not survive eviction."""
         if self._keeps_frequency:
             return
         for node in nodes:

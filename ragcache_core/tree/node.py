@@ -11,7 +11,7 @@ from ragcache_core.types import DocId
 
 NO_IDS: Final[frozenset[DocId]] = frozenset()
 MAX_OTHER_IDS: Final = 32
-"""Names of the same tokens that are known: who names them anew in every request would have them grow without end."""
+"""Bound on the names of the same tokens: a client that sends a new name in every request must not grow it forever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,10 @@ class TreeNode(NodeStats):
         children: by the first key of the child; None where there are none.
         doc_id: the document, if the run has a name.
         other_ids: documents with the same tokens, and those that lie in its first unit as a whole.
-        owner: the tenant or the collection whose it is; None is nobody's. What has no name is whose that before it is.
+        owner: tenant or collection that owns it, or None. A node without a name has its parent's owner.
         num_pins: while positive, no tier may evict it.
         num_users: while positive, it stays in the tree, resident or not.
-        is_private: no other application may know that it is here, or what stands behind it: it was asked with a salt.
+        is_private: it was requested with a salt: no other application may see it or its descendants.
         stored_s: the moment from which on units of it have been in some tier, and so the age of the oldest of them.
         updated: sequence number of the last change of its numbers; breaks ties between equal ranks.
     """
@@ -84,7 +84,7 @@ class TreeNode(NodeStats):
         return (1 << len(self.keys)) - 1
 
     def num_tokens_of(self, num_units: int) -> int:
-        """Return the tokens of so many of its units."""
+        """Return the tokens of its first ``num_units`` units."""
         return self.num_tokens if num_units == len(self.keys) else round(num_units * self.num_tokens / len(self.keys))
 
     def iter_children(self) -> Iterator[TreeNode]:

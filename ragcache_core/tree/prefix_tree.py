@@ -150,16 +150,16 @@ class PrefixTree:
     # For the subclass
 
     def _on_new_ids(self, num_ids: int) -> None:
-        """Grow for so many nodes more than there ever were."""
+        """Grow the columns by ``num_ids`` nodes."""
 
     def _on_new(self, node: TreeNode) -> None:
-        """Take note of a new node, which is not resident anywhere."""
+        """Handle a new node, which is not resident anywhere."""
 
     def _on_split(self, node: TreeNode, lower: TreeNode) -> None:
         """Divide what is known of ``node``, which kept its first units, with ``lower``, which has the others."""
 
     def _on_renamed(self, node: TreeNode, doc_ids: Collection[DocId]) -> None:
-        """Take note that ``node`` got the names ``doc_ids`` besides those that it had."""
+        """Handle a node that got the names ``doc_ids`` besides those that it had."""
 
     def _next_sequence(self) -> int:
         self._sequence += 1
@@ -210,7 +210,7 @@ class PrefixTree:
         return path
 
     def _name(self, node: TreeNode, segment: PathSegment) -> None:
-        """Take note of further documents that a node is, as far as there are not too many already."""
+        """Add documents to a node, up to :data:`MAX_OTHER_IDS`."""
         before = node.doc_ids()
         node.doc_id = node.doc_id or segment.doc_id
         if len(node.other_ids) < MAX_OTHER_IDS:

@@ -134,7 +134,7 @@ class Shadow:
             self._leave_behind()
 
     def _leave_behind(self) -> None:
-        """Take note of an entry that counts no longer: it is passed over when it comes up, or dropped with others."""
+        """Count an entry that is no longer valid: it is skipped when it comes up, or dropped with others."""
         self._num_left_behind += 1
         if self._num_left_behind > _MAX_LEFT_BEHIND + len(self._heap) // 2:
             lowest: dict[int, int] = {}
@@ -145,7 +145,7 @@ class Shadow:
             self._num_left_behind = 0
 
     def _evict(self, retrieved: AbstractSet[TreeNode], nodes: Sequence[TreeNode | None]) -> bool:
-        """Give up the lowest-ranked leaf that is not in ``retrieved``, which leave the heap; False if there is none."""
+        """Evict the lowest-ranked leaf outside ``retrieved``, which leave the heap; return whether there is one."""
         heap = self._heap
         while heap:
             node_id = heap[0] & _ID_MASK

@@ -1,4 +1,4 @@
-"""How much of a tier each tenant or collection has, and who of them gives up units for others."""
+"""How much of a tier each tenant or collection has, and whose units are evicted for others."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Owner = str | None
 class Shares:
     """Units of one tier by their owner, with what each may have.
 
-    A full tier takes from those that have more than their share first, and from nobody so much that less than the share
-    is left, as long as somebody else has more. A quota is never exceeded for long: who is at it gives up his own.
+    A full tier evicts from owners above their share first, and takes no owner below its share while another one is
+    above. A quota is never exceeded for long: an owner at its quota evicts its own units.
 
     Attributes:
         owned: units that lie in the tier, by owner.
-        evicted: units that it gave up since the start, by owner.
+        evicted: units that it evicted since the start, by owner.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Shares:
     def divide(self, num_units: int, weights: Mapping[Owner, float], quotas: Mapping[Owner, int]) -> None:
         """Divide a tier of ``num_units`` by ``weights``; a quota, in units, is the most that an owner may have.
 
-        Who has no weight has no share: he has what others leave.
+        An owner without a weight has no share: it uses what others leave.
         """
         total = sum(weights.values())
         self._quotas = dict(quotas)
@@ -46,7 +46,7 @@ class Shares:
         self.owned[owner] = self.owned.get(owner, 0) + num_units
 
     def count_evicted(self, owner: Owner, num_units: int) -> None:
-        """Count units that the tier gave up, or after all did not."""
+        """Count evicted units; a negative number takes an eviction back."""
         self.evicted[owner] = self.evicted.get(owner, 0) + num_units
 
     def share_of(self, owner: Owner) -> int:
@@ -58,7 +58,7 @@ class Shares:
         return self.owned.get(owner, 0) - self.share_of(owner)
 
     def over(self) -> frozenset[Owner]:
-        """Return who has more than his share; O(owners)."""
+        """Return the owners above their share; O(owners)."""
         return frozenset(owner for owner in self.owned if self.surplus(owner) > 0)
 
     @property
@@ -67,6 +67,6 @@ class Shares:
         return self._quotas
 
     def over_quota(self, owner: Owner, num_new: int = 0) -> int:
-        """Return how many units an owner has to give up for ``num_new`` of his own to come; 0 where there is room."""
+        """Return how many of its units an owner must evict before it adds ``num_new``; 0 where they fit."""
         quota = self._quotas.get(owner)
         return 0 if quota is None else max(self.owned.get(owner, 0) + num_new - quota, 0)

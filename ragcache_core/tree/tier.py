@@ -1,4 +1,4 @@
-"""One tier's view of the tree: what is resident in it, and what it would give up first."""
+"""One tier's view of the tree: what is resident in it, and what it evicts first."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class TierState:
     Attributes:
         resident: bit i is set where unit i of the node lies in this tier.
         slots: what the tier's owner keeps for each unit that lies here, as a block or a row; None for a node without.
-        num_resident_children: children of the node with any unit here; only a node with none may give up units.
+        num_resident_children: children of the node with any unit here; only a node without one is evictable.
         ranks: the policy's, as of the node's last update.
-        in_use: units that a transfer or a running request holds; sparse.
+        in_use: units that transfers or running requests hold; sparse.
         clock: the highest rank evicted (RAGCache §5.1, Eq. 2), one for each tier.
-        num_units, num_evicted_units: resident now; given up since the start.
+        num_units, num_evicted_units: resident now; evicted since the start.
         num_entries: in the heaps, dead ones included.
         slower: the tiers below, whose units may stand on this tier's, or be copies of them.
-        protected: ids of nodes that are given up last; the tree's, which tells when one is no longer.
+        protected: ids of nodes that are evicted last; the tree calls :meth:`unprotect` when one is no longer.
         shares: of its tenants, if there are any.
 
     Heaps are lazy: an entry whose node was updated, left, got a child or is held is dropped when it comes up, and
@@ -84,6 +84,7 @@ class TierState:
     def clear_column(self, node_id: int) -> None:
         """Forget a node that is gone, before its id is given to another."""
         self.in_use.pop(node_id, None)
+        self.slots[node_id] = None
         self.ranks[node_id] = 0.0
         self._is_offered[node_id] = 0
         self._is_copied[node_id] = 0
@@ -122,7 +123,7 @@ class TierState:
         return (held is None or not held >> unit & 1) and not self.is_base(node, unit)
 
     def update_rank(self, node: TreeNode) -> None:
-        """Take note that a node was just retrieved."""
+        """Update the rank of a node that was just retrieved."""
         if node.is_transient:
             self.ranks[node.id] = -math.inf
         elif self._uses_clock:
@@ -145,13 +146,13 @@ class TierState:
         self.num_entries += 1
 
     def worth(self, node: TreeNode, num_requests: int) -> float:
-        """Return what a node would be compared by here, of which nothing may lie here yet."""
+        """Return the score that a node would have in this tier, resident or not."""
         if self._uses_clock or node.is_transient:
             return self.ranks[node.id]
         return self.policy.score(node, self.policy.rank(node, 0.0), num_requests)
 
     def record_copies(self, node: TreeNode) -> None:
-        """Take note that units of ``node`` came or went, here or below: its rank may be discounted, or no longer."""
+        """Update whether the rank of ``node`` is discounted, after its units changed here or in a slower tier."""
         here = missing = self.resident[node.id]
         for state in self.slower:
             missing &= ~state.resident[node.id]
@@ -166,7 +167,7 @@ class TierState:
         return bool(self._is_copied[node.id])
 
     def unprotect(self, node: TreeNode) -> None:
-        """Take note that a node is no longer protected."""
+        """Make a node that is no longer protected a normal candidate."""
         if node.id in self._aside:
             self._aside.remove(node.id)
             self._is_offered[node.id] = 0
@@ -186,7 +187,7 @@ class TierState:
     def candidate(
         self, nodes: Sequence[TreeNode | None], num_requests: int, owners: Collection[Owner] | None = None
     ) -> TreeNode | None:
-        """Return the node that should give up its last resident unit, or None. It stays a candidate.
+        """Return the node whose last resident unit is evicted next, or None. It stays a candidate.
 
         A protected one only where there is no other. It is one of ``owners``, if they are given; O(owners).
         """
@@ -224,7 +225,7 @@ class TierState:
         return any(self._node_of(entry, {node.id: node}) is node for entry in entries if entry[2] == node.id)
 
     def rerank(self) -> None:
-        """Rank everything anew, a few candidates at a time, because the policy has changed its mind.
+        """Rank all candidates again, a few at a time, after the policy changed its ranking.
 
         The candidates with the lowest old ranks come first, so what is evicted meanwhile is the lowest of them by the
         new order.

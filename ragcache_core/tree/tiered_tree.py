@@ -20,11 +20,11 @@ Shield = Mapping[TreeNode, int]
 """Units that stay while others are evicted: a mask of them for each node."""
 NO_UNITS: Final[Shield] = MappingProxyType({})
 ANYBODY: Final = ""
-"""In place of an owner: it is not known for whom units are evicted, or they have to go whoever it is."""
+"""In place of an owner: the owner that units are evicted for is unknown, or does not matter."""
 
 
 class _Victim(NamedTuple):
-    """The node that gives up units next, how many at most, and whether it has to, whatever they are worth."""
+    """The node whose units are evicted next, their maximum number, and whether their rank is ignored."""
 
     node: TreeNode
     num_units: int
@@ -37,7 +37,7 @@ class TieredTree(PrefixTree):
     What ranks mean, and what becomes of a node that is nowhere, belongs to the subclass.
 
     A node stays in a tier while slower ones have units that stand on its copy there; with ``moves_down`` it may leave,
-    because whoever evicts it puts it into the next tier (:meth:`victim`, :meth:`give_up`).
+    because the caller puts it into the next tier (:meth:`victim`, :meth:`give_up`).
 
     Attributes:
         tiers: by :class:`~ragcache_core.types.Tier`.
@@ -46,8 +46,8 @@ class TieredTree(PrefixTree):
         protected: how many of those are in a node or below it, by node id; such a node is evicted last.
         replicated: nodes whose copy in host memory is evicted last, by node id, with their units.
         num_replicated_units: of all of them.
-        changes: is told of every node that changes, if somebody wants to know.
-        now_s: the moment, as whoever feeds the tree tells it.
+        changes: records every node that changes; None where no reader needs it.
+        now_s: the current time in seconds, which the caller sets.
     """
 
     def __init__(self, policy: ReplacementPolicy, *, moves_down: bool = False) -> None:
@@ -93,7 +93,7 @@ class TieredTree(PrefixTree):
         """Keep nodes in their tiers until :meth:`unpin`.
 
         Pin whole paths for a moment only: inserting a prompt that leaves one inside a pinned node is an error, for a
-        node cannot be cut while somebody holds it.
+        pinned node cannot be cut.
         """
         for node in nodes:
             node.num_pins += 1
@@ -212,8 +212,8 @@ class TieredTree(PrefixTree):
         """Take ``num_units`` units out of ``tier``, the lowest-ranked leaf's last ones first (Algorithm 1, EVICT).
 
         Atomic: where fewer can go, none goes and None is returned. ``protected`` units stay;
-        ``size_of`` a key says for how many its unit counts, where that is not one. Those of owners that have more than
-        their share go first; for somebody who has no less than his, no others than those and his own.
+        ``size_of`` a key says for how many its unit counts, where that is not one. Units of
+        owners above their share are evicted first. An owner at its share can evict only those and its own.
         """
         state = self.tiers[tier]
         clock = state.clock
@@ -242,15 +242,15 @@ class TieredTree(PrefixTree):
     ) -> list[EvictedUnit]:
         """Do :meth:`evict`, but where fewer can go that rank lower than ``below``, take those.
 
-        Who has more than his share gives up what ranks higher as well, for somebody who has less.
+        Owners above their share also lose higher-ranked units, where ``for_owner`` is below its own share.
         """
         evicted = self._evict(self.tiers[tier], num_units, protected, below, size_of, for_owner)
         self._forget_uses(unit.node for unit in evicted)
         return evicted
 
     def owners_of(self, keys: Iterable[Hashable]) -> list[Owner]:
-        """Return whose each of some units is; nobody's, where the tree does not know it."""
-        return [None if (at := self.locate(key)) is None else at.node.owner for key in keys]
+        """Return the owner of each unit; None for units without an owner and for unknown ones."""
+        return [None if place is None else place.node.owner for place in self.locate_all(keys)]
 
     def evict_own(self, tier: Tier, owner: Owner, num_units: int, protected: Shield = NO_UNITS) -> list[EvictedUnit]:
         """Do :meth:`evict_up_to` with what is ``owner``'s alone."""
@@ -279,7 +279,7 @@ class TieredTree(PrefixTree):
         return evicted
 
     def victim(self, tier: Tier) -> TreeNode | None:
-        """Return the node that ``tier`` gives up next, or None; it may be put elsewhere before :meth:`give_up`."""
+        """Return the node that ``tier`` evicts next, or None; the caller may copy it before :meth:`give_up`."""
         return self.tiers[tier].candidate(self._nodes, self.num_requests)
 
     def give_up(self, node: TreeNode, tier: Tier) -> None:
@@ -298,13 +298,13 @@ class TieredTree(PrefixTree):
     # For the subclass
 
     def _on_arrived(self, node: TreeNode) -> None:
-        """Take note that a node is in a tier that it was not in, or is protected."""
+        """Handle a node that entered a tier or became protected."""
 
     def _on_left(self, node: TreeNode) -> None:
-        """Take note that a node has left a tier, or is no longer pinned or protected."""
+        """Handle a node that left a tier, or is no longer pinned or protected."""
 
     def _forget_uses(self, nodes: Iterable[TreeNode]) -> None:
-        """Take note that nodes have given up units for good."""
+        """Handle nodes whose units were evicted for good."""
 
     # Inside
 
@@ -424,7 +424,7 @@ class TieredTree(PrefixTree):
         return evicted
 
     def _next_victim(self, state: TierState, num_units: int, for_owner: Owner, *, is_own_alone: bool) -> _Victim | None:
-        """Return what gives up units next, of those whose turn it is."""
+        """Return the next node to evict from, within the limits of owners."""
         shares = state.shares
         owners: Collection[Owner] | None = None
         if is_own_alone:
@@ -489,7 +489,7 @@ class TieredTree(PrefixTree):
             self.tiers[Tier.HOST].unprotect(node)
 
     def _note_change(self, node: TreeNode, state: TierState) -> None:
-        """Take note that units of ``node`` came to ``state``, left it, or are another node's since it was cut.
+        """Record that units of ``node`` entered or left ``state``, or moved to another node by a cut.
 
         What concerns a tier concerns those above it, whose copies may be copies no longer.
         """

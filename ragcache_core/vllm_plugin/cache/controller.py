@@ -91,7 +91,7 @@ class CacheController:
         shadow_blocks: blocks of the larger tier, GPU or host, which a tournament's shadows imitate.
         prefill_cost: seconds of a prefill.
         is_profiled: whether they were measured.
-        tiers: the GPU's and the host's; a disk is told of by :meth:`add_tier` when its store is open.
+        tiers: GPU and host; :meth:`add_tier` adds a disk when its store is open.
         max_protected_units: blocks that are protected from eviction for queued requests.
         has_room: whether a speculative request would be admitted at once; never by default.
         chunks: which chunks are stored, with chunk reuse.
@@ -102,7 +102,7 @@ class CacheController:
         is_profiled: whether the seconds of a prefill were measured.
         queue: of real requests in vLLM's scheduler, by their ``request_id``.
         last_step: the first and the last moment of the engine's last step.
-        forgetting: gives up documents, and has whoever keeps KV do so.
+        forgetting: deletes documents from all holders of KV.
         pins: documents that are evicted last.
         contents: lists what is cached.
         shared: the store that this engine and others use, where there is one.
@@ -212,7 +212,7 @@ class CacheController:
         self.tenants.drop_unread()
 
     def tick(self, now_s: float) -> None:
-        """Take note of the time, in seconds since 1970 that do not jump, and give up what is too old by then.
+        """Set the time, in monotonic seconds since 1970, and delete expired KV.
 
         That is looked for now and then, and so what would be too old before the next time goes now.
         """
@@ -556,7 +556,7 @@ class CacheController:
         return self._finished[request_id]
 
     def forget(self, doc_ids: Set[DocId]) -> dict[str, object]:
-        """Give documents up in all tiers, with what stands behind them; see :class:`Forgetting`."""
+        """Delete documents from all tiers, with dependent KV; see :class:`Forgetting`."""
         self.record_change()
         self._insert_answers()
         receipt = self.forgetting.forget(doc_ids)
@@ -673,8 +673,8 @@ class CacheController:
     def defers_answer(self, state: RequestState, num_cached_blocks: int) -> bool:
         """Return whether a block that follows ``num_cached_blocks`` enters the tree only once it becomes free.
 
-        A block in use cannot be evicted, and nobody looks for an answer before it is given. Where the tiers below store
-        answers, or groups of windows and states follow the tree, each block enters it as soon as it is full.
+        A block in use cannot be evicted, and no request needs an answer before it is complete. Each block
+        enters the tree as soon as it is full where lower tiers store answers, or the tree has windows and states.
         """
         is_answer = num_cached_blocks >= state.num_prompt_tokens // self.tokens_per_block
         return is_answer and not state.is_answer_stored and state.first_private is None and not self.groups.others

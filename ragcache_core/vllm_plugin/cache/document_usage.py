@@ -62,7 +62,7 @@ class DocumentUses:
             self._uses.pop(doc_id, None)
 
     def clear(self) -> None:
-        """Count all documents anew."""
+        """Reset the counts of all documents."""
         self._uses.clear()
 
     def hottest(self) -> list[dict[str, object]]:

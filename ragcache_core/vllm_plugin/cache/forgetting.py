@@ -1,12 +1,12 @@
-"""Documents that are to be gone: from every tier and every chunk, with what stands behind them.
+"""Deletion of documents from every tier and every chunk, with all KV that depends on them.
 
-What nobody uses is given up at once. A request that is in the engine keeps what it has, and nobody else finds that any
-more; what it stores no further goes with it. A tier whose disk writes or reads of it leaves it when that has ended::
+Unused KV is deleted at once. A request in the engine keeps its blocks, but no other request hits them, and no further
+KV of it is stored. KV that a disk reads or writes is deleted when the transfer has ended::
 
-    forget -> every holder gives up what it can -> [requests end, transfers end, the disk has overwritten it] -> gone
+    forget -> every holder deletes what it can -> [requests end, transfers end, the disk is overwritten] -> deleted
 
-Documents are known by the ids under which requests named them, in their spans. The same tokens under several ids are
-the documents of all these ids: to forget one is to forget that KV.
+Documents are known by the ids that requests gave them in their spans. The same tokens under several ids are one
+document with several ids: deletion of one id deletes the KV of all.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from ragcache_core.vllm_plugin.cache.pins import Pins
 
 _FEW_APPROXIMATE = 1024
-"""So many beginnings of approximate KV are remembered before those that are gone are looked for."""
+"""First blocks of approximate KV that are kept before deleted ones are removed from the set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """What is to be given up.
+    """What a holder must delete.
 
     Attributes:
         doc_ids: the documents.
-        units: of the tree, as they stand there and behind, each before those that stand on it.
-        requests: those in the engine that keep some of it, each with its first such block.
-        is_all: whatever there is, also what no document or unit names.
+        units: of the tree: those of the documents and their descendants, parents first.
+        requests: ids of requests in the engine that use some of it, with the index of the first such block.
+        is_all: delete everything, also what has no document or unit.
     """
 
     doc_ids: Set[DocId]
@@ -47,7 +47,7 @@ class Forgotten:
 
 @dataclass(slots=True)
 class Freed:
-    """What a holder gave up, or will when it is let go: blocks and bytes by tier, variants of chunks, ids it knew."""
+    """What a holder deleted or will delete once it is released: blocks and bytes by tier, chunk versions, known ids."""
 
     num_blocks: dict[Tier, int] = field(default_factory=dict)
     num_bytes: dict[Tier, int] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Freed:
     doc_ids: set[DocId] = field(default_factory=set)
 
     def add(self, other: Freed) -> None:
-        """Add what another holder gave up."""
+        """Add what another holder deleted."""
         for mine, theirs in ((self.num_blocks, other.num_blocks), (self.num_bytes, other.num_bytes)):
             for tier, number in theirs.items():
                 mine[tier] = mine.get(tier, 0) + number
@@ -64,33 +64,33 @@ class Freed:
 
 
 class Holder(Protocol):
-    """A tier, or whatever else keeps KV of documents."""
+    """A tier, or another owner of documents' KV."""
 
     def forget(self, forgotten: Forgotten) -> Freed:
-        """Give up what is forgotten, or let nobody find it until it is let go; return how much that is."""
+        """Delete KV, or hide it until it is released; return how much that is."""
         ...
 
     def num_left(self) -> int:
-        """Return how much of what was forgotten is still here, after giving up what can be given up now."""
+        """Delete what can be deleted now, and return how many blocks to be deleted are still here."""
         ...
 
     def why_left(self) -> str | None:
-        """Return why something may stay here for good, with the cure; None if nothing does."""
+        """Return why some KV may never be deleted here, with a hint; None if there is none."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class OutOfReach:
-    """A holder that cannot be asked, and says why: it may have anything."""
+    """A holder that cannot be reached: any KV may be left there."""
 
     why: str
 
     def forget(self, forgotten: Forgotten) -> Freed:
-        """Give up nothing."""
+        """Delete nothing."""
         return Freed()
 
     def num_left(self) -> int:
-        """Return 0: nobody knows."""
+        """Return 0: the number is unknown."""
         return 0
 
     def why_left(self) -> str:
@@ -99,28 +99,27 @@ class OutOfReach:
 
 
 def why_on_disk(folders: Iterable[object], disk: str = "the disk tier") -> str:
-    """Return why a disk that is out of service may have what was forgotten, and what to do about it."""
+    """Return why a disk that is out of service may still hold deleted KV, with a hint."""
     names = ", ".join(map(str, folders))
     return f"{disk} is out of service, and may serve it again after the next start: before that, delete {names}"
 
 
 def why_in_store(url: str) -> str:
-    """Return why a store that is used no more may have what was forgotten."""
+    """Return why a shared store that is no longer used may still hold deleted KV."""
     return f"the shared store {url} is used no more, and may have it: delete it there, or wait until it does"
 
 
 class Forgetting:
-    """Forgets documents, and knows what of them is left.
+    """Deletes documents from all holders, and counts what is left of them.
 
     Args:
-        tree: knows where they are.
-        requests: those in the engine, by id.
-        tokens_per_block: of a unit.
-
-        pins: protect nothing of what goes.
+        tree: locates the documents.
+        requests: the requests in the engine, by id.
+        tokens_per_block: tokens of a unit.
+        pins: loses the pins of deleted documents.
 
     Attributes:
-        store_at_most: stores no more of a request below the GPU than so many tokens, if there is anything below.
+        store_at_most: limits how many tokens of a request are stored below the GPU; None without lower tiers.
     """
 
     def __init__(
@@ -138,24 +137,24 @@ class Forgetting:
 
     @property
     def holders(self) -> tuple[Holder, ...]:
-        """Who is told, in the order in which they came."""
+        """The holders, in the order in which they were added."""
         return tuple(self._holders)
 
     def add_holder(self, holder: Holder) -> None:
-        """Have somebody told of what is forgotten."""
+        """Add an owner of KV."""
         self._holders.append(holder)
 
     def remove_holder(self, holder: Holder, *, why_left: str | None = None) -> None:
-        """Tell somebody no more who is given up; ``why_left`` says what he may still have of all that is forgotten."""
+        """Remove a holder that is out of service; ``why_left`` says why it may still hold deleted KV."""
         if holder in self._holders:
             self._holders.remove(holder)
             if why_left is not None:
                 self.add_holder(OutOfReach(why_left))
 
     def on_approximated(self, key: Key) -> None:
-        """Take note of a block with which approximate KV begins.
+        """Record the first block of approximate KV.
 
-        What it was computed behind once is not known by its place, so it goes with any document that is forgotten.
+        Its position does not say which documents it depends on, so any deletion of a document deletes it.
         """
         self._approximate.add(key)
         if len(self._approximate) > self._most_approximate:
@@ -163,30 +162,30 @@ class Forgetting:
             self._most_approximate = max(2 * len(self._approximate), _FEW_APPROXIMATE)
 
     def forget(self, doc_ids: Set[DocId]) -> dict[str, object]:
-        """Give documents up, and return the receipt; see :class:`~ragcache_core.stats.ForgetReceipt`."""
-        return self._give_up(_tops([*self._tree.named(doc_ids), *self._approximate_nodes()]), doc_ids)
+        """Delete documents, and return the receipt; see :class:`~ragcache_core.stats.ForgetReceipt`."""
+        return self._delete(_tops([*self._tree.named(doc_ids), *self._approximate_nodes()]), doc_ids)
 
     def forget_approximate(self) -> None:
-        """Give up all approximate KV: something that it may have been made of is too old."""
+        """Delete all approximate KV: it may depend on KV that has expired."""
         self.forget_nodes(self._approximate_nodes())
 
     def forget_all(self) -> dict[str, object]:
-        """Give up everything, and return the receipt."""
+        """Delete everything, and return the receipt."""
         tops = list(self._tree.root.iter_children())
         named = {name for top in tops for node in top.below() for name in (node.doc_id, *node.other_ids)}
-        return self._give_up(tops, {name for name in named if name is not None} | self._pins.doc_ids, is_all=True)
+        return self._delete(tops, {name for name in named if name is not None} | self._pins.doc_ids, is_all=True)
 
     def forget_nodes(self, nodes: Iterable[TreeNode]) -> None:
-        """Give up nodes, with what stands behind them; their documents stay what they are elsewhere."""
+        """Delete nodes and their descendants; other nodes of their documents stay."""
         if tops := _tops(nodes):
-            self._give_up(tops, frozenset())
+            self._delete(tops, frozenset())
 
     def _approximate_nodes(self) -> list[TreeNode]:
         places = {key: at for key in self._approximate if (at := self._tree.locate(key)) is not None}
         self._approximate = set(places)
         return [at.node for at in places.values()]
 
-    def _give_up(self, tops: Sequence[TreeNode], doc_ids: Set[DocId], *, is_all: bool = False) -> dict[str, object]:
+    def _delete(self, tops: Sequence[TreeNode], doc_ids: Set[DocId], *, is_all: bool = False) -> dict[str, object]:
         nodes = [node for top in tops for node in top.below()]
         units = [cast("Key", key) for node in nodes for key in node.keys]
         named = {name for node in nodes for name in (node.doc_id, *node.other_ids)}
@@ -199,7 +198,7 @@ class Forgetting:
         self._pins.on_forgotten(doc_ids, all_units)
         for request_id, first_block in forgotten.requests.items():
             state = self._requests[request_id]
-            state.has_forgotten |= bool(doc_ids) or is_all  # what is only too old is no secret
+            state.has_forgotten |= bool(doc_ids) or is_all  # expired KV is no secret
             state.apart = ()
             if state.first_private is None or first_block < state.first_private:
                 state.first_private = first_block
@@ -222,7 +221,7 @@ class Forgetting:
         }
 
     def left(self) -> dict[str, object]:
-        """Return what is left of all that was forgotten so far, after giving up what can be given up now."""
+        """Delete what can be deleted now, and return what is left of all deletions so far."""
         return {
             "num_requests": sum(state.has_forgotten for state in self._requests.values()),
             "num_blocks": sum(holder.num_left() for holder in self._holders),
@@ -230,12 +229,12 @@ class Forgetting:
         }
 
     def sweep(self) -> None:
-        """Give up what could not be given up before, and can be now."""
+        """Delete what could not be deleted before and can be now."""
         if self._is_waiting:
             self._is_waiting = sum(holder.num_left() for holder in self._holders) > 0
 
     def _concerned(self, doc_ids: Set[DocId], tops: Iterable[TreeNode], freed: Freed) -> dict[str, int]:
-        """Return the requests in the engine that have something of it, each with its first such block.
+        """Return the requests in the engine that use deleted KV, each with its first such block.
 
         Keys are chained: a request has a block at or below a top node exactly where it has that node's first block.
         """
@@ -255,6 +254,6 @@ class Forgetting:
 
 
 def _tops(nodes: Iterable[TreeNode]) -> list[TreeNode]:
-    """Return those of ``nodes`` that stand behind none of the others."""
+    """Return those of ``nodes`` that are no descendants of others of them."""
     chosen = {node.id: node for node in nodes}
     return [node for node in chosen.values() if not any(step.id in chosen for step in node.path()[:-1])]

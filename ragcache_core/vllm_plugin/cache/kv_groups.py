@@ -167,7 +167,7 @@ class OtherBlocks(Generic[Slot]):
         return iter(self._keys)
 
     def add(self, slot: Slot, group: int, key: Key, is_here: Callable[[Key], bool]) -> None:
-        """Take in a block that nobody uses any more; see :meth:`KVGroups.is_worth_keeping`.
+        """Add a block that is no longer used; see :meth:`KVGroups.is_worth_keeping`.
 
         It is of no use as well where its unit is not in the tier: no hit reaches that far.
         """
@@ -201,7 +201,7 @@ class OtherBlocks(Generic[Slot]):
         return 1 + sum(slot not in self._useless for slot in self._slots.get(key, ()))
 
     def lose_unit(self, key: Key) -> None:
-        """Take note that a unit has left the tier, and not by eviction."""
+        """Handle a unit that left the tier without eviction."""
         self._useless.update(self._slots.get(key, {}))
 
     def clear(self) -> None:

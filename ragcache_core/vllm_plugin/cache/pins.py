@@ -41,7 +41,7 @@ class Pins:
         limit: how many blocks the pinned paths of a tenant, or None for all others, may have together; asked whenever
             it matters.
         describe: returns what a number of blocks is in words, and what the limit comes from, for a refusal.
-        tenant_of: returns whose a path is, by its last node's owner; nobody's without it.
+        tenant_of: returns the tenant of a path, by its last node's owner; None without one.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Pins:
         return gone
 
     def on_used(self, path: Sequence[TreeNode]) -> None:
-        """Take note of a path that is used: what is pinned on it is protected, where the limit allows."""
+        """Protect the pinned nodes of a path that is used, where the limit allows."""
         last = next((node for node in reversed(path) if node.is_named(self.doc_ids) and not node.is_private), None)
         if last is None or self._protect_within_limit(last.keys[-1]):
             return

@@ -1,4 +1,4 @@
-"""Says how much of which documents is cached, for clients that choose the order of documents in prompts.
+"""Publishes how many tokens of which documents are cached, for clients that order documents by it.
 
 ::
 
@@ -58,7 +58,7 @@ class _Path:
         self.begin("")
 
     def begin(self, epoch: str) -> None:
-        """Be one of which nothing is said yet in a new log."""
+        """Reset what was published of it, for a new log."""
         self.epoch = epoch
         self.node_ids: list[int] = []
         self.said = 0, False
@@ -211,7 +211,7 @@ class PrefixPublisher:
         }
 
     def drop_unread(self) -> None:
-        """Stop following the tree where nobody has asked for so long that it would fill the memory."""
+        """Stop following the tree after a long time without a reader, which would fill the memory."""
         if self._changed is not None and len(self._changed) > self._max_unread:
             assert self._tree.changes is not None
             self._tree.changes.unsubscribe(self._changed)

@@ -48,7 +48,7 @@ class RequestState:
     Attributes:
         keys: its blocks' as vLLM has them: they grow with its answer.
         is_salted: it shares no block with other requests, and its documents are in no report.
-        tenant: whose it is; None is nobody's.
+        tenant: the tenant, or None.
         num_local_tokens: of its prompt, found on the GPU by the look-up before its admission.
         num_speculative_tokens: of its prompt, computed before it was confirmed.
         num_wasted_tokens: of those, what counts as wasted now.

@@ -61,7 +61,7 @@ class TenantFigures:
         return self._tenants.collection_of(doc_id)
 
     def tenant_of(self, owner: str | None) -> str | None:
-        """Return which tenant an owner is; None for a collection, as for nobody."""
+        """Return which tenant an owner is; None for a collection and for no owner."""
         return owner if owner in self._by_name else None
 
     def is_everybodys(self, owner: str | None) -> bool:
@@ -116,7 +116,7 @@ class TenantFigures:
             tenant.uses.forget(doc_ids)
 
     def forget_all(self) -> None:
-        """Count all documents anew."""
+        """Reset the counts of all documents."""
         for tenant in self._by_name.values():
             tenant.uses.clear()
 

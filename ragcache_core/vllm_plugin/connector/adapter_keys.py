@@ -1,4 +1,4 @@
-"""Separates the KV of each load of a LoRA adapter, of which vLLM's block hashes name the path but not the weights."""
+"""Separates the KV of each load of a LoRA adapter: vLLM's block hashes contain its path, but not its weights."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class DocumentAware:
         self._read(request, metadata)
 
     def prefetch(self, request: Request) -> bool:
-        """Begin to read from disk what a prompt needs that nobody asks yet; return whether there is anything."""
+        """Begin to prefetch a prompt from disk; return whether there is anything to read."""
         return False
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -160,7 +160,7 @@ class DocumentAware:
         """Forget all KV that outlives a reset, and keep none from now on: the weights may be others."""
 
     def stand_beside(self, others: Sequence[str]) -> None:
-        """Take note that other connectors store and load as well, of which ``others`` may keep what they have."""
+        """Record that other connectors store and load as well; ``others`` may keep KV after a deletion."""
         assert self.controller is not None
         self._is_beside = True
         if others:
@@ -222,7 +222,7 @@ class DocumentAware:
         return None
 
     def _num_copies(self) -> int:
-        """Return how many copies are under way, of which :meth:`_stats_below` tells."""
+        """Return how many copies are in flight."""
         return 0
 
     def _finish(

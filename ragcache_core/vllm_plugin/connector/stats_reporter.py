@@ -16,7 +16,7 @@ _REPORT_EVERY_S = 1.0
 
 
 class StatsReporter:
-    """Tells of requests that ended at once, of the tiers now and then.
+    """Reports ended requests at once, and the tiers at most once a second.
 
     What vLLM's offloading counts goes with the tiers: it has gauges to say in each step, which would cost every step
     0.1 ms in each of the two processes.
@@ -24,7 +24,7 @@ class StatsReporter:
     Args:
         controller: whose news these are.
         stats_below: what the offloading has counted since it was asked last.
-        num_copies: how many copies are under way, of which ``stats_below`` tells.
+        num_copies: how many copies are in flight.
     """
 
     def __init__(

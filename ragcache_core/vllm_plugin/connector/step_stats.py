@@ -1,4 +1,4 @@
-"""What a step of the engine tells of the cache, on its way to the server."""
+"""Cache statistics of a step, which vLLM sends to the server's process."""
 
 from __future__ import annotations
 

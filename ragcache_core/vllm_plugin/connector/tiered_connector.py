@@ -138,7 +138,7 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
             self._host.journal.close()
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Rank, KVConnectorHandshakeMetadata]) -> None:
-        """Take in what all workers say of their memory, and give up the tiers that cannot work with it."""
+        """Check the memory of all workers, and drop the tiers that cannot work with it."""
         assert self._vllm_config.kv_transfer_config is not None
         engine_id = str(self._vllm_config.kv_transfer_config.engine_id)
         workers = {rank: said for rank, said in sorted(metadata.items()) if isinstance(said, WorkerMemory)}
@@ -203,7 +203,7 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return what workers have to copy, and count what they store."""
-        if self._prefetched:  # of which no other connector has heard
+        if self._prefetched:  # other connectors do not know these requests
             ended, self._prefetched = self._prefetched, set()
             scheduler_output = replace(scheduler_output, finished_req_ids=scheduler_output.finished_req_ids | ended)
         if self._prefetcher is not None:

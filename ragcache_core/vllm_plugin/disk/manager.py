@@ -36,7 +36,7 @@ from ragcache_core.tree import Location, admit_within_quotas, runs_of
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.controller import TierReport
 from ragcache_core.vllm_plugin.cache.forgetting import Forgotten, Freed, why_on_disk
-from ragcache_core.vllm_plugin.cache.kv_groups import OtherBlocks, group_of, offload_key, unit_of
+from ragcache_core.vllm_plugin.cache.kv_groups import OtherBlocks, group_of, offload_key, unit_of, units_of
 from ragcache_core.vllm_plugin.compat import (
     JobResult,
     LookupResult,
@@ -347,18 +347,22 @@ class DiskTier(SecondaryTierManager):
     def _new_chunks(self, job: TransferJob) -> dict[bytes, int]:
         """Return the chunks of a job that are not here yet, by depth; without what is before it, one is of no use."""
         self.num_left()
-        rows = {
-            self._groups.chunk_name(key): int(chunk_id)
-            for key, chunk_id in zip(job.keys, job.chunk_ids, strict=True)
-            if not self._is_leaving(key, self._groups.chunk_name(key))
-        }
+        keys = job.keys if self._groups.others else units_of(job.keys)
+        rows: dict[bytes, int] = dict(zip(keys, map(int, job.chunk_ids), strict=True))
+        if self._controller.leaving or self._erasures:
+            for name in [name for name in rows if self._is_leaving(self._groups.key_of_name(name), name)]:
+                del rows[name]
         stored, writing, new = self._stored, self._writing, dict[bytes, int]()
         masks = self._tree.units_of(map(self._unit_of, rows) if self._groups.others else rows)
         for node in sorted(masks, key=lambda node: node.start):
             for first, length in runs_of(masks[node]):
                 before = self._tree.key_before(Location(node, first))
                 is_reached = before is None or self._is_kept(self._name_of(before), new)
-                for unit in node.keys[first : first + length]:
+                units = cast("list[Key]", node.keys[first : first + length])
+                if is_reached and not self._groups.others and stored.isdisjoint(units) and writing.isdisjoint(units):
+                    new.update((unit, rows[unit]) for unit in units)
+                    continue
+                for unit in units:
                     name = self._name_of(unit)
                     if is_reached and name in rows and name not in stored and name not in writing:
                         new[name] = rows[name]
@@ -366,10 +370,11 @@ class DiskTier(SecondaryTierManager):
                     for other in self._others_of(unit) if self._groups.others else ():
                         if is_reached and other in rows and not self._is_here(other):
                             new[other] = rows[other]
-        self._controller.counters.num_dropped_chunks += sum(
-            name not in new and not self._is_here(name) and self._tree.locate(self._unit_of(name)) is not None
-            for name in rows
-        )
+        if len(new) < len(rows):
+            self._controller.counters.num_dropped_chunks += sum(
+                name not in new and not self._is_here(name) and self._tree.locate(self._unit_of(name)) is not None
+                for name in rows
+            )
         return new
 
     def _is_kept(self, name: bytes, new: dict[bytes, int]) -> bool:
@@ -399,22 +404,24 @@ class DiskTier(SecondaryTierManager):
         num_missing = len(new) - (self._num_slots - len(self._stored) - len(self._writing))
         if num_missing <= 0:
             return own
-        evicted = list(islice(self._others.useless(), num_missing))
-        for owner, num_new in Counter(self._tree.owners_of(map(self._unit_of, new))).items():
+        evicted = dict.fromkeys(islice(self._others.useless(), num_missing))
+        new_units = list(map(self._unit_of, new)) if self._groups.others else list(new)
+        shielded = self._tree.shielded(new_units)
+        for owner, num_new in Counter(self._tree.owners_of(new_units)).items():
             if num_missing <= len(evicted):
                 break
             units = self._tree.evict_up_to(
                 Tier.DISK,
                 min(num_missing - len(evicted), num_new),
-                self._tree.shielded(map(self._unit_of, new)),
+                shielded,
                 size_of=self._others.size_of if self._others else None,
                 for_owner=owner,
             )
-            evicted = list(dict.fromkeys([*evicted, *self._names_of(units)]))
+            evicted.update(dict.fromkeys(self._names_of(units)))
         for _ in range(num_missing - len(evicted)):
             new.popitem()
             self._controller.counters.num_dropped_chunks += 1
-        return [*own, *self._take_out(evicted)]
+        return [*own, *self._take_out(list(evicted))]
 
     def _keep_quotas(self, new: dict[bytes, int]) -> list[bytes]:
         """Return what owners give up of their own for ``new`` chunks; from the first beyond a quota on, they go.
@@ -435,11 +442,13 @@ class DiskTier(SecondaryTierManager):
 
     def _names_of(self, units: Iterable[EvictedUnit]) -> list[bytes]:
         """Return the chunks of units, with those of other groups that go along."""
+        if not self._groups.others:
+            return [cast("Key", unit.key) for unit in units]
         return [name for unit in units for name in (self._name_of(unit.key), *self._others.of_unit(unit.key))]
 
     def _take_out(self, evicted: list[bytes]) -> list[bytes]:
         """Take note that chunks are here no more, and return them."""
-        for name in evicted:
+        for name in evicted if self._groups.others else ():
             self._others.discard(name)
         self._stored.difference_update(evicted)
         self.events.removed(evicted)

@@ -5,7 +5,7 @@ the knowledge of what lies where. The journal is an index beside it, and the sam
 is a disk tier, there is no journal::
 
     /dev/shm/vllm_offload_<engine id>.mmap      a link to the chunks
-    /dev/shm/vllm_offload_<engine id>.journal/  nobody else's folder: the names in /dev/shm are anybody's to take
+    /dev/shm/vllm_offload_<engine id>.journal/  a private folder: any user can create names in /dev/shm
         index.sqlite                            chunk -> key, checksum over both, place in the tree
         identity                                whose KV it is
 
@@ -86,7 +86,7 @@ class HostIndex:
     def open(
         cls, engine_id: str, rows: np.ndarray, identity: Mapping[str, str | int], folder: Path = SHARED_MEMORY
     ) -> Self:
-        """Return the journal of an engine, at work; one of another identity, or a damaged one, is started anew.
+        """Return the running journal of an engine; a damaged one, or one of another namespace, starts empty.
 
         Raises:
             CacheTierError, OSError: it can be neither read nor written.

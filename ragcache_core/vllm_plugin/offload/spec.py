@@ -46,7 +46,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 def why_no_host(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, worker_bytes: int | None = None) -> str | None:
-    """Return why there can be no host tier, with the cure, where nobody chose its size; None where there can be.
+    """Return why a host tier of default size is impossible, with a hint; None where it is possible.
 
     ``worker_bytes`` is what each worker has of a block there, where it is not what this one's blocks take.
     """
@@ -64,7 +64,7 @@ def why_no_host(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, worker_
 
 
 def _num_chunks(spec: TieringOffloadingSpec, kv_cache_config: KVCacheConfig) -> int:
-    """Return how many chunks host memory holds: where nobody chose, what the engine's own memory holds, if it may."""
+    """Return how many offload blocks host memory holds; by default as many as the GPU KV cache, if they fit."""
     num_chunks: int = spec.num_chunks
     if (most_bytes := spec.extra_config.get("most_host_bytes")) is not None:
         in_engine = kv_cache_config.num_blocks // spec.blocks_per_chunk
@@ -117,7 +117,7 @@ class RAGCacheSpec(TieringOffloadingSpec):
         if host.num_blocks < in_engine // 2:
             logger.warning(
                 "RAGCache's host memory has %.1f GiB, less than half of the %.1f GiB of KV that the engine itself "
-                "holds, so what the engine gives up is seldom found there: raise host_bytes",
+                "holds, so evicted blocks are seldom found there: raise host_bytes",
                 host.capacity_bytes / (1 << 30),
                 in_engine * self.kv_bytes_per_chunk / (1 << 30),
             )

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import compress, islice
 from typing import TYPE_CHECKING
 
 from ragcache_core.tree import Location, masks_of
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
 
 _EVICTED_AHEAD = 32
-"""Blocks that are evicted before they are needed."""
+"""Maximum number of blocks that are evicted before they are needed."""
 _CACHED_PER_AHEAD = 128
-"""One in so many cached blocks is evicted ahead at most."""
+"""Cached blocks per block that is evicted ahead."""
 
 
 class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
@@ -481,7 +481,11 @@ class TreeBlockPool(BlockPool):
             place or self.controller.locate_block(hashes, index, request.request_id)
             for index, place in enumerate(known, first)
         ]
-        self.free_block_queue.cache(blocks[first:num_full_blocks], places)
+        new = blocks[first:num_full_blocks]
+        if any(block.is_null for block in new):  # vLLM has cached nothing for these
+            is_real = [not block.is_null for block in new]
+            new, places = list(compress(new, is_real)), list(compress(places, is_real))
+        self.free_block_queue.cache(new, places)
 
     # A holder of what may be forgotten
 

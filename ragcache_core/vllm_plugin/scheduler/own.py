@@ -51,7 +51,7 @@ class _Reporting:
         return view
 
     def recent_requests(self, limit: int) -> dict[str, object]:
-        """Return what becomes of the latest requests, whose first tokens nobody tells of here."""
+        """Return the state of the latest requests, without the times of their first tokens."""
         controller = own_connector(self.get_kv_connector()).controller
         recent: dict[str, object] = controller.recent_requests(limit, time.monotonic())
         return recent

@@ -237,7 +237,7 @@ class _TreeScheduling:
     def cached_paths(self, cursor: str, tenant: str | None = None) -> dict[str, object]:
         """Return which documents are cached after which others, as far as that has changed since ``cursor``.
 
-        They are a ``tenant``'s own, or those of nobody.
+        They belong to ``tenant``, or to no tenant.
         """
         return self._controller.paths_of(tenant).changes(cursor)
 
@@ -246,7 +246,7 @@ class _TreeScheduling:
         return self._controller.recent_requests(limit, time.monotonic())
 
     def prefetch(self, prompt: Request) -> dict[str, object]:
-        """Have what is on disk of a prompt read into host memory before anybody asks it; return how much that is.
+        """Prefetch a prompt's KV from disk into host memory; return how much that is.
 
         vLLM knows nothing of it. More than a quarter of host memory is not read.
         """
@@ -285,7 +285,7 @@ class _TreeScheduling:
         self._own_connector.forget_weights()
 
     def on_adapter_loads(self, adapter: LoRARequest) -> None:
-        """Take note that the workers are about to load an adapter, perhaps in place of one with the same id."""
+        """Renew the identity of an adapter that workers will load, perhaps in place of one with the same id."""
         self.on_adapter_changed(adapter.lora_int_id)
         self._own_connector.adapter_keys.note_load(adapter)
 
