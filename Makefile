@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up on first use. See README.md.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-quick test-engine test-slow test-parallel test-benchmarks test-install vllm-facts test-vllm lint format docs dist check-deployment bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks bench-depth bench-fleet bench-headline bench-steps bench-server pictures gpu-check clean
+.PHONY: help setup demo test test-quick test-engine test-slow test-parallel test-benchmarks test-install vllm-facts test-vllm lint format docs dist check-deployment bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks bench-fleet bench-headline bench-steps bench-papers bench-server pictures gpu-check clean
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -60,7 +60,7 @@ $(READY): pyproject.toml requirements/lock.txt
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-test test-quick test-engine test-slow test-parallel test-benchmarks test-install bench bench-tiers bench-pipeline bench-compare bench-chunks bench-depth bench-fleet bench-headline bench-steps bench-server pictures: export HF_HUB_OFFLINE = 1
+test test-quick test-engine test-slow test-parallel test-benchmarks test-install bench bench-tiers bench-pipeline bench-compare bench-chunks bench-fleet bench-headline bench-steps bench-papers bench-server pictures: export HF_HUB_OFFLINE = 1
 
 demo: $(READY) ## answer questions from documents through LangChain and LlamaIndex; writes build/demo.json
 	$(VENV)/bin/python -m examples.demo $(if $(MODEL),--model $(MODEL))
@@ -151,9 +151,6 @@ bench-chunks: $(READY) ## measure what reuse of documents anywhere saves and cos
 	$(VENV)/bin/python -m examples.demo_model_training.recurring --out build/recurring-questions.jsonl
 	$(VENV)/bin/python -m benchmarks.chunks $(if $(MODEL),--model $(MODEL)) $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part))
 
-bench-depth: $(READY) ## compare selections, alphas and orders on the demo model and a deeper one; writes build/bench-depth.json (hours)
-	$(VENV)/bin/python -m benchmarks.chunks.depth $(if $(MODEL),--model $(MODEL))
-
 bench-fleet: $(READY) ## measure what replicas are worth, simulated and real; writes build/bench-fleet.json (an hour)
 	$(VENV)/bin/python -m benchmarks.fleet $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part))
 
@@ -164,11 +161,14 @@ bench-headline: $(READY) ## measure the first page of docs/benchmarks.md again; 
 bench-steps: $(READY) ## measure a step's processor time in the scheduler, without a model; writes build/step-cost.json (four minutes)
 	$(VENV)/bin/python -m benchmarks.step_cost $(ARGS)
 
+bench-papers: $(READY) ## simulate the papers' figures and tables; writes build/bench-papers.* (hours)
+	$(VENV)/bin/python -m benchmarks.papers --plot build/bench-papers.html --resume $(ARGS)
+
 bench-server: $(READY) ## measure a request's processor time in API server and engine core; writes build/server-cost.json (four minutes)
 	$(VENV)/bin/python -m benchmarks.server_cost $(ARGS)
 
 bench-compare: $(READY) ## put real engines under the same load, ours beside vLLM's; writes build/bench-compare.* (hours)
-	$(VENV)/bin/ragcache bench --html build/bench-compare.html --resume $(ARGS)
+	$(VENV)/bin/python -m benchmarks.compare run --html build/bench-compare.html --resume $(ARGS)
 
 pictures: $(READY) ## take the pictures of the page at /ragcache for the documentation; needs Chromium
 	$(VENV)/bin/python -m tests.support.page_pictures

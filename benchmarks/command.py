@@ -12,7 +12,7 @@ import click
 from tqdm import tqdm
 
 from benchmarks.report import Goals, Part, Plan, merged, read_report, table, to_json
-from ragcache_core.bench.machine import machine
+from ragcache_core.reports.machine import machine
 
 _MINUTES_HELP = "Start no part that could end later; at least one runs."
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from ragcache_core.bench.token_client import TokenRequest
+from ragcache_core.bench.prompts import TokenRequest
 from ragcache_core.client import Engine
 from ragcache_core.client.launch.settings import VLLMOffload
 from ragcache_core.config import CacheConfig

@@ -7,7 +7,6 @@ policy against the bound, and what the cache costs where nothing comes again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -18,19 +17,19 @@ from benchmarks.fleet.__main__ import GOALS as FLEET
 from benchmarks.fleet.virtual import measure as measure_fleet
 from benchmarks.pipeline.__main__ import GOALS as PIPELINE
 from benchmarks.pipeline.overlap import measure_overlap
-from benchmarks.report import Figure, Goal, Part, Plan
+from benchmarks.report import Figure, Goal, Part, Plan, PlanProgress
 from benchmarks.simulation.__main__ import GOALS as SIMULATION
 from benchmarks.simulation.__main__ import measure_bound
 from benchmarks.tiers.__main__ import GOALS as TIERS
 from benchmarks.tiers.disk_ttft import measure_disk_ttft
 from benchmarks.tiers.exactness import measure_exactness
 from benchmarks.tiers.idle_overhead import measure_idle
-from ragcache_core.bench.compare.comparison import run_comparison
-from ragcache_core.bench.compare.options import BenchOptions, prepare
-from ragcache_core.bench.compare.report import summary_of, write_report
-from ragcache_core.bench.compare.results import Results
-from ragcache_core.bench.compare.summary import Point
-from ragcache_core.bench.machine import machine
+from ragcache_core.bench.comparison import run_comparison
+from ragcache_core.bench.options import BenchOptions, prepare
+from ragcache_core.bench.report import summarise, write_report
+from ragcache_core.bench.results import Results
+from ragcache_core.bench.summary import Point
+from ragcache_core.reports.machine import machine
 
 _OURS, _OTHERS = "ragcache-cache-aware", {"no-cache": 6.0, "vllm": 4.0, "vllm-host-arc": 1.5}
 """By what the mean TTFT of each other engine is to be higher than ours."""
@@ -52,24 +51,21 @@ def measure_side_by_side(plan: Plan) -> Part:
     )
     COMPARISON.parent.mkdir(exist_ok=True)
     COMPARISON.unlink(missing_ok=True)
-    with ExitStack() as stack:
-        prepared = prepare(options, stack)
-        results = Results.open(COMPARISON, prepared.facts, machine())
-        run_comparison(
-            prepared.comparison, results, prepared.prompts.__getitem__, prepared.open_engine, _Progress(plan.report)
-        )
+    prepared = prepare(options)
+    results = Results.open(COMPARISON, prepared.facts, machine())
+    progress = PlanProgress(plan, "side by side")
+    run_comparison(prepared.comparison, results, prepared.prompts.__getitem__, prepared.open_engine, progress)
     write_report(COMPARISON.with_suffix(".html"), results)
-    summary = summary_of(results)
-    figures = []
-    for peer in _OTHERS:
-        for ratio in summary.ratios(peer, summary.main_host):
-            if ratio.peer == _OURS:
-                ours, theirs = (summary.point(of, ratio.host_bytes, ratio.rate) for of in (_OURS, peer))
-                assert ours is not None
-                assert theirs is not None
-                note = f"mean TTFT at {_RATES_RPS[ratio.rate]:g}/s: {_ms(theirs)} against {_ms(ours)} ms"
-                note += f"; {theirs.cached_share.mean:.0%} and {ours.cached_share.mean:.0%} of tokens cached"
-                figures.append(Figure(_key(peer, ratio.rate), round(ratio.ttft.mean, 3), 1.0, note=note))
+    summary, figures = summarise(results), []
+    for baseline in _OTHERS:
+        for rate in range(len(_RATES_RPS)):
+            ours, theirs = summary.point(_OURS, rate), summary.point(baseline, rate)
+            assert ours is not None
+            assert theirs is not None
+            note = f"mean TTFT at {_RATES_RPS[rate]:g}/s: {_ms(theirs)} against {_ms(ours)} ms"
+            note += f"; {theirs.cached_share.mean:.0%} and {ours.cached_share.mean:.0%} of tokens cached"
+            ratio = theirs.ttft_mean_s.mean / ours.ttft_mean_s.mean
+            figures.append(Figure(_key(baseline, rate), round(ratio, 3), 1.0, note=note))
     return Part(f"{options.warm_up} requests on each engine", tuple(figures), {"summary": summary.to_dict()})
 
 
@@ -77,28 +73,8 @@ def _ms(point: Point) -> str:
     return f"{point.ttft_mean_s.mean * 1000:,.0f}"
 
 
-def _key(peer: str, rate: int) -> str:
-    return f"sooner_than_{peer.replace('-', '_')}_{_RATES_RPS[rate]:g}"
-
-
-class _Progress:
-    """Says which engine is at work in the benchmark's bar."""
-
-    def __init__(self, report: Callable[[str], None]) -> None:
-        self._report = report
-        self._num_done = self._num_requests = 0
-
-    def plan(self, num_requests: int) -> None:
-        self._num_requests = num_requests
-
-    def say(self, what: str) -> None:
-        self._report(f"side by side, {self._num_done} of {self._num_requests} requests: {what}")
-
-    def advance(self) -> None:
-        self._num_done += 1
-
-    def announce(self, sentence: str) -> None:
-        self._report(f"side by side: {sentence}")
+def _key(baseline: str, rate: int) -> str:
+    return f"sooner_than_{baseline.replace('-', '_')}_{_RATES_RPS[rate]:g}"
 
 
 PARTS: dict[str, Callable[[Plan], Part]] = {
@@ -113,7 +89,11 @@ PARTS: dict[str, Callable[[Plan], Part]] = {
 }
 
 GOALS: dict[str, Goal] = {
-    **{_key(peer, rate): Goal(">=", times) for peer, times in _OTHERS.items() for rate in range(len(_RATES_RPS))},
+    **{
+        _key(baseline, rate): Goal(">=", times)
+        for baseline, times in _OTHERS.items()
+        for rate in range(len(_RATES_RPS))
+    },
     **{key: goal for key, goal in TIERS.items() if key.startswith(("exact_", "disk_"))},
     "idle_throughput_ratio": TIERS["idle_throughput_ratio"],
     **{key: PIPELINE[key] for key in ("unhidden_search_ratio", "ttft_ratio_balanced")},

@@ -82,6 +82,26 @@ class Plan:
         return quick if self.is_quick else full
 
 
+class PlanProgress:
+    """Progress of a comparison of engines in the bar of a benchmark."""
+
+    def __init__(self, plan: Plan, name: str) -> None:
+        self._plan, self._name = plan, name
+        self._num_done = self._num_requests = 0
+
+    def plan(self, num_requests: int) -> None:
+        """Set the number of requests."""
+        self._num_requests = num_requests
+
+    def say(self, what: str) -> None:
+        """Show the current step."""
+        self._plan.report(f"{self._name}: {self._num_done} of {self._num_requests} requests, {what}")
+
+    def advance(self) -> None:
+        """Count one more answer."""
+        self._num_done += 1
+
+
 def percentiles_ms(times_s: Sequence[float]) -> tuple[float, float]:
     """Return the median and the 99th percentile in milliseconds."""
     p50, p99 = np.percentile(np.asarray(times_s) * 1000, (50, 99))

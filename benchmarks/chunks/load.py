@@ -14,16 +14,16 @@ from statistics import fmean
 
 from benchmarks.chunks.ttft import HISTORY, HOST_BYTES, RECOMPUTED, REUSE, SCALE, condensed
 from benchmarks.engines import BLOCK_SIZE
-from benchmarks.report import Figure, Part, Plan, percentiles_ms
-from ragcache_core.bench.compare.comparison import Comparison, run_comparison
-from ragcache_core.bench.compare.peers import PEERS, Peer, Setup
-from ragcache_core.bench.compare.prompts import TracedPrompts, scaled
-from ragcache_core.bench.compare.results import Results
-from ragcache_core.bench.compare.sessions import Amounts, Run
-from ragcache_core.bench.compare.sizing import KV_TOKENS, ModelFacts
-from ragcache_core.bench.machine import machine
+from benchmarks.report import Figure, Part, Plan, PlanProgress, percentiles_ms
+from ragcache_core.bench.comparison import Amounts, Comparison, run_comparison
+from ragcache_core.bench.engines import BASELINES, Baseline, Setup
+from ragcache_core.bench.options import KV_TOKENS
+from ragcache_core.bench.prompts import TracedPrompts, scaled
+from ragcache_core.bench.results import Results, Run
 from ragcache_core.client import Engine
+from ragcache_core.profiles.model_facts import ModelFacts
 from ragcache_core.profiles.random_model import random_model
+from ragcache_core.reports.machine import machine
 from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
 
 SHARES = (0.5, 1.0, 2.0)
@@ -44,15 +44,15 @@ def measure_load(plan: Plan) -> Part:
     longest = max(map(prompts.num_tokens, range(len(trace))))
     setup = Setup(model, "float32", kv_bytes, BLOCK_SIZE, -(-(longest + 1) // BLOCK_SIZE) * BLOCK_SIZE)
     num_warm_up = len(trace) - len(SHARES) * num_timed
-    comparison = Comparison(peers(), (HOST_BYTES,), SHARES, True, (plan.seed,), Amounts(num_warm_up, num_timed))
+    comparison = Comparison(baselines(), (HOST_BYTES,), SHARES, True, (plan.seed,), Amounts(num_warm_up, num_timed))
     path = plan.kept_at or Path("build/bench-chunks-load.json")
     options = {"shares": list(SHARES), "seed": plan.seed, "quick": plan.is_quick, "num_requests": len(trace)}
     results = Results.open(path, options, machine(), resume=plan.kept_at is not None)
 
-    def open_engine(peer: Peer, size: int, folder: Path) -> Engine:
-        return peer.launch(setup, size, folder)
+    def open_engine(baseline: Baseline, size: int, folder: Path) -> Engine:
+        return baseline.launch(setup, size, folder)
 
-    run_comparison(comparison, results, lambda _: prompts, open_engine, _Told(plan))
+    run_comparison(comparison, results, lambda _: prompts, open_engine, PlanProgress(plan, "load"))
     details = {
         "capacity_rps": results.capacity_rps,
         "machine": results.machine,
@@ -66,10 +66,10 @@ def measure_load(plan: Plan) -> Part:
     return Part(warm_up, load_figures(results.runs), details)
 
 
-def peers() -> tuple[Peer, ...]:
+def baselines() -> tuple[Baseline, ...]:
     """Return the engines: without a cache, with the prefixes of GPU memory, of all tiers, and with chunks reused."""
-    exact = (PEERS[name] for name in ("no-cache", _BASELINE, "ragcache"))
-    return (*exact, replace(PEERS[_CHUNKS], chunk_reuse=REUSE))
+    exact = (BASELINES[name] for name in ("no-cache", _BASELINE, "ragcache"))
+    return (*exact, replace(BASELINES[_CHUNKS], chunk_reuse=REUSE))
 
 
 def load_figures(runs: Sequence[Run]) -> tuple[Figure, ...]:
@@ -77,13 +77,13 @@ def load_figures(runs: Sequence[Run]) -> tuple[Figure, ...]:
 
     A response is whole when its last token is there; it begins when the request was due.
     """
-    by_place = {(run.peer, run.rate): run for run in runs}
+    by_place = {(run.engine, run.rate): run for run in runs}
     figures = []
-    for (peer, rate), run in sorted(by_place.items(), key=lambda item: item[0][1]):
+    for (engine, rate), run in sorted(by_place.items(), key=lambda item: item[0][1]):
         baseline, times_s = by_place[_BASELINE, rate], responses_s(run)
         figures.append(
             Figure(
-                f"load_{SHARES[rate]:g}_{peer}_ms",
+                f"load_{SHARES[rate]:g}_{engine}_ms",
                 round(1000 * fmean(times_s), 1),
                 round(1000 * fmean(responses_s(baseline)), 1),
                 *percentiles_ms(times_s),
@@ -91,7 +91,7 @@ def load_figures(runs: Sequence[Run]) -> tuple[Figure, ...]:
                 f"{(run.cpu_s or 0.0) / len(run.ttft_s):.2f} core seconds a request",
             )
         )
-    chunks, baseline = (by_place[peer, len(SHARES) - 1] for peer in (_CHUNKS, _BASELINE))
+    chunks, baseline = (by_place[engine, len(SHARES) - 1] for engine in (_CHUNKS, _BASELINE))
     response = fmean(responses_s(baseline)) / fmean(responses_s(chunks))
     throughput = chunks.completed_rps / baseline.completed_rps
     note = f"{100 * RECOMPUTED:.0f} % recomputed, at the highest rate, against prefix caching"
@@ -106,22 +106,3 @@ def responses_s(run: Run) -> list[float]:
     """Return how long each request of a run took; all answers have as many tokens."""
     num_later = run.num_output_tokens // len(run.ttft_s) - 1
     return [first + num_later * later for first, later in zip(run.ttft_s, run.tpot_s, strict=True)]
-
-
-class _Told:
-    """What the machinery of a comparison says, as a benchmark says it."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-
-    def plan(self, num_requests: int) -> None:
-        self._plan.report(f"load: {num_requests} requests")
-
-    def say(self, what: str) -> None:
-        self._plan.report(f"load: {what}")
-
-    def advance(self) -> None:
-        pass
-
-    def announce(self, sentence: str) -> None:
-        self._plan.report(f"load: {sentence}")

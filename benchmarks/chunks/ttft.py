@@ -19,10 +19,10 @@ from typing import Any
 
 from benchmarks.engines import BLOCK_SIZE, launch
 from benchmarks.report import Figure, Part, Plan, percentiles_ms
-from ragcache_core.bench.compare.prompts import TracedPrompts, scaled
-from ragcache_core.bench.compare.sizing import ModelFacts
-from ragcache_core.bench.token_client import TokenAnswer, TokenClient
+from benchmarks.token_client import TokenAnswer, TokenClient
+from ragcache_core.bench.prompts import TracedPrompts, scaled
 from ragcache_core.config import CacheConfig, ChunkReuse
+from ragcache_core.profiles.model_facts import ModelFacts
 from ragcache_core.profiles.random_model import random_model
 from ragcache_core.sim.traces.request import TracedRequest
 from ragcache_core.sim.traces.trace import Trace

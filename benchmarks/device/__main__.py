@@ -11,7 +11,7 @@ from collections.abc import Callable
 import click
 
 from benchmarks.command import benchmark
-from benchmarks.device import peers
+from benchmarks.device import compare
 from benchmarks.device.chunk_ttft import measure_chunks
 from benchmarks.device.engine import check_kernels, has_gpu, measure_copies
 from benchmarks.device.host_hits import measure_host_hits
@@ -47,7 +47,7 @@ PARTS: dict[str, Callable[[Plan], Part]] = {
     "steps": measure_steps,
     "request": measure_request,
     "host-hits": measure_host_hits,
-    **peers.parts(),
+    **compare.parts(),
     "chunks": measure_chunks,
     "kernels": check_kernels,
     "tiers": measure_exactness,

@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.engines import BLOCK_SIZE, block_bytes, has_gpu, launch
 from benchmarks.report import Figure, Part, Plan
 from benchmarks.tiers.idle_overhead import Load, random_texts, unique_requests
-from ragcache_core.bench.token_client import TokenClient
+from benchmarks.token_client import TokenClient
 from ragcache_core.config import CacheConfig
 from ragcache_core.profiles.random_model import ModelShape, random_model
 from ragcache_core.stats import EngineStats

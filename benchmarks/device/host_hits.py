@@ -10,7 +10,8 @@ from benchmarks.device.sizes import DeviceModel, PartTime, model_8b
 from benchmarks.engines import BLOCK_SIZE, TokenTexts, block_bytes, launch
 from benchmarks.report import Figure, Part, Plan, percentiles_ms
 from benchmarks.tiers.idle_overhead import random_texts
-from ragcache_core.bench.token_client import TokenAnswer, TokenClient, TokenRequest
+from benchmarks.token_client import TokenAnswer, TokenClient
+from ragcache_core.bench.prompts import TokenRequest
 from ragcache_core.client import Engine
 from ragcache_core.client.launch.settings import VLLMOffload
 from ragcache_core.config import CacheConfig

@@ -10,7 +10,7 @@ from benchmarks.device.sizes import DeviceModel, PartTime, model_30m
 from benchmarks.engines import BLOCK_SIZE, ONE_CORE, block_bytes, launch
 from benchmarks.report import Figure, Part, Plan, percentiles_ms
 from benchmarks.tiers.idle_overhead import Load, random_texts, unique_requests
-from ragcache_core.bench.token_client import TokenClient
+from benchmarks.token_client import TokenClient
 from ragcache_core.client import Engine
 from ragcache_core.client.launch.settings import VLLMOffload
 from ragcache_core.config import CacheConfig

@@ -16,8 +16,9 @@ from typing import Any
 from benchmarks.engines import BLOCK_SIZE, ONE_CORE, block_bytes, kill_engine_core, launch, side_by_side
 from benchmarks.report import Figure, Part, Plan
 from benchmarks.tiers.exactness import mismatches, plain_answers
+from benchmarks.token_client import TokenAnswer, TokenClient
 from ragcache_core import CacheConfig, Engine, Fleet
-from ragcache_core.bench.token_client import TokenAnswer, TokenClient, TokenRequest
+from ragcache_core.bench.prompts import TokenRequest
 from ragcache_core.errors import EngineError
 from tests.support.shared_stores import RedisServer, redis_server
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.report import Figure, Part, Plan
 from benchmarks.simulated import simulate_runs
-from ragcache_core.bench.compare.summary import Estimate
+from ragcache_core.bench.summary import Estimate
 from ragcache_core.reports.plots import Plot, beside, lines
 from ragcache_core.sim.options import Routing, SimulationOptions
 from ragcache_core.sim.sweep import Run

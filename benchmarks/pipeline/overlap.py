@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -80,8 +80,8 @@ def measure_overlap(plan: Plan) -> Part:
             figures += _overlap_figures(share, plain, ours)
             details[name] = {
                 "search_s": search_s,
-                "plain": [vars_of(a) for a in plain],
-                "ours": [vars_of(a) for a in ours],
+                "plain": [asdict(a) for a in plain],
+                "ours": [asdict(a) for a in ours],
             }
     lowest = min(f.value for f in figures if f.key.startswith("unhidden_search_ratio_"))
     figures.insert(0, Figure("unhidden_search_ratio", lowest, 1.0, note="the lowest of the four"))
@@ -228,12 +228,3 @@ async def ask(answering: SpeculativeRAG, question: str) -> Asked:
         report = (chunk.response_metadata.get("ragcache") or {}).get("pipeline") or report
     assert first_s is not None, f"no token came for {question!r}"
     return Asked(first_s, float(report["search_s"]), float(report["unhidden_search_s"]), text)
-
-
-def vars_of(asked: Asked) -> Mapping[str, float]:
-    """Return the times of one question in milliseconds."""
-    return {
-        "ttft_ms": round(1000 * asked.ttft_s, 2),
-        "search_ms": round(1000 * asked.search_s, 2),
-        "unhidden_ms": round(1000 * asked.unhidden_s, 2),
-    }

@@ -17,7 +17,8 @@ import numpy as np
 
 from benchmarks.engines import BLOCK_SIZE, TokenTexts, block_bytes, launch
 from benchmarks.report import Figure, Part, Plan, percentiles_ms
-from ragcache_core.bench.token_client import TokenAnswer, TokenClient, TokenRequest
+from benchmarks.token_client import TokenAnswer, TokenClient
+from ragcache_core.bench.prompts import TokenRequest
 from ragcache_core.client import Engine
 from ragcache_core.config import CacheConfig
 from ragcache_core.sim.traces.workload import Workload, document_tokens, draw_retrievals

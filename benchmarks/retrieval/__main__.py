@@ -8,14 +8,14 @@ from pathlib import Path
 import click
 from tqdm import tqdm
 
-from benchmarks.retrieval.pairs import Comparison, table
 from benchmarks.retrieval.searches import (
+    Comparison,
     compare_filtered_search,
     compare_staged_search,
     settled_shares,
-    time_filters,
+    table,
 )
-from ragcache_core.bench.machine import machine
+from ragcache_core.reports.machine import machine
 
 _EPILOG = """\b
 Examples:
@@ -38,7 +38,6 @@ def main(vectors: int, dimension: int, pairs: int, seed: int, output: str) -> No
             vectors, dimension, pairs=pairs, seed=seed, report=bar.set_description_str
         )
         results |= compare_filtered_search(vectors, dimension, pairs=pairs, seed=seed, report=bar.set_description_str)
-        results["filters"] = time_filters(vectors, pairs=pairs, report=bar.set_description_str)
         settled = settled_shares(vectors, dimension, queries=200, seed=seed)
     facts = machine()
     click.echo(", ".join(f"{key} {value}" for key, value in facts.items()))
@@ -46,7 +45,6 @@ def main(vectors: int, dimension: int, pairs: int, seed: int, output: str) -> No
         "staged search": ("plain", "staged"),
         "filtered, Faiss with a selector": ("plain", "staged"),
         "filtered, all documents": ("all", "filtered"),
-        "filters": ("new", "again"),
     }
     for name, rows in results.items():
         click.echo(f"\n{name}\n{table(rows, *heads[name])}")

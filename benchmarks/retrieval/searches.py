@@ -1,32 +1,83 @@
-"""What staging costs: the last stage of a staged search against the unmodified search of the same index.
-
-And what filters cost: the same among some of the documents, against Faiss with a selector and against all of them.
-"""
+"""Staged search, to its last stage, against the unmodified search of the same index, also with filters."""
 
 from __future__ import annotations
 
 import math
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import faiss
 import numpy as np
 
-from benchmarks.retrieval.pairs import Comparison, compare
-from ragcache_core.retrieval import DocumentStore, PrecomputedEmbedder
 from ragcache_core.retrieval.base import DEFAULT_CUTS, Cancellation, IndexOptions, StagedIndex, stage_cuts
-from ragcache_core.retrieval.filters import Selection, parse_filter
+from ragcache_core.retrieval.filters import Selection
 from ragcache_core.retrieval.index.flat import FlatIndex
 from ragcache_core.retrieval.index.hnsw import HNSWIndex
 from ragcache_core.retrieval.index.ivf import IVFIndex
-from ragcache_core.types import Document
 
 K = 5
 SHARES = (0.5, 0.1, 0.01)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Times of a baseline and of its rival in seconds, pair by pair: ``baseline_s[i]`` ran next to ``rival_s[i]``."""
+
+    name: str
+    baseline_s: tuple[float, ...]
+    rival_s: tuple[float, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Median over the pairs of rival / baseline: 1.05 is 5 % slower."""
+        return float(np.median(np.array(self.rival_s) / np.array(self.baseline_s)))
+
+    def to_dict(self) -> dict[str, float | str | int]:
+        return {
+            "name": self.name,
+            "pairs": len(self.baseline_s),
+            "baseline_p50_ms": _percentile_ms(self.baseline_s, 50),
+            "baseline_p99_ms": _percentile_ms(self.baseline_s, 99),
+            "rival_p50_ms": _percentile_ms(self.rival_s, 50),
+            "rival_p99_ms": _percentile_ms(self.rival_s, 99),
+            "ratio": round(self.ratio, 3),
+        }
+
+
+def compare(
+    name: str, baseline: Callable[[int], object], rival: Callable[[int], object], *, pairs: int, warm_up: int = 3
+) -> Comparison:
+    """Run both with 0, 1, 2, ... in turn, the first of each pair alternating, and return their times."""
+    for i in range(warm_up):
+        baseline(i)
+        rival(i)
+    times: tuple[list[float], list[float]] = ([], [])
+    for i in range(pairs):
+        order = (0, 1) if i % 2 == 0 else (1, 0)
+        for side in order:
+            started_s = time.perf_counter()
+            (baseline, rival)[side](i)
+            times[side].append(time.perf_counter() - started_s)
+    return Comparison(name, tuple(times[0]), tuple(times[1]))
+
+
+def table(rows: Sequence[Comparison], baseline: str, rival: str) -> str:
+    """Return a table of comparisons."""
+    line = "{:<44}  {:>6}  {:>12}  {:>12}  {:>12}  {:>12}  {:>7}"
+    heads = ("", "pairs", f"{baseline} p50", "p99 ms", f"{rival} p50", "p99 ms", "ratio")
+    lines = [line.format(*heads)]
+    for row in rows:
+        d = row.to_dict()
+        figures = (f"{d[key]:.3f}" for key in ("baseline_p50_ms", "baseline_p99_ms", "rival_p50_ms", "rival_p99_ms"))
+        lines.append(line.format(row.name, d["pairs"], *figures, f"{row.ratio:.3f}"))
+    return "\n".join(lines)
+
+
+def _percentile_ms(times_s: Sequence[float], percent: float) -> float:
+    return round(float(np.percentile(times_s, percent)) * 1000, 4)
 
 
 def clustered_vectors(num_vectors: int, dimension: int, seed: int) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -83,7 +134,7 @@ def compare_filtered_search(
     """Return two comparisons for each kind of index and share of documents that a filter selects.
 
     The search among them in its default stages, against Faiss's own with a selector, and against the same search of
-    all. The third table has a filter itself: its documents found among ``num_vectors``, the first time and later.
+    all.
     """
     faiss.omp_set_num_threads(1)
     vectors = clustered_vectors(num_vectors, dimension, seed)
@@ -137,32 +188,3 @@ def settled_shares(num_vectors: int, dimension: int, *, queries: int, seed: int)
             settled += [found[min(i, len(found) - 1)] == found[-1] for i in range(len(DEFAULT_CUTS))]
         shares[f"{share:.0%}"] = (settled / queries).tolist()
     return shares
-
-
-def time_filters(num_documents: int, *, pairs: int, report: Callable[[str], None]) -> list[Comparison]:
-    """Return how long it takes to find the documents of a filter that is new, of a field that is in memory, and of the
-    same filter again.
-    """
-    report("filtering")
-    metadata = [{"tenant": f"tenant-{i % 100}", "year": 1990 + i % 35, "path": f"docs/{i}.md"} for i in range(1000)]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "store"
-        with DocumentStore.create(path, embedder=PrecomputedEmbedder(), index="flat") as store:
-            vectors = np.zeros((num_documents, 8), np.float32)
-            store.add([Document(f"d{i}", "text", metadata[i % 1000]) for i in range(num_documents)], embeddings=vectors)
-        with DocumentStore.open(path, embedder=PrecomputedEmbedder(), read_only=True) as store:
-            table, _ = store.begin_search()
-            began_s = time.perf_counter()
-            table.documents.selected(parse_filter({"tenant": "tenant-1", "year": {"$gte": 2020}}))
-            first_s = time.perf_counter() - began_s
-
-            def new(i: int) -> None:
-                table.documents.selected(
-                    parse_filter({"tenant": f"tenant-{i % 100}", "year": {"$gte": 1990 + i / 100}})
-                )
-
-            def again(_: int) -> None:
-                table.documents.selected(parse_filter({"tenant": "tenant-1", "year": {"$gte": 2020}}))
-
-            name = f"a filter on 2 fields of {num_documents:,} documents; first of all {first_s * 1000:.0f} ms"
-            return [compare(name, new, again, pairs=pairs)]

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ragcache_core.bench.token_client import TokenClient
+from benchmarks.token_client import TokenClient
 from ragcache_core.client import Engine
 from ragcache_core.client.launch.settings import VLLMOffload
 from ragcache_core.config import CacheConfig

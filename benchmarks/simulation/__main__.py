@@ -16,10 +16,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.command import benchmark
+from benchmarks.papers.ratios import DEFAULT_POLICY, Ratio, Summary
 from benchmarks.report import Figure, Goal, Part, Plan
 from benchmarks.simulated import simulate_runs
 from benchmarks.simulation import rivals
-from ragcache_core.bench.paper.ratios import DEFAULT_POLICY, Ratio, Summary
 from ragcache_core.sim.options import BELADY, SimulationOptions
 from ragcache_core.sim.sweep import plan as plan_runs
 from ragcache_core.sim.traces.trace import Trace, write_trace

@@ -14,9 +14,9 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
+from benchmarks.papers.ratios import DEFAULT_POLICY, Summary
 from benchmarks.report import Figure, Goal, Part, Plan
 from benchmarks.simulated import simulate_runs
-from ragcache_core.bench.paper.ratios import DEFAULT_POLICY, Summary
 from ragcache_core.sim.options import SimulationOptions
 from ragcache_core.sim.sweep import Run
 from ragcache_core.sim.sweep import plan as plan_runs

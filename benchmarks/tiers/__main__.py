@@ -12,7 +12,7 @@ from benchmarks.report import Goal, Part, Plan
 from benchmarks.tiers.disk_ttft import measure_disk_ttft
 from benchmarks.tiers.exactness import measure_exactness
 from benchmarks.tiers.group_share import measure_share_by_groups
-from benchmarks.tiers.hit_share import measure_share, measure_swap_out
+from benchmarks.tiers.hit_share import measure_share
 from benchmarks.tiers.idle_overhead import measure_idle, measure_idle_large
 from benchmarks.tiers.shared_ttft import measure_shared_ttft
 
@@ -30,7 +30,6 @@ GOALS: dict[str, Goal] = {
     "cached_share_ratio_gemma_3": Goal(">=", 1.3),
     "idle_throughput_ratio": Goal(">=", 0.97),
     "idle_throughput_ratio_30m": Goal(">=", 0.97),
-    "swap_out_ratio": Goal("<=", 1.0),
     "disk_ttft_mismatches": Goal("=", 0),
     "shared_ttft_ratio": Goal("<=", 0.25),
     "shared_mismatches": Goal("=", 0),
@@ -41,7 +40,6 @@ PARTS: dict[str, Callable[[Plan], Part]] = {
     "exactness": measure_exactness,
     "share": measure_share,
     "share-by-groups": measure_share_by_groups,
-    "swap-out": measure_swap_out,
     "disk-ttft": measure_disk_ttft,
     "shared-ttft": measure_shared_ttft,
     "idle": measure_idle,
@@ -50,7 +48,7 @@ PARTS: dict[str, Callable[[Plan], Part]] = {
 
 main = benchmark(
     "bench-tiers",
-    "Measure the tiers: exactness, cached share, time to first token, throughput, copies.",
+    "Measure the tiers: exactness, cached share, time to first token, throughput.",
     PARTS,
     GOALS,
     """  python -m benchmarks.tiers

@@ -12,7 +12,8 @@ from typing import Any
 
 from benchmarks.engines import BLOCK_SIZE, TokenTexts, block_bytes, kill_engine_core, launch
 from benchmarks.report import Figure, Part, Plan, percentiles_ms
-from ragcache_core.bench.token_client import TokenAnswer, TokenClient, TokenRequest
+from benchmarks.token_client import TokenAnswer, TokenClient
+from ragcache_core.bench.prompts import TokenRequest
 from ragcache_core.client import Engine
 from ragcache_core.config import CacheConfig
 from ragcache_core.wire import KEY

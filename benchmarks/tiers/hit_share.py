@@ -14,7 +14,8 @@ from typing import Any
 
 from benchmarks.engines import BLOCK_SIZE, TokenTexts, block_bytes, launch
 from benchmarks.report import Figure, Part, Plan, percentiles_ms
-from ragcache_core.bench.token_client import TokenAnswer, TokenClient, TokenRequest
+from benchmarks.token_client import TokenAnswer, TokenClient
+from ragcache_core.bench.prompts import TokenRequest
 from ragcache_core.config import CacheConfig
 from ragcache_core.sim.traces.workload import Workload, document_tokens, draw_retrievals
 
@@ -67,36 +68,6 @@ def measure_share(plan: Plan) -> Part:
         "workload": _workload(),
     }
     return Part(f"{_count(plan)} requests before as many that count", figures, details)
-
-
-def measure_swap_out(plan: Plan) -> Part:
-    """Let documents come to the GPU and leave it many times, with a host tier that holds all of them."""
-    size = block_bytes(plan.model)
-    gpu_blocks = _gpu_blocks(plan.seed)
-    cache = CacheConfig(kv_cache_bytes=gpu_blocks * size, block_size=BLOCK_SIZE, host_bytes=40 * gpu_blocks * size)
-    plan.report("swap-out: starting the engine")
-    with _launch(plan, cache) as engine:
-        texts = TokenTexts.read(plan.corpus, engine.tokenizer)
-        requests = document_requests(texts, WORKLOAD, plan.seed, 2 * _count(plan))
-        client = TokenClient(engine)
-        plan.report("swap-out: asking")
-        answers = client.ask_all(requests, in_flight=IN_FLIGHT)
-        by_name = {tier.name: tier for tier in engine.stats().tiers}
-        stored_bytes = client.counter("ragcache_stored_bytes_total")
-        loaded_bytes = client.counter("ragcache_loaded_bytes_total")
-    host_bytes = by_name["host"].num_blocks * size
-    p50, p99 = percentiles_ms([a.total_s for a in answers])
-    note = f"{stored_bytes / 1e6:.0f} MB copied out, {host_bytes / 1e6:.0f} MB of nodes on the host"
-    figures = (Figure("swap_out_ratio", round(stored_bytes / host_bytes, 4), 1.0, p50, p99, note),)
-    details = {
-        "stored_bytes": stored_bytes,
-        "loaded_bytes": loaded_bytes,
-        "host_blocks": by_name["host"].num_blocks,
-        "host_evicted_blocks": by_name["host"].num_evicted_blocks,
-        "gpu_evicted_blocks": by_name["gpu"].num_evicted_blocks,
-        "host_hit_tokens": by_name["host"].num_hit_tokens,
-    }
-    return Part("none", figures, details)
 
 
 def _answers(plan: Plan, policy: str | None, seed: int, *, has_tiers: bool = False) -> list[TokenAnswer]:

@@ -16,7 +16,8 @@ import numpy as np
 
 from benchmarks.engines import BLOCK_SIZE, TokenTexts, block_bytes, launch
 from benchmarks.report import Figure, Part, Plan, percentiles_ms
-from ragcache_core.bench.token_client import TokenClient, TokenRequest
+from benchmarks.token_client import TokenClient
+from ragcache_core.bench.prompts import TokenRequest
 from ragcache_core.config import CacheConfig
 from ragcache_core.profiles.random_model import random_model
 

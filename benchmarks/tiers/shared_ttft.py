@@ -13,7 +13,8 @@ from statistics import median
 from benchmarks.engines import BLOCK_SIZE, TokenTexts, launch
 from benchmarks.report import Figure, Part, Plan, percentiles_ms
 from benchmarks.tiers.idle_overhead import random_texts
-from ragcache_core.bench.token_client import TokenAnswer, TokenClient, TokenRequest
+from benchmarks.token_client import TokenAnswer, TokenClient
+from ragcache_core.bench.prompts import TokenRequest
 from ragcache_core.client import Engine
 from ragcache_core.config import CacheConfig
 from ragcache_core.profiles.random_model import ModelShape, random_model

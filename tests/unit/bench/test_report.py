@@ -1,0 +1,108 @@
+"""The page of a comparison: complete, without other files, and in agreement with its runs."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+from pathlib import Path
+
+from ragcache_core.bench.report import summarise, tables, write_report
+from ragcache_core.bench.results import Results, Run
+from ragcache_core.bench.summary import Summary
+
+ENGINES = ("no-cache", "vllm-host-lru", "ragcache")
+SIZES = (64 << 20, 256 << 20)
+
+
+def measured(path: Path, *, seeds: int = 2) -> tuple[Results, Summary]:
+    options = {
+        "engine": "launch", "compare": ENGINES, "workload": "mmlu", "trace": None, "rates": [1, 2, 4], "seeds": seeds,
+        "requests": 2, "warm_up": 3, "scale": 0.125, "model": "<random>", "output_tokens": None, "vllm_args": [],
+    }  # fmt: skip
+    results = Results(path, options, {"processor": "a test", "cores": 2})
+    results.rates_rps, results.capacity_rps = (1.0, 2.0, 4.0), 3.5
+    for seed in range(seeds):
+        for number, engine in enumerate(ENGINES):
+            for size in (0,) if engine == "no-cache" else SIZES:
+                for rate in range(3):
+                    ttft_s = (1 + seed / 10) * 2**rate / (number + 1)
+                    results.runs.append(
+                        Run(
+                            engine, size, seed, rate, results.rates_rps[rate], 50.0, (ttft_s, ttft_s * 2), (0.01,),
+                            1_000, 100 * number, 2, 1, {"gpu": 60 * number, "host": 40 * number}, 3.0,
+                        )
+                    )  # fmt: skip
+    return results, summarise(results)
+
+
+class _Checker(HTMLParser):
+    """Notes what a page would load, and whether its tags are closed in order."""
+
+    VOID = {"meta", "path", "use", "rect", "br"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loads: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in self.VOID:
+            self.open.append(tag)
+        self.loads += [
+            value for name, value in attrs if name in ("src", "href", "xlink:href") and value and value[0] != "#"
+        ]
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def test_the_page_loads_nothing_and_is_well_formed(tmp_path: Path) -> None:
+    results, _ = measured(tmp_path / "out.json")
+    paths = write_report(tmp_path / "report.html", results)
+    checker = _Checker()
+    text = paths[0].read_text(encoding="utf-8")
+    checker.feed(text)
+    assert checker.open == []
+    assert checker.loads == []
+    assert text.count("<svg") == text.count("<figure>") == 2
+    assert "RAGCache with default settings" in checker.text
+    options = checker.text[checker.text.index("Options") :]
+    assert [*map(options.__getitem__, (options.index("output tokens") + 1, options.index("vllm args") + 1))] == [
+        "not given", "none",
+    ]  # fmt: skip
+    assert any(text.startswith("2 requests at each rate") for text in checker.text)
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in paths}
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths[1:])
+
+
+def test_the_tables_have_each_engine_and_size_at_each_rate(tmp_path: Path) -> None:
+    results, summary = measured(tmp_path / "out.json")
+    throughput, *others = tables(summary, results.rates_rps)
+    assert throughput.rows[0] == ("no-cache", ">= 4")
+    assert throughput.rows[-1] == ("ragcache, 256 MiB", ">= 4")
+    assert [len(table.rows) for table in others] == [5, 5, 5]
+    first, *_, last = others[1].rows
+    assert [cell.partition(" [")[0] for cell in first[:6]] == ["no-cache", "-", "3,150", "3,150", "4,179", "-"]
+    assert [cell.partition(" [")[0] for cell in last[:6]] == ["ragcache", "256", "1,050", "1,050", "1,393", "3.00"]
+    assert "[" in last[2]
+    assert "[" not in others[1].text()
+
+
+def test_one_seed_has_no_interval(tmp_path: Path) -> None:
+    results, summary = measured(tmp_path / "out.json", seeds=1)
+    assert not any("[" in cell for table in tables(summary, results.rates_rps) for row in table.rows for cell in row)
+    (page, *_) = write_report(tmp_path / "report.html", results)
+    assert "one seed gives no interval" in page.read_text(encoding="utf-8")
+
+
+def test_a_comparison_that_was_interrupted_early_has_a_page(tmp_path: Path) -> None:
+    results, _ = measured(tmp_path / "out.json")
+    del results.runs[1:]
+    (page, *_) = write_report(tmp_path / "report.html", results)
+    text = page.read_text(encoding="utf-8").partition("Options<")[0]
+    assert ">no-cache<" in text
+    assert ">vllm-host-lru<" not in text
