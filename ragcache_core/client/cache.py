@@ -189,7 +189,7 @@ class CacheRoutes:
         return await self._api.aask(_about("prefetch", doc_ids, PrefetchReceipt))
 
     def gc(self, *, unused_days: float = 7, is_trial: bool = False) -> CollectedFolders:
-        """Delete the folders in the engine's directory that no engine has open, nor had for so many days.
+        """Delete the folders in the engine's directory that no engine has open, nor had for that many days.
 
         They are of other models, weights and releases. With ``is_trial`` they are only named.
         """

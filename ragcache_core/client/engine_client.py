@@ -377,7 +377,7 @@ class EngineClient(Handle, ABC):
     ) -> WarmingReceipt:
         """Prefill the beginnings of prompts by forecast, in the engine's idle steps, and return when they are cached.
 
-        Requests that somebody asks go first. What is cached already is passed over, so a second call goes on where one
+        Real requests go first. What is cached already is passed over, so a second call goes on where one
         was interrupted. ``ragcache_core.sim.warming.pick_paths`` picks paths; :meth:`bind_prompt` says how they are
         shown. With chunk reuse the last document of each is kept for others as well.
 
@@ -390,7 +390,7 @@ class EngineClient(Handle, ABC):
 
         Raises:
             ConfigError: no prompt is bound, or it shows the question first, or a number of uses is out of bounds.
-            EngineError: the engine does not take requests that nobody asks, or went away: call again to go on.
+            EngineError: the engine takes no speculative requests, or went away: call again to go on.
         """
         bound = check_bound(prompt or self.integration.prompts.bound_prompt)
         return self._warming.warm(paths, bound, self.stats(), on_path)
@@ -472,7 +472,7 @@ class EngineClient(Handle, ABC):
         *,
         query: str | None = None,
     ) -> None:
-        """Take note of what was retrieved: its documents are recognised in later chat requests by their text.
+        """Remember what was retrieved: its documents are recognised in later chat requests by their text.
 
         ``documents`` are those of one search, best first, and ``query`` is the question; ``shown`` returns a document's
         text as the prompt shows it. From the request that shows them the prompt's layout is learned, unless one is

@@ -192,7 +192,7 @@ class SearchRun:
         self._failure: str | None = None
 
     async def result(self, updates: AsyncIterator[RetrievalUpdate], timeout_s: float | None) -> PipelineResult:
-        """Return what the search comes to. Whoever awaits it ends the tasks, and abandons a run that failed."""
+        """Return the result of the search. The caller ends the tasks, and abandons a run that failed."""
         if self._history is not None:
             self._history.num_running += 1
         self._tasks.read(updates, timeout_s, self._on_stage, self._on_search_failed, k=self._k)

@@ -1,4 +1,4 @@
-"""Read a search's stages, whoever wrote it: it may raise, find too much, never end, or end without an answer."""
+"""Read the stages of any search: it may raise, find too much, never end, or end without an answer."""
 
 from __future__ import annotations
 

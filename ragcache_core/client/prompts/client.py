@@ -140,7 +140,7 @@ class PromptClient:
         return self._tool_calls.prompt_for(query, self.bound_prompt)
 
     def note_answer(self, plan: RequestPlan, answer: Callable[[], ChatMessage]) -> None:
-        """Take note of the tool calls with which a model answered the request of ``plan``.
+        """Remember the tool calls with which a model answered the request of ``plan``.
 
         ``answer`` returns its message as the next request will send it back.
         """
@@ -160,7 +160,7 @@ class PromptClient:
         return self._noted(plan, settings or {})
 
     def expect_settings(self, settings: Mapping[str, Any]) -> None:
-        """Take note of the settings of a framework's model that will send its requests to this engine."""
+        """Remember the settings of a framework's model that will send its requests to this engine."""
         self._scopes.expect(settings)
 
     def scope_of(self, settings: Mapping[str, Any]) -> KVScope:
@@ -188,8 +188,8 @@ class PromptClient:
         ``chunk_reuse`` is that of ``stream``.
 
         With tools, or settings of the chat template, the server is asked once for each shape of chat whether it renders
-        it alike. Where it does not, and where images are shown, it is asked for its tokens of each. What it does not
-        tell, or cannot (:func:`read_chat`), is left to it, as is everything where the tokenizer is not at hand: then no
+        it in the same way. Where it does not, and where images are shown, it is asked for its tokens of each. What it
+        does not tell, or cannot (:func:`read_chat`), is left to it, as is everything without a tokenizer: then no
         documents are known to the engine, and the plan is empty, or holds the messages without the documents' control
         tokens. With ``deduplicates`` a document that an earlier message shows is referred to: the plan holds the
         messages to be sent.

@@ -60,7 +60,7 @@ def salt_of(acls: Iterable[tuple[str, ...]]) -> str | None:
 
 
 def joined_salt(salts: Iterable[str]) -> str | None:
-    """Return the salt of a request of which several are said: the last, joined with that of its documents' rights."""
+    """Return the salt of a request with several: the last, joined with that of its documents' rights."""
     own = rights = None
     for salt in salts:
         own, rights = (own, salt) if isinstance(salt, str) and _SALT.fullmatch(salt) else (salt, rights)
@@ -81,7 +81,7 @@ class RememberedRights:
         self._lock = threading.Lock()
 
     def add(self, documents: Iterable[Document]) -> None:
-        """Take note of documents that not everybody may read."""
+        """Remember documents that not everybody may read."""
         for document in documents:
             if document.acl is not None:
                 with self._lock:
@@ -175,7 +175,7 @@ def rights_body(segments: Iterable[PromptSegment], acls: frozenset[tuple[str, ..
 def as_plain_text(message: ChatMessage) -> ChatMessage:
     """Return a message whose content is a list of one text with that text as its content, others as they are.
 
-    Every server renders the two alike.
+    Every server renders both in the same way.
     """
     match message.get("content"):
         case [{"type": "text", "text": str(text), **other}] if not other:

@@ -39,7 +39,7 @@ _UNSUPPORTED_PAUSE_S = 60.0
 """A server that takes no speculative requests may be replaced by one that does: it is asked again after so long."""
 _MAX_THREADS = 32
 _threads = KeptThreads("ragcache-speculate", most=_MAX_THREADS)
-"""Those of all starts, some of which may be stuck."""
+"""Shared by all starts; some may be stuck."""
 _logger = logging.getLogger(__name__)
 
 
@@ -48,7 +48,7 @@ class EngineLoad:
     """How many real requests wait for their first token, and how many speculative ones the engine takes at a time.
 
     ``has_room``: whether the scheduler would admit a speculative one now, which it alone decides. ``reads_ahead``:
-    whether it has a disk, from which it can read for a prompt that nobody asks yet.
+    whether it has a disk, from which it can read for a prompt ahead of its request.
     """
 
     num_pending_prefills: int
@@ -421,7 +421,7 @@ class StartedSpeculation:
         making_s = time.thread_time() - began_s
         if send is None:
             return None
-        self._decided.wait()  # whoever started it lets it go or abandons it
+        self._decided.wait()  # its owner sends or abandons it
         if self._may_prefetch and isinstance(send, PreparedRequest):
             send.prefetch()
         if not self._may_send:
@@ -452,7 +452,7 @@ class Starts:
         return taken
 
     def drop(self) -> None:
-        """Give up what was made ahead."""
+        """Abandon what was made ahead."""
         if self._ahead is not None:
             self._ahead.abandon()
             self._ahead = None

@@ -186,7 +186,7 @@ class Speculation:
         return f"Speculation({self.id}, {state})"
 
 
-class Claims:
+class SpeculationRegistry:
     """Speculations that no request has joined yet, by what they ask, the oldest first. Thread-safe.
 
     True while there are any.
@@ -289,8 +289,8 @@ async def receive(
 ) -> None:
     """Send ``request`` and write its answer into ``response`` to the end, which is left to the caller.
 
-    What the server reports as an error in a stream is one until bytes are there that ``is_promised`` to somebody; then
-    it is passed on as the server tells it, as the transports do. Cancelling this ends the request in the engine.
+    An error that the server reports in a stream is raised until bytes are there that ``is_promised`` to a real request;
+    then it is passed on, as the transports do. Cancelling this ends the request in the engine.
 
     Raises:
         EngineError: the engine refused it, or died. httpx.TransportError: the connection failed.
@@ -427,7 +427,7 @@ class SpeculationManager:
         self._process = OneProcess()
         self._lock = threading.Lock()
         self._live: dict[Speculation, None] = {}
-        self._claims = Claims()
+        self._claims = SpeculationRegistry()
         self._background: BackgroundLoop | None = None
 
     def __bool__(self) -> bool:
@@ -459,7 +459,7 @@ class SpeculationManager:
         return speculation
 
     def claim(self, key: bytes) -> Speculation | None:
-        """Return the speculation that a request with this key gets, and confirm it; see :meth:`Claims.take`."""
+        """Return the speculation that a request with this key gets, confirmed; see ``SpeculationRegistry.take``."""
         speculation = self._claims.take(key, current_scope())
         if speculation is not None:
             speculation.confirm()

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcache_core.client.fleet.replicas import HOME, ReplicaSet
-from ragcache_core.client.http.attempt import SENT_ONCE, Health
+from ragcache_core.client.http.attempt import NO_RETRY, Health
 from ragcache_core.client.http.routing import AsyncRoutedTransport, RoutedTransport
 from ragcache_core.errors import EngineForkedError
 from ragcache_core.routing.index import PathIndex
@@ -40,7 +40,7 @@ class FakeWatch:
     def seen_alive_since(self, monotonic_s: float) -> bool:
         return True
 
-    def why_in_vain(self) -> str | None:
+    def stall_reason(self) -> str | None:
         return None
 
 
@@ -304,7 +304,7 @@ def test_what_is_worth_one_try_marks_no_replica() -> None:
     replicas = replica_set(1)
     (replica,) = replicas.all
     replica.engine.integration.watch.seen_alive_since = lambda _: False  # type: ignore[method-assign, assignment]  # a fake
-    once = httpx.Request("GET", f"{HOME}/v1/ragcache/stats", extensions=SENT_ONCE)
+    once = httpx.Request("GET", f"{HOME}/v1/ragcache/stats", extensions=NO_RETRY)
     replicas.send(once).failed(httpx.ConnectTimeout("late"))
     assert replica.is_ready()
     replicas.send(asking()).failed(httpx.ConnectTimeout("late"))

@@ -13,7 +13,7 @@ from typing import Protocol
 import httpx
 import pytest
 
-from ragcache_core.client.http.attempt import SENT_ONCE, Health, RetryPolicy
+from ragcache_core.client.http.attempt import NO_RETRY, Health, RetryPolicy
 from ragcache_core.client.http.resume import ResumeStreams
 from ragcache_core.client.http.transport import AsyncRetryingTransport, RetryingTransport
 from ragcache_core.errors import EngineClosedError, EngineDiedError, EngineForkedError, EngineHungError
@@ -130,7 +130,7 @@ class FakeWatch:
     def __init__(self, finds: Health | str) -> None:
         self.finds = finds
         self.run = 1
-        self.patience_s: float | None = None
+        self.retry_timeout_s: float | None = None
         self.hang: str | None = None
         self.suspected: list[int] = []
         self._health = Health.READY
@@ -151,7 +151,7 @@ class FakeWatch:
     def seen_alive_since(self, monotonic_s: float) -> bool:
         return self._alive
 
-    def why_in_vain(self) -> str | None:
+    def stall_reason(self) -> str | None:
         return self.hang
 
     def why_gone(self) -> str:
@@ -369,7 +369,7 @@ class Hanging(FakeWatch):
 
     def __init__(self, finds: Health | str) -> None:
         super().__init__(finds)
-        self.patience_s = 0.2
+        self.retry_timeout_s = 0.2
         self.hang = "its worker is stopped"
 
     def suspect(self, run: int) -> None:
@@ -445,11 +445,11 @@ def test_a_request_that_is_worth_one_try_neither_waits_nor_raises_suspicion(serv
         httpx.Client(transport=RetryingTransport(watch)) as client,
         pytest.raises(httpx.RemoteProtocolError),
     ):
-        client.post(server.url, content=b"prompt", extensions=SENT_ONCE)
+        client.post(server.url, content=b"prompt", extensions=NO_RETRY)
 
     async def ask() -> None:
         async with httpx.AsyncClient(transport=AsyncRetryingTransport(watch)) as client:
-            await client.post(server.url, content=b"prompt", extensions=SENT_ONCE)
+            await client.post(server.url, content=b"prompt", extensions=NO_RETRY)
 
     with pytest.raises(httpx.RemoteProtocolError):
         asyncio.run(ask())
