@@ -37,7 +37,7 @@ from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes, KnownP
 from ragcache_core.client.ordering.document_order import Arrangement, OrderingClient, RememberedOrders
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt, FormatDocuments, KVScopes
 from ragcache_core.client.prompts.client import PromptClient
-from ragcache_core.client.prompts.request_plan import RequestPlan, joined_salt, rights_body
+from ragcache_core.client.prompts.request_plan import RequestPlan
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer, checked_tokenizer
 from ragcache_core.client.server_api import ModelCard, ServerAPI, importing_requests
 from ragcache_core.client.speculation.client import LoadRoute, SpeculationClient
@@ -183,6 +183,7 @@ class EngineClient(Handle, ABC):
                 load=load,
                 prefetching=self._prefetching,
                 scopes=scopes,
+                facts=prompts.facts,
             ),
             OrderingClient(self._cached_prefixes, reordered),
             DeadlineClient(prompts, self._cached_prefixes, DeadlineRoutes(server)),
@@ -432,11 +433,18 @@ class EngineClient(Handle, ABC):
             PromptTooLongError: it does not fit into the context window.
             TokenizerUnavailableError, ConfigError: see :meth:`tokenize`.
         """
-        return self._prefetching.prefetch(self._token_ids(prompt), _salt_of(prompt, cache_salt), model=model)
+        return self._prefetching.prefetch(self._token_ids(prompt), self._salt_of(prompt, cache_salt), model=model)
 
     async def aprefetch(self, prompt: Prompt, *, cache_salt: str | None = None, model: str | None = None) -> int:
         """Do :meth:`prefetch` without blocking the event loop."""
-        return await self._prefetching.aprefetch(self._token_ids(prompt), _salt_of(prompt, cache_salt), model=model)
+        return await self._prefetching.aprefetch(
+            self._token_ids(prompt), self._salt_of(prompt, cache_salt), model=model
+        )
+
+    def _salt_of(self, prompt: Prompt, cache_salt: str | None) -> str | None:
+        if isinstance(prompt, RenderedPrompt):
+            return self.integration.prompts.salt_of(prompt, cache_salt)
+        return cache_salt
 
     def _token_ids(self, prompt: Prompt) -> Sequence[int]:
         check_prompt(prompt)
@@ -586,9 +594,3 @@ class EngineClient(Handle, ABC):
     def _read(self, page: str) -> EngineStats:
         counted = parse_metrics(page, num_restarts=self._watch.run - 1)
         return replace(counted, num_unnamed_chats=self.integration.prompts.num_unnamed_chats)
-
-
-def _salt_of(prompt: Prompt, cache_salt: str | None) -> str | None:
-    """Return the salt with which a prompt is asked, if ``cache_salt`` is its asker's."""
-    rights = rights_body(prompt.segments, prompt.acls) if isinstance(prompt, RenderedPrompt) else {}
-    return joined_salt(salt for salt in (cache_salt, rights.get("cache_salt")) if salt is not None)

@@ -22,12 +22,12 @@ from ragcache_core.client.prompts.chat_request import (
 from ragcache_core.client.prompts.layout_learner import LayoutLearner, rearranged
 from ragcache_core.client.prompts.repeated_documents import without_repeats
 from ragcache_core.client.prompts.request_plan import (
-    LABELS,
-    RIGHTS,
+    DocumentFacts,
     RememberedDocuments,
     RequestPlan,
     as_plain_text,
     changed_messages,
+    joined_salt,
     plan_chat,
     plan_rendered,
     plan_tokens,
@@ -71,7 +71,8 @@ class PromptClient:
         self._scopes = scopes
         self._max_model_len = max_model_len
         self._reordered = reordered
-        self._remembered = RememberedDocuments()
+        self.facts = DocumentFacts(RETRIEVED.facts)
+        self._remembered = RememberedDocuments(facts=self.facts)
         self._learner = LayoutLearner(self._tokenizer_at_hand(), max_model_len=max_model_len)
         self._bound: BoundPrompt | None = None
         self._lock = Lock()
@@ -93,6 +94,11 @@ class PromptClient:
         if isinstance(prompt, str):
             return list(tokenizer.encode(prompt, add_special_tokens=True).token_ids)
         return list(tokenizer.encode(tokenizer.render(prompt)).token_ids)
+
+    def salt_of(self, prompt: RenderedPrompt, cache_salt: str | None) -> str | None:
+        """Return the salt of a request for ``prompt`` with a ``cache_salt`` of its own."""
+        salts = (cache_salt, self.facts.body(prompt.segments, prompt.acls).get("cache_salt"))
+        return joined_salt(salt for salt in salts if salt is not None)
 
     def remember_documents(
         self,
@@ -156,7 +162,9 @@ class PromptClient:
     ) -> RequestPlan:
         """Return what a request for a prompt that is laid out carries; with the errors of :meth:`plan_chat`."""
         limit = self._max_model_len
-        plan = plan_rendered(prompt, max_model_len=limit, reordered=self._reordered, chunk_reuse=chunk_reuse)
+        plan = plan_rendered(
+            prompt, self.facts, max_model_len=limit, reordered=self._reordered, chunk_reuse=chunk_reuse
+        )
         return self._noted(plan, settings or {})
 
     def expect_settings(self, settings: Mapping[str, Any]) -> None:
@@ -204,8 +212,7 @@ class PromptClient:
         check_sendable({**settings, "messages": messages}, "the request")
         searches = self._remembered.searches()
         documents = None if documents is None else list(documents)
-        RIGHTS.add(documents or ())
-        LABELS.add(documents or ())
+        self.facts.add(documents or ())
         shown = self._shown(documents, messages)
         questions = self._questions()
         sent: Sequence[ChatMessage] = without_repeats(messages, shown, questions) if deduplicates else messages
@@ -220,6 +227,7 @@ class PromptClient:
                 self._tokenizer,
                 sent,
                 shown,
+                self.facts,
                 max_model_len=self._max_model_len,
                 questions=questions,
                 reordered=self._reordered,
@@ -231,7 +239,12 @@ class PromptClient:
             return self._unnamed(messages, escape_documents(self._tokenizer, sent, shown), shown)
         self._tool_calls.see(messages, searches)
         plan = plan_tokens(
-            prompt, messages, reordered=self._reordered, chunk_reuse=chunk_reuse, sends_tokens=not chat.has_media
+            prompt,
+            messages,
+            self.facts,
+            reordered=self._reordered,
+            chunk_reuse=chunk_reuse,
+            sends_tokens=not chat.has_media,
         )
         self._noted(plan, settings)
         if not (chat.tools and chat.is_ours):
@@ -251,9 +264,11 @@ class PromptClient:
         """Return what a chat carries that the server renders: of its documents, who may read them."""
         with self._lock:
             self._num_unnamed_chats += 1
-        found = [text for message in messages for text in texts_of(message.get("content"))] if RIGHTS else []
+        found = []
+        if self.facts.has_acls:
+            found = [text for message in messages for text in texts_of(message.get("content"))]
         ids = {doc_id for doc_id, text in shown if text.strip() and any(text.strip() in each for each in found)}
-        salt = salt_of(RIGHTS.of(ids))
+        salt = salt_of(self.facts.acls_of(ids))
         return RequestPlan({**changed_messages(messages, sent), **({} if salt is None else {"cache_salt": salt})})
 
     def _shown(self, documents: Iterable[Document] | None, messages: Iterable[ChatMessage]) -> list[tuple[DocId, str]]:

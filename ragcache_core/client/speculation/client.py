@@ -20,7 +20,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from ragcache_core.client.cache import Prefetching
 from ragcache_core.client.http.network import finish
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt, KVScope, KVScopes
-from ragcache_core.client.prompts.request_plan import merge_bodies, plan_rendered
+from ragcache_core.client.prompts.request_plan import DocumentFacts, merge_bodies, plan_rendered
 from ragcache_core.client.server_api import Call, ServerAPI
 from ragcache_core.client.speculation import request_capture
 from ragcache_core.client.speculation.request_capture import CapturedRequest
@@ -195,12 +195,13 @@ class SpeculationClient:
         load: LoadRoute,
         prefetching: Prefetching,
         scopes: KVScopes,
+        facts: DocumentFacts,
     ) -> None:
         """``speculations`` are those of the transports that send its requests.
 
         ``scopes`` says what separates the KV of the requests for which something is prefilled.
         """
-        self._scopes = scopes
+        self._scopes, self._facts = scopes, facts
         self._api = api
         self._model = model
         self._max_model_len = max_model_len
@@ -291,6 +292,7 @@ class SpeculationClient:
         """
         plan = plan_rendered(
             prompt,
+            self._facts,
             max_model_len=self._max_model_len,
             chunk_reuse=chunk_reuse,
             is_prefill=True,
