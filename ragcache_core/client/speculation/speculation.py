@@ -458,13 +458,6 @@ class SpeculationManager:
             speculation._work.cancel()
         return speculation
 
-    def claim(self, key: bytes) -> Speculation | None:
-        """Return the speculation that a request with this key gets, confirmed; see ``SpeculationRegistry.take``."""
-        speculation = self._claims.take(key, current_scope())
-        if speculation is not None:
-            speculation.confirm()
-        return speculation
-
     def join(self, request: httpx.Request) -> httpx.Response | None:
         """Return the answer of a speculation that is ``request`` once its first bytes are there; ``None``: send it.
 
@@ -483,6 +476,7 @@ class SpeculationManager:
         if self._claims and (speculation := self._claim_for(request)) is not None:
             timeout_s, answer = _read_timeout_s(request), speculation.response
             with self._joining(speculation):
+                speculation.confirm()
                 if answer.read(0, timeout_s) if is_blocking else await answer.aread(0, timeout_s):
                     return _joined(speculation, timeout_s)
         return None
@@ -504,7 +498,7 @@ class SpeculationManager:
         return str(request.url).startswith(self._home)
 
     def _claim_for(self, request: httpx.Request) -> Speculation | None:
-        return self.claim(request_key(request)) if asks_completion(request) else None
+        return self._claims.take(request_key(request), current_scope()) if asks_completion(request) else None
 
     def close(self) -> None:
         """Cancel all, and end the thread. May be called again, also after an interruption."""
