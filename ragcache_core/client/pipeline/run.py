@@ -144,7 +144,15 @@ class _Tally:
 
 
 class SearchRun:
-    """One search; all decisions are made in the caller's task."""
+    """One search with speculation: speculations start, are cancelled and confirmed as its stages arrive.
+
+    One task reads the search, one asks the engine for its load, and threads send speculations. All of them post to the
+    inbox of the caller's task, which makes all decisions::
+
+        updates -------- stage, end ----+
+        client --------- load ----------+--> inbox --> SpeculativePipeline --> start, cancel, confirm
+        threads -------- sent, failed --+
+    """
 
     def __init__(
         self,

@@ -26,7 +26,13 @@ _SALT = re.compile(r"acl-[0-9a-f]{64}")
 
 
 def salt_of(acls: Iterable[tuple[str, ...]]) -> str | None:
-    """Return the salt of a prompt whose documents have these groups; None where everybody may read them."""
+    """Return the salt of a prompt whose documents have these groups; ``None`` where everybody may read them.
+
+    The KV of a document depends on its whole prefix, so access rights are those of a whole prompt: it shares KV with
+    prompts of the same rights. The salt is made of the groups of each document, as a set of sets: a document for ``hr``
+    and one for ``legal`` give another salt than one document that both may read, which a reader in ``hr`` alone may
+    see.
+    """
     groups = sorted(set(acls))
     return f"acl-{hashlib.sha256(json.dumps(groups).encode()).hexdigest()}" if groups else None
 

@@ -1,4 +1,10 @@
-"""Requests that are sent before a search has ended, and the engine's load."""
+"""Requests that are sent before a search has ended, while the engine's load allows them.
+
+::
+
+    GET /v1/ragcache/load   {"num_pending_prefills": 3, "max_prefill_bs": 4, "is_speculative": true, "has_room": true,
+                             "reads_ahead": true}
+"""
 
 from __future__ import annotations
 

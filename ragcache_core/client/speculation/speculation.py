@@ -320,7 +320,10 @@ def _check(events: bytes) -> None:
 
 
 class SpeculationRoutes:
-    """Two routes of the plugin. Their failures are logged, and affect no request."""
+    """Two routes of the plugin. Their failures are logged, and affect no request.
+
+    The event loop of the given ``transport`` sends all of it, and only the confirmation more than once.
+    """
 
     def __init__(self, base_url: str, api_key: str) -> None:
         """``base_url`` ends in ``/v1``."""
