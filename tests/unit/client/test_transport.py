@@ -492,6 +492,28 @@ def test_a_fork_sends_nothing_and_is_told_why(
     assert server.bodies == []
 
 
+def test_blocking_requests_share_an_idle_connection() -> None:
+    peers: list[object] = []
+
+    class Echo(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"  # keeps its connections
+
+        def do_POST(self) -> None:
+            peers.append(self.client_address)
+            _reply(self, 200, self.rfile.read(int(self.headers["content-length"])))
+
+        def log_message(self, *args: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Echo) as server:
+        serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        serving.start()
+        with httpx.Client(transport=RetryingTransport(), base_url=f"http://127.0.0.1:{server.server_port}") as client:
+            assert [client.post("/", content=body).content for body in (b"one", b"two")] == [b"one", b"two"]
+        server.shutdown()
+        serving.join()
+    assert len(set(peers)) == 1
+
+
 def test_a_closed_transport_says_so(server: FakeServer) -> None:
     transport = RetryingTransport()
     transport.close()
