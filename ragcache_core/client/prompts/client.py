@@ -115,23 +115,13 @@ class PromptClient:
         prompt: Any,
         format_docs: FormatDocuments | None = None,
         *,
-        context: str = "context",
-        question: str = "question",
         is_default: bool = True,
-        is_prefilled: bool = True,
         settings: Mapping[str, Any] | None = None,
+        **how: Any,
     ) -> BoundPrompt:
-        """See ``Engine.bind_prompt``."""
-        bound = bind(
-            prompt,
-            format_docs,
-            self._tokenizer_at_hand(),
-            max_model_len=self._max_model_len,
-            context=context,
-            question=question,
-            is_prefilled=is_prefilled,
-            scope=None if settings is None else self._scopes.read(settings),
-        )
+        """See ``Engine.bind_prompt``; ``how`` are the further arguments of :func:`bind`."""
+        tokenizer, scope = self._tokenizer_at_hand(), None if settings is None else self._scopes.read(settings)
+        bound = bind(prompt, format_docs, tokenizer, max_model_len=self._max_model_len, scope=scope, **how)
         if is_default:
             self._bound = bound
         return bound
