@@ -14,7 +14,7 @@ from weakref import WeakSet
 
 import httpx
 
-from ragcache_core.client.cache import CacheRoutes, DocumentRoutes, Prefetching, PrefetchRoute, StandsOnDocuments
+from ragcache_core.client.cache import CacheRoutes, DocumentRoutes, PrefetchRoute, StandsOnDocuments
 from ragcache_core.client.deadline import DeadlineClient, DeadlineRoutes
 from ragcache_core.client.generation import (
     AnswerReader,
@@ -73,7 +73,7 @@ class Integration:
     answer_caches: WeakSet[StandsOnDocuments]
     watch: ServerWatch
     cached_prefixes: KnownPrefixes
-    prefetching: Prefetching
+    prefetching: PrefetchRoute
     api: ServerAPI
 
 
@@ -126,7 +126,7 @@ class EngineClient(Handle, ABC):
         self._cache_stats = CacheStatsRoutes(self._api, traces, self._resumed)
         self.cache = CacheRoutes(self._api)
         self._documents = DocumentRoutes(self._api)
-        self._prefetching: Prefetching = PrefetchRoute(self._api)
+        self._prefetching: PrefetchRoute = PrefetchRoute(self._api)
         self._cached_prefixes = cached_prefixes or CachedPrefixes(base_url, api_key)
 
     @property
@@ -486,7 +486,7 @@ class EngineClient(Handle, ABC):
         text as the prompt shows it. From the request that shows them the prompt's layout is learned, unless one is
         bound.
         """
-        self.integration.prompts.remember_documents(documents, shown, query=query)
+        self.integration.prompts.remembered.add(documents, shown, query=query)
 
     def bind_prompt(
         self,

@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn, Self, TypeVar, cast
 
 from pydantic import TypeAdapter
 
-from ragcache_core.client.cache import CacheRoutes
+from ragcache_core.client.cache import CacheRoutes, PrefetchRoute
 from ragcache_core.client.engine import Engine
 from ragcache_core.client.engine_client import EngineClient
 from ragcache_core.client.fleet.replicas import HOME, FleetPrefixes, Replica, ReplicaSet
@@ -23,6 +23,7 @@ from ragcache_core.client.http.joined_server import HANG_TIMEOUT_S, RESTART_TIME
 from ragcache_core.client.http.resume import ResumeStreams
 from ragcache_core.client.launch.process import GRACE_S
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer
+from ragcache_core.client.server_api import ServerAPI
 from ragcache_core.errors import ConfigError, EngineError
 from ragcache_core.stats import EngineStats, ForgetReceipt, merged_report
 from ragcache_core.types import DocId
@@ -88,7 +89,7 @@ class Fleet(EngineClient):
             replicas=self._replicas,
             cached_prefixes=FleetPrefixes(self._replicas),
         )
-        self._prefetching = _EachPrefetches(self._replicas)
+        self._prefetching = _EachPrefetches(self._api, self._replicas)
         self.cache = cast("CacheRoutes", _NoSharedCache())
         try:
             self._shake_hands(lambda *_: cast("ModelTokenizer", self.engines[0].tokenizer))
@@ -234,10 +235,11 @@ class _NoSharedCache:
         )
 
 
-class _EachPrefetches:
-    """Has each replica read what it has on disk of a prompt: who has none reads nothing."""
+class _EachPrefetches(PrefetchRoute):
+    """Has each replica read what it has on disk of a prompt: one that has none reads nothing."""
 
-    def __init__(self, replicas: ReplicaSet) -> None:
+    def __init__(self, api: ServerAPI, replicas: ReplicaSet) -> None:
+        super().__init__(api)
         self._replicas = replicas
 
     def prefetch(
@@ -262,7 +264,6 @@ class _EachPrefetches:
     async def aprefetch(
         self, token_ids: Sequence[int], cache_salt: str | None = None, *, model: str | None = None
     ) -> int:
-        """Do :meth:`prefetch` without blocking the event loop."""
         return await asyncio.to_thread(self.prefetch, token_ids, cache_salt, model=model)
 
 

@@ -52,7 +52,12 @@ from ragcache_core.wire import ChunkReuseOption, check_sendable, read_chunk_reus
 
 
 class PromptClient:
-    """Lays out prompts as one engine's token ids, and finds the documents that they show."""
+    """Lays out prompts as one engine's token ids, and finds the documents that they show.
+
+    Attributes:
+        facts: access groups and labels of the documents that were seen.
+        remembered: the documents that ``Engine.remember_documents`` was told of.
+    """
 
     def __init__(
         self,
@@ -72,7 +77,7 @@ class PromptClient:
         self._max_model_len = max_model_len
         self._reordered = reordered
         self.facts = DocumentFacts(RETRIEVED.facts)
-        self._remembered = RememberedDocuments(facts=self.facts)
+        self.remembered = RememberedDocuments(facts=self.facts)
         self._learner = LayoutLearner(self._tokenizer_at_hand(), max_model_len=max_model_len)
         self._bound: BoundPrompt | None = None
         self._lock = Lock()
@@ -99,16 +104,6 @@ class PromptClient:
         """Return the salt of a request for ``prompt`` with a ``cache_salt`` of its own."""
         salts = (cache_salt, self.facts.body(prompt.segments, prompt.acls).get("cache_salt"))
         return joined_salt(salt for salt in salts if salt is not None)
-
-    def remember_documents(
-        self,
-        documents: Iterable[Document],
-        shown: Callable[[Document], str] | None = None,
-        *,
-        query: str | None = None,
-    ) -> None:
-        """See ``Engine.remember_documents``."""
-        self._remembered.add(documents, shown, query=query)
 
     def bind_prompt(
         self,
@@ -200,7 +195,7 @@ class PromptClient:
         chunk_reuse, settings = read_chunk_reuse(chunk_reuse), settings or {}
         messages = [as_plain_text(message) for message in messages]
         check_sendable({**settings, "messages": messages}, "the request")
-        searches = self._remembered.searches()
+        searches = self.remembered.searches()
         documents = None if documents is None else list(documents)
         self.facts.add(documents or ())
         shown = self._shown(documents, messages)
@@ -265,7 +260,7 @@ class PromptClient:
         """Return what documents ``messages`` may show, as they would show them."""
         given = [(d.doc_id, d.text) for d in documents or ()]
         known = {doc_id for doc_id, _ in given}
-        seen = dict.fromkeys((*self._remembered.shown(), *RETRIEVED.shown()))
+        seen = dict.fromkeys((*self.remembered.shown(), *RETRIEVED.shown()))
         shown = given + [(doc_id, text) for doc_id, text in seen if doc_id not in known]
         if not any(message.get("role") == "tool" for message in messages):
             return shown
@@ -318,7 +313,7 @@ class PromptClient:
         return found.messages
 
     def _questions(self) -> list[str]:
-        return [search.query for search in (*self._remembered.searches(), *RETRIEVED.searches()) if search.query]
+        return [search.query for search in (*self.remembered.searches(), *RETRIEVED.searches()) if search.query]
 
     def _tokenizer_at_hand(self) -> PromptTokenizer | None:
         return None if isinstance(self._tokenizer, TokenizerUnavailableError) else self._tokenizer

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, Protocol
 import httpx
 from pydantic import Field, TypeAdapter, ValidationError
 
-from ragcache_core.client.cache import Prefetching
+from ragcache_core.client.cache import PrefetchRoute
 from ragcache_core.client.http.network import finish
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt, KVScope, KVScopes
 from ragcache_core.client.prompts.request_plan import DocumentFacts, merge_bodies, plan_rendered
@@ -161,7 +161,7 @@ class PreparedRequest:
     def __init__(
         self,
         start: Callable[[CapturedRequest], Speculation],
-        prefetching: Prefetching,
+        prefetching: PrefetchRoute,
         captured: CapturedRequest,
     ) -> None:
         self._start = start
@@ -199,7 +199,7 @@ class SpeculationClient:
         max_model_len: int,
         speculations: SpeculationManager,
         load: LoadRoute,
-        prefetching: Prefetching,
+        prefetching: PrefetchRoute,
         scopes: KVScopes,
         facts: DocumentFacts,
     ) -> None:
