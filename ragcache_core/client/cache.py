@@ -76,8 +76,11 @@ class DocumentRoutes:
         return calls
 
 
-class Prefetching(Protocol):
+class PrefetchRoute:
     """Has what is on disk of a prompt read before it is asked. May be used by any thread and any event loop."""
+
+    def __init__(self, api: ServerAPI) -> None:
+        self._api = api
 
     def prefetch(
         self,
@@ -98,34 +101,12 @@ class Prefetching(Protocol):
         Raises:
             EngineError: the server cannot be asked, or refuses.
         """
-        ...
-
-    async def aprefetch(
-        self, token_ids: Sequence[int], cache_salt: str | None = None, *, model: str | None = None
-    ) -> int:
-        """Do :meth:`prefetch` without blocking the event loop."""
-        ...
-
-
-class PrefetchRoute(Prefetching):
-    """Asks one server."""
-
-    def __init__(self, api: ServerAPI) -> None:
-        self._api = api
-
-    def prefetch(
-        self,
-        token_ids: Sequence[int],
-        cache_salt: str | None = None,
-        *,
-        model: str | None = None,
-        authorization: str | None = None,
-    ) -> int:
         return self._api.ask(_prefetching(token_ids, cache_salt, model, authorization))
 
     async def aprefetch(
         self, token_ids: Sequence[int], cache_salt: str | None = None, *, model: str | None = None
     ) -> int:
+        """Do :meth:`prefetch` without blocking the event loop."""
         return await self._api.aask(_prefetching(token_ids, cache_salt, model, None))
 
 
@@ -189,7 +170,7 @@ class CacheRoutes:
         return await self._api.aask(_about("prefetch", doc_ids, PrefetchReceipt))
 
     def gc(self, *, unused_days: float = 7, is_trial: bool = False) -> CollectedFolders:
-        """Delete the folders in the engine's directory that no engine has open, nor had for so many days.
+        """Delete the folders in the engine's directory that no engine has open, nor had for that many days.
 
         They are of other models, weights and releases. With ``is_trial`` they are only named.
         """

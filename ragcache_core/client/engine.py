@@ -142,8 +142,8 @@ class Engine(EngineClient):
             env: variables added to the server's environment.
             extra_args: arguments of vLLM's server as they are, ``["--max-model-len", "2048"]``.
             cancel: set it in another thread to give the launch up.
-            data_parallel_size: start so many servers, each with GPUs, a part of host memory and disk, and a port of its
-                own (from ``port`` on), and return them as a :class:`Fleet`.
+            data_parallel_size: number of servers to start, returned as a :class:`Fleet`. Each has its own GPUs, a part
+                of host memory and disk, and its own port, from ``port`` on.
             **settings: those above, and arguments of vLLM's server with underscores, ``max_model_len=2048``.
 
         Raises:
@@ -261,7 +261,7 @@ class Engine(EngineClient):
             ) from error
         find_tokenizer = None if tokenizer is False else partial(_tokenizer_of, tokenizer)
         health_url = f"{base_url.removesuffix('/v1')}/health"
-        watch = JoinedServer(health_url, patience_s=restart_timeout_s, hang_timeout_s=hang_timeout_s)
+        watch = JoinedServer(health_url, retry_timeout_s=restart_timeout_s, hang_timeout_s=hang_timeout_s)
         return cls(base_url, api_key or "none", watch=watch, policy=policy, find_tokenizer=find_tokenizer)
 
     @classmethod

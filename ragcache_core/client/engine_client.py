@@ -14,7 +14,7 @@ from weakref import WeakSet
 
 import httpx
 
-from ragcache_core.client.cache import CacheRoutes, DocumentRoutes, Prefetching, PrefetchRoute, StandsOnDocuments
+from ragcache_core.client.cache import CacheRoutes, DocumentRoutes, PrefetchRoute, StandsOnDocuments
 from ragcache_core.client.deadline import DeadlineClient, DeadlineRoutes
 from ragcache_core.client.generation import (
     AnswerReader,
@@ -37,7 +37,7 @@ from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes, KnownP
 from ragcache_core.client.ordering.document_order import Arrangement, OrderingClient, RememberedOrders
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt, FormatDocuments, KVScopes
 from ragcache_core.client.prompts.client import PromptClient
-from ragcache_core.client.prompts.request_plan import RequestPlan, joined_salt, rights_body
+from ragcache_core.client.prompts.request_plan import RequestPlan
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer, checked_tokenizer
 from ragcache_core.client.server_api import ModelCard, ServerAPI, importing_requests
 from ragcache_core.client.speculation.client import LoadRoute, SpeculationClient
@@ -73,7 +73,7 @@ class Integration:
     answer_caches: WeakSet[StandsOnDocuments]
     watch: ServerWatch
     cached_prefixes: KnownPrefixes
-    prefetching: Prefetching
+    prefetching: PrefetchRoute
     api: ServerAPI
 
 
@@ -126,7 +126,7 @@ class EngineClient(Handle, ABC):
         self._cache_stats = CacheStatsRoutes(self._api, traces, self._resumed)
         self.cache = CacheRoutes(self._api)
         self._documents = DocumentRoutes(self._api)
-        self._prefetching: Prefetching = PrefetchRoute(self._api)
+        self._prefetching: PrefetchRoute = PrefetchRoute(self._api)
         self._cached_prefixes = cached_prefixes or CachedPrefixes(base_url, api_key)
 
     @property
@@ -183,6 +183,7 @@ class EngineClient(Handle, ABC):
                 load=load,
                 prefetching=self._prefetching,
                 scopes=scopes,
+                facts=prompts.facts,
             ),
             OrderingClient(self._cached_prefixes, reordered),
             DeadlineClient(prompts, self._cached_prefixes, DeadlineRoutes(server)),
@@ -377,7 +378,7 @@ class EngineClient(Handle, ABC):
     ) -> WarmingReceipt:
         """Prefill the beginnings of prompts by forecast, in the engine's idle steps, and return when they are cached.
 
-        Requests that somebody asks go first. What is cached already is passed over, so a second call goes on where one
+        Real requests go first. What is cached already is passed over, so a second call goes on where one
         was interrupted. ``ragcache_core.sim.warming.pick_paths`` picks paths; :meth:`bind_prompt` says how they are
         shown. With chunk reuse the last document of each is kept for others as well.
 
@@ -390,7 +391,7 @@ class EngineClient(Handle, ABC):
 
         Raises:
             ConfigError: no prompt is bound, or it shows the question first, or a number of uses is out of bounds.
-            EngineError: the engine does not take requests that nobody asks, or went away: call again to go on.
+            EngineError: the engine takes no speculative requests, or went away: call again to go on.
         """
         bound = check_bound(prompt or self.integration.prompts.bound_prompt)
         return self._warming.warm(paths, bound, self.stats(), on_path)
@@ -432,11 +433,18 @@ class EngineClient(Handle, ABC):
             PromptTooLongError: it does not fit into the context window.
             TokenizerUnavailableError, ConfigError: see :meth:`tokenize`.
         """
-        return self._prefetching.prefetch(self._token_ids(prompt), _salt_of(prompt, cache_salt), model=model)
+        return self._prefetching.prefetch(self._token_ids(prompt), self._salt_of(prompt, cache_salt), model=model)
 
     async def aprefetch(self, prompt: Prompt, *, cache_salt: str | None = None, model: str | None = None) -> int:
         """Do :meth:`prefetch` without blocking the event loop."""
-        return await self._prefetching.aprefetch(self._token_ids(prompt), _salt_of(prompt, cache_salt), model=model)
+        return await self._prefetching.aprefetch(
+            self._token_ids(prompt), self._salt_of(prompt, cache_salt), model=model
+        )
+
+    def _salt_of(self, prompt: Prompt, cache_salt: str | None) -> str | None:
+        if isinstance(prompt, RenderedPrompt):
+            return self.integration.prompts.salt_of(prompt, cache_salt)
+        return cache_salt
 
     def _token_ids(self, prompt: Prompt) -> Sequence[int]:
         check_prompt(prompt)
@@ -472,13 +480,13 @@ class EngineClient(Handle, ABC):
         *,
         query: str | None = None,
     ) -> None:
-        """Take note of what was retrieved: its documents are recognised in later chat requests by their text.
+        """Remember what was retrieved: its documents are recognised in later chat requests by their text.
 
         ``documents`` are those of one search, best first, and ``query`` is the question; ``shown`` returns a document's
         text as the prompt shows it. From the request that shows them the prompt's layout is learned, unless one is
         bound.
         """
-        self.integration.prompts.remember_documents(documents, shown, query=query)
+        self.integration.prompts.remembered.add(documents, shown, query=query)
 
     def bind_prompt(
         self,
@@ -586,9 +594,3 @@ class EngineClient(Handle, ABC):
     def _read(self, page: str) -> EngineStats:
         counted = parse_metrics(page, num_restarts=self._watch.run - 1)
         return replace(counted, num_unnamed_chats=self.integration.prompts.num_unnamed_chats)
-
-
-def _salt_of(prompt: Prompt, cache_salt: str | None) -> str | None:
-    """Return the salt with which a prompt is asked, if ``cache_salt`` is its asker's."""
-    rights = rights_body(prompt.segments, prompt.acls) if isinstance(prompt, RenderedPrompt) else {}
-    return joined_salt(salt for salt in (cache_salt, rights.get("cache_salt")) if salt is not None)

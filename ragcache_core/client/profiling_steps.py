@@ -19,7 +19,7 @@ _NUM_ANSWER_TOKENS = 33
 _NUM_NEW = 32
 
 Together = Callable[[Sequence[Sequence[int]], int], float]
-"""Sends prompts at once, each for an answer of so many tokens; returns the seconds until the last has ended."""
+"""Sends prompts at once, each for an answer of that many tokens; returns the seconds until the last has ended."""
 
 
 def asker_together(engine: Engine) -> Together:

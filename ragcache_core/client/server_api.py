@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import httpx
 
-from ragcache_core.client.http.attempt import SENT_ONCE
+from ragcache_core.client.http.attempt import NO_RETRY
 from ragcache_core.client.http.errors import translate_errors
 from ragcache_core.errors import EngineAuthError, EngineError, TokenizerUnavailableError
 from ragcache_core.prompt import ChatMessage
@@ -52,7 +52,7 @@ class Call(Generic[_T]):
         params: of the query.
         timeout: seconds, or httpx's own for each part; without one the client's.
         authorization: the request's ``Authorization`` header, if it is not that of the engine's handle.
-        is_sent_once: whether it is worth one try only; see ``SENT_ONCE``.
+        is_sent_once: whether it is worth one try only; see ``NO_RETRY``.
     """
 
     path: str
@@ -120,7 +120,7 @@ class ServerAPI:
             "params": call.params,
             "headers": self.headers if call.authorization is None else {"Authorization": call.authorization},
             **({} if call.timeout is None else {"timeout": call.timeout}),
-            **({"extensions": SENT_ONCE} if call.is_sent_once else {}),
+            **({"extensions": NO_RETRY} if call.is_sent_once else {}),
         }
 
     # The handshake

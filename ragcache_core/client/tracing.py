@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 SPECULATION_EXTENSION = "ragcache.speculation"
 """Key of a joined response's extensions for the trace of the speculation whose answer it is."""
 _NUM_OPEN = 1024
-"""So many answered requests wait for their statistics, which nobody may ask for."""
+"""Answered requests that wait for their statistics, which an application may never read."""
 _ID = re.compile(rb'"id"\s*:\s*"([^"\\]+)"')
 _ID_BYTES = 4096
 _LAST_EVENT = b"data: [DONE]\n\n"
@@ -198,7 +198,7 @@ class SpeculationTrace:
             self._end("confirmed")
 
     def forgotten(self) -> None:
-        """Nobody can ask for it any more."""
+        """No request can join it any more."""
         if self._done_ns is not None:
             self._end("unused")
 
@@ -285,7 +285,7 @@ class RequestTrace:
         self.failed(httpx.HTTPStatusError)
 
     def closed(self) -> None:
-        """Nobody reads on: all that matters was there, or the request was given up."""
+        """The reader left: the answer was complete, or the request was cancelled."""
         if self._end_ns is not None or self._is_over:
             return
         if self._tail == _LAST_EVENT:

@@ -78,7 +78,7 @@ class WarmingClient:
     ) -> WarmingReceipt:
         """Do what :meth:`EngineClient.warm_paths <ragcache_core.client.engine_client.EngineClient.warm_paths>` says."""
         if stats.policy is None or not self._load.may_speculate():
-            why = "runs without RAGCache" if stats.policy is None else "takes no requests that nobody asks"
+            why = "runs without RAGCache" if stats.policy is None else "takes no speculative requests"
             raise EngineError(
                 f"the engine at {self._api.base_url} {why}, and cannot be warmed: start it with Engine.launch or "
                 "'ragcache serve', with max_prefill_bs of 1 or more"

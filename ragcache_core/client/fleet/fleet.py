@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn, Self, TypeVar, cast
 
 from pydantic import TypeAdapter
 
-from ragcache_core.client.cache import CacheRoutes
+from ragcache_core.client.cache import CacheRoutes, PrefetchRoute
 from ragcache_core.client.engine import Engine
 from ragcache_core.client.engine_client import EngineClient
 from ragcache_core.client.fleet.replicas import HOME, FleetPrefixes, Replica, ReplicaSet
@@ -23,6 +23,7 @@ from ragcache_core.client.http.joined_server import HANG_TIMEOUT_S, RESTART_TIME
 from ragcache_core.client.http.resume import ResumeStreams
 from ragcache_core.client.launch.process import GRACE_S
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer
+from ragcache_core.client.server_api import ServerAPI
 from ragcache_core.errors import ConfigError, EngineError
 from ragcache_core.stats import EngineStats, ForgetReceipt, merged_report
 from ragcache_core.types import DocId
@@ -33,7 +34,7 @@ _STATS = TypeAdapter(EngineStats)
 _logger = logging.getLogger(__name__)
 
 
-def told_by(engine: Engine) -> dict[str, str | int | None]:
+def served_model_identity(engine: Engine) -> dict[str, str | int | None]:
     """Return by name what a replica serves; what differs in another one makes it no replica of the same."""
     offered = engine.integration.api.tokenizer_offer()
     cache = "plain vLLM" if engine.stats().policy is None else "RAGCache"
@@ -49,9 +50,9 @@ class Fleet(EngineClient):
             llm = ChatRAGCache(engine=fleet)
 
     A request goes to the replica that has most of its documents cached, in the order of its prompt, unless that one
-    has 1.25 times its share of the requests that this fleet is answering; documents that nobody has go by a hash, so
-    that they meet again. With ``document_order="cache_aware"`` order and replica are chosen together: from what those
-    have that may get the request. A speculation, its confirmation and its end reach the same replica.
+    has 1.25 times its share of the requests that this fleet is answering; documents that no replica has go by a hash,
+    so that they meet again. With ``document_order="cache_aware"`` order and replica are chosen together: from what
+    those have that may get the request. A speculation, its confirmation and its end reach the same replica.
 
     A replica that fails, hangs or is drained is left alone until it is well; what it had not begun to answer is sent to
     another one, and streamed answers continue there. Fails only what no replica answers.
@@ -75,7 +76,7 @@ class Fleet(EngineClient):
         Where none answers, requests wait ``restart_timeout_s`` seconds for one. The rest is as of ``Engine.launch``.
 
         Raises:
-            ConfigError: there are none, one is there twice, or they do not serve the same model alike.
+            ConfigError: there are none, one is there twice, or they do not serve the same model in the same way.
         """
         self.engines = tuple(engines)
         _check_alike(self.engines)
@@ -88,7 +89,7 @@ class Fleet(EngineClient):
             replicas=self._replicas,
             cached_prefixes=FleetPrefixes(self._replicas),
         )
-        self._prefetching = _EachPrefetches(self._replicas)
+        self._prefetching = _EachPrefetches(self._api, self._replicas)
         self.cache = cast("CacheRoutes", _NoSharedCache())
         try:
             self._shake_hands(lambda *_: cast("ModelTokenizer", self.engines[0].tokenizer))
@@ -169,7 +170,8 @@ class Fleet(EngineClient):
         self._documents.begin(wanted, wait_s)  # what is kept here of answers goes first
         with ThreadPoolExecutor(len(self.engines)) as threads:
             receipts = list(threads.map(lambda engine: engine.forget(wanted, wait_s=wait_s), self.engines))
-        return reduce(ForgetReceipt.beside, receipts)
+        merged: ForgetReceipt = reduce(ForgetReceipt.beside, receipts)
+        return merged
 
     async def aforget(self, doc_ids: Iterable[DocId], *, wait_s: float = 30.0) -> ForgetReceipt:
         return await asyncio.to_thread(self.forget, doc_ids, wait_s=wait_s)
@@ -233,10 +235,11 @@ class _NoSharedCache:
         )
 
 
-class _EachPrefetches:
-    """Has each replica read what it has on disk of a prompt: who has none reads nothing."""
+class _EachPrefetches(PrefetchRoute):
+    """Has each replica read what it has on disk of a prompt: one that has none reads nothing."""
 
-    def __init__(self, replicas: ReplicaSet) -> None:
+    def __init__(self, api: ServerAPI, replicas: ReplicaSet) -> None:
+        super().__init__(api)
         self._replicas = replicas
 
     def prefetch(
@@ -261,7 +264,6 @@ class _EachPrefetches:
     async def aprefetch(
         self, token_ids: Sequence[int], cache_salt: str | None = None, *, model: str | None = None
     ) -> int:
-        """Do :meth:`prefetch` without blocking the event loop."""
         return await asyncio.to_thread(self.prefetch, token_ids, cache_salt, model=model)
 
 
@@ -277,7 +279,7 @@ def _check_alike(engines: Sequence[Engine]) -> None:
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"{twice[0]} is named {names.count(twice[0])} times: name each replica once")
     with ThreadPoolExecutor(len(engines)) as threads:
-        told = list(threads.map(told_by, engines))
+        told = list(threads.map(served_model_identity, engines))
     for engine, other in zip(engines[1:], told[1:], strict=True):
         for what, value in told[0].items():
             if value is not None and other[what] is not None and other[what] != value:

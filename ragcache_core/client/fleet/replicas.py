@@ -17,8 +17,8 @@ from urllib.parse import quote
 import httpx
 
 from ragcache_core.client.engine import Engine
-from ragcache_core.client.http.affinity import Asked
-from ragcache_core.client.http.attempt import BROKEN, SENT_ONCE, Health, check_progress, engine_died, is_late
+from ragcache_core.client.http.affinity import RequestInfo
+from ragcache_core.client.http.attempt import BROKEN, NO_RETRY, Health, check_progress, engine_died, is_late
 from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes, KnownPrefixes
 from ragcache_core.client.speculation.request_capture import asks_completion
 from ragcache_core.errors import EngineUnreachableError
@@ -91,9 +91,9 @@ class ReplicaSet:
 
     run = 1
 
-    def __init__(self, engines: Sequence[Engine], patience_s: float | None) -> None:
-        """``patience_s``: how long a request waits where no replica answers."""
-        self.patience_s = patience_s
+    def __init__(self, engines: Sequence[Engine], retry_timeout_s: float | None) -> None:
+        """``retry_timeout_s``: how long a request waits where no replica answers."""
+        self.retry_timeout_s = retry_timeout_s
         self.all = [Replica(engine) for engine in engines]
         self._process = OneProcess()
         self._lock = threading.Lock()
@@ -126,7 +126,7 @@ class ReplicaSet:
         request = self._followed(request)
         if not asks_completion(request):
             return RoutedRequest(self, self._pinned(request) or self._idlest(), request, None)
-        asked = Asked.of(request)
+        asked = RequestInfo.of(request)
         with self.known(has_documents=bool(asked.prompt.documents)) as known:
             late = request.extensions.get(_LATE)
             in_time = [replica for replica in self._some(known) if replica.name != late]
@@ -196,7 +196,7 @@ class ReplicaSet:
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
-        """Have nobody else count, nor change what is cached; what is over by then, and while that lasts, is counted."""
+        """Hold the lock of the counts and the index; count the requests that ended before and meanwhile."""
         self._process.check()
         try:
             with self._lock:
@@ -207,7 +207,7 @@ class ReplicaSet:
             self._count_over()
 
     def _count_over(self) -> None:
-        """Count what is over, unless somebody counts, who does that then."""
+        """Count what has ended, unless another thread holds the lock: it does so then."""
         while self._over and self._lock.acquire(blocking=False):
             try:
                 while self._over:
@@ -231,7 +231,7 @@ class ReplicaSet:
     def seen_alive_since(self, monotonic_s: float) -> bool:
         return bool(self.ready())
 
-    def why_in_vain(self) -> str | None:
+    def stall_reason(self) -> str | None:
         return None  # each request knows its replica
 
     def why_gone(self) -> str:
@@ -241,7 +241,9 @@ class ReplicaSet:
 class RoutedRequest:
     """A request on its way to a replica."""
 
-    def __init__(self, replicas: ReplicaSet, replica: Replica, request: httpx.Request, asked: Asked | None) -> None:
+    def __init__(
+        self, replicas: ReplicaSet, replica: Replica, request: httpx.Request, asked: RequestInfo | None
+    ) -> None:
         """``asked``: of a completion, which counts."""
         self._replicas = replicas
         self._replica = replica
@@ -250,7 +252,7 @@ class RoutedRequest:
         """How it counts, until it is over."""
         self.request = self._addressed(request, asked)
 
-    def _addressed(self, request: httpx.Request, asked: Asked | None) -> httpx.Request:
+    def _addressed(self, request: httpx.Request, asked: RequestInfo | None) -> httpx.Request:
         root = self._replica.name.removesuffix("/v1")
         headers = httpx.Headers(request.headers)
         headers.pop("Host", None)
@@ -287,7 +289,7 @@ class RoutedRequest:
         self.end()
         if is_late(error):
             self._unaddressed.extensions[_LATE] = self._replica.name
-        is_suspicious = not SENT_ONCE.keys() <= self.request.extensions.keys()
+        is_suspicious = not NO_RETRY.keys() <= self.request.extensions.keys()
         if is_suspicious and isinstance(error, (*BROKEN, httpx.ConnectTimeout)) and not isinstance(error, _BusyError):
             _logger.debug("replica %s failed: %s: %s", self._replica.name, type(error).__name__, error)
             self._replica.failed()

@@ -37,7 +37,7 @@ _UNSENT = b"error sending request for url"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestInfo:
     """What the body of a request says of it: its prompt, its speculation, and the id that a header would hide."""
 
     prompt: AskedPrompt
@@ -45,7 +45,7 @@ class Asked:
     request_id: str | None = None
 
     @classmethod
-    def of(cls, request: httpx.Request) -> Asked:
+    def of(cls, request: httpx.Request) -> RequestInfo:
         """Read it from the body; what is no JSON of ours goes by nothing, and the server refuses it."""
         try:
             body = _read(request.content)
@@ -89,7 +89,7 @@ def _prompt(body: Mapping[str, Any], named: Sequence[Any], token_ids: object) ->
 
 
 def _opening(body: Mapping[str, Any]) -> str:
-    """Return how a prompt without documents begins: the turns of a conversation begin alike."""
+    """Return the beginning of a prompt without documents: all turns of a conversation share it."""
     if messages := body.get("messages"):
         ends = next((i for i, message in enumerate(messages) if message.get("role") == "user"), len(messages))
         return json.dumps(messages[: ends + 1])
@@ -117,7 +117,7 @@ class ProxyAffinity:
         place = None
         said: dict[str, str | None] = {}
         if asks_completion(request):
-            asked = Asked.of(request)
+            asked = RequestInfo.of(request)
             place = _Place(hashlib.blake2b(asked.prompt.key.encode(errors="surrogatepass"), digest_size=8).hexdigest())
             said = {SESSION_HEADER: place.session, SPECULATION_HEADER: asked.speculation}
             if asked.speculation is not None:

@@ -18,7 +18,7 @@ from ragcache_core.client.speculation.request_capture import asks_completion
 from ragcache_core.errors import ConfigError, EngineDiedError, EngineHungError
 from ragcache_core.wire import DEFAULTS_HEADER
 
-SENT_ONCE = {"ragcache_sent_once": True}
+NO_RETRY = {"ragcache_sent_once": True}
 """Extensions of a request that is worth one try: it is not sent again, waits for no restart, and raises no suspicion
 that the server has died."""
 BROKEN = (httpx.ConnectError, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
@@ -51,7 +51,7 @@ class ServerWatch(Protocol):
         ...
 
     @property
-    def patience_s(self) -> float | None:
+    def retry_timeout_s(self) -> float | None:
         """How long a completion waits for a server that is gone; other requests do not. ``None``: all of them wait, as
         long as for their answer."""
         ...
@@ -66,8 +66,8 @@ class ServerWatch(Protocol):
         """Return whether a check that was asked for after ``monotonic_s`` found the server alive."""
         ...
 
-    def why_in_vain(self) -> str | None:
-        """Return why nobody need wait for an answer any more, ``None`` if somebody may. Those who wait ask often."""
+    def stall_reason(self) -> str | None:
+        """Return why the server will not answer, ``None`` while it may. Called often by waiting requests."""
         ...
 
     def why_gone(self) -> str: ...
@@ -82,7 +82,7 @@ class RetryPolicy:
             that is one second before its own time-out, if this is at least 600 s: no request is cancelled that would
             still get an answer, because its time-out ends it anyway.
         resume_streams: the streamed answers that continue where a failure of their engine cut them.
-        num_servers: so many that cannot be reached are tried before one counts as having failed the request.
+        num_servers: servers that cannot be reached before the request counts as failed.
     """
 
     first_token_timeout_s: FirstTokenTimeout = AUTO
@@ -115,15 +115,15 @@ class Attempt:
     def __init__(
         self, watch: ServerWatch | None, request: httpx.Request, policy: RetryPolicy, resumed: ResumedAnswers
     ) -> None:
-        self._watch = None if SENT_ONCE.keys() <= request.extensions.keys() else watch
+        self._watch = None if NO_RETRY.keys() <= request.extensions.keys() else watch
         self._resumed = resumed
         which: ResumeStreams = "off" if self._watch is None else policy.resume_streams
         self.stream = ResumableStream.of(request, which, resumed.decode)
         self.request = request if self.stream is None else self.stream.request()
         self._run = self._watch.run if self._watch else 0
-        self._patience_s = self._watch.patience_s if self._watch else None
-        if self._patience_s is not None and not asks_completion(request):
-            self._patience_s = 0.0
+        self._retry_timeout_s = self._watch.retry_timeout_s if self._watch else None
+        if self._retry_timeout_s is not None and not asks_completion(request):
+            self._retry_timeout_s = 0.0
         self._limit_s = policy.first_token_limit_s(request)
         self._read_timeout_s = _read_timeout_s(request)
         self._sent_s = self._failed_s = 0.0
@@ -191,7 +191,7 @@ class Attempt:
             self._run, self._error = self._watch.run, None
             return True
         waited_s = time.monotonic() - self._failed_s
-        if self._patience_s is not None and waited_s >= self._patience_s:
+        if self._retry_timeout_s is not None and waited_s >= self._retry_timeout_s:
             raise self._error
         if self._read_timeout_s is not None and waited_s > self._read_timeout_s:
             raise httpx.ReadTimeout(
@@ -217,7 +217,7 @@ def is_late(error: BaseException) -> bool:
 
 def check_progress(watch: ServerWatch) -> None:
     """End a read for an answer that will not come, as far as ``watch`` knows."""
-    if (why := watch.why_in_vain()) is not None:
+    if (why := watch.stall_reason()) is not None:
         raise _HungError(why)
 
 

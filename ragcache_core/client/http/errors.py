@@ -32,7 +32,7 @@ ENGINE_DEAD_SIGNS = (
 _NO_TOOLS_SIGNS = ("requires --enable-auto-tool-choice", "requires --tool-call-parser")
 """How it refuses tools where it was started without what reads a model's calls of them."""
 _INTERNAL_SIGN = "Internal server error"
-"""All that it says, with status 500 or inside a stream, of an answer that it had to give up."""
+"""All that it says, with status 500 or inside a stream, of an answer that it could not finish."""
 _CONSTRAINTS = ("response_format", "structured_outputs")
 _TOO_LONG_SIGNS = ("maximum context length", "maximum model length", "max_model_len", "longer than the maximum")
 _MAX_TOKENS_SIGNS = ("max_tokens", "max_completion_tokens", "fewer output tokens")

@@ -1,6 +1,6 @@
-"""Watch a server that runs elsewhere: while somebody waits for it, ask whether it is well.
+"""Watch a server that runs elsewhere: while requests wait for it, ask for its health.
 
-Whoever runs it may start it again, at the same address. RAGCache's server says on ``/health`` that its engine hangs
+Its owner may start it again, at the same address. RAGCache's server says on ``/health`` that its engine hangs
 (``vllm_plugin/server/progress.py``); vLLM's own knows only whether the engine's process is there.
 """
 
@@ -26,7 +26,7 @@ HANG_TIMEOUT_S = 30.0
 _LOOK_S = 1.0
 _SUSPICIOUS_LOOK_S = 0.2
 _WANTED_S = 5.0
-"""For so long after somebody waited it is looked at."""
+"""Seconds for which it is checked after a request waited."""
 _TIMEOUT_S = 5.0
 _logger = logging.getLogger(__name__)
 
@@ -66,12 +66,12 @@ class JoinedServer:
 
     run = 1
 
-    def __init__(self, health_url: str, *, patience_s: float | None, hang_timeout_s: float | None) -> None:
-        """``patience_s``: how long a request waits for a server that is gone.
+    def __init__(self, health_url: str, *, retry_timeout_s: float | None, hang_timeout_s: float | None) -> None:
+        """``retry_timeout_s``: how long a request waits for a server that is gone.
 
         One that says nothing for ``hang_timeout_s`` seconds, not even how it is, hangs.
         """
-        self.patience_s = patience_s
+        self.retry_timeout_s = retry_timeout_s
         self._url = health_url
         self._hang_timeout_s = hang_timeout_s
         self._closed = threading.Event()
@@ -96,12 +96,12 @@ class JoinedServer:
         self._look()
         return self._alive_at_s > monotonic_s
 
-    def why_in_vain(self) -> str | None:
+    def stall_reason(self) -> str | None:
         self._look()
         return self._hang
 
     def why_gone(self) -> str:
-        raise AssertionError("nobody but its owner knows that a server does not come back")
+        raise AssertionError("only its owner knows that a server does not come back")
 
     def close(self, grace_s: float = 0.0) -> None:
         """End the thread; the server is its owner's. May be called again."""
@@ -154,9 +154,13 @@ class JoinedServer:
         if is_alive and self._out_since_s is not None:
             _logger.warning("engine at %s answers again after %.0f s", address, now_s - self._out_since_s)
             self._out_since_s = None
-        elif not is_alive and self._is_suspected and self._out_since_s is None and self.patience_s != 0:
+        elif not is_alive and self._is_suspected and self._out_since_s is None and self.retry_timeout_s != 0:
             self._out_since_s = now_s
-            limit = "as long as their answers may take" if self.patience_s is None else f"up to {self.patience_s:g} s"
+            limit = (
+                "as long as their answers may take"
+                if self.retry_timeout_s is None
+                else f"up to {self.retry_timeout_s:g} s"
+            )
             _logger.warning(
                 "engine at %s does not answer (%s): its completions wait for it, %s (restart_timeout_s)",
                 address,
@@ -166,4 +170,4 @@ class JoinedServer:
 
     def _check_open(self) -> None:
         if self._closed.is_set():
-            raise httpcore.ReadError("nobody waits any more")
+            raise httpcore.ReadError("the watch was closed")

@@ -75,7 +75,7 @@ _NO_SEED = -1
 _PARTIAL_CHARACTER = "\ufffd"
 """How a tokenizer decodes the bytes of an unfinished character."""
 _CHARACTER_BYTES = 4
-"""A character of UTF-8 has at most so many, and each may be a token."""
+"""The most bytes of a UTF-8 character; each may be a token."""
 _DECODED_TOKENS = 16
 _MAX_ANSWERS = 1024
 # An application may never read the statistics of an answer: the oldest is dropped.
@@ -148,7 +148,7 @@ class ResumableStream:
     def learn(self, defaults: str | None) -> None:
         """Take in what the server adds to requests, :data:`~ragcache_core.wire.DEFAULTS_HEADER`.
 
-        Without knowing that, nobody knows when the answer ends.
+        Without that it is not known when the answer ends.
         """
         try:
             added = json.loads(defaults or "null")

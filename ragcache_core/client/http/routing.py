@@ -11,7 +11,7 @@ from typing import Protocol
 
 import httpx
 
-from ragcache_core.client.http.network import AsyncNetwork, Blocking, Unblocked, also_checking
+from ragcache_core.client.http.network import AsyncNetwork, also_checking
 from ragcache_core.runtime.event_loop_thread import EventLoopThread
 
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=8, keepalive_expiry=2.0)
@@ -88,13 +88,6 @@ class AsyncRoutedTransport(httpx.AsyncBaseTransport):
 
     async def aclose(self) -> None:
         await self._inner.aclose()
-
-
-class RoutedTransport(Blocking):
-    """Does the same with a blocking ``inner``."""
-
-    def __init__(self, replicas: Replicas, inner: httpx.BaseTransport) -> None:
-        super().__init__(AsyncRoutedTransport(replicas, Unblocked(inner)))
 
 
 class _RoutedBody(httpx.AsyncByteStream):

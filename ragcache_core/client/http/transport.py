@@ -128,25 +128,18 @@ class AsyncRetryingTransport(httpx.AsyncBaseTransport):
 
 
 class RetryingTransport(Blocking):
-    """The blocking transport; its arguments are those of :class:`AsyncRetryingTransport`."""
+    """The blocking transport."""
 
-    def __init__(
-        self,
-        watch: ServerWatch | None = None,
-        speculations: SpeculationManager | None = None,
-        policy: RetryPolicy = RetryPolicy(),  # noqa: B008 (frozen)
-        traces: RequestTraces | None = None,
-        replicas: Replicas | None = None,
-        resumed: ResumedAnswers | None = None,
-    ) -> None:
-        super().__init__(_UnsuspendedTransport(watch, speculations, policy, traces, replicas, resumed))
+    def __init__(self, *settings: Any, **named: Any) -> None:
+        """Take the arguments of :class:`AsyncRetryingTransport`."""
+        super().__init__(_UnsuspendedTransport(*settings, **named))
 
 
 class _UnsuspendedTransport(AsyncRetryingTransport):
     """Blocks where the asynchronous transport would be suspended, and keeps idle connections."""
 
-    def __init__(self, *settings: Any) -> None:
-        super().__init__(*settings)
+    def __init__(self, *settings: Any, **named: Any) -> None:
+        super().__init__(*settings, **named)
         self._blocking = self._routed(Unblocked(BlockingNetwork(_LIMITS, self._tls)))
 
     def _transport(self) -> httpx.AsyncBaseTransport:

@@ -55,7 +55,12 @@ _logger = logging.getLogger(__name__)
 
 
 class DirectoryLock:
-    """Held by the process that launches an engine until :meth:`release`, or until it dies."""
+    """A cache directory's lock, held by the process that launches an engine until :meth:`release`, or until it dies.
+
+    Two engines must not keep the same KV in one directory. Whether theirs is the same is known only when the model is
+    loaded (``vllm_plugin/identity.py``), and then the second one ends. For two that are launched in the same way it is
+    known before. Other engines may share a directory: each has a folder there.
+    """
 
     def __init__(self, directory: Path, launch: str) -> None:
         """Take the lock; where the file system has none, or the file is another user's, nothing is taken.

@@ -72,7 +72,7 @@ class ServerLog:
         os.close(self.descriptor)
 
     def text(self, *, is_over: bool = False) -> str:
-        """Return what was logged so far; nothing if somebody removed the file. ``is_over``: the server has ended."""
+        """Return what was logged so far; nothing if the file was removed. ``is_over``: the server has ended."""
         if self._pump is not None:
             if is_over:
                 self._pump.join(_DRAINED_S)
@@ -186,7 +186,7 @@ class ServerProcess:
         return self._popen.poll()
 
     def log_text(self) -> str:
-        """Return what this run has logged so far, of a stream the end of it; nothing if somebody removed the log."""
+        """Return what this run has logged so far, of a stream the end of it; nothing if the log was removed."""
         return self._log.text(is_over=self.returncode is not None)
 
     def last_words(self) -> str:

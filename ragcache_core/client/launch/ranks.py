@@ -54,7 +54,9 @@ def launch_ranks(
         except BaseException as error:
             for cancel in cancels:
                 cancel.set()
-            wait([threads.submit(_close, each) for each in starting])  # there, whoever interrupts this wait as well
+            wait(
+                [threads.submit(_close, each) for each in starting]
+            )  # in a thread: this wait may be interrupted as well
             if isinstance(error, EngineStartError | ConfigError):
                 rank = next(i for i, each in enumerate(starting) if each.exception() is error)
                 kind = type(error)
@@ -122,7 +124,7 @@ def plan_ranks(size: int, launch: LaunchSettings) -> list[LaunchSettings]:
 
 
 def _check_kv(cache: CacheConfig | VLLMOffload | None, size: int) -> None:
-    """Refuse more KV in main memory than is free for all ranks, of which each looks at its own alone.
+    """Refuse more KV in main memory than is free for all ranks: each rank checks only its own.
 
     Raises:
         ConfigError: with what to lower.
@@ -181,7 +183,7 @@ def _parts(size: int, num_workers: int, env: Mapping[str, str]) -> list[dict[str
 
 
 def _devices(named: str | None) -> list[str]:
-    """Return the GPUs that are ``named``, which may be none, or where nobody names any, all that CUDA counts here.
+    """Return the GPUs that are ``named``, which may be none, or all that CUDA counts here.
 
     Raises:
         ConfigError: one is named twice, and two servers would share it.
@@ -195,7 +197,7 @@ def _devices(named: str | None) -> list[str]:
 
 
 def _cache_of(cache: CacheConfig | VLLMOffload | None, rank: int, size: int) -> CacheConfig | VLLMOffload | None:
-    """Return a rank's part of host memory and disk; where nobody said how large host memory is, the launch divides."""
+    """Return a rank's part of host memory and disk; without a size of host memory the launch divides it."""
     cache = own_folder(cache, f"rank-{rank}")
     if isinstance(cache, VLLMOffload):
         return replace(cache, host_bytes=cache.host_bytes // size)

@@ -16,7 +16,7 @@ from ragcache_core.config import CacheConfig
 from ragcache_core.errors import ConfigError, quoted
 
 VLLMEviction = Literal["lru", "arc"]
-"""Which chunk vLLM's host tier gives up: the one least recently used, or the one that ARC chooses."""
+"""Which chunk vLLM's host tier evicts: the one least recently used, or the one that ARC chooses."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,11 +33,10 @@ STAGES = (
 """Stages of a start, each with the words that vLLM logs when it begins. A word that moves costs a label only."""
 _POLL_S = 0.1
 _LOOK_S = 1.0
-"""Between two checks of a server that nobody suspects."""
+"""Between two checks of a server that is not suspected."""
 _HEALTH_TIMEOUT_S = 5.0
 _MAX_SLOW_CHECKS = 3
-"""A server that is busy may be slow to say that it is well; so many times in a row one that is suspected counts as
-dead."""
+"""Slow answers in a row after which a suspected server counts as dead; a busy one may be slow to answer."""
 _MAX_REFUSED = 3
 """Checks in a row whose connection is refused: a server that listens no more counts as dead, suspected or not."""
 _BACKOFF_S = 1.0
@@ -132,7 +131,7 @@ class Supervisor:
     of a restart are logged. All methods may be called by any thread.
     """
 
-    patience_s = None
+    retry_timeout_s = None
 
     def __init__(
         self,
@@ -205,7 +204,7 @@ class Supervisor:
     def health(self) -> Health:
         return self._health
 
-    def why_in_vain(self) -> str | None:
+    def stall_reason(self) -> str | None:
         return None  # what hangs is killed, which ends every read
 
     def why_gone(self) -> str:
@@ -245,7 +244,7 @@ class Supervisor:
                 self._wake.clear()
                 if self._has_died() and not self._closing.is_set():
                     self._restart()
-        except BaseException as error:  # whoever waits for a restart must hear that there is none
+        except BaseException as error:  # requests that wait for a restart must be told that there is none
             self._give_up(f"the engine's supervisor failed ({type(error).__name__}: {error}): launch it again")
             raise
 

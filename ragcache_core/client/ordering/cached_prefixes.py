@@ -1,4 +1,4 @@
-"""A local copy of which prefixes an engine has cached, so that choosing an order asks no server."""
+"""Client-side cache index: a copy of the prefixes that an engine has cached, from which orders are chosen."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PART_PAUSE_GROWTH = 1.03
 _MAX_ANSWER_BYTES = 1 << 26
 _MAX_ENGINES = 1024
 _MAX_CURSOR_CHARS = 1 << 15
-"""The server takes the cursor of so many engines at most: each is 30 characters."""
+"""The server takes the cursor of at most 1,024 engines: each is 30 characters."""
 
 _Answer = TypeVar("_Answer")
 
@@ -46,7 +46,7 @@ class _UnsupportedError(Exception):
 
 
 class KnownPrefixes(ABC):
-    """What somebody knows of what engines have cached. May be used by any thread."""
+    """The cached prefixes of one or several engines, as far as they are known. May be used by any thread."""
 
     @property
     @abstractmethod
@@ -151,7 +151,7 @@ class CachedPrefixes(KnownPrefixes):
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Have nobody else read or change what is known."""
+        """Hold the lock under which the index is read and changed."""
         while True:
             with (lock := self._lock):
                 if lock is self._lock:  # no fleet has come in between
@@ -259,7 +259,7 @@ class CachedPrefixes(KnownPrefixes):
                 await self._pause()
 
     async def _pause(self) -> None:
-        """Wait until it is time to ask again, or somebody waits for it."""
+        """Wait until it is time to ask again, or a caller of :meth:`refresh` waits."""
         if self._num_at_once == 0:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_ASK_EVERY_S):  # wait_for may lose a cancellation

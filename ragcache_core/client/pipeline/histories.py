@@ -42,7 +42,7 @@ _logger = logging.getLogger(__name__)
 class RecentQuestions:
     """Remembers ids of what the last thousand questions found, no texts. May be used by any thread.
 
-    The documents are read anew from their store, so that one that was changed is shown as it is now, and one that was
+    The documents are read again from their store, so that one that was changed is shown as it is now, and one that was
     deleted is no candidate. They are a guess, as those of any stage: what the search finds is final.
     """
 
@@ -155,10 +155,10 @@ class KeptHistory(SettlingHistory):
         self._path = path
         self._saved = self.learnt
         self._num_unsaved = 0
-        self._saving = threading.Lock()  # nobody waits for it
+        self._saving = threading.Lock()  # acquired without waiting
 
     def record(self, stage: int, candidates: Sequence[object], final: Sequence[object], left_s: float) -> None:
-        """Take note of a search; see :meth:`SettlingHistory.record`."""
+        """Record a search; see :meth:`SettlingHistory.record`."""
         was_known = self.is_known(stage)
         super().record(stage, candidates, final, left_s)
         self._num_unsaved += 1

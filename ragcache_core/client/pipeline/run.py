@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, Literal, TypeVar
+from typing import Literal
 
 from ragcache_core.client.pipeline.result import PipelineEvent, PipelineResult, unhidden_search_s
-from ragcache_core.client.pipeline.stages import CANCELLED_BY_SOURCE, check_timeout, close_stages, read_stages
+from ragcache_core.client.pipeline.stages import SearchTasks, check_timeout
 from ragcache_core.client.speculation.client import (
     EngineLoad,
     SpeculationClient,
@@ -20,15 +20,10 @@ from ragcache_core.client.speculation.client import (
     Starts,
 )
 from ragcache_core.client.tracing import SearchTrace, search_span
-from ragcache_core.errors import SearchError, SearchTimeoutError
 from ragcache_core.speculation import Action, Cancel, Confirm, Generate, SettlingHistory, SpeculativePipeline, Start
 from ragcache_core.stats import PipelineReport
 from ragcache_core.types import DocId, Document, RetrievalUpdate
 
-_CLOSE_S, _CUT_OFF_S = 1.0, 0.05
-"""How long a source may take to clean up, and then to see that it is cancelled: one that hangs is left behind."""
-
-_Result = TypeVar("_Result")
 _LOAD_FRESH_S = 0.05
 """What the engine said of its load longer ago starts nothing: it is asked again."""
 _FIRST_POLL_S, _LAST_POLL_S = 0.01, 0.16
@@ -41,6 +36,7 @@ _START_GRACE_S = 0.1
 """Final documents wait for a start that began no longer ago: the request would have to be made all the same."""
 
 _Documents = tuple[Document, ...]
+_OnLoad = Callable[[EngineLoad | None, str], Awaitable[PipelineResult | None]]
 _LATE_S = 0.05
 """An event loop may be that late of itself."""
 
@@ -48,112 +44,115 @@ __all__ = ["PipelineEvent", "PipelineResult", "Speculator", "run_pipeline"]
 _logger = logging.getLogger(__name__)
 
 
-class SearchTasks(Generic[_Result]):
-    """The inbox of a search, and the tasks that fill it. All but :meth:`post` happens in its event loop."""
+class _LoadWatch:
+    """What the engine said of its load during one search, and when it is asked again."""
 
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._inbox: asyncio.Queue[Callable[[], Awaitable[_Result | None]]] = asyncio.Queue()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._reader: asyncio.Task[None] | None = None
-        self._is_closing = False  # the reader is on its way out
-        self._time_out: asyncio.TimerHandle | None = None
+    def __init__(self, client: SpeculationClient, tasks: SearchTasks[PipelineResult]) -> None:
+        self._client, self._tasks = client, tasks
+        self._is_asking = False
+        self._poll_s = _FIRST_POLL_S
+        self._told_s = 0.0
+        self._num_full = 0
+        self.latest: EngineLoad | None = None
+        self.most_full = 0
+        """The most answers in a row that said that there is no room."""
 
-    async def handle_next(self) -> _Result | None:
-        """Wait for what is posted next, and return what comes of it."""
-        handle = await self._inbox.get()
-        return await handle()
+    @property
+    def is_fresh(self) -> bool:
+        """Whether what it said last may start something."""
+        return time.perf_counter() - self._told_s < _LOAD_FRESH_S
 
-    def put(self, handle: Callable[[], Awaitable[_Result | None]]) -> None:
-        """Have ``handle`` called in its turn."""
-        self._inbox.put_nowait(handle)
+    @property
+    def has_room(self) -> bool:
+        """Whether the scheduler would admit a speculation, as it said last: it knows better than a count."""
+        return self.latest is not None and self.latest.has_room
 
-    def post(self, handle: Callable[[], Awaitable[_Result | None]]) -> None:
-        """Do :meth:`put` from any thread."""
-        with suppress(RuntimeError):  # the loop was closed: no caller waits any more
-            self._loop.call_soon_threadsafe(self.put, handle)
+    def ask(self, on_told: _OnLoad, *, at_once: bool = False) -> None:
+        """Have ``on_told`` called with the load, or with why it is not known; not at once where it is busy."""
+        if not self._is_asking:
+            self._is_asking = True
+            self._tasks.spawn(self._ask(on_told, 0.0 if at_once else self._poll_s))
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run ``work`` until it or the search ends."""
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+    def note(self, load: EngineLoad) -> None:
+        """Take in what it said."""
+        self.latest, self._told_s = load, time.perf_counter()
+        self._num_full = 0 if load.has_room else self._num_full + 1
+        self.most_full = max(self.most_full, self._num_full)
 
-    def read(
-        self,
-        updates: AsyncIterator[RetrievalUpdate],
-        timeout_s: float | None,
-        on_stage: Callable[[RetrievalUpdate, float], Awaitable[_Result | None]],
-        on_failed: Callable[[BaseException], Awaitable[_Result | None]],
-        *,
-        k: int | None,
-    ) -> None:
-        """Read a search's stages, each cut to its first ``k`` documents.
+    def ask_less(self) -> None:
+        """Wait longer before the next questions."""
+        self._poll_s = min(2 * self._poll_s, _LAST_POLL_S)
 
-        Args:
-            updates: the stages.
-            timeout_s: how long until the last of them; then the search has failed.
-            on_stage: takes a stage, and when it ended by ``time.perf_counter()``.
-            on_failed: takes what went wrong with the search.
-            k: how many documents were asked for.
-        """
-
-        def on_done(reader: asyncio.Task[None]) -> None:
-            if reader.cancelled():  # by its source, or by us: then the inbox has no reader any more
-                self.put(partial(on_failed, SearchError(CANCELLED_BY_SOURCE)))
-
-        self._reader = self.spawn(self._read(updates, on_stage, on_failed, k))
-        self._reader.add_done_callback(on_done)
-        if timeout_s is not None:  # not around the source: a clean-up that hangs would hold it up
-            error = SearchTimeoutError(
-                f"the documents were not final after {timeout_s:g} s: allow more time, or search less"
-            )
-            self._time_out = self._loop.call_later(timeout_s, self.put, partial(on_failed, error))
-
-    async def end(self) -> None:
-        """Leave no task, and the updates closed: as soon as they are, or cut off when that takes too long."""
-        if self._time_out is not None:
-            self._time_out.cancel()
-        for task in self._tasks:
-            if task is not self._reader:
-                task.cancel()
-            elif not self._is_closing:
-                self._is_closing = task.cancel()
+    async def _ask(self, on_told: _OnLoad, delay_s: float) -> None:
+        await asyncio.sleep(delay_s)
+        load, why_not = None, "the engine takes no speculative requests"
         try:
-            if self._tasks:
-                await asyncio.wait(self._tasks, timeout=_CLOSE_S)
-        finally:
-            for task in self._tasks:
-                task.cancel()
-        if self._tasks:
-            _logger.warning("closing a search took more than %g s and was cut off: see how its source ends", _CLOSE_S)
-            await asyncio.wait(self._tasks, timeout=_CUT_OFF_S)
+            if await self._client.acan_speculate():
+                load, why_not = await self._client.apending_prefills(), "the engine did not tell its load"
+        except Exception as error:  # whatever it is: the answer does not depend on it
+            why_not = f"the engine did not tell its load: {error}"
+        self._tasks.put(partial(self._tell, on_told, load, why_not))
 
-    async def _read(
-        self,
-        updates: AsyncIterator[RetrievalUpdate],
-        on_stage: Callable[[RetrievalUpdate, float], Awaitable[_Result | None]],
-        on_failed: Callable[[BaseException], Awaitable[_Result | None]],
-        k: int | None,
-    ) -> None:
-        def take(update: RetrievalUpdate) -> None:
-            self._is_closing = self._is_closing or update.is_final
-            self.put(partial(on_stage, update, time.perf_counter()))
+    async def _tell(self, on_told: _OnLoad, load: EngineLoad | None, why_not: str) -> PipelineResult | None:
+        self._is_asking = False
+        return await on_told(load, why_not)
 
-        try:
-            await read_stages(updates, take, k=k)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:  # of whatever kind: the caller waits for it
-            self._is_closing = True
-            self.put(partial(on_failed, error))
-        finally:
-            await close_stages(updates)
+
+@dataclass(slots=True)
+class _Tally:
+    """What a search did, and why it started nothing where it did not.
+
+    Attributes:
+        cannot: why nothing can be speculated in this search.
+        failure: why the first start failed.
+        unpromising: why candidates started nothing.
+    """
+
+    num_stages: int = 0
+    num_started: int = 0
+    num_cancelled: int = 0
+    num_candidates: int = 0
+    cannot: str | None = None
+    failure: str | None = None
+    unpromising: list[str] = field(default_factory=list)
+
+    def fail(self, why: str) -> None:
+        """Note why a start failed, unless an earlier one did."""
+        self.failure = self.failure or why
+
+    def why_nothing_started(self, load: EngineLoad | None) -> str | None:
+        """Return the reason, in words; ``None`` where something was started."""
+        if self.num_started:
+            return None
+        if (why := self.cannot or self.failure) is not None:
+            return why
+        if not self.num_candidates:
+            return "the search had no candidates before its final documents"
+        why_none = self.unpromising[-1] if len(self.unpromising) >= self.num_candidates else None
+        if why_none == _NOT_WORTH_IT:
+            return why_none
+        if load is None:
+            return "the documents were final before the engine had told its load"
+        if load.has_room:
+            return why_none or "the documents were final before the engine had told its load again"
+        if pending := load.num_pending_prefills:
+            return f"the engine had no room: real requests that wait for their first token: {pending}"
+        return (
+            "the engine had no room: it answers real requests, which on a CPU leave none, or it has as many "
+            f"speculative ones as max_prefill_bs allows, {load.max_prefill_bs}"
+        )
 
 
 class SearchRun:
-    """One search; all decisions are made in the caller's task."""
+    """One search with speculation: speculations start, are cancelled and confirmed as its stages arrive.
+
+    One task reads the search, one asks the engine for its load, and threads send speculations. All of them post to the
+    inbox of the caller's task, which makes all decisions::
+
+        updates -------- stage, end ----+
+        client --------- load ----------+--> inbox --> SpeculativePipeline --> start, cancel, confirm
+        threads -------- sent, failed --+
+    """
 
     def __init__(
         self,
@@ -167,41 +166,33 @@ class SearchRun:
     ) -> None:
         self._began_s = time.perf_counter()
         self._tasks: SearchTasks[PipelineResult] = SearchTasks()
-        self._client, self._on_event, self._arrange = client, on_event, arrange
+        self._on_event, self._arrange = on_event, arrange
+        self._load = None if client is None else _LoadWatch(client, self._tasks)
         self._starts = None if speculator is None else Starts(speculator)
         self._pipeline: SpeculativePipeline[_Documents] = SpeculativePipeline(max_prefill_bs=0)  # until told
         self._history, self._trace = history, trace
         self._k = k
         self._candidates: list[tuple[int, _Documents, float]] = []  # what stages named, as prompts show it, and when
-        self._load: EngineLoad | None = None
-        self._load_told_s = 0.0
-        self._num_full = self._most_full = 0  # so often it had no room, one time after the other
         self._has_tried = False  # anything was sent
         self._is_over = False
-        self._is_asking = False
-        self._poll_s = _FIRST_POLL_S
         self._live: StartedSpeculation | None = None
         self._documents: _Documents = ()  # of the last stage, in the order of the prompt
         self._prefetched: _Documents = ()
         self._arranged: dict[tuple[DocId, ...], tuple[_Documents, _Documents]] = {}
         self._events: list[PipelineEvent] = []
-        self._num_stages = self._num_started = self._num_cancelled = 0
-        self._unpromising: list[str] = []  # why candidates started nothing
         self._stage = 0
-        self._cannot: str | None = None  # why nothing can be speculated in this search
-        self._failure: str | None = None
+        self._tally = _Tally()
 
     async def result(self, updates: AsyncIterator[RetrievalUpdate], timeout_s: float | None) -> PipelineResult:
-        """Return what the search comes to. Whoever awaits it ends the tasks, and abandons a run that failed."""
+        """Return the result of the search. The caller ends the tasks, and abandons a run that failed."""
         if self._history is not None:
             self._history.num_running += 1
         self._tasks.read(updates, timeout_s, self._on_stage, self._on_search_failed, k=self._k)
-        if self._client is None or self._starts is None:
-            self._cannot = "there is no engine to speculate on" if self._client is None else "speculation is off"
+        if self._load is None or self._starts is None:
+            self._tally.cannot = "there is no engine to speculate on" if self._load is None else "speculation is off"
         elif self._history is not None and self._history.is_hopeless:
-            self._cannot = _NOT_WORTH_IT
-        else:
-            self._ask_load(0.0)
+            self._tally.cannot = _NOT_WORTH_IT
+        self._ask_load(at_once=True)
         while True:
             result = await self._tasks.handle_next()
             await self._tell()
@@ -229,7 +220,7 @@ class SearchRun:
 
     async def _on_stage(self, update: RetrievalUpdate, ended_s: float) -> PipelineResult | None:
         search_s = ended_s - self._began_s
-        self._num_stages += 1
+        self._tally.num_stages += 1
         self._stage = update.stage
         ids, is_final = _ids(update.documents), update.is_final
         self._events.append(
@@ -240,19 +231,20 @@ class SearchRun:
         if update.documents:
             self._documents = self._in_prompt_order(update.documents)
             self._candidates.append((update.stage, self._documents, search_s))
-            is_fresh = time.perf_counter() - self._load_told_s < _LOAD_FRESH_S
+            self._tally.num_candidates += 1
+            is_fresh = self._load is not None and self._load.is_fresh
             self._perform(
                 self._pipeline.on_stage(
                     self._documents,
                     is_final=False,
                     num_pending=self._num_pending() if is_fresh else self._pipeline.max_prefill_bs,
-                    is_promising=self._cannot is None and self._is_promising(update.stage),
+                    is_promising=self._tally.cannot is None and self._is_promising(update.stage),
                 )
             )
             if self._pipeline.is_deferred:
                 if not is_fresh:
                     self._make_ahead()
-                self._ask_load(self._poll_s if is_fresh else 0.0)
+                self._ask_load(at_once=not is_fresh)
         return None
 
     def _is_promising(self, stage: int) -> bool:
@@ -262,10 +254,9 @@ class SearchRun:
         if not self._history.is_known(stage):
             is_promising, why_not = self._may_try(self._history), _TOO_SOON
         else:
-            is_idle = self._load is not None and self._load.has_room
-            is_promising, why_not = self._history.is_promising(stage, is_idle=is_idle), _NOT_WORTH_IT
+            is_promising, why_not = self._history.is_promising(stage, is_idle=self._has_room), _NOT_WORTH_IT
         if not is_promising:
-            self._unpromising.append(why_not)
+            self._tally.unpromising.append(why_not)
         return is_promising
 
     def _may_try(self, history: SettlingHistory) -> bool:
@@ -273,9 +264,10 @@ class SearchRun:
 
         They say that the engine is in demand, and show what the stage is worth as well.
         """
+        most_full = 0 if self._load is None else self._load.most_full
         if history.num_running > 1:
-            return self._most_full == 0 and not self._has_tried
-        return self._most_full < _BUSY_ANSWERS
+            return most_full == 0 and not self._has_tried
+        return most_full < _BUSY_ANSWERS
 
     def _is_too_soon(self) -> bool:
         history = self._history
@@ -309,57 +301,48 @@ class SearchRun:
             if speculation.started_s is not None:
                 unhidden_s = unhidden_search_s(speculation, self._began_s, search_s)
                 told_s = None if speculation.is_claimable else search_s - unhidden_s
-        if self._num_started:
+        if self._tally.num_started:
             kind: Literal["confirm", "miss"] = "miss" if speculation is None else "confirm"
             self._events.append(PipelineEvent(kind, self._stage, _ids(documents), (), True, told_s, search_s))
+        tally, load = self._tally, None if self._load is None else self._load.latest
         report = PipelineReport(
-            search_s, unhidden_s, self._num_stages, self._num_started, self._num_cancelled,
-            is_confirmed=speculation is not None, skipped_because=self._why_nothing_started(), swaps=update.swaps,
+            search_s, unhidden_s, tally.num_stages, tally.num_started, tally.num_cancelled,
+            is_confirmed=speculation is not None, skipped_because=tally.why_nothing_started(load), swaps=update.swaps,
         )  # fmt: skip
         return PipelineResult(update, documents, report, speculation, self._began_s)
 
     # The engine's load
 
-    def _ask_load(self, delay_s: float) -> None:
-        if not self._is_asking and self._cannot is None:
-            self._is_asking = True
-            self._tasks.spawn(self._read_load(delay_s))
-
-    async def _read_load(self, delay_s: float) -> None:
-        await asyncio.sleep(delay_s)
-        assert self._client is not None
-        load, why_not = None, "the engine takes no speculative requests"
-        try:
-            if await self._client.acan_speculate():
-                load, why_not = await self._client.apending_prefills(), "the engine did not tell its load"
-        except Exception as error:  # whatever it is: the answer does not depend on it
-            why_not = f"the engine did not tell its load: {error}"
-        self._tasks.put(partial(self._on_load, load, why_not))
+    def _ask_load(self, *, at_once: bool = False) -> None:
+        if self._load is not None and self._tally.cannot is None:
+            self._load.ask(self._on_load, at_once=at_once)
 
     async def _on_load(self, load: EngineLoad | None, why_not: str) -> None:
-        self._is_asking = False
         if load is None or load.max_prefill_bs == 0:
-            self._cannot = why_not
+            self._tally.cannot = why_not
             self._drop_ahead()
             return
-        self._load, self._load_told_s = load, time.perf_counter()
-        self._num_full = 0 if load.has_room else self._num_full + 1
-        self._most_full = max(self._most_full, self._num_full)
+        assert self._load is not None
+        self._load.note(load)
         self._pipeline.max_prefill_bs = load.max_prefill_bs
         if self._is_too_soon() and self._pipeline.is_deferred:
-            self._unpromising.append(_TOO_SOON)
+            self._tally.unpromising.append(_TOO_SOON)
             self._pipeline.on_unpromising()
         self._perform(self._pipeline.on_load(self._num_pending()))
         if self._pipeline.is_deferred and load.reads_ahead:
             self._prefetch()
         self._drop_ahead()  # no thread waits to send
         if self._pipeline.is_deferred:
-            self._ask_load(self._poll_s)
-            self._poll_s = min(2 * self._poll_s, _LAST_POLL_S)
+            self._ask_load()
+            self._load.ask_less()
+
+    @property
+    def _has_room(self) -> bool:
+        return self._load is not None and self._load.has_room
 
     def _num_pending(self) -> int:
-        """Return what decides a start: the scheduler knows better than a count whether it would admit one."""
-        return 0 if self._load is not None and self._load.has_room else self._pipeline.max_prefill_bs
+        """Return what decides a start."""
+        return 0 if self._has_room else self._pipeline.max_prefill_bs
 
     # Speculations
 
@@ -386,7 +369,8 @@ class SearchRun:
 
     def _make_ahead(self) -> None:
         """Prepare a request before the engine has said whether it admits one, unless it did not when last asked."""
-        if self._starts is not None and self._cannot is None and (self._load is None or self._load.has_room):
+        is_unknown = self._load is None or self._load.latest is None
+        if self._starts is not None and self._tally.cannot is None and (is_unknown or self._has_room):
             self._starts.make(self._documents)
 
     def _drop_ahead(self) -> None:
@@ -402,7 +386,7 @@ class SearchRun:
         if live.speculation is not None:
             self._count_cancelled(live)
         elif not live.is_sent:
-            self._failure = self._failure or "the documents changed before a speculation was sent"
+            self._tally.fail("the documents changed before a speculation was sent")
 
     async def _settle(self, live: StartedSpeculation) -> None:
         """Wait a little for a speculation that is being sent; unless it was sent then, it has failed."""
@@ -423,13 +407,13 @@ class SearchRun:
             _logger.warning("nothing was sent ahead of a search's end: %s: %s", type(error).__name__, error)
             self._fail(started, f"the speculator raised {type(error).__name__}: {error}")
         elif (speculation := started.speculation) is not None:
-            self._num_started += 1
+            self._tally.num_started += 1
             self._tell_later("start", started)
             speculation.add_done_callback(lambda _: self._tasks.post(partial(self._on_done, started)))
             if started is not self._live:  # given up while a thread sent it
                 self._count_cancelled(started)
         elif started is self._live:
-            self._failure = self._failure or "nothing could be sent ahead"
+            self._tally.fail("nothing could be sent ahead")
 
     async def _on_done(self, started: StartedSpeculation) -> None:
         if not started.is_alive:
@@ -437,15 +421,15 @@ class SearchRun:
             self._fail(started, f"the speculation failed: {started.speculation.error or 'it was cancelled'}")
 
     def _fail(self, started: StartedSpeculation, why: str) -> None:
-        self._failure = self._failure or why
+        self._tally.fail(why)
         if started is self._live:
             self._live = None
             self._pipeline.on_failed(started.number)
             if self._pipeline.is_deferred:
-                self._ask_load(self._poll_s)
+                self._ask_load()
 
     def _count_cancelled(self, started: StartedSpeculation) -> None:
-        self._num_cancelled += 1
+        self._tally.num_cancelled += 1
         self._tell_later("cancel", started)
 
     # What is told
@@ -463,29 +447,6 @@ class SearchRun:
         for event in events:
             if (told := self._on_event(event)) is not None:
                 await told
-
-    def _why_nothing_started(self) -> str | None:
-        if self._num_started:
-            return None
-        if (why := self._cannot or self._failure) is not None:
-            return why
-        if not self._documents:
-            return "the search had no candidates before its final documents"
-        why_none = self._unpromising[-1] if len(self._unpromising) >= len(self._candidates) else None
-        if why_none == _NOT_WORTH_IT:
-            return why_none
-        if self._load is None:
-            return "the documents were final before the engine had told its load"
-        if self._load.has_room and why_none is not None:
-            return why_none
-        if self._load.has_room:
-            return "the documents were final before the engine had told its load again"
-        if pending := self._load.num_pending_prefills:
-            return f"the engine had no room: real requests that wait for their first token: {pending}"
-        return (
-            "the engine had no room: it answers real requests, which on a CPU leave none, or it has as many "
-            f"speculative ones as max_prefill_bs allows, {self._load.max_prefill_bs}"
-        )
 
     def _now_s(self) -> float:
         return time.perf_counter() - self._began_s

@@ -103,7 +103,7 @@ class KVScopes:
         self._is_warned = False
 
     def read(self, settings: Mapping[str, Any]) -> KVScope:
-        """Return the scope of a request with these settings, vLLM's own of which are in ``extra_body``."""
+        """Return the scope of a request with these settings; vLLM's own are in ``extra_body``."""
         given = {**settings, **(settings.get("extra_body") or {})}
         fields = {name: given[name] for name in ("model", "cache_salt") if given.get(name)}
         if fields.get("model") == self._model:
@@ -117,11 +117,11 @@ class KVScopes:
         return KVScope(json.dumps(fields, sort_keys=True, default=repr), own)
 
     def expect(self, settings: Mapping[str, Any]) -> None:
-        """Take note of a model that was made: until a request shows documents, its scope is the likely one."""
+        """Record a model that was made: until a request shows documents, its scope is the likely one."""
         self._add(self._expected, self.read(settings))
 
     def note(self, settings: Mapping[str, Any]) -> None:
-        """Take note of a request that shows documents."""
+        """Record a request that shows documents."""
         self._add(self._seen, self.read(settings))
 
     def of(self, bound: KVScope | None) -> KVScope | None:

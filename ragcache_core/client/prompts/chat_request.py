@@ -37,13 +37,13 @@ _OWN_NAMES = {
 _ASKED_OF_THE_SERVER = ("chat_template", "continue_final_message", "add_special_tokens", "add_generation_prompt")
 _MEDIA = ("media_io_kwargs", "mm_processor_kwargs")
 _NOT_TOLD = ("functions", "truncate_prompt_tokens")
-"""Settings that change a prompt, and of which the server's ``/tokenize`` knows nothing."""
+"""Settings that change a prompt, and that the server's ``/tokenize`` does not know."""
 AskTokens = Callable[[Sequence[ChatMessage], Mapping[str, Any]], list[int] | None]
 """Returns a server's token ids of messages, given the other fields of ``/tokenize``; ``None`` if it does not say."""
 
 _MAX_SHAPES = 1024
 _MAX_ANSWERS = 16
-"""Tokens of so many chats are kept: a request that was rehearsed is made again."""
+"""Chats whose tokens are kept: a request that was rehearsed is made again."""
 _ASKED_AGAIN_S = 60.0
 """How long a server that did not say is not asked again about chats of the shape."""
 _logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class ChatRequest:
         tools: as the server shows them to the template.
         variables: what the template is told by name, ``enable_thinking``, besides the model's own settings.
         asked: the fields of the server's ``/tokenize`` that say the same, besides the messages.
-        is_plain: text alone, and no settings: every server renders it alike.
+        is_plain: text alone, and no settings: every server renders it in the same way.
         is_ours: it can be rendered here.
         has_media: it shows something other than text, for which only the server knows the tokens.
     """
@@ -73,7 +73,7 @@ class ChatRequest:
 
     @property
     def shape(self) -> str | None:
-        """What requests have alike that are rendered alike: tools, settings, kinds of messages and which follow which.
+        """Common to requests that are rendered in the same way: tools, settings, kinds and order of messages.
 
         ``None``: it is no JSON, and the server will say so.
         """
@@ -131,7 +131,7 @@ def read_chat(messages: Sequence[ChatMessage], settings: Mapping[str, Any]) -> C
 
 
 def is_text_only(messages: Iterable[ChatMessage]) -> bool:
-    """Return whether every message is plain text of a role that chat templates render alike everywhere."""
+    """Return whether every message is plain text of a role that all servers render in the same way."""
     return all(map(_is_plain, messages))
 
 

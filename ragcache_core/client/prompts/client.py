@@ -22,12 +22,12 @@ from ragcache_core.client.prompts.chat_request import (
 from ragcache_core.client.prompts.layout_learner import LayoutLearner, rearranged
 from ragcache_core.client.prompts.repeated_documents import without_repeats
 from ragcache_core.client.prompts.request_plan import (
-    LABELS,
-    RIGHTS,
+    DocumentFacts,
     RememberedDocuments,
     RequestPlan,
     as_plain_text,
     changed_messages,
+    joined_salt,
     plan_chat,
     plan_rendered,
     plan_tokens,
@@ -52,7 +52,12 @@ from ragcache_core.wire import ChunkReuseOption, check_sendable, read_chunk_reus
 
 
 class PromptClient:
-    """Lays out prompts as one engine's token ids, and finds the documents that they show."""
+    """Lays out prompts as one engine's token ids, and finds the documents that they show.
+
+    Attributes:
+        facts: access groups and labels of the documents that were seen.
+        remembered: the documents that ``Engine.remember_documents`` was told of.
+    """
 
     def __init__(
         self,
@@ -71,7 +76,8 @@ class PromptClient:
         self._scopes = scopes
         self._max_model_len = max_model_len
         self._reordered = reordered
-        self._remembered = RememberedDocuments()
+        self.facts = DocumentFacts(RETRIEVED.facts)
+        self.remembered = RememberedDocuments(facts=self.facts)
         self._learner = LayoutLearner(self._tokenizer_at_hand(), max_model_len=max_model_len)
         self._bound: BoundPrompt | None = None
         self._lock = Lock()
@@ -94,38 +100,23 @@ class PromptClient:
             return list(tokenizer.encode(prompt, add_special_tokens=True).token_ids)
         return list(tokenizer.encode(tokenizer.render(prompt)).token_ids)
 
-    def remember_documents(
-        self,
-        documents: Iterable[Document],
-        shown: Callable[[Document], str] | None = None,
-        *,
-        query: str | None = None,
-    ) -> None:
-        """See ``Engine.remember_documents``."""
-        self._remembered.add(documents, shown, query=query)
+    def salt_of(self, prompt: RenderedPrompt, cache_salt: str | None) -> str | None:
+        """Return the salt of a request for ``prompt`` with a ``cache_salt`` of its own."""
+        salts = (cache_salt, self.facts.body(prompt.segments, prompt.acls).get("cache_salt"))
+        return joined_salt(salt for salt in salts if salt is not None)
 
     def bind_prompt(
         self,
         prompt: Any,
         format_docs: FormatDocuments | None = None,
         *,
-        context: str = "context",
-        question: str = "question",
         is_default: bool = True,
-        is_prefilled: bool = True,
         settings: Mapping[str, Any] | None = None,
+        **how: Any,
     ) -> BoundPrompt:
-        """See ``Engine.bind_prompt``."""
-        bound = bind(
-            prompt,
-            format_docs,
-            self._tokenizer_at_hand(),
-            max_model_len=self._max_model_len,
-            context=context,
-            question=question,
-            is_prefilled=is_prefilled,
-            scope=None if settings is None else self._scopes.read(settings),
-        )
+        """See ``Engine.bind_prompt``; ``how`` are the further arguments of :func:`bind`."""
+        tokenizer, scope = self._tokenizer_at_hand(), None if settings is None else self._scopes.read(settings)
+        bound = bind(prompt, format_docs, tokenizer, max_model_len=self._max_model_len, scope=scope, **how)
         if is_default:
             self._bound = bound
         return bound
@@ -140,7 +131,7 @@ class PromptClient:
         return self._tool_calls.prompt_for(query, self.bound_prompt)
 
     def note_answer(self, plan: RequestPlan, answer: Callable[[], ChatMessage]) -> None:
-        """Take note of the tool calls with which a model answered the request of ``plan``.
+        """Remember the tool calls with which a model answered the request of ``plan``.
 
         ``answer`` returns its message as the next request will send it back.
         """
@@ -156,11 +147,13 @@ class PromptClient:
     ) -> RequestPlan:
         """Return what a request for a prompt that is laid out carries; with the errors of :meth:`plan_chat`."""
         limit = self._max_model_len
-        plan = plan_rendered(prompt, max_model_len=limit, reordered=self._reordered, chunk_reuse=chunk_reuse)
+        plan = plan_rendered(
+            prompt, self.facts, max_model_len=limit, reordered=self._reordered, chunk_reuse=chunk_reuse
+        )
         return self._noted(plan, settings or {})
 
     def expect_settings(self, settings: Mapping[str, Any]) -> None:
-        """Take note of the settings of a framework's model that will send its requests to this engine."""
+        """Remember the settings of a framework's model that will send its requests to this engine."""
         self._scopes.expect(settings)
 
     def scope_of(self, settings: Mapping[str, Any]) -> KVScope:
@@ -188,8 +181,8 @@ class PromptClient:
         ``chunk_reuse`` is that of ``stream``.
 
         With tools, or settings of the chat template, the server is asked once for each shape of chat whether it renders
-        it alike. Where it does not, and where images are shown, it is asked for its tokens of each. What it does not
-        tell, or cannot (:func:`read_chat`), is left to it, as is everything where the tokenizer is not at hand: then no
+        it in the same way. Where it does not, and where images are shown, it is asked for its tokens of each. What it
+        does not tell, or cannot (:func:`read_chat`), is left to it, as is everything without a tokenizer: then no
         documents are known to the engine, and the plan is empty, or holds the messages without the documents' control
         tokens. With ``deduplicates`` a document that an earlier message shows is referred to: the plan holds the
         messages to be sent.
@@ -202,10 +195,9 @@ class PromptClient:
         chunk_reuse, settings = read_chunk_reuse(chunk_reuse), settings or {}
         messages = [as_plain_text(message) for message in messages]
         check_sendable({**settings, "messages": messages}, "the request")
-        searches = self._remembered.searches()
+        searches = self.remembered.searches()
         documents = None if documents is None else list(documents)
-        RIGHTS.add(documents or ())
-        LABELS.add(documents or ())
+        self.facts.add(documents or ())
         shown = self._shown(documents, messages)
         questions = self._questions()
         sent: Sequence[ChatMessage] = without_repeats(messages, shown, questions) if deduplicates else messages
@@ -220,6 +212,7 @@ class PromptClient:
                 self._tokenizer,
                 sent,
                 shown,
+                self.facts,
                 max_model_len=self._max_model_len,
                 questions=questions,
                 reordered=self._reordered,
@@ -231,7 +224,12 @@ class PromptClient:
             return self._unnamed(messages, escape_documents(self._tokenizer, sent, shown), shown)
         self._tool_calls.see(messages, searches)
         plan = plan_tokens(
-            prompt, messages, reordered=self._reordered, chunk_reuse=chunk_reuse, sends_tokens=not chat.has_media
+            prompt,
+            messages,
+            self.facts,
+            reordered=self._reordered,
+            chunk_reuse=chunk_reuse,
+            sends_tokens=not chat.has_media,
         )
         self._noted(plan, settings)
         if not (chat.tools and chat.is_ours):
@@ -251,16 +249,18 @@ class PromptClient:
         """Return what a chat carries that the server renders: of its documents, who may read them."""
         with self._lock:
             self._num_unnamed_chats += 1
-        found = [text for message in messages for text in texts_of(message.get("content"))] if RIGHTS else []
+        found = []
+        if self.facts.has_acls:
+            found = [text for message in messages for text in texts_of(message.get("content"))]
         ids = {doc_id for doc_id, text in shown if text.strip() and any(text.strip() in each for each in found)}
-        salt = salt_of(RIGHTS.of(ids))
+        salt = salt_of(self.facts.acls_of(ids))
         return RequestPlan({**changed_messages(messages, sent), **({} if salt is None else {"cache_salt": salt})})
 
     def _shown(self, documents: Iterable[Document] | None, messages: Iterable[ChatMessage]) -> list[tuple[DocId, str]]:
         """Return what documents ``messages`` may show, as they would show them."""
         given = [(d.doc_id, d.text) for d in documents or ()]
         known = {doc_id for doc_id, _ in given}
-        seen = dict.fromkeys((*self._remembered.shown(), *RETRIEVED.shown()))
+        seen = dict.fromkeys((*self.remembered.shown(), *RETRIEVED.shown()))
         shown = given + [(doc_id, text) for doc_id, text in seen if doc_id not in known]
         if not any(message.get("role") == "tool" for message in messages):
             return shown
@@ -313,7 +313,7 @@ class PromptClient:
         return found.messages
 
     def _questions(self) -> list[str]:
-        return [search.query for search in (*self._remembered.searches(), *RETRIEVED.searches()) if search.query]
+        return [search.query for search in (*self.remembered.searches(), *RETRIEVED.searches()) if search.query]
 
     def _tokenizer_at_hand(self) -> PromptTokenizer | None:
         return None if isinstance(self._tokenizer, TokenizerUnavailableError) else self._tokenizer

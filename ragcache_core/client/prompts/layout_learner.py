@@ -18,7 +18,7 @@ _MAX_GAP_CHARS = 200
 """More between two documents is hardly a separator: a text that was not recognised stands there."""
 
 _MAX_CONTRADICTIONS = 3
-"""After so many in a row there is no one layout: nothing is offered until a request looks like the one before."""
+"""Contradictions in a row after which nothing is offered until two requests have the same layout."""
 
 _NUMBER, _DOC_ID = "\0number\0", "\0doc_id\0"
 _SEVERAL = "its documents do not stand in one message of plain text"
@@ -159,7 +159,7 @@ class LayoutLearner:
             self._num_contradictions = 0 if is_foretold or known is None else self._num_contradictions + 1
             if known is None or not is_foretold:
                 layout = seen
-            else:  # what stands before the words that were searched for may be a part of somebody's question
+            else:  # what stands before the words that were searched for may be a part of a user's question
                 asked = num_alike(known.tail[: known.asked], seen.tail)
                 is_more = seen.knows_more_than(known)
                 layout = replace(seen, asked=min(asked, seen.asked)) if is_more else replace(known, asked=asked)
@@ -262,7 +262,7 @@ def _place_of(query: str, text: str) -> int | None:
 def _static_part(
     messages: Sequence[ChatMessage], index: int, start: int, num_chars: int, *, is_question_first: bool = False
 ) -> LearnedLayout:
-    """Return the layout of which nothing is known from character ``start`` of a message on."""
+    """Return the layout that is not known from character ``start`` of a message on."""
     content: str = messages[index]["content"]
     return LearnedLayout(
         before=tuple(messages[:index]),
@@ -366,7 +366,7 @@ def _frame(head: str, gaps: Sequence[str], ids: Sequence[DocId]) -> tuple[str, s
     (gap,) = marked
     between, newline, begins = gap.rpartition("\n")
     if any(character.isalnum() for character in between) and len(gaps) == 1:
-        return None  # the end of the one, or the beginning of the other? nobody knows
+        return None  # it may end the one or begin the other
     marked_head = _marked(head, ids[0], _DOC_ID) if _DOC_ID in gap else head
     is_framed = any(character.isalnum() for character in begins)
     if is_framed and (_DOC_ID in gap or len(gaps) == 1) and not f"\n{marked_head}".endswith(newline + begins):

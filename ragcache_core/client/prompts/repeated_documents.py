@@ -11,7 +11,7 @@ from ragcache_core.types import DocId
 
 _NUM_WORDS: Final = 8
 _LEAST_TIMES: Final = 2
-"""A document that is not so many times as long as the reference to it is shown again."""
+"""A document that is less than twice as long as the reference to it is shown again."""
 
 
 def check_deduplicate(deduplicate: object) -> bool:

@@ -8,6 +8,7 @@ import re
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -19,48 +20,25 @@ from ragcache_core.stats import DeadlineReport, RequestStats, document_stats
 from ragcache_core.types import DocId, Document, PromptSegment, SegmentKind
 from ragcache_core.wire import ChunkReuseOption, encode_kv_transfer_params
 
-_MAX_LABELS = 1 << 16
 _MAX_REMEMBERED = 1 << 16
 """Documents, many times more than can be recognised in prompts at a time."""
 _SALT = re.compile(r"acl-[0-9a-f]{64}")
 
 
-class RememberedLabels:
-    """Remembers the labels of documents that this process has seen; thread-safe."""
-
-    def __init__(self) -> None:
-        self._labels: OrderedDict[DocId, str] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def add(self, documents: Iterable[Document]) -> None:
-        """Remember the labels of documents."""
-        for document in documents:
-            if (label := document.label) is not None:
-                with self._lock:
-                    self._labels[document.doc_id] = label
-                    if len(self._labels) > _MAX_LABELS:
-                        self._labels.popitem(last=False)
-
-    def labelled(self, segments: Iterable[PromptSegment]) -> tuple[PromptSegment, ...]:
-        """Return segments with the labels of their documents, where they are known."""
-        if not self._labels:
-            return tuple(segments)
-        with self._lock:
-            return tuple(replace(each, label=each.label or self._labels.get(each.doc_id or "")) for each in segments)
-
-
-LABELS = RememberedLabels()
-"""Of all documents that this process has retrieved, or asked about."""
-
-
 def salt_of(acls: Iterable[tuple[str, ...]]) -> str | None:
-    """Return the salt of a prompt whose documents have these groups; None where everybody may read them."""
+    """Return the salt of a prompt whose documents have these groups; ``None`` where everybody may read them.
+
+    The KV of a document depends on its whole prefix, so access rights are those of a whole prompt: it shares KV with
+    prompts of the same rights. The salt is made of the groups of each document, as a set of sets: a document for ``hr``
+    and one for ``legal`` give another salt than one document that both may read, which a reader in ``hr`` alone may
+    see.
+    """
     groups = sorted(set(acls))
     return f"acl-{hashlib.sha256(json.dumps(groups).encode()).hexdigest()}" if groups else None
 
 
 def joined_salt(salts: Iterable[str]) -> str | None:
-    """Return the salt of a request of which several are said: the last, joined with that of its documents' rights."""
+    """Return the salt of a request with several: the last, joined with that of its documents' rights."""
     own = rights = None
     for salt in salts:
         own, rights = (own, salt) if isinstance(salt, str) and _SALT.fullmatch(salt) else (salt, rights)
@@ -69,41 +47,59 @@ def joined_salt(salts: Iterable[str]) -> str | None:
     return f"acl-{hashlib.sha256(json.dumps([own, rights]).encode()).hexdigest()}"
 
 
-class RememberedRights:
-    """Who may read the documents that this process has seen; thread-safe.
+class DocumentFacts:
+    """Access groups and readable labels of the documents that a client has seen; thread-safe.
 
     Prompts of frameworks are text, in which documents are recognised and known by their ids. Ids of several stores may
     be the same, so all groups count that were ever seen with one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *also: DocumentFacts) -> None:
+        """``also``: facts that others add to, and that count here as well."""
+        self._also = also
         self._acls: OrderedDict[DocId, frozenset[tuple[str, ...]]] = OrderedDict()
+        self._labels: OrderedDict[DocId, str] = OrderedDict()
         self._lock = threading.Lock()
 
     def add(self, documents: Iterable[Document]) -> None:
-        """Take note of documents that not everybody may read."""
+        """Remember the groups and labels of documents that have some."""
         for document in documents:
-            if document.acl is not None:
-                with self._lock:
-                    known = self._acls.pop(document.doc_id, frozenset())
-                    self._acls[document.doc_id] = known | {tuple(document.acl)}
-                    if len(self._acls) > _MAX_REMEMBERED:
-                        self._acls.popitem(last=False)
+            acl, label = document.acl, document.label
+            with self._lock if acl is not None or label is not None else nullcontext():
+                if acl is not None:
+                    self._acls[document.doc_id] = self._acls.pop(document.doc_id, frozenset()) | {tuple(acl)}
+                if label is not None:
+                    self._labels[document.doc_id] = label
+                for kept in (self._acls, self._labels):
+                    if len(kept) > _MAX_REMEMBERED:
+                        kept.popitem(last=False)
 
-    def __bool__(self) -> bool:
-        """Whether any document is not for everybody."""
-        return bool(self._acls)
+    @property
+    def has_acls(self) -> bool:
+        """Whether any document has access groups."""
+        return bool(self._acls) or any(other.has_acls for other in self._also)
 
-    def of(self, doc_ids: Iterable[DocId | None]) -> frozenset[tuple[str, ...]]:
-        """Return the groups of those of the documents that not everybody may read."""
-        if not self._acls:
-            return frozenset()
+    def acls_of(self, doc_ids: Iterable[DocId | None]) -> frozenset[tuple[str, ...]]:
+        """Return the groups of those of the documents that have some."""
+        ids = list(doc_ids)
+        theirs = (other.acls_of(ids) for other in self._also)
         with self._lock:
-            return frozenset(acl for doc_id in doc_ids for acl in self._acls.get(doc_id or "", ()))
+            own = frozenset(acl for doc_id in ids for acl in self._acls.get(doc_id or "", ()))
+        return own.union(*theirs)
 
+    def label_of(self, doc_id: DocId | None) -> str | None:
+        """Return the label of a document; ``None`` where it has none."""
+        own = self._labels.get(doc_id or "")
+        return own or next((label for other in self._also if (label := other.label_of(doc_id)) is not None), None)
 
-RIGHTS = RememberedRights()
-"""Of all documents that this process has retrieved, or asked about."""
+    def labelled(self, segments: Iterable[PromptSegment]) -> tuple[PromptSegment, ...]:
+        """Return segments with the labels of their documents, where they are known."""
+        return tuple(replace(each, label=each.label or self.label_of(each.doc_id)) for each in segments)
+
+    def body(self, segments: Iterable[PromptSegment], acls: frozenset[tuple[str, ...]] = frozenset()) -> dict[str, Any]:
+        """Return what a request says of who may read the documents in it."""
+        salt = salt_of(acls | self.acls_of(segment.doc_id for segment in segments))
+        return {} if salt is None else {"cache_salt": salt}
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,16 +162,10 @@ def merge_bodies(*bodies: Mapping[str, Any] | None) -> dict[str, Any]:
     return {**merged, "cache_salt": joined_salt(salts)} if salts else merged
 
 
-def rights_body(segments: Iterable[PromptSegment], acls: frozenset[tuple[str, ...]] = frozenset()) -> dict[str, Any]:
-    """Return what a request says of who may read the documents in it."""
-    salt = salt_of(acls | RIGHTS.of(segment.doc_id for segment in segments))
-    return {} if salt is None else {"cache_salt": salt}
-
-
 def as_plain_text(message: ChatMessage) -> ChatMessage:
     """Return a message whose content is a list of one text with that text as its content, others as they are.
 
-    Every server renders the two alike.
+    Every server renders both in the same way.
     """
     match message.get("content"):
         case [{"type": "text", "text": str(text), **other}] if not other:
@@ -187,6 +177,7 @@ def plan_chat(
     tokenizer: PromptTokenizer,
     messages: Sequence[ChatMessage],
     shown: Iterable[tuple[DocId, str]],
+    facts: DocumentFacts,
     *,
     max_model_len: int,
     questions: Iterable[str] = (),
@@ -195,9 +186,15 @@ def plan_chat(
 ) -> RequestPlan:
     """Return the plan of a chat request that ``tokenizer`` renders as the server does.
 
-    ``shown`` are the documents that the messages may hold, as they would be shown; ``questions`` what may have been
-    asked, which may quote them; ``reordered`` the orders that are not those of a search; ``chunk_reuse`` how documents
-    are reused, if it is not to be as the engine does.
+    Args:
+        tokenizer: renders and tokenises the messages.
+        messages: the chat.
+        shown: (id, text) of the documents that the messages may hold, as they would be shown.
+        facts: what is known of these documents.
+        max_model_len: the context window in tokens.
+        questions: what may have been asked, which may quote documents.
+        reordered: the orders of documents that are not those of a search.
+        chunk_reuse: how documents are reused, if it is not to be as the engine does.
 
     Raises:
         PromptTooLongError: the prompt does not fit into ``max_model_len`` tokens.
@@ -206,12 +203,13 @@ def plan_chat(
     """
     prompt = render_chat(tokenizer, messages, shown, questions=questions)
     check_prompt_fits(len(prompt.token_ids), max_model_len)
-    return plan_tokens(prompt, messages, reordered=reordered, chunk_reuse=chunk_reuse)
+    return plan_tokens(prompt, messages, facts, reordered=reordered, chunk_reuse=chunk_reuse)
 
 
 def plan_tokens(
     prompt: RenderedPrompt,
     messages: Sequence[ChatMessage],
+    facts: DocumentFacts,
     *,
     reordered: Container[tuple[DocId, ...]] = (),
     chunk_reuse: ChunkReuseOption = None,
@@ -222,13 +220,13 @@ def plan_tokens(
     ``sends_tokens``: the server takes its token ids, as it does where the messages are text.
     """
     params = encode_kv_transfer_params(
-        LABELS.labelled(prompt.segments),
+        facts.labelled(prompt.segments),
         prompt.token_ids if sends_tokens else None,
         is_reordered=_shown_ids(prompt.segments) in reordered,
         chunk_reuse=chunk_reuse,
     )
     changed = changed_messages(messages, prompt.messages)
-    body = {"kv_transfer_params": params, **rights_body(prompt.segments, prompt.acls), **changed}
+    body = {"kv_transfer_params": params, **facts.body(prompt.segments, prompt.acls), **changed}
     return RequestPlan(body, prompt.segments, len(prompt.token_ids))
 
 
@@ -239,6 +237,7 @@ def changed_messages(messages: Sequence[ChatMessage], sent: Sequence[ChatMessage
 
 def plan_rendered(
     prompt: RenderedPrompt,
+    facts: DocumentFacts,
     *,
     max_model_len: int,
     reordered: Container[tuple[DocId, ...]] = (),
@@ -257,13 +256,13 @@ def plan_rendered(
     check_prompt_fits(len(prompt.token_ids), max_model_len)
     is_reordered = _shown_ids(prompt.segments) in reordered
     params = encode_kv_transfer_params(
-        LABELS.labelled(prompt.segments),
+        facts.labelled(prompt.segments),
         is_reordered=is_reordered,
         chunk_reuse=chunk_reuse,
         is_prefill=is_prefill,
         expected_uses=expected_uses,
     )
-    body = {"kv_transfer_params": params, **rights_body(prompt.segments, prompt.acls)}
+    body = {"kv_transfer_params": params, **facts.body(prompt.segments, prompt.acls)}
     return RequestPlan(body, prompt.segments, len(prompt.token_ids))
 
 
@@ -293,7 +292,8 @@ class RememberedDocuments:
     An ordinary LCEL chain passes its model nothing but text: the documents in a prompt are recognised by their text.
     """
 
-    def __init__(self, capacity: int = 512, *, num_searches: int = 32) -> None:
+    def __init__(self, capacity: int = 512, *, num_searches: int = 32, facts: DocumentFacts | None = None) -> None:
+        self.facts = facts or DocumentFacts()
         self._capacity = capacity
         self._searches: deque[RememberedSearch] = deque(maxlen=num_searches)
         self._shown: OrderedDict[tuple[DocId, str], None] = OrderedDict()
@@ -312,8 +312,7 @@ class RememberedDocuments:
         ``shown`` returns the text of a document in prompts, by default its text; ``retriever`` is a name for messages.
         """
         documents = tuple(documents)
-        RIGHTS.add(documents)
-        LABELS.add(documents)
+        self.facts.add(documents)
         with self._lock:
             self._searches.append(RememberedSearch(query, tuple((d.doc_id, d.text) for d in documents), retriever))
             for document in documents:

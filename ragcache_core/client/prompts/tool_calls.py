@@ -20,7 +20,7 @@ from ragcache_core.types import DocId, Document
 _T = TypeVar("_T")
 
 _MAX_CALLS = 64
-"""Calls of so many tools are waited for: the oldest is forgotten."""
+"""The most calls that are waited for: the oldest is forgotten."""
 _MAX_TOOLS = 256
 _USUAL = LearnedLayout(
     before=(),
@@ -49,7 +49,7 @@ class ToolCalls:
         self._tools: OrderedDict[str, _Tool] = OrderedDict()
 
     def add(self, asked: AskedChat, answer: ChatMessage) -> None:
-        """Take note that a model answered a chat with the calls of ``answer``, a message as it will be sent back."""
+        """Record that a model answered a chat with the calls of ``answer``, a message as it will be sent back."""
         ids: tuple[str, ...] = ()
         for call_id, name, arguments in _calls_of(answer):
             ids, tool = (*ids, call_id), self._tool_of(name)

@@ -14,7 +14,7 @@ from ragcache_core.runtime.environment import API_KEY_ENV
 from ragcache_core.runtime.tenants import Tenants
 
 _SERVES = ("cancel", "data_parallel_size", "host", "max_restarts", "port", "progress", "restart_window_s")
-"""Settings of a launch that are not the user's here: Serve places replicas, and starts them anew."""
+"""Settings of a launch that are not the user's here: Serve places replicas, and restarts them."""
 _OPTIONS_CURES: Mapping[str, str] = {
     "num_replicas": "give ragcache_deployment's own num_replicas",
     "autoscaling_config": "give ragcache_deployment's own autoscaling_config",
@@ -62,7 +62,7 @@ def ragcache_deployment(
         cache: what each replica keeps. On disk each has a folder of its own in ``directory``.
         replica_options: options of a deployment of Serve for the replicas: ``ray_actor_options``, which says how many
             GPUs each has, ``max_ongoing_requests``, ``health_check_period_s`` and the like.
-        front_options: the same for the door before them, of which more than one may run.
+        front_options: the same for the ingress before them; more than one may run.
         **engine_settings: those of ``Engine.launch``, and vLLM's: ``max_model_len=8192``.
 
     Raises:
@@ -78,7 +78,7 @@ def ragcache_deployment(
         raise ConfigError(f"num_replicas is {num_replicas} and there is an autoscaling_config: leave one of them out")
     if taken := sorted(engine_settings.keys() & set(_SERVES)):
         raise ConfigError(
-            f"{', '.join(taken)} cannot be set: Ray Serve places replicas and starts them anew, num_replicas of them"
+            f"{', '.join(taken)} cannot be set: Ray Serve places replicas and restarts them, num_replicas of them"
         )
     _check_options("replica_options", replica_options, _OPTIONS_CURES)
     _check_options("front_options", front_options, ("name",))

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from ragcache_core.client.engine import Engine
-from ragcache_core.client.fleet.fleet import told_by
+from ragcache_core.client.fleet.fleet import served_model_identity
 from ragcache_core.client.launch.ranks import own_folder, own_log
 from ragcache_core.client.ray_serve.known_replicas import HOPS, UNREACHED, Ask, Head
 from ragcache_core.errors import EngineDiedError, EngineError
@@ -30,15 +30,19 @@ class EngineReplica:
         self._name = name
         self._engine = engine
         self._root = httpx.URL(engine.base_url.removesuffix("/v1"))
-        # Whoever asks knows how long to wait.
+        # The caller knows how long to wait.
         self._http = httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(limits=_LIMITS), timeout=None)  # noqa: S113
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Return what those that ask know of this replica: its server and the key, and what must be alike in all."""
-        return {"url": self._engine.base_url, "api_key": self._engine.api_key, "serves": told_by(self._engine)}
+        """Return what those that ask know of this replica: its server and the key, and what must be the same in all."""
+        return {
+            "url": self._engine.base_url,
+            "api_key": self._engine.api_key,
+            "serves": served_model_identity(self._engine),
+        }
 
     async def ask(self, ask: Ask) -> AsyncIterator[Head | bytes]:
-        """Yield status and headers of the server's answer, then its body as it comes.
+        """Yield status and headers of the server's answer, then its body as it arrives.
 
         Raises:
             EngineDiedError: the answer was cut.

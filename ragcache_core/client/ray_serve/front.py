@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
-from ragcache_core.client.http.affinity import Asked
+from ragcache_core.client.http.affinity import RequestInfo
 from ragcache_core.client.http.attempt import engine_died
 from ragcache_core.client.ray_serve.known_replicas import HOPS, UNREACHED, Ask, Head
 from ragcache_core.client.speculation.request_capture import asks_completion
@@ -41,10 +41,10 @@ _MAX_LOST = 3
 _PAUSE_S = 0.2
 _PROBES = ("/health", "/ready")
 _PROBE_S = 4.0
-"""For so long a probe waits for a replica: whoever waited longer would take the engine for one that hangs."""
+"""Seconds that a probe waits for a replica: after more, its sender takes the engine for one that hangs."""
 _UNAVAILABLE = 503
 _WITHOUT_KEY = ("GET", "HEAD", "OPTIONS")
-"""Methods of which the engine's door says what needs no key: whether a server is well, and figures."""
+"""Methods for which the engine itself decides what needs no key: health and metrics."""
 _MAX_BODY_BYTES = max_body_bytes(1 << 20, takes_files=True)
 """More than any engine's door takes: each knows its own limit, and says which."""
 _logger = logging.getLogger(__name__)
@@ -113,10 +113,10 @@ class Front:
     Who has no key is asked for it here, before his body is read; an engine's door decides again, and what a tenant may.
     """
 
-    def __init__(self, replicas: Any, patience_s: float, keys: Sequence[bytes]) -> None:
+    def __init__(self, replicas: Any, retry_timeout_s: float, keys: Sequence[bytes]) -> None:
         """``replicas`` is Serve's handle of the deployment of :class:`EngineReplica`, ``keys`` are hashes of theirs."""
         self._replicas = replicas
-        self._patience_s = patience_s
+        self._retry_timeout_s = retry_timeout_s
         self._keys = tuple(keys)
         self._places: OrderedDict[str, str] = OrderedDict()
 
@@ -159,11 +159,11 @@ class Front:
     async def _of_one(self, ask: Ask) -> Response:
         asked = httpx.Request(ask.method, f"http://replica{ask.path}", headers=ask.headers, content=ask.body)
         if asks_completion(asked):
-            read = Asked.of(asked)
+            read = RequestInfo.of(asked)
             ask.prompt = read.prompt
             if read.speculation is not None:  # it may be confirmed before it is answered
                 ask.on_chosen = partial(self._remember, read.speculation)
-        ends_s, num_lost = time.monotonic() + self._patience_s, 0
+        ends_s, num_lost = time.monotonic() + self._retry_timeout_s, 0
         while True:
             try:
                 return await self._begin(ask)
@@ -177,7 +177,7 @@ class Front:
                 if time.monotonic() >= ends_s:
                     return _unavailable(str(failure))
                 _logger.warning("a request is sent to another replica: %s", failure)
-                if ask.sent_to is None or ask.sent_to in ask.tried:  # nobody is there, or nobody else
+                if ask.sent_to is None or ask.sent_to in ask.tried:  # no replica is there, or no other
                     await asyncio.sleep(_PAUSE_S)
                 ask = ask.again()
 
@@ -251,7 +251,7 @@ class Front:
 
 
 class _Passed(StreamingResponse):
-    """A replica's answer, passed on as it comes. Whatever becomes of it, its replica is told."""
+    """A replica's answer, passed on as it arrives. Whatever becomes of it, its replica is told."""
 
     def __init__(self, ask: Ask, head: Head, first: bytes, parts: Any) -> None:
         status, headers = head

@@ -29,7 +29,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Tells whoever chose a replica what becomes of a request. May be called by any thread."""
+    """Tells the chooser of a replica what becomes of a request. May be called by any thread."""
 
     failed: Callable[[], None]
     answered: Callable[[], None]
@@ -71,11 +71,11 @@ class Ask:
         return Ask(self.method, self.path, self.headers, self.body, self.prompt, self.replica, tried, self.on_chosen)
 
     def begin(self, name: str, count: Count | None) -> None:
-        """Note who gets it, in the place of whoever was chosen before."""
+        """Record the replica that gets it, in the place of the one chosen before."""
         with self._lock:
             self.sent_to = name
             before, self._count = self._count, count
-            if self._is_over:  # it was given up while somebody chose; what counted before has ended
+            if self._is_over:  # it was cancelled while a replica was chosen; what counted before has ended
                 before, self._count = count, None
         if before is not None:
             before.end()
@@ -152,7 +152,7 @@ class KnownReplicas:
                 )
 
     def choose(self, names: Sequence[str], ask: Ask) -> list[str]:
-        """Return who gets a request, of ``names``, and then who may if that one is full; nobody where none may.
+        """Return the replica that gets a request, of ``names``, then those that may if it is full; none where none may.
 
         It counts as the load of the first until it ends.
         """
@@ -203,6 +203,6 @@ class KnownReplicas:
         now_s = time.monotonic()
         with self._lock:
             serves = next((replica.serves for replica in self._all.values()), None)
-            alike = {name: one for name, one in self._all.items() if name in names and one.serves == serves}
-        untried = {name: replica for name, replica in alike.items() if name not in ask.tried}
-        return {name: one for name, one in untried.items() if one.rests_until_s <= now_s} or untried or alike
+            same = {name: one for name, one in self._all.items() if name in names and one.serves == serves}
+        untried = {name: replica for name, replica in same.items() if name not in ask.tried}
+        return {name: one for name, one in untried.items() if one.rests_until_s <= now_s} or untried or same

@@ -16,7 +16,7 @@ class DocumentRouter(RequestRouter):
     """Sends an :class:`Ask` to the replica that is worth most to it, and to another one if that one is full."""
 
     def initialize_state(self, **kwargs: Any) -> None:
-        """Know nobody yet. Replicas tell their key themselves: settings of a router are on Ray's dashboard."""
+        """Know no replicas yet. Replicas tell their key themselves: settings of a router are on Ray's dashboard."""
         self._known = KnownReplicas()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:

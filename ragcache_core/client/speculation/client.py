@@ -1,4 +1,10 @@
-"""Requests that are sent before a search has ended, and the engine's load."""
+"""Requests that are sent before a search has ended, while the engine's load allows them.
+
+::
+
+    GET /v1/ragcache/load   {"num_pending_prefills": 3, "max_prefill_bs": 4, "is_speculative": true, "has_room": true,
+                             "reads_ahead": true}
+"""
 
 from __future__ import annotations
 
@@ -17,10 +23,10 @@ from typing import Annotated, Any, Literal, Protocol
 import httpx
 from pydantic import Field, TypeAdapter, ValidationError
 
-from ragcache_core.client.cache import Prefetching
+from ragcache_core.client.cache import PrefetchRoute
 from ragcache_core.client.http.network import finish
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt, KVScope, KVScopes
-from ragcache_core.client.prompts.request_plan import merge_bodies, plan_rendered
+from ragcache_core.client.prompts.request_plan import DocumentFacts, merge_bodies, plan_rendered
 from ragcache_core.client.server_api import Call, ServerAPI
 from ragcache_core.client.speculation import request_capture
 from ragcache_core.client.speculation.request_capture import CapturedRequest
@@ -39,7 +45,7 @@ _UNSUPPORTED_PAUSE_S = 60.0
 """A server that takes no speculative requests may be replaced by one that does: it is asked again after so long."""
 _MAX_THREADS = 32
 _threads = KeptThreads("ragcache-speculate", most=_MAX_THREADS)
-"""Those of all starts, some of which may be stuck."""
+"""Shared by all starts; some may be stuck."""
 _logger = logging.getLogger(__name__)
 
 
@@ -48,7 +54,7 @@ class EngineLoad:
     """How many real requests wait for their first token, and how many speculative ones the engine takes at a time.
 
     ``has_room``: whether the scheduler would admit a speculative one now, which it alone decides. ``reads_ahead``:
-    whether it has a disk, from which it can read for a prompt that nobody asks yet.
+    whether it has a disk, from which it can read for a prompt ahead of its request.
     """
 
     num_pending_prefills: int
@@ -155,7 +161,7 @@ class PreparedRequest:
     def __init__(
         self,
         start: Callable[[CapturedRequest], Speculation],
-        prefetching: Prefetching,
+        prefetching: PrefetchRoute,
         captured: CapturedRequest,
     ) -> None:
         self._start = start
@@ -193,14 +199,15 @@ class SpeculationClient:
         max_model_len: int,
         speculations: SpeculationManager,
         load: LoadRoute,
-        prefetching: Prefetching,
+        prefetching: PrefetchRoute,
         scopes: KVScopes,
+        facts: DocumentFacts,
     ) -> None:
         """``speculations`` are those of the transports that send its requests.
 
         ``scopes`` says what separates the KV of the requests for which something is prefilled.
         """
-        self._scopes = scopes
+        self._scopes, self._facts = scopes, facts
         self._api = api
         self._model = model
         self._max_model_len = max_model_len
@@ -291,6 +298,7 @@ class SpeculationClient:
         """
         plan = plan_rendered(
             prompt,
+            self._facts,
             max_model_len=self._max_model_len,
             chunk_reuse=chunk_reuse,
             is_prefill=True,
@@ -421,7 +429,7 @@ class StartedSpeculation:
         making_s = time.thread_time() - began_s
         if send is None:
             return None
-        self._decided.wait()  # whoever started it lets it go or abandons it
+        self._decided.wait()  # its owner sends or abandons it
         if self._may_prefetch and isinstance(send, PreparedRequest):
             send.prefetch()
         if not self._may_send:
@@ -452,7 +460,7 @@ class Starts:
         return taken
 
     def drop(self) -> None:
-        """Give up what was made ahead."""
+        """Abandon what was made ahead."""
         if self._ahead is not None:
             self._ahead.abandon()
             self._ahead = None

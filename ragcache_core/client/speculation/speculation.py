@@ -186,7 +186,7 @@ class Speculation:
         return f"Speculation({self.id}, {state})"
 
 
-class Claims:
+class SpeculationRegistry:
     """Speculations that no request has joined yet, by what they ask, the oldest first. Thread-safe.
 
     True while there are any.
@@ -289,8 +289,8 @@ async def receive(
 ) -> None:
     """Send ``request`` and write its answer into ``response`` to the end, which is left to the caller.
 
-    What the server reports as an error in a stream is one until bytes are there that ``is_promised`` to somebody; then
-    it is passed on as the server tells it, as the transports do. Cancelling this ends the request in the engine.
+    An error that the server reports in a stream is raised until bytes are there that ``is_promised`` to a real request;
+    then it is passed on, as the transports do. Cancelling this ends the request in the engine.
 
     Raises:
         EngineError: the engine refused it, or died. httpx.TransportError: the connection failed.
@@ -320,7 +320,10 @@ def _check(events: bytes) -> None:
 
 
 class SpeculationRoutes:
-    """Two routes of the plugin. Their failures are logged, and affect no request."""
+    """Two routes of the plugin. Their failures are logged, and affect no request.
+
+    The event loop of the given ``transport`` sends all of it, and only the confirmation more than once.
+    """
 
     def __init__(self, base_url: str, api_key: str) -> None:
         """``base_url`` ends in ``/v1``."""
@@ -427,7 +430,7 @@ class SpeculationManager:
         self._process = OneProcess()
         self._lock = threading.Lock()
         self._live: dict[Speculation, None] = {}
-        self._claims = Claims()
+        self._claims = SpeculationRegistry()
         self._background: BackgroundLoop | None = None
 
     def __bool__(self) -> bool:
@@ -458,13 +461,6 @@ class SpeculationManager:
             speculation._work.cancel()
         return speculation
 
-    def claim(self, key: bytes) -> Speculation | None:
-        """Return the speculation that a request with this key gets, and confirm it; see :meth:`Claims.take`."""
-        speculation = self._claims.take(key, current_scope())
-        if speculation is not None:
-            speculation.confirm()
-        return speculation
-
     def join(self, request: httpx.Request) -> httpx.Response | None:
         """Return the answer of a speculation that is ``request`` once its first bytes are there; ``None``: send it.
 
@@ -483,6 +479,7 @@ class SpeculationManager:
         if self._claims and (speculation := self._claim_for(request)) is not None:
             timeout_s, answer = _read_timeout_s(request), speculation.response
             with self._joining(speculation):
+                speculation.confirm()
                 if answer.read(0, timeout_s) if is_blocking else await answer.aread(0, timeout_s):
                     return _joined(speculation, timeout_s)
         return None
@@ -504,7 +501,7 @@ class SpeculationManager:
         return str(request.url).startswith(self._home)
 
     def _claim_for(self, request: httpx.Request) -> Speculation | None:
-        return self.claim(request_key(request)) if asks_completion(request) else None
+        return self._claims.take(request_key(request), current_scope()) if asks_completion(request) else None
 
     def close(self) -> None:
         """Cancel all, and end the thread. May be called again, also after an interruption."""

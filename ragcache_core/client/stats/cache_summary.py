@@ -43,7 +43,7 @@ class CacheSummary:
     engine: a cache of answers had one; they are in no other sum.
 
     ``num_reused_chunks`` documents were reused behind others than they were computed behind, ``num_reused_tokens`` of
-    them as they were stored and ``num_recomputed_tokens`` computed anew; their answers are approximate.
+    them as they were stored and ``num_recomputed_tokens`` recomputed; their answers are approximate.
 
     ``num_deadlines`` requests had a ``ttft_slo``, ``num_met_deadlines`` of them their first token by then.
 
@@ -94,7 +94,7 @@ class CacheSummary:
 
     @property
     def mean_queue_s(self) -> float | None:
-        """Mean time before a request was scheduled; ``None`` before the first of which the engine told it."""
+        """Mean time before a request was scheduled; ``None`` before the engine has reported one."""
         return sum(self.queue_s) / len(self.queue_s) if self.queue_s else None
 
     def __str__(self) -> str:

@@ -8,7 +8,7 @@ from uuid import UUID
 import pytest
 
 from ragcache_core.client import Engine
-from ragcache_core.client.prompts.request_plan import RememberedLabels
+from ragcache_core.client.prompts.request_plan import DocumentFacts
 from ragcache_core.prompt import PromptLayout
 from ragcache_core.types import MAX_LABEL_CHARS, Document, PromptSegment, SegmentKind
 from ragcache_core.wire import KEY, decode_kv_transfer_params, encode_kv_transfer_params
@@ -40,10 +40,10 @@ def test_a_document_without_a_readable_id_has_its_source_as_label(
 
 
 def test_a_label_goes_from_a_document_that_was_seen_to_the_engine() -> None:
-    labels = RememberedLabels()
-    labels.add([Document(ID, "text", {"source": "guide.pdf"}), Document("mel.txt", "text", {"source": "mel.txt"})])
+    facts = DocumentFacts()
+    facts.add([Document(ID, "text", {"source": "guide.pdf"}), Document("mel.txt", "text", {"source": "mel.txt"})])
     segments = [PromptSegment(SegmentKind.DOCUMENT, 0, 4, ID), PromptSegment(SegmentKind.DOCUMENT, 4, 8, "mel.txt")]
-    params: Any = encode_kv_transfer_params(labels.labelled(segments))
+    params: Any = encode_kv_transfer_params(facts.labelled(segments))
     assert [document.get("label") for document in params[KEY]["documents"]] == ["guide.pdf", None]
     assert [segment.label for segment in decode_kv_transfer_params(params, 8).segments] == ["guide.pdf", None]
 

@@ -29,6 +29,7 @@ from ragcache_core.client.launch.process import ServerProcess, check_port_free, 
 from ragcache_core.client.launch.supervisor import STAGES, LoadProgress
 from ragcache_core.client.prompts.chat_request import is_text_only, read_chat
 from ragcache_core.client.prompts.request_plan import (
+    DocumentFacts,
     RememberedDocuments,
     RequestPlan,
     merge_bodies,
@@ -402,7 +403,9 @@ def test_a_tokenizer_that_disagrees_with_the_server_is_not_used(tokenizer: Model
 
 def test_documents_of_a_chat_are_found_by_their_text(tokenizer: ModelTokenizer) -> None:
     messages = [{"role": "user", "content": "Document: Zorval is a company.\n\nQuestion: What is Zorval?"}]
-    plan = plan_chat(tokenizer, messages, [("z", "Zorval is a company."), ("y", "not there")], max_model_len=2048)
+    plan = plan_chat(
+        tokenizer, messages, [("z", "Zorval is a company."), ("y", "not there")], DocumentFacts(), max_model_len=2048
+    )
     assert [s.doc_id for s in plan.segments if s.kind is SegmentKind.DOCUMENT] == ["z"]
     sent = plan.extra_body["kv_transfer_params"]
     assert sent["prompt_token_ids"] == list(tokenizer.encode(tokenizer.render(messages)).token_ids)
@@ -411,7 +414,7 @@ def test_documents_of_a_chat_are_found_by_their_text(tokenizer: ModelTokenizer) 
 
 def test_a_chat_that_does_not_fit_is_refused_before_it_is_sent(tokenizer: ModelTokenizer) -> None:
     with pytest.raises(PromptTooLongError, match="holds 8"):
-        plan_chat(tokenizer, [{"role": "user", "content": "word " * 20}], [], max_model_len=8)
+        plan_chat(tokenizer, [{"role": "user", "content": "word " * 20}], [], DocumentFacts(), max_model_len=8)
 
 
 @pytest.mark.parametrize(

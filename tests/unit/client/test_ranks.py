@@ -220,7 +220,7 @@ class Watch(JoinedServer):
     """What an engine owns of a server."""
 
     def __init__(self, server: ScriptedServer, on_close: Callable[[], object]) -> None:
-        super().__init__(f"{server.url}/health", patience_s=0.0, hang_timeout_s=None)
+        super().__init__(f"{server.url}/health", retry_timeout_s=0.0, hang_timeout_s=None)
         self._on_close = on_close
 
     def close(self, grace_s: float = 0.0) -> None:

@@ -56,9 +56,12 @@ def handle(servers: list[ScriptedServer], monkeypatch: pytest.MonkeyPatch) -> It
 
 
 @contextmanager
-def joined(handle: ScriptedHandle, patience_s: float = 5.0) -> Iterator[Engine]:
+def joined(handle: ScriptedHandle, retry_timeout_s: float = 5.0) -> Iterator[Engine]:
     """Give the engine that a front of its own is."""
-    with served(front(handle, patience_s)) as url, Engine.connect(url, api_key="key", restart_timeout_s=0.3) as engine:
+    with (
+        served(front(handle, retry_timeout_s)) as url,
+        Engine.connect(url, api_key="key", restart_timeout_s=0.3) as engine,
+    ):
         yield engine
 
 
@@ -68,8 +71,8 @@ def engine(handle: ScriptedHandle) -> Iterator[Engine]:
         yield one
 
 
-def front(handle: ScriptedHandle, patience_s: float) -> Front:
-    return Front(handle, patience_s, [hashed("key"), hashed("tenant")])
+def front(handle: ScriptedHandle, retry_timeout_s: float) -> Front:
+    return Front(handle, retry_timeout_s, [hashed("key"), hashed("tenant")])
 
 
 def put_at(handle: ScriptedHandle, name: str, url: str) -> None:

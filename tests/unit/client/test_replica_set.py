@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcache_core.client.fleet.replicas import HOME, ReplicaSet
-from ragcache_core.client.http.attempt import SENT_ONCE, Health
-from ragcache_core.client.http.routing import AsyncRoutedTransport, RoutedTransport
+from ragcache_core.client.http.attempt import NO_RETRY, Health
+from ragcache_core.client.http.network import Blocking, Unblocked
+from ragcache_core.client.http.routing import AsyncRoutedTransport
 from ragcache_core.errors import EngineForkedError
 from ragcache_core.routing.index import PathIndex
 from tests.support.forks import in_a_fork
@@ -40,7 +41,7 @@ class FakeWatch:
     def seen_alive_since(self, monotonic_s: float) -> bool:
         return True
 
-    def why_in_vain(self) -> str | None:
+    def stall_reason(self) -> str | None:
         return None
 
 
@@ -100,7 +101,11 @@ class FakeServers(httpx.BaseTransport):
         return httpx.Response({"refused": 400, "drained": 503}.get(how, 200), stream=Body(error))
 
 
-def ask(transport: RoutedTransport, document: str, how: str) -> None:
+def routed(replicas: ReplicaSet) -> Blocking:
+    return Blocking(AsyncRoutedTransport(replicas, Unblocked(FakeServers(replicas))))
+
+
+def ask(transport: Blocking, document: str, how: str) -> None:
     try:
         response = transport.handle_request(asking(document, user=how))
     except (httpx.ConnectError, KeyboardInterrupt):
@@ -120,7 +125,7 @@ def ask(transport: RoutedTransport, document: str, how: str) -> None:
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(ANSWERS)), max_size=20))
 def test_however_requests_end_none_of_them_counts_afterwards(asked: list[tuple[str, str]]) -> None:
     replicas = replica_set()
-    transport = RoutedTransport(replicas, FakeServers(replicas))
+    transport = routed(replicas)
     for document, how in asked:
         ask(transport, document, how)
         assert load(replicas) == [0, 0, 0]
@@ -129,7 +134,7 @@ def test_however_requests_end_none_of_them_counts_afterwards(asked: list[tuple[s
 @pytest.mark.parametrize("num_read", [0, 1, 2])
 def test_an_answer_that_is_left_without_closing_it_does_not_count(num_read: int) -> None:
     replicas = replica_set()
-    response = RoutedTransport(replicas, FakeServers(replicas)).handle_request(asking(user="said"))
+    response = routed(replicas).handle_request(asking(user="said"))
     parts = iter(cast("httpx.SyncByteStream", response.stream))
     assert next(parts) == b"one"  # as the transport above does before it hands an answer on
     for _ in range(num_read):
@@ -168,7 +173,7 @@ def test_an_answer_that_is_collected_while_its_thread_counts_is_counted_afterwar
 
 def test_requests_of_many_threads_are_counted_right() -> None:
     replicas = replica_set()
-    transport = RoutedTransport(replicas, FakeServers(replicas))
+    transport = routed(replicas)
     least: list[int] = []
 
     def run(seed: int) -> None:
@@ -304,7 +309,7 @@ def test_what_is_worth_one_try_marks_no_replica() -> None:
     replicas = replica_set(1)
     (replica,) = replicas.all
     replica.engine.integration.watch.seen_alive_since = lambda _: False  # type: ignore[method-assign, assignment]  # a fake
-    once = httpx.Request("GET", f"{HOME}/v1/ragcache/stats", extensions=SENT_ONCE)
+    once = httpx.Request("GET", f"{HOME}/v1/ragcache/stats", extensions=NO_RETRY)
     replicas.send(once).failed(httpx.ConnectTimeout("late"))
     assert replica.is_ready()
     replicas.send(asking()).failed(httpx.ConnectTimeout("late"))

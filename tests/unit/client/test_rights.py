@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from ragcache_core import ConfigError, Document, PromptLayout
 from ragcache_core.client import Engine
-from ragcache_core.client.prompts import client, request_plan
 from ragcache_core.client.prompts.bound_prompt import KVScope
 from ragcache_core.client.prompts.request_plan import (
+    DocumentFacts,
     RememberedDocuments,
-    RememberedRights,
     joined_salt,
     merge_bodies,
     salt_of,
 )
+from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
 from tests.support.scripted_server import ScriptedServer
 
 LAYOUT = PromptLayout()
@@ -32,12 +32,9 @@ BOTH = Document("both", "Who leaves Zorval keeps quiet about it for two years an
 
 
 @pytest.fixture(autouse=True)
-def rights(monkeypatch: pytest.MonkeyPatch) -> RememberedRights:
-    """What this process has seen before the test is not known."""
-    fresh = RememberedRights()
-    monkeypatch.setattr(request_plan, "RIGHTS", fresh)
-    monkeypatch.setattr(client, "RIGHTS", fresh)
-    return fresh
+def nothing_retrieved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this process has retrieved before the test is not known."""
+    monkeypatch.setattr(RETRIEVED, "facts", DocumentFacts())
 
 
 @pytest.fixture
@@ -170,9 +167,19 @@ def test_a_chat_that_the_server_renders_is_asked_with_its_salt(demo_model: str) 
         assert asked(server) is None
 
 
-def test_of_documents_with_the_same_id_no_groups_are_forgotten(rights: RememberedRights) -> None:
+def test_of_documents_with_the_same_id_no_groups_are_forgotten() -> None:
     remembered = RememberedDocuments()
     remembered.add([WAGES])
     remembered.add([Document("wages", "of another store")])
     remembered.add([Document("wages", "of a third", acl=["legal"])])
-    assert rights.of(["wages", None, "unknown"]) == {("hr",), ("legal",)}
+    assert remembered.facts.acls_of(["wages", None, "unknown"]) == {("hr",), ("legal",)}
+
+
+def test_what_any_retriever_of_the_process_returned_counts_for_every_engine_and_no_engine_tells_another() -> None:
+    one, other = DocumentFacts(RETRIEVED.facts), DocumentFacts(RETRIEVED.facts)
+    RETRIEVED.facts.add([WAGES])
+    one.add([SUIT])
+    assert one.acls_of(["wages", "suit"]) == {("hr",), ("legal",)}
+    assert other.acls_of(["wages", "suit"]) == {("hr",)}
+    assert one.has_acls
+    assert not DocumentFacts().has_acls

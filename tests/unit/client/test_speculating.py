@@ -21,9 +21,7 @@ from llama_index.core.llms import ChatMessage
 from ragcache_core.client import Engine, ModelTokenizer
 from ragcache_core.client.http.buffered_response import BufferedResponse
 from ragcache_core.client.http.routing import BackgroundLoop
-from ragcache_core.client.speculation import speculation as claiming
 from ragcache_core.client.speculation import speculation as speculating
-from ragcache_core.client.speculation import speculation as speculative_http
 from ragcache_core.client.speculation.client import EngineLoad
 from ragcache_core.client.speculation.request_capture import request_scope
 from ragcache_core.client.speculation.speculation import Speculation, receive
@@ -93,40 +91,8 @@ def of_langchain(engine: Engine) -> str:
     return str(ChatRAGCache(engine=engine).invoke("Who founded Zorval?").content)
 
 
-def of_langchain_in_a_loop(engine: Engine) -> str:
-    return str(asyncio.run(ChatRAGCache(engine=engine).ainvoke("Who founded Zorval?")).content)
-
-
-def of_langchain_streaming(engine: Engine) -> str:
-    return "".join(str(chunk.content) for chunk in ChatRAGCache(engine=engine).stream("Who founded Zorval?"))
-
-
-def of_langchain_streaming_in_a_loop(engine: Engine) -> str:
-    async def ask() -> str:
-        return "".join([str(c.content) async for c in ChatRAGCache(engine=engine).astream("Who founded Zorval?")])
-
-    return asyncio.run(ask())
-
-
 def of_llamaindex(engine: Engine) -> str:
     return RAGCacheLLM(engine=engine).chat([ChatMessage("Who founded Zorval?")]).message.content or ""
-
-
-def of_llamaindex_in_a_loop(engine: Engine) -> str:
-    answer = asyncio.run(RAGCacheLLM(engine=engine).achat([ChatMessage("Who founded Zorval?")]))
-    return answer.message.content or ""
-
-
-def of_llamaindex_streaming(engine: Engine) -> str:
-    return "".join(c.delta or "" for c in RAGCacheLLM(engine=engine).stream_chat([ChatMessage("Who founded Zorval?")]))
-
-
-def of_llamaindex_streaming_in_a_loop(engine: Engine) -> str:
-    async def ask() -> str:
-        stream = await RAGCacheLLM(engine=engine).astream_chat([ChatMessage("Who founded Zorval?")])
-        return "".join([c.delta or "" async for c in stream])
-
-    return asyncio.run(ask())
 
 
 def engine_stream(engine: Engine) -> str:
@@ -137,16 +103,8 @@ def langchain_inside(engine: Engine) -> object:
     return ChatRAGCache(engine=engine)._generate([HumanMessage("Who founded Zorval?")])
 
 
-def langchain_stream_inside(engine: Engine) -> object:
-    return next(ChatRAGCache(engine=engine)._stream([HumanMessage("Who founded Zorval?")]))
-
-
 def llamaindex_inside(engine: Engine) -> object:
     return RAGCacheLLM(engine=engine)._chat([ChatMessage("Who founded Zorval?")])
-
-
-def llamaindex_stream_inside(engine: Engine) -> object:
-    return next(RAGCacheLLM(engine=engine)._stream_chat([ChatMessage("Who founded Zorval?")]))
 
 
 WAYS = [
@@ -155,15 +113,7 @@ WAYS = [
     (of_the_sdk, of_the_sdk),
     (of_the_sdk, of_the_sdk_in_a_loop),
     (langchain_inside, of_langchain),
-    (langchain_inside, of_langchain_in_a_loop),
-    (langchain_stream_inside, of_langchain_streaming),
-    (langchain_stream_inside, of_langchain_streaming_in_a_loop),
-    (of_langchain, of_langchain),
     (llamaindex_inside, of_llamaindex),
-    (llamaindex_inside, of_llamaindex_in_a_loop),
-    (llamaindex_stream_inside, of_llamaindex_streaming),
-    (llamaindex_stream_inside, of_llamaindex_streaming_in_a_loop),
-    (of_llamaindex, of_llamaindex),
 ]
 ways = pytest.mark.parametrize(("rehearsed", "ask"), WAYS, ids=lambda way: way.__name__)
 asked_anyhow = pytest.mark.parametrize("ask", [of_the_engine, of_the_engine_in_a_loop])
@@ -601,7 +551,7 @@ def test_a_confirmation_is_repeated_until_the_engine_has_heard_it(server: Script
 def test_a_confirmation_is_not_repeated_in_vain(
     server: ScriptedServer, engine: Engine, monkeypatch: pytest.MonkeyPatch, ends: bool
 ) -> None:
-    monkeypatch.setattr(speculative_http, "_CONFIRM_PAUSES_S", (0.02,))
+    monkeypatch.setattr(speculating, "_CONFIRM_PAUSES_S", (0.02,))
     server.script(Reply("done") if ends else NEVER)
     server.cache_status = 503 if ends else 404
     speculation = speculate(engine, lambda: of_the_engine(engine))
@@ -632,7 +582,7 @@ def test_a_pause_is_not_hidden_search_time(
 ) -> None:
     monkeypatch.setattr(scripted_server, "_PATIENCE_S", 0.05)
     if is_told_late:
-        monkeypatch.setattr(speculative_http, "_ASK_AGAIN_S", 0.2)  # the answer ends before it asks again
+        monkeypatch.setattr(speculating, "_ASK_AGAIN_S", 0.2)  # the answer ends before it asks again
     server.script(Reply("one two", wait_s=0.1))
     speculation = speculate(engine, lambda: of_the_engine(engine))
     assert until(lambda: speculation.started_s == speculation.sent_s)
@@ -698,7 +648,7 @@ def test_a_speculation_that_was_read_to_its_end_is_done_and_not_cancelled(
 def test_answers_that_nobody_asks_for_are_dropped(
     server: ScriptedServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claiming, "_MAX_KEPT", 2)
+    monkeypatch.setattr(speculating, "_MAX_KEPT", 2)
     speculations = []
     for i in range(4):
         server.script(Reply(f"answer {i}"))
@@ -707,7 +657,7 @@ def test_answers_that_nobody_asks_for_are_dropped(
     assert of_the_engine(engine) == "answer 2"
     monkeypatch.setattr(speculating, "_KEEP_S", 0.05)
     server.script(Reply("late"))
-    engine._speculations.claim(speculations[-1].key)
+    engine._speculations._claims.take(speculations[-1].key, None)
     assert done(speculate(engine, lambda: of_the_engine(engine)))
     assert until(lambda: not engine._speculations)
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import httpx
 import pytest
 
-from ragcache_core.client.http.attempt import SENT_ONCE, Health, RetryPolicy
+from ragcache_core.client.http.attempt import NO_RETRY, Health, RetryPolicy
 from ragcache_core.client.http.resume import ResumeStreams
 from ragcache_core.client.http.transport import AsyncRetryingTransport, RetryingTransport
 from ragcache_core.errors import EngineClosedError, EngineDiedError, EngineForkedError, EngineHungError
@@ -130,7 +130,7 @@ class FakeWatch:
     def __init__(self, finds: Health | str) -> None:
         self.finds = finds
         self.run = 1
-        self.patience_s: float | None = None
+        self.retry_timeout_s: float | None = None
         self.hang: str | None = None
         self.suspected: list[int] = []
         self._health = Health.READY
@@ -151,7 +151,7 @@ class FakeWatch:
     def seen_alive_since(self, monotonic_s: float) -> bool:
         return self._alive
 
-    def why_in_vain(self) -> str | None:
+    def stall_reason(self) -> str | None:
         return self.hang
 
     def why_gone(self) -> str:
@@ -369,7 +369,7 @@ class Hanging(FakeWatch):
 
     def __init__(self, finds: Health | str) -> None:
         super().__init__(finds)
-        self.patience_s = 0.2
+        self.retry_timeout_s = 0.2
         self.hang = "its worker is stopped"
 
     def suspect(self, run: int) -> None:
@@ -445,11 +445,11 @@ def test_a_request_that_is_worth_one_try_neither_waits_nor_raises_suspicion(serv
         httpx.Client(transport=RetryingTransport(watch)) as client,
         pytest.raises(httpx.RemoteProtocolError),
     ):
-        client.post(server.url, content=b"prompt", extensions=SENT_ONCE)
+        client.post(server.url, content=b"prompt", extensions=NO_RETRY)
 
     async def ask() -> None:
         async with httpx.AsyncClient(transport=AsyncRetryingTransport(watch)) as client:
-            await client.post(server.url, content=b"prompt", extensions=SENT_ONCE)
+            await client.post(server.url, content=b"prompt", extensions=NO_RETRY)
 
     with pytest.raises(httpx.RemoteProtocolError):
         asyncio.run(ask())
@@ -490,6 +490,28 @@ def test_a_fork_sends_nothing_and_is_told_why(
 
     assert in_a_fork(ask)
     assert server.bodies == []
+
+
+def test_blocking_requests_share_an_idle_connection() -> None:
+    peers: list[object] = []
+
+    class Echo(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"  # keeps its connections
+
+        def do_POST(self) -> None:
+            peers.append(self.client_address)
+            _reply(self, 200, self.rfile.read(int(self.headers["content-length"])))
+
+        def log_message(self, *args: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Echo) as server:
+        serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        serving.start()
+        with httpx.Client(transport=RetryingTransport(), base_url=f"http://127.0.0.1:{server.server_port}") as client:
+            assert [client.post("/", content=body).content for body in (b"one", b"two")] == [b"one", b"two"]
+        server.shutdown()
+        serving.join()
+    assert len(set(peers)) == 1
 
 
 def test_a_closed_transport_says_so(server: FakeServer) -> None:
