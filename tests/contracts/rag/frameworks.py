@@ -16,9 +16,11 @@ from langchain_core.documents import Document as LangChainDocument
 from langchain_core.language_models import GenericFakeChatModel
 from langchain_core.messages import AIMessage, BaseMessage, convert_to_messages
 from langchain_core.outputs import LLMResult
+from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.retrievers import BaseRetriever as LangChainRetriever
 from langchain_core.runnables import Runnable, RunnableLambda, RunnablePassthrough
 from langchain_core.tools import tool
+from llama_index.core import PromptTemplate
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.base.response.schema import AsyncStreamingResponse, StreamingResponse
@@ -41,6 +43,7 @@ from ragcache_integrations import langchain, llamaindex
 from tests.support.scripted_source import QUESTION, ScriptedSource, Stage
 from tests.support.waiting import until
 
+STATIC = PromptLayout().static_prefix
 TIMEOUT_S = 20.0
 """A search of a test that has lost its way ends."""
 
@@ -276,11 +279,21 @@ class LangChain(_Framework):
             **settings,
         )
 
-    def chain(self, retriever: Any, model: Any) -> Callable[[str], Answer]:
+    def chain(self, retriever: Any, model: Any, prompt: Any = None) -> Callable[[str], Answer]:
         """Return the framework's own chain, or query engine, over a retriever and a model."""
         context = retriever | langchain.format_documents
-        run = {"context": context, "question": RunnablePassthrough()} | langchain.prompt_from_layout() | model
+        prompt = prompt or langchain.prompt_from_layout()
+        run = {"context": context, "question": RunnablePassthrough()} | prompt | model
         return lambda question: asyncio.run(self._run(_invoke, run, question))
+
+    def laid_out(self, retriever: Any, model: Any) -> Callable[[str], Answer]:
+        """Return such a chain with the prompt that ``bind`` binds."""
+        return self.chain(retriever, model)
+
+    def question_first(self, retriever: Any, model: Any) -> Callable[[str], Answer]:
+        """Return such a chain whose prompt has the question before the documents."""
+        template = [("system", STATIC), ("human", "Question: {question}\n\n{context}")]
+        return self.chain(retriever, model, ChatPromptTemplate.from_messages(template))
 
     def bind(self, layout: PromptLayout, **settings: Any) -> BoundPrompt:
         """Bind a prompt of this layout to the engine."""
@@ -510,14 +523,28 @@ class LlamaIndex(_Framework):
         response = await _OneStep(make(streaming=True)).run(question=question)
         return Answer(str(response), response.metadata["ragcache"])
 
-    def chain(self, retriever: Any, model: Any) -> Callable[[str], Answer]:
-        engine = RetrieverQueryEngine.from_args(retriever, llm=model)
+    def chain(self, retriever: Any, model: Any, prompt: Any = None) -> Callable[[str], Answer]:
+        engine = RetrieverQueryEngine.from_args(retriever, llm=model, text_qa_template=prompt)
 
         def ask(question: str) -> Answer:
             response: Any = engine.query(question)
+            return Answer(str(response), response.metadata.get("ragcache", {}))
+
+        return ask
+
+    def laid_out(self, retriever: Any, model: Any) -> Callable[[str], Answer]:
+        engine = llamaindex.RAGCacheQueryEngine(retriever, model)
+
+        def ask(question: str) -> Answer:
+            query = QueryBundle(question)  # in two steps the retriever does what it does alone
+            response: Any = engine.synthesize(query, engine.retrieve(query))
             return Answer(str(response), response.metadata["ragcache"])
 
         return ask
+
+    def question_first(self, retriever: Any, model: Any) -> Callable[[str], Answer]:
+        template = PromptTemplate(f"{STATIC}\nQuestion: {{query_str}}\n{{context_str}}")
+        return self.chain(retriever, model, template)
 
     def bind(self, layout: PromptLayout, **settings: Any) -> BoundPrompt:
         return self.engine.bind_prompt(layout, **settings)

@@ -12,7 +12,7 @@ from langchain_core.documents import Document as LangChainDocument
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.retrievers import BaseRetriever
-from langchain_core.runnables import Runnable, RunnableLambda, RunnablePassthrough
+from langchain_core.runnables import Runnable, RunnablePassthrough
 
 from examples.vector_database import copy_store
 from ragcache_core.client import Engine
@@ -61,38 +61,6 @@ class OtherRetriever(BaseRetriever):
 QUESTION_FIRST = ChatPromptTemplate.from_messages([("system", STATIC), ("human", "Q: {question}\n\n{context}")])
 
 
-@pytest.mark.parametrize("is_a_retriever", [True, False])
-@pytest.mark.parametrize(
-    ("ids", "question"),
-    [
-        ("sun mars", QUESTION),
-        ("mars sun", QUESTION),
-        ("sun", QUESTION),
-        ("sun", "How hot is it?"),
-        ("moon sun", "Is it?"),
-    ],
-)
-def test_a_prompt_of_another_retriever_teaches_nothing_and_is_not_warned_of(
-    is_a_retriever: bool,
-    ids: str,
-    question: str,
-    make: Any,
-    llm: ChatRAGCache,
-    warmed: Any,
-    generations: Any,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    chain_of(make(Stage("sun mars"), Stage("sun mars")), llm).invoke(QUESTION)
-    found = [LangChainDocument(id=i, page_content=DOCUMENTS[i].text) for i in ids.split()]
-    search: Any = OtherRetriever(found=found) if is_a_retriever else RunnableLambda(lambda _: found)
-    ({"context": search | format_docs, "question": RunnablePassthrough()} | QUESTION_FIRST | llm).invoke(question)
-    assert caplog.records == []
-    chain_of(make(Stage("moon sun"), Stage("moon sun", once=lambda: bool(warmed()))), llm).invoke(QUESTION)
-    (warm,), asked = warmed(), generations()[-1]
-    assert [d["id"] for d in warm.documents] == ["moon", "sun"]
-    assert asked.kv_transfer_params["prompt_token_ids"][: len(warm.body["prompt"])] == warm.body["prompt"]
-
-
 def test_a_prompt_with_a_part_of_an_older_search_teaches_nothing(
     make: Any, llm: ChatRAGCache, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -102,18 +70,6 @@ def test_a_prompt_with_a_part_of_an_older_search_teaches_nothing(
     (other | QUESTION_FIRST | llm).invoke(QUESTION)
     assert caplog.records == []
     assert engine.integration.prompts.bound_prompt is None
-
-
-def test_the_warning_names_the_prompt_and_the_retriever(
-    make: Any, llm: ChatRAGCache, caplog: pytest.LogCaptureFixture
-) -> None:
-    chain = {"context": make(Stage("moon sun")) | format_docs, "question": RunnablePassthrough()} | QUESTION_FIRST | llm
-    for _ in range(2):
-        chain.invoke(QUESTION)
-    (record,) = caplog.records
-    assert "RAGCacheRetriever" in record.getMessage()
-    assert STATIC[:30] in record.getMessage()
-    assert QUESTION not in record.getMessage()
 
 
 def test_what_stands_before_a_question_is_prefilled_and_hides_nothing_of_the_search(
@@ -157,14 +113,3 @@ async def test_what_a_vector_database_finds_with_little_effort_is_prefilled_befo
 
 
 # What goes wrong
-
-
-@both_ways
-async def test_a_source_that_finds_too_much_is_cut(is_async: bool, make: Any, engine: Engine, warmed: Any) -> None:
-    engine.bind_prompt(PROMPT, format_docs)
-    retriever = make(Stage("moon sun mars"), Stage("moon sun moon mars", once=lambda: bool(warmed())))
-    assert [d.id for d in await run(retriever, is_async)] == ["moon", "sun"]
-    (warm,) = warmed()
-    assert [d["id"] for d in warm.documents] == ["moon", "sun"]
-    assert [d.id for d in retriever.invoke(QUESTION, k=1)] == ["moon"]
-    assert retriever.invoke(QUESTION, k=0) == []
