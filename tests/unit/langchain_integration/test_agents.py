@@ -8,6 +8,7 @@ from langchain.agents import create_agent
 from langchain_core.documents import Document as LangChainDocument
 from langchain_core.messages import AnyMessage, HumanMessage, SystemMessage
 from langchain_core.retrievers import BaseRetriever
+from langchain_core.runnables import RunnablePassthrough
 from langchain_core.tools import BaseTool, create_retriever_tool, tool
 from langgraph.graph import START, StateGraph
 from langgraph.graph.message import add_messages
@@ -15,7 +16,7 @@ from langgraph.prebuilt import ToolNode, tools_condition
 
 from ragcache_core.client import Engine
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer
-from ragcache_integrations.langchain import ChatRAGCache, RAGCacheRetriever
+from ragcache_integrations.langchain import ChatRAGCache, RAGCacheRetriever, format_documents, prompt_from_layout
 from tests.support.chat_templates import ids_of
 from tests.support.scripted_server import Reply, ScriptedServer, Seen
 from tests.support.scripted_source import DOCUMENTS, QUESTION, Stage
@@ -175,3 +176,24 @@ def test_documents_of_somebody_elses_retriever_are_known_in_a_tools_result(llm: 
     search = create_retriever_tool(Fixed(), "search", "Search the sky.")
     agent_of(llm, [search]).invoke({"messages": [HumanMessage(QUESTION)]})
     assert [[d["id"] for d in step.documents] for step in generations()] == [[], ["venus"]]
+
+
+@pytest.mark.parametrize("asks_before", [False, True])
+async def test_an_agents_next_prompt_is_for_its_own_kv(
+    asks_before: bool,
+    make: Any,
+    engine: Engine,
+    llm: ChatRAGCache,
+    server: ScriptedServer,
+    warmed: Any,
+    generations: Any,
+) -> None:
+    server.adapters = ("an-adapter",)
+    agents_own = ChatRAGCache(engine=engine, model="an-adapter", extra_body={"cache_salt": "tenant-a"})
+    if asks_before:  # a chain whose prompt is for other KV
+        chain = {"context": make(Stage("moon sun")) | format_documents, "question": RunnablePassthrough()}
+        (chain | prompt_from_layout() | llm).invoke(QUESTION)
+        await run(agent_of(agents_own, [search_tool(make(Stage("moon sun")))]), "invoke")
+    await run(agent_of(agents_own, [search_tool(twice(make, warmed))]), "invoke")
+    for seen in (warmed()[-1], generations()[-1]):
+        assert (seen.body["model"], seen.body["cache_salt"]) == ("an-adapter", "tenant-a")

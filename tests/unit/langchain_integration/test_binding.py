@@ -206,14 +206,6 @@ def test_what_is_bound_is_not_replaced_by_what_is_learned(engine: Engine, llm: C
     assert engine.integration.prompts.bound_prompt is bound
 
 
-def test_a_learned_question_before_the_documents_is_known_by_its_text(engine: Engine, llm: ChatRAGCache) -> None:
-    prompt = ChatPromptTemplate.from_messages([("system", STATIC), ("human", "Question: {question}\n\n{context}")])
-    engine.remember_documents(DOCUMENTS, query=QUESTION)
-    (prompt | llm).invoke({"context": joined(SHOWN), "question": QUESTION})
-    assert engine.integration.prompts.bound_prompt is not None
-    assert engine.integration.prompts.bound_prompt.is_question_first
-
-
 def test_a_partial_function_of_the_formatting_is_called_as_it_is(engine: Engine) -> None:
     prompt = TEMPLATES["ours"][0]
     layout = PromptLayout(STATIC, document_format="<{doc_id}> {text}")

@@ -26,42 +26,6 @@ def config(*handlers: CacheStatsCallbackHandler) -> Any:
     return {"callbacks": list(handlers)}
 
 
-def test_sums_are_those_of_the_runs(llm: ChatRAGCache) -> None:
-    handler = CacheStatsCallbackHandler()
-    for question in QUESTIONS:
-        llm.invoke(question, config(handler), documents=[SUN])
-
-    summary, stats = handler.summary(), [s for _, s in handler.runs]
-    assert summary.num_requests == len(stats) == len({run_id for run_id, _ in handler.runs}) == len(QUESTIONS)
-    assert summary.num_prompt_tokens == sum(s.num_prompt_tokens for s in stats)
-    assert summary.num_cached_tokens == sum(s.num_cached_tokens for s in stats) > 0
-    assert summary.num_output_tokens == sum(s.num_output_tokens for s in stats)
-    assert summary.num_computed_tokens == summary.num_prompt_tokens - summary.num_cached_tokens
-    assert summary.hit_rate == summary.num_cached_tokens / summary.num_prompt_tokens
-    assert summary.ttft_s == ()
-    sun = summary.documents["sun"]
-    assert sun.num_requests == len(QUESTIONS)
-    assert 0 < sun.num_cached_tokens < sun.num_tokens
-    assert f"{len(QUESTIONS)} requests" in repr(handler)
-
-
-def test_tokens_by_tier_and_bytes_are_summed_up(llm: ChatRAGCache, server: ScriptedServer) -> None:
-    server.cache = THREE_TIERS
-    handler = CacheStatsCallbackHandler()
-    for question in QUESTIONS:
-        llm.invoke(question, config(handler))
-    list(llm.stream(QUESTIONS[0], config(handler)))
-
-    summary, stats = handler.summary(), [s for _, s in handler.runs]
-    assert summary.num_gpu_tokens + summary.num_host_tokens + summary.num_disk_tokens == summary.num_cached_tokens
-    assert summary.num_disk_tokens == sum(s.num_disk_tokens or 0 for s in stats) > 0
-    assert summary.num_loaded_bytes == sum(s.num_loaded_bytes or 0 for s in stats) > 0
-    assert summary.num_stored_bytes == sum(s.num_stored_bytes or 0 for s in stats) > 0
-    assert summary.queue_s == (0.001,) * len(stats)
-    assert len(summary.ttft_s) == len(stats)
-    assert f"{summary.num_gpu_tokens} GPU, {summary.num_host_tokens} host" in repr(handler)
-
-
 async def test_every_way_to_run_a_chain_is_seen(llm: ChatRAGCache) -> None:
     handler = CacheStatsCallbackHandler()
     chain = RunnableLambda[str, list[HumanMessage]](lambda question: [HumanMessage(question)]) | llm

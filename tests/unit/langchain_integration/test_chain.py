@@ -26,6 +26,7 @@ from ragcache_integrations.langchain import (
     prompt_from_layout,
 )
 from tests.support.scripted_server import Reply, ScriptedServer
+from tests.support.scripted_source import Stage
 
 TEXTS = {
     "sun": "The sun is a star, and every planet goes around it.",
@@ -166,3 +167,13 @@ def test_a_document_cannot_end_the_message_that_shows_it(llm: ChatRAGCache, serv
 def test_a_request_that_cannot_be_sent_is_an_error_of_ours(llm: ChatRAGCache, question: str, settings: Any) -> None:
     with pytest.raises(ConfigError, match="surrogate pair|64 bits|must be finite"):
         llm.bind(**settings).invoke(question)
+
+
+@pytest.mark.usefixtures("idle")
+def test_no_prefill_has_the_key_of_an_earlier_call(make: Any, llm: ChatRAGCache, warmed: Any) -> None:
+    """The next call may be another tenant's."""
+    asked = llm.bind(extra_headers={"x-tenant": "a"})
+    for _ in range(2):
+        search = {"context": make(Stage("moon sun"), Stage("moon sun")) | format_documents}
+        (search | prompt_from_layout().partial(question=QUESTION) | asked).invoke(QUESTION)
+    assert warmed() == []

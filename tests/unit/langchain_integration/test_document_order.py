@@ -33,19 +33,6 @@ def cached(engine: Engine, server: ScriptedServer, generations: Any) -> None:
     keep_cached(server, engine, (mine, "sun moon", 10), (other, "moon sun", 100))
 
 
-@pytest.mark.usefixtures("cached")
-@pytest.mark.parametrize(("prompt", "order"), [(MINE, ["sun", "moon"]), (OTHER, ["moon", "sun"])])
-def test_a_fused_pair_goes_by_its_own_prompt(
-    prompt: ChatPromptTemplate, order: list[str], engine: Engine, generations: Any
-) -> None:
-    engine.bind_prompt(OTHER, format_documents)
-    rag = pair(engine, prompt, Stage("moon sun"), document_order="cache_aware")
-    num_before = len(generations())
-    rag.invoke(QUESTION)
-    (seen,) = generations()[num_before:]
-    assert [d["id"] for d in seen.documents] == order
-
-
 def test_a_fused_pair_knows_what_its_prompt_shows_before_the_context(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -58,21 +45,6 @@ def test_a_fused_pair_knows_what_its_prompt_shows_before_the_context(
     assert "before the documents" not in caplog.text
     engine.bind_prompt(prompt, format_documents)
     assert "'persona' before the documents" in caplog.text
-
-
-@pytest.mark.usefixtures("cached")
-@pytest.mark.parametrize("how", ["its own", "the engine's"])
-def test_a_retriever_goes_by_the_prompt_that_is_bound(how: str, engine: Engine) -> None:
-    bound = engine.bind_prompt(MINE, format_documents, is_default=how == "the engine's")
-    source = ScriptedSource((Stage("moon sun"),))
-    retriever = RAGCacheRetriever(
-        store=source,
-        engine=engine,
-        k=2,
-        document_order="cache_aware",
-        prompt=bound if how == "its own" else None,
-    )
-    assert [d.id for d in retriever.invoke(QUESTION)] == ["sun", "moon"]
 
 
 @pytest.mark.usefixtures("cached")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -15,16 +14,15 @@ from langchain_core.runnables import RunnablePassthrough
 from pydantic import ConfigDict
 
 from ragcache_core.client import Engine
-from ragcache_core.errors import SearchError, SearchTimeoutError
+from ragcache_core.errors import SearchError
 from ragcache_integrations.langchain import (
     ChatRAGCache,
     RAGCacheRetriever,
-    SpeculativeRAG,
     format_documents,
     prompt_from_layout,
 )
 from tests.support.scripted_server import ScriptedServer, Seen
-from tests.support.scripted_source import DOCUMENTS, QUESTION, ScriptedSource, Stage, expected
+from tests.support.scripted_source import DOCUMENTS, QUESTION, ScriptedSource, Stage
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("idle")
@@ -72,26 +70,6 @@ def chain_of(retriever: RAGCacheRetriever, engine: Engine) -> Any:
     return search | prompt_from_layout() | ChatRAGCache(engine=engine)
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-async def test_the_candidates_are_prefilled_while_the_reranker_works(
-    is_async: bool, make: Any, engine: Engine, server: ScriptedServer, warmed: Any
-) -> None:
-    retriever = make(named("moon", "sun"), once=lambda: bool(warmed()))
-    chain = chain_of(retriever, engine)
-    answer = await chain.ainvoke(QUESTION) if is_async else await asyncio.to_thread(chain.invoke, QUESTION)
-    assert answer.content == expected("moon", "sun")
-    assert retriever.store.asked == [(QUESTION, 3)]  # type: ignore[union-attr]
-    (warm,) = warmed()
-    assert [d["id"] for d in warm.documents] == ["moon", "sun"]
-    assert await asyncio.to_thread(until, lambda: server.confirmed == [warm.speculation])
-
-
-def test_what_the_reranker_moves_is_the_answer_without_the_guess(make: Any, engine: Engine, warmed: Any) -> None:
-    answer = chain_of(make(named("mars", "moon"), once=lambda: bool(warmed())), engine).invoke(QUESTION)
-    assert answer.content == expected("mars", "moon")
-    assert [d["doc_id"] for d in answer.response_metadata["ragcache"]["documents"]] == ["mars", "moon"]
-
-
 def test_a_reranker_that_always_moves_them_is_not_worth_a_prefill_after_a_while(
     make: Any, engine: Engine, warmed: Any
 ) -> None:
@@ -106,31 +84,6 @@ def test_a_reranker_that_always_moves_them_is_not_worth_a_prefill_after_a_while(
         if len(warmed()) == began[-1]:
             break
     assert 0 < len(warmed()) < 30
-
-
-def test_a_whole_answer_is_generated_while_the_reranker_works(
-    make: Any, engine: Engine, server: ScriptedServer
-) -> None:
-    retriever = make(named("moon", "sun"), once=lambda: bool(server.requests))
-    rag = SpeculativeRAG(retriever=retriever, prompt=prompt_from_layout(), llm=ChatRAGCache(engine=engine))
-    answer = rag.invoke(QUESTION)
-    assert answer.content == expected("moon", "sun")
-    assert len(server.requests) == 1
-    assert answer.response_metadata["ragcache"]["pipeline"]["is_confirmed"]
-
-
-@pytest.mark.parametrize(
-    ("choose", "found"),
-    [
-        (named("mars"), ["mars"]),
-        (lambda _: [], []),
-        (named("mars", "mars", "sun", "mars"), ["mars", "sun"]),
-        (named("mars", "sun", "moon"), ["mars", "sun"]),
-    ],
-    ids=["drops one", "drops all", "repeats", "keeps more than wanted"],
-)
-def test_a_reranker_may_drop_and_what_it_repeats_counts_once(choose: Any, found: list[str], make: Any) -> None:
-    assert [d.id for d in make(choose).invoke(QUESTION)] == found
 
 
 def test_scores_in_the_metadata_and_shortened_texts_are_kept(
@@ -166,16 +119,6 @@ def test_what_a_reranker_invents_is_shown_and_told_once(
 def test_what_is_no_list_of_documents_is_an_error(found: Any, make: Any) -> None:
     with pytest.raises((SearchError, TypeError), match="return a list of documents|is not a document"):
         make(lambda _: found).invoke(QUESTION)
-
-
-def test_an_error_of_the_reranker_is_the_callers_and_a_hang_is_timed_out(make: Any) -> None:
-    def fail(_: list[Document]) -> list[Document]:
-        raise OSError("the reranker is gone")
-
-    with pytest.raises(OSError, match="the reranker is gone"):
-        make(fail).invoke(QUESTION)
-    with pytest.raises(SearchTimeoutError):
-        make(named("moon"), once=lambda: False, search_timeout_s=0.1).invoke(QUESTION)
 
 
 def test_fewer_candidates_than_documents_are_refused(make: Any) -> None:

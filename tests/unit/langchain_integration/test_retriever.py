@@ -1,13 +1,7 @@
-import threading
-import time
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
-from uuid import UUID
 
 import pytest
-from langchain_core.callbacks import BaseCallbackHandler, Callbacks
-from langchain_core.documents import BaseDocumentCompressor, Document
+from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import ConfigurableField
@@ -16,11 +10,8 @@ from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_tests.integration_tests import RetrieversIntegrationTests
 from pydantic import ValidationError
 
-from ragcache_core.client import Engine
 from ragcache_core.errors import ConfigError
-from ragcache_integrations.langchain import ChatRAGCache, RAGCacheRetriever, StagedFAISS
-from tests.support.late_search import begin_late
-from tests.support.scripted_server import ScriptedServer
+from ragcache_integrations.langchain import RAGCacheRetriever, StagedFAISS
 from tests.support.scripted_source import ScriptedSource
 
 TEXTS = [f"Planet number {i} is called {name}." for i, name in enumerate(["Zor", "Mel", "Tak", "Ruv", "Bim", "Lof"])]
@@ -51,56 +42,13 @@ class TestStandard(RetrieversIntegrationTests):
         return "Which planet is called Mel?"
 
 
-class Candidates(BaseCallbackHandler):
-    """Keeps the custom events it sees."""
-
-    def __init__(self) -> None:
-        self.seen: list[dict[str, Any]] = []
-
-    def on_custom_event(self, name: str, data: Any, *, run_id: UUID, **kwargs: Any) -> None:
-        assert name == "ragcache.candidates"
-        self.seen.append(data)
-
-
 def test_ids_and_metadata_come_through(store: StagedFAISS) -> None:
     (first,) = RAGCacheRetriever(store=store, k=1).invoke("Who is Mel?")
     assert (first.id, first.page_content, first.metadata) == ("p1", TEXTS[1], {"number": 1})
 
 
-def test_what_a_question_found_last_is_its_first_stage_whichever_retriever_is_asked(
-    store: StagedFAISS, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begin_late(store.store, monkeypatch)
-
-    def stages(question: str, **asked: Any) -> list[tuple[int, list[str]]]:
-        retriever, seen = RAGCacheRetriever(store=store, k=2, compressor=SlowReverser()), Candidates()
-        retriever.invoke(question, config={"callbacks": [seen]}, **asked)
-        return [(event["stage"], event["doc_ids"]) for event in seen.seen]
-
-    *searched, final = stages("Who is Mel?")
-    assert [stage for stage, _ in searched] == [0]
-    assert stages("Who is Mel?") == [(-1, final[1]), *searched, final]
-    assert stages("Who is Zor?")[0][0] == 0
-    assert stages("Who is Mel?", filter={"number": {"$gte": 0}})[0][0] == 0, "another filter is another question"
-    assert stages("Who is Mel?", filter=lambda metadata: True)[0][0] == 0
-    assert stages("Who is Mel?", filter=lambda metadata: True)[0][0] == 0, "what a function lets pass has no name"
-
-
-class SlowReverser(BaseDocumentCompressor):
-    """Takes longer than it is worth."""
-
-    def compress_documents(self, documents: Sequence[Document], query: str, callbacks: Callbacks = None) -> Any:
-        time.sleep(0.05)  # a model
-        return list(reversed(documents))[:2]
-
-
 def test_a_document_store_of_the_core_serves_as_well(store: StagedFAISS) -> None:
     assert RAGCacheRetriever(store=store.store, k=2).invoke("Mel") == RAGCacheRetriever(store=store, k=2).invoke("Mel")
-
-
-def test_more_documents_than_the_store_holds_are_all_of_them(store: StagedFAISS) -> None:
-    assert len(RAGCacheRetriever(store=store, k=100).invoke("Mel")) == len(TEXTS)
-    assert len(RAGCacheRetriever(store=store).invoke("Mel", k=0)) == 0
 
 
 def numbers(documents: list[Document]) -> set[int]:
@@ -192,39 +140,11 @@ def test_a_source_of_stages_has_to_filter_itself() -> None:
         RAGCacheRetriever(store=ScriptedSource(()), search_type="mmr").invoke("Who is Mel?")
 
 
-def test_an_empty_store_has_no_documents(tmp_path: Path) -> None:
-    assert RAGCacheRetriever(store=StagedFAISS.create(tmp_path / "empty")).invoke("Mel") == []
-
-
-async def test_each_stage_is_an_event_and_the_last_one_is_the_answer(store: StagedFAISS) -> None:
-    blocking, awaited = Candidates(), Candidates()
-    retriever = RAGCacheRetriever(store=store, k=3, stages=3)
-    answer = retriever.invoke("Who is Mel?", {"callbacks": [blocking]})
-    assert answer == await retriever.ainvoke("Who is Mel?", {"callbacks": [awaited]})
-
-    assert blocking.seen == awaited.seen
-    assert [c["is_final"] for c in blocking.seen] == [False] * (len(blocking.seen) - 1) + [True]
-    assert [c["stage"] for c in blocking.seen] == list(range(len(blocking.seen)))
-    last = blocking.seen[-1]
-    assert last["doc_ids"] == [d.id for d in answer]
-    assert len(last["scores"]) == 3
-    assert last["scores"] == sorted(last["scores"], reverse=True), "the larger, the nearer"
-    assert last["query"] == "Who is Mel?"
-
-
 async def test_a_stream_yields_the_final_documents_once(store: StagedFAISS) -> None:
     retriever = RAGCacheRetriever(store=store, k=2, stages=4)
     expected = [retriever.invoke("Who is Mel?")]
     assert list(retriever.stream("Who is Mel?")) == expected
     assert [d async for d in retriever.astream("Who is Mel?")] == expected
-
-
-def test_the_engine_is_told_what_was_retrieved(
-    store: StagedFAISS, engine: Engine, llm: ChatRAGCache, server: ScriptedServer
-) -> None:
-    (first, *_) = RAGCacheRetriever(store=store, engine=engine).invoke("Who is Mel?")
-    llm.invoke(f"{first.page_content} Who?")
-    assert [d["id"] for d in server.requests[-1].documents] == [first.id]
 
 
 def test_a_vector_store_makes_a_retriever_of_its_own(store: StagedFAISS) -> None:
@@ -236,16 +156,6 @@ def test_it_serves_as_a_tool_of_an_agent(store: StagedFAISS) -> None:
     search = create_retriever_tool(RAGCacheRetriever(store=store, k=1), "search", "Search the planets.")
     assert set(search.args) == {"query"}
     assert search.invoke({"query": "Mel"}) == TEXTS[1]
-
-
-def test_threads_share_a_retriever(store: StagedFAISS) -> None:
-    retriever, found = RAGCacheRetriever(store=store, k=1), []
-    threads = [threading.Thread(target=lambda: found.append(retriever.invoke("Who is Mel?"))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [retriever.invoke("Who is Mel?")] * 8
 
 
 @pytest.mark.parametrize("other", [InMemoryVectorStore(DeterministicFakeEmbedding(size=8)), "docs.store", 7])

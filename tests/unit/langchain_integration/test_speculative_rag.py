@@ -1,9 +1,8 @@
 """Whole answers that are under way before the search has ended, in every way a Runnable can be run."""
 
 import asyncio
-import logging
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -11,14 +10,11 @@ from typing import Any
 import pytest
 from langchain_core._api import LangChainBetaWarning
 from langchain_core.caches import InMemoryCache
-from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document as LangChainDocument
 from langchain_core.globals import set_llm_cache
-from langchain_core.language_models import GenericFakeChatModel
 from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
-from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 
 from ragcache_core.client import Engine
@@ -34,10 +30,7 @@ from ragcache_integrations.langchain import (
 from tests.support.scripted_server import Reply, ScriptedServer
 from tests.support.scripted_source import (
     DOCUMENTS,
-    EVENTS_OF_A_CHANGE,
     QUESTION,
-    InTurn,
-    ScriptedSource,
     Stage,
     expected,
     once_answered,
@@ -50,85 +43,11 @@ ENDLESS = Reply("word " * 100_000, token_wait_s=0.002)
 
 
 @each_way
-async def test_the_request_joins_the_speculation_that_was_right(
-    way: Any, make_rag: Any, generations: Any, server: ScriptedServer, eventually: Eventually
-) -> None:
-    rag = make_rag(Stage("moon sun"), Stage("moon sun", once=lambda: bool(generations())))
-    assert await answered(way, rag) == expected("moon", "sun")
-    (seen,) = generations()
-    assert seen.speculation is not None
-    assert eventually(lambda: server.confirmed == [seen.speculation])
-    assert [d["id"] for d in seen.documents] == ["moon", "sun"]
-    assert server.aborted == []
-
-
-@each_way
-async def test_a_speculation_that_was_wrong_is_cancelled_and_the_next_one_joined(
-    way: Any, make_rag: Any, generations: Any, server: ScriptedServer, eventually: Eventually
-) -> None:
-    server.script(ENDLESS)
-    rag = make_rag(
-        Stage("mars"),
-        Stage("moon sun", once=lambda: len(generations()) == 1),
-        Stage("moon sun", once=lambda: len(generations()) == 2),
-    )
-    assert await answered(way, rag) == expected("moon", "sun")
-    wrong, right = generations()
-    assert [d["id"] for d in wrong.documents] == ["mars"]
-    assert eventually(lambda: server.aborted == [wrong])
-    assert eventually(lambda: server.confirmed == [right.speculation])
-
-
-@each_way
-async def test_equal_questions_join_their_own_speculations(
-    way: Any, make_rag: Any, engine: Engine, generations: Any, server: ScriptedServer, eventually: Eventually
-) -> None:
-    answers: list[str] = []
-    first = ScriptedSource((Stage("moon"), Stage("moon", once=lambda: bool(answers))))
-    second = ScriptedSource(
-        (Stage("moon", once=lambda: bool(generations())), Stage("moon", once=lambda: len(generations()) == 2))
-    )
-    rag = make_rag(retriever=RAGCacheRetriever(store=InTurn(first, second), engine=engine, k=2))
-    asking = asyncio.ensure_future(answered(way, rag))
-    assert await asyncio.to_thread(eventually, lambda: bool(generations()))
-    answers.append(await answered(way, rag))
-    assert answers == [await asking]
-    assert eventually(lambda: sorted(server.confirmed) == sorted(g.speculation for g in generations()))
-    assert len(generations()) == 2
-
-
-@each_way
-async def test_candidates_that_never_settle_cost_one_more_request(
-    way: Any, make_rag: Any, generations: Any, server: ScriptedServer, eventually: Eventually
-) -> None:
-    server.script(ENDLESS)
-    rag = make_rag(Stage("mars"), Stage("moon", once=lambda: len(generations()) == 1))
-    assert await answered(way, rag) == expected("moon")
-    wrong, real = generations()
-    assert real.speculation is None
-    assert eventually(lambda: server.aborted == [wrong])
-    assert server.confirmed == []
-
-
-@each_way
 async def test_the_answer_is_that_of_an_ordinary_chain(way: Any, make_rag: Any, llm: ChatRAGCache) -> None:
     rag = make_rag(Stage("moon sun"), Stage("sun moon"))
     context = rag.retriever | format_documents
     chain = {"context": context, "question": RunnablePassthrough()} | prompt_from_layout() | llm
     assert await answered(way, rag) == await answered(way, chain)
-
-
-@each_way
-async def test_without_our_plugin_the_request_is_sent_when_the_search_has_ended(
-    way: Any, make_rag: Any, generations: Any, server: ScriptedServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    server.load = None
-    rag = make_rag(Stage("mars"), Stage("moon", once=lambda: bool(caplog.records)))
-    for _ in range(2):
-        assert await answered(way, rag) == expected("moon")
-    assert [seen.speculation for seen in generations()] == [None, None]
-    (warning,) = [r for r in caplog.records if r.levelno == logging.WARNING]
-    assert "RAGCache's scheduler" in warning.message
 
 
 async def test_nothing_of_the_answer_comes_before_the_documents_are_final(
@@ -149,16 +68,6 @@ def report_of(message: AIMessage) -> dict[str, Any]:
     report = message.response_metadata["ragcache"]["pipeline"]
     assert isinstance(report, dict)
     return report
-
-
-class ReportsOf(BaseCallbackHandler):
-    """Keeps the report that the fused pair's message has."""
-
-    last: dict[str, Any]
-
-    def on_chain_end(self, outputs: Any, **_: Any) -> None:
-        if isinstance(outputs, AIMessage):
-            self.last = report_of(outputs)
 
 
 def merged(chunks: list[Any]) -> AIMessageChunk:
@@ -185,23 +94,6 @@ async def test_the_report_is_in_the_message_and_in_the_last_chunk_only(make_rag:
         assert report["skipped_because"] is None
         assert message.response_metadata["ragcache"]["num_prompt_tokens"] > 0
         assert message.response_metadata["model_name"] == "scripted-model"
-
-
-@each_way
-async def test_a_callback_handler_sums_up_what_was_hidden(way: Any, make_rag: Any, num_begun: Any) -> None:
-    handler, reports = CacheStatsCallbackHandler(), ReportsOf()
-    rag = make_rag(
-        Stage("mars"),
-        Stage("moon", once=lambda: num_begun() == 1),
-        Stage("moon", once=lambda: num_begun() == 2),
-    )
-    await answered(way, rag.with_config(callbacks=[handler, reports]))
-    summary = handler.summary()
-    assert (summary.num_speculations, summary.num_confirmed_speculations, summary.num_requests) == (2, 1, 1)
-    assert summary.hidden_search_s == reports.last["hidden_search_s"] > 0
-    assert "of searching hidden" in repr(handler)
-    handler.reset()
-    assert handler.summary().hidden_search_s == 0
 
 
 def test_what_was_hidden_counts_when_the_engine_has_told_when_it_began(
@@ -279,32 +171,6 @@ def test_new_metadata_count_where_the_prompt_shows_them(
         assert report_of(answer)["hidden_search_s"] == 0
 
 
-async def test_events_tell_of_each_stage_and_each_speculation_in_order(make_rag: Any, num_begun: Any) -> None:
-    events: list[Any] = []
-
-    def num_starts() -> int:
-        return sum(e["name"] == "ragcache.speculation" and e["data"]["event"] == "start" for e in events)
-
-    rag = make_rag(
-        Stage("mars"),
-        Stage("moon", once=lambda: num_starts() == num_begun() == 1),
-        Stage("moon", once=lambda: num_starts() == num_begun() == 2),
-    )
-    async for event in rag.astream_events(QUESTION, version="v2"):
-        events.append(event)
-    seen = [
-        (data.get("event", "stage"), data["stage"], *data["doc_ids"])
-        for e in events
-        if e["event"] == "on_custom_event" and (data := e["data"])["query"] == QUESTION
-    ]
-    assert seen == [*EVENTS_OF_A_CHANGE, ("settle", 2, "moon")]
-    confirm, settle = (
-        events[[e["data"].get("event") for e in events].index(name)]["data"] for name in ("confirm", "settle")
-    )
-    assert confirm["hidden_search_s"] is None
-    assert 0 < settle["hidden_search_s"] < settle["search_s"]
-
-
 async def test_retriever_prompt_and_model_are_children_of_its_run(make_rag: Any) -> None:
     rag = make_rag(Stage("moon")).with_config(run_name="answering", tags=["mine"])
     events: list[Any] = [e async for e in rag.astream_events(QUESTION, version="v2")]
@@ -354,67 +220,6 @@ async def test_bound_arguments_of_the_model_are_those_of_the_speculation(
     assert (seen.body["stop"], seen.body["max_tokens"]) == (["earth"], 7)
 
 
-def test_arguments_of_the_call_are_the_models(make_rag: Any, generations: Any) -> None:
-    rag = make_rag(Stage("moon"), Stage("moon", once=lambda: bool(generations())))
-    rag.invoke(QUESTION, stop=["earth"])
-    assert [seen.body["stop"] for seen in generations()] == [["earth"]]
-
-
-def test_a_model_that_connects_itself_is_joined_too(make_rag: Any, generations: Any, server: ScriptedServer) -> None:
-    llm = ChatRAGCache(base_url=server.url, api_key=server.api_key)
-    retriever = RAGCacheRetriever(
-        store=ScriptedSource((Stage("moon"), Stage("moon", once=lambda: bool(generations()))))
-    )
-    rag = SpeculativeRAG(retriever=retriever, prompt=prompt_from_layout(), llm=llm)
-    assert report_of(rag.invoke(QUESTION))["is_confirmed"]
-    assert [[d["id"] for d in seen.documents] for seen in generations()] == [["moon"]]
-    llm.close()
-
-
-@each_way
-async def test_another_model_answers_when_the_search_has_ended(
-    way: Any, make_rag: Any, server: ScriptedServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    def replies() -> Iterator[AIMessage]:
-        while True:
-            yield AIMessage("A short answer.")
-
-    rag = make_rag(Stage("mars"), Stage("moon"), llm=GenericFakeChatModel(messages=replies()))
-    for _ in range(2):
-        assert await answered(way, rag) == "A short answer."
-    assert server.requests == []
-    (warning,) = [r for r in caplog.records if r.levelno == logging.WARNING]
-    assert "GenericFakeChatModel" in warning.message
-    chunks = list(rag.stream(QUESTION))
-    assert report_of(merged(chunks))["num_stages"] == 2
-    assert report_of(rag.invoke(QUESTION))["skipped_because"] is not None
-
-
-class AnyRetriever(BaseRetriever):
-    """A retriever of somebody else's, blocking only, whose documents have no ids."""
-
-    calls: list[str] = []
-
-    def _get_relevant_documents(self, query: str, **_: Any) -> list[LangChainDocument]:
-        self.calls.append(query)
-        texts = [DOCUMENTS["moon"].text, DOCUMENTS["sun"].text, DOCUMENTS["moon"].text]
-        return [LangChainDocument(page_content=text, metadata={"not": {"json"}}) for text in texts]
-
-
-@each_way
-async def test_any_retriever_is_one_stage(way: Any, make_rag: Any, generations: Any, server: ScriptedServer) -> None:
-    shown: list[LangChainDocument] = []
-    rag = make_rag(retriever=AnyRetriever(), format_docs=lambda docs: shown.extend(docs) or format_documents(docs))
-    assert await answered(way, rag) == expected("moon", "sun")
-    assert [d.metadata for d in shown] == [{"not": {"json"}}] * 2
-    (seen,) = generations()
-    assert seen.speculation is None
-    assert len(seen.documents) == 2
-    report = report_of(await rag.ainvoke(QUESTION))
-    assert report["hidden_search_s"] == 0
-    assert "one stage only" in report["skipped_because"]
-
-
 @each_way
 async def test_format_docs_holds_up_no_event_loop(way: Any, make_rag: Any) -> None:
     threads: list[int] = []
@@ -435,26 +240,12 @@ def test_it_is_part_of_a_chain_and_says_what_it_takes(make_rag: Any) -> None:
     assert not rag.is_lc_serializable()
 
 
-def test_it_takes_a_mapping_that_arrives_in_parts(make_rag: Any, generations: Any) -> None:
-    rag = make_rag(Stage("moon"), Stage("moon", once=lambda: bool(generations())))
-    chain = {"question": RunnablePassthrough(), "unused": RunnableLambda(len)} | rag | StrOutputParser()
-    assert "".join(chain.stream(QUESTION)) == expected("moon")
-    assert len(generations()) == 1
-
-
 def test_it_serves_as_a_tool(make_rag: Any) -> None:
     asking = make_rag(Stage("moon")) | StrOutputParser()
     with pytest.warns(LangChainBetaWarning):
         tool = asking.as_tool(name="ask", description="Ask about the sky.", arg_types={"question": str})
     assert set(tool.args) == {"question"}
     assert tool.invoke({"question": QUESTION}) == expected("moon")
-
-
-async def test_many_ask_the_same_at_the_same_time(make_rag: Any, generations: Any, server: ScriptedServer) -> None:
-    server.rules = (lambda _: Reply("word " * 50, token_wait_s=0.001),)
-    rag = make_rag(Stage("moon"), Stage("moon", once=lambda: len(generations()) >= 4))
-    answers = await rag.abatch([QUESTION] * 8)
-    assert {a.content for a in answers} == {("word " * 50).strip()}
 
 
 async def test_who_asks_the_same_may_join_either_speculation(

@@ -13,7 +13,6 @@ from llama_index.core.llms import ChatMessage
 from llama_index.core.prompts import BasePromptTemplate, RichPromptTemplate
 from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
 from llama_index.core.prompts.default_prompts import DEFAULT_TEXT_QA_PROMPT
-from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.llms.openai.utils import to_openai_message_dicts
 
@@ -122,34 +121,3 @@ def test_a_query_engine_teaches_its_layout_and_a_bound_one_agrees(
         assert prefix is not None
         assert prefix.token_ids == whole.token_ids[: len(prefix.token_ids)]
         assert [s.doc_id for s in prefix.segments if s.doc_id] == [d.doc_id for d in DOCUMENTS]
-
-
-def question_first(llm: RAGCacheLLM, *documents: Document) -> RetrieverQueryEngine:
-    retriever = ListRetriever(*(TextNode(id_=d.doc_id, text=d.text) for d in documents))
-    template = PromptTemplate(f"{STATIC}\nQuestion: {{query_str}}\n{{context_str}}")
-    return RetrieverQueryEngine.from_args(retriever, llm=llm, text_qa_template=template)
-
-
-@pytest.mark.parametrize("num_documents", [1, 2])
-def test_a_prompt_of_another_retriever_teaches_nothing_and_is_not_warned_of(
-    scripted: Engine, llm: RAGCacheLLM, num_documents: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    RAGCacheQueryEngine(ListRetriever(*(TextNode(id_=d.doc_id, text=d.text) for d in DOCUMENTS[:2])), llm).query(
-        QUESTION
-    )
-    learned = scripted.integration.prompts.bound_prompt
-    assert learned is not None
-    question_first(llm, *DOCUMENTS[:num_documents]).query(QUESTION)
-    assert caplog.records == []
-    assert scripted.integration.prompts.bound_prompt is learned
-
-
-def test_the_warning_names_the_prompt_and_the_retriever(
-    scripted: Engine, llm: RAGCacheLLM, caplog: pytest.LogCaptureFixture
-) -> None:
-    scripted.remember_documents(DOCUMENTS[:2], query=QUESTION)
-    question_first(llm, *DOCUMENTS[:2]).query(QUESTION)
-    (record,) = caplog.records
-    assert "ListRetriever" in record.getMessage()
-    assert STATIC[:30] in record.getMessage()
-    assert QUESTION not in record.getMessage()

@@ -12,11 +12,9 @@ from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 
 from ragcache_core.client import Engine
-from ragcache_core.errors import ConfigError, SearchError, SearchTimeoutError
-from ragcache_core.prompt import PromptLayout
+from ragcache_core.errors import ConfigError, SearchError
 from ragcache_integrations.llamaindex import RAGCacheRetriever
-from tests.support.scripted_server import ScriptedServer
-from tests.support.scripted_source import DOCUMENTS, QUESTION, ScriptedSource, Stage, expected
+from tests.support.scripted_source import DOCUMENTS, QUESTION, ScriptedSource, Stage
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("idle")
@@ -59,49 +57,6 @@ def ids_of(nodes: list[NodeWithScore]) -> list[str]:
     return [n.node.node_id for n in nodes]
 
 
-async def test_the_candidates_are_prefilled_while_the_reranker_works(
-    make: Any, scripted: Engine, server: ScriptedServer
-) -> None:
-    scripted.bind_prompt(PromptLayout())
-    retriever = make(named("moon", "sun"), once=lambda: bool(server.requests))
-    nodes = await retriever.aretrieve(QUESTION)
-    assert (ids_of(nodes), [n.score for n in nodes]) == (["moon", "sun"], [9.0, 8.0])
-    (warm,) = server.requests
-    assert [d["id"] for d in warm.documents] == ["moon", "sun"]
-    assert until(lambda: server.confirmed == [warm.speculation])
-
-
-def test_a_query_engine_answers_while_the_reranker_works(make: Any, make_engine: Any, server: ScriptedServer) -> None:
-    retriever = make(named("moon", "sun"), once=lambda: bool(server.requests))
-    response = make_engine(retriever=retriever).query(QUESTION)
-    assert str(response) == expected("moon", "sun")
-    assert len(server.requests) == 1
-    assert response.metadata["ragcache"]["pipeline"]["is_confirmed"]
-
-
-def test_what_the_reranker_moves_is_answered_without_the_guess(
-    make: Any, make_engine: Any, server: ScriptedServer
-) -> None:
-    retriever = make(named("mars", "moon"), once=lambda: bool(server.requests))
-    response = make_engine(retriever=retriever).query(QUESTION)
-    assert str(response) == expected("mars", "moon")
-    assert not response.metadata["ragcache"]["pipeline"]["is_confirmed"]
-
-
-@pytest.mark.parametrize(
-    ("choose", "found"),
-    [
-        (named("mars"), ["mars"]),
-        (lambda _: [], []),
-        (named("mars", "mars", "sun", "mars"), ["mars", "sun"]),
-        (named("mars", "sun", "moon"), ["mars", "sun"]),
-    ],
-    ids=["drops one", "drops all", "repeats", "keeps more than wanted"],
-)
-def test_a_reranker_may_drop_and_what_it_repeats_counts_once(choose: Any, found: list[str], make: Any) -> None:
-    assert ids_of(make(choose).retrieve(QUESTION)) == found
-
-
 def test_llamaindexs_own_cutoff_leaves_out_what_is_not_near(make: Any, scripted: Engine) -> None:
     source = ScriptedSource((Stage("moon sun mars"),))  # their distances are 0, 1, 2
     cutoff = SimilarityPostprocessor(similarity_cutoff=0.6)
@@ -132,16 +87,6 @@ def test_a_changed_text_is_returned_with_its_nodes_id(make: Any) -> None:
 def test_what_is_no_list_of_nodes_is_an_error(found: Any, make: Any) -> None:
     with pytest.raises(SearchError, match="return a list of NodeWithScore"):
         make(lambda _: found).retrieve(QUESTION)
-
-
-def test_a_reranker_that_hangs_is_timed_out_and_one_that_fails_is_told(make: Any) -> None:
-    def fail(_: list[NodeWithScore]) -> list[NodeWithScore]:
-        raise OSError("the reranker is gone")
-
-    with pytest.raises(OSError, match="the reranker is gone"):
-        make(fail).retrieve(QUESTION)
-    with pytest.raises(SearchTimeoutError):
-        make(named("moon"), once=lambda: False, search_timeout_s=0.1).retrieve(QUESTION)
 
 
 def test_fewer_candidates_than_nodes_are_refused(make: Any) -> None:

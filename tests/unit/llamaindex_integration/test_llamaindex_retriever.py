@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-import time
 from collections.abc import AsyncGenerator, Iterator
 from functools import partial
 from pathlib import Path
@@ -14,16 +13,10 @@ import numpy as np
 import pytest
 from llama_index.core import StorageContext, VectorStoreIndex
 from llama_index.core.instrumentation.events.retrieval import RetrievalEndEvent, RetrievalStartEvent
-from llama_index.core.postprocessor.types import BaseNodePostprocessor
-from llama_index.core.query_engine import RetrieverQueryEngine
-from llama_index.core.response_synthesizers import ResponseMode
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from llama_index.core.vector_stores import FilterOperator, MetadataFilter, MetadataFilters
 
-from ragcache_core.client import Engine
-from ragcache_core.client.pipeline.result import similarities
 from ragcache_core.errors import ConfigError, SearchError, SearchTimeoutError
-from ragcache_core.prompt import PromptLayout
 from ragcache_core.retrieval import MMR, DocumentStore
 from ragcache_core.types import Document, RetrievalUpdate
 from ragcache_integrations.llamaindex import (
@@ -31,12 +24,9 @@ from ragcache_integrations.llamaindex import (
     RAGCacheQueryEngine,
     RAGCacheRetriever,
     RetrievalStageEvent,
-    SpeculationEvent,
     StagedFAISSVectorStore,
     TfidfSvdEmbedding,
 )
-from tests.support.late_search import begin_late
-from tests.support.scripted_server import ScriptedServer
 from tests.support.scripted_source import ScriptedSource, Stage
 from tests.unit.llamaindex_integration.conftest import EventLog
 
@@ -52,37 +42,6 @@ def store(tmp_path: Path) -> Iterator[DocumentStore]:
     with DocumentStore.create(tmp_path / "store", metric="ip") as store:
         store.add(Document(name, text, {"page": i}) for i, (name, text) in enumerate(TEXTS.items()))
         yield store
-
-
-class SlowReverser(BaseNodePostprocessor):
-    """Takes longer than it is worth."""
-
-    def _postprocess_nodes(
-        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
-    ) -> list[NodeWithScore]:
-        time.sleep(0.05)  # a model
-        return list(reversed(nodes))
-
-
-def test_what_a_question_found_last_is_its_first_stage_whichever_retriever_is_asked(
-    store: DocumentStore, event_log: EventLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begin_late(store, monkeypatch)
-
-    def stages(query: str | QueryBundle, **settings: object) -> list[tuple[int, list[str]]]:
-        event_log.events.clear()
-        retriever = RAGCacheRetriever(store, node_postprocessors=[SlowReverser()], **settings)  # type: ignore[arg-type]
-        retriever.retrieve(query)
-        return [(event.stage, list(event.document_ids)) for event in event_log.of(RetrievalStageEvent)]
-
-    *searched, final = stages("Who keeps the lighthouse?")
-    assert [stage for stage, _ in searched] == [0]
-    assert stages("Who keeps the lighthouse?") == [(-1, final[1]), *searched, final]
-    assert stages("Who keeps birds?")[0][0] == 0
-    filters = MetadataFilters(filters=[MetadataFilter(key="page", value=0, operator=FilterOperator.GTE)])
-    assert stages("Who keeps the lighthouse?", filters=filters)[0][0] == 0, "another filter is another question"
-    vector = store.embedder.embed_query("Who keeps the lighthouse?").tolist()
-    assert stages(QueryBundle("Who keeps the lighthouse?", embedding=vector))[0][0] == 0
 
 
 async def both_ways(retriever: RAGCacheRetriever, query: str | QueryBundle) -> list[NodeWithScore]:
@@ -101,12 +60,6 @@ async def test_retrieves_the_nearest_documents_as_nodes(store: DocumentStore) ->
     assert second.score is not None
     assert first.score > second.score
     assert store.search("Who is a pilot born in Nalna?", 2).scores == (first.score, second.score)
-
-
-async def test_fewer_documents_than_asked_for_are_all_returned(store: DocumentStore, tmp_path: Path) -> None:
-    assert len(await both_ways(RAGCacheRetriever(store, similarity_top_k=10), "sea")) == 3
-    with DocumentStore.create(tmp_path / "empty") as empty:
-        assert await both_ways(RAGCacheRetriever(empty), "sea") == []
 
 
 async def test_filters_decide_whose_nodes_are_found(store: DocumentStore) -> None:
@@ -146,13 +99,6 @@ def test_impossible_settings_and_questions_say_why(store: DocumentStore) -> None
         RAGCacheRetriever(ScriptedSource((Stage("moon"),)), stages=4)
 
 
-@pytest.mark.parametrize("scores", [(-3.0, -1.0, 0.0, 2.0), (2.0, 0.5, -1.0), (0.25, 4.0)])
-def test_scores_of_any_source_become_similarities_in_its_order(scores: tuple[float, ...]) -> None:
-    found = similarities(scores, None)
-    assert found == sorted(set(found), reverse=True)
-    assert len(found) == len(scores)
-
-
 async def test_every_stage_is_published(tmp_path: Path, event_log: EventLog) -> None:
     rng = np.random.default_rng(0)
     with DocumentStore.create(
@@ -177,24 +123,6 @@ async def test_every_stage_is_published(tmp_path: Path, event_log: EventLog) -> 
             (start,), (end,) = event_log.of(RetrievalStartEvent), event_log.of(RetrievalEndEvent)
             order = [event_log.events.index(e) for e in (start, *stages, end)]
             assert order == sorted(order)
-
-
-def test_engine_recognises_what_was_retrieved(
-    store: DocumentStore, scripted: Engine, llm: RAGCacheLLM, server: ScriptedServer
-) -> None:
-    nodes = RAGCacheRetriever(store, scripted).retrieve("Who is a pilot born in Nalna?")
-    llm.complete(f"{nodes[0].node.get_content()} {nodes[1].node.get_content()} So who is a pilot?")
-    assert [d["id"] for d in server.requests[-1].documents] == [n.node.node_id for n in nodes]
-
-
-def test_engine_recognises_documents_in_llamaindexes_own_query_engine(
-    store: DocumentStore, scripted: Engine, llm: RAGCacheLLM, server: ScriptedServer
-) -> None:
-    retriever = RAGCacheRetriever(store, scripted, similarity_top_k=3)
-    engine = RetrieverQueryEngine.from_args(retriever, llm=llm, response_mode=ResponseMode.COMPACT)
-    engine.query("Who is a pilot?")
-    (request,) = server.requests
-    assert {d["id"] for d in request.documents} == set(TEXTS)
 
 
 async def test_nodes_that_llamaindex_embedded_are_found_with_its_model(tmp_path: Path, llm: RAGCacheLLM) -> None:
@@ -233,45 +161,6 @@ async def test_any_source_of_stages_is_searched_and_its_scores_grow_with_nearnes
     nodes = await both_ways(RAGCacheRetriever(Source(), similarity_top_k=7), "Who?")
     assert [n.node.get_content() for n in nodes] == ["Who?", "7"]
     assert [n.score for n in nodes] == expected
-
-
-def test_what_cannot_be_searched_in_stages_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no source of stages"):
-        RAGCacheRetriever(object())  # type: ignore[arg-type]  (refused)
-    with pytest.raises(ConfigError, match="leave embed_model out"):
-        RAGCacheRetriever(ScriptedSource(()), embed_model=TfidfSvdEmbedding(["one text", "another text"]))
-
-
-async def test_documents_come_in_the_order_that_is_asked_for(scripted: Engine) -> None:
-    for engine in (None, scripted):
-        source = ScriptedSource((Stage("sun moon mars"), Stage("sun mars moon")))
-        nodes = await both_ways(
-            RAGCacheRetriever(source, engine, similarity_top_k=3, document_order="canonical"), "Who?"
-        )
-        assert [(n.node.node_id, n.score) for n in nodes] == [("mars", 0.5), ("moon", 1 / 3), ("sun", 1.0)]
-        source = ScriptedSource((Stage("sun mars moon"),))
-        retriever = RAGCacheRetriever(source, engine, similarity_top_k=3, document_order="canonical", keep_first=True)
-        nodes = await both_ways(retriever, "Who?")
-        assert [n.node.node_id for n in nodes] == ["sun", "mars", "moon"]
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-async def test_the_beginning_of_a_bound_prompt_is_prefilled_during_the_search(
-    is_async: bool, scripted: Engine, server: ScriptedServer, idle: None, event_log: EventLog
-) -> None:
-    stages = Stage("mars"), Stage("moon", once=lambda: len(server.requests) == 1)
-    source = ScriptedSource((*stages, Stage("moon", once=lambda: len(server.requests) == 2)))
-    retriever = RAGCacheRetriever(source, scripted, prompt=scripted.bind_prompt(PromptLayout()))
-    nodes = await retriever.aretrieve("Who?") if is_async else retriever.retrieve("Who?")
-    assert [n.node.node_id for n in nodes] == ["moon"]
-    assert [[d["id"] for d in r.documents] for r in server.requests] == [["mars"], ["moon"]]
-    assert {(r.path, r.body["max_tokens"]) for r in server.requests} == {("/v1/completions", 1)}
-    assert [e.kind for e in event_log.of(SpeculationEvent)][-1] == "confirm"
-
-    server.clear()
-    retriever = RAGCacheRetriever(ScriptedSource((Stage("mars"), Stage("moon"))), scripted, speculate=False)
-    await both_ways(retriever, "Who?")
-    assert not server.requests
 
 
 async def test_the_embedding_of_a_query_is_part_of_the_search(store: DocumentStore) -> None:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pytest
-from llama_index.core.schema import NodeWithScore, QueryBundle
 
 from ragcache_core.client import Engine
-from ragcache_core.errors import ConfigError, RequestRejectedError, SearchError, SearchTimeoutError
+from ragcache_core.errors import ConfigError, SearchError
 from ragcache_core.types import RetrievalUpdate
 from ragcache_integrations.llamaindex import RAGCacheLLM, RAGCacheQueryEngine, RAGCacheRetriever
-from tests.support.scripted_server import Refusal, Reply, ScriptedServer
+from tests.support.scripted_server import Reply, ScriptedServer
 from tests.support.scripted_source import DOCUMENTS, QUESTION, ScriptedSource, Stage, expected
 from tests.support.waiting import until
 from tests.unit.llamaindex_integration.test_llamaindex_query_engine import ListRetriever
@@ -28,54 +26,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning"),  # workflows' own
 ]
 ENDLESS = Reply("word " * 200, token_wait_s=0.05)  # twice as long as anything here is waited for
-
-
-@every_query
-async def test_a_retriever_that_raises_in_the_middle_leaves_no_request(
-    ask: Any, make_engine: Any, generations: Any, server: ScriptedServer, scripted: Engine
-) -> None:
-    server.script(ENDLESS)
-    error = Stage(error=OSError("the disk is gone"), once=lambda: bool(generations()))
-    source = ScriptedSource((Stage("moon"), error))
-    with pytest.raises(OSError, match="the disk is gone"):
-        await ask(partial(make_engine, retriever=RAGCacheRetriever(source, scripted)), QUESTION)
-    wait_until_idle(server)
-    assert source.num_open == 0
-
-
-@every_query
-@pytest.mark.parametrize("on_the_retriever", [False, True])
-async def test_a_search_that_never_ends_is_timed_out(
-    ask: Any, on_the_retriever: bool, make_engine: Any, server: ScriptedServer, scripted: Engine
-) -> None:
-    server.script(ENDLESS)
-    source = ScriptedSource((Stage("moon"),), is_endless=True)
-    retriever = RAGCacheRetriever(source, scripted, search_timeout_s=0.1 if on_the_retriever else 600.0)
-    with pytest.raises(SearchTimeoutError, match=r"0\.1 s"):
-        await ask(
-            partial(make_engine, retriever=retriever, search_timeout_s=None if on_the_retriever else 0.1), QUESTION
-        )
-    wait_until_idle(server)
-    assert source.num_open == 0
-
-
-class StuckRetriever(ListRetriever):
-    """Blocks its thread until it is told to go on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.go_on = threading.Event()
-
-    def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        self.go_on.wait(30.0)
-        return []
-
-
-def test_a_retriever_that_blocks_for_good_is_timed_out_too(make_engine: Any) -> None:
-    stuck = StuckRetriever()
-    with pytest.raises(SearchTimeoutError):
-        make_engine(retriever=stuck, search_timeout_s=0.1).query(QUESTION)
-    stuck.go_on.set()
 
 
 @pytest.mark.parametrize("ask", [query, aquery])
@@ -143,54 +93,6 @@ async def test_nothing_found_is_answered_without_the_llm(ask: Any, make_engine: 
     assert text == "Empty Response"
     assert metadata["ragcache"]["pipeline"]["num_stages"] == 2
     assert server.requests == []
-
-
-@every_query
-async def test_a_document_that_is_found_twice_is_read_once(ask: Any, make_engine: Any) -> None:
-    text, _ = await ask(partial(make_engine, Stage("moon moon"), Stage("moon sun moon")), QUESTION)
-    assert text == expected("moon", "sun")
-
-
-@every_query
-async def test_a_source_that_finds_too_much_is_cut(ask: Any, make_engine: Any, generations: Any) -> None:
-    stages = Stage("moon sun mars"), Stage("moon sun moon mars", once=lambda: bool(generations()))
-    text, metadata = await ask(partial(make_engine, *stages), QUESTION)
-    assert text == expected("moon", "sun")
-    assert metadata["ragcache"]["pipeline"]["is_confirmed"]
-    assert len(generations()) == 1
-
-
-def test_a_speculation_that_the_engine_refuses_is_asked_again_for_real(
-    make_engine: Any, generations: Any, server: ScriptedServer
-) -> None:
-    server.script(Refusal(503, "too busy", "ServiceUnavailable"))
-    engine = make_engine(Stage("moon"), Stage("moon", once=lambda: len(generations()) >= 1))
-    assert str(engine.query(QUESTION)) == expected("moon")
-
-
-def test_an_error_of_the_request_itself_is_raised(make_engine: Any, server: ScriptedServer) -> None:
-    server.rules = (lambda _: Refusal(400, "no such thing"),)
-    with pytest.raises(RequestRejectedError, match="no such thing"):
-        make_engine(Stage("moon"), Stage("moon")).query(QUESTION)
-
-
-async def test_leaving_during_the_search_leaves_nothing_behind(
-    make_engine: Any, server: ScriptedServer, scripted: Engine
-) -> None:
-    source = ScriptedSource((Stage("moon"),), is_endless=True)
-    before = asyncio.all_tasks()
-    for streaming in (False, True):
-        server.clear()
-        server.script(ENDLESS)
-        engine = make_engine(retriever=RAGCacheRetriever(source, scripted), streaming=streaming)
-        task = asyncio.ensure_future(engine.aquery(QUESTION))
-        assert await asyncio.to_thread(until, lambda: server.num_running == 1)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await asyncio.to_thread(wait_until_idle, server)
-        assert source.num_open == 0
-        assert asyncio.all_tasks() == before
 
 
 async def test_leaving_while_the_answer_comes_leaves_nothing_behind(

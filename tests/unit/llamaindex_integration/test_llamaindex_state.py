@@ -7,11 +7,10 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from ragcache_core.client import Engine
-from ragcache_core.errors import ConfigError, EngineUnreachableError, PromptTooLongError, RequestRejectedError
+from ragcache_core.errors import ConfigError
 from ragcache_integrations.llamaindex import (
     CacheStatsEventHandler,
     RAGCacheLLM,
@@ -19,9 +18,9 @@ from ragcache_integrations.llamaindex import (
     RAGCacheRetriever,
     StagedFAISSVectorStore,
 )
-from tests.support.scripted_server import Refusal, Reply, ScriptedServer
+from tests.support.scripted_server import Reply, ScriptedServer
 from tests.support.scripted_source import ScriptedSource
-from tests.unit.llamaindex_integration.ways import MESSAGES, QUESTION, STREAMED, Ask, every_way
+from tests.unit.llamaindex_integration.ways import MESSAGES, QUESTION, STREAMED, Ask
 
 
 def test_an_llm_is_made_again_from_what_it_says_of_itself(llm: RAGCacheLLM, scripted: Engine) -> None:
@@ -52,34 +51,6 @@ def test_shallow_copies_share_and_others_are_refused_by_name(llm: RAGCacheLLM, t
                     duplicate(each)
     assert llm.model_copy(update={"temperature": 0.5}).engine is llm.engine
     assert copy.copy(llm).engine is llm.engine
-
-
-@pytest.mark.parametrize("given", ["http://127.0.0.1:8000", 5])
-def test_what_is_no_engine_is_refused(given: Any) -> None:
-    with pytest.raises(ConfigError, match="engine is .*: pass Engine.launch.*, or api_base="):
-        RAGCacheLLM(given)
-    with pytest.raises(ConfigError, match="engine is .*: pass Engine.launch"):
-        RAGCacheRetriever(ScriptedSource([]), given)
-
-
-@every_way
-async def test_errors_are_those_of_the_openai_sdk_as_well(ask: Ask, llm: RAGCacheLLM, server: ScriptedServer) -> None:
-    server.script(Refusal(400, "top_k must be positive"))
-    with pytest.raises(RequestRejectedError) as refused:
-        await ask(llm)
-    assert isinstance(refused.value, openai.BadRequestError)
-    with pytest.raises(PromptTooLongError) as too_long:
-        llm.complete("word " * 4000)
-    assert isinstance(too_long.value, openai.BadRequestError)
-
-
-def test_a_server_that_went_away_is_a_connection_error_of_openais(llm: RAGCacheLLM) -> None:
-    with ScriptedServer() as gone, Engine.connect(gone.url, tokenizer=False, restart_timeout_s=0) as engine:
-        llm = RAGCacheLLM(engine)
-        gone.__exit__()
-        with pytest.raises(openai.APIConnectionError) as raised:
-            llm.complete("hello")
-        assert isinstance(raised.value, EngineUnreachableError)
 
 
 @pytest.mark.parametrize("ask", STREAMED)
