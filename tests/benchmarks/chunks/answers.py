@@ -40,10 +40,6 @@ ABLATIONS = (
     Way("CCI", ChunkReuse(selection="cache_craft", alpha=0.5)),  # no bound: CCI decides how much
     Way("no CCI", ChunkReuse(selection="cache_craft", **THIRTY_PERCENT)),
     Way("no focus", ChunkReuse(selection="cache_craft", focus=0, **THIRTY_PERCENT)),
-    Way("first tokens", ChunkReuse(selection="first_tokens", **THIRTY_PERCENT)),
-    Way("question", ChunkReuse(selection="question_driven", **THIRTY_PERCENT)),
-    Way("most attended", ChunkReuse(selection="most_attended", **THIRTY_PERCENT)),
-    Way("random", ChunkReuse(selection="random", **THIRTY_PERCENT)),
 )
 _KINDS = {"": "all", "_single": "single-hop", "_two_hop": "two-hop", "_cont": "continued"}
 """What a figure's name has -> the kind of question."""

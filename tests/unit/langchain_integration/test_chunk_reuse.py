@@ -30,7 +30,7 @@ def test_a_model_says_nothing_of_chunk_reuse_by_itself(llm: ChatRAGCache, server
 
 
 @each_way
-@pytest.mark.parametrize("option", [True, False, "store", {"selection": "first_tokens", "max_recompute": 0.3}])
+@pytest.mark.parametrize("option", [True, False, "store", {"selection": "cache_craft", "max_recompute": 0.3}])
 async def test_a_call_and_a_model_say_how_chunks_are_reused(
     way: Any, llm: ChatRAGCache, engine: Engine, server: ScriptedServer, option: Any
 ) -> None:
