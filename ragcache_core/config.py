@@ -157,15 +157,13 @@ class ChunkReuseRequest(_Settings):
     ``alpha``."""
 
     selection: SelectionName | None = None
-    """Which tokens of a reused document are computed all the same: ``whole_chunks`` all of the documents that depend on
-    what is missing and none of the others, ``cache_craft`` those that had looked most at other documents (Cache-Craft
-    Eq. 14), ``first_tokens`` each document's first ones (EPIC), ``question_driven`` those that the question asks for,
-    ``most_attended`` those that its other tokens had looked at most (as H2O does) and ``random`` any, both to compare
-    with."""
+    """Tokens of a reused document to recompute: ``whole_chunks`` all tokens of the documents that depend on what is
+    missing and none of the others, ``cache_craft`` the tokens with the most attention to other documents (Cache-Craft
+    Eq. 14)."""
 
     alpha: Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)] | None = None
     """How many: Eq. 12's factor, in place of ``quality``. ``None`` without ``quality`` is 1.7 with ``whole_chunks``, 1
-    with the others."""
+    with ``cache_craft``."""
 
     max_recompute: Annotated[float, Field(ge=0, le=1, strict=True)] | None = None
     """The largest share of a reused document that is computed."""

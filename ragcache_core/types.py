@@ -180,18 +180,9 @@ class Origin(enum.IntEnum):
 QuestionFormat = Literal["auto", "ragcache", "squad", "hotpotqa", "musique", "2wikimultihopqa", "longbench"]
 """What a file of questions is: our own lines, or a published set's; see ``bench/quality/published.py``."""
 
-SelectionName = Literal["cache_craft", "whole_chunks", "first_tokens", "question_driven", "most_attended", "random"]
+SelectionName = Literal["cache_craft", "whole_chunks"]
 """Which tokens of reused chunks are computed all the same; see ``chunk/selection.py``."""
 
-DEFAULT_ALPHA: Mapping[SelectionName, float] = MappingProxyType(
-    {
-        "cache_craft": 1.0,
-        "whole_chunks": 1.7,
-        "first_tokens": 1.0,
-        "question_driven": 1.0,
-        "most_attended": 1.0,
-        "random": 1.0,
-    }
-)
+DEFAULT_ALPHA: Mapping[SelectionName, float] = MappingProxyType({"cache_craft": 1.0, "whole_chunks": 1.7})
 """Eq. 12's factor by default. With 1.7, ``whole_chunks`` computes a chunk that has lost 1 / 1.7 of what it
 looked at."""

@@ -4,7 +4,6 @@ from ragcache_core.chunk.calibration import AlphaPoint, choose_alpha
 from ragcache_core.chunk.focus import FocusedChunks
 from ragcache_core.chunk.preload import preload_depth
 from ragcache_core.chunk.recompute import plan_reuse
-from ragcache_core.chunk.relevance import lexical_relevance
 from ragcache_core.chunk.selection import SELECTIONS, SelectableChunk, TokenSelection, make_selection
 from ragcache_core.chunk.types import (
     ChunkKey,
@@ -36,7 +35,6 @@ __all__ = [
     "choose_alpha",
     "chunk_key",
     "chunk_spans",
-    "lexical_relevance",
     "make_selection",
     "plan_reuse",
     "preload_depth",

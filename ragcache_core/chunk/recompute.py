@@ -30,7 +30,6 @@ def plan_reuse(
     max_recompute: float = 1.0,
     run_tokens: int = 1,
     counts_unseen: bool = True,
-    relevance: Mapping[ChunkKey, Sequence[float]] | None = None,
 ) -> ReusePlan:
     """Return what becomes of the tokens ``[start, end)`` of a prompt (Cache-Craft §3.4.1).
 
@@ -58,7 +57,6 @@ def plan_reuse(
             stored key once a run; as few runs as the selected tokens fill.
         counts_unseen: whether a chunk that came before another and was not there at its capture makes the other fit
             less (see ``adjusted_overlap``); False is the paper's Eq. 6.
-        relevance: what the question asks for, a number for each token of a chunk, for a selection that needs it.
 
     Raises:
         ConfigError: ``alpha``, ``max_recompute`` or ``run_tokens`` cannot work.
@@ -90,10 +88,8 @@ def plan_reuse(
     else:
         shares = [min(overhead, max_recompute) for overhead in overheads]
         budgets = [num_selected(share, length) for share, length in zip(shares, lengths, strict=True)]
-    scores = relevance or {}
     selectable = [
-        SelectableChunk(variant=variant, budget=budget, relevance=scores.get(span.key))
-        for (span, variant, _), budget in zip(chosen, budgets, strict=True)
+        SelectableChunk(variant=variant, budget=budget) for (_, variant, _), budget in zip(chosen, budgets, strict=True)
     ]
     reused = []
     for (span, variant, lost), overhead, offsets in zip(chosen, overheads, selection.select(selectable), strict=True):

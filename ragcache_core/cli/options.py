@@ -167,14 +167,14 @@ _CACHE_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] =
         metavar="[KEY=VALUE,...]",
         callback=lambda _context, _option, text: None if text is None else _chunk_reuse(text),
         help="Reuse documents behind others than they were computed behind: APPROXIMATE. With the settings of "
-        "ChunkReuse, as selection=first_tokens,max_recompute=0.3. [default: off]",
+        "ChunkReuse, as selection=cache_craft,max_recompute=0.3. [default: off]",
     ),
 )
 vllm_args_argument = click.argument("vllm_args", nargs=-1, type=click.UNPROCESSED, metavar="[-- VLLM_ARGS]...")
 
 
 def _chunk_reuse(text: str) -> dict[str, object]:
-    """Return the settings in ``quality=0.95,selection=first_tokens``; what they mean is checked where they are used."""
+    """Return the settings in ``quality=0.95,selection=cache_craft``; what they mean is checked where they are used."""
     settings: dict[str, object] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = (word.strip() for word in part.partition("="))

@@ -26,10 +26,6 @@ DEFAULT_SELECTION: SelectionName = "whole_chunks"
 DEFAULT_ALPHAS: dict[SelectionName, tuple[float, ...]] = {
     "cache_craft": (0.3, 0.6, 1.0, 2.0),
     "whole_chunks": (1.3, 1.5, 1.7, 2.0, 3.0),
-    "first_tokens": (0.3, 0.6, 1.0, 2.0),
-    "question_driven": (0.3, 0.6, 1.0, 2.0),
-    "most_attended": (0.3, 0.6, 1.0, 2.0),
-    "random": (0.3, 0.6, 1.0, 2.0),
 }
 """From what recomputes little to what recomputes nearly all that changed its place."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ragcache_core.chunk.recompute import plan_reuse
-from ragcache_core.chunk.relevance import lexical_relevance
 from ragcache_core.chunk.selection import make_selection
 from ragcache_core.chunk.types import ChunkKey, ChunkVariant, PlannedChunk, ReusePlan
 from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
@@ -59,23 +58,15 @@ class ChunkPlans:
         self, request: ReuseState, stored: Mapping[ChunkKey, Sequence[ChunkVariant]], start: int, end: int
     ) -> ReusePlan:
         options = request.options
-        selection = make_selection(options.selection)
-        relevance = None
-        if selection.needs_relevance:
-            chunks = [request.token_ids[span.start : span.end] for span in request.spans]
-            question = request.token_ids[request.spans[-1].end :]
-            scores = lexical_relevance(chunks, question)
-            relevance = {span.key: score for span, score in zip(request.spans, scores, strict=True)}
         return plan_reuse(
             request.spans,
             stored,
             start=start,
             end=end,
-            selection=selection,
+            selection=make_selection(options.selection),
             alpha=options.alpha,
             max_recompute=options.max_recompute,
             run_tokens=self.run_tokens,
-            relevance=relevance,
         )
 
     def _on_host(self, stored: Mapping[ChunkKey, Sequence[ChunkVariant]]) -> dict[ChunkKey, tuple[ChunkVariant, ...]]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from ragcache_core.chunk.recompute import losses
-from ragcache_core.chunk.selection import MostAttendedSelection, make_selection
+from ragcache_core.chunk.selection import make_selection
 from ragcache_core.chunk.types import ChunkSpan, ReusePlan, chunk_key
 from ragcache_core.policy import PrefillCost
 from ragcache_core.types import DocId, Tier
@@ -133,7 +133,7 @@ class ChunkScheduling:
 
     def _namespace(self, options: ReuseOptions, question: Sequence[int]) -> bytes:
         selection = make_selection(options.selection)
-        is_asked = selection.needs_relevance or (options.focus > 0 and not selection.is_all_or_nothing)
+        is_asked = options.focus > 0 and not selection.is_all_or_nothing
         how = f"{options.selection} {options.alpha!r} {options.max_recompute!r} {options.focus}"
         return chunk_key(question if is_asked else (), behind=self._secret + how.encode())
 
@@ -417,8 +417,7 @@ class ChunkScheduling:
                 continue
             name = (request_id, reservation.key, reservation.number)
             places = tuple((each.start, each.end) for each in before)
-            counts_received = request.options.selection == MostAttendedSelection.name
-            capture = Capture(name, span.start, span.end, places, reservation.pages, counts_received)
+            capture = Capture(name, span.start, span.end, places, reservation.pages)
             request.open[name] = OpenCapture(capture, reservation, before, lost)
 
     def _stop_capturing(self, request_id: str, request: ReuseState) -> None:

@@ -47,7 +47,7 @@ def test_what_is_saved_is_found_and_loaded() -> None:
     path = find_calibration("org/model", "whole_chunks")
     assert path is not None
     assert load_calibration(path) == CALIBRATION
-    assert find_calibration("org/model", "random") is None
+    assert find_calibration("org/model", "cache_craft") is None
     assert find_calibration("org/other", "whole_chunks") is None
 
 
@@ -129,7 +129,7 @@ def test_a_request_gets_the_alpha_it_asks_for_or_the_engines() -> None:
     assert settings.alpha_for(ChunkReuseRequest()) == 0.4
     assert settings.alpha_for(ChunkReuseRequest(alpha=3.0)) == 3.0
     assert settings.alpha_for(ChunkReuseRequest(quality=0.9)) == 1.0
-    assert settings.alpha_for(ChunkReuseRequest(selection="random")) == 1.0, "the engine's is of another selection"
+    assert settings.alpha_for(ChunkReuseRequest(selection="cache_craft")) == 1.0, "the engine's is of another selection"
     assert of_engine().alpha_for(ChunkReuseRequest()) == 1.7
     assert of_engine().alpha_for(ChunkReuseRequest(selection="cache_craft")) == 1.0
     assert of_engine(quality=0.7).alpha_for(ChunkReuseRequest()) == 0.5
@@ -139,7 +139,7 @@ def test_a_request_gets_the_alpha_it_asks_for_or_the_engines() -> None:
     "asked",
     [
         ChunkReuseRequest(quality=0.99),
-        ChunkReuseRequest(quality=0.9, selection="random"),
+        ChunkReuseRequest(quality=0.9, selection="cache_craft"),
         ChunkReuseRequest(quality=0.9, max_recompute=0.1),
     ],
 )

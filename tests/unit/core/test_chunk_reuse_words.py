@@ -65,10 +65,8 @@ def test_chunks_need_host_memory() -> None:
 
 def test_a_toml_file_has_a_table_for_it(tmp_path: Path) -> None:
     path = tmp_path / "cache.toml"
-    path.write_text(
-        '[cache]\nhost_bytes = "1GiB"\n[cache.chunk_reuse]\nselection = "first_tokens"\nmax_recompute = 1\n'
-    )
-    assert CacheConfig.from_toml(path).chunk_reuse == ChunkReuse(selection="first_tokens", max_recompute=1.0)
+    path.write_text('[cache]\nhost_bytes = "1GiB"\n[cache.chunk_reuse]\nselection = "cache_craft"\nmax_recompute = 1\n')
+    assert CacheConfig.from_toml(path).chunk_reuse == ChunkReuse(selection="cache_craft", max_recompute=1.0)
 
 
 # On the wire
@@ -84,9 +82,9 @@ def test_a_toml_file_has_a_table_for_it(tmp_path: Path) -> None:
         ({}, True, ChunkReuseRequest()),
         (ChunkReuseRequest(alpha=2.0), {"alpha": 2.0}, ChunkReuseRequest(alpha=2.0)),
         (
-            {"selection": "random", "quality": 0.9, "max_recompute": 0},
-            {"selection": "random", "quality": 0.9, "max_recompute": 0},
-            ChunkReuseRequest(selection="random", quality=0.9, max_recompute=0),
+            {"selection": "cache_craft", "quality": 0.9, "max_recompute": 0},
+            {"selection": "cache_craft", "quality": 0.9, "max_recompute": 0},
+            ChunkReuseRequest(selection="cache_craft", quality=0.9, max_recompute=0),
         ),
     ],
 )

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import cycle, islice
 
 import pytest
 
@@ -33,7 +34,8 @@ _T = 16
 _DOCUMENTS = {name: [100 * number + i for i in range(40)] for number, name in enumerate("abcd", 1)}
 _SYSTEM = range(10)
 _KEYS = {name: chunk_key(ids, behind=chunk_key(_SYSTEM)) for name, ids in _DOCUMENTS.items()}
-_HALF = ReuseOptions(selection="first_tokens", alpha=1e9, max_recompute=0.5)
+_HALF = ReuseOptions(selection="cache_craft", alpha=1e9, max_recompute=0.5)
+_SCATTERED = (0.1, 0.5, 0.2, 0.0, 0.4, 0.3, 0.6)  # the tokens with the most attention are not neighbours
 
 
 class Bench:
@@ -49,7 +51,9 @@ class Bench:
         num_disk_pages: int = 0,
         is_eager: bool = True,
         run_tokens: int = 1,
+        token_inter: Sequence[float] = (0.1,),
     ) -> None:
+        self.token_inter = token_inter
         cost = PrefillCostModel.default()
         library = ChunkManager(
             make_policy("lru", cost),
@@ -117,8 +121,9 @@ class Bench:
         for _ in range(self.num_workers):
             one = ChunkReport()
             one.num_captured[capture.id] += 1
-            received = tuple(map(float, range(num_tokens))) if capture.counts_received else ()
-            measured = CapturedChunk(tuple(1.0 for _ in capture.before), 20.0, (0.1,) * num_tokens, received)
+            measured = CapturedChunk(
+                tuple(1.0 for _ in capture.before), 20.0, tuple(islice(cycle(self.token_inter), num_tokens))
+            )
             one.captured[capture.id] = measured
             merged = report.merged(one)
             report.num_captured, report.captured = merged.num_captured, merged.captured
@@ -195,7 +200,7 @@ def test_an_offer_is_all_tokens_but_the_last_and_begins_behind_what_is_cached() 
 def test_slices_respect_the_budget_and_what_a_step_computes_already() -> None:
     bench = Bench(max_step_tokens=32)
     bench.store("ab")
-    bench.arrive("r", "ba", ReuseOptions("first_tokens", 1e9, 0.5, focus=0))
+    bench.arrive("r", "ba", ReuseOptions("cache_craft", 1e9, 0.5, focus=0))
     bench.scheduling.offer("r", 0)
     bench.scheduling.begin("r", [1], awaits_load=False)
     (job,) = bench.scheduling._jobs.values()
@@ -211,7 +216,7 @@ def test_slices_respect_the_budget_and_what_a_step_computes_already() -> None:
 def test_a_full_step_still_leaves_a_quarter_of_its_tokens_to_jobs() -> None:
     bench = Bench(max_step_tokens=32)
     bench.store("ab")
-    bench.arrive("r", "ba", ReuseOptions("first_tokens", 1e9, 0.5, focus=0))
+    bench.arrive("r", "ba", ReuseOptions("cache_craft", 1e9, 0.5, focus=0))
     bench.scheduling.offer("r", 0)
     bench.scheduling.begin("r", [1], awaits_load=False)
     assert [part.num_rows for part in bench.step(other=(0, 32)).slices] == [8]
@@ -300,21 +305,6 @@ def test_however_little_is_inherited_a_request_for_everything_computes_it_again(
     assert found.recomputed == tuple(range(17, 24))
 
 
-def test_how_much_tokens_are_looked_at_is_measured_for_the_selection_that_goes_by_it_alone() -> None:
-    bench = Bench(num_workers=2)
-    for name, selection in (("a", "most_attended"), ("b", "cache_craft")):
-        tokens = bench.arrive(name, name, ReuseOptions(selection, 1.0, 0.5))
-        bench.scheduling.offer(name, 0)
-        bench.scheduling.compute(name, 0)
-        bench.step(**{name: (0, len(tokens))})
-        bench.scheduling.on_finished(name)
-    ((watched,), (other,)) = (
-        bench.scheduling.library.find({_KEYS[name]: _DOCUMENTS[name]})[_KEYS[name]] for name in "ab"
-    )
-    assert watched.statistics.token_received == tuple(map(float, range(watched.num_tokens)))
-    assert other.statistics.token_received == ()
-
-
 def test_what_is_prefilled_behind_its_own_approximate_blocks_inherits_as_well() -> None:
     bench = Bench()
     bench.store("ab")
@@ -331,7 +321,7 @@ def test_what_is_prefilled_behind_its_own_approximate_blocks_inherits_as_well() 
 def test_a_document_whose_first_part_is_a_requests_own_approximate_kv_is_not_captured() -> None:
     bench = Bench()
     bench.store("ab")
-    bench.start("r", "bc", ReuseOptions(selection="first_tokens", alpha=0.0, max_recompute=1.0))
+    bench.start("r", "bc", ReuseOptions(selection="cache_craft", alpha=0.0, max_recompute=1.0))
     bench.finish_job("r", ())
     bench.scheduling.clear()  # preempted, and what it read is gone: of its first document 20 tokens are still there
     assert bench.scheduling.offer("r", 30) == 0
@@ -545,7 +535,7 @@ def test_a_question_too_long_to_be_computed_again_in_each_slice_is_not_asked(
 def test_no_slice_is_begun_for_little_more_than_asking_the_question_again() -> None:
     bench = Bench(max_step_tokens=64)
     bench.store("ab")
-    rest = ReuseOptions("first_tokens", 1e9, 0.5, focus=0)
+    rest = ReuseOptions("cache_craft", 1e9, 0.5, focus=0)
     for name, options in (("first", rest), ("second", _HALF)):
         bench.arrive(name, "ba", options, question=range(900, 908))
         bench.scheduling.offer(name, 0)
@@ -562,11 +552,10 @@ def test_no_slice_is_begun_for_little_more_than_asking_the_question_again() -> N
     [
         (ReuseOptions("cache_craft", 1.0, 1.0), ReuseOptions("cache_craft", 1.0, 1.0), False),
         (ReuseOptions("cache_craft", 1.0, 1.0, focus=0), ReuseOptions("cache_craft", 1.0, 1.0, focus=0), True),
-        (ReuseOptions("question_driven", 1.0, 1.0, focus=0), ReuseOptions("question_driven", 1.0, 1.0, focus=0), False),
         (ReuseOptions("whole_chunks", 1.7, 1.0), ReuseOptions("whole_chunks", 1.7, 1.0), True),
         (ReuseOptions("whole_chunks", 1.7, 1.0), ReuseOptions("whole_chunks", 1.6, 1.0), False),
         (ReuseOptions("whole_chunks", 1.7, 1.0), ReuseOptions("whole_chunks", 1.7, 0.5), False),
-        (ReuseOptions("whole_chunks", 1.7, 1.0), ReuseOptions("random", 1.7, 1.0), False),
+        (ReuseOptions("whole_chunks", 1.7, 1.0), ReuseOptions("cache_craft", 1.7, 1.0), False),
     ],
 )
 def test_requests_find_what_another_left_where_it_is_what_they_would_compute(
@@ -609,12 +598,12 @@ def test_what_a_found_prefix_has_lost_is_known_or_taken_for_all() -> None:
 def test_a_step_has_no_more_runs_of_neighbours_than_backends_have_room_for(
     is_focused: bool, max_step_runs: int
 ) -> None:
-    bench = Bench(max_step_tokens=640, max_step_runs=max_step_runs)
+    bench = Bench(max_step_tokens=640, max_step_runs=max_step_runs, token_inter=_SCATTERED)
     bench.store("abcd")
     left: dict[str, list[int]] = {}
     questions: dict[str, list[int]] = {}
     for name, documents in (("first", "dcba"), ("second", "cab")):
-        bench.arrive(name, documents, ReuseOptions("random", 1e9, 0.3, focus=3 * is_focused))
+        bench.arrive(name, documents, ReuseOptions("cache_craft", 1e9, 0.3, focus=3 * is_focused))
         bench.scheduling.offer(name, 0)
         bench.scheduling.begin(name, [1], awaits_load=False)
         job = bench.scheduling._jobs[name]
@@ -637,11 +626,11 @@ def test_a_step_has_no_more_runs_of_neighbours_than_backends_have_room_for(
 
 def test_workers_that_compute_scattered_rows_get_them_one_by_one_and_all_at_once() -> None:
     def first_slice(*, is_scattered: bool) -> tuple[int, list[int]]:
-        bench = Bench(max_step_tokens=640, max_step_runs=2, run_tokens=16)
+        bench = Bench(max_step_tokens=640, max_step_runs=2, run_tokens=16, token_inter=_SCATTERED)
         if is_scattered:
             bench.scheduling.scatter_rows()
         bench.store("abcd")
-        bench.arrive("r", "dcba", ReuseOptions("random", 1e9, 0.3, focus=0))
+        bench.arrive("r", "dcba", ReuseOptions("cache_craft", 1e9, 0.3, focus=0))
         bench.scheduling.offer("r", 0)
         bench.scheduling.begin("r", [1], awaits_load=False)
         positions = bench.scheduling._jobs["r"].positions.tolist()
