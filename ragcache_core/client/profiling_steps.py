@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from ragcache_core.client.engine import Engine
 from ragcache_core.client.profiling import Ask
 from ragcache_core.errors import EngineError
+from ragcache_core.policy.prefill_cost import StepTimes
 from ragcache_core.prompt import RenderedPrompt
-from ragcache_core.sim.testbeds import StepTimes
 
 _NUM_TOGETHER = 4
 _NUM_ANSWER_TOKENS = 33

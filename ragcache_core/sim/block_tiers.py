@@ -7,7 +7,7 @@ Writes take no time, and how long a transfer takes is another's matter.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from ragcache_core.tree import KnowledgeTree, Location, admit
@@ -250,9 +250,6 @@ class HostChunks:
         if self._disk is not None:
             self._disk.store(self._writing)
         self._writing.clear()
-
-    def on_answered(self, keys: Sequence[Hashable], stored: Collection[Hashable], found: Collection[Hashable]) -> None:
-        """Do nothing: uses are counted in the tree."""
 
     def _make_room(self, num_chunks: int, keys: Sequence[Hashable]) -> bool:
         num_missing = num_chunks - (self.num_chunks - self._tier.num_units)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.policy.prefill_cost import PrefillCost, PrefillCostModel
+from ragcache_core.policy.prefill_cost import PrefillCost, PrefillCostModel, StepTimes
 
 _PCIE4_GIB_PER_S, _PCIE5_GIB_PER_S, _NVME_GIB_PER_S = 11.5, 23.0, 2.0
 _KV_7B_TOKENS_PER_GIB = 8_192
@@ -40,33 +39,6 @@ class PrefillFormula:
             return 0.0
         a, b = num_cached_tokens, num_new_tokens
         return self.base_s + self.per_cached_s * a + self.per_new_s * b + self.per_pair_s * b * (a + b / 2)
-
-
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """What was measured of an engine's steps, in seconds.
-
-    Attributes:
-        request_s: of a request, beside its steps: to send it, take it in and answer.
-        step_s: of a step, whatever it computes.
-        sequence_s: that an answer adds to a step by its next token.
-    """
-
-    request_s: float
-    step_s: float
-    sequence_s: float
-
-    @classmethod
-    def from_dict(cls, data: object) -> Self:
-        """Return the times that a file has.
-
-        Raises:
-            ConfigError: it has others, or something that is no time.
-        """
-        names = [field.name for field in fields(cls)]
-        if not isinstance(data, dict) or set(data) != set(names):
-            raise ConfigError(f"steps is {data!r:.80}; it has {', '.join(names)}")
-        return cls(*(_number(data, name, None) for name in names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,33 +78,6 @@ class Testbed:
         """Return the seconds in which KV comes to the GPU; that of the disk passes through the host."""
         num_host_gib = (num_host_tokens + num_disk_tokens) / self.tokens_per_gib
         return num_host_gib / self.host_gib_per_s + num_disk_tokens / self.tokens_per_gib / self.disk_gib_per_s
-
-    def read_s(self, num_disk_tokens: int) -> float:
-        """Return the seconds in which KV comes from the disk to host memory."""
-        return num_disk_tokens / self.tokens_per_gib / self.disk_gib_per_s
-
-    # Steps of several requests
-
-    @property
-    def request_s(self) -> float:
-        """What a request takes beside its steps: to be sent, taken in and answered."""
-        return self.steps.request_s if self.steps is not None else 0.0
-
-    @property
-    def step_s(self) -> float:
-        """What a step takes, whatever it computes."""
-        return self.steps.step_s if self.steps is not None else self.base_s
-
-    def chunk_s(self, num_cached_tokens: int, num_new_tokens: int) -> float:
-        """Return what a part of a prefill adds to a step."""
-        alone_s = self.cost.estimate_s(num_cached_tokens, num_new_tokens)
-        return max(alone_s - self.request_s - self.step_s, 0.0)
-
-    def answer_s(self, num_context_tokens: int) -> float:
-        """Return what a token of an answer adds to a step."""
-        if self.steps is not None:
-            return self.steps.sequence_s
-        return max(self.decode_s(num_context_tokens) - self.base_s, 0.0)
 
     def lengths_beyond(self, num_cached_tokens: int, num_new_tokens: int) -> str | None:
         """Return what is missing where prompts are longer than what was measured; None for a formula, or if nothing."""

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
 
+from benchmarks.simulated.laboratory import LabOptions
+from benchmarks.simulated.steps import SteppedCache, StepSimulation
 from ragcache_core.bench.compare.load_generator import poisson_arrivals
 from ragcache_core.bench.compare.options import traced
 from ragcache_core.bench.compare.peers import MAX_BATCHED_TOKENS, PEERS, Peer
@@ -15,9 +17,6 @@ from ragcache_core.bench.compare.results import Results
 from ragcache_core.bench.compare.sessions import NUM_IN_FLIGHT, Amounts, Run
 from ragcache_core.bench.page import MIB, Table
 from ragcache_core.errors import ConfigError
-from ragcache_core.sim.blocks import BlockCache
-from ragcache_core.sim.options import SimulationOptions
-from ragcache_core.sim.stepping.simulation import StepSimulation
 from ragcache_core.sim.testbeds import Testbed
 from ragcache_core.sim.traces.trace import TracedRequest
 
@@ -137,7 +136,9 @@ def _session(
     testbed: Testbed,
 ) -> Iterator[Prediction]:
     settings = simulated(peer, host_bytes, options)
-    engine = StepSimulation(BlockCache(settings, testbed.cost), settings, testbed)
+    assert settings.max_batched_tokens is not None
+    cache = SteppedCache(settings, testbed.cost, knows_documents=settings.knows_documents)
+    engine = StepSimulation(cache, settings, testbed, settings.max_batched_tokens)
     if not peer.keeps_anything:
         requests = [_with_documents_of_its_own(number, request) for number, request in enumerate(requests)]
     num_seen = 0
@@ -162,7 +163,7 @@ def _session(
         )
 
 
-def simulated(peer: Peer, host_bytes: int, options: Mapping[str, Any]) -> SimulationOptions:
+def simulated(peer: Peer, host_bytes: int, options: Mapping[str, Any]) -> LabOptions:
     """Return the settings of an engine of a comparison.
 
     vLLM's own block pool and host tier are those of an LRU, or an ARC, over blocks that are no documents'.
@@ -170,7 +171,7 @@ def simulated(peer: Peer, host_bytes: int, options: Mapping[str, Any]) -> Simula
     bytes_per_token, disk_bytes = options["kv_bytes_per_token"], options["disk_memory_bytes"]
     has_disk = bool(disk_bytes) and peer.uses_host
     disk_tokens = disk_bytes // bytes_per_token if peer.is_ragcache else _UNLIMITED_TOKENS
-    return SimulationOptions(
+    return LabOptions(
         policy="tournament" if peer.is_ragcache else peer.eviction or "lru",
         order=peer.order,
         queue="cache-aware" if peer.is_ragcache else "fifo",

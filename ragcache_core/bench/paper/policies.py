@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from statistics import fmean
 
+from benchmarks.simulated.laboratory import LabOptions
 from ragcache_core.bench.page import Table
 from ragcache_core.bench.paper.exhibit import Exhibit, Row
 from ragcache_core.bench.paper.published import (
@@ -19,7 +20,6 @@ from ragcache_core.bench.paper.published import (
 from ragcache_core.bench.paper.ratios import DEFAULT_POLICY, Ratio
 from ragcache_core.bench.paper.runs import MISTRAL, Case, PaperRuns, Summaries, default, ragcache, workload
 from ragcache_core.errors import ConfigError
-from ragcache_core.sim.options import SimulationOptions
 from ragcache_core.sim.traces.workload import Workload
 
 _WORKLOADS = ("mmlu", "nq")
@@ -174,7 +174,7 @@ def _measure(runs: PaperRuns) -> _Measured:
     return {key: done[case] for key, case in cases.items()}
 
 
-def _options(system: str, host_gib: int) -> SimulationOptions:
+def _options(system: str, host_gib: int) -> LabOptions:
     algorithm_1 = ragcache(MISTRAL, host_gib)
     if system == _DEFAULT:
         return default(algorithm_1)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from statistics import fmean
 
+from benchmarks.simulated.laboratory import LabOptions
 from ragcache_core.bench.paper.exhibit import Exhibit, Row
 from ragcache_core.bench.paper.published import (
     CLAIMS,
@@ -17,7 +18,6 @@ from ragcache_core.bench.paper.published import (
 )
 from ragcache_core.bench.paper.ratios import Ratio
 from ragcache_core.bench.paper.runs import MISTRAL, Case, PaperRuns, Summaries, ragcache, speculating, workload
-from ragcache_core.sim.options import SimulationOptions
 
 _WORKLOADS = ("mmlu", "nq")
 _NO_DSP, _DSP = "no DSP", "DSP"
@@ -133,7 +133,7 @@ def _measure(runs: PaperRuns) -> _Measured:
     return {key: done[case] for key, case in cases.items()}
 
 
-def _options(kind: str, search_s: float) -> SimulationOptions:
+def _options(kind: str, search_s: float) -> LabOptions:
     max_batch = MAX_BATCH if kind in (_BATCHED, _BATCHED_NO_DSP) else 1
     engine = replace(ragcache(MISTRAL), retrieval_s=search_s, max_batch=max_batch)
     if kind in (_NO_DSP, _BATCHED_NO_DSP):

@@ -104,7 +104,7 @@ def advise(
     num_warm_up = int(_WARM_UP_SHARE * len(trace)) if warm_up is None else warm_up
     with options_as_typed(advise):
         now = SimulationOptions(**{**sizes, **given, "warm_up": num_warm_up})
-        num_runs = 1 + sum(1 for _ in changes(now))
+        num_runs = 1 + sum(1 for _ in changes(now, trace))
         with counting_requests("simulating", num_runs * len(trace)) as report:
             advice = simulate_changes(trace, now, price_per_hour=price, progress=report)
     if as_json:
@@ -136,7 +136,7 @@ def _sizes_of(url: str, api_key: str | None) -> dict[str, int]:
 
 
 def tables(advice: Advice) -> list[Table]:
-    """Return the changes, those that shorten the time to first token most first, and the dearest documents."""
+    """Return the changes, those that shorten the time to first token most first, and the most expensive documents."""
     from ragcache_core.bench.page import Table
 
     has_price = any(outcome.saved is not None for outcome in advice.outcomes)
@@ -149,7 +149,7 @@ def tables(advice: Advice) -> list[Table]:
     ]  # fmt: skip
     return [
         Table("", heads, rows),
-        Table("", ["dearest documents", "tokens", "retrieved", "computed", "GPU time"], documents),
+        Table("", ["most expensive documents", "tokens", "retrieved", "computed", "GPU time"], documents),
     ]
 
 

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from benchmarks import simulated
+from benchmarks.simulated.laboratory import LabOptions
 from ragcache_core.bench.paper.ratios import DEFAULT_POLICY, Ratio
-from ragcache_core.sim.options import SimulationOptions
 from ragcache_core.sim.simulator import simulate
 from ragcache_core.sim.sweep import FinishedRun, Run, run_all
 from ragcache_core.sim.traces.trace import Trace, TracedRequest, write_trace
 from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
-from tests.benchmarks import simulated
 from tests.benchmarks.report import Plan
 from tests.benchmarks.simulation import rivals
 from tests.benchmarks.simulation.__main__ import (
@@ -50,7 +50,7 @@ def test_the_baseline_is_the_papers_and_the_rival_is_what_users_get() -> None:
     paper, ours = _options(ALGORITHM_1, setting, 100), _options(KEPT_ORDER, setting, 100)
     assert (paper.policy, paper.order, paper.queue, paper.keeps_frequency) == ("pgdsf", "retrieval", "fifo", False)
     assert (ours.policy, ours.order, ours.queue, ours.keeps_frequency) == (
-        SimulationOptions().policy, "retrieval", "fifo", True,
+        LabOptions().policy, "retrieval", "fifo", True,
     )  # fmt: skip
     assert (paper.gpu_tokens, paper.host_tokens) == (ours.gpu_tokens, ours.host_tokens) == (40_960, 65_536)
     assert _options(CACHE_AWARE, setting, 0).order == "cache_aware"
@@ -155,7 +155,7 @@ def test_distinct_tokens_are_those_of_each_document_behind_each_others() -> None
 
 def test_requests_that_come_at_once_wait_for_nobody_when_they_come_one_by_one() -> None:
     trace = Trace.from_requests(_prompt(0, f"d{i % 4}", "d9") for i in range(20))
-    options = SimulationOptions(retrieval_s=0.0)
+    options = LabOptions(retrieval_s=0.0)
     waiting, alone = (simulate(of, options).summary for of in (trace, one_by_one(trace)))
     assert waiting.mean_ttft_s > 5 * alone.mean_ttft_s
     assert alone.mean_ttft_s == pytest.approx(alone.prefill_s / 20)

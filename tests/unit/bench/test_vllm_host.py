@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 
 import pytest
 
-from ragcache_core.sim.stepping.vllm_host import VLLMHostChunks
+from benchmarks.simulated.vllm_host import VLLMHostChunks
 from ragcache_core.types import Tier
 
 

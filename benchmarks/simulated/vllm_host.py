@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Hashable, Iterator, Sequence
 
+from ragcache_core.sim.block_tiers import HostChunks
 from ragcache_core.types import Tier
 
 _Chunks = OrderedDict[Hashable, None]
 
 
-class VLLMHostChunks:
+class VLLMHostChunks(HostChunks):
     """What ``vllm.v1.kv_offload.cpu`` of 0.32 keeps, as :class:`~ragcache_core.sim.block_tiers.HostChunks` is asked.
 
     A chunk that is stored enters ``_once``, ARC's T1. When a request ends that found it, it moves to ``_often``, T2;
