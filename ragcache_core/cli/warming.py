@@ -85,7 +85,7 @@ def expected_of(
     if trace is not None:
         found = _expected_of_trace(store, trace)
     elif from_log is not None:
-        from ragcache_core.sim.traces.questions import read_questions
+        from ragcache_core.sim.traces.log_import import read_questions
 
         asked = read_questions(from_log)
         with counting_requests("searching", len(asked)) as progress:

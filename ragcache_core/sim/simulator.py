@@ -20,8 +20,7 @@ from ragcache_core.sim.engine import Job, QueuedEngine, SimulatedCache
 from ragcache_core.sim.fleet import Router
 from ragcache_core.sim.options import SimulationOptions
 from ragcache_core.sim.result import Recorder, SimulationResult
-from ragcache_core.sim.testbeds import Testbed, load_testbed
-from ragcache_core.sim.traces.searches import read_searches
+from ragcache_core.sim.testbeds import Testbed, load_testbed, read_searches
 from ragcache_core.sim.traces.trace import Trace, TracedRequest
 from ragcache_core.speculation import Action, Cancel, Confirm, SpeculativePipeline, Start
 

@@ -22,8 +22,7 @@ from ragcache_core.bench.compare.random_model import random_model
 from ragcache_core.bench.compare.sizing import ModelFacts
 from ragcache_core.bench.token_client import TokenAnswer, TokenClient
 from ragcache_core.config import CacheConfig, ChunkReuse
-from ragcache_core.sim.traces.request import TracedRequest
-from ragcache_core.sim.traces.trace import Trace
+from ragcache_core.sim.traces.trace import Trace, TracedRequest
 from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
 from tests.benchmarks.engines import BLOCK_SIZE, launch
 from tests.benchmarks.report import Figure, Part, Plan, percentiles_ms

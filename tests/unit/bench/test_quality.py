@@ -38,8 +38,7 @@ from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 from ragcache_core.config import CacheConfig
 from ragcache_core.errors import ConfigError
 from ragcache_core.prompt import RenderedPrompt
-from ragcache_core.sim.traces.request import TracedRequest
-from ragcache_core.sim.traces.trace import Trace
+from ragcache_core.sim.traces.trace import Trace, TracedRequest
 from ragcache_core.stats import ChunkReuseStats, RequestStats
 from ragcache_core.types import Document, SegmentKind
 from tests.benchmarks.chunks.ttft import condensed

@@ -16,7 +16,7 @@ from ragcache_core.policy.returning import ReturningTurns
 from ragcache_core.sim.blocks import BlockCache
 from ragcache_core.sim.options import SimulationOptions
 from ragcache_core.sim.simulator import simulate
-from ragcache_core.sim.traces.summary import summarize
+from ragcache_core.sim.traces.reuse import summarize
 from ragcache_core.sim.traces.trace import Trace, TracedRequest, read_trace, write_trace
 from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
 from ragcache_core.tree import check_invariants

@@ -10,8 +10,7 @@ import pytest
 from ragcache_core.errors import ConfigError
 from ragcache_core.sim.options import SimulationOptions
 from ragcache_core.sim.simulator import simulate
-from ragcache_core.sim.testbeds import TESTBEDS
-from ragcache_core.sim.traces.searches import read_searches
+from ragcache_core.sim.testbeds import TESTBEDS, read_searches
 from ragcache_core.sim.traces.trace import Trace, TracedRequest
 
 T = TESTBEDS["a10g-mistral-7b"].cost.estimate_s
