@@ -20,13 +20,13 @@ _BUCKETS_PER_DOUBLING = 8
 
 
 class DocumentCache:
-    """Keeps and gives up whole documents (RAGCache §5.1, Algorithm 1, with a disk below the host).
+    """Keeps and evicts whole documents (RAGCache §5.1, Algorithm 1, with a disk below the host).
 
     For a request, in this order:
 
     1. its path is walked; a hit ends at the first node that lies in no tier. alpha = system + hit tokens, beta =
        missed tokens + question;
-    2. every node of the path is pinned and counted: a node that lay nowhere starts anew, unless uses are counted
+    2. every node of the path is pinned and counted: a node that was in no tier starts at 0, unless uses are counted
        beyond eviction; its rank is computed for each tier;
     3. from the root down, each node that is not on the GPU is placed there. While it does not fit, the lowest-ranked
        unpinned leaf of the GPU goes (of equal ones the least recently updated), and is put on the host if it is not
@@ -226,7 +226,7 @@ class DocumentCache:
         return Tier.DISK if disk.resident[node.id] else None
 
     def _note(self, node: TreeNode, *, is_cached: bool) -> None:
-        """Take note that a node is cached, or is no longer."""
+        """Note that a node is cached, or is no longer."""
         documents = _documents(node)
         self._changed.add(documents)
         if self._is_mirrored:
@@ -240,7 +240,7 @@ _Key = tuple[str | int, ...]
 def _keys(request: TracedRequest) -> list[_Key]:
     """Return a key for each document that covers all before it: their ids, and their lengths, since texts may change.
 
-    A document that was split anew has another length, and is another node.
+    A document that was split again has another length, and is another node.
     """
     ids, lengths = request.doc_ids, request.doc_tokens
     return [ids[:end] + lengths[:end] for end in range(1, len(ids) + 1)]

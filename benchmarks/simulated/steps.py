@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter_ns
 
-from benchmarks.simulated.vllm_host import VLLMHostChunks
+from benchmarks.simulated.vllm_host import VLLMHostBlocks
 from ragcache_core.ordering import arrange
 from ragcache_core.policy import PrefillCost
 from ragcache_core.queueing import CacheAwareQueue, order_priority
@@ -115,9 +115,9 @@ class SteppedCache(BlockCache):
     def __init__(self, options: SimulationOptions, cost: PrefillCost, *, knows_documents: bool = True) -> None:
         self._knows_documents = knows_documents
         super().__init__(options if knows_documents else replace(options, policy="lru"), cost)
-        self._vllm_host: VLLMHostChunks | None = None
+        self._vllm_host: VLLMHostBlocks | None = None
         if not knows_documents and self._host is not None and not options.disk_tokens:
-            self._vllm_host = VLLMHostChunks(self._host.num_chunks, is_arc=options.policy == "arc")
+            self._vllm_host = VLLMHostBlocks(self._host.num_blocks, is_arc=options.policy == "arc")
             self._host = self._vllm_host
         self._begun: list[Run] = []
         self._again: dict[Run, int] = {}
@@ -149,7 +149,7 @@ class SteppedCache(BlockCache):
             self._vllm_host.on_answered(run.prompt.keys, set(run.stored), found)
 
     def preempt(self, run: Run) -> None:
-        """Take a request's blocks away; it waits again, and hits what is left of them when it begins anew."""
+        """Take a request's blocks away; it waits again, and hits what is left of them when it begins again."""
         self._free(run)
         self._again[run] = max(self.num_again(run), run.num_answered)
 
@@ -158,7 +158,7 @@ class SteppedCache(BlockCache):
         return self._again.get(run, 0)
 
     def num_missing_blocks(self, run: Run, num_tokens: int) -> int:
-        """Return how many free blocks are missing to compute so many more tokens, of the prompt or the answer."""
+        """Return how many free blocks are missing to compute more tokens, of the prompt or the answer."""
         num_needed = -(-(run.num_computed + run.num_answered + num_tokens) // self.block_size)
         return num_needed - run.held.num_blocks - self._gpu.num_free
 
@@ -183,7 +183,7 @@ class SteppedCache(BlockCache):
     def _num_storable_blocks(self, run: Run) -> int:
         if self._knows_documents or self._host is None:
             return super()._num_storable_blocks(run)
-        return min(len(run.prompt.keys), self._host.num_chunks)
+        return min(len(run.prompt.keys), self._host.num_blocks)
 
 
 class StepEngine:
@@ -234,8 +234,8 @@ class StepEngine:
         """Whether nothing waits, is loaded or runs."""
         return not (self.running or self._loading or self.queue)
 
-    def begin_anew(self) -> None:
-        """Let the clock begin at 0, where nothing is under way."""
+    def restart_clock(self) -> None:
+        """Set the clock to 0; nothing may wait or run."""
         assert self.is_idle
         self.now_s = self._disk_free_s = self._link_free_s = 0.0
 
@@ -402,10 +402,10 @@ class StepSimulation:
     ) -> list[Job]:
         """Run requests whose documents are known at ``ready_s``, which ascend, and return their jobs in their order.
 
-        The clock begins anew. ``on_done`` is told of each when it has its last token.
+        The clock starts at 0. ``on_done`` receives each when it has its last token.
         """
         engine = self._engine
-        engine.begin_anew()
+        engine.restart_clock()
         jobs: list[Job] = []
         left = zip(requests, ready_s, strict=True)
         following = next(left, None)

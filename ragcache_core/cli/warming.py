@@ -28,8 +28,7 @@ _DEFAULT_K = 2
 _REUSED = 0.3
 """Of a reused chunk, computed again: what a forecast assumes, as ``ragcache advise`` does."""
 _QUESTION_TOKENS = 32
-_APART_S = 10.0
-"""Between requests of which nobody knows when they come."""
+_APART_S = 10.0  # between requests whose times are unknown
 
 Order = Literal["retrieval", "canonical"]
 
@@ -301,7 +300,7 @@ def lines_of(plan: Plan, expected: Expected) -> list[str]:
         f"{cold.mean_ttft_s:.3f} s (costs of {plan.cost_model})",
     ]
     if expected.num_unknown:
-        lines.append(f"{expected.num_unknown:,} documents are not in the store: what stands behind them is left out")
+        lines.append(f"{expected.num_unknown:,} documents are not in the store: documents after them are left out")
     return lines
 
 

@@ -11,7 +11,7 @@ from ragcache_core.errors import ConfigError
 from ragcache_core.ordering import CachedPaths, DocPath, PathChange, arrange
 from ragcache_core.policy import PrefillCost, ReplacementPolicy, make_policy
 from ragcache_core.sim.belady import BeladyPolicy, Foreseen
-from ragcache_core.sim.block_tiers import DiskChunks, GPUBlocks, HeldBlocks, HostChunks
+from ragcache_core.sim.block_tiers import DiskBlocks, GPUBlocks, HeldBlocks, HostBlocks
 from ragcache_core.sim.chunks import StoredChunks
 from ragcache_core.sim.engine import NO_REUSE, NO_STATIC_PREFIX, Reuse, Served
 from ragcache_core.sim.options import BELADY, INFINITE, SimulationOptions
@@ -115,8 +115,8 @@ class BlockCache:
             shadow_tokens=(num_host or num_gpu) * self.block_size,
         )
         self._gpu = GPUBlocks(self._tree, num_gpu, self.block_size)
-        disk = DiskChunks(self._tree, num_disk) if num_disk else None
-        self._host = HostChunks(self._tree, num_host, disk) if num_host else None
+        disk = DiskBlocks(self._tree, num_disk) if num_disk else None
+        self._host = HostBlocks(self._tree, num_host, disk) if num_host else None
         self._num_protectable = num_gpu // 2
         self._histories: dict[int, History] = {}
         self.mirror = CachedPaths(_UNBOUNDED_TOKENS)
@@ -240,12 +240,12 @@ class BlockCache:
         """Note that what a request hit below the GPU is there now."""
         if run.promised:
             assert self._host is not None
-            self._host.let_go(run.promised)
+            self._host.release(run.promised)
             run.promised = ()
             self._name(run, len(run.tiers))
 
     def compute(self, run: Run, num_tokens: int) -> None:
-        """Compute so many tokens of the prompt, and copy it to the host when it is whole."""
+        """Compute tokens of the prompt, and copy it to the host when it is whole."""
         num_prompt_tokens = run.prompt.num_prompt_tokens
         run.num_computed += num_tokens
         self._fill(run, run.num_computed)
@@ -272,7 +272,7 @@ class BlockCache:
         run.stored += self._host.store(keys)
 
     def settle(self) -> None:
-        """Take note that the copies to the host are done, as they are with the step after they were begun."""
+        """Note that the copies to the host are done, as they are with the step after they were begun."""
         if self._host is not None:
             self._host.settle()
 
@@ -304,7 +304,7 @@ class BlockCache:
             run.num_protected = 0
 
     def _fill(self, run: Run, num_tokens: int) -> None:
-        """Give a request blocks for so many tokens of its prompt, as many as are full with their content."""
+        """Give a request blocks for the first ``num_tokens`` of its prompt."""
         self._gpu.take(run.held, max(-(-num_tokens // self.block_size) - run.held.num_blocks, 0))
         self._name(run, num_tokens // self.block_size)
 
@@ -350,7 +350,7 @@ class BlockCache:
             num_blocks = len(prompt.keys)
         elif num_blocks is None:
             num_blocks = prompt.num_prompt_tokens // self.block_size
-        return min(num_blocks, self._host.num_chunks)
+        return min(num_blocks, self._host.num_blocks)
 
     # Inside
 
@@ -358,7 +358,7 @@ class BlockCache:
         return _cut(request, number, self._options, self._history(request))
 
     def _history(self, request: TracedRequest) -> History:
-        """Return what stands before a turn; one that overtook the turn before it has tokens that nobody else has."""
+        """Return the history of a turn; one that overtook the turn before it has tokens of its own."""
         if request.conversation is None or not request.history_tokens:
             return History()
         num_tokens = self._options.system_tokens + request.history_tokens

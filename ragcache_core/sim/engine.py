@@ -102,7 +102,7 @@ class SimulatedCache(Protocol):
         ...
 
     def changed_prefixes(self) -> set[tuple[str, ...]] | None:
-        """Return the orders of documents of which more or less is cached than at the last call.
+        """Return the orders of documents whose cached prefix has changed since the last call.
 
         Only waiting requests that begin with one of them may have another number of cached tokens now. None: any may.
         """

@@ -264,7 +264,7 @@ def read_finished(journal: Journal, output: Path, *, is_resumed: bool) -> dict[s
         if interrupted:
             raise ConfigError(
                 f"{journal.path} holds {len(interrupted)} finished runs of an interrupted sweep: "
-                "add --resume to go on, or delete that file to begin anew"
+                "add --resume to go on, or delete that file to start again"
             )
         return {}
     try:

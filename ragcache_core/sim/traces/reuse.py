@@ -137,8 +137,8 @@ class TraceReuse:
         return_s: quantiles of the time since a document's last retrieval, of those that have one.
         positions: up to the eighth.
         anywhere_tokens, same_prefix_tokens: of the documents' tokens, the shares as in :class:`PositionReuse`.
-        known_documents: pairs of a share of a request's documents and the share of the requests of which earlier ones
-            have retrieved at least so many.
+        known_documents: pairs of a share of a request's documents and the share of the requests with at least
+            that many documents that earlier ones retrieved.
         sources: pairs of a number and the share of requests, of those with two or more documents that all came before,
             whose documents last came in so many requests; the last pair is for as many or more.
         top_sets: as ``top_documents``, of what is retrieved together, in whatever order, by requests for two or more.

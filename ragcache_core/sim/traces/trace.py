@@ -5,7 +5,7 @@ One request a line; ``.gz`` at the end of a file's name packs it::
     {"t": 12.5, "docs": ["d17", "d3"], "doc_tokens": [1904, 655], "question_tokens": 31, "output_tokens": 1}
 
 ``t`` is seconds since the trace began. Other fields are passed over. A request may retrieve nothing, and a document
-may have another length than the last time: it was split anew. Turns of one conversation have its number, as
+may have another length than the last time: it was split again. Turns of one conversation have its number, as
 ``"conversation": 7``: the prompt of each begins with all that was shown, asked and answered before.
 """
 
@@ -205,8 +205,8 @@ def read_trace(path: Path | str) -> Trace:
     except (OSError, EOFError, zlib.error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         cure = "make one with 'ragcache trace make'" if isinstance(error, FileNotFoundError) else "is it a whole trace?"
-        line = num_lines + 1 if num_lines else None
-        raise TraceError(f"the trace cannot be read ({reason}): {cure}", path, line) from error
+        number = num_lines + 1 if num_lines else None
+        raise TraceError(f"the trace cannot be read ({reason}): {cure}", path, number) from error
     if not len(columns):
         raise TraceError("the trace is empty: it must hold one request a line, as " + EXAMPLE, path)
     return columns.trace()
