@@ -19,6 +19,7 @@ from ragcache_core.cli.output import (
     printable,
     write_json,
 )
+from ragcache_core.cli.simulation_options import simulation_options
 from ragcache_core.errors import EngineError
 
 if TYPE_CHECKING:
@@ -51,20 +52,8 @@ _WARM_UP_SHARE = 0.2
 @click.option("--gpu-tokens", type=int, metavar="N", help="KV on the GPU now. [default: 40,960]")
 @click.option("--host-tokens", type=int, metavar="N", help="KV in host memory now. [default: 65,536]")
 @click.option("--disk-tokens", type=int, metavar="N", help="KV on disk now. [default: 0]")
-@click.option(
-    "--system-tokens", type=int, default=0, show_default=True, metavar="N", help="Of the prompt that all share."
-)
-@click.option(
-    "--cost-model",
-    default="a10g-mistral-7b",
-    show_default=True,
-    metavar="NAME|FILE",
-    help="What a prefill costs: a testbed of 'ragcache simulate', or a file of 'ragcache profile --output'.",
-)
+@simulation_options("system_tokens", "cost_model", "retrieval_s")
 @click.option("--max-batch", type=int, default=8, show_default=True, metavar="N", help="Requests that run at a time.")
-@click.option(
-    "--retrieval-s", type=float, default=0.08, show_default=True, metavar="S", help="How long a search takes."
-)
 @click.option(
     "--warm-up",
     type=int,

@@ -10,29 +10,11 @@ import click
 from ragcache_core.cli.command import Command, Group, print_json
 from ragcache_core.cli.cures import options_as_typed
 from ragcache_core.cli.output import check_output, counting_requests, output_option, write_json
+from ragcache_core.cli.simulation_options import simulation_options
 from ragcache_core.cli.subcommands.sweep import sweep
-from ragcache_core.ordering import DOCUMENT_ORDERS
-from ragcache_core.sim.options import ROUTINGS, SIMULATED_POLICIES
 
 if TYPE_CHECKING:
     from ragcache_core.sim.result import SimulationResult
-
-_TESTBEDS = "a10g-mistral-7b, a10g-llama2-7b, h800-mixtral-8x7b, h800-llama2-70b, h100-llama3-8b"
-
-
-class Shares(click.ParamType[Any]):
-    """Numbers with commas between them."""
-
-    name = "shares"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
-        """Return the numbers."""
-        if isinstance(value, tuple):
-            return value
-        try:
-            return tuple(float(share) for share in value.split(","))
-        except ValueError:
-            self.fail(f"{value!r} are no shares: give one for each stage, as 0.3,0.3,0.2,0.2.", param, ctx)
 
 
 @click.command(
@@ -50,110 +32,7 @@ class Shares(click.ParamType[Any]):
     ],
 )
 @click.argument("trace", type=click.Path(path_type=Path), metavar="TRACE")
-@click.option(
-    "--policy",
-    type=click.Choice(SIMULATED_POLICIES),
-    default="tournament",
-    show_default=True,
-    help="What a full tier evicts; belady knows the future, and infinite evicts nothing.",
-)
-@click.option(
-    "--order",
-    type=click.Choice(DOCUMENT_ORDERS),
-    default="retrieval",
-    show_default=True,
-    help="In which order a prompt shows its documents.",
-)
-@click.option("--gpu-tokens", type=int, default=40_960, show_default=True, metavar="N", help="KV on the GPU.")
-@click.option("--host-tokens", type=int, default=65_536, show_default=True, metavar="N", help="KV in host memory.")
-@click.option("--disk-tokens", type=int, default=0, show_default=True, metavar="N", help="KV on disk.")
-@click.option(
-    "--system-tokens", type=int, default=0, show_default=True, metavar="N", help="Of the prompt that all share."
-)
-@click.option(
-    "--cost-model",
-    default="a10g-mistral-7b",
-    show_default=True,
-    metavar="NAME|FILE",
-    help=f"What a prefill costs: {_TESTBEDS}, or a file of 'ragcache profile --output'.",
-)
-@click.option(
-    "--queue",
-    type=click.Choice(["fifo", "cache-aware"]),
-    default="fifo",
-    show_default=True,
-    help="The order of waiting requests.",
-)
-@click.option(
-    "--window", type=int, default=32, show_default=True, metavar="N", help="How often a request may be overtaken."
-)
-@click.option("--block-size", type=int, default=16, show_default=True, metavar="N", help="Tokens in a block.")
-@click.option(
-    "--retrieval-s", type=float, default=0.08, show_default=True, metavar="S", help="How long a search takes."
-)
-@click.option(
-    "--search",
-    default=None,
-    metavar="FILE",
-    help="Searches take what they took in the results of 'ragcache bench --search', instead of --retrieval-s.",
-)
-@click.option("--max-batch", type=int, default=1, show_default=True, metavar="N", help="Requests that run at a time.")
-@click.option(
-    "--max-cached-documents",
-    type=int,
-    metavar="N",
-    help="Keep the first N documents of a prompt, as the engine's option does. [default: all]",
-)
-@click.option(
-    "--overlap-transfers/--no-overlap-transfers",
-    "overlaps_transfers",
-    default=True,
-    show_default=True,
-    help="Load KV layer by layer, while earlier layers are computed.",
-)
-@click.option(
-    "--speculation",
-    type=click.Choice(["none", "dynamic"]),
-    default="none",
-    show_default=True,
-    help="Prefill a search's candidates while it goes on.",
-)
-@click.option(
-    "--settle-shares",
-    type=Shares(),
-    default="0.25,0.25,0.25,0.25",
-    show_default=True,
-    metavar="P,P,...",
-    help="Searches whose candidates are the final ones from each stage on.",
-)
-@click.option(
-    "--chunk-reuse",
-    type=float,
-    metavar="FRACTION",
-    help="Reuse documents at any position and recompute this fraction of them: approximate. [default: off]",
-)
-@click.option(
-    "--chunk-share",
-    type=float,
-    default=0.5,
-    show_default=True,
-    metavar="SHARE",
-    help="Of host and disk, for documents that are reused so.",
-)
-@click.option(
-    "--replicas", type=int, default=1, show_default=True, metavar="N", help="Engines, each with tiers of these sizes."
-)
-@click.option(
-    "--routing",
-    type=click.Choice(ROUTINGS),
-    default="joint",
-    show_default=True,
-    help="Which replica gets a request: each in turn, or, with the order of its documents, the choice of a Fleet.",
-)
-@click.option(
-    "--warm-up", type=int, default=0, show_default=True, metavar="N", help="Requests at the start that do not count."
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="Of random draws.")
+@simulation_options()
 @click.option("--per-request", is_flag=True, help="Put a record of each request into the JSON.")
 @output_option("Where options and summary go as JSON.")
 def run(trace: Path, per_request: bool, output: Path | None, as_json: bool, **settings: Any) -> None:

@@ -15,6 +15,7 @@ from ragcache_core._version import __version__
 from ragcache_core.cli.command import Command, print_json
 from ragcache_core.cli.cures import options_as_typed
 from ragcache_core.cli.output import check_outputs, check_plot, counting_requests, output_option, write_json
+from ragcache_core.cli.simulation_options import simulation_options
 from ragcache_core.errors import ConfigError
 from ragcache_core.ordering import DOCUMENT_ORDERS
 from ragcache_core.sim.options import BELADY, ROUTINGS, SIMULATED_POLICIES
@@ -111,19 +112,10 @@ class Listed(click.ParamType):  # type: ignore[type-arg]
     metavar="R,R,...",
     help=f"Which replica gets a request: {', '.join(ROUTINGS)}.",
 )
-@click.option("--system-tokens", type=int, metavar="N", help="Of the prompt that all requests share.")
-@click.option("--cost-model", metavar="NAME|FILE", help="What a prefill costs. [default: a10g-mistral-7b]")
-@click.option(
-    "--queue", type=click.Choice(["fifo", "cache-aware"]), help="The order of waiting requests. [default: fifo]"
+@simulation_options(
+    *("system_tokens", "cost_model", "queue", "window", "block_size", "retrieval_s", "max_batch"),
+    *("overlaps_transfers", "chunk_reuse", "chunk_share", "warm_up"),
 )
-@click.option("--window", type=int, metavar="N", help="How often a request may be overtaken. [default: 32]")
-@click.option("--block-size", type=int, metavar="N", help="Tokens in a block. [default: 16]")
-@click.option("--retrieval-s", type=float, metavar="S", help="How long a search takes. [default: 0.08]")
-@click.option("--max-batch", type=int, metavar="N", help="Requests that run at a time. [default: 1]")
-@click.option("--no-overlap-transfers", is_flag=True, help="Load KV before a prefill begins, not layer by layer.")
-@click.option("--chunk-reuse", type=float, metavar="FRACTION", help="Recomputed of reused documents. [default: off]")
-@click.option("--chunk-share", type=float, metavar="SHARE", help="Of host and disk, for these. [default: 0.5]")
-@click.option("--warm-up", type=int, metavar="N", help="Requests at the beginning that do not count. [default: 0]")
 @click.option("--jobs", type=click.IntRange(1), metavar="N", help="Runs at a time. [default: one for each core]")
 @output_option("Where options and summary of every run go; finished runs are kept beside it until all are.")
 @click.option(
@@ -147,7 +139,6 @@ def sweep(
     output: Path | None,
     plot: Path | None,
     resume: bool,
-    no_overlap_transfers: bool,
     as_json: bool,
     **settings: Any,
 ) -> None:  # fmt: skip
@@ -162,14 +153,13 @@ def sweep(
     if resume and output is None:
         raise click.UsageError("--resume goes on with what is kept beside OUT: give --output OUT as well.")
     check_plot(plot)
-    inputs = (*traces, Path(settings["cost_model"] or ""))
+    inputs = (*traces, Path(settings["cost_model"]))
     check_outputs({"--output": output, "--plot": plot}, inputs)
     journal = None if output is None else Journal(output.with_name(output.name + ".runs.jsonl"))
     finished = {} if output is None or journal is None else read_finished(journal, output, is_resumed=resume)
-    given = {name: value for name, value in settings.items() if value is not None}
     axes = {"gpu_tokens": gpu_tokens, "host_tokens": host_tokens, "disk_tokens": disk_tokens}
     with options_as_typed(sweep):
-        base = SimulationOptions(overlaps_transfers=not no_overlap_transfers, **given)
+        base = SimulationOptions(**settings)
         num_requests = _count_requests(traces, base)
         runs = plan(num_requests, base, policies=policies, orders=orders, replicas=replicas, routings=routing, **axes)
     done = _run(runs, finished, journal, num_requests, jobs or os.cpu_count() or 1)

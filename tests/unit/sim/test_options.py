@@ -5,25 +5,14 @@ from __future__ import annotations
 import pytest
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.sim.options import SIMULATED_POLICIES, SimulationOptions
+from ragcache_core.sim.options import SimulationOptions
 
 
-def test_the_defaults_are_those_of_the_command_line() -> None:
+def test_the_command_line_has_every_option_with_its_default() -> None:
     from ragcache_core.cli.commands.simulate import run
 
-    typed = {option.name: option.default for option in run.params}
-    for name, value in SimulationOptions().to_dict().items():
-        if name == "settle_shares":
-            assert typed[name] == "0.25,0.25,0.25,0.25"
-        elif name not in ("max_cached_documents", "chunk_reuse"):
-            assert typed[name] == value, name
-
-
-def test_the_command_line_offers_every_policy() -> None:
-    from ragcache_core.cli.commands.simulate import run
-
-    policy = next(option for option in run.params if option.name == "policy")
-    assert tuple(policy.type.choices) == SIMULATED_POLICIES  # type: ignore[attr-defined]
+    options = run.make_context("simulate", ["trace.jsonl"]).params
+    assert SimulationOptions(**{name: options[name] for name in SimulationOptions().to_dict()}) == SimulationOptions()
 
 
 def test_uses_count_beyond_eviction_except_in_the_papers_policy() -> None:
