@@ -251,7 +251,9 @@ def _end_with_parent() -> None:
 
 def _simulate(run: Run, simulate: Callable[..., SimulationResult] | None) -> FinishedRun:
     if simulate is None:
-        from ragcache_core.sim.simulator import simulate
+        from ragcache_core.sim import simulator
+
+        simulate = simulator.simulate
 
     started_s = time.perf_counter()
     if run.cost_sha256 and _digest(Path(run.options.cost_model)) != run.cost_sha256:
