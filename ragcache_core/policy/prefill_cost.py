@@ -164,34 +164,3 @@ def _check_axis(name: str, values: tuple[int, ...], *, smallest: int) -> None:
     for before, value in pairwise(values):
         if value <= before:
             raise ConfigError(f"{name} has {value} behind {before}: give every length once, in ascending order")
-
-
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """What was measured of an engine's steps, in seconds.
-
-    Attributes:
-        request_s: of a request, beside its steps: to send it, take it in and answer.
-        step_s: of a step, whatever it computes.
-        sequence_s: that an answer adds to a step by its next token.
-    """
-
-    request_s: float
-    step_s: float
-    sequence_s: float
-
-    @classmethod
-    def from_dict(cls, data: object) -> Self:
-        """Return the times that a file has.
-
-        Raises:
-            ConfigError: it has others, or something that is no time.
-        """
-        names = ("request_s", "step_s", "sequence_s")
-        if not isinstance(data, dict) or set(data) != set(names):
-            raise ConfigError(f"steps is {data!r:.80}; it has {', '.join(names)}")
-        for name in names:
-            value = data[name]
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise ConfigError(f"{name} is {value!r:.40}; it must be a number of 0 or more")
-        return cls(**{name: float(data[name]) for name in names})

@@ -15,7 +15,8 @@ from ragcache_core.bench.compare.prediction import Prediction, predict, simulate
 from ragcache_core.bench.compare.results import Results
 from ragcache_core.cli import cli
 from ragcache_core.errors import ConfigError
-from ragcache_core.sim.testbeds import PrefillFormula, StepTimes, Testbed, load_testbed
+from ragcache_core.policy.step_times import StepTimes
+from ragcache_core.sim.testbeds import PrefillFormula, Testbed, load_testbed
 
 ROOT = Path(__file__).parents[3]
 COLD = ROOT / "docs" / "results" / "bench-compare.json"

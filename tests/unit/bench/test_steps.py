@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.simulated.laboratory import LabOptions, simulate
 from benchmarks.simulated.steps import SteppedCache, StepSimulation
-from ragcache_core.policy.prefill_cost import StepTimes
+from ragcache_core.policy.step_times import StepTimes
 from ragcache_core.sim.blocks import BlockCache
 from ragcache_core.sim.engine import Job
 from ragcache_core.sim.testbeds import PrefillFormula, Testbed, load_testbed

@@ -47,7 +47,7 @@ def test_no_page_waits_for_a_figure() -> None:
 
 
 def test_every_file_that_a_page_names_is_there() -> None:
-    folders = ("ragcache_core", "ragcache_integrations", "kernels", "docs", "examples", "tests")
+    folders = ("ragcache_core", "ragcache_integrations", "kernels", "docs", "examples", "tests", "benchmarks")
     there = {path.name for folder in folders for path in _sources(folder)} | {path.name for path in ROOT.glob("*.py")}
     for page in PAGES:
         named = set(re.findall(r"[a-z_]+\.py\b", page.read_text(encoding="utf-8")))
