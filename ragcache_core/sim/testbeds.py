@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.policy.prefill_cost import PrefillCost, PrefillCostModel
-from ragcache_core.policy.step_times import StepTimes
+from ragcache_core.policy.step_times import StepTimes, read_number
 
 _PCIE4_GIB_PER_S, _PCIE5_GIB_PER_S, _NVME_GIB_PER_S = 11.5, 23.0, 2.0
 _KV_7B_TOKENS_PER_GIB = 8_192
@@ -205,13 +205,13 @@ def _read(name: str, data: Mapping[str, object]) -> Testbed:
         unknown = sorted(set(formula) - set(names))
         if unknown:
             raise ConfigError(f"formula has {unknown[0]!r}; it has {', '.join(names)}")
-        numbers = [_number(formula, key, None if key == "base_s" else 0.0) for key in names]
+        numbers = [read_number(formula, key, None if key == "base_s" else 0.0) for key in names]
         cost = PrefillFormula(*numbers)
         base_s = numbers[0]
     else:
         times = PrefillCostModel.from_dict(data.get("cost_model", data))
         cost, base_s = times, min(map(min, times.seconds))
-    tokens_per_gib, host_gib_per_s, disk_gib_per_s = (_number(data, key, value) for key, value in _OF_KV.items())
+    tokens_per_gib, host_gib_per_s, disk_gib_per_s = (read_number(data, key, value) for key, value in _OF_KV.items())
     for key, value in (("host_gib_per_s", host_gib_per_s), ("disk_gib_per_s", disk_gib_per_s)):
         if not value:
             raise ConfigError(f"{key} is 0; give the GiB that a link brings in a second")
@@ -222,10 +222,3 @@ def _read(name: str, data: Mapping[str, object]) -> Testbed:
     return Testbed(
         name, cost, base_s, int(tokens_per_gib), host_gib_per_s, disk_gib_per_s, assumed=assumed, steps=steps
     )
-
-
-def _number(data: Mapping[str, object], key: str, default: float | None) -> float:
-    value = data.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e15:
-        raise ConfigError(f"{key} is {value!r:.40}; it must be a number of 0 or more")
-    return float(value)
