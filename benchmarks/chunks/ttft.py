@@ -24,8 +24,7 @@ from ragcache_core.bench.prompts import TracedPrompts, scaled
 from ragcache_core.config import CacheConfig, ChunkReuse
 from ragcache_core.profiles.model_facts import ModelFacts
 from ragcache_core.profiles.random_model import random_model
-from ragcache_core.sim.traces.request import TracedRequest
-from ragcache_core.sim.traces.trace import Trace
+from ragcache_core.sim.traces.trace import Trace, TracedRequest
 from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
 
 SCALE = 0.25

@@ -9,6 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.simulated.laboratory import LabOptions
+from benchmarks.simulated.steps import SteppedCache, StepSimulation
 from ragcache_core.bench.comparison import NUM_IN_FLIGHT, Amounts
 from ragcache_core.bench.engines import BASELINES, MAX_BATCHED_TOKENS, Baseline
 from ragcache_core.bench.load import poisson_arrivals
@@ -17,9 +19,6 @@ from ragcache_core.bench.report import LAUNCH
 from ragcache_core.bench.results import Results, Run
 from ragcache_core.errors import ConfigError
 from ragcache_core.reports.page import MIB, Table
-from ragcache_core.sim.blocks import BlockCache
-from ragcache_core.sim.options import SimulationOptions
-from ragcache_core.sim.stepping.simulation import StepSimulation
 from ragcache_core.sim.testbeds import Testbed
 from ragcache_core.sim.traces.trace import TracedRequest, read_trace
 from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
@@ -116,7 +115,9 @@ def _session(
     testbed: Testbed,
 ) -> Iterator[Prediction]:
     settings = simulated(baseline, host_bytes, options)
-    engine = StepSimulation(BlockCache(settings, testbed.cost), settings, testbed)
+    assert settings.max_batched_tokens is not None
+    cache = SteppedCache(settings, testbed.cost, knows_documents=settings.knows_documents)
+    engine = StepSimulation(cache, settings, testbed, settings.max_batched_tokens)
     if not baseline.has_cache:
         requests = [_with_documents_of_its_own(number, request) for number, request in enumerate(requests)]
     num_seen = 0
@@ -135,7 +136,7 @@ def _session(
         )
 
 
-def simulated(baseline: Baseline, host_bytes: int, options: Mapping[str, Any]) -> SimulationOptions:
+def simulated(baseline: Baseline, host_bytes: int, options: Mapping[str, Any]) -> LabOptions:
     """Return the settings of an engine of a comparison.
 
     vLLM's own block pool and host tier are those of an LRU, or an ARC, over blocks that are no documents'.
@@ -143,7 +144,7 @@ def simulated(baseline: Baseline, host_bytes: int, options: Mapping[str, Any]) -
     bytes_per_token, disk_bytes = options["kv_bytes_per_token"], options["disk_memory_bytes"]
     has_disk = bool(disk_bytes) and baseline.uses_host
     disk_tokens = disk_bytes // bytes_per_token if baseline.is_ragcache else _UNLIMITED_TOKENS
-    return SimulationOptions(
+    return LabOptions(
         policy="tournament" if baseline.is_ragcache else baseline.eviction or "lru",
         order=baseline.order,
         queue="cache-aware" if baseline.is_ragcache else "fifo",

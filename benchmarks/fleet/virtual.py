@@ -13,9 +13,9 @@ import numpy as np
 
 from benchmarks.report import Figure, Part, Plan
 from benchmarks.simulated import simulate_runs
+from benchmarks.simulated.laboratory import LabOptions, Routing
 from ragcache_core.bench.summary import Estimate
 from ragcache_core.reports.plots import Plot, beside, lines
-from ragcache_core.sim.options import Routing, SimulationOptions
 from ragcache_core.sim.sweep import Run
 from ragcache_core.sim.sweep import plan as plan_runs
 from ragcache_core.sim.traces.trace import Trace, write_trace
@@ -34,7 +34,7 @@ _FIRST_SEED = 201  # the rule was chosen on seed 101
 _WARM_UP, _MEASURED = 200, 150
 """Requests a replica."""
 _IDLE_RPS = 1e-3
-_OPTIONS = SimulationOptions(order="cache_aware")
+_OPTIONS = LabOptions(order="cache_aware")
 
 Summary = dict[str, Any]
 
@@ -147,7 +147,7 @@ def compare(
     return {"pooled": pooled, **found, "light": light}
 
 
-def _run(plan: Plan, name: str, trace: Trace, options: Sequence[SimulationOptions]) -> list[Summary]:
+def _run(plan: Plan, name: str, trace: Trace, options: Sequence[LabOptions]) -> list[Summary]:
     with TemporaryDirectory(prefix="ragcache-fleet-") as folder:
         path = Path(folder) / "trace.jsonl"
         write_trace(trace, path)

@@ -10,8 +10,8 @@ from benchmarks.papers.figure import PaperFigure, Row
 from benchmarks.papers.published import CACHE_CRAFT
 from benchmarks.papers.ratios import Ratio
 from benchmarks.papers.runs import Case, PaperRuns, Summaries
+from benchmarks.simulated.laboratory import LabOptions
 from ragcache_core.reports.page import Table
-from ragcache_core.sim.options import SimulationOptions
 from ragcache_core.sim.traces.workload import WORKLOADS
 
 _SHARES = (0.5, 0.8, 1.0, 1.2, 1.6)
@@ -20,7 +20,7 @@ _NUM_REQUESTS, _WARM_UP = 2_000, 500
 _RECOMPUTED = {"none recomputed": 0.0, "30 % recomputed": 0.3}
 _OF_ALL = 0.39
 
-_PREFIX = SimulationOptions(
+_PREFIX = LabOptions(
     policy="lru",
     gpu_tokens=200_000,
     host_tokens=262_144,
@@ -114,12 +114,12 @@ def figure_24(runs: PaperRuns) -> PaperFigure:
     )
 
 
-def _case(runs: PaperRuns, options: SimulationOptions, requests_per_s: float) -> Case:
+def _case(runs: PaperRuns, options: LabOptions, requests_per_s: float) -> Case:
     warm_up = min(_WARM_UP, (runs.num_requests or _NUM_REQUESTS) // 4)
     return Case(WORKLOADS["sysx"], replace(options, warm_up=warm_up), _NUM_REQUESTS).at(requests_per_s)
 
 
-def _reusing(fraction: float) -> SimulationOptions:
+def _reusing(fraction: float) -> LabOptions:
     return replace(_PREFIX, chunk_reuse=fraction)
 
 

@@ -17,9 +17,9 @@ from benchmarks.papers.published import (
 )
 from benchmarks.papers.ratios import DEFAULT_POLICY, Ratio
 from benchmarks.papers.runs import MISTRAL, Case, PaperRuns, Summaries, default, ragcache, workload
+from benchmarks.simulated.laboratory import LabOptions
 from ragcache_core.errors import ConfigError
 from ragcache_core.reports.page import Table
-from ragcache_core.sim.options import SimulationOptions
 from ragcache_core.sim.traces.workload import Workload
 
 _WORKLOADS = ("mmlu", "nq")
@@ -174,7 +174,7 @@ def _measure(runs: PaperRuns) -> _Measured:
     return {key: done[case] for key, case in cases.items()}
 
 
-def _options(system: str, host_gib: int) -> SimulationOptions:
+def _options(system: str, host_gib: int) -> LabOptions:
     algorithm_1 = ragcache(MISTRAL, host_gib)
     if system == _DEFAULT:
         return default(algorithm_1)

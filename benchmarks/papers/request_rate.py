@@ -29,9 +29,9 @@ from benchmarks.papers.runs import (
     vllm,
     workload,
 )
+from benchmarks.simulated.laboratory import LabOptions
 from ragcache_core.bench.summary import SLO_FACTOR, highest_rate
 from ragcache_core.reports.page import Table
-from ragcache_core.sim.options import SimulationOptions
 
 if TYPE_CHECKING:
     from ragcache_core.reports.plots import Plot
@@ -51,7 +51,7 @@ _WHY_SPECULATION = (
     "not say) that costs far more than the 80 ms of a search; so DSP stands beside and is in Figure 19"
 )
 
-Systems = Mapping[str, Callable[[Model], SimulationOptions]]
+Systems = Mapping[str, Callable[[Model], LabOptions]]
 
 PAPERS: Systems = {"vLLM": vllm, "SGLang": sglang, "RAGCache": lambda model: reordered(ragcache(model))}
 OURS: Systems = {"our default": lambda model: default(reordered(ragcache(model)))}

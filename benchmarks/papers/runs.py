@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.papers.published import HOST_7B_GIB, HOST_LARGE_GIB, MAX_BATCH, MIXTRAL_MAX_BATCH, WINDOW
 from benchmarks.papers.ratios import DEFAULT_POLICY
-from ragcache_core.sim.options import SimulationOptions
+from benchmarks.simulated.laboratory import LabOptions, simulate
 from ragcache_core.sim.sweep import FinishedRun, Journal, plan, run_all
 from ragcache_core.sim.testbeds import TESTBEDS
 from ragcache_core.sim.traces.trace import write_trace
@@ -32,7 +32,7 @@ class Case:
     """One engine under one load. ``num_requests`` None: as many as arrive in an hour, as the paper has it (§7)."""
 
     workload: Workload
-    options: SimulationOptions
+    options: LabOptions
     num_requests: int | None = None
 
     def at(self, requests_per_s: float) -> Case:
@@ -96,7 +96,12 @@ class PaperRuns:
             new = [key for key, run in zip(keys, runs, strict=True) if run.key not in self._finished]
             self._on_plan(sum(self._size(case) for case, _ in new))
             finished = run_all(
-                runs, jobs=self._jobs, finished=self._finished, keep=self._keep, report=self._on_requests
+                runs,
+                jobs=self._jobs,
+                finished=self._finished,
+                keep=self._keep,
+                report=self._on_requests,
+                simulate=simulate,
             )
         by_key = {key: run.summary for key, run in zip(keys, finished, strict=True)}
         self._done.update({case: tuple(by_key[case, seed] for seed in self._seeds()) for case in to_do})
@@ -161,14 +166,14 @@ MIXTRAL = Model("Mixtral-8x7B", "h800-mixtral-8x7b", 54, HOST_LARGE_GIB, MIXTRAL
 LLAMA2_70B = Model("LLaMA2-70B", "h800-llama2-70b", 14, HOST_LARGE_GIB)
 
 
-def vllm(model: Model) -> SimulationOptions:
+def vllm(model: Model) -> LabOptions:
     """Return vLLM 0.3.0 as the paper has it: nothing is kept from one request to another, first come first served."""
     return replace(sglang(model), gpu_tokens=1)
 
 
-def sglang(model: Model) -> SimulationOptions:
+def sglang(model: Model) -> LabOptions:
     """Return SGLang as the paper has it: prefixes are kept on the GPU alone, the least recently used goes."""
-    return SimulationOptions(
+    return LabOptions(
         policy="lru",
         gpu_tokens=model.gpu_gib * model.tokens_per_gib,
         host_tokens=0,
@@ -178,21 +183,21 @@ def sglang(model: Model) -> SimulationOptions:
     )
 
 
-def ragcache(model: Model, host_gib: int | None = None) -> SimulationOptions:
+def ragcache(model: Model, host_gib: int | None = None) -> LabOptions:
     """Return the paper's Algorithm 1, first come first served: PGDSF whose counts end with a document's eviction."""
     return replace(sglang(model), policy="pgdsf", host_tokens=(host_gib or model.host_gib) * model.tokens_per_gib)
 
 
-def reordered(options: SimulationOptions) -> SimulationOptions:
+def reordered(options: LabOptions) -> LabOptions:
     """Return the same engine with cache-aware reordering (§5.2)."""
     return replace(options, queue="cache-aware")
 
 
-def speculating(options: SimulationOptions) -> SimulationOptions:
+def speculating(options: LabOptions) -> LabOptions:
     """Return the same engine with dynamic speculative pipelining (§5.3), four stages, a quarter settles in each."""
     return replace(options, speculation="dynamic", settle_shares=(0.25, 0.25, 0.25, 0.25))
 
 
-def default(options: SimulationOptions) -> SimulationOptions:
+def default(options: LabOptions) -> LabOptions:
     """Return the same engine with the policy that users of this project get."""
     return replace(options, policy=DEFAULT_POLICY)

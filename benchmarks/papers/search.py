@@ -17,7 +17,7 @@ from benchmarks.papers.published import (
 )
 from benchmarks.papers.ratios import Ratio
 from benchmarks.papers.runs import MISTRAL, Case, PaperRuns, Summaries, ragcache, speculating, workload
-from ragcache_core.sim.options import SimulationOptions
+from benchmarks.simulated.laboratory import LabOptions
 
 _WORKLOADS = ("mmlu", "nq")
 _NO_DSP, _DSP = "no DSP", "DSP"
@@ -133,7 +133,7 @@ def _measure(runs: PaperRuns) -> _Measured:
     return {key: done[case] for key, case in cases.items()}
 
 
-def _options(kind: str, search_s: float) -> SimulationOptions:
+def _options(kind: str, search_s: float) -> LabOptions:
     max_batch = MAX_BATCH if kind in (_BATCHED, _BATCHED_NO_DSP) else 1
     engine = replace(ragcache(MISTRAL), retrieval_s=search_s, max_batch=max_batch)
     if kind in (_NO_DSP, _BATCHED_NO_DSP):

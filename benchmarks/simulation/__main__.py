@@ -19,8 +19,9 @@ from benchmarks.command import benchmark
 from benchmarks.papers.ratios import DEFAULT_POLICY, Ratio, Summary
 from benchmarks.report import Figure, Goal, Part, Plan
 from benchmarks.simulated import simulate_runs
+from benchmarks.simulated.laboratory import LabOptions
 from benchmarks.simulation import rivals
-from ragcache_core.sim.options import BELADY, SimulationOptions
+from ragcache_core.sim.options import BELADY
 from ragcache_core.sim.sweep import plan as plan_runs
 from ragcache_core.sim.traces.trace import Trace, write_trace
 from ragcache_core.sim.traces.workload import WORKLOADS, Workload, make_trace
@@ -228,9 +229,9 @@ def _compare(
     }
 
 
-def _options(system: System, setting: Setting, warm_up: int) -> SimulationOptions:
+def _options(system: System, setting: Setting, warm_up: int) -> LabOptions:
     host_tokens = setting.host_gib * _TOKENS_PER_GIB
-    return SimulationOptions(gpu_tokens=_GPU_TOKENS, host_tokens=host_tokens, warm_up=warm_up, **system.settings())
+    return LabOptions(gpu_tokens=_GPU_TOKENS, host_tokens=host_tokens, warm_up=warm_up, **system.settings())
 
 
 def _write_traces(

@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.papers.ratios import DEFAULT_POLICY, Summary
 from benchmarks.report import Figure, Goal, Part, Plan
 from benchmarks.simulated import simulate_runs
-from ragcache_core.sim.options import SimulationOptions
+from benchmarks.simulated.laboratory import LabOptions
 from ragcache_core.sim.sweep import Run
 from ragcache_core.sim.sweep import plan as plan_runs
 from ragcache_core.sim.traces.reuse import reuse_of
@@ -106,9 +106,9 @@ def _worst(key: str, by_share: ByShare, measure: str, *, best: _Choice, worst: _
     return Figure(key, round(ratio, 4), baseline=1.0, note=note)
 
 
-def _options(tiers: str, num_tokens: int, warm_up: int) -> SimulationOptions:
+def _options(tiers: str, num_tokens: int, warm_up: int) -> LabOptions:
     gpu, host, disk = (num_tokens * eighths // 8 for eighths in TIERS[tiers])
-    return SimulationOptions(gpu_tokens=gpu, host_tokens=host, disk_tokens=disk, retrieval_s=0.0, warm_up=warm_up)
+    return LabOptions(gpu_tokens=gpu, host_tokens=host, disk_tokens=disk, retrieval_s=0.0, warm_up=warm_up)
 
 
 def _traces(num_requests: int, seed: int) -> Iterator[tuple[str, Trace]]:

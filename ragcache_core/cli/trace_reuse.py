@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ragcache_core.reports.page import Report, Table
-    from ragcache_core.sim.traces.reuse import TraceReuse
-    from ragcache_core.sim.traces.summary import TraceSummary
+    from ragcache_core.sim.traces.reuse import TraceReuse, TraceSummary
 
 _UNITS = ((86_400, "day"), (3_600, "hour"), (60, "minute"), (1, "second"))
 

@@ -28,8 +28,7 @@ _DEFAULT_K = 2
 _REUSED = 0.3
 """Of a reused chunk, computed again: what a forecast assumes, as ``ragcache advise`` does."""
 _QUESTION_TOKENS = 32
-_APART_S = 10.0
-"""Between requests of which nobody knows when they come."""
+_APART_S = 10.0  # between requests whose times are unknown
 
 Order = Literal["retrieval", "canonical"]
 
@@ -85,7 +84,7 @@ def expected_of(
     if trace is not None:
         found = _expected_of_trace(store, trace)
     elif from_log is not None:
-        from ragcache_core.sim.traces.questions import read_questions
+        from ragcache_core.sim.traces.log_import import read_questions
 
         asked = read_questions(from_log)
         with counting_requests("searching", len(asked)) as progress:
@@ -301,7 +300,7 @@ def lines_of(plan: Plan, expected: Expected) -> list[str]:
         f"{cold.mean_ttft_s:.3f} s (costs of {plan.cost_model})",
     ]
     if expected.num_unknown:
-        lines.append(f"{expected.num_unknown:,} documents are not in the store: what stands behind them is left out")
+        lines.append(f"{expected.num_unknown:,} documents are not in the store: documents after them are left out")
     return lines
 
 

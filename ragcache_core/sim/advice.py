@@ -1,57 +1,51 @@
-"""What a change of an engine would bring for one's own traffic, and which documents cost most: by simulation.
+"""Advice for one's own traffic: the effect of changes to an engine, and the most expensive documents, by simulation.
 
-Every line is a run of :func:`~ragcache_core.sim.simulator.simulate` over the same requests, with one thing changed.
+Every change is a run of :func:`~ragcache_core.sim.simulator.simulate` over the same requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from zlib import crc32
-
-import numpy as np
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.sim.options import SimulationOptions
 from ragcache_core.sim.result import SimulationResult
 from ragcache_core.sim.simulator import simulate
-from ragcache_core.sim.traces.trace import Trace
+from ragcache_core.sim.traces.trace import Trace, TracedRequest
 from ragcache_core.types import DocId
 
 CHUNK_REUSE = 0.3
-"""The fraction of a reused chunk that is computed again, Cache-Craft's own setting (seed 004, section 5)."""
-_DISK_FOR_HOST = 8
-"""The disk that is tried where there is none, in sizes of host memory."""
+"""The fraction of a reused chunk that is recomputed, Cache-Craft's own setting (section 5)."""
+_DISK_FOR_HOST = 8  # the disk that is tried where there is none, in sizes of host memory
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One thing that is otherwise than now.
+    """One difference from the engine as it is now.
 
     Attributes:
         name: as it is shown.
-        options: of each engine.
-        num_engines: among which requests are divided by their first document.
+        options: of the engines.
         num_fewer: documents that each prompt has less, as long as one is left.
-        caveat: what the figures do not say.
+        caveat: what the numbers do not say.
     """
 
     name: str
     options: SimulationOptions
-    num_engines: int = 1
     num_fewer: int = 0
     caveat: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a change.
+    """The result of a change.
 
     Attributes:
         mean_ttft_s, p99_ttft_s: seconds from a request's arrival to its first token, its search included.
         token_hit_rate: share of the documents' tokens that lay in some tier.
         prefill_s: GPU seconds in which the prompts of 1,000 requests are computed.
-        saved: what of these a price saves against now, for a million requests; None without a price.
+        saved: money that this saves on a million requests, at a price of an hour; None without a price.
     """
 
     change: Change
@@ -86,7 +80,7 @@ class DocumentCost:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """``now`` and what changes of it would bring, and the documents that cost most now, dearest first."""
+    """The engine as it is ``now``, the changes to it, and the documents that cost most now, most expensive first."""
 
     now: Outcome
     outcomes: tuple[Outcome, ...]
@@ -103,8 +97,8 @@ class Advice:
         }
 
 
-def changes(now: SimulationOptions) -> Iterator[Change]:
-    """Yield what is worth asking of an engine with the options ``now``."""
+def changes(now: SimulationOptions, trace: Trace) -> Iterator[Change]:
+    """Yield the changes to try on an engine with the options ``now`` that serves ``trace``."""
     if now.host_tokens:
         yield Change("GPU memory alone", replace(now, host_tokens=0, disk_tokens=0, chunk_reuse=None))
         for times in (2, 4):
@@ -120,11 +114,12 @@ def changes(now: SimulationOptions) -> Iterator[Change]:
         yield Change("cache-aware queue", replace(now, queue="cache-aware"))
     if now.speculation == "none":
         yield Change("speculation during the search", replace(now, speculation="dynamic"))
-    if now.chunk_reuse is None and now.host_tokens:
+    if now.chunk_reuse is None and now.host_tokens and not (trace.conversation >= 0).any():
         reused = replace(now, chunk_reuse=CHUNK_REUSE)
-        yield Change(f"chunk reuse, {CHUNK_REUSE:.0%} computed again", reused, caveat="answers are approximate")
+        yield Change(f"chunk reuse, {CHUNK_REUSE:.0%} recomputed", reused, caveat="answers are approximate")
     yield Change("a document less in each prompt", now, num_fewer=1, caveat="answers may change")
-    yield Change("a second engine", now, num_engines=2, caveat="twice the machines")
+    if now.replicas == 1 and now.speculation == "none":
+        yield Change("a second engine", replace(now, replicas=2), caveat="twice the machines")
 
 
 def advise(
@@ -135,11 +130,14 @@ def advise(
     num_documents: int = 10,
     progress: Callable[[int], object] | None = None,
 ) -> Advice:
-    """Return what ``trace`` costs on an engine with the options ``now``, and what each of :func:`changes` makes of it.
+    """Return what ``trace`` costs on an engine with the options ``now``, and with each of :func:`changes`.
 
     Args:
+        trace: requests, in the order of their arrival.
+        now: the engine's options.
         price_per_hour: of an engine's GPUs, in any currency.
-        progress: told how many more requests are done, of ``len(trace)`` for each change and for now.
+        num_documents: the most expensive ones that are named.
+        progress: receives the number of requests that are done since its last call, of ``len(trace)`` for each run.
 
     Raises:
         ConfigError: the options do not fit the trace, or the price is negative.
@@ -147,57 +145,38 @@ def advise(
     if price_per_hour is not None and not 0.0 <= price_per_hour < float("inf"):
         raise ConfigError(f"the price of an hour is {price_per_hour:g}: give 0 or more")
     baseline = simulate(trace, now, progress=progress, keeps_requests=True)
-    first = _outcome(Change("now", now), [baseline])
+    first = _outcome(Change("now", now), baseline)
     outcomes = []
-    for change in changes(now):
-        results = [
-            simulate(part, options, progress=progress, keeps_requests=True) for part, options in _parts(trace, change)
-        ]
-        outcome = _outcome(change, results)
+    for change in changes(now, trace):
+        requests = _with_fewer_documents(trace, change.num_fewer) if change.num_fewer else trace
+        outcome = _outcome(change, simulate(requests, change.options, progress=progress))
         if price_per_hour is not None:
             saved_s = first.prefill_s - outcome.prefill_s  # of 1,000 requests
             outcome = replace(outcome, saved=saved_s * 1000 / 3600 * price_per_hour)
         outcomes.append(outcome)
-    return Advice(first, tuple(outcomes), tuple(_dearest(trace, baseline, num_documents)), baseline.notes)
+    return Advice(first, tuple(outcomes), tuple(_most_expensive(trace, baseline, num_documents)), baseline.notes)
 
 
-def _parts(trace: Trace, change: Change) -> Iterator[tuple[Trace, SimulationOptions]]:
-    """Yield the requests of each engine, in which those of the warm-up are the first as in the whole."""
-    options, requests = change.options, list(trace)
-    if change.num_fewer:
-        kept = [max(len(request.doc_ids) - change.num_fewer, min(len(request.doc_ids), 1)) for request in requests]
-        requests = [
-            replace(request, doc_ids=request.doc_ids[:count], doc_tokens=request.doc_tokens[:count])
-            for request, count in zip(requests, kept, strict=True)
-        ]
-    for engine in range(change.num_engines):
-        own = [
-            number
-            for number, request in enumerate(requests)
-            if crc32("".join(request.doc_ids[:1]).encode()) % change.num_engines == engine
-        ]
-        num_warm_up = sum(number < options.warm_up for number in own)
-        if num_warm_up < len(own):
-            yield Trace.from_requests(requests[number] for number in own), replace(options, warm_up=num_warm_up)
+def _with_fewer_documents(trace: Trace, num_fewer: int) -> Trace:
+    def shortened(request: TracedRequest) -> TracedRequest:
+        count = max(len(request.doc_ids) - num_fewer, min(len(request.doc_ids), 1))
+        return replace(request, doc_ids=request.doc_ids[:count], doc_tokens=request.doc_tokens[:count])
+
+    return Trace.from_requests(map(shortened, trace))
 
 
-def _outcome(change: Change, results: Sequence[SimulationResult]) -> Outcome:
-    summaries = [result.summary for result in results]
-    num_requests = sum(summary.num_requests for summary in summaries)
-    ttft_s = np.concatenate(
-        [[record.ttft_s for record in (result.requests or ())[result.options.warm_up :]] for result in results]
-    )
-    weights = [summary.num_requests / num_requests for summary in summaries]
+def _outcome(change: Change, result: SimulationResult) -> Outcome:
+    summary = result.summary
     return Outcome(
         change,
-        mean_ttft_s=float(ttft_s.mean()),
-        p99_ttft_s=float(np.percentile(ttft_s, 99)),
-        token_hit_rate=sum(w * summary.token_hit_rate for w, summary in zip(weights, summaries, strict=True)),
-        prefill_s=1000 * sum(summary.prefill_s for summary in summaries) / num_requests,
+        mean_ttft_s=summary.mean_ttft_s,
+        p99_ttft_s=summary.p99_ttft_s,
+        token_hit_rate=summary.token_hit_rate,
+        prefill_s=1000 * summary.prefill_s / summary.num_requests,
     )
 
 
-def _dearest(trace: Trace, result: SimulationResult, num_documents: int) -> list[DocumentCost]:
+def _most_expensive(trace: Trace, result: SimulationResult, num_documents: int) -> list[DocumentCost]:
     """Return the documents whose tokens took most seconds to compute: each its share of its prompts' prefills."""
     assert result.requests is not None
     costs: dict[DocId, DocumentCost] = {}

@@ -1,21 +1,20 @@
 """Blocks of KV in their tiers, as vLLM's pool, its offloading and RAGCache's plugin move them.
 
-The tree knows what lies where and chooses what is evicted. What is here is the rest: which blocks are free and without
-content, what requests hold, and in which order everything is asked of the tree, because the order decides ties.
-Writes take no time, and how long a transfer takes is another's matter.
+The tree knows where blocks are and chooses what is evicted. The rest is here: free blocks without content, blocks in
+use, and the order of calls to the tree, which decides ties. Writes take no time; loads are timed by the engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from ragcache_core.tree import KnowledgeTree, Location, admit
 from ragcache_core.types import Tier
 
 
-class _Holds:
-    """What requests and copies use in a tier: held in the tree from the first to the last of them."""
+class _RefCounts:
+    """Counts uses of blocks by requests and copies in a tier; the tree keeps them from the first use to the last."""
 
     def __init__(self, tree: KnowledgeTree, tier: Tier) -> None:
         self._tree = tree
@@ -28,12 +27,12 @@ class _Holds:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._counts
 
-    def hold(self, key: Hashable) -> None:
+    def acquire(self, key: Hashable) -> None:
         self._counts[key] = self._counts.get(key, 0) + 1
         at = _located(self._tree, key)
         self._tree.hold(at.node, 1 << at.unit, self._tier)
 
-    def let_go(self, key: Hashable) -> None:
+    def release(self, key: Hashable) -> None:
         if (num_left := self._counts[key] - 1) > 0:
             self._counts[key] = num_left
             return
@@ -44,7 +43,7 @@ class _Holds:
 
 @dataclass(slots=True, eq=False)
 class HeldBlocks:
-    """The blocks of a request that runs: those with a content that others can find, those without, and copies."""
+    """The blocks of a running request: those with content that others can hit, those without, and copies."""
 
     keys: list[Hashable] = field(default_factory=list)
     num_unnamed: int = 0
@@ -52,7 +51,7 @@ class HeldBlocks:
 
     @property
     def num_blocks(self) -> int:
-        """All that the request has."""
+        """Number of all blocks of the request."""
         return len(self.keys) + self.num_unnamed
 
 
@@ -68,7 +67,7 @@ class GPUBlocks:
         self._tier = tree.tiers[Tier.GPU]
         self._block_size = block_size
         self.num_usable = num_blocks - 1
-        self._holds = _Holds(tree, Tier.GPU)
+        self._uses = _RefCounts(tree, Tier.GPU)
         self._held: list[HeldBlocks] = []
         self._copies: list[Hashable] = []
 
@@ -82,7 +81,7 @@ class GPUBlocks:
     def num_free(self) -> int:
         """Blocks that no request uses."""
         num_others = sum(held.num_unnamed + len(held.copies) for held in self._held)
-        return self.num_usable - len(self._holds) - num_others
+        return self.num_usable - len(self._uses) - num_others
 
     def num_leading(self, keys: Sequence[Hashable]) -> int:
         """Return how many of ``keys`` are here, up to the first that is not."""
@@ -92,11 +91,11 @@ class GPUBlocks:
         return len(keys)
 
     def num_in_use(self, keys: Sequence[Hashable]) -> int:
-        """Return how many of ``keys`` some request uses."""
-        return sum(key in self._holds for key in keys)
+        """Return how many of ``keys`` are used by requests."""
+        return sum(key in self._uses for key in keys)
 
     def use(self, keys: Sequence[Hashable]) -> HeldBlocks:
-        """Let a request use what is here; it gives back what is returned with :meth:`free`."""
+        """Return the blocks of a request that uses ``keys``, which are here; :meth:`free` undoes it."""
         held = HeldBlocks()
         self._held.append(held)
         for key in keys:
@@ -107,7 +106,7 @@ class GPUBlocks:
         return held
 
     def take(self, held: HeldBlocks, num_blocks: int) -> None:
-        """Give a request blocks without content, of the free ones: spare ones, then those that the tree gives up."""
+        """Give a request free blocks without content: spare ones, then evicted ones."""
         num_missing = num_blocks - self.num_spare
         if num_missing > 0:
             num_missing -= len(self._tree.evict_up_to(Tier.GPU, num_missing))
@@ -118,10 +117,10 @@ class GPUBlocks:
         del self._copies[: max(len(self._copies) - self.num_spare, 0)]
 
     def name(self, held: HeldBlocks, keys: Sequence[Hashable], first: int, last: int) -> None:
-        """Note that a request's blocks ``[first, last)`` are full: they have a content that others can find."""
+        """Note that a request's blocks ``[first, last)`` are full: others can hit them."""
         for i in range(first, last):
             at = self._place(keys, i)
-            is_used = keys[i] in self._holds
+            is_used = keys[i] in self._uses
             self._hold(held, keys[i])
             if self._tier.resident[at.node.id] >> at.unit & 1:  # the block that held it before, which others may use
                 (held.copies if is_used else self._copies).append(keys[i])
@@ -131,12 +130,12 @@ class GPUBlocks:
     def free(self, held: HeldBlocks) -> None:
         """Take a request's blocks back, the last ones first."""
         for key in reversed(held.keys):
-            self._holds.let_go(key)
+            self._uses.release(key)
         self._held.remove(held)
         self._copies += reversed(held.copies)
 
     def _hold(self, held: HeldBlocks, key: Hashable) -> None:
-        self._holds.hold(key)
+        self._uses.acquire(key)
         held.keys.append(key)
 
     def _place(self, keys: Sequence[Hashable], index: int) -> Location:
@@ -152,19 +151,19 @@ class GPUBlocks:
         return location
 
 
-class DiskChunks:
-    """The disk tier: what arrives on the host is written here as well, where all before it is."""
+class DiskBlocks:
+    """The disk tier: blocks that arrive on the host are written here as well, if their prefix is here."""
 
-    def __init__(self, tree: KnowledgeTree, num_chunks: int) -> None:
+    def __init__(self, tree: KnowledgeTree, num_blocks: int) -> None:
         self._tree = tree
-        self._num_chunks = num_chunks
+        self._num_blocks = num_blocks
 
     def has(self, key: Hashable) -> bool:
         """Return whether ``key`` is here."""
         return _is_in(self._tree, key, Tier.DISK)
 
     def store(self, keys: Sequence[Hashable]) -> None:
-        """Write what is not here yet; what does not fit is dropped, the last of it first."""
+        """Write blocks that are not here yet; those that do not fit are dropped, the last first."""
         new: dict[Hashable, Location] = {}
         for key in keys:
             location = self._tree.locate(key)
@@ -173,7 +172,7 @@ class DiskChunks:
             before = self._tree.key_before(location)
             if before is None or before in new or self.has(before):
                 new[key] = location
-        num_missing = len(new) - (self._num_chunks - self._tree.tiers[Tier.DISK].num_units)
+        num_missing = len(new) - (self._num_blocks - self._tree.tiers[Tier.DISK].num_units)
         if num_missing > 0:
             num_missing -= len(self._tree.evict_up_to(Tier.DISK, num_missing, self._tree.shielded(new)))
             for _ in range(num_missing):
@@ -185,35 +184,35 @@ class DiskChunks:
             self._tree.let_go(at.node, 1 << at.unit, Tier.DISK)
 
 
-class HostChunks:
-    """The host tier, written through: what a request computes and is worth it is copied here at once.
+class HostBlocks:
+    """The host tier: write-through offload of the blocks that a request computes.
 
-    What is being written is held until :meth:`settle`. With a disk below, what is looked up there is brought here.
+    Blocks that are being written stay until :meth:`settle`. Hits on the disk are promoted to the host.
     """
 
-    def __init__(self, tree: KnowledgeTree, num_chunks: int, disk: DiskChunks | None) -> None:
+    def __init__(self, tree: KnowledgeTree, num_blocks: int, disk: DiskBlocks | None) -> None:
         self._tree = tree
         self._tier = tree.tiers[Tier.HOST]
-        self._holds = _Holds(tree, Tier.HOST)
+        self._uses = _RefCounts(tree, Tier.HOST)
         self._disk = disk
-        self.num_chunks = num_chunks
+        self.num_blocks = num_blocks
         self._writing: list[Hashable] = []
 
     def look_up(self, keys: Sequence[Hashable]) -> list[Tier]:
-        """Return where the first of ``keys`` come from, up to the first that is nowhere.
+        """Return the tiers of the first of ``keys``, up to the first miss.
 
-        They are held here until they are given to :meth:`let_go`.
+        They are held here until they are given to :meth:`release`.
         """
         sources: dict[Hashable, Tier] = {}
         promised: list[Hashable] = []
         num_promoted = -1
         while len(sources) != num_promoted:  # vLLM asks again once all that it had brought is there
             num_promoted = len(sources)
-            self.let_go(promised)
+            self.release(promised)
             promised = []
             for key in keys:
                 if _is_in(self._tree, key, Tier.HOST):
-                    self._holds.hold(key)
+                    self._uses.acquire(key)
                 elif self._disk is not None and self._disk.has(key) and self._make_room(1, [key]):
                     self._insert(key)
                     sources[key] = Tier.DISK
@@ -222,20 +221,20 @@ class HostChunks:
                 promised.append(key)
         return [sources.get(key, Tier.HOST) for key in promised]
 
-    def let_go(self, keys: Sequence[Hashable]) -> None:
-        """Note that what was looked up lies on the GPU now, or is not wanted."""
+    def release(self, keys: Sequence[Hashable]) -> None:
+        """Note that blocks that were looked up are on the GPU now, or are not needed."""
         for key in keys:
-            self._holds.let_go(key)
+            self._uses.release(key)
 
     def store(self, keys: Sequence[Hashable]) -> list[Hashable]:
         """Copy what is not here yet, and return it; nothing where not all of it fits.
 
-        A selective policy keeps out what is not worth its space, and with a disk below nothing: what does not come here
-        does not get there.
+        A selective policy admits only blocks of higher priority than those that would be evicted. With a disk below it
+        admits all, since blocks reach the disk through the host.
         """
         new = [key for key in keys if not _is_in(self._tree, key, Tier.HOST)]
         if self._tree.policy.is_selective and self._disk is None:
-            num_free = self.num_chunks - self._tier.num_units
+            num_free = self.num_blocks - self._tier.num_units
             new = new[: admit(self._tree, Tier.HOST, new, num_free, self._tree.shielded(keys)).num_admitted]
         if not self._make_room(len(new), keys):
             return []
@@ -245,23 +244,20 @@ class HostChunks:
         return new
 
     def settle(self) -> None:
-        """Note that what was being written is here."""
-        self.let_go(self._writing)
+        """Note that the blocks that were being written are here."""
+        self.release(self._writing)
         if self._disk is not None:
             self._disk.store(self._writing)
         self._writing.clear()
 
-    def on_answered(self, keys: Sequence[Hashable], stored: Collection[Hashable], found: Collection[Hashable]) -> None:
-        """Do nothing: uses are counted in the tree."""
-
-    def _make_room(self, num_chunks: int, keys: Sequence[Hashable]) -> bool:
-        num_missing = num_chunks - (self.num_chunks - self._tier.num_units)
+    def _make_room(self, num_blocks: int, keys: Sequence[Hashable]) -> bool:
+        num_missing = num_blocks - (self.num_blocks - self._tier.num_units)
         if num_missing <= 0:
             return True
         return self._tree.evict(Tier.HOST, num_missing, self._tree.shielded(keys)) is not None
 
     def _insert(self, key: Hashable) -> None:
-        self._holds.hold(key)
+        self._uses.acquire(key)
         at = _located(self._tree, key)
         self._tree.add(at.node, 1 << at.unit, Tier.HOST)
 

@@ -1,25 +1,26 @@
-"""A cache of blocks over tiers: what vLLM does with RAGCache's plugin, request by request or step by step."""
+"""The cache: blocks of KV in tiers, as vLLM keeps them with RAGCache's plugin."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.ordering import CachedPaths, PathChange, arrange
-from ragcache_core.policy import PrefillCost, make_policy
-from ragcache_core.sim.block_tiers import DiskChunks, GPUBlocks, HeldBlocks, HostChunks
-from ragcache_core.sim.cache import NO_REUSE, Reuse, Served, SimulatedCache
+from ragcache_core.ordering import CachedPaths, DocPath, PathChange, arrange
+from ragcache_core.policy import PrefillCost, ReplacementPolicy, make_policy
+from ragcache_core.sim.belady import BeladyPolicy, Foreseen
+from ragcache_core.sim.block_tiers import DiskBlocks, GPUBlocks, HeldBlocks, HostBlocks
 from ragcache_core.sim.chunks import StoredChunks
-from ragcache_core.sim.options import INFINITE, SimulationOptions
+from ragcache_core.sim.engine import NO_REUSE, NO_STATIC_PREFIX, Reuse, Served
+from ragcache_core.sim.options import BELADY, INFINITE, SimulationOptions
 from ragcache_core.sim.prompt_blocks import History, PromptBlocks, cut_into_blocks
-from ragcache_core.sim.stepping.vllm_host import VLLMHostChunks
-from ragcache_core.sim.traces.trace import TracedRequest
-from ragcache_core.tree import KnowledgeTree, PathSegment
+from ragcache_core.sim.traces.trace import Trace, TracedRequest
+from ragcache_core.tree import KnowledgeTree, PathSegment, TreeNode
+from ragcache_core.tree.changes import NodeChanges
 from ragcache_core.types import Tier
 
-_NO_STATIC_PREFIX = b""
 _UNBOUNDED_TOKENS = 1 << 40
 
 
@@ -31,11 +32,11 @@ class Run:
         tiers: where the blocks lay that it hit.
         num_computed: of its prompt's tokens are on the GPU, or on their way there.
         num_answered: tokens of its answer whose KV is on the GPU.
-        num_again: tokens of its answer that were on the GPU when it was preempted.
         num_named: of its blocks are full, and can be found by others.
-        stored: of its blocks, those that were copied to the host. ``found``: those that were there.
+        stored: of its blocks, those that were copied to the host.
         num_storable: of its blocks, those of its answer included, are worth that.
         turn: of its conversation, and whether that is likely to go on.
+        expected_uses: of documents that are stored ahead of requests; None: it is a request.
         reuse: what it takes from chunks.
         num_exact: of its blocks may be found by others, once they are full.
         held: its blocks on the GPU. ``promised``: what is kept for it below, until it is loaded.
@@ -43,18 +44,17 @@ class Run:
 
     prompt: PromptBlocks
     request: TracedRequest
-    number: int
+    number: int | None
     num_protected: int = 0
     tiers: list[Tier] = field(default_factory=list)
     num_computed: int = 0
     num_answered: int = 0
-    num_again: int = 0
     num_named: int = 0
     stored: list[Hashable] = field(default_factory=list)
-    found: list[Hashable] = field(default_factory=list)
     num_storable: int = 0
     turn: int = 1
     is_likely: bool = False
+    expected_uses: int | None = None
     reuse: Reuse = NO_REUSE
     num_exact: int = sys.maxsize
     held: HeldBlocks = field(default_factory=HeldBlocks)
@@ -66,93 +66,117 @@ class Run:
         return self.prompt.num_prompt_tokens - self.num_computed
 
 
-class BlockCache(SimulatedCache):
-    """Keeps and gives up blocks of KV as RAGCache's engine does (vLLM 0.32 and ``vllm_plugin``).
+class BlockCache:
+    """Keeps and evicts blocks of KV as RAGCache's engine does (vLLM 0.32 and ``vllm_plugin``).
 
     For a request, in this order:
 
     1. its path is put into the tree, and protected where that would be half of the GPU at most (:meth:`enter`);
     2. it hits what the GPU has from the first block on, but for its last token's block, and then what host and disk
-       have. It gets its blocks: spare ones, then what the tree gives up. What was hit below the GPU is copied into
-       some of them (:meth:`begin`, :meth:`load`);
+       have. It gets its blocks: spare ones, then evicted ones. What was hit below the GPU is copied into some of them
+       (:meth:`begin`, :meth:`load`);
     3. its access is counted. What it computes enters the GPU tier as soon as it has blocks for it. Its prompt is copied
        to the host, and from there to the disk, where it is not there already: up to the end of the documents, if there
        are any, and as far as the host holds it (:meth:`compute`);
     4. blocks of its answer are allocated one by one, and become full and known (:meth:`answer`);
-    5. it lets its blocks go, the last ones first (:meth:`end`).
+    5. it frees its blocks, the last ones first (:meth:`end`).
 
     :meth:`serve` does all of it at once: a prompt is computed in one step, transfers are done when the next request
-    comes, and a running request ends before the next one is served. :class:`~ragcache_core.sim.stepping.StepEngine`
-    has several requests on their way. The system prompt is part of the path, and one block of the GPU is vLLM's null
-    block. Without ``knows_documents`` it is vLLM without the plugin: whole prompts and answers are copied to the host.
+    comes, and a running request ends before the next one is served. The system prompt is part of the path, and one
+    block of the GPU is vLLM's null block.
     """
 
-    def __init__(
-        self,
-        options: SimulationOptions,
-        cost: PrefillCost,
-        *,
-        chunks: StoredChunks | None = None,
-    ) -> None:
-        """Begin empty; ``chunks`` are reused beyond exact prefixes.
+    def __init__(self, options: SimulationOptions, cost: PrefillCost, *, trace: Trace | None = None) -> None:
+        """Begin empty.
+
+        Args:
+            options: of the run.
+            cost: of a prefill.
+            trace: the future, which the policy ``belady`` needs.
 
         Raises:
             ConfigError: a tier is smaller than a block.
         """
         is_infinite = options.policy == INFINITE
         self.block_size = options.block_size
-        self._system_tokens = options.system_tokens
-        self._max_cached_documents = options.max_cached_documents
+        self._options = options
         self._cost = cost
-        self._chunks = chunks
+        self._chunks = None
+        if options.chunk_reuse is not None:
+            self._chunks = StoredChunks(options, cost, page_tokens=options.block_size)
+        num_chunk_host, num_chunk_disk = options.chunk_tokens
         gpu_tokens = _UNBOUNDED_TOKENS if is_infinite else options.gpu_tokens
         num_gpu = self._num_blocks("gpu_tokens", gpu_tokens, least=2)
-        num_host = self._num_blocks("host_tokens", 0 if is_infinite else options.host_tokens)
-        num_disk = self._num_blocks("disk_tokens", 0 if is_infinite else options.disk_tokens)
+        num_host = self._num_blocks("host_tokens", 0 if is_infinite else options.host_tokens - num_chunk_host)
+        num_disk = self._num_blocks("disk_tokens", 0 if is_infinite else options.disk_tokens - num_chunk_disk)
         self._tree = KnowledgeTree(
-            make_policy("lru" if is_infinite or not options.knows_documents else options.policy, cost),
-            ghost_size=options.ghost_size,
+            self._make_policy(options, cost, trace),
             keeps_frequency=options.keeps_frequency,
             shadow_tokens=(num_host or num_gpu) * self.block_size,
         )
         self._gpu = GPUBlocks(self._tree, num_gpu, self.block_size)
-        disk = DiskChunks(self._tree, num_disk) if num_disk else None
-        self._host: HostChunks | VLLMHostChunks | None = None
-        if num_host and (options.knows_documents or disk is not None):
-            self._host = HostChunks(self._tree, num_host, disk)
-        elif num_host:
-            self._host = VLLMHostChunks(num_host, is_arc=options.policy == "arc")
+        disk = DiskBlocks(self._tree, num_disk) if num_disk else None
+        self._host = HostBlocks(self._tree, num_host, disk) if num_host else None
         self._num_protectable = num_gpu // 2
-        self._knows_documents = options.knows_documents
         self._histories: dict[int, History] = {}
-        self._begun: list[Run] = []
+        self.mirror = CachedPaths(_UNBOUNDED_TOKENS)
+        self._mirrored: dict[TreeNode, DocPath] = {}
+        self._changed: set[TreeNode] = set()
+        if options.replicas > 1:
+            self._tree.changes = NodeChanges()
+            self._changed = self._tree.changes.subscribe()
+
+    def _make_policy(self, options: SimulationOptions, cost: PrefillCost, trace: Trace | None) -> ReplacementPolicy:
+        if options.policy == BELADY:
+            assert trace is not None, "the bound needs to know the future"
+            return BeladyPolicy(_foreseen(trace, options))
+        return make_policy("lru" if options.policy == INFINITE else options.policy, cost)
 
     @property
     def tree(self) -> KnowledgeTree:
         """The tree, to look at."""
         return self._tree
 
-    # The door
-
     def num_cached_tokens(self, request: TracedRequest) -> int:
+        """Return how many tokens of the prompt are cached now, in any tier; changes nothing."""
         prompt = self._cut(request, None)
         num_units = self._num_cached_units(prompt.keys)
         return min(num_units, max(prompt.num_prompt_tokens - 1, 0) // self.block_size) * self.block_size
 
     def best_order(self, request: TracedRequest) -> tuple[int, ...]:
+        """Return the permutation of the documents with the longest cached prefix; changes nothing."""
         paths = CachedPaths()
         self._explore(request, (), 0, paths)
-        return arrange(request.doc_ids, "cache_aware", paths, prefix=_NO_STATIC_PREFIX)
+        return arrange(request.doc_ids, "cache_aware", paths, prefix=NO_STATIC_PREFIX)
+
+    def changed_prefixes(self) -> set[tuple[str, ...]] | None:
+        """Return None: any request's prefix may have changed."""
+        return None
 
     def serve(self, request: TracedRequest, number: int) -> Served:
-        """Serve a request; see the base class.
+        """Return what a request hits; count it, evict what has to go, and store what it leaves.
+
+        Args:
+            request: with its documents in the order in which the prompt shows them.
+            number: of the request in the trace.
 
         Raises:
             ConfigError: the GPU has not enough blocks for it, as vLLM would refuse it.
         """
-        run = self.enter(request, number)
-        if not self.begin(run):
-            raise AssertionError("no other request runs, and it was checked that this one fits")
+        return self._serve(self.enter(request, number))
+
+    def warm(self, request: TracedRequest, expected_uses: int) -> None:
+        """Store the documents of a prompt ahead of requests, with the priority of that many uses.
+
+        Raises:
+            ConfigError: the GPU has not enough blocks for it.
+        """
+        run = self.enter(request, None)
+        run.expected_uses = expected_uses
+        self._serve(run)
+
+    def _serve(self, run: Run) -> Served:
+        self.begin(run)
         self.load(run)
         self.compute(run, run.num_left)
         for step in self._busy_steps(run.prompt):
@@ -167,8 +191,8 @@ class BlockCache(SimulatedCache):
 
     # A request's way
 
-    def enter(self, request: TracedRequest, number: int) -> Run:
-        """Return a request that waits: what it will hit is given up last.
+    def enter(self, request: TracedRequest, number: int | None) -> Run:
+        """Return a request that waits: what it will hit is evicted last. Without a number it is documents alone.
 
         Raises:
             ConfigError: the GPU has not enough blocks for it, as vLLM would refuse it.
@@ -180,29 +204,28 @@ class BlockCache(SimulatedCache):
         if prompt.path:
             self._tree.retain(prompt.path[-1].keys[-1])
         keys = prompt.keys[: prompt.num_prompt_tokens // self.block_size]
-        if keys and self._knows_documents:
+        if keys:
             self._protect(run, keys)
         return run
 
-    def begin(self, run: Run, max_tokens: int = sys.maxsize) -> bool:
-        """Give a request its blocks, those of ``max_tokens`` to compute at most; return False where it must wait.
+    def begin(self, run: Run, max_tokens: int = sys.maxsize) -> None:
+        """Give a request its blocks, those of ``max_tokens`` to compute at most.
 
-        It waits until its whole prompt finds free blocks beside what those that have begun will take for theirs. Who
-        begins it lets it :meth:`load`, and then :meth:`compute` what is left.
+        It is to :meth:`load` next, and then to :meth:`compute` what is left.
         """
         prompt, size = run.prompt, self.block_size
         num_tokens = prompt.num_prompt_tokens
         keys = prompt.keys[: num_tokens // size]
         num_local = self._gpu.num_leading(keys[: (num_tokens - 1) // size])
-        num_free = self._gpu.num_free - sum(map(self._num_missing, self._begun))
-        if self._num_missing(run) - self._gpu.num_in_use(keys[:num_local]) > num_free:
-            return False
         below = [] if self._host is None else self._host.look_up(keys[num_local:])
         run.promised = keys[num_local : num_local + len(below)]
         run.tiers, run.num_named = [Tier.GPU] * num_local + below, num_local
-        run.is_likely = self._tree.returning.is_likely(self._tree.conversations.turn_of(keys))
-        run.turn = self._tree.conversations.on_access(keys, self._tree.num_requests)
-        self._reuse(run, run.request, run.number)
+        if run.expected_uses is None:
+            run.is_likely = self._tree.returning.is_likely(self._tree.conversations.turn_of(keys))
+            run.turn = self._tree.conversations.on_access(keys, self._tree.num_requests)
+            self._reuse(run)
+        elif self._chunks is not None:
+            self._chunks.warm(run.request, run.expected_uses)
         run.held = self._gpu.use(keys[:num_local])
         run.num_computed = min(len(run.tiers) * size, num_tokens - 1)  # of what was loaded whole the last one again
         run.num_answered = 0
@@ -210,27 +233,19 @@ class BlockCache(SimulatedCache):
             self._gpu.take(run.held, len(below))
         else:
             self._fill(run, min(num_tokens, run.num_computed + max_tokens))
-        self._begun.append(run)
         self._unprotect(run)
         self._count_access(run)
-        return True
 
     def load(self, run: Run) -> None:
         """Note that what a request hit below the GPU is there now."""
         if run.promised:
             assert self._host is not None
-            self._host.let_go(run.promised)
-            run.found += run.promised
+            self._host.release(run.promised)
             run.promised = ()
             self._name(run, len(run.tiers))
 
-    def num_missing_blocks(self, run: Run, num_tokens: int) -> int:
-        """Return how many free blocks are missing to compute so many more tokens, of the prompt or the answer."""
-        num_needed = -(-(run.num_computed + run.num_answered + num_tokens) // self.block_size)
-        return num_needed - run.held.num_blocks - self._gpu.num_free
-
     def compute(self, run: Run, num_tokens: int) -> None:
-        """Compute so many tokens of the prompt, and copy it to the host when it is whole."""
+        """Compute tokens of the prompt, and copy it to the host when it is whole."""
         num_prompt_tokens = run.prompt.num_prompt_tokens
         run.num_computed += num_tokens
         self._fill(run, run.num_computed)
@@ -254,12 +269,10 @@ class BlockCache(SimulatedCache):
 
     def _store(self, run: Run, keys: Sequence[int]) -> None:
         assert self._host is not None
-        stored = self._host.store(keys)
-        run.stored += stored
-        run.found += set(keys).difference(stored)
+        run.stored += self._host.store(keys)
 
     def settle(self) -> None:
-        """Take note that the copies to the host are done, as they are with the step after they were begun."""
+        """Note that the copies to the host are done, as they are with the step after they were begun."""
         if self._host is not None:
             self._host.settle()
 
@@ -271,25 +284,12 @@ class BlockCache(SimulatedCache):
         if prompt.path:
             self._tree.release(prompt.path[-1].keys[-1])
         self._free(run)
-        if self._host is not None:
-            self._host.on_answered(prompt.keys, set(run.stored), set(run.found))
         if run.request.conversation is not None:
             self._histories[run.request.conversation] = prompt.told
 
-    def preempt(self, run: Run) -> None:
-        """Take a request's blocks away; it waits again, and hits what is left of them when it begins anew."""
-        self._free(run)
-        run.num_again = max(run.num_again, run.num_answered)
-
     def _free(self, run: Run) -> None:
         self._gpu.free(run.held)
-        self._begun.remove(run)
         run.held = HeldBlocks()
-
-    def _num_missing(self, run: Run) -> int:
-        """Return how many blocks a request does not have yet for its prompt, and what it had answered before."""
-        num_tokens = run.prompt.num_prompt_tokens + run.num_again
-        return max(-(-num_tokens // self.block_size) - run.held.num_blocks, 0)
 
     def _protect(self, run: Run, keys: Sequence[int]) -> None:
         if len(keys) <= self._num_protectable:
@@ -304,26 +304,30 @@ class BlockCache(SimulatedCache):
             run.num_protected = 0
 
     def _fill(self, run: Run, num_tokens: int) -> None:
-        """Give a request blocks for so many tokens of its prompt, as many as are full with their content."""
+        """Give a request blocks for the first ``num_tokens`` of its prompt."""
         self._gpu.take(run.held, max(-(-num_tokens // self.block_size) - run.held.num_blocks, 0))
         self._name(run, num_tokens // self.block_size)
 
-    def _reuse(self, run: Run, request: TracedRequest, number: int) -> None:
+    def _reuse(self, run: Run) -> None:
         """Take what chunks have; blocks from the first approximate token on are keyed for no other request."""
         if self._chunks is not None:
-            run.reuse = self._chunks.serve(request, number, len(run.tiers) * self.block_size)
+            run.reuse = self._chunks.serve(run.request, len(run.tiers) * self.block_size)
         if run.reuse.first_token is not None:
             run.num_exact = run.reuse.first_token // self.block_size
 
     def _count_access(self, run: Run) -> None:
         num_cached = len(run.tiers) * self.block_size + run.reuse.num_tokens
         num_missed = run.prompt.num_prompt_tokens - num_cached
-        self._tree.record_access(
-            self._tree.insert(run.prompt.path),
-            num_hit_units=len(run.tiers),
-            cost_per_token_s=self._tree.policy.cost_per_token_s(self._cost, num_cached, num_missed),
-            turn=run.turn,
-        )
+        policy, path = self._tree.policy, self._tree.insert(run.prompt.path)
+        cost_s = policy.cost_per_token_s(self._cost, num_cached, num_missed)
+        if run.expected_uses is not None:
+            self._tree.record_prefill(path, num_hit_units=len(run.tiers), cost_per_token_s=cost_s)
+            self._tree.seed(path, expected_uses=run.expected_uses)
+            return
+        if isinstance(policy, BeladyPolicy):
+            assert run.number is not None
+            policy.begin(run.number)
+        self._tree.record_access(path, num_hit_units=len(run.tiers), cost_per_token_s=cost_s, turn=run.turn)
 
     def _busy_steps(self, prompt: PromptBlocks) -> list[int]:
         """Return the steps of an answer in which a block is begun or becomes full; nothing happens in the others."""
@@ -341,32 +345,23 @@ class BlockCache(SimulatedCache):
         """Return how many of its blocks a request is worth storing below the GPU."""
         assert self._host is not None
         prompt = run.prompt
-        if not self._knows_documents:
-            return min(len(prompt.keys), self._host.num_chunks)
         num_blocks, num_documents = prompt.num_document_blocks, len(prompt.told.documents)
-        if run.is_likely and num_documents <= (self._max_cached_documents or num_documents):
+        if run.is_likely and num_documents <= (self._options.max_cached_documents or num_documents):
             num_blocks = len(prompt.keys)
         elif num_blocks is None:
             num_blocks = prompt.num_prompt_tokens // self.block_size
-        return min(num_blocks, self._host.num_chunks)
+        return min(num_blocks, self._host.num_blocks)
 
     # Inside
 
     def _cut(self, request: TracedRequest, number: int | None) -> PromptBlocks:
-        return cut_into_blocks(
-            request,
-            number,
-            system_tokens=self._system_tokens,
-            block_size=self.block_size,
-            max_cached_documents=self._max_cached_documents,
-            history=self._history(request),
-        )
+        return _cut(request, number, self._options, self._history(request))
 
     def _history(self, request: TracedRequest) -> History:
-        """Return what stands before a turn; one that overtook the turn before it has tokens that nobody else has."""
+        """Return the history of a turn; one that overtook the turn before it has tokens of its own."""
         if request.conversation is None or not request.history_tokens:
             return History()
-        num_tokens = self._system_tokens + request.history_tokens
+        num_tokens = self._options.system_tokens + request.history_tokens
         known = self._histories.get(request.conversation, History())
         return known if known.num_tokens == num_tokens else History(((num_tokens, b"overtaken"),))
 
@@ -405,17 +400,55 @@ class BlockCache(SimulatedCache):
             num_units = self._num_cached_units(keys)
             is_whole = num_units == len(keys)
             if num_units > num_cached or is_whole:
-                paths.set(PathChange(_NO_STATIC_PREFIX, doc_ids, num_units * self.block_size))
+                paths.set(PathChange(NO_STATIC_PREFIX, doc_ids, num_units * self.block_size))
             if is_whole:
                 self._explore(request, order, num_units, paths)
 
-    def _check_fits(self, prompt: PromptBlocks, number: int) -> None:
+    def update_mirror(self) -> None:
+        """Let :attr:`mirror` say which orders of documents are cached; with several replicas alone."""
+        changed = list(self._changed)
+        self._changed.clear()
+        here = []
+        for node in changed:
+            at = self._tree.locate(node.keys[-1])
+            if at is not None and at.node is node:
+                here.append(node)
+            elif (documents := self._mirrored.pop(node, None)) is not None:
+                self.mirror.set(PathChange(NO_STATIC_PREFIX, documents, 0))
+        for node in here:
+            if node.doc_id is not None:
+                self._mirror(node)
+
+    def _mirror(self, node: TreeNode) -> None:
+        """Note how much of a document is cached, which may be divided into several nodes."""
+        parts = [node]
+        while (upper := parts[0].parent) is not None and upper.doc_id == node.doc_id:
+            parts.insert(0, upper)
+        while (lower := next((n for n in parts[-1].iter_children() if n.doc_id == node.doc_id), None)) is not None:
+            parts.append(lower)
+        first = num_tokens = parts[0].start * self.block_size
+        for part in parts:
+            num_tokens += self._tree.num_own_leading_tokens(part)
+            if num_tokens < (part.start + len(part.keys)) * self.block_size:
+                break
+        is_whole = num_tokens == (parts[-1].start + len(parts[-1].keys)) * self.block_size
+        steps = parts[0].path()
+        documents = tuple(
+            step.doc_id
+            for before, step in zip((None, *steps), steps, strict=False)
+            if step.doc_id is not None and (before is None or before.doc_id != step.doc_id)
+        )
+        num_cached = num_tokens if num_tokens > first else 0
+        self.mirror.set(PathChange(NO_STATIC_PREFIX, documents, num_cached, is_whole))
+        self._mirrored[parts[-1]] = documents
+
+    def _check_fits(self, prompt: PromptBlocks, number: int | None) -> None:
         num_needed = -(-prompt.num_tokens // self.block_size)
         if num_needed > self._gpu.num_usable:
+            name = "a path" if number is None else f"request {number} of the trace"
             raise ConfigError(
-                f"request {number} of the trace needs {num_needed:,} blocks of {self.block_size} tokens, the GPU has "
-                f"{self._gpu.num_usable:,} and vLLM would refuse it: set gpu_tokens to "
-                f"{(num_needed + 1) * self.block_size:,} or more"
+                f"{name} needs {num_needed:,} blocks of {self.block_size} tokens, the GPU has {self._gpu.num_usable:,} "
+                f"and vLLM would refuse it: set gpu_tokens to {(num_needed + 1) * self.block_size:,} or more"
             )
 
     def _num_blocks(self, name: str, num_tokens: int, least: int = 1) -> int:
@@ -426,3 +459,30 @@ class BlockCache(SimulatedCache):
                 f"{least * self.block_size:,} or more"
             )
         return num_blocks
+
+
+def _cut(request: TracedRequest, number: int | None, options: SimulationOptions, history: History) -> PromptBlocks:
+    return cut_into_blocks(
+        request,
+        number,
+        system_tokens=options.system_tokens,
+        block_size=options.block_size,
+        max_cached_documents=options.max_cached_documents,
+        history=history,
+    )
+
+
+def _foreseen(trace: Trace, options: SimulationOptions) -> Iterator[Foreseen]:
+    """Yield what each request of a trace will use, if none overtakes another."""
+    histories: dict[int, History] = {}
+    for number, request in enumerate(trace):
+        shown = request.in_order(arrange(request.doc_ids, options.order, None))
+        history = History() if request.conversation is None else histories.get(request.conversation, History())
+        prompt = _cut(shown, number, options, history)
+        ends = accumulate(segment.num_tokens for segment in prompt.path)
+        steps = [(segment.keys[-1], end) for segment, end in zip(prompt.path, ends, strict=True)]
+        answer = prompt.keys[-1:] or ("",)
+        blocks = {min(end // options.block_size, len(prompt.keys)) for end, _ in prompt.told.runs}
+        yield Foreseen([*steps, (answer[0], _UNBOUNDED_TOKENS)], {prompt.keys[i - 1] for i in blocks if i})
+        if request.conversation is not None:
+            histories[request.conversation] = prompt.told

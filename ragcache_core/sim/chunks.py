@@ -1,52 +1,59 @@
-"""Stored chunks in virtual time: KV of documents, used behind others than it was computed behind (Cache-Craft)."""
+"""Stored chunks in virtual time: KV of documents, reused at other positions than it was computed at (Cache-Craft)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from itertools import accumulate
 
 from ragcache_core.chunk.scores import num_selected
-from ragcache_core.sim.cache import NO_REUSE, Reuse, SimulatedCache
+from ragcache_core.policy import PrefillCost, make_policy
+from ragcache_core.sim.engine import NO_REUSE, Reuse
+from ragcache_core.sim.options import INFINITE, SimulationOptions
 from ragcache_core.sim.traces.trace import TracedRequest
+from ragcache_core.tree import KnowledgeTree, PathSegment, TreeNode
 from ragcache_core.types import Tier
+
+_UNBOUNDED = 1 << 62
 
 
 class StoredChunks:
-    """Chunks on the host and on disk, one variant of each, wherever a prompt shows them.
+    """Chunks on the host and on disk, one version of each, reused wherever a prompt shows them.
 
-    Of each reused document the same ``fraction`` is computed again. A document that was computed is stored, where the
-    policy has room for it; of one that was cached exactly in part, as the engine does: if half of it was computed, and
+    Of each reused document the same fraction is recomputed. A document that was computed is stored, where the policy
+    has room for it. One that was cached exactly in part is stored as the engine does: if half of it was computed, or
     all of it in a request that reuses others.
-
-    Args:
-        shelf: a cache of whole documents that keeps each by itself; what it calls its GPU is the chunks' host memory,
-            and its host their disk.
-        fraction: of a reused document, to be computed.
-        system_tokens: of the prompt, before its documents.
-        page_tokens: a chunk takes whole pages of its tier.
     """
 
-    def __init__(self, shelf: SimulatedCache, fraction: float, *, system_tokens: int, page_tokens: int = 1) -> None:
-        self._shelf = shelf
-        self._fraction = fraction
-        self._system_tokens = system_tokens
-        self._page_tokens = page_tokens
+    def __init__(self, options: SimulationOptions, cost: PrefillCost, *, page_tokens: int = 1) -> None:
+        """Begin empty; a chunk takes whole pages of its tier.
 
-    def serve(self, request: TracedRequest, number: int, num_exact_tokens: int) -> Reuse:
+        Args:
+            options: with ``chunk_reuse``, the fraction that is recomputed.
+            cost: of a prefill.
+            page_tokens: tokens in a page.
+        """
+        assert options.chunk_reuse is not None
+        self._fraction = options.chunk_reuse
+        self._system_tokens = options.system_tokens
+        self._page_tokens = page_tokens
+        self._store = _ChunkStore(options, cost)
+
+    def serve(self, request: TracedRequest, num_exact_tokens: int) -> Reuse:
         """Return what a request reuses whose first ``num_exact_tokens`` are cached, and store what it computes."""
-        ends = self._ends(request)
+        ends = list(accumulate(request.doc_tokens, initial=self._system_tokens))[1:]
         ahead = {i: min(request.doc_tokens[i], end - num_exact_tokens) for i, end in enumerate(ends)}
         ahead = {i: num_tokens for i, num_tokens in ahead.items() if num_tokens > 0}
         selected = {i: num_selected(self._fraction, num_tokens) for i, num_tokens in ahead.items()}
         tiers: dict[int, Tier] = {}
         for i, num_tokens in ahead.items():
-            alone = self._alone(request, i)
-            if selected[i] < num_tokens and self._shelf.num_cached_tokens(alone):
-                (tier,) = self._shelf.serve(alone, number).tiers
+            chunk = self._chunk(request, i)
+            if selected[i] < num_tokens and self._store.has(chunk):
+                tier = self._store.use(chunk)
                 if tier is not None:  # else what was read before it has pushed it out, and it is stored again
-                    tiers[i] = Tier(tier + 1)
+                    tiers[i] = tier
         for i, num_tokens in ahead.items():
             if i not in tiers and num_tokens >= request.doc_tokens[i] / (1 if tiers else 2):
-                self._shelf.serve(self._alone(request, i), number)
+                self._store.use(self._chunk(request, i))
         if not tiers:
             return NO_REUSE
         return Reuse(
@@ -58,17 +65,95 @@ class StoredChunks:
         )
 
     def warm(self, request: TracedRequest, expected_uses: int) -> None:
-        """Store the documents of a prompt before anybody asks for them."""
+        """Store the documents of a prompt ahead of requests."""
         for place in range(len(request.doc_ids)):
-            self._shelf.warm(self._alone(request, place), expected_uses)
+            self._store.warm(self._chunk(request, place), expected_uses)
 
-    def _ends(self, request: TracedRequest) -> Sequence[int]:
-        ends, end = [], self._system_tokens
-        for num_tokens in request.doc_tokens:
-            end += num_tokens
-            ends.append(end)
-        return ends
-
-    def _alone(self, request: TracedRequest, place: int) -> TracedRequest:
+    def _chunk(self, request: TracedRequest, place: int) -> PathSegment:
         num_tokens = -(-request.doc_tokens[place] // self._page_tokens) * self._page_tokens
-        return TracedRequest(request.arrival_s, (request.doc_ids[place],), (num_tokens,), 0, 1)
+        doc_id = request.doc_ids[place]
+        return PathSegment(((doc_id, num_tokens),), num_tokens, doc_id)
+
+
+class _ChunkStore:
+    """Two tiers of whole chunks: what leaves the host is put on disk, if it is not there already.
+
+    The tree's first two tiers stand for the chunks' host memory and their disk.
+    """
+
+    def __init__(self, options: SimulationOptions, cost: PrefillCost) -> None:
+        num_host, num_disk = options.chunk_tokens
+        self._capacities = (_UNBOUNDED if options.policy == INFINITE else num_host, num_disk)
+        self._num_tokens = [0, 0]
+        self._cost = cost
+        self._tree = KnowledgeTree(
+            make_policy("lru" if options.policy == INFINITE else options.policy, cost),
+            keeps_frequency=options.keeps_frequency,
+            shadow_tokens=num_disk or num_host,
+            moves_down=True,
+        )
+
+    def has(self, chunk: PathSegment) -> bool:
+        """Return whether a chunk lies in any tier."""
+        at = self._tree.locate(chunk.keys[0])
+        return at is not None and bool(self._tree.resident_anywhere(at.node))
+
+    def use(self, chunk: PathSegment) -> Tier | None:
+        """Return where a chunk lies, counting a use, and bring it to the host; None: it was stored now."""
+        (node,) = self._tree.insert([chunk])
+        tier = self._tier_of(node)
+        self._tree.pin([node])
+        self._tree.record_access([node], num_hit_units=int(tier is not None), cost_per_token_s=self._cost_s(node, tier))
+        self._place(node)
+        return tier
+
+    def warm(self, chunk: PathSegment, expected_uses: int) -> None:
+        """Store a chunk with the priority of that many uses."""
+        (node,) = self._tree.insert([chunk])
+        tier = self._tier_of(node)
+        self._tree.pin([node])
+        self._tree.record_prefill(
+            [node], num_hit_units=int(tier is not None), cost_per_token_s=self._cost_s(node, tier)
+        )
+        self._tree.seed([node], expected_uses=expected_uses)
+        self._place(node)
+
+    def _cost_s(self, node: TreeNode, tier: Tier | None) -> float:
+        num_cached, num_new = (0, node.num_tokens) if tier is None else (node.num_tokens, 0)
+        return self._tree.policy.cost_per_token_s(self._cost, num_cached, num_new)
+
+    def _place(self, node: TreeNode) -> None:
+        """Put a pinned chunk on the host, and unpin it."""
+        if not self._tree.tiers[Tier.GPU].resident[node.id] and self._make_room(Tier.GPU, node.num_tokens):
+            self._add(node, Tier.GPU)
+        self._tree.unpin([node])
+
+    def _make_room(self, tier: Tier, num_tokens: int, below: float = math.inf) -> bool:
+        """Evict what has a lower priority than ``below`` until ``num_tokens`` fit; return whether they do."""
+        while self._num_tokens[tier] + num_tokens > self._capacities[tier]:
+            node = self._tree.victim(tier)
+            if node is None or not self._tree.tiers[tier].score(node, self._tree.num_requests) < below:
+                return False
+            if tier is Tier.GPU:
+                self._move_down(node)
+            self._tree.give_up(node, tier)
+            self._num_tokens[tier] -= node.num_tokens
+        return True
+
+    def _move_down(self, node: TreeNode) -> None:
+        state = self._tree.tiers[Tier.HOST]
+        is_selective = self._tree.policy.is_selective
+        below = state.worth(node, self._tree.num_requests) if is_selective else math.inf
+        if not state.resident[node.id] and self._make_room(Tier.HOST, node.num_tokens, below):
+            self._add(node, Tier.HOST)
+
+    def _add(self, node: TreeNode, tier: Tier) -> None:
+        self._tree.add(node, 1, tier)
+        self._num_tokens[tier] += node.num_tokens
+
+    def _tier_of(self, node: TreeNode) -> Tier | None:
+        """Return the tier of the chunks that holds a node."""
+        host, disk, _ = self._tree.tiers
+        if host.resident[node.id]:
+            return Tier.HOST
+        return Tier.DISK if disk.resident[node.id] else None

@@ -5,13 +5,112 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter_ns
+from typing import Protocol
 
+from ragcache_core.ordering import CachedPaths
 from ragcache_core.queueing import CacheAwareQueue, order_priority
-from ragcache_core.sim.cache import Served, SimulatedCache
 from ragcache_core.sim.options import SimulationOptions
 from ragcache_core.sim.testbeds import Testbed
 from ragcache_core.sim.traces.trace import TracedRequest
 from ragcache_core.types import Tier
+
+NO_STATIC_PREFIX = b""
+"""The static prefix of all simulated prompts: they share one system prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """What a prompt takes from stored chunks after its exact prefix.
+
+    Attributes:
+        documents: those that are reused, by their places in the prompt.
+        first_token: where the first of them begins, or the exact prefix ends. From there on KV is approximate and is
+            not shared. None: nothing is reused.
+        num_host_tokens, num_disk_tokens: read from there instead of computed.
+        num_recomputed_tokens: of the reused documents, computed all the same.
+    """
+
+    documents: frozenset[int] = frozenset()
+    first_token: int | None = None
+    num_host_tokens: int = 0
+    num_disk_tokens: int = 0
+    num_recomputed_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt that are read from chunks."""
+        return self.num_host_tokens + self.num_disk_tokens
+
+
+NO_REUSE = Reuse()
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a request hit, and what was moved for it.
+
+    Attributes:
+        tiers: the tier of each document of the prompt, in the prompt's order; None for a miss.
+        num_cached_tokens_by_tier: of the prompt, indexed by :class:`~ragcache_core.types.Tier`.
+        num_new_tokens: of the prompt, to be computed.
+        num_loaded_tokens: copied to the GPU from the tiers below; the request waits for them.
+        num_swapped_out_tokens: copied from the GPU to the host.
+        reuse: tokens that are read from chunks, neither cached nor computed.
+    """
+
+    tiers: tuple[Tier | None, ...]
+    num_cached_tokens_by_tier: tuple[int, int, int]
+    num_new_tokens: int
+    num_loaded_tokens: int
+    num_swapped_out_tokens: int
+    reuse: Reuse = NO_REUSE
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that are cached exactly."""
+        return sum(self.num_cached_tokens_by_tier)
+
+
+class SimulatedCache(Protocol):
+    """Tiers of KV: :class:`~ragcache_core.sim.blocks.BlockCache`, or another one that an experiment brings.
+
+    A request comes with its number in the trace, which tells two questions of the same words apart. Its documents
+    stand in the order in which the prompt shows them.
+    """
+
+    mirror: CachedPaths
+    """Which orders of documents are cached, as of the last :meth:`update_mirror`."""
+
+    def num_cached_tokens(self, request: TracedRequest) -> int:
+        """Return how many tokens of the prompt are cached now, in any tier; changes nothing."""
+        ...
+
+    def best_order(self, request: TracedRequest) -> tuple[int, ...]:
+        """Return the permutation of the documents with the longest cached prefix; changes nothing.
+
+        Where nothing is gained, it is the order as it is: the result of :func:`ragcache_core.ordering.arrange` for
+        ``cache_aware``, given all that is cached.
+        """
+        ...
+
+    def serve(self, request: TracedRequest, number: int) -> Served:
+        """Return what a request hits; count it, evict what has to go, and store what it leaves."""
+        ...
+
+    def warm(self, request: TracedRequest, expected_uses: int) -> None:
+        """Store the documents of a prompt ahead of requests, with the priority of that many uses."""
+        ...
+
+    def changed_prefixes(self) -> set[tuple[str, ...]] | None:
+        """Return the orders of documents whose cached prefix has changed since the last call.
+
+        Only waiting requests that begin with one of them may have another number of cached tokens now. None: any may.
+        """
+        ...
+
+    def update_mirror(self) -> None:
+        """Let :attr:`mirror` say what is cached now."""
+        ...
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -20,13 +119,13 @@ class Job:
 
     Attributes:
         number: of the request in the trace.
-        request: with its documents in the order in which the prompt shows them, as ``order`` has them of the trace's.
-        is_wrong: it is a speculation from documents that are not the final ones: computed, and never cached.
-        ready_s: when its documents were known; None while that is not so.
-        served: what it found, once it was admitted.
+        request: with its documents in the prompt's order; ``order`` gives their places in the trace's.
+        is_wrong: it is a misspeculation, from documents that are not the final ones: computed, and never cached.
+        ready_s: when its documents were known; None before that.
+        served: what it hit, once it was admitted.
         first_token_s, done_s: None until then.
-        decision_ns: real time that was spent on its decisions.
-        prefill_s: what its prefill took, had it run alone.
+        decision_ns: real time that its decisions took.
+        prefill_s: the time of its prefill, had it run alone.
     """
 
     number: int
@@ -43,7 +142,7 @@ class Job:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt, without those that all requests share."""
+        """Tokens of the prompt, without the system prompt."""
         return self.request.history_tokens + sum(self.request.doc_tokens) + self.request.question_tokens
 
 
@@ -55,21 +154,19 @@ class EngineModel:
     first token when that ends; in each later one it gets one token more. An iteration of requests i takes::
 
         compute  = sum of time(i) - (n - 1) base        time(i) = T(alpha, beta) in the first, decode(context) later
-        transfer = host tokens / host link + disk tokens / disk link + shared tokens / link, of those that are admitted
+        transfer = host tokens / host link + disk tokens / disk link, of those that are admitted
         iteration = max(compute, transfer) if transfers are overlapped, else compute + transfer
 
-    alpha are the tokens whose KV is there, cached or read from chunks or a shared tier, beta those that are computed: a
-    partial prefill of tokens that lie scattered costs what one behind everything else would. The base, reading the
-    weights, is shared by all. A single request thus has its first token T(alpha, beta) after it was admitted, or later
-    by its transfers. Overlapping is ideal: layers are loaded while those before are computed,
-    and the first layer's wait is not counted. Copies to the host take no time, since the link has two directions, and
-    the KV of what runs is not counted against the cache.
+    alpha are the tokens whose KV is cached or read from chunks, beta those that are computed: a partial prefill of
+    scattered tokens costs the same as one after all the others. The base, reading the weights, is shared by all. A
+    single request thus has its first token T(alpha, beta) after it was admitted, or later by its transfers. Overlapping
+    is ideal: the first layer's wait is not counted. Copies to the host take no time, since the link has two directions,
+    and the KV of running requests is not counted against the cache.
     """
 
     testbed: Testbed
     max_batch: int
     overlaps_transfers: bool
-    link_gib_per_s: float | None = None
     running: list[Job] = field(default_factory=list)
 
     @property
@@ -81,26 +178,23 @@ class EngineModel:
         """Return the seconds of the next iteration; ``admitted`` are those of the running ones that are prefilled."""
         testbed = self.testbed
         compute_s = (1 - len(self.running)) * testbed.base_s
-        num_host_tokens = num_disk_tokens = num_shared_tokens = 0
+        num_host_tokens = num_disk_tokens = 0
         for job in self.running:
             if (served := job.served) is None or job.num_output_tokens:
                 continue
             reuse = served.reuse
-            num_known_tokens = served.num_cached_tokens + reuse.num_tokens + served.num_shared_tokens
+            num_known_tokens = served.num_cached_tokens + reuse.num_tokens
             job.prefill_s = testbed.cost.estimate_s(num_known_tokens, max(served.num_new_tokens, 1))
             compute_s += job.prefill_s
             num_host_tokens += served.num_cached_tokens_by_tier[Tier.HOST] + reuse.num_host_tokens
             num_disk_tokens += served.num_cached_tokens_by_tier[Tier.DISK] + reuse.num_disk_tokens
-            num_shared_tokens += served.num_shared_tokens
         if len(admitted) < len(self.running):
             for job in self.running:
                 if job.num_output_tokens and job.served is not None:
                     served = job.served
-                    num_known_tokens = served.num_cached_tokens + served.reuse.num_tokens + served.num_shared_tokens
+                    num_known_tokens = served.num_cached_tokens + served.reuse.num_tokens
                     compute_s += testbed.decode_s(num_known_tokens + served.num_new_tokens + job.num_output_tokens)
         transfer_s = testbed.transfer_s(num_host_tokens, num_disk_tokens)
-        if self.link_gib_per_s is not None:
-            transfer_s += num_shared_tokens / testbed.tokens_per_gib / self.link_gib_per_s
         return max(compute_s, transfer_s) if self.overlaps_transfers else compute_s + transfer_s
 
     def end_iteration(self, now_s: float) -> list[Job]:
@@ -119,23 +213,32 @@ class EngineModel:
 
 
 class QueuedEngine:
-    """An engine with its cache and the project's own queue in front of it; the clock is its owner's.
+    """An engine with its cache and the project's own queue.
 
     Attributes:
-        cache: what is asked and changed when a job starts.
+        cache: what is matched and changed when a job starts.
         model: how long iterations take, and what runs in them.
         queue: what waits.
+        speculative: jobs of unfinished searches, by their numbers: admitted while nothing else waits.
+        end_s: when the iteration ends; None: none runs.
     """
 
     def __init__(self, cache: SimulatedCache, options: SimulationOptions, testbed: Testbed) -> None:
         self.cache = cache
-        self.model = EngineModel(testbed, options.max_batch, options.overlaps_transfers, options.link_gib_per_s)
+        self.model = EngineModel(testbed, options.max_batch, options.overlaps_transfers)
         self._system_tokens = options.system_tokens
         self._is_cache_aware = options.queue == "cache-aware"
         self.queue: CacheAwareQueue[Job] = CacheAwareQueue(
             self._priority, window=options.window if self._is_cache_aware else 0
         )
         self._waiting_for: dict[tuple[str, ...], set[Job]] = {}
+        self.speculative: dict[int, Job] = {}
+        self.end_s: float | None = None
+
+    @property
+    def num_pending(self) -> int:
+        """Requests that wait or run."""
+        return len(self.queue) + len(self.speculative) + len(self.model.running)
 
     def enqueue(self, job: Job) -> None:
         """Have a job wait for its turn."""
@@ -144,8 +247,30 @@ class QueuedEngine:
             for end in range(1, len(job.request.doc_ids) + 1):
                 self._waiting_for.setdefault(job.request.doc_ids[:end], set()).add(job)
 
-    def next(self) -> Job:
-        """Take out the job whose turn it is; one must wait."""
+    def begin_iteration(self, now_s: float) -> float:
+        """Start the jobs that wait while slots are free, and return the seconds of the iteration; 0: none begins."""
+        admitted = []
+        while self.model.has_room and (self.queue or self.speculative):
+            started_ns = perf_counter_ns()
+            job = self._next() if self.queue else self.speculative.pop(next(iter(self.speculative)))
+            job.served = self._serve(job)
+            job.decision_ns += perf_counter_ns() - started_ns
+            self.model.running.append(job)
+            admitted.append(job)
+        if not self.model.running:
+            return 0.0
+        seconds = self.model.iteration_s(admitted)
+        self.end_s = now_s + seconds
+        return seconds
+
+    def end_iteration(self) -> list[Job]:
+        """Return the jobs that are done with the iteration."""
+        assert self.end_s is not None
+        done = self.model.end_iteration(self.end_s)
+        self.end_s = None
+        return done
+
+    def _next(self) -> Job:
         if not self._is_cache_aware:
             return self.queue.pop()
         changed = self.cache.changed_prefixes()
@@ -161,24 +286,6 @@ class QueuedEngine:
             if not waiting_for:
                 del self._waiting_for[prefix]
         return job
-
-    def start(self, job: Job) -> None:
-        """Let a job run from the next iteration on."""
-        started_ns = perf_counter_ns()
-        job.served = self._serve(job)
-        job.decision_ns += perf_counter_ns() - started_ns
-        self.model.running.append(job)
-
-    def admit(self) -> list[Job]:
-        """Start what waits while there is room, and return it."""
-        admitted = []
-        while self.model.has_room and self.queue:
-            started_ns = perf_counter_ns()
-            job = self.next()
-            job.decision_ns += perf_counter_ns() - started_ns
-            self.start(job)
-            admitted.append(job)
-        return admitted
 
     def _serve(self, job: Job) -> Served:
         if not job.is_wrong:

@@ -27,6 +27,7 @@ from ragcache_core._version import __version__
 from ragcache_core.errors import ConfigError
 from ragcache_core.private_files import make_folders, open_private
 from ragcache_core.sim.options import BELADY, SimulationOptions
+from ragcache_core.sim.result import SimulationResult
 from ragcache_core.sim.traces.trace import Trace, read_trace
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def plan(
 ) -> list[Run]:
     """Return a run for each trace with each combination of values; what is not given is as in ``base``.
 
-    ``belady`` with the order ``cache_aware`` is left out of a plan that holds more: there is no such bound.
+    A plan of several runs has no ``belady`` where there is no such bound: with the order ``cache_aware``, or replicas.
 
     Raises:
         ConfigError: a combination that cannot work. OSError: a trace, or the cost model's file, cannot be read.
@@ -142,11 +143,17 @@ def plan(
     cost_file = Path(base.cost_model)
     cost_sha256 = _digest(cost_file) if cost_file.is_file() else ""
     settings = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
-    possible = [of for of in settings if (of["policy"], of["order"]) != (BELADY, "cache_aware")]
+    possible = [
+        of for of in settings if of["policy"] != BELADY or (of["order"] != "cache_aware" and of["replicas"] == 1)
+    ]
     options = [replace(base, **of) for of in possible or settings]  # type: ignore[arg-type]
     digests = {trace: _digest(trace) for trace in traces}
     runs = (Run(trace, digest, of, cost_sha256) for trace, digest in digests.items() for of in options)
     return list({(run.trace, run.key): run for run in runs}.values())
+
+
+def _is_without_bound(settings: Mapping[str, object]) -> bool:
+    return settings["policy"] == BELADY and (settings["order"] == "cache_aware" or settings["replicas"] != 1)
 
 
 def run_all(
@@ -156,14 +163,17 @@ def run_all(
     finished: Mapping[str, FinishedRun] | None = None,
     keep: Callable[[FinishedRun], None] = lambda _: None,
     report: Callable[[int], object] = lambda _: None,
+    simulate: Callable[..., SimulationResult] | None = None,
 ) -> list[FinishedRun]:
     """Simulate what is not among ``finished`` in ``jobs`` processes, and return all runs in the order they came in.
 
     Args:
+        runs: to be done.
         jobs: processes at a time.
         finished: runs by their keys that need not be done again.
         keep: called with each run as soon as it is finished.
         report: called now and then with the number of requests simulated since the last call.
+        simulate: a function of a module that takes the place of :func:`~ragcache_core.sim.simulator.simulate`.
 
     Whatever ends it early, an error in a run or an interrupt, ends the processes as well.
 
@@ -180,7 +190,9 @@ def run_all(
         num_reported = 0
         with _workers(min(jobs, len(to_do)), counter) as executor:
             with _without_interrupts():
-                pending: set[Future[FinishedRun]] = {executor.submit(_simulate, run) for run in to_do.values()}
+                pending: set[Future[FinishedRun]] = {
+                    executor.submit(_simulate, run, simulate) for run in to_do.values()
+                }
             while pending:
                 done, pending = wait(pending, timeout=_POLL_S, return_when=FIRST_COMPLETED)
                 for future in sorted(done, key=lambda future: future.exception() is not None):  # failures last
@@ -237,8 +249,11 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _simulate(run: Run) -> FinishedRun:
-    from ragcache_core.sim.simulator import simulate
+def _simulate(run: Run, simulate: Callable[..., SimulationResult] | None) -> FinishedRun:
+    if simulate is None:
+        from ragcache_core.sim import simulator
+
+        simulate = simulator.simulate
 
     started_s = time.perf_counter()
     if run.cost_sha256 and _digest(Path(run.options.cost_model)) != run.cost_sha256:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,33 +80,6 @@ class Testbed:
         """Return the seconds in which KV comes to the GPU; that of the disk passes through the host."""
         num_host_gib = (num_host_tokens + num_disk_tokens) / self.tokens_per_gib
         return num_host_gib / self.host_gib_per_s + num_disk_tokens / self.tokens_per_gib / self.disk_gib_per_s
-
-    def read_s(self, num_disk_tokens: int) -> float:
-        """Return the seconds in which KV comes from the disk to host memory."""
-        return num_disk_tokens / self.tokens_per_gib / self.disk_gib_per_s
-
-    # Steps of several requests
-
-    @property
-    def request_s(self) -> float:
-        """What a request takes beside its steps: to be sent, taken in and answered."""
-        return self.steps.request_s if self.steps is not None else 0.0
-
-    @property
-    def step_s(self) -> float:
-        """What a step takes, whatever it computes."""
-        return self.steps.step_s if self.steps is not None else self.base_s
-
-    def chunk_s(self, num_cached_tokens: int, num_new_tokens: int) -> float:
-        """Return what a part of a prefill adds to a step."""
-        alone_s = self.cost.estimate_s(num_cached_tokens, num_new_tokens)
-        return max(alone_s - self.request_s - self.step_s, 0.0)
-
-    def answer_s(self, num_context_tokens: int) -> float:
-        """Return what a token of an answer adds to a step."""
-        if self.steps is not None:
-            return self.steps.sequence_s
-        return max(self.decode_s(num_context_tokens) - self.base_s, 0.0)
 
     def lengths_beyond(self, num_cached_tokens: int, num_new_tokens: int) -> str | None:
         """Return what is missing where prompts are longer than what was measured; None for a formula, or if nothing."""
@@ -196,6 +170,32 @@ def load_testbed(name_or_file: str) -> Testbed:
         return _read(name_or_file if name_or_file in MEASURED else str(path), data)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def read_searches(path: Path) -> tuple[float, ...]:
+    """Return the seconds of the searches in a file: of ``ragcache bench --search --output``, or a list ``search_s``.
+
+    Raises:
+        ConfigError: it cannot be read, or has no searches, or other things than seconds.
+    """
+    try:
+        data = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"search {path} cannot be read ({error.strerror}): name measured searches") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"search {path} is not JSON ({error}): name a file of measured searches") from error
+    found = data.get("search_s") if isinstance(data, dict) else None
+    if isinstance(data, dict) and isinstance(runs := data.get("runs"), list):
+        searched = [run["search"] for run in runs if isinstance(run, dict) and run.get("search")]
+        found = [seconds for search in searched for seconds in search.get("search_s", ())]
+    if not isinstance(found, list) or not found:
+        raise ConfigError(
+            f"search {path} has no searches: name the results of 'ragcache bench --search', or a file with search_s"
+        )
+    for seconds in found:
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
+            raise ConfigError(f"search {path} has {seconds!r:.40} among its seconds; each must be 0 or more")
+    return tuple(map(float, found))
 
 
 def _read(name: str, data: Mapping[str, object]) -> Testbed:

@@ -1,4 +1,4 @@
-"""Which documents to prefill before anybody asks, behind which others, and what that is expected to bring."""
+"""Which documents to prefill ahead of requests, after which others, and the expected gain."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ragcache_core.types import DocId
 from ragcache_core.wire import MAX_EXPECTED_USES
 
 NUM_FIRST = 500
-"""Requests after a start whose time to first token is forecast."""
+"""Requests after a start whose TTFT is forecast."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from ragcache_core.cli.output import (
     printable,
     write_json,
 )
+from ragcache_core.cli.simulation_options import simulation_options
 from ragcache_core.errors import EngineError
 
 if TYPE_CHECKING:
@@ -51,20 +52,8 @@ _WARM_UP_SHARE = 0.2
 @click.option("--gpu-tokens", type=int, metavar="N", help="KV on the GPU now. [default: 40,960]")
 @click.option("--host-tokens", type=int, metavar="N", help="KV in host memory now. [default: 65,536]")
 @click.option("--disk-tokens", type=int, metavar="N", help="KV on disk now. [default: 0]")
-@click.option(
-    "--system-tokens", type=int, default=0, show_default=True, metavar="N", help="Of the prompt that all share."
-)
-@click.option(
-    "--cost-model",
-    default="a10g-mistral-7b",
-    show_default=True,
-    metavar="NAME|FILE",
-    help="What a prefill costs: a testbed of 'ragcache simulate', or a file of 'ragcache profile --output'.",
-)
+@simulation_options("system_tokens", "cost_model", "retrieval_s")
 @click.option("--max-batch", type=int, default=8, show_default=True, metavar="N", help="Requests that run at a time.")
-@click.option(
-    "--retrieval-s", type=float, default=0.08, show_default=True, metavar="S", help="How long a search takes."
-)
 @click.option(
     "--warm-up",
     type=int,
@@ -104,7 +93,7 @@ def advise(
     num_warm_up = int(_WARM_UP_SHARE * len(trace)) if warm_up is None else warm_up
     with options_as_typed(advise):
         now = SimulationOptions(**{**sizes, **given, "warm_up": num_warm_up})
-        num_runs = 1 + sum(1 for _ in changes(now))
+        num_runs = 1 + sum(1 for _ in changes(now, trace))
         with counting_requests("simulating", num_runs * len(trace)) as report:
             advice = simulate_changes(trace, now, price_per_hour=price, progress=report)
     if as_json:
@@ -136,7 +125,7 @@ def _sizes_of(url: str, api_key: str | None) -> dict[str, int]:
 
 
 def tables(advice: Advice) -> list[Table]:
-    """Return the changes, those that shorten the time to first token most first, and the dearest documents."""
+    """Return the changes, those that shorten the time to first token most first, and the most expensive documents."""
     from ragcache_core.reports.page import Table
 
     has_price = any(outcome.saved is not None for outcome in advice.outcomes)
@@ -149,7 +138,7 @@ def tables(advice: Advice) -> list[Table]:
     ]  # fmt: skip
     return [
         Table("", heads, rows),
-        Table("", ["dearest documents", "tokens", "retrieved", "computed", "GPU time"], documents),
+        Table("", ["most expensive documents", "tokens", "retrieved", "computed", "GPU time"], documents),
     ]
 
 

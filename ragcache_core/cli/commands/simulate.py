@@ -1,4 +1,4 @@
-"""``ragcache simulate``: what one engine, or a fleet of them, would do with a trace, in virtual time."""
+"""``ragcache simulate``: a trace on one engine, or a fleet of them, in virtual time."""
 
 from __future__ import annotations
 
@@ -10,27 +10,11 @@ import click
 from ragcache_core.cli.command import Command, Group, print_json
 from ragcache_core.cli.cures import options_as_typed
 from ragcache_core.cli.output import check_output, counting_requests, output_option, write_json
-from ragcache_core.cli.subcommands.sweep import ORDERS, ROUTINGS, SIMULATED_POLICIES, sweep
+from ragcache_core.cli.simulation_options import simulation_options
+from ragcache_core.cli.subcommands.sweep import sweep
 
 if TYPE_CHECKING:
     from ragcache_core.sim.result import SimulationResult
-
-_TESTBEDS = "a10g-mistral-7b, a10g-llama2-7b, h800-mixtral-8x7b, h800-llama2-70b, h100-llama3-8b"
-
-
-class Shares(click.ParamType[Any]):
-    """Numbers with commas between them."""
-
-    name = "shares"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
-        """Return the numbers."""
-        if isinstance(value, tuple):
-            return value
-        try:
-            return tuple(float(share) for share in value.split(","))
-        except ValueError:
-            self.fail(f"{value!r} are no shares: give one for each stage, as 0.3,0.3,0.2,0.2.", param, ctx)
 
 
 @click.command(
@@ -40,165 +24,23 @@ class Shares(click.ParamType[Any]):
         "ragcache simulate mmlu.jsonl --policy pgdsf --host-tokens 262144 --output out.json",
         "ragcache simulate mmlu.jsonl --order cache_aware --queue cache-aware --per-request --output out.json",
         "ragcache simulate sysx.jsonl --chunk-reuse 0.3 --host-tokens 262144",
-        "ragcache simulate mine.jsonl --granularity block --max-batch 8 --max-batched-tokens 1024 --cost-model p.json",
+        "ragcache simulate mine.jsonl --max-batch 8 --cost-model profile.json",
         "ragcache simulate mmlu.jsonl --policy belady --warm-up 3000 --json | jq .summary",
         "ragcache simulate mmlu.jsonl --replicas 8 --routing joint --order cache_aware",
-        "ragcache simulate mmlu.jsonl --replicas 8 --routing round-robin --shared-tokens 2000000 --link 1.2 --json",
+        "ragcache simulate mmlu.jsonl --replicas 8 --routing round-robin --json",
         "ragcache simulate sweep --help      (several policies and capacities at a time)",
     ],
 )
 @click.argument("trace", type=click.Path(path_type=Path), metavar="TRACE")
-@click.option(
-    "--policy",
-    type=click.Choice(SIMULATED_POLICIES),
-    default="tournament",
-    show_default=True,
-    help="What a full tier gives up; belady knows the future, and infinite gives up nothing.",
-)
-@click.option(
-    "--order",
-    type=click.Choice(ORDERS),
-    default="retrieval",
-    show_default=True,
-    help="In which order a prompt shows its documents.",
-)
-@click.option("--gpu-tokens", type=int, default=40_960, show_default=True, metavar="N", help="KV on the GPU.")
-@click.option("--host-tokens", type=int, default=65_536, show_default=True, metavar="N", help="KV in host memory.")
-@click.option("--disk-tokens", type=int, default=0, show_default=True, metavar="N", help="KV on disk.")
-@click.option(
-    "--system-tokens", type=int, default=0, show_default=True, metavar="N", help="Of the prompt that all share."
-)
-@click.option(
-    "--cost-model",
-    default="a10g-mistral-7b",
-    show_default=True,
-    metavar="NAME|FILE",
-    help=f"What a prefill costs: {_TESTBEDS}, or a file of 'ragcache profile --output'.",
-)
-@click.option(
-    "--beyond",
-    type=click.Choice(["extrapolate", "refuse"]),
-    default="extrapolate",
-    show_default=True,
-    help="What to do with prompts that are longer than a profile.",
-)
-@click.option(
-    "--queue", type=click.Choice(["fifo", "cache-aware"]), default="fifo", show_default=True, help="Who is next."
-)
-@click.option(
-    "--window", type=int, default=32, show_default=True, metavar="N", help="How often a request may be overtaken."
-)
-@click.option(
-    "--granularity",
-    type=click.Choice(["document", "block"]),
-    default="document",
-    show_default=True,
-    help="What is kept and given up as one: as the paper's Algorithm 1 does, or as the engine.",
-)
-@click.option("--block-size", type=int, default=16, show_default=True, metavar="N", help="Tokens in a block.")
-@click.option(
-    "--retrieval-s", type=float, default=0.08, show_default=True, metavar="S", help="How long a search takes."
-)
-@click.option(
-    "--search",
-    default=None,
-    metavar="FILE",
-    help="Searches take what they took in the results of 'ragcache bench --search', instead of --retrieval-s.",
-)
-@click.option("--max-batch", type=int, default=1, show_default=True, metavar="N", help="Requests that run at a time.")
-@click.option(
-    "--max-batched-tokens",
-    type=int,
-    default=None,
-    metavar="N",
-    help="Simulate the engine's steps, of N tokens each at most, as vLLM schedules them; of blocks. "
-    "[default: whole prompts]",
-)
-@click.option(
-    "--frequency",
-    type=click.Choice(["cached", "ghost"]),
-    help="Whether uses count beyond eviction. [default: cached for pgdsf, ghost for others]",
-)
-@click.option(
-    "--max-cached-documents",
-    type=int,
-    metavar="N",
-    help="Keep the first N documents of a prompt, as the engine's option does; of blocks alone. [default: all]",
-)
-@click.option(
-    "--documents/--no-documents",
-    "knows_documents",
-    default=True,
-    show_default=True,
-    help="Tell documents from the rest of a prompt; without, blocks are kept as vLLM does. Of blocks alone.",
-)
-@click.option(
-    "--overlap-transfers/--no-overlap-transfers",
-    "overlaps_transfers",
-    default=True,
-    show_default=True,
-    help="Load KV while others are computed: layer by layer, or, with --max-batched-tokens, beside other requests.",
-)
-@click.option(
-    "--speculation",
-    type=click.Choice(["none", "dynamic"]),
-    default="none",
-    show_default=True,
-    help="Prefill a search's candidates while it goes on.",
-)
-@click.option(
-    "--settle-shares",
-    type=Shares(),
-    default="0.25,0.25,0.25,0.25",
-    show_default=True,
-    metavar="P,P,...",
-    help="Searches whose candidates are the final ones from each stage on.",
-)
-@click.option(
-    "--max-prefill-bs", type=int, default=4, show_default=True, metavar="N", help="Requests that leave none room."
-)
-@click.option(
-    "--chunk-reuse",
-    type=float,
-    metavar="FRACTION",
-    help="Reuse documents behind any others and compute this fraction of them again: approximate. [default: off]",
-)
-@click.option(
-    "--chunk-share",
-    type=float,
-    default=0.5,
-    show_default=True,
-    metavar="SHARE",
-    help="Of host and disk, for documents that may be reused so.",
-)
-@click.option(
-    "--replicas", type=int, default=1, show_default=True, metavar="N", help="Engines, each with tiers of these sizes."
-)
-@click.option(
-    "--routing",
-    type=click.Choice(ROUTINGS),
-    default="joint",
-    show_default=True,
-    help="Who gets a request: in turn, by its first document, by what is cached; joint, as a Fleet, with the order.",
-)
-@click.option(
-    "--shared-tokens", type=int, default=0, show_default=True, metavar="N", help="KV in a tier that replicas share."
-)
-@click.option(
-    "--link", "link_gib_per_s", type=float, default=None, metavar="GIB/S", help="At which each replica reads from it."
-)
-@click.option(
-    "--warm-up", type=int, default=0, show_default=True, metavar="N", help="Requests at the start that do not count."
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="Of when candidates settle.")
+@simulation_options()
 @click.option("--per-request", is_flag=True, help="Put a record of each request into the JSON.")
 @output_option("Where options and summary go as JSON.")
 def run(trace: Path, per_request: bool, output: Path | None, as_json: bool, **settings: Any) -> None:
     """Simulate an engine, or --replicas of them, that serve TRACE, with the project's own tree, policies and queue.
 
-    TRACE is a file of 'ragcache trace'. Its documents go down from the GPU to host memory and disk, as the policy has
-    it; TTFT counts from a request's arrival, its search included. Replicas are chosen as a Fleet chooses them, or as
-    --routing has it. 'ragcache simulate sweep' runs many combinations.
+    TRACE is a file of 'ragcache trace'. Blocks of its prompts are kept on the GPU, in host memory and on disk as the
+    policy has it. TTFT counts from a request's arrival, its search included. 'ragcache simulate sweep' runs many
+    combinations.
     """
     from ragcache_core.sim.options import SimulationOptions
     from ragcache_core.sim.simulator import simulate as run_simulation
@@ -258,7 +100,7 @@ def table(result: SimulationResult) -> str:
         ("requests", f"{summary.num_requests:,}, {summary.throughput_rps:.3f} a second"),
         ("cache", f"{options.policy}, order {options.order}, queue {options.queue}; tokens: {sizes}"),
         *_fleet_rows(result),
-        ("engine", f"{options.cost_model}, batches of {options.max_batch}, {options.granularity}s"),
+        ("engine", f"{options.cost_model}, batches of {options.max_batch}, blocks of {options.block_size} tokens"),
         ("hit rate", f"{summary.token_hit_rate:.3f} of tokens, {summary.document_hit_rate:.3f} of documents"),
         ("hits", shares),
         ("TTFT", f"mean {summary.mean_ttft_s:.3f} s, p50 {summary.p50_ttft_s:.3f}, p99 {summary.p99_ttft_s:.3f}"),
@@ -277,9 +119,6 @@ def _fleet_rows(result: SimulationResult) -> list[tuple[str, str]]:
     if options.replicas > 1:
         busiest = f"the busiest computes {summary.busiest_over_mean:.2f} of the mean"
         rows.append(("replicas", f"{options.replicas}, routing {options.routing}; {busiest}"))
-    if options.link_gib_per_s:
-        read = f"{summary.shared_hit_tokens:,} tokens read at {options.link_gib_per_s:g} GiB/s"
-        rows.append(("shared", f"{options.shared_tokens:,} tokens; {read}"))
     return rows
 
 
@@ -287,12 +126,12 @@ def _replica_lines(result: SimulationResult) -> list[str]:
     """Return a line for each replica, under a head; none for one engine."""
     if not result.replicas:
         return []
-    line = "{:<9}{:>10}{:>10}{:>10}{:>13}{:>13}{:>8}"
-    lines = ["", line.format("replica", "requests", "hit rate", "shared", "mean TTFT", "p95", "busy")]
+    line = "{:<9}{:>10}{:>10}{:>13}{:>13}{:>8}"
+    lines = ["", line.format("replica", "requests", "hit rate", "mean TTFT", "p95", "busy")]
     for place, one in enumerate(result.replicas):
-        rates = (f"{one.token_hit_rate:.3f}", f"{one.shared_hit_rate:.3f}")
         times = (f"{one.mean_ttft_s:.3f} s", f"{one.p95_ttft_s:.3f} s")
-        lines.append(line.format(place, f"{one.num_requests:,}", *rates, *times, f"{one.busy_share:.0%}"))
+        rate = f"{one.token_hit_rate:.3f}"
+        lines.append(line.format(place, f"{one.num_requests:,}", rate, *times, f"{one.busy_share:.0%}"))
     return lines
 
 

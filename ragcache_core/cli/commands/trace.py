@@ -17,7 +17,7 @@ from ragcache_core.cli.trace_reuse import reuse_report, reuse_tables
 from ragcache_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ragcache_core.sim.traces.summary import TraceSummary
+    from ragcache_core.sim.traces.reuse import TraceSummary
     from ragcache_core.sim.traces.trace import Trace
 
 WORKLOAD_NAMES = ("mmlu", "nq", "nq-small", "sysx", "drift", "conversation")
@@ -217,8 +217,7 @@ def show(file: Path, plot: Path | None, as_json: bool) -> None:
     A document comes again 'anywhere' if an earlier request retrieved it, and 'behind the same' if that was behind the
     same documents in the same order: an exact prefix cache can hit those, chunk reuse the others.
     """
-    from ragcache_core.sim.traces.reuse import reuse_of
-    from ragcache_core.sim.traces.summary import summarize
+    from ragcache_core.sim.traces.reuse import reuse_of, summarize
     from ragcache_core.sim.traces.trace import read_trace
 
     check_plot(plot)
@@ -249,7 +248,7 @@ def _check_output(output: Path, as_json: bool) -> None:
 
 
 def _write(made: Trace, output: Path, as_json: bool, facts: dict[str, object]) -> None:
-    from ragcache_core.sim.traces.summary import summarize
+    from ragcache_core.sim.traces.reuse import summarize
     from ragcache_core.sim.traces.trace import write_lines, write_trace
 
     if output == _STANDARD_OUTPUT:

@@ -15,8 +15,10 @@ from ragcache_core._version import __version__
 from ragcache_core.cli.command import Command, print_json
 from ragcache_core.cli.cures import options_as_typed
 from ragcache_core.cli.output import check_outputs, check_plot, counting_requests, output_option, write_json
+from ragcache_core.cli.simulation_options import simulation_options
 from ragcache_core.errors import ConfigError
-from ragcache_core.policy import POLICIES
+from ragcache_core.ordering import DOCUMENT_ORDERS
+from ragcache_core.sim.options import BELADY, ROUTINGS, SIMULATED_POLICIES
 
 if TYPE_CHECKING:
     from ragcache_core.reports.page import Report, Table
@@ -24,9 +26,6 @@ if TYPE_CHECKING:
     from ragcache_core.sim.options import SimulationOptions
     from ragcache_core.sim.sweep import FinishedRun, Journal, Run
 
-SIMULATED_POLICIES = (*POLICIES, "belady", "infinite")
-ROUTINGS = ("round-robin", "power-of-two", "hash", "bounded", "vllm-router", "mirror", "joint")
-ORDERS = ("retrieval", "canonical", "cache_aware")
 _TIERS = {"host_tokens": "host memory", "gpu_tokens": "GPU", "disk_tokens": "disk"}
 _CAPACITIES = tuple(_TIERS)
 _AXES = {**_TIERS, "replicas": "replicas"}
@@ -69,7 +68,7 @@ class Listed(click.ParamType):  # type: ignore[type-arg]
     examples=[
         "ragcache simulate sweep mmlu.jsonl --policies pgdsf,tournament,belady --output sweep.json --plot sweep.png",
         "ragcache simulate sweep a.jsonl b.jsonl --host-tokens 65536,262144,1048576 --jobs 4 --output sweep.json",
-        "ragcache simulate sweep mmlu.jsonl --replicas 1,2,4,8 --routing bounded,joint --orders cache_aware",
+        "ragcache simulate sweep mmlu.jsonl --replicas 1,2,4,8 --routing round-robin,joint --orders cache_aware",
         "ragcache simulate sweep mmlu.jsonl --orders retrieval,cache_aware --plot sweep.html",
     ],
 )
@@ -80,15 +79,15 @@ class Listed(click.ParamType):  # type: ignore[type-arg]
     default="pgdsf,lru,tournament",
     show_default=True,
     metavar="P,P,...",
-    help=f"What a full tier gives up: {', '.join(SIMULATED_POLICIES)}.",
+    help=f"What a full tier evicts: {', '.join(SIMULATED_POLICIES)}.",
 )
 @click.option(
     "--orders",
-    type=Listed(ORDERS),
+    type=Listed(DOCUMENT_ORDERS),
     default="retrieval",
     show_default=True,
     metavar="O,O,...",
-    help=f"In which order a prompt shows its documents: {', '.join(ORDERS)}.",
+    help=f"In which order a prompt shows its documents: {', '.join(DOCUMENT_ORDERS)}.",
 )
 @click.option(
     "--gpu-tokens", type=Listed(), default="40960", show_default=True, metavar="N,N,...", help="KV on the GPU."
@@ -113,30 +112,10 @@ class Listed(click.ParamType):  # type: ignore[type-arg]
     metavar="R,R,...",
     help=f"Which replica gets a request: {', '.join(ROUTINGS)}.",
 )
-@click.option("--shared-tokens", type=int, metavar="N", help="KV in a tier that replicas share. [default: 0]")
-@click.option("--link", "link_gib_per_s", type=float, metavar="GIB/S", help="At which each replica reads from it.")
-@click.option("--system-tokens", type=int, metavar="N", help="Of the prompt that all requests share.")
-@click.option("--cost-model", metavar="NAME|FILE", help="What a prefill costs. [default: a10g-mistral-7b]")
-@click.option(
-    "--beyond", type=click.Choice(["extrapolate", "refuse"]), help="Where a profile ends. [default: extrapolate]"
+@simulation_options(
+    *("system_tokens", "cost_model", "queue", "window", "block_size", "retrieval_s", "max_batch"),
+    *("overlaps_transfers", "chunk_reuse", "chunk_share", "warm_up"),
 )
-@click.option("--queue", type=click.Choice(["fifo", "cache-aware"]), help="Who is next. [default: fifo]")
-@click.option("--window", type=int, metavar="N", help="How often a request may be overtaken. [default: 32]")
-@click.option(
-    "--granularity", type=click.Choice(["document", "block"]), help="What is kept as one. [default: document]"
-)
-@click.option("--block-size", type=int, metavar="N", help="Tokens in a block. [default: 16]")
-@click.option("--retrieval-s", type=float, metavar="S", help="How long a search takes. [default: 0.08]")
-@click.option("--max-batch", type=int, metavar="N", help="Requests that run at a time. [default: 1]")
-@click.option("--no-overlap-transfers", is_flag=True, help="Load KV before a prefill begins, not layer by layer.")
-@click.option(
-    "--frequency",
-    type=click.Choice(["cached", "ghost"]),
-    help="Whether uses count beyond eviction. [default: cached for pgdsf, ghost for others]",
-)
-@click.option("--chunk-reuse", type=float, metavar="FRACTION", help="Computed of reused documents. [default: off]")
-@click.option("--chunk-share", type=float, metavar="SHARE", help="Of host and disk, for these. [default: 0.5]")
-@click.option("--warm-up", type=int, metavar="N", help="Requests at the beginning that do not count. [default: 0]")
 @click.option("--jobs", type=click.IntRange(1), metavar="N", help="Runs at a time. [default: one for each core]")
 @output_option("Where options and summary of every run go; finished runs are kept beside it until all are.")
 @click.option(
@@ -160,7 +139,6 @@ def sweep(
     output: Path | None,
     plot: Path | None,
     resume: bool,
-    no_overlap_transfers: bool,
     as_json: bool,
     **settings: Any,
 ) -> None:  # fmt: skip
@@ -169,24 +147,23 @@ def sweep(
     A trace is a file of 'ragcache trace'. Interrupted by Ctrl-C, a sweep with --output keeps what is finished, and
     goes on with --resume, which also takes over the runs of an earlier sweep that this one asks for again.
     """
-    from ragcache_core.sim.options import BELADY, SimulationOptions
+    from ragcache_core.sim.options import SimulationOptions
     from ragcache_core.sim.sweep import Journal, plan
 
     if resume and output is None:
         raise click.UsageError("--resume goes on with what is kept beside OUT: give --output OUT as well.")
     check_plot(plot)
-    inputs = (*traces, Path(settings["cost_model"] or ""))
+    inputs = (*traces, Path(settings["cost_model"]))
     check_outputs({"--output": output, "--plot": plot}, inputs)
     journal = None if output is None else Journal(output.with_name(output.name + ".runs.jsonl"))
     finished = {} if output is None or journal is None else read_finished(journal, output, is_resumed=resume)
-    given = {name: value for name, value in settings.items() if value is not None}
     axes = {"gpu_tokens": gpu_tokens, "host_tokens": host_tokens, "disk_tokens": disk_tokens}
     with options_as_typed(sweep):
-        base = SimulationOptions(overlaps_transfers=not no_overlap_transfers, **given)
+        base = SimulationOptions(**settings)
         num_requests = _count_requests(traces, base)
         runs = plan(num_requests, base, policies=policies, orders=orders, replicas=replicas, routings=routing, **axes)
     done = _run(runs, finished, journal, num_requests, jobs or os.cpu_count() or 1)
-    notes = notes_on(done, leaves_out_belady=BELADY in policies and "cache_aware" in orders)
+    notes = notes_on(done, leaves_out_belady=BELADY in policies and ("cache_aware" in orders or max(replicas) > 1))
     whole = {"version": __version__, "notes": notes, "runs": [run.to_dict() for run in done]}
     if output is not None and journal is not None:
         write_json(whole, output)
@@ -277,7 +254,7 @@ def read_finished(journal: Journal, output: Path, *, is_resumed: bool) -> dict[s
         if interrupted:
             raise ConfigError(
                 f"{journal.path} holds {len(interrupted)} finished runs of an interrupted sweep: "
-                "add --resume to go on, or delete that file to begin anew"
+                "add --resume to go on, or delete that file to start again"
             )
         return {}
     try:
@@ -352,7 +329,7 @@ def report(runs: Sequence[FinishedRun], num_requests: Mapping[str, int], notes: 
     lead = [
         f"Simulated in virtual time: {traces}{warm_up}.",
         f"Cost model {Path(options['cost_model']).name}; {', '.join(sizes)}; {batch}, queue {options['queue']}, "
-        f"{options['granularity']}s kept as one.",
+        f"blocks of {options['block_size']} tokens.",
     ]
     of_all = {
         name: list(dict.fromkeys(run.options[name] for run in runs)) if name in varied else worded(name, value)
@@ -363,9 +340,9 @@ def report(runs: Sequence[FinishedRun], num_requests: Mapping[str, int], notes: 
 
 def notes_on(runs: Sequence[FinishedRun], *, leaves_out_belady: bool) -> list[str]:
     """Return what a reader should know of the runs, each sentence once."""
-    from ragcache_core.sim.bound import above_belady
+    from ragcache_core.sim.belady import above_belady
 
-    left_out = "there is no belady with order cache_aware, which depends on what is cached and is not known ahead"
+    left_out = "there is no belady with order cache_aware or replicas, which decide while they run"
     notes = [*dict.fromkeys(note for run in runs for note in run.notes), *above_belady(runs)]
     return [*notes, left_out] if leaves_out_belady else notes
 

@@ -1,4 +1,4 @@
-"""What a line of somebody's log says of a retrieval: of a vLLM server's requests, of LangChain's runs, or plainly.
+"""Read a line of a log of retrievals: of a vLLM server's requests, of LangChain's runs, or of plain lists.
 
 A line that is about something else yields nothing; one that is about a retrieval and broken is a ValueError.
 """
@@ -185,7 +185,7 @@ def _runs(run: Row, root: Row, depth: int) -> Iterator[Retrieval | Answer]:
 
 
 def _answer_tokens(run: Row) -> int | None:
-    """Return how long the answer of a model's run was: as somebody counted, else by its text."""
+    """Return how long the answer of a model's run was: as counted, else by its text."""
     outputs = run.get("outputs")
     for place in ("usage_metadata", "token_usage", "usage"):
         if isinstance(found := _search(_listed(outputs), place), Mapping):

@@ -1,4 +1,4 @@
-"""Make a trace of a log of retrieved documents, or of a published trace in another format."""
+"""Make a trace of a log of retrieved documents, or of a published trace; read the questions of a log."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ragcache_core.errors import ConfigError, TraceError
-from ragcache_core.sim.traces.log_formats import READERS, Answer, LogFormat, Retrieval, format_of
+from ragcache_core.sim.traces.log_formats import READERS, Answer, LogFormat, Retrieval, format_of, question_of
 from ragcache_core.sim.traces.published import (
     PUBLISHED_READERS,
     PublishedFormat,
@@ -20,10 +20,10 @@ from ragcache_core.sim.traces.published import (
     lengths_beside,
     published_format_of,
 )
-from ragcache_core.sim.traces.request import are_lengths, check_request
-from ragcache_core.sim.traces.trace import Trace, TracedRequest
+from ragcache_core.sim.traces.trace import Trace, TracedRequest, are_lengths, check_request
 
 ImportedFormat = LogFormat | PublishedFormat
+_APART_S = 10.0  # between questions whose file has no times: none waits for another
 _Reader = Callable[[Mapping[str, Any]], Iterator[Retrieval | Answer]]
 _READERS: Mapping[str, _Reader] = dict[str, _Reader]((*READERS.items(), *PUBLISHED_READERS.items()))
 
@@ -142,6 +142,33 @@ def read_lengths(path: Path | str) -> dict[str, int]:
     return lengths
 
 
+def read_questions(path: Path | str) -> list[tuple[float, str]]:
+    """Return when each question of a log was asked, in seconds from the first on, and what it was.
+
+    A line that begins with ``{`` is a JSON object whose ``question`` (``query``, ``input``, ``prompt``) it is, and
+    which may have a time; one without a question is passed over. Where one has no time, all are taken to be far apart.
+
+    Raises:
+        TraceError: the file cannot be read, is no UTF-8, or holds no question.
+    """
+    path = Path(path)
+    found: list[tuple[float | None, str]] = []
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                found += _questions_of(line, path, number)
+    except (OSError, EOFError, zlib.error) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise TraceError(f"the questions cannot be read ({reason})", path) from error
+    if not found:
+        raise TraceError('it holds no question: write one a line, or objects as {"question": "Where is Zor?"}', path)
+    times = [time_s for time_s, _ in found if time_s is not None]
+    if len(times) < len(found):
+        return [(i * _APART_S, question) for i, (_, question) in enumerate(found)]
+    start_s = min(times)
+    return sorted((time_s - start_s, question) for (_, question), time_s in zip(found, times, strict=True))
+
+
 def _with_lengths_beside(path: Path, assumed: Assumptions) -> Assumptions:
     """Return ``assumed`` with the lengths that stand beside RAGPulse's trace, where there are no others."""
     try:
@@ -230,3 +257,16 @@ def _length(doc_id: str, given: int | None, estimate: int | None, assumed: Assum
     if known is None:
         raise ValueError(f"the length of document {doc_id!r:.60} is unknown: give --lengths FILE, or --mean-tokens")
     return known
+
+
+def _questions_of(line: bytes, path: Path, number: int) -> list[tuple[float | None, str]]:
+    try:
+        text = line.decode("utf-8-sig").strip()
+        asked = question_of(json.loads(text) if text.startswith("{") else {"question": text})
+    except UnicodeDecodeError as error:
+        raise TraceError(f"not UTF-8 (byte {error.start + 1}): write questions as UTF-8", path, number) from error
+    except json.JSONDecodeError as error:
+        raise TraceError(f"not JSON ({error}): write a text, or an object with one", path, number) from error
+    except (ValueError, RecursionError) as error:
+        raise TraceError(str(error), path, number) from error
+    return [] if asked is None else [asked]

@@ -1,6 +1,6 @@
 """What a line of a published trace says: Mooncake's, Qwen-Bailian's, RAGPulse's, Azure's, BurstGPT's.
 
-None has text. Those with hashes of blocks say which prompts begin alike: each full block is a document of a path, and
+None has text. Hashes of blocks say which prompts have a common prefix: each full block is a document of a path, and
 what fills none is the question. RAGPulse has passages. Azure's and BurstGPT's have arrivals and lengths alone: nothing
 comes again in them.
 """

@@ -5,7 +5,7 @@ One request a line; ``.gz`` at the end of a file's name packs it::
     {"t": 12.5, "docs": ["d17", "d3"], "doc_tokens": [1904, 655], "question_tokens": 31, "output_tokens": 1}
 
 ``t`` is seconds since the trace began. Other fields are passed over. A request may retrieve nothing, and a document
-may have another length than the last time: it was split anew. Turns of one conversation have its number, as
+may have another length than the last time: it was split again. Turns of one conversation have its number, as
 ``"conversation": 7``: the prompt of each begins with all that was shown, asked and answered before.
 """
 
@@ -14,12 +14,11 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import sys
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
-from operator import le
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,19 +27,39 @@ import numpy.typing as npt
 
 from ragcache_core.errors import ConfigError, TraceError
 from ragcache_core.private_files import replacing
-from ragcache_core.sim.traces.request import (
-    EXAMPLE,
-    LEAST_TOKENS,
-    MAX_ARRIVAL_S,
-    TracedRequest,
-    are_lengths,
-    check_request,
-    parse_request,
-)
 
-__all__ = ["Trace", "TracedRequest", "read_trace", "write_lines", "write_trace"]
-
+MAX_TOKENS = 2**31 - 1
+MAX_ARRIVAL_S = sys.float_info.max
+LEAST_TOKENS = {"doc_tokens": 1, "question_tokens": 0, "output_tokens": 1}
+EXAMPLE = '{"t": 0.5, "docs": ["d7"], "doc_tokens": [655], "question_tokens": 31, "output_tokens": 1}'
 _BATCH = 8_192
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRequest:
+    """A request: when it arrives, what it retrieves, best first, and how long everything is in tokens.
+
+    One of a ``conversation`` (its number; None: of none) begins with ``history_tokens`` of all its earlier turns:
+    documents, questions and answers, which are not said again.
+    """
+
+    arrival_s: float
+    doc_ids: tuple[str, ...]
+    doc_tokens: tuple[int, ...]
+    question_tokens: int
+    output_tokens: int
+    conversation: int | None = None
+    history_tokens: int = 0
+
+    def in_order(self, order: Sequence[int]) -> TracedRequest:
+        """Return the same request with its documents in another order, given as indices into them."""
+        if all(i == index for i, index in enumerate(order)):
+            return self
+        return replace(
+            self,
+            doc_ids=tuple(self.doc_ids[index] for index in order),
+            doc_tokens=tuple(self.doc_tokens[index] for index in order),
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,15 +196,17 @@ def read_trace(path: Path | str) -> Trace:
     num_lines = 0
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            while lines := list(islice(file, _BATCH)):
-                if not columns.add_lines(lines):
-                    _add_one_by_one(columns, lines, path, num_lines)
-                num_lines += len(lines)
+            for line in file:
+                num_lines += 1
+                if not line.isspace():
+                    columns.add(parse_request(line))
+    except ValueError as error:
+        raise TraceError(str(error), path, num_lines) from error
     except (OSError, EOFError, zlib.error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         cure = "make one with 'ragcache trace make'" if isinstance(error, FileNotFoundError) else "is it a whole trace?"
-        line = num_lines + 1 if num_lines else None
-        raise TraceError(f"the trace cannot be read ({reason}): {cure}", path, line) from error
+        number = num_lines + 1 if num_lines else None
+        raise TraceError(f"the trace cannot be read ({reason}): {cure}", path, number) from error
     if not len(columns):
         raise TraceError("the trace is empty: it must hold one request a line, as " + EXAMPLE, path)
     return columns.trace()
@@ -264,77 +285,90 @@ class _Columns:
         return Trace(arrival_s, first, docs, doc_tokens, question_tokens, output_tokens, ids, conversation)
 
     def add(self, request: TracedRequest) -> None:
-        check_request(request, self._last_s)
-        self._extend(
-            [request.arrival_s], [len(request.doc_ids)], request.doc_ids, request.doc_tokens,
-            [request.question_tokens], [request.output_tokens],
-            [-1 if request.conversation is None else request.conversation],
-        )  # fmt: skip
+        check_request(request, self._arrival_s[-1] if self._arrival_s else 0.0)
+        numbers = self._numbers
+        self._arrival_s.append(request.arrival_s)
+        self._first.append(self._first[-1] + len(request.doc_ids))
+        self._docs.extend(numbers.setdefault(doc_id, len(numbers)) for doc_id in request.doc_ids)
+        self._doc_tokens.extend(request.doc_tokens)
+        self._question_tokens.append(request.question_tokens)
+        self._output_tokens.append(request.output_tokens)
+        self._conversation.append(-1 if request.conversation is None else request.conversation)
 
-    def add_lines(self, lines: Sequence[bytes]) -> bool:
-        """Add a batch of lines at once; False, with nothing added, if one of them wants a closer look."""
-        try:
-            rows = [json.loads(line) for line in lines]
-            arrival_s = [row["t"] for row in rows]
-            docs = [row["docs"] for row in rows]
-            lengths = [row["doc_tokens"] for row in rows]
-            questions = [row["question_tokens"] for row in rows]
-            outputs = [row["output_tokens"] for row in rows]
-            conversations = [row.get("conversation", -1) for row in rows]
-        except (ValueError, LookupError, TypeError, RecursionError):
-            return False
-        if set(map(type, docs)) != {list} or set(map(type, lengths)) != {list}:
-            return False
-        counts = list(map(len, docs))
-        ids, tokens = list(chain.from_iterable(docs)), list(chain.from_iterable(lengths))
-        if (
-            counts != list(map(len, lengths))
-            or not set(map(type, ids)) <= {str}
-            or "" in ids
-            or not set(map(type, arrival_s)) <= {int, float}
-            or not all(map(le, chain([self._last_s], arrival_s), arrival_s))
-            or not arrival_s[-1] <= MAX_ARRIVAL_S
-            or not are_lengths(tokens, LEAST_TOKENS["doc_tokens"])
-            or not are_lengths(questions, LEAST_TOKENS["question_tokens"])
-            or not are_lengths(outputs, LEAST_TOKENS["output_tokens"])
-            or not are_lengths(conversations, -1)
-            or (-1 in conversations and any("conversation" in row for row in rows))
-        ):
-            return False
-        self._extend(arrival_s, counts, ids, tokens, questions, outputs, conversations)
+
+def parse_request(line: bytes) -> TracedRequest:
+    """Return what a line says, its numbers and ids unchecked.
+
+    Raises:
+        ValueError: it is no JSON object with the fields of a request.
+    """
+    try:
+        row = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 (byte {error.start + 1}): write the trace as UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"not JSON ({error.msg} at column {error.colno}): a request is one line as {EXAMPLE}"
+        ) from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+        raise ValueError(f"not JSON that can be read ({error}): a request is one line as {EXAMPLE}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{_shown(row)} is not a request: it must be an object as {EXAMPLE}")  # noqa: TRY004
+    for name in ("t", "docs", "doc_tokens", "question_tokens", "output_tokens"):
+        if name not in row:
+            raise ValueError(f"{name!r} is missing: a request is one line as {EXAMPLE}")
+    for name in ("docs", "doc_tokens"):
+        if not isinstance(row[name], list):
+            raise ValueError(f"{name!r} is {_shown(row[name])}: it must be a list, one entry a document")  # noqa: TRY004
+    return TracedRequest(
+        row["t"], tuple(row["docs"]), tuple(row["doc_tokens"]), row["question_tokens"], row["output_tokens"],
+        row.get("conversation"),
+    )  # fmt: skip
+
+
+def check_request(request: TracedRequest, last_s: float) -> None:
+    """Refuse a request that cannot be, or arrives before ``last_s``.
+
+    Raises:
+        ValueError: with the field, its value and what it must be.
+    """
+    arrival_s = request.arrival_s
+    if type(arrival_s) not in (int, float) or not 0 <= arrival_s <= MAX_ARRIVAL_S:
+        raise ValueError(f"'t' is {_shown(arrival_s)}: it must be seconds, 0 or more, since the trace began")
+    if arrival_s < last_s:
+        raise ValueError(f"'t' is {arrival_s!r} after {last_s!r}: requests must be sorted by their time of arrival")
+    for doc_id in request.doc_ids:
+        if not isinstance(doc_id, str) or not doc_id:
+            raise ValueError(f"a document of 'docs' is {_shown(doc_id)}: ids must be strings that are not empty")
+    if len(request.doc_ids) != len(request.doc_tokens):
+        counts = f"{len(request.doc_tokens)} lengths for {len(request.doc_ids)} documents"
+        raise ValueError(f"{counts}: 'doc_tokens' must hold one for each of 'docs'")
+    if request.conversation is not None and not are_lengths([request.conversation], 0):
+        raise ValueError(
+            f"'conversation' is {_shown(request.conversation)}: it must be a whole number from 0 to {MAX_TOKENS}, the "
+            "same for all turns of one conversation, or left out"
+        )
+    lengths = [("doc_tokens", tokens) for tokens in request.doc_tokens]
+    lengths += [("question_tokens", request.question_tokens), ("output_tokens", request.output_tokens)]
+    for name, tokens in lengths:
+        if not are_lengths([tokens], LEAST_TOKENS[name]):
+            raise ValueError(
+                f"{name!r} holds {_shown(tokens)}: a number of tokens must be whole, from "
+                f"{LEAST_TOKENS[name]} to {MAX_TOKENS}"
+            )
+
+
+def are_lengths(values: Sequence[object], least: int) -> bool:
+    """Return whether all values are whole numbers of tokens, ``least`` or more."""
+    if not values:
         return True
-
-    @property
-    def _last_s(self) -> float:
-        return self._arrival_s[-1] if self._arrival_s else 0.0
-
-    def _extend(
-        self,
-        arrival_s: Sequence[float],
-        counts: Sequence[int],
-        ids: Sequence[str],
-        tokens: Sequence[int],
-        questions: Sequence[int],
-        outputs: Sequence[int],
-        conversations: Sequence[int],
-    ) -> None:
-        numbers, ends = self._numbers, self._first
-        self._arrival_s.extend(arrival_s)
-        for count in counts:
-            ends.append(ends[-1] + count)
-        self._docs.extend(numbers.setdefault(doc_id, len(numbers)) for doc_id in ids)
-        self._doc_tokens.extend(tokens)
-        self._question_tokens.extend(questions)
-        self._output_tokens.extend(outputs)
-        self._conversation.extend(conversations)
+    if set(map(type, values)) != {int}:
+        return False
+    return least <= min(values) and max(values) <= MAX_TOKENS  # type: ignore[type-var, operator]
 
 
-def _add_one_by_one(columns: _Columns, lines: Sequence[bytes], path: Path, num_before: int) -> None:
-    """Add the lines that are not blank, and say what is wrong with the first that is broken."""
-    for number, line in enumerate(lines, num_before + 1):
-        if line.isspace():
-            continue
-        try:
-            columns.add(parse_request(line))
-        except ValueError as error:
-            raise TraceError(str(error), path, number) from error
+def _shown(value: object) -> str:
+    try:
+        return f"{json.dumps(value):.60}"
+    except (TypeError, ValueError, RecursionError):
+        return f"{value!r:.60}" if not isinstance(value, int) else "too large"

@@ -21,7 +21,7 @@ from ragcache_core.config import PolicyName
 from ragcache_core.profiles.prefill import find_profile
 from ragcache_core.prompt import RenderedPrompt
 from ragcache_core.sim.blocks import BlockCache
-from ragcache_core.sim.options import FrequencyScope, SimulationOptions
+from ragcache_core.sim.options import SimulationOptions
 from ragcache_core.sim.traces.trace import TracedRequest
 from ragcache_core.tree import check_invariants
 from ragcache_core.types import PromptSegment, SegmentKind, Tier
@@ -141,15 +141,14 @@ def start_with(monkeypatch: pytest.MonkeyPatch, **settings: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "frequency", "max_cached_documents", "num_disk_blocks"),
+    ("policy", "max_cached_documents", "num_disk_blocks"),
     [
-        ("pgdsf", "cached", 1, 0),
-        ("tournament", "ghost", None, 100),
+        ("pgdsf", 1, 0),
+        ("tournament", None, 100),
     ],  # every value of each setting once: an engine for each combination finds nothing more
 )
 def test_the_simulator_and_the_engine_find_the_same_tokens_in_the_same_tiers(
     policy: PolicyName,
-    frequency: FrequencyScope,
     max_cached_documents: int | None,
     num_disk_blocks: int,
     tmp_path: Path,
@@ -165,20 +164,18 @@ def test_the_simulator_and_the_engine_find_the_same_tokens_in_the_same_tiers(
         policy=policy,
         max_cached_documents=max_cached_documents,
     )
-    start_with(monkeypatch, keeps_frequency=frequency == "ghost", ghost_size=GHOST_SIZE)
     options = SimulationOptions(
         policy=policy,
-        frequency=frequency,
         gpu_tokens=NUM_GPU_BLOCKS * BLOCK,
         host_tokens=NUM_HOST_BLOCKS * BLOCK,
         disk_tokens=num_disk_blocks * BLOCK,
         system_tokens=SYSTEM_TOKENS,
-        granularity="block",
         block_size=BLOCK,
-        ghost_size=GHOST_SIZE,
         max_cached_documents=max_cached_documents,
     )
+    start_with(monkeypatch, keeps_frequency=options.keeps_frequency, ghost_size=GHOST_SIZE)
     simulated = BlockCache(options, PluginSettings(profile=find_profile(str(DEMO_MODEL))).prefill_cost())
+    monkeypatch.setattr(simulated.tree, "_ghost_size", GHOST_SIZE)  # no setting of a simulation
     found = dict.fromkeys(Tier, 0)
     with Engine.launch(
         str(DEMO_MODEL),

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ SUMMARY_KEYS = {
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     path = tmp_path / "trace.jsonl"
-    write_trace(make_trace(WORKLOADS["mmlu"], 200, seed=3), path)
+    write_trace(make_trace(replace(WORKLOADS["mmlu"], mean_tokens=600.0, most_tokens=1_500), 200, seed=3), path)
     return path
 
 
@@ -73,16 +74,15 @@ def test_reused_documents_are_counted_and_shown(trace: Path, tmp_path: Path) -> 
 
 def test_a_fleet_is_shown_replica_by_replica_and_as_a_whole(trace: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    shared = ["--shared-tokens", "90000", "--link", "2"]
-    result = run(trace, "--replicas", "3", "--routing", "bounded", *shared, "--output", out)
+    result = run(trace, "--replicas", "3", "--routing", "round-robin", "--output", out)
     assert result.exit_code == 0, result.output
     data = json.loads(out.read_text())
     assert sum(one["num_requests"] for one in data["replicas"]) == data["summary"]["num_requests"] == 200
-    assert data["options"]["routing"] == "bounded"
-    assert data["summary"]["shared_hit_tokens"] > 0
+    assert data["options"]["routing"] == "round-robin"
     lines = result.stdout.splitlines()
     assert (
-        f"3, routing bounded; the busiest computes {data['summary']['busiest_over_mean']:.2f} of the mean" in lines[2]
+        f"3, routing round-robin; the busiest computes {data['summary']['busiest_over_mean']:.2f} of the mean"
+        in lines[2]
     )
     head = next(i for i, line in enumerate(lines) if line.startswith("replica  "))
     assert [line.split()[:2] for line in lines[head + 1 :]] == [
@@ -101,13 +101,9 @@ def test_every_policy_can_be_simulated(trace: Path, policy: str) -> None:
     [
         (["--gpu-tokens", "0"], ["--gpu-tokens is 0", "1 or more"]),
         (["--host-tokens", "0", "--disk-tokens", "9"], ["--disk-tokens is 9", "set --host-tokens"]),
-        (["--policy", "belady", "--order", "cache_aware"], ["belady", "retrieval or canonical"]),
+        (["--policy", "belady", "--order", "cache_aware"], ["--policy belady", "another policy"]),
         (["--cost-model", "h100-gpt"], ["--cost-model is 'h100-gpt'", "a10g-mistral-7b"]),
         (["--warm-up", "200"], ["200", "lower --warm-up"]),
-        (["--replicas", "0"], ["--replicas is 0", "1 or more"]),
-        (["--shared-tokens", "5"], ["--shared-tokens is 5", "set --link"]),
-        (["--link", "2"], ["--link is 2", "set --shared-tokens"]),
-        (["--replicas", "2", "--granularity", "block"], ["--granularity is block", "choose document"]),
         (["--output", "/dev/null/out.json"], ["/dev/null", "no directory"]),
     ],
 )
@@ -119,13 +115,6 @@ def test_what_cannot_work_is_one_line(trace: Path, arguments: list[str], words: 
     assert result.stderr.count("\n") == 1
     for word in words:
         assert word in result.stderr
-
-
-def test_an_unknown_policy_is_refused_with_those_that_there_are(trace: Path) -> None:
-    result = run(trace, "--policy", "magic")
-    assert result.exit_code == 2
-    assert "'magic'" in result.stderr
-    assert "tournament" in result.stderr
 
 
 def test_a_broken_trace_is_named_with_its_line(tmp_path: Path) -> None:
@@ -152,7 +141,7 @@ def test_records_need_a_place(trace: Path) -> None:
     assert "--output OUT" in result.stderr
 
 
-def test_a_profile_that_ends_too_early_is_extended_or_refused_as_asked(trace: Path, tmp_path: Path) -> None:
+def test_a_profile_that_ends_too_early_is_extended_and_that_is_told(trace: Path, tmp_path: Path) -> None:
     profile = tmp_path / "profile.json"
     seconds = [[0.03, 0.1], [0.04, 0.12]]
     times = {"format": 1, "cached_tokens": [0, 512], "new_tokens": [32, 512], "seconds": seconds}
@@ -162,18 +151,6 @@ def test_a_profile_that_ends_too_early_is_extended_or_refused_as_asked(trace: Pa
     assert "512 cached and 512 new tokens" in extended.stderr
     assert "assumed tokens_per_gib 8,192, host_gib_per_s 11.5, disk_gib_per_s 2" in extended.stderr
     assert "assumed" not in run(trace, "--cost-model", profile, "--host-tokens", "0").stderr
-    refused = run(trace, "--cost-model", profile, "--beyond", "refuse")
-    assert refused.exit_code == 1
-    assert "512 cached and 512 new tokens" in refused.stderr
-
-
-def test_help_names_the_defaults_and_the_sweep() -> None:
-    result = run("--help")
-    assert result.exit_code == 0
-    assert "ragcache simulate mmlu.jsonl" in result.stdout
-    assert "simulate sweep" in result.stdout
-    assert "a10g-mistral-7b" in result.stdout
-    assert run("sweep", "--help").stdout != result.stdout
 
 
 def test_an_interrupted_run_leaves_one_line_and_its_status(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.policy.prefill_cost import PrefillCostModel
+from ragcache_core.policy.step_times import StepTimes
 from ragcache_core.profiles.files import model_identity
 from ragcache_core.profiles.prefill import (
     Profile,
@@ -22,7 +23,7 @@ from ragcache_core.profiles.prefill import (
     profile_path,
     save_profile,
 )
-from ragcache_core.sim.testbeds import StepTimes, load_testbed
+from ragcache_core.sim.testbeds import load_testbed
 
 TIMES = PrefillCostModel((0, 128), (32, 64), ((0.1, 0.2), (0.2, 0.4)))
 PROFILE = Profile("demo-1", "one machine", "2026-01-01T00:00:00+00:00", "0.32.0", "float32", 3, 0.05, TIMES)

@@ -15,7 +15,7 @@ from ragcache_core.sim.testbeds import load_testbed
 from ragcache_core.sim.traces.trace import Trace, TracedRequest
 from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
 
-NOW = SimulationOptions(gpu_tokens=4_000, host_tokens=8_000, warm_up=20)
+NOW = SimulationOptions(gpu_tokens=4_000, host_tokens=8_000, block_size=10, warm_up=20)
 
 
 def outcomes(advice: Advice) -> dict[str, float]:
@@ -28,7 +28,7 @@ def request(number: int, *docs: str) -> TracedRequest:
 
 @pytest.fixture(scope="module")
 def trace() -> Trace:
-    return make_trace(WORKLOADS["mmlu"], 150, seed=3)
+    return make_trace(replace(WORKLOADS["mmlu"], mean_tokens=600.0, most_tokens=1_500), 100, seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -39,18 +39,17 @@ def advice(trace: Trace) -> Advice:
 def test_each_line_is_the_simulation_that_its_options_describe(trace: Trace, advice: Advice) -> None:
     assert len(advice.outcomes) > 8
     for outcome in (advice.now, *advice.outcomes):
-        if outcome.change.num_engines == 1 and not outcome.change.num_fewer:
+        if not outcome.change.num_fewer:
             summary = simulate(trace, outcome.change.options).summary
             assert outcome.mean_ttft_s == pytest.approx(summary.mean_ttft_s)
             assert outcome.token_hit_rate == summary.token_hit_rate
             assert outcome.prefill_s == 1000 * summary.prefill_s / summary.num_requests
 
 
-def test_one_thing_differs_from_now_in_each_line() -> None:
-    for change in changes(NOW):
+def test_one_thing_differs_from_now_in_each_line(trace: Trace) -> None:
+    for change in changes(NOW, trace):
         differing = [name for name, value in change.options.to_dict().items() if value != NOW.to_dict()[name]]
-        is_other = change.num_engines > 1 or change.num_fewer > 0
-        assert len(differing) + is_other == 1, change.name
+        assert len(differing) + (change.num_fewer > 0) == 1, change.name
 
 
 @pytest.mark.parametrize(
@@ -61,10 +60,17 @@ def test_one_thing_differs_from_now_in_each_line() -> None:
         replace(NOW, order="cache_aware", queue="cache-aware", speculation="dynamic", chunk_reuse=0.1),
     ],
 )
-def test_what_an_engine_has_is_not_advised_again(now: SimulationOptions) -> None:
-    names = [change.name for change in changes(now)]
+def test_what_an_engine_has_is_not_advised_again(now: SimulationOptions, trace: Trace) -> None:
+    names = [change.name for change in changes(now, trace)]
     assert len(names) == len(set(names))
-    assert all(change.options != now or change.num_engines > 1 or change.num_fewer for change in changes(now))
+    assert all(change.options != now or change.num_fewer for change in changes(now, trace))
+
+
+def test_a_trace_of_conversations_is_advised_on_without_chunk_reuse() -> None:
+    turns = [TracedRequest(float(i), ("a",), (100,), 10, 5, conversation=i % 3) for i in range(12)]
+    advice = advise(Trace.from_requests(turns), replace(NOW, warm_up=0))
+    assert "a second engine" in outcomes(advice)
+    assert not [name for name in outcomes(advice) if "chunk" in name]
 
 
 def test_a_price_is_that_of_the_gpu_time_that_is_saved(advice: Advice, trace: Trace) -> None:
@@ -74,7 +80,7 @@ def test_a_price_is_that_of_the_gpu_time_that_is_saved(advice: Advice, trace: Tr
 
 
 def test_memory_that_holds_what_comes_again_saves_its_prefill_and_nothing_else_does() -> None:
-    requests = [request(number, f"d{number % 20}") for number in range(100)]
+    requests = [request(number, f"d{number % 14}") for number in range(100)]
     advice = advise(Trace.from_requests(requests), NOW)
     saved = {name for name, prefill_s in outcomes(advice).items() if prefill_s < 0.9 * advice.now.prefill_s}
     assert saved >= {"host memory x 2", "host memory x 4", "a disk of 8 x host memory"}
@@ -82,9 +88,9 @@ def test_memory_that_holds_what_comes_again_saves_its_prefill_and_nothing_else_d
 
 
 def test_two_engines_hold_more_than_one_and_no_more_than_one_twice_as_large() -> None:
-    requests = [request(number, f"d{number % 20}") for number in range(100)]
+    requests = [request(number, f"d{number % 14}") for number in range(100)]
     advice = advise(Trace.from_requests(requests), NOW)
-    second = next(outcome for outcome in advice.outcomes if outcome.change.num_engines == 2)
+    second = next(outcome for outcome in advice.outcomes if outcome.change.options.replicas == 2)
     doubled = simulate(Trace.from_requests(requests), replace(NOW, gpu_tokens=8_000, host_tokens=16_000)).summary
     assert advice.now.token_hit_rate < second.token_hit_rate <= doubled.token_hit_rate
 

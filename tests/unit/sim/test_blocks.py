@@ -32,7 +32,6 @@ def cache(gpu: int, host: int = 0, disk: int = 0, **given: Any) -> BlockCache:
     options = SimulationOptions(
         **{
             "policy": "lru",
-            "granularity": "block",
             "block_size": BLOCK,
             "gpu_tokens": gpu * BLOCK,
             "host_tokens": host * BLOCK,
@@ -49,7 +48,7 @@ def num_blocks(cache: BlockCache, tier: Tier) -> int:
 
 def num_leading_tokens(cache: BlockCache, request: TracedRequest) -> int:
     """Return how many tokens of a prompt lie in GPU and host memory: what is on disk may find no room on the host."""
-    prompt = cut_into_blocks(request, None, system_tokens=cache._system_tokens, block_size=BLOCK)
+    prompt = cut_into_blocks(request, None, system_tokens=cache._options.system_tokens, block_size=BLOCK)
     keys = list(prompt.keys)[: max(prompt.num_prompt_tokens - 1, 0) // BLOCK]
     for i, key in enumerate(keys):
         at = cache.tree.locate(key)
@@ -79,7 +78,6 @@ REQUESTS = st.lists(
     has_disk=st.booleans(),
     system_tokens=st.sampled_from((0, 3, 10)),
     max_cached_documents=st.sampled_from((None, 1, 2)),
-    ghost_size=st.integers(0, 4),
 )
 @settings(max_examples=150, deadline=None)
 def test_tokens_are_conserved_and_no_tier_overflows(
@@ -90,7 +88,6 @@ def test_tokens_are_conserved_and_no_tier_overflows(
     has_disk: bool,
     system_tokens: int,
     max_cached_documents: int | None,
-    ghost_size: int,
 ) -> None:
     it = cache(
         gpu,
@@ -98,7 +95,6 @@ def test_tokens_are_conserved_and_no_tier_overflows(
         45 if host and has_disk else 0,
         policy=policy,
         system_tokens=system_tokens,
-        ghost_size=ghost_size,
         max_cached_documents=max_cached_documents,
     )
     capacities = {Tier.GPU: gpu - 1, Tier.HOST: host, Tier.DISK: 45 if host and has_disk else 0}
@@ -125,7 +121,7 @@ def test_tokens_are_conserved_and_no_tier_overflows(
 def test_without_slower_tiers_what_is_left_is_always_a_usable_prefix(
     requests: list[TracedRequest], policy: str, gpu: int
 ) -> None:
-    it = cache(gpu, policy=policy, ghost_size=2)
+    it = cache(gpu, policy=policy)
     for number, request in enumerate(requests):
         it.serve(request, number)
         check_invariants(it.tree)

@@ -16,7 +16,7 @@ from ragcache_core.policy.returning import ReturningTurns
 from ragcache_core.sim.blocks import BlockCache
 from ragcache_core.sim.options import SimulationOptions
 from ragcache_core.sim.simulator import simulate
-from ragcache_core.sim.traces.summary import summarize
+from ragcache_core.sim.traces.reuse import summarize
 from ragcache_core.sim.traces.trace import Trace, TracedRequest, read_trace, write_trace
 from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
 from ragcache_core.tree import check_invariants
@@ -56,7 +56,7 @@ def test_a_conversation_that_is_no_number_is_refused_with_its_line(tmp_path: Pat
 
 def serve(trace: Trace, **settings: Any) -> tuple[list[tuple[int, int]], BlockCache]:
     """Return cached and new tokens of each request, and the cache after all of them."""
-    sizes = {"gpu_tokens": 64 * BLOCK, "host_tokens": 256 * BLOCK, "granularity": "block", "block_size": BLOCK}
+    sizes = {"gpu_tokens": 64 * BLOCK, "host_tokens": 256 * BLOCK, "block_size": BLOCK}
     cache = BlockCache(SimulationOptions(**{**sizes, **settings}), PrefillCostModel.default())
     found = []
     for number, request in enumerate(trace):
@@ -122,17 +122,21 @@ def test_single_turns_about_documents_find_as_much_as_where_nobody_looks_for_con
 
 
 def test_a_simulated_engine_counts_histories_as_part_of_prompts() -> None:
-    options = SimulationOptions(
-        granularity="block", block_size=BLOCK, gpu_tokens=4096, host_tokens=8192, cost_model="a10g-mistral-7b"
-    )
+    options = SimulationOptions(block_size=BLOCK, gpu_tokens=4096, host_tokens=8192)
     summary = simulate(talk(20, 3), options).summary
     assert summary.computed_tokens < 20 * (340 + 3 * 80)
     assert 0.4 < summary.token_hit_rate < 1.0
 
 
-def test_whole_documents_know_no_conversations() -> None:
-    with pytest.raises(ConfigError, match="granularity block"):
-        simulate(TALK, SimulationOptions())
+def test_turns_of_a_conversation_stay_at_one_replica() -> None:
+    options = SimulationOptions(block_size=BLOCK, gpu_tokens=4096, routing="round-robin", replicas=2)
+    several, one = (simulate(talk(20, 3), replace(options, replicas=num)).summary for num in (2, 1))
+    assert several.token_hit_rate == pytest.approx(one.token_hit_rate)
+
+
+def test_chunks_know_no_conversations() -> None:
+    with pytest.raises(ConfigError, match="chunk_reuse"):
+        simulate(TALK, SimulationOptions(chunk_reuse=0.3))
 
 
 def histogram(trace: Trace) -> dict[str, float]:

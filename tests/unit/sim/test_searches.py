@@ -10,8 +10,7 @@ import pytest
 from ragcache_core.errors import ConfigError
 from ragcache_core.sim.options import SimulationOptions
 from ragcache_core.sim.simulator import simulate
-from ragcache_core.sim.testbeds import TESTBEDS
-from ragcache_core.sim.traces.searches import read_searches
+from ragcache_core.sim.testbeds import TESTBEDS, read_searches
 from ragcache_core.sim.traces.trace import Trace, TracedRequest
 
 T = TESTBEDS["a10g-mistral-7b"].cost.estimate_s
@@ -39,13 +38,10 @@ def test_what_has_no_searches_is_refused_with_its_name(tmp_path: Path, data: obj
         read_searches(tmp_path / "none.json")
 
 
-@pytest.mark.parametrize("settings", [{}, {"granularity": "block", "max_batched_tokens": 4096}])
-def test_each_request_waits_for_a_search_of_the_file_and_one_may_overtake_another(
-    tmp_path: Path, settings: dict[str, object]
-) -> None:
+def test_each_request_waits_for_a_search_of_the_file_and_one_may_overtake_another(tmp_path: Path) -> None:
     path = written(tmp_path, {"search_s": [0.25, 40.0]})
     requests = [TracedRequest(0.001 * i, (f"d{i}",), (100,), 10, 1) for i in range(40)]
-    options = SimulationOptions(policy="lru", search=str(path), seed=2, **settings)  # type: ignore[arg-type]  # a test of several
+    options = SimulationOptions(policy="lru", search=str(path), seed=2)
     found = simulate(Trace.from_requests(requests), options, keeps_requests=True).requests
     assert found is not None
     slow = [record.ttft_s >= 40.0 for record in found]

@@ -30,7 +30,7 @@ BASE = SimulationOptions(gpu_tokens=20_000, host_tokens=40_000)
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     path = tmp_path / "small.jsonl"
-    write_trace(make_trace(WORKLOADS["nq-small"], 300, seed=1), path)
+    write_trace(make_trace(replace(WORKLOADS["nq-small"], most_tokens=4_000), 150, seed=1), path)
     return path
 
 
@@ -107,7 +107,7 @@ def test_runs_in_processes_say_what_one_run_here_says(trace: Path) -> None:
     done = run_all(runs, jobs=2, keep=kept.append, report=counted.append)
     assert [run.key for run in done] == [run.key for run in runs]
     assert sorted(run.key for run in kept) == sorted(run.key for run in runs)
-    assert sum(counted) == 4 * 300
+    assert sum(counted) == 4 * 150
     for run, result in zip(runs, done, strict=True):
         here = simulate(read_trace(trace), run.options).summary.to_dict()
         assert {k: v for k, v in result.summary.items() if "decision" not in k} == {
@@ -129,7 +129,7 @@ def test_an_error_in_a_run_is_that_of_the_sweep_and_leaves_no_process(tmp_path: 
     broken = tmp_path / "broken.jsonl"
     broken.write_text(trace.read_text() + '{"t": 1e9}\n')
     before = _workers()
-    with pytest.raises(TraceError, match="broken.jsonl:301"):
+    with pytest.raises(TraceError, match="broken.jsonl:151"):
         run_all(plan([broken], BASE), jobs=2)
     assert _workers() <= before
 
@@ -188,7 +188,7 @@ def test_what_is_finished_survives_the_end_of_the_sweep_and_no_process_does(
 ) -> None:
     script, long, journal = tmp_path / "run.py", tmp_path / "long.jsonl", Journal(tmp_path / "journal.jsonl")
     script.write_text(_SWEEP)
-    write_trace(make_trace(WORKLOADS["mmlu"], 40_000, seed=1), long)
+    write_trace(make_trace(WORKLOADS["mmlu"], 20_000, seed=1), long)
     process = subprocess.Popen(
         [sys.executable, script, trace, long, journal.path], stderr=subprocess.PIPE, start_new_session=True
     )

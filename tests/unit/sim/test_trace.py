@@ -16,8 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ragcache_core.errors import ConfigError, TraceError
-from ragcache_core.sim.traces.request import MAX_TOKENS
-from ragcache_core.sim.traces.trace import Trace, TracedRequest, read_trace, write_trace
+from ragcache_core.sim.traces.trace import MAX_TOKENS, Trace, TracedRequest, read_trace, write_trace
 
 LINE: dict[str, Any] = {
     "t": 12.5, "docs": ["d17", "d3"], "doc_tokens": [1904, 655], "question_tokens": 31, "output_tokens": 1

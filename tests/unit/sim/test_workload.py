@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.sim.traces.summary import popularity_share, summarize
+from ragcache_core.sim.traces.reuse import popularity_share, summarize
 from ragcache_core.sim.traces.trace import Trace
 from ragcache_core.sim.traces.workload import WORKLOADS, Workload, document_tokens, draw_retrievals, make_trace
 

@@ -1,4 +1,4 @@
-"""How other routers choose a replica, to compare with: from their published descriptions, in a few lines each."""
+"""How other routers choose a replica, from their published descriptions, in a few lines each."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from ragcache_core.ordering import DocPath
-from ragcache_core.routing.choice import KnownReplica
+from ragcache_core.routing.choice import KnownReplica, choose_replica, home_of, with_room
 from ragcache_core.routing.load import AskedPrompt
+from ragcache_core.sim.engine import SimulatedCache
+from ragcache_core.sim.fleet import Router
+from ragcache_core.sim.options import SimulationOptions
 
 _CACHE_THRESHOLD = 0.3
 _BALANCE_ABS_THRESHOLD = 64
 _BALANCE_REL_THRESHOLD = 1.5
-"""The options of these names of vllm-router 0.1.17, as it comes."""
+"""The defaults of vllm-router 0.1.17."""
 
 
 class VllmRouter:
@@ -55,3 +58,30 @@ class PowerOfTwo:
         """Return who gets a request."""
         drawn = self._rng.choice(len(replicas), min(2, len(replicas)), replace=False)
         return min((replicas[int(i)] for i in drawn), key=lambda replica: replica.load.num_running)
+
+
+class OtherRouter(Router):
+    """The project's choices and others': ``hash``, ``bounded``, ``power-of-two``, ``vllm-router`` and ``mirror``.
+
+    ``mirror`` is the choice of a ``Fleet`` for the order of the search.
+    """
+
+    def __init__(self, caches: Sequence[SimulatedCache], options: SimulationOptions) -> None:
+        super().__init__(caches, options)
+        self._power_of_two = PowerOfTwo(options.seed)
+        self._vllm_router = VllmRouter()
+
+    def choose(self, prompt: AskedPrompt) -> KnownReplica:
+        match self._options.routing:
+            case "power-of-two":
+                return self._power_of_two.choose(self.replicas)
+            case "vllm-router":
+                return self._vllm_router.choose(self.replicas, prompt)
+            case "hash":
+                return home_of(self.replicas, prompt.key)
+            case "bounded":
+                return home_of(with_room(self.replicas), prompt.key)
+            case "mirror":
+                return choose_replica(self._index, self.replicas, prompt)
+            case _:
+                return super().choose(prompt)

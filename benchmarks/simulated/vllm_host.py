@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Hashable, Iterator, Sequence
 
+from ragcache_core.sim.block_tiers import HostBlocks
 from ragcache_core.types import Tier
 
 _Chunks = OrderedDict[Hashable, None]
 
 
-class VLLMHostChunks:
-    """What ``vllm.v1.kv_offload.cpu`` of 0.32 keeps, as :class:`~ragcache_core.sim.block_tiers.HostChunks` is asked.
+class VLLMHostBlocks(HostBlocks):
+    """What ``vllm.v1.kv_offload.cpu`` of 0.32 keeps, as :class:`~ragcache_core.sim.block_tiers.HostBlocks` is asked.
 
     A chunk that is stored enters ``_once``, ARC's T1. When a request ends that found it, it moves to ``_often``, T2;
     then all that the request stored or found is as new as its first chunk, which goes last. ARC takes from T1 while it
@@ -19,8 +20,8 @@ class VLLMHostChunks:
     list.
     """
 
-    def __init__(self, num_chunks: int, *, is_arc: bool) -> None:
-        self.num_chunks = num_chunks
+    def __init__(self, num_blocks: int, *, is_arc: bool) -> None:
+        self.num_blocks = num_blocks
         self._is_arc = is_arc
         self._once: _Chunks = OrderedDict()
         self._often: _Chunks = OrderedDict()
@@ -35,7 +36,7 @@ class VLLMHostChunks:
         self._in_use.update(keys[:found])
         return [Tier.HOST] * found
 
-    def let_go(self, keys: Sequence[Hashable]) -> None:
+    def release(self, keys: Sequence[Hashable]) -> None:
         """Note that what was looked up lies on the GPU now."""
         self._in_use -= Counter(keys)
 
@@ -45,7 +46,7 @@ class VLLMHostChunks:
         if self._is_arc:
             for key in reversed(new):
                 self._learn(key)
-        num_missing = len(new) - (self.num_chunks - len(self._once) - len(self._often))
+        num_missing = len(new) - (self.num_blocks - len(self._once) - len(self._often))
         if num_missing > 0 and not self._evict(num_missing, set(keys)):
             return []
         for key in new:
@@ -58,7 +59,7 @@ class VLLMHostChunks:
 
     def settle(self) -> None:
         """Note that what was being written is here."""
-        self.let_go(self._writing)
+        self.release(self._writing)
         self._writing.clear()
 
     def on_answered(self, keys: Sequence[Hashable], stored: Collection[Hashable], found: Collection[Hashable]) -> None:
@@ -78,21 +79,21 @@ class VLLMHostChunks:
     def _learn(self, key: Hashable) -> None:
         once, often = self._gone
         if key in once:
-            self._target = min(self._target + max(1.0, len(often) / len(once)), float(self.num_chunks))
+            self._target = min(self._target + max(1.0, len(often) / len(once)), float(self.num_blocks))
             once.move_to_end(key)
         elif key in often:
             self._target = max(self._target - max(1.0, len(once) / len(often)), 0.0)
             often.move_to_end(key)
 
-    def _evict(self, num_chunks: int, protected: Collection[Hashable]) -> bool:
-        """Evict so many; none, where so many cannot go."""
+    def _evict(self, num_blocks: int, protected: Collection[Hashable]) -> bool:
+        """Evict ``num_blocks``; none, where fewer can be evicted."""
 
         def free(chunks: _Chunks) -> Iterator[Hashable]:
             return (key for key in chunks if not self._in_use[key] and key not in protected)
 
         once, often, num_once = free(self._once), free(self._often), len(self._once)
         victims: list[tuple[Hashable, bool]] = []
-        for _ in range(num_chunks):
+        for _ in range(num_blocks):
             key = next(once, None) if num_once >= int(self._target) else None
             is_once = key is not None
             if key is None:
@@ -107,6 +108,6 @@ class VLLMHostChunks:
             del (self._once if is_once else self._often)[key]
             self._gone[not is_once][key] = None
         for gone in self._gone:
-            while len(gone) > self.num_chunks:
+            while len(gone) > self.num_blocks:
                 gone.popitem(last=False)
         return True

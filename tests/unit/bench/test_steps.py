@@ -10,13 +10,12 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from ragcache_core.errors import ConfigError
+from benchmarks.simulated.laboratory import LabOptions, simulate
+from benchmarks.simulated.steps import SteppedCache, StepSimulation
+from ragcache_core.policy.step_times import StepTimes
 from ragcache_core.sim.blocks import BlockCache
 from ragcache_core.sim.engine import Job
-from ragcache_core.sim.options import SimulationOptions
-from ragcache_core.sim.simulator import simulate
-from ragcache_core.sim.stepping.simulation import StepSimulation
-from ragcache_core.sim.testbeds import PrefillFormula, StepTimes, Testbed, load_testbed
+from ragcache_core.sim.testbeds import PrefillFormula, Testbed, load_testbed
 from ragcache_core.sim.traces.trace import Trace, TracedRequest
 from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
 from ragcache_core.tree import check_invariants
@@ -37,13 +36,14 @@ TESTBED = Testbed(
 
 def engine(
     gpu: int = 100, host: int = 0, disk: int = 0, testbed: Testbed = TESTBED, **given: Any
-) -> tuple[StepSimulation, BlockCache]:
+) -> tuple[StepSimulation, SteppedCache]:
     """Return an engine of so many blocks in each tier."""
     sizes = {name: count * BLOCK for name, count in (("gpu_tokens", gpu), ("host_tokens", host), ("disk_tokens", disk))}
-    defaults = {"policy": "lru", "granularity": "block", "block_size": BLOCK, "max_batch": 4, "max_batched_tokens": 40}
-    options = SimulationOptions(**{**defaults, **sizes, **given})
-    cache = BlockCache(options, testbed.cost)
-    return StepSimulation(cache, options, testbed), cache
+    defaults = {"policy": "lru", "block_size": BLOCK, "max_batch": 4, "max_batched_tokens": 40}
+    options = LabOptions(**{**defaults, **sizes, **given})
+    assert options.max_batched_tokens is not None
+    cache = SteppedCache(options, testbed.cost, knows_documents=options.knows_documents)
+    return StepSimulation(cache, options, testbed, options.max_batched_tokens), cache
 
 
 def asked(doc_ids: str = "", question_tokens: int = 8, output_tokens: int = 1, doc_tokens: int = 8) -> TracedRequest:
@@ -213,9 +213,7 @@ def test_whatever_overlaps_all_are_answered_and_everything_is_let_go(
 
 def test_requests_far_apart_find_what_they_find_when_they_are_served_whole() -> None:
     trace = make_trace(WORKLOADS["mmlu"], 60, 3)
-    options = SimulationOptions(
-        granularity="block", block_size=64, gpu_tokens=20_000, host_tokens=30_000, max_batch=8, max_batched_tokens=2_048
-    )
+    options = LabOptions(block_size=64, gpu_tokens=20_000, host_tokens=30_000, max_batch=8, max_batched_tokens=2_048)
     apart = Trace.from_requests(replace(request, arrival_s=1000.0 * i) for i, request in enumerate(trace))
     found = simulate(apart, options, keeps_requests=True)
     whole = BlockCache(replace(options, max_batched_tokens=None), load_testbed(options.cost_model).cost)
@@ -223,18 +221,3 @@ def test_requests_far_apart_find_what_they_find_when_they_are_served_whole() -> 
     assert found.requests is not None
     assert [record.cached_tokens for record in found.requests] == [one.num_cached_tokens for one in served]
     assert found.summary.swapped_out_tokens == sum(one.num_swapped_out_tokens for one in served) > 0
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"granularity": "document"}, "choose block"),
-        ({"speculation": "dynamic"}, "choose none"),
-        ({"chunk_reuse": 0.3}, "leave it out"),
-        ({"max_batched_tokens": 3}, "raise it"),
-        ({"max_batched_tokens": None, "granularity": "document", "knows_documents": False}, "granularity block"),
-    ],
-)
-def test_what_steps_are_not_simulated_with_is_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        SimulationOptions(**{"granularity": "block", "max_batch": 4, "max_batched_tokens": 64, **settings})

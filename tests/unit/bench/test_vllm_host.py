@@ -6,32 +6,32 @@ from collections.abc import Hashable, Sequence
 
 import pytest
 
-from ragcache_core.sim.stepping.vllm_host import VLLMHostChunks
+from benchmarks.simulated.vllm_host import VLLMHostBlocks
 from ragcache_core.types import Tier
 
 
-def ask(host: VLLMHostChunks, keys: str) -> int:
+def ask(host: VLLMHostBlocks, keys: str) -> int:
     """Ask for chunks, store what is missing, and end the request; return how many were found."""
     found = len(host.look_up(keys))
-    host.let_go(keys[:found])
+    host.release(keys[:found])
     stored: Sequence[Hashable] = host.store(keys[found:])
     host.settle()
     host.on_answered(keys, set(stored), set(keys) - set(stored))
     return found
 
 
-def kept(host: VLLMHostChunks, keys: str) -> str:
+def kept(host: VLLMHostBlocks, keys: str) -> str:
     """Return which of ``keys`` are there."""
     there = ""
     for key in keys:
         if host.look_up(key):
-            host.let_go(key)
+            host.release(key)
             there += key
     return there
 
 
 def test_an_lru_evicts_the_tail_of_what_was_used_longest_ago() -> None:
-    host = VLLMHostChunks(6, is_arc=False)
+    host = VLLMHostBlocks(6, is_arc=False)
     assert [ask(host, keys) for keys in ("abc", "xyz", "abc")] == [0, 0, 3]
     assert ask(host, "pq") == 0
     assert kept(host, "abcxyzpq") == "abcxpq", "of xyz the last two went"
@@ -39,7 +39,7 @@ def test_an_lru_evicts_the_tail_of_what_was_used_longest_ago() -> None:
 
 @pytest.mark.parametrize("is_arc", [False, True])
 def test_what_is_loaded_or_written_stays_and_a_prompt_that_does_not_fit_beside_it_is_not_stored(is_arc: bool) -> None:
-    host = VLLMHostChunks(4, is_arc=is_arc)
+    host = VLLMHostBlocks(4, is_arc=is_arc)
     ask(host, "ab")
     assert host.look_up("abz") == [Tier.HOST, Tier.HOST]
     assert host.store("wxyz") == []
@@ -47,12 +47,12 @@ def test_what_is_loaded_or_written_stays_and_a_prompt_that_does_not_fit_beside_i
     assert host.store("yz") == [], "w and x are being written"
     host.settle()
     assert host.store("yz") == ["y", "z"]
-    host.let_go("ab")
+    host.release("ab")
     assert kept(host, "abwxyz") == "abyz"
 
 
 def test_arc_keeps_what_came_again_from_what_comes_once() -> None:
-    arc, lru = VLLMHostChunks(4, is_arc=True), VLLMHostChunks(4, is_arc=False)
+    arc, lru = VLLMHostBlocks(4, is_arc=True), VLLMHostBlocks(4, is_arc=False)
     for host in (arc, lru):
         for keys in ("ab", "ab", "cd", "ef", "gh"):
             ask(host, keys)
@@ -61,7 +61,7 @@ def test_arc_keeps_what_came_again_from_what_comes_once() -> None:
 
 
 def test_arc_learns_from_a_miss_of_what_it_gave_up_too_early() -> None:
-    host = VLLMHostChunks(4, is_arc=True)
+    host = VLLMHostBlocks(4, is_arc=True)
     for keys in ("ab", "ab", "cd", "ef", "cd", "ef", "cd"):  # cd and ef go again and again, for ab was used twice
         ask(host, keys)
     assert kept(host, "ab") != "ab", "its share has shrunk"

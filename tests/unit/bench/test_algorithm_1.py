@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.simulated.documents import DocumentCache
+from benchmarks.simulated.laboratory import LabOptions, make_cache, simulate
+from ragcache_core.errors import ConfigError
 from ragcache_core.ordering import CachedPaths, PathChange, arrange
-from ragcache_core.sim.documents import DocumentCache
-from ragcache_core.sim.options import SimulationOptions
 from ragcache_core.sim.result import SimulationResult
-from ragcache_core.sim.simulator import make_cache, simulate
 from ragcache_core.sim.testbeds import TESTBEDS
 from ragcache_core.sim.traces.trace import Trace, TracedRequest
 from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
@@ -104,7 +104,7 @@ class Algorithm1:
         return True
 
 
-def check_against_algorithm_1(trace: Trace, options: SimulationOptions) -> SimulationResult:
+def check_against_algorithm_1(trace: Trace, options: LabOptions) -> SimulationResult:
     reference = Algorithm1(options.gpu_tokens, options.host_tokens, options.system_tokens)
     result = simulate(trace, options, keeps_requests=True)
     assert result.requests is not None
@@ -141,7 +141,7 @@ def small_trace(drawn: list[tuple[list[str], int, float]]) -> Trace:
 def test_every_request_finds_what_algorithm_1_left_it(
     drawn: list[tuple[list[str], int, float]], gpu: int, host: int, system: int
 ) -> None:
-    options = SimulationOptions(policy="pgdsf", gpu_tokens=gpu, host_tokens=host, system_tokens=system)
+    options = LabOptions(policy="pgdsf", gpu_tokens=gpu, host_tokens=host, system_tokens=system)
     check_against_algorithm_1(small_trace(drawn), options)
 
 
@@ -149,7 +149,7 @@ def test_every_request_finds_what_algorithm_1_left_it(
 @pytest.mark.parametrize(("documents", "num_requests"), [(2, 3_000), (5, 1_000)])
 def test_thousands_of_requests_find_what_algorithm_1_left_them(documents: int, num_requests: int) -> None:
     workload = replace(WORKLOADS["mmlu"], documents_per_request=documents)
-    options = SimulationOptions(policy="pgdsf", gpu_tokens=40_960, host_tokens=65_536, system_tokens=100)
+    options = LabOptions(policy="pgdsf", gpu_tokens=40_960, host_tokens=65_536, system_tokens=100)
     result = check_against_algorithm_1(make_trace(workload, num_requests, seed=7), options)
     assert 0.0 < result.summary.document_hit_rate < 0.5
     assert result.summary.hits_by_tier["gpu"] > 0
@@ -170,7 +170,7 @@ def test_no_tier_holds_more_than_it_can_and_no_token_is_lost(
 ) -> None:
     gpu, host, disk = capacities
     trace = small_trace(drawn)
-    options = SimulationOptions(policy=policy, gpu_tokens=gpu, host_tokens=host, disk_tokens=disk)
+    options = LabOptions(policy=policy, gpu_tokens=gpu, host_tokens=host, disk_tokens=disk)
     cache = make_cache(trace, options, TESTBED)
     assert isinstance(cache, DocumentCache)
     for number, request in enumerate(trace):
@@ -196,7 +196,7 @@ def test_the_order_with_the_longest_cached_prefix_is_that_of_a_mirror_of_the_tre
     drawn: list[tuple[list[str], int, float]], gpu: int, host: int
 ) -> None:
     trace = small_trace(drawn)
-    options = SimulationOptions(policy="lru", order="cache_aware", gpu_tokens=gpu, host_tokens=host)
+    options = LabOptions(policy="lru", order="cache_aware", gpu_tokens=gpu, host_tokens=host)
     cache = make_cache(trace, options, TESTBED)
     assert isinstance(cache, DocumentCache)
     for number, request in enumerate(trace):
@@ -222,7 +222,7 @@ def test_whoever_waits_is_told_when_more_or_less_of_its_prompt_is_cached(
     drawn: list[tuple[list[str], int, float]], gpu: int, host: int
 ) -> None:
     trace = small_trace(drawn)
-    cache = make_cache(trace, SimulationOptions(policy="pgdsf", gpu_tokens=gpu, host_tokens=host), TESTBED)
+    cache = make_cache(trace, LabOptions(policy="pgdsf", gpu_tokens=gpu, host_tokens=host), TESTBED)
     before = [cache.num_cached_tokens(request) for request in trace]
     for number, request in enumerate(trace):
         cache.serve(request, number)
@@ -241,7 +241,7 @@ def serve_all(
     """Serve requests of one document each, and return where each lay."""
     lengths = lengths or {}
     trace = Trace.from_requests(TracedRequest(0.0, (d,), (lengths.get(d, 10),), 1, 1) for d in documents)
-    cache = make_cache(trace, SimulationOptions(**options), TESTBED)  # type: ignore[arg-type]
+    cache = make_cache(trace, LabOptions(**options), TESTBED)  # type: ignore[arg-type]
     return [cache.serve(request, number).tiers for number, request in enumerate(trace)]
 
 
@@ -255,26 +255,10 @@ def test_a_document_goes_down_tier_by_tier() -> None:
 
 def test_a_document_is_swapped_out_once() -> None:
     trace = Trace.from_requests(TracedRequest(float(i), (d,), (10,), 1, 1) for i, d in enumerate("ABABAB"))
-    summary = simulate(trace, SimulationOptions(policy="lru", gpu_tokens=10, host_tokens=20)).summary
+    summary = simulate(trace, LabOptions(policy="lru", gpu_tokens=10, host_tokens=20)).summary
     assert summary.swapped_out_tokens == 20  # A once, B once, though A left the GPU three times
     assert summary.loaded_tokens == 40
     assert summary.hits_by_tier == {"gpu": 0, "host": 4, "disk": 0}
-
-
-def test_the_default_policy_holds_few_documents_twice() -> None:
-    def share_held_twice(policy: str) -> float:
-        options = SimulationOptions(policy=policy, host_tokens=65_536)
-        trace = make_trace(replace(WORKLOADS["mmlu"], documents_per_request=2), 1_000, 3)
-        cache = make_cache(trace, options, TESTBED)
-        assert isinstance(cache, DocumentCache)
-        for number, request in enumerate(trace):
-            cache.serve(request, number)
-        tree = cache.tree
-        on_gpu = [node for node in tree.nodes() if tree.resident_mask(node, Tier.GPU)]
-        twice = [node for node in on_gpu if tree.resident_mask(node, Tier.HOST)]
-        return sum(node.num_tokens for node in twice) / sum(node.num_tokens for node in on_gpu)
-
-    assert share_held_twice("tournament") < 0.5 * share_held_twice("pgdsf")
 
 
 def test_a_document_larger_than_the_gpu_is_never_cached_and_empties_it() -> None:
@@ -284,5 +268,19 @@ def test_a_document_larger_than_the_gpu_is_never_cached_and_empties_it() -> None
 
 def test_a_document_of_another_length_is_another_document() -> None:
     trace = Trace.from_requests(TracedRequest(float(i), ("A",), (n,), 1, 1) for i, n in enumerate([10, 12, 10, 12]))
-    cache = make_cache(trace, SimulationOptions(policy="lru", gpu_tokens=100, host_tokens=0), TESTBED)
+    cache = make_cache(trace, LabOptions(policy="lru", gpu_tokens=100, host_tokens=0), TESTBED)
     assert [cache.serve(request, i).num_new_tokens for i, request in enumerate(trace)] == [11, 13, 1, 1]
+
+
+def test_conversations_are_refused() -> None:
+    trace = Trace.from_requests([TracedRequest(0.0, (), (), 5, 5, conversation=1)])
+    with pytest.raises(ConfigError):
+        simulate(trace, LabOptions())
+
+
+def test_the_waiting_are_rescored_as_if_all_were_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = make_trace(replace(WORKLOADS["mmlu"], requests_per_s=2.0), 600, seed=5)
+    options = LabOptions(queue="cache-aware", order="cache_aware")
+    touched = simulate(trace, options, keeps_requests=True)
+    monkeypatch.setattr(DocumentCache, "changed_prefixes", lambda self: None)
+    assert simulate(trace, options, keeps_requests=True).requests == touched.requests

@@ -1,0 +1,124 @@
+"""The bound of a replacement policy that knows the future: Belady's rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+from ragcache_core.policy import NodeStats, ReplacementPolicy
+from ragcache_core.sim.options import BELADY, INFINITE
+
+if TYPE_CHECKING:
+    from ragcache_core.sim.sweep import FinishedRun
+
+
+class Foreseen(NamedTuple):
+    """What a request will use.
+
+    Attributes:
+        steps: the parts of its path from the root down, its answer last: what names each with all before it, and the
+            tokens up to its end.
+        marks: names of all prefixes that it uses, which steps of earlier requests may have.
+    """
+
+    steps: Sequence[tuple[Hashable, int]]
+    marks: Collection[Hashable]
+
+
+class BeladyPolicy(ReplacementPolicy):
+    """Evicts what is used again last: the next request whose prompt begins with the path of a node decides.
+
+    With blocks of one size in one tier this is Belady's rule. It is a bound in practice, not in theory: a prefix stays
+    as long as what depends on it, what was computed always enters the GPU, and blocks in two tiers take memory twice.
+    Requests that overtake each other come in another order than was foreseen.
+    """
+
+    name = "belady"
+    uses_clock: ClassVar[bool] = False
+
+    def __init__(self, requests: Iterable[Foreseen]) -> None:
+        """Learn the future.
+
+        Args:
+            requests: in the order of the trace.
+        """
+        foreseen = list(requests)
+        self._ends = [[end for _, end in request.steps] for request in foreseen]
+        self._next_uses = next_uses(foreseen)
+        self._number = 0
+        self._step = self._end = 0
+        self._next_of: list[float] = []
+
+    def begin(self, number: int) -> None:
+        """Note that request ``number`` of the trace is served; its path is accessed next, from the root down."""
+        self._number = number
+        self._step = self._end = 0
+
+    def on_access(self, stats: NodeStats, num_requests: int) -> None:
+        ends = self._ends[self._number]
+        self._end += stats.num_tokens
+        while ends[self._step] < self._end:  # a node is a step or a part of one
+            self._step += 1
+        self._set(stats, self._next_uses[self._number][self._step])
+
+    def on_restore(self, stats: NodeStats, num_requests: int) -> None:
+        """Do nothing: what is expected says less than what is known."""
+
+    def on_arrival(self, stats: NodeStats) -> None:
+        if not stats.frequency:  # a part of an answer
+            self._set(stats, self._next_uses[self._number][-1])
+
+    def on_split(self, stats: NodeStats, lower: NodeStats) -> None:
+        self._set(lower, self.next_use(stats))
+
+    def rank(self, stats: NodeStats, clock: float) -> float:
+        return -self.next_use(stats)
+
+    def next_use(self, stats: NodeStats) -> float:
+        """Return the number of the next request that uses a node; infinite where none does."""
+        return self._next_of[stats.id] if stats.id < len(self._next_of) else math.inf
+
+    def _set(self, stats: NodeStats, next_use: float) -> None:
+        self._next_of.extend([math.inf] * (stats.id + 1 - len(self._next_of)))
+        self._next_of[stats.id] = next_use
+
+
+def next_uses(requests: Sequence[Foreseen]) -> list[list[float]]:
+    """Return, for each step of each request, the number of the next one that uses it; infinite where none does."""
+    following: dict[Hashable, int] = {}
+    found: list[list[float]] = []
+    for number in range(len(requests) - 1, -1, -1):
+        found.append([following.get(key, math.inf) for key, _ in requests[number].steps])
+        following.update(dict.fromkeys(requests[number].marks, number))
+    return found[::-1]
+
+
+def above_belady(runs: Sequence[FinishedRun]) -> list[str]:
+    """Return why a policy of ``runs`` came out better than belady with the same trace, capacities and order.
+
+    One sentence with the run where it shows most; none where no policy did.
+    """
+    bounds = {_setting(run): run for run in runs if run.options["policy"] == BELADY}
+    above = []
+    for run in runs:
+        bound = bounds.get(_setting(run))
+        if bound is not None and run.options["policy"] not in (BELADY, INFINITE):
+            for key, sign in (("token_hit_rate", 1), ("mean_ttft_s", -1)):
+                if (gain := sign * (run.summary[key] - bound.summary[key]) / max(bound.summary[key], 1e-9)) > 0:
+                    above.append((gain, run, bound, key))
+    if not above:
+        return []
+    _, run, bound, key = max(above, key=lambda each: each[0])
+    return [
+        f"{run.options['policy']} came out better than belady ({key} {run.summary[key]:.3f} against "
+        f"{bound.summary[key]:.3f}; {Path(run.trace).name}, order {run.options['order']}, GPU "
+        f"{run.options['gpu_tokens']:,}, host {run.options['host_tokens']:,}): belady is a bound of one tier where "
+        "requests are served in the order of the trace. It ignores what blocks cost to compute or to load, and keeps "
+        "those that are in two tiers twice"
+    ]
+
+
+def _setting(run: FinishedRun) -> tuple[object, ...]:
+    return run.trace, *(run.options[name] for name in ("gpu_tokens", "host_tokens", "disk_tokens", "order"))

@@ -1,1 +1,0 @@
-"""Several engines in one virtual clock, among which the project's own choice divides the requests."""
