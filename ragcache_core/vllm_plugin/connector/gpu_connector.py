@@ -190,7 +190,7 @@ class DocumentAware:
     # Between the sides, before the first request
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Return what this worker has to say of its memory; nothing beside others, of which vLLM takes one alone."""
+        """Return this worker's memory layout; None beside other connectors, as vLLM takes only one's."""
         if connector_of_this_worker() not in (None, self):
             return None
         assert self._vllm_config.kv_transfer_config is not None
