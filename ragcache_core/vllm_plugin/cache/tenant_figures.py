@@ -65,7 +65,7 @@ class TenantFigures:
         return owner if owner in self._by_name else None
 
     def is_everybodys(self, owner: str | None) -> bool:
-        """Return whether requests without a tenant own it, alone or with a collection; an owner of old is nobody."""
+        """Return whether requests without a tenant own it, alone or with a collection; False for former owners."""
         return owner is None or (self._tenants is not None and owner in self._tenants.collections)
 
     def num_units_of(self, tenant: str | None, tier: Tier, num_units: int) -> int:
