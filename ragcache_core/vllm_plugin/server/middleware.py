@@ -1,7 +1,7 @@
-"""Before the server's routes: who has no key gets no further, no body is too large, and a server that ends takes none.
+"""Checks before the server's routes: the API key, the size of the body, and that the server is not shutting down.
 
-vLLM asks for its key under ``/v1`` and a few other prefixes, and not where it serves the same models for hosting
-platforms, nor where it tokenises, pauses or scales. Here everything needs the key but what :data:`OPEN_PATHS` names.
+vLLM requires its key under ``/v1`` and a few other prefixes, but not on the routes for hosting platforms, nor on those
+that tokenise, pause or scale. Here every path needs the key except :data:`OPEN_PATHS`.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def tenant_of(request: Request) -> str | None:
 
 
 def own_speculation(request: Request, speculation: str) -> str:
-    """Return what the engine calls a speculation of who asks."""
+    """Return the engine's id of a speculation of the request's tenant."""
     tenant = tenant_of(request)
     return speculation if tenant is None else speculation_of(tenant, speculation)
 
@@ -160,7 +160,7 @@ def _checked_salt(salt: object) -> str | None:
 
 
 def _refuse_shared_media(messages: object) -> None:
-    """Refuse images and sounds by a name: vLLM finds them by it, whoever has sent them."""
+    """Reject images and sounds by a name: vLLM finds them by it, of any sender."""
     for message in messages if isinstance(messages, list) else ():
         parts = message.get("content") if isinstance(message, dict) else None
         for part in parts if isinstance(parts, list) else ():

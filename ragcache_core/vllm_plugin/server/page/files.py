@@ -22,7 +22,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-"""Nothing from elsewhere, no script in the page itself, in nobody's frame; a new version shows at once."""
+"""No foreign content, no inline script, no embedding in a frame; a new version shows at once."""
 
 
 def read_page_file(name: str) -> tuple[bytes, str]:
