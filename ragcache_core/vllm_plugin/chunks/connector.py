@@ -119,7 +119,7 @@ class ChunkReuse(KVConnectorBase_V1):
         self._offers: dict[str, _Offer] = {}
         self._approximate_from: dict[str, int] = {}  # the first such token of the request that is admitted now
         self._borders: set[int] = set()  # with which blocks approximate KV began so far
-        self._is_prefilling = False  # whether the step computes a prompt that somebody waits for
+        self._is_prefilling = False  # whether the step computes a real request's prompt
         self._execution: ChunkExecutor | None = None
         self._memory: ChunkMemory | None = None
         chunks: ChunkManager | None = None

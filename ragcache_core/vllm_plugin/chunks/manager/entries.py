@@ -54,7 +54,7 @@ class Variant:
         return bool(self.pages) if tier is Tier.HOST else self.is_on_disk
 
     def num_idle_pages(self, tier: Tier) -> int:
-        """Return how many pages of a tier it would give up."""
+        """Return how many pages of a tier its eviction frees."""
         return self.num_pages if self.is_idle and self.is_in(tier) else 0
 
 
@@ -101,13 +101,13 @@ class Transfer:
 
 @dataclass(slots=True)
 class ChunkCounters:
-    """What happened to chunks since the engine started: those that ``num_requests`` reused, and of how many tokens;
-    ``num_refused_requests`` wanted to, and were answered exactly because what they asked for cannot be.
+    """Counts of chunks since the engine started: those that ``num_requests`` reused, with their tokens.
 
-    ``num_mismatched_chunks`` were asked for with other tokens than stored, ``num_too_long_chunks`` are longer than the
+    ``num_refused_requests`` asked for reuse that is unsupported, and were answered exactly.
+    ``num_mismatched_chunks`` were requested with other tokens than stored, ``num_too_long_chunks`` are longer than the
     memory, ``num_crowded_out_chunks`` found no free page because the rest was in use; ``num_dropped_chunks`` were not
-    written to disk. Of those on disk ``num_corrupt_chunks`` were damaged or gone when they were read (counted for each
-    worker), ``num_lost_chunks`` were given up for this or another reason.
+    written to disk. Of those on disk ``num_corrupt_chunks`` were damaged or missing when they were read (counted for
+    each worker), ``num_lost_chunks`` were deleted for this or another reason.
     """
 
     num_requests: int = 0
