@@ -1,7 +1,7 @@
-"""Our connector beside others of vLLM, as a child of its MultiConnector: by name, with settings of its own.
+"""Our connector beside others, as a named child of vLLM's MultiConnector with settings of its own.
 
-vLLM loads what a prompt needs from the first connector that has tokens of it, and has all of them store. What ours
-stores is what lies in the engine's blocks, whoever computed or loaded it.
+vLLM loads a prompt's KV from the first connector that has tokens of it, and has all of them store. Ours stores the KV
+in the engine's blocks, computed or loaded by any connector.
 """
 
 from __future__ import annotations

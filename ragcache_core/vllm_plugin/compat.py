@@ -285,10 +285,10 @@ def attach_utilities() -> None:
 
 
 def _tell_of_weights() -> None:
-    """Let the engine core's resets say that the weights stay, and its calls that change them that they do not.
+    """Have the engine core's resets tell the scheduler that the weights stay, and changes of weights that they do not.
 
-    vLLM resets everything when it pauses or sleeps, as somebody might give it other weights then. Of what happens to
-    them it tells no scheduler.
+    vLLM resets everything when it pauses or sleeps, because its weights may be replaced then. It does not tell the
+    scheduler whether they are.
     """
 
     @wraps(_OWN["_reset_caches"])
@@ -427,7 +427,7 @@ async def call_cache(engine_client: Any, action: str, body: dict[str, Any]) -> l
 
 
 def prompt_of_keys(keys: Sequence[bytes], tokens_per_block: int) -> Request:
-    """Return a prompt of which nothing is known but the hashes of its blocks, and that it goes on behind them."""
+    """Return a prompt that has only the hashes of its blocks, and one token after them."""
     num_tokens = len(keys) * tokens_per_block + 1
     prompt = Request(f"prefetch-{uuid4().hex}", [0] * num_tokens, SamplingParams(max_tokens=1), None)
     prompt.block_hashes = list(keys)
