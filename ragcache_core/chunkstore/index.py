@@ -202,7 +202,7 @@ class ChunkIndex:
             connection.executemany("UPDATE chunks SET slot = ? WHERE slot = ?", slots)
 
     def deepest(self, num_chunks: int) -> list[int]:
-        """Return the slots of the chunks to give up first: the last by position, of those the least valuable.
+        """Return the slots of the chunks to evict first: the last by position, of those the least valuable.
 
         Raises:
             IndexDamagedError. CacheTierError: it cannot be read at the moment.

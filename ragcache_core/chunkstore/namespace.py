@@ -145,7 +145,7 @@ def namespace_path(directory: Path, identity: Identity) -> Path:
 
 @contextmanager
 def changing(directory: Path) -> Iterator[None]:
-    """Hold a cache directory's lock, while namespaces are entered or deleted: none goes that somebody is entering.
+    """Hold a cache directory's lock while namespaces are entered or deleted: none is deleted while it is entered.
 
     Raises:
         CacheDirectoryError, CacheLockedError
@@ -156,7 +156,7 @@ def changing(directory: Path) -> Iterator[None]:
             directory / _DIRECTORY_LOCK_NAME, timeout=_PATIENCE_S, mode=FILE_MODE, fallback_to_soft=False
         )
         lock.acquire()
-        make_private(directory / _DIRECTORY_LOCK_NAME)  # whoever made it
+        make_private(directory / _DIRECTORY_LOCK_NAME)  # another process may have made it
     except filelock.Timeout:
         raise CacheLockedError(
             f"another engine has been busy with {directory}, the cache directory, for {_PATIENCE_S:g} s: start again "

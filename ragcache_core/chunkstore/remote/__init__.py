@@ -45,7 +45,7 @@ class RemoteStore(Protocol):
         ...
 
     def is_refused(self, error: Exception) -> bool:
-        """Return whether an error says that we may not, so that to try again is of no use."""
+        """Return whether an error denies access: then a retry is useless."""
         ...
 
     def close(self) -> None:
