@@ -52,9 +52,9 @@ class Store(Protocol):
 
 
 class Transfer:
-    """Bytes in flight between the disk and host memory. A waiter that times out abandons the transfer.
+    """Bytes in flight between the disk and host memory. A waiter that times out abandons them.
 
-    From then on its host memory is not accessed, because it may be in use for other data.
+    From then on that memory is not accessed, because it holds other data.
     """
 
     def __init__(self) -> None:

@@ -156,7 +156,7 @@ def changing(directory: Path) -> Iterator[None]:
             directory / _DIRECTORY_LOCK_NAME, timeout=_PATIENCE_S, mode=FILE_MODE, fallback_to_soft=False
         )
         lock.acquire()
-        make_private(directory / _DIRECTORY_LOCK_NAME)  # another process may have made it
+        make_private(directory / _DIRECTORY_LOCK_NAME)  # by any process
     except filelock.Timeout:
         raise CacheLockedError(
             f"another engine has been busy with {directory}, the cache directory, for {_PATIENCE_S:g} s: start again "

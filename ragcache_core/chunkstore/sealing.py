@@ -8,8 +8,8 @@ The cache's identity is authenticated as well: a slot of another cache does not 
 changed seal, opens to zeros, which do not match the chunk's checksum: a miss. Random nonces are good for 2**32 chunks
 of a key (NIST SP 800-38D, section 8.3).
 
-In a store of many machines each object is sealed with a key of its own, derived from the key and the object's name. So
-that limit is one of each object, not of all.
+In a store of many machines each object is sealed with a key of its own, derived from the key and the object's name.
+There the limit applies to each object, not to all together.
 """
 
 from __future__ import annotations

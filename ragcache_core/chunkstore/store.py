@@ -196,7 +196,7 @@ class ChunkStore:
         """Yield every chunk by position: parents come before their children.
 
         Chunks that are deleted meanwhile may be in it, those that are written meanwhile are not. A chunk whose note has
-        another position than was written, or impossible values, is dropped.
+        another place in the tree than was written, or impossible values, is dropped.
 
         Raises:
             CacheTierError: the index can no longer be read.
