@@ -1,4 +1,4 @@
-"""Threads for calls that may never return: kept for the next call, and in nobody's way when the process ends."""
+"""Threads for calls that may never return: kept for the next call, and without delay for the end of the process."""
 
 from __future__ import annotations
 
@@ -18,29 +18,28 @@ _all: WeakSet[KeptThreads] = WeakSet()
 
 
 class KeptThreads:
-    """Makes each call in a thread that makes no other meanwhile, and is kept for a later one.
+    """Runs each call in a thread of its own, which is kept for a later call.
 
-    Whoever starts a thread waits until the system runs it, milliseconds beside busy processes (``python -m
-    tests.benchmarks.overhead.threads``), in which an event loop stands still. For one that is there already nobody
-    waits. An executor's threads hold up the end of the process while one of them is stuck; these do not. A fork begins
-    with none. May be used by any thread.
+    A thread's start blocks the caller, an event loop for one, until the system runs it: milliseconds beside busy
+    processes (``python -m tests.benchmarks.overhead.threads``). A kept thread has no such wait. A stuck thread of an
+    executor delays the end of the process; these do not. A fork begins with none. Any thread may use it.
     """
 
     def __init__(self, name: str, *, most: int | None = None) -> None:
-        """Have no thread yet, and at most so many of them that make a call. They are called ``name``."""
+        """Begin without threads; at most ``most`` of them run a call. They are called ``name``."""
         self._name, self._most = name, most
         self._start_anew()
         _all.add(self)
 
     @property
     def num_busy(self) -> int:
-        """How many calls are being made."""
+        """The number of running calls."""
         return self._num_busy
 
     def run(self, call: Callable[[], None]) -> bool:
-        """Have a thread make ``call``, which raises nothing, in a copy of the caller's context; return at once.
+        """Have a thread run ``call``, which raises nothing, in a copy of the caller's context; return at once.
 
-        Returns whether one makes it: else as many calls are being made as may be.
+        Returns whether one runs it: False if ``most`` calls are running.
 
         Raises:
             RuntimeError: the system gives no more threads.

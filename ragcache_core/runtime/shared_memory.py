@@ -1,7 +1,7 @@
-"""What engines have in /dev/shm: host memory, the index of it, sockets; and what dead engines left there.
+"""The files of engines in /dev/shm: host memory, the index of it, sockets; and files that dead engines left there.
 
-An engine that is launched names it after its owner, the process that launched it, so that an engine which the owner
-starts again finds it, and anybody can tell whether the owner still lives::
+A launched engine names them after its owner, the process that launched it. An engine that the owner restarts finds them
+by this name, and every process can tell whether the owner still lives::
 
     /dev/shm/vllm_offload_<engine id>.mmap      where vLLM looks for host memory: a link to /proc/<owner>/fd/<number>
     /dev/shm/vllm_offload_<engine id>.journal/  what lies where in it
@@ -64,7 +64,7 @@ class EngineFiles:
                 os.ftruncate(file, host_bytes)
 
     def prepare(self) -> None:
-        """Make it what the next start expects; nobody of the engine may be running.
+        """Reset the files for the next start; no process of the engine may be running.
 
         Raises:
             EngineStartError: the folder cannot be written to.
@@ -83,7 +83,7 @@ class EngineFiles:
             ) from error
 
     def remove(self) -> None:
-        """Remove all of it; whoever has host memory mapped keeps it. Idempotent."""
+        """Remove all files; processes that have host memory mapped keep it. Idempotent."""
         remove_files(self.engine_id, self._folder)
         self._close()
 
@@ -146,7 +146,7 @@ def sweep_shared_memory(own_engine_id: str = "", folder: Path = SHARED_MEMORY) -
             continue
         try:
             _remove(path)
-        except OSError as error:  # somebody else's, or swept by somebody else
+        except OSError as error:  # another user's, or swept by another process
             logger.debug("%s stays: %s", path, error)
             continue
         logger.warning("Removed %s, which an engine whose owner died left in shared memory", path)
@@ -178,7 +178,7 @@ def _namespace() -> int:
 def _started(pid: int) -> int | None:
     """Return when a process started, in clock ticks since the machine did; None if there is none, or its end is due.
 
-    One that ended stays listed until its parent takes note, which in a container may be never.
+    An ended process stays listed until its parent reaps it, which in a container may be never.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
