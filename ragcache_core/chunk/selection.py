@@ -1,4 +1,4 @@
-"""Which tokens of the reused chunks are computed all the same, given how many."""
+"""Selection of the tokens of reused chunks to recompute, given their number."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ragcache_core.errors import ConfigError
 class SelectableChunk:
     """A chunk that a request reuses, as a selection sees it.
 
-    ``budget`` is the number of its tokens to recompute. ``relevance`` has one number for each of its tokens, how much
-    the question asks for it, if anybody measured or guessed that (see ``relevance.py``).
+    ``budget`` is the number of its tokens to recompute. ``relevance`` has each token's relevance to the question,
+    measured or estimated; None if it is unknown (see ``relevance.py``).
     """
 
     variant: ChunkVariant
@@ -82,9 +82,9 @@ class FirstTokensSelection:
 class QuestionDrivenSelection:
     """The tokens that the question asks for, over all chunks: one budget, spent where it matters (ProphetKV's idea).
 
-    A chunk that needs no fixing gets none of it. ProphetKV measures the question's attention to stored keys. Whoever
-    has that passes it as ``relevance``; where nobody has, as in a scheduler, ``lexical_relevance`` guesses it from the
-    words.
+    A chunk that needs no recomputation gets none of it. ProphetKV measures the question's attention to stored keys. A
+    caller that has it passes it as ``relevance``; without it, as in a scheduler, ``lexical_relevance`` estimates it
+    from the words.
 
     Raises:
         ValueError: a chunk has no relevance.
