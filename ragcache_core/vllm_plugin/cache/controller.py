@@ -302,7 +302,7 @@ class CacheController:
         self._count_pending(state, 1)
 
     def paths_of(self, tenant: str | None) -> PrefixPublisher:
-        """Return who says which paths of a tenant's documents are cached; None are those of everybody else."""
+        """Return the publisher of cached paths of a tenant's documents; None: of all other documents."""
         return self.paths if tenant is None else self.tenants.paths(tenant)
 
     def request_ids(self) -> list[str]:
@@ -568,7 +568,7 @@ class CacheController:
         return receipt
 
     def forget_all(self) -> dict[str, object]:
-        """Give everything up in all tiers, as :meth:`forget` does."""
+        """Delete everything in all tiers, as :meth:`forget` does."""
         self.record_change()
         self._insert_answers()
         receipt = self.forgetting.forget_all()
