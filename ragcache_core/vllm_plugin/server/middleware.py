@@ -44,9 +44,9 @@ _TENANTS_ROUTES = {
     ),
     "POST": re.compile(rf"/v1/(chat/)?completions|/(de)?tokenize|{_OWN}prefetch|{_OWN}speculations/[^/]+/confirm"),
 }
-"""What a tenant's key may ask; all that is not here is refused, whatever route is added elsewhere."""
+"""The routes that a tenant's key may use; all others are rejected, also routes that are added elsewhere."""
 TENANT = "ragcache_tenant"
-"""Where an ASGI scope says whose key a request has; nothing is said of operators."""
+"""The field of an ASGI scope with the tenant of the request's key; absent for operators."""
 _PROBES = ("/health", "/ping", "/ready")
 _OWN_PREFIX = "/v1/ragcache/"
 _RETRY_AFTER_S = 2

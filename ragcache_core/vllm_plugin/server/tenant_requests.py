@@ -74,7 +74,7 @@ def _file_of(transfer_config: object) -> Path | None:
 
 
 def tenant_of(request: Request) -> str | None:
-    """Return whose key a request has; None is an operator's, or that of a server without tenants."""
+    """Return the tenant of a request's key; None for an operator's, or on a server without tenants."""
     tenant: str | None = request.scope.get(TENANT)
     return tenant
 
@@ -108,7 +108,7 @@ class TenantRequests:
         while messages[-1]["type"] == "http.request" and messages[-1].get("more_body"):
             messages.append(await receive())
         if messages[-1]["type"] != "http.request":
-            return  # who asked is gone
+            return  # the client has disconnected
         secret = scope["app"].state.ragcache_tenants.secret
         try:
             body = owned_body(b"".join(message.get("body", b"") for message in messages), tenant, secret)

@@ -1,4 +1,4 @@
-"""The page's files: plain HTML, CSS and JavaScript, the same for everybody, with nothing of the cache in them."""
+"""The page's files: plain HTML, CSS and JavaScript, the same for every user, without data of the cache."""
 
 from __future__ import annotations
 
