@@ -81,11 +81,11 @@ class ReuseState:
     spans: tuple[ChunkSpan, ...]
     options: ReuseOptions
     namespace: bytes = b""
-    """Whose approximate KV it finds, and who finds its own."""
+    """Shared by the requests that hit each other's approximate KV."""
     documents: tuple[str, ...] = ()
-    """Digests of the documents that ``spans`` are."""
+    """Digests of the documents of ``spans``."""
     is_forgotten: bool = False
-    """A document of it is; nothing of it is kept any more."""
+    """A document of it was deleted; none of its KV is kept."""
     figures: ReuseFigures = field(default_factory=ReuseFigures)
     offered: ReusePlan | None = None
     waits_since_s: float | None = None

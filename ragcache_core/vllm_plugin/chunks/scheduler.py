@@ -128,7 +128,7 @@ class ChunkScheduling:
         return request is not None and request.options.reuses
 
     def namespace(self, request_id: str) -> bytes:
-        """Return what only requests have whose chunks are reused by the same settings as this one's."""
+        """Return the bytes that only requests with the same chunk-reuse settings share."""
         return self._requests[request_id].namespace
 
     def _namespace(self, options: ReuseOptions, question: Sequence[int]) -> bytes:

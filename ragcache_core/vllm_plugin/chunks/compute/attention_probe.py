@@ -1,4 +1,4 @@
-"""Who looks on while chunks are computed: their attention is measured, and a question says which of them it needs."""
+"""Observers of chunks in computation: they measure attention, and the chunks that a question attends to."""
 
 from __future__ import annotations
 

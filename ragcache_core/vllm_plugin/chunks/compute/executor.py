@@ -112,7 +112,7 @@ class ChunkExecutor:
         self._step.captures = []
 
     def take_finished(self) -> set[str]:
-        """Return the requests whose jobs ended since the last call: on CUDA, whose copies out of the memory have."""
+        """Return the requests whose jobs, on CUDA with their copies out of the memory, ended since the last call."""
         finished = {name for name, event in self._finished.items() if event is None or event.query()}
         for name in finished:
             del self._finished[name]

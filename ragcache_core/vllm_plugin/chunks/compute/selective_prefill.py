@@ -35,8 +35,8 @@ _NO_BACKEND = object()
 class Rows:
     """Tokens of one request: ``positions``, sorted, and ``token_ids`` [num_rows]; its ``block_ids`` [num_blocks].
 
-    Blocks lie on the device. Positions and tokens are the CPU's: which row is whose is decided without asking a GPU,
-    for which a step would have to wait.
+    Blocks lie on the device, positions and tokens on the CPU: rows are assigned to requests without a GPU read, which a
+    step would have to wait for.
     """
 
     block_ids: torch.Tensor

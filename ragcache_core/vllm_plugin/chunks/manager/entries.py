@@ -27,7 +27,7 @@ class Reservation:
 
 @dataclass(slots=True)
 class Variant:
-    """A stored KV of a chunk: where it is, and who holds it.
+    """A stored KV of a chunk: its tiers, and its pins.
 
     ``pages`` are empty where it lies on disk alone. A doomed one is not found, and dropped when it is released.
     ``documents`` are digests of the chunk's documents and of those before it, ``stored_s`` when it was computed.

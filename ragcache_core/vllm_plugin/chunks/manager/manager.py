@@ -201,10 +201,10 @@ class ChunkManager:
         return reservation
 
     def commit(self, reservation: Reservation, statistics: ChunkStatistics) -> ChunkVariant | None:
-        """Return the variant whose KV the workers have captured, for everybody to find; it goes on to disk.
+        """Add the variant whose KV the workers have captured, write it to disk, and return it.
 
-        One of the same context gives way, or of too many variants of the chunk the one with the lowest f_r. None:
-        that is in use, or meanwhile the request was released, or the library was cleared.
+        It replaces a variant of the same context, or, of too many of the chunk, the one with the lowest f_r. None: that
+        one is in use, or meanwhile the request was released, or the library was cleared.
 
         Raises:
             ValueError: the statistics are those of another context.
