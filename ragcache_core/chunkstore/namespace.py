@@ -1,4 +1,4 @@
-"""Whose chunks they are: a folder for each identity, and the lock of the one engine that uses it."""
+"""Cache namespaces: a folder for each identity, and the lock of the one engine that uses it."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def is_identity(folder: Path, identity: Identity) -> bool:
 
 
 def write_identity(folder: Path, identity: Identity) -> None:
-    """Say whose chunks the folder holds from now on.
+    """Write the identity of a folder's chunks.
 
     Raises:
         OSError
@@ -330,5 +330,5 @@ def usage_of(folder: Path) -> tuple[int, float]:
 
 
 def names_of(identity: Identity) -> str:
-    """Return whose chunks they are, for a message."""
+    """Return the identity as text, for a message."""
     return ", ".join(f"{name} {value!r:.60}" for name, value in identity.items()) or "unknown origin"

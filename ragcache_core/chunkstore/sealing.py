@@ -97,7 +97,7 @@ class Keys:
         return hmac.digest(self.secrets[-1], b"ragcache object name" + name, "sha256")
 
     def seal(self, plain: bytes, whose: bytes) -> bytes:
-        """Return bytes, encrypted and authenticated with ``whose`` they are, behind what opens them."""
+        """Return encrypted bytes, authenticated with their owner ``whose``, after the header that opens them."""
         secret = self.secrets[0]
         nonce = secrets.token_bytes(_NONCE_BYTES)
         return key_id(secret) + nonce + _own_cipher(secret, whose).encrypt(nonce, plain, whose)
