@@ -129,14 +129,14 @@ def empty_region(engine_id: str, folder: Path = SHARED_MEMORY) -> None:
 
 
 def remove_files(engine_id: str, folder: Path = SHARED_MEMORY) -> None:
-    """Remove what an engine has in shared memory."""
+    """Remove an engine's files in shared memory."""
     for path in folder.glob(f"*{engine_id}*"):
-        with suppress(OSError):  # who uses it still, or removes it too; what stays is swept later
+        with suppress(OSError):  # still in use, or removed elsewhere; what stays is swept later
             _remove(path)
 
 
 def sweep_shared_memory(own_engine_id: str = "", folder: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove what engines whose owners are dead have in shared memory, and return it."""
+    """Remove shared-memory files of engines whose owners are dead, and return their paths."""
     removed = []
     for path in (*folder.glob("vllm_offload_ragcache-*"), *folder.glob("ragcache-*")):
         match = _NAME.fullmatch(path.name)

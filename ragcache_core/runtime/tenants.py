@@ -1,4 +1,4 @@
-"""Tenants and collections of one engine: whose key a request has, who shares KV, and how much of each tier is whose."""
+"""Tenants and collections of one engine: the owners of keys, of shared KV, and of a share of each tier."""
 
 from __future__ import annotations
 
