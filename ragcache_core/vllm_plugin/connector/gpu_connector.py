@@ -1,4 +1,4 @@
-"""What a connector tells of each request's life, and the one for an engine whose GPU memory is its only tier.
+"""The connectors' reports of each request's life, and the connector for an engine with the GPU tier alone.
 
 vLLM hands ``kv_transfer_params`` to a KV connector only, so this is one. Metadata that contradicts the prompt is
 ignored for that request, counted, and logged the first time, never an error: it distorts what is kept at most, and
