@@ -18,7 +18,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 
 def register() -> None:
-    """Tell vLLM our connectors' names, by which its MultiConnector takes statistics apart (a general plugin of vLLM).
+    """Register our connectors' names, by which vLLM's MultiConnector separates statistics (a general plugin of vLLM).
 
     It runs in every process of vLLM, whatever that serves, and so never fails.
     """
@@ -30,7 +30,7 @@ def register() -> None:
                 KVConnectorFactory.register_connector(name, MODULE, name)
             except ValueError:  # loaded once more
                 logger.debug("%s is known to vLLM", name)
-    except Exception as error:  # another vLLM: who names our module needs no name
+    except Exception as error:  # another vLLM: a configuration with our module needs no name
         logger.debug("RAGCache's connectors have no names here: %s", error)
 
 

@@ -194,7 +194,7 @@ class _TreeScheduling:
         return self._controller.report()
 
     def forget(self, doc_ids: list[str]) -> dict[str, object]:
-        """Give documents up in all tiers, and return the receipt, or why it cannot be done."""
+        """Delete documents from all tiers, and return the receipt, or why it cannot be done."""
         if self._tree_queue is None:
             return {"refused": "this model's groups of KV caches are in vLLM's own order, which knows no documents"}
         return self._controller.forget(set(doc_ids))
