@@ -10,7 +10,7 @@ from ragcache_core.chunkstore import ChunkNote, Transfer
 
 
 class PendingChunk:
-    """A chunk of host memory on its way to the disk.
+    """A chunk of host memory in flight to the disk.
 
     Args:
         key: under which it is stored.
@@ -68,7 +68,7 @@ class LoadPart(Transfer):
 
 @dataclass(slots=True)
 class LoadJob:
-    """Chunks on their way into host memory, read in parts by several readers."""
+    """Chunks in flight into host memory, read in parts by several readers."""
 
     job_id: int
     parts: list[LoadPart]

@@ -372,7 +372,7 @@ class DiskTier(SecondaryTierManager):
         return new
 
     def _is_kept(self, name: bytes, new: dict[bytes, int]) -> bool:
-        """Return whether a chunk is here, on its way here, or among the ``new`` ones."""
+        """Return whether a chunk is here, in flight to the disk, or among the ``new`` ones."""
         return name in self._stored or name in self._writing or name in new
 
     def _others_of(self, unit: Hashable) -> list[bytes]:

@@ -96,7 +96,7 @@ class CopyingWorker(OffloadingWorker):
         """Return at once: these copies were made when they were asked for."""
 
     def shutdown(self) -> None:
-        """Let go of the shared region."""
+        """Release the shared region."""
         self._engine.clear()
         self._host.clear()
         if self._region is not None:

@@ -166,7 +166,7 @@ class HostIndex:
         return 0 if self._is_broken else self._num_scrubs
 
     def close(self) -> None:
-        """End the thread, close the index, and let go of host memory. Idempotent."""
+        """End the thread, close the index, and release host memory. Idempotent."""
         self._is_closing.set()
         self._thread.join()
         self._index.close()
