@@ -26,13 +26,13 @@ _LEAST_RUN_TOKENS = 8
 
 
 class ScatteredRows:
-    """Stands in for the attention of all layers where rows stand in many short runs.
+    """Replaces the attention of all layers where rows form many short runs.
 
     Args:
         layers: the model's.
-        attention: ``scattered_attention`` of ``ragcache_kernels``, or its twin.
+        attention: ``scattered_attention`` of ``ragcache_kernels``, or its reference implementation.
         tokens_per_block: tokens in a block of vLLM's scheduler.
-        max_runs: more of them than this are too many for vLLM's backends.
+        max_runs: the most runs that vLLM's backends take.
         least_run_tokens: shorter runs than this, on average, are computed here.
     """
 

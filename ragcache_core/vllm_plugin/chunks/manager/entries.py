@@ -1,4 +1,4 @@
-"""What the library knows of a chunk, of each of its variants, and of what is on its way."""
+"""The library's records of chunks, of their variants, and of transfers in flight."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ class StoredVariants:
 
     @property
     def num_variants(self) -> int:
-        """Variants that are stored or on their way."""
+        """Variants that are stored or in flight."""
         return len(self.stored) + len(self.reserved)
 
 
 @dataclass(frozen=True, slots=True)
 class ForgottenChunks:
-    """What was dropped of documents: their chunks, the documents that were found, variants and pages."""
+    """The dropped chunks of documents, the documents that had some, and the numbers of variants and pages."""
 
     keys: set[ChunkKey]
     documents: set[str]
@@ -91,7 +91,7 @@ class ForgottenChunks:
 
 @dataclass(slots=True)
 class Transfer:
-    """A variant on its way to or from disk, and how many workers are done with it."""
+    """A variant in flight to or from disk, and how many workers are done with it."""
 
     chunk: StoredVariants
     stored: Variant

@@ -366,7 +366,7 @@ class ChunkManager:
 
     @property
     def num_used_disk_pages(self) -> int:
-        """Pages on disk, those on their way included."""
+        """Pages on disk, those in flight included."""
         return self._stock.num_used_disk_pages
 
     @property
@@ -401,13 +401,13 @@ class ChunkManager:
         return is_same
 
     def _is_known(self, chunk: StoredVariants, context: ContextKey, inherits: float) -> bool:
-        """Return whether a variant of ``context`` is on its way, or stored and as good as the new one."""
+        """Return whether a variant of ``context`` is in flight, or stored and as good as the new one."""
         known = self._stock.variants.captured_in(chunk.key, context)
         is_as_good = known is not None and known.statistics.inherited <= inherits
         return context in chunk.reserved.values() or is_as_good
 
     def _make_way(self, chunk: StoredVariants, context: ContextKey) -> bool:
-        """Return whether a variant of ``context`` may be stored, after one has given way where one must."""
+        """Return whether a variant of ``context`` may be stored, after an eviction where one is needed."""
         variants = self._stock.variants
         victim = variants.captured_in(chunk.key, context)
         if victim is None:

@@ -96,7 +96,7 @@ class ChunkResidency:
 
     @contextmanager
     def changing(self, chunk: StoredVariants, stored: Variant) -> Iterator[None]:
-        """Keep the sums and the ranks true while a variant moves, or is held or let go."""
+        """Keep the sums and the ranks correct while a variant moves, is held or released."""
         self._num_idle_pages -= stored.num_idle_pages(Tier.HOST)
         self._num_idle_disk_pages -= stored.num_idle_pages(Tier.DISK)
         try:
@@ -147,7 +147,7 @@ class ChunkResidency:
         self.forget_if_doomed(chunk, stored)
 
     def forget_if_doomed(self, chunk: StoredVariants, stored: Variant) -> None:
-        """Drop a variant that is only waiting to be let go, if it has been."""
+        """Drop a doomed variant that has been released."""
         if stored.is_doomed and stored.is_idle and stored.variant.number in chunk.stored:
             self.forget(chunk, stored)
 
