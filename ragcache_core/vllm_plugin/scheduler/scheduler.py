@@ -312,7 +312,7 @@ class _TreeScheduling:
                 self._outdated_loads.append(request)
 
     def _drop_outdated_loads(self) -> None:
-        """Free blocks that were being loaded when their adapter changed, once vLLM lets go of them."""
+        """Free blocks that were being loaded when their adapter changed, once vLLM releases them."""
         waiting = RequestStatus.WAITING_FOR_REMOTE_KVS
         for request in self._outdated_loads:
             if request.status == waiting:
