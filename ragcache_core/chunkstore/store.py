@@ -9,8 +9,8 @@ Dying before the commit leaves payloads that no row points to, dying after it a 
 what a dead process has written, so nothing is flushed to the disk; only a power cut can bring back rows whose payloads
 did not arrive, or whose slots hold another chunk by now. They do not match their checksums, and are misses.
 
-A deletion commits first and frees the slots then. A reader that was on its way to one of them may find another chunk
-there: that does not match either, so it looks again while nothing is being written.
+A deletion commits first and frees the slots then. A reader in flight to one of them may find another chunk there:
+that does not match either, so it reads again while no write runs.
 """
 
 from __future__ import annotations
