@@ -189,7 +189,7 @@ def _started(pid: int) -> int | None:
 
 
 def _close_all() -> None:
-    """A fork does not own its parent's engines, and must not keep their memory when the parent has let go of it."""
+    """Close all held memory in a fork, which does not own its parent's engines and must not keep their memory."""
     for files in _held:
         files._close()
 
