@@ -201,10 +201,10 @@ class _Change:
 class AsyncStore:
     """Owns a store and its threads: one makes the changes in their order, others read and overtake them.
 
-    After a failed write, as on a full disk, its chunks are lost and writing rests for a while; reading goes on. Another
-    failed change, missing files, a read of more than 20 s or a write of more than 60 s take the store out of service
-    until the next start. It stays as it is, which is as after a crash, and changes fail from then on. The waiter for a
-    transfer then abandons it.
+    After a failed write, as on a full disk, its chunks are lost and writing rests for a while; reading goes on. The
+    store is out of service until the next start after another failed change, if files are missing, or after a read of
+    more than 20 s or a write of more than 60 s. It stays as it is, which is as after a crash, and changes fail from
+    then on. The waiter for a transfer then abandons it.
 
     Attributes:
         writes: whether writing rests.

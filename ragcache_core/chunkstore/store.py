@@ -1,13 +1,13 @@
-"""The store: payloads in the slot file, rows in the index, and what is where in memory.
+"""The store: payloads in the slot file, rows in the index, and a map of keys to slots in memory.
 
-The order of a write is what its promise rests on::
+A write is durable because of its order::
 
     reserve slots -> write payloads -> commit rows -> publish in memory -> return
                                        ^ acknowledged from here on
 
-Dying before the commit leaves payloads that no row points to, dying after it a chunk that is there. The system keeps
-what a dead process has written, so nothing is flushed to the disk; only a power cut can bring back rows whose payloads
-did not arrive, or whose slots hold another chunk by now. They do not match their checksums, and are misses.
+A crash before the commit leaves payloads without a row, a crash after it a stored chunk. The system keeps the writes of
+a dead process, so nothing is flushed to the disk. Only a power cut can bring back rows whose payloads did not arrive,
+or whose slots hold another chunk by now. They do not match their checksums, and are misses.
 
 A deletion commits first and frees the slots then. A reader in flight to one of them may find another chunk there:
 that does not match either, so it reads again while no write runs.
@@ -99,8 +99,8 @@ class ChunkStore:
 
         Raises:
             CacheLockedError, CacheVersionError, CacheCapacityError, CacheWriteError
-            CacheDirectoryError: also where the key of what is there is not among ``keys``, or something that is not
-                encrypted cannot be deleted.
+            CacheDirectoryError: also if the key of the stored chunks is not among ``keys``, or if unencrypted data
+                cannot be deleted.
             CacheTierError: the index cannot be read at the moment.
             ValueError: chunk_bytes is not positive, or the identity holds something else.
         """
