@@ -4,16 +4,17 @@ A launched engine names them after its owner, the process that launched it. An e
 by this name, and every process can tell whether the owner still lives::
 
     /dev/shm/vllm_offload_<engine id>.mmap      where vLLM looks for host memory: a link to /proc/<owner>/fd/<number>
-    /dev/shm/vllm_offload_<engine id>.journal/  what lies where in it
+    /dev/shm/vllm_offload_<engine id>.journal/  the index of it
     /dev/shm/<engine id>/                       vLLM's sockets
-    /dev/shm/<engine id>.vllm_dist_...          what several workers without a GPU exchange
+    /dev/shm/<engine id>.vllm_dist_...          messages of several workers without a GPU
 
     engine id   ragcache-<pid namespace>-<owner pid>-<owner's start, clock ticks>-<random>
 
-Host memory itself is a memfd of the owner. It takes no room in /dev/shm, which has 64 MiB in most containers, outlives
-an engine that is killed, and ends with owner and engine, however they end.
+Host memory itself is a memfd of the owner. It takes no space in /dev/shm, which has 64 MiB in most containers. It
+outlives a killed engine, and ends with owner and engine, however they end.
 
-Process ids say nothing in another namespace, and containers may share /dev/shm: only files of one's own are swept.
+Process ids are meaningless in another namespace, and containers may share /dev/shm: only files of the own namespace are
+swept.
 """
 
 from __future__ import annotations

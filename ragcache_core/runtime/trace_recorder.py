@@ -26,7 +26,7 @@ from ragcache_core.types import DocId, PromptSegment, SegmentKind
 logger = logging.getLogger(__name__)
 
 _MAX_HELD = 10_000
-"""Requests that may wait for an older one to end; then it is skipped, and written later than in order."""
+"""Ended requests that wait for an older running one; beyond that it is written after them, out of order."""
 _CLOSING_S = 5.0
 
 
