@@ -3,7 +3,7 @@
 The scheduler's thread decides what is kept and never waits for the disk. Other threads do the work::
 
     scheduler            copier                   writer                      readers
-    submit_store  ->  copies the payloads,  ->  deletes what was evicted,
+    submit_store  ->  copies the payloads,  ->  deletes evicted chunks,
                       releases host memory      writes, commits
     get_finished_jobs  <-----------------------------------------------------  submit_load
 

@@ -25,7 +25,7 @@ class DiskPrefetcher:
     """Looks up queued requests in order of arrival, which makes vLLM's tiering read their blocks into host memory.
 
     Blocks read for a request are kept until it is admitted. All requests together keep at most half of host memory.
-    Speculative requests come after real ones, and use only half of that. So do prompts without a request
+    Speculative requests come after real ones, and use only the first half of that. So do prompts without a request
     (:meth:`add_prompt`): their blocks are kept until all of them have arrived.
 
     Args:

@@ -1,7 +1,7 @@
 """Checks before the server's routes: the API key, the size of the body, and that the server is not shutting down.
 
-vLLM requires its key under ``/v1`` and a few other prefixes, but not on the routes for hosting platforms, nor on those
-that tokenise, pause or scale. Here every path needs the key except :data:`OPEN_PATHS`.
+vLLM requires its key under ``/v1`` and a few other prefixes, but not on the routes of hosting platforms, or to
+tokenise, pause or scale. Here every path needs the key except :data:`OPEN_PATHS`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
     |payload: chunk_bytes|computed at: 8, a float|XXH3: 16|
 
-With keys an object is sealed with AES-256-GCM, and so authenticated with its name; without the key the name says
+With keys an object is sealed with AES-256-GCM, and so authenticated with its name; without the key the name reveals
 nothing of the tokens. Without keys, write access to the store allows any bytes with a valid checksum, and a list of its
 objects shows whether a guessed text is there.
 """
