@@ -144,5 +144,5 @@ def move(source, target, is_moved, FIRST: tl.constexpr, END: tl.constexpr, PADDE
 
 
 def padded(num_dimensions: int) -> int:
-    """Return the power of two in which a kernel holds so many dimensions."""
+    """Return the power of two that a kernel pads ``num_dimensions`` to."""
     return int(triton.next_power_of_2(max(num_dimensions, 1)))

@@ -42,7 +42,7 @@ def rotate_into_cache(
         values: as ``keys``.
         source_rows: int [num_tokens].
         positions: int [num_tokens], each a row of the table.
-        slots: int [num_tokens], block * block_size + offset, or negative; no two alike.
+        slots: int [num_tokens], block * block_size + offset, or negative; all distinct.
         table: the model's.
         key_cache: float [num_blocks, block_size, num_kv_heads, head_dim], any strides but the last.
         value_cache: as ``key_cache``.

@@ -30,9 +30,9 @@ def unrotate_from_cache(
     values: torch.Tensor,
     target_rows: torch.Tensor,
 ) -> None:
-    """Write what the cache has at ``slots[t]`` to row ``target_rows[t]``, its keys turned back, for each t.
+    """Write the cache's KV at ``slots[t]`` to row ``target_rows[t]``, its keys rotated back, for each t.
 
-    Cache-Craft §4: a chunk's K is kept without RoPE, so that it can be given any position. Turned back in float32 and
+    Cache-Craft §4: a chunk's K is kept without RoPE, for any later position. Keys are rotated back in float32 and
     divided by the square of the table's scale, pair by pair; written in the rows' dtype. Tokens whose slot is negative
     are skipped.
 
@@ -45,7 +45,7 @@ def unrotate_from_cache(
         keys: float [num_rows, num_kv_heads, head_dim], any strides but the last. On CUDA the rows may lie in pinned
             host memory.
         values: as ``keys``.
-        target_rows: int [num_tokens], no two alike.
+        target_rows: int [num_tokens], all distinct.
 
     Raises:
         ValueError: a shape, a dtype or a stride is another.

@@ -33,11 +33,11 @@ class AlphaPoint:
 def choose_alpha(points: Sequence[AlphaPoint], wanted_quality: float) -> AlphaPoint:
     """Return the point that computes least among those with the quality wanted (Cache-Craft §3.2, Eq. 13).
 
-    We differ: a quality is that of the curve through all points that never falls with alpha (``smoothed``), so that one
-    lucky draw of questions at a small alpha does not win. The point has the quality that was measured.
+    Unlike the paper, this takes the quality from a curve through all points that never falls with alpha (``smoothed``):
+    one lucky draw of questions at a small alpha does not win. The returned point has its measured quality.
 
     Raises:
-        ConfigError: nothing was measured, or no alpha reaches that quality; the message says what the best one does.
+        ConfigError: ``points`` is empty, or no alpha reaches that quality; the message has the best one's quality.
     """
     if not points:
         raise ConfigError("nothing was measured, so there is no alpha to choose: calibrate with one alpha at least")

@@ -6,10 +6,10 @@ import math
 
 
 def preload_depth(num_layers: int, *, prefill_s: float, load_s: float) -> int:
-    """Return L_p, how many layers to load before the first is computed so that none is waited for (Eq. 16).
+    """Return L_p, the number of layers to load before the first is computed to wait for none later (Eq. 16).
 
     ``(L - 1)(1 - T_prefill / T_load) + 1``, rounded up, at least 1 (Algorithm 2, line 1). ``prefill_s`` and ``load_s``
-    are those of all layers. With it the remaining ``L - L_p`` layers are loaded while ``L - 1`` are computed.
+    are those of all layers. Then the remaining ``L - L_p`` layers are loaded while ``L - 1`` are computed.
 
     Raises:
         ValueError: no layers, or a negative time.

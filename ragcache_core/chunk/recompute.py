@@ -31,30 +31,29 @@ def plan_reuse(
     run_tokens: int = 1,
     counts_unseen: bool = True,
 ) -> ReusePlan:
-    """Return what becomes of the tokens ``[start, end)`` of a prompt (Cache-Craft §3.4.1).
+    """Return the plan for the tokens ``[start, end)`` of a prompt: reuse or recompute (Cache-Craft §3.4.1).
 
-    Of each stored chunk the variant that has lost least context is used (§3.3: the lowest ``CCI (1 - beta')``; see
-    ``lost_context``), the older of equals, and ``selection`` names ``ceil(CFO |C|)`` of its tokens to be computed. So
-    is whatever is in no chunk, and every chunk that is not stored. A selection of whole chunks has the variant that
-    keeps most of its neighbours, and all tokens of a chunk are computed where ``alpha`` times the context that it has
-    lost reaches 1::
+    Each stored chunk uses the variant that has lost least context (§3.3: the lowest ``CCI (1 - beta')``; see
+    ``lost_context``), the older of equals. ``selection`` chooses ``ceil(CFO |C|)`` of its tokens to recompute. Tokens
+    in no chunk are computed, as are chunks that are not stored. A selection of whole chunks uses the variant that keeps
+    most of its neighbours; all tokens of a chunk are computed where ``alpha`` times its lost context reaches 1::
 
         0 .. start            start                                                    end
         | cached exactly      | chunk 2   : gap : chunk 3, not stored : chunk 4        | the question
         | static, chunk 1     | KV, xx KV : xxx : xxxxxxxxxxxxxxxxxxx : KV, x KV, xx   |
 
     Args:
-        spans: the chunks of the whole prompt in order; those before ``start`` count as prefix, and of one that
-            stands across a border only the part between the borders is planned.
-        stored: the variants that can be used, by chunk. One of another length than the span is not.
+        spans: the chunks of the whole prompt in order; those before ``start`` count as prefix. A chunk across a border
+            is planned only for its part between the borders.
+        stored: the usable variants, by chunk. One of another length than the span is not used.
         start: the first token that is not cached exactly.
         end: one after the last token to plan.
-        selection: which tokens, given how many.
+        selection: chooses the tokens, given their number.
         alpha: Eq. 12's factor; see ``calibration.py``.
         max_recompute: at most this fraction of a chunk is computed, whatever its CFO. A selection that moves the
             budget from chunk to chunk keeps to the sum; one that takes whole chunks, to that fraction of them all.
-        run_tokens: computed tokens come in runs of so many, aligned within their chunk, for kernels that read a
-            stored key once a run; as few runs as the selected tokens fill.
+        run_tokens: length of the runs of computed tokens, aligned within their chunk, for kernels that read a stored
+            key once a run; as few runs as the selected tokens fill.
         counts_unseen: whether a chunk that came before another and was not there at its capture makes the other fit
             less (see ``adjusted_overlap``); False is the paper's Eq. 6.
 

@@ -24,7 +24,7 @@ from ragcache_core.chunk.types import ChunkKey, ChunkStatistics, ContextKey
 from ragcache_core.errors import ConfigError
 
 LEAST_LOST = 2.0**-20
-"""What a chunk has lost at least whose KV is not as a prefill makes it: an alpha of 1e9 finds it, one of 2 does not."""
+"""The least loss of a chunk with KV that differs from a prefill's: an alpha of 1e9 detects it, one of 2 does not."""
 
 _LEAST_OVERHEAD = 1e-4
 """A smaller CFO is none: it would have one token of each chunk recomputed."""

@@ -1,4 +1,4 @@
-"""Which tokens of the reused chunks are computed all the same, given how many."""
+"""Selection of the tokens of reused chunks to recompute, given their number."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def chunk_spans(token_ids: Sequence[int], places: Sequence[tuple[int, int]]) -> 
 
 
 def context_behind(span: ChunkSpan, between: Sequence[int] = ()) -> ContextKey:
-    """Return what the next chunk stands behind, ``between`` tokens after ``span``."""
+    """Return the context of the next chunk, after ``span`` and the tokens ``between``."""
     return chunk_key(between, behind=span.context + span.key)
 
 
@@ -80,10 +80,10 @@ class ChunkStatistics:
     it was as a prefill makes it. See :func:`~ragcache_core.chunk.scores.lost_context`."""
 
     token_received: tuple[float, ...] = field(default=(), kw_only=True)
-    """The attention that each token got from the chunk's later ones; empty where nobody measured it."""
+    """The attention that each token got from the chunk's later ones; empty if it was not measured."""
 
     context: ContextKey = field(kw_only=True)
-    """What it stood behind, the text between ``prefix`` included: a variant is known by it."""
+    """Its context at capture, with the text between ``prefix``: it identifies a variant."""
 
     def __post_init__(self) -> None:
         if not len(self.inter) == len(self.prefix_lengths) == len(self.prefix):
@@ -138,7 +138,7 @@ class ChunkSpan:
 
 @dataclass(frozen=True, slots=True)
 class PlannedChunk:
-    """A chunk whose stored KV is used: which variant, which of its tokens are computed all the same, and why so many.
+    """A chunk whose stored KV is used: its variant, the tokens to recompute, and the reason for their number.
 
     ``recomputed`` are positions in the prompt, sorted. ``lost`` is how much of its context the chosen variant has lost,
     ``overhead`` its CFO (Eq. 12): the fraction of the chunk that should be recomputed; rounding, ``max_recompute`` and
@@ -173,7 +173,7 @@ class ReusePlan:
 
     @property
     def read(self) -> tuple[PlannedChunk, ...]:
-        """Those of ``reused`` of which anything is read: the others are computed wholly."""
+        """Those of ``reused`` with any stored KV read: the others are recomputed wholly."""
         return tuple(chunk for chunk in self.reused if self.num_kept(chunk))
 
     @property

@@ -1,4 +1,4 @@
-"""Which variants of which chunks are kept: one of each context, a bounded number, the least reusable given up first."""
+"""The stored variants of chunks: one of each context, a bounded number, the least reusable evicted first."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _MIN_ENTRIES = 64
 class VariantTable:
     """The stored variants and their reuse frequencies f_r (Cache-Craft §3.3). It knows numbers; KV lies elsewhere.
 
-    At most ``max_instances`` variants (the paper's N x M) are kept, in whatever shape: many of one chunk, or one of
-    many chunks. ``max_variants`` bounds those of one chunk as well, which bounds what a plan looks through. A use of a
-    variant adds ``1 / CFO`` to its f_r; what has the lowest f_r goes first, the older of equals.
+    At most ``max_instances`` variants (the paper's N x M) are kept: many of one chunk, or one each of many chunks.
+    ``max_variants`` also bounds those of one chunk, and so the variants that a plan searches. A use of a variant adds
+    ``1 / CFO`` to its f_r; the variant with the lowest f_r is evicted first, the older of equals.
 
-    Whoever adds makes room before::
+    The caller evicts before it adds::
 
         if table.captured_in(key, context) is None:
             while table.is_full(key): remove(table.victim(key, is_evictable))
@@ -68,7 +68,7 @@ class VariantTable:
     ) -> ChunkVariant | None:
         """Return the evictable variant with the lowest f_r, or None if there is none. Nothing is removed.
 
-        With ``key``, of which a variant is to be added: one of its own if it has as many as it may.
+        With ``key``, the chunk of a variant to add: one of its own if it has ``max_variants``.
         """
         if key is not None and self._is_crowded(key):
             own = [variant for variant in self._variants[key].values() if is_evictable(variant)]

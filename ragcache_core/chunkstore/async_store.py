@@ -52,9 +52,9 @@ class Store(Protocol):
 
 
 class Transfer:
-    """Bytes on their way between the disk and host memory. Whoever gives up waiting abandons it.
+    """Bytes in flight between the disk and host memory. A waiter that times out abandons them.
 
-    From then on that memory is left alone, for it belongs to something else.
+    From then on that memory is not accessed, because it holds other data.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Transfer:
         self._lock = threading.Lock()
 
     def move(self, copy: Callable[[], object]) -> bool:
-        """Copy from or to host memory, and return True; do nothing where it was abandoned."""
+        """Copy from or to host memory, and return True; do nothing if it was abandoned."""
         with self._lock:
             if not self.is_abandoned:
                 copy()
@@ -80,7 +80,7 @@ class Transfer:
             return self.is_finished
 
     def abandon(self) -> bool:
-        """Give up; False if it has ended before."""
+        """Abandon it; False if it ended before."""
         with self._lock:
             self.is_abandoned = not self.is_finished
             return self.is_abandoned
@@ -110,14 +110,14 @@ class ReadRate:
         self._lock = threading.Lock()
 
     def begin(self, now_s: float) -> None:
-        """Take note that a reader begins."""
+        """Count a reader that begins."""
         with self._lock:
             if not self._num_reading:
                 self._since_s = now_s
             self._num_reading += 1
 
     def end(self, now_s: float, num_bytes: int) -> None:
-        """Take note that a reader has read ``num_bytes``."""
+        """Count a reader that has read ``num_bytes``."""
         with self._lock:
             self._num_reading -= 1
             self._num_bytes = _KEPT_OF_RATE * self._num_bytes + num_bytes
@@ -125,14 +125,14 @@ class ReadRate:
             self._since_s = now_s
 
     def bytes_per_s(self, now_s: float) -> float | None:
-        """Return the average; None where nothing was read for a minute, so that it is measured again."""
+        """Return the average; None after a minute without reads, to have it measured again."""
         with self._lock:
             is_recent = self._num_reading > 0 or now_s - self._since_s < _RATE_LASTS_S
             return self._num_bytes / self._seconds if self._seconds and is_recent else None
 
 
 class Breaker:
-    """Lets a store rest that fails: for 5 s at first, twice as long each time that it goes on, up to a minute.
+    """Makes a failing store rest: for 5 s at first, twice as long after each further failure, up to a minute.
 
     The first failure is logged, and the first success after it. ``num_failures`` counts all failures.
     """
@@ -146,7 +146,7 @@ class Breaker:
         logger: logging.Logger = _log,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Let the store serve at first.
+        """Begin without a rest.
 
         Args:
             what: can fail, for messages, as in "the store could not be " ``read``.
@@ -164,11 +164,11 @@ class Breaker:
 
     @property
     def is_resting(self) -> bool:
-        """Whether the store is left alone now."""
+        """Whether the store rests now."""
         return self._now_s() < self._until_s
 
     def fail(self, error: Exception) -> None:
-        """Leave the store alone for a while."""
+        """Count a failure, and make the store rest."""
         with self._lock:
             self.num_failures += 1
             is_first = not self._rest_s
@@ -182,7 +182,7 @@ class Breaker:
             )  # fmt: skip
 
     def succeed(self) -> None:
-        """Take note that the store serves."""
+        """End the rest: the store works."""
         if not self._rest_s:
             return
         with self._lock:
@@ -201,10 +201,10 @@ class _Change:
 class AsyncStore:
     """Owns a store and its threads: one makes the changes in their order, others read and overtake them.
 
-    A write that fails, as on a full disk, costs what it was to store: writing rests for a while, reading goes on.
-    Another change that fails, files that are gone, a read of more than 20 s or a write of more than 60 s take the store
-    out of service until the next start: it is left as it is, which is as after a crash, and changes fail from then on.
-    Whoever waits for a transfer then abandons it.
+    After a failed write, as on a full disk, its chunks are lost and writing rests for a while; reading goes on. The
+    store is out of service until the next start after another failed change, if files are missing, or after a read of
+    more than 20 s or a write of more than 60 s. It stays as it is, which is as after a crash, and changes fail from
+    then on. The waiter for a transfer then abandons it.
 
     Attributes:
         writes: whether writing rests.
@@ -260,7 +260,7 @@ class AsyncStore:
         self._reads.put((transfer, fetch))
 
     def record_progress(self) -> None:
-        """Take note, amid a change, that a further part of it begins."""
+        """Record that a further part of a running change begins."""
         self._changing_since_s = time.monotonic()
 
     def read_bytes_per_s(self) -> float | None:
@@ -357,7 +357,7 @@ class AsyncStore:
             has_stored = change.make() is not False
         except CacheCapacityError as full:
             return full
-        except Exception as failure:  # whatever it is, nobody waits for this thread
+        except Exception as failure:  # any error, as no caller waits for this thread
             if change.is_write and isinstance(failure, CacheWriteError):
                 self.on_write_error(failure)
             else:

@@ -22,7 +22,7 @@ _OWNED = "\x1d"
 
 @dataclass(frozen=True, slots=True)
 class ChunkNote:
-    """What the store keeps for the caller beside a chunk, so that its tree can be built again.
+    """Data of a chunk that the store keeps for the caller, from which it rebuilds its tree.
 
     Raises:
         ValueError: a value that could not be read back as it is.
@@ -36,7 +36,7 @@ class ChunkNote:
     stored_s: float = 0.0
     """When what it holds was computed, in seconds since 1970."""
     is_private: bool = False
-    """Whether nobody but who asked with its salt may know that it is here."""
+    """Whether only requests with its salt may know that it is here."""
 
     def __post_init__(self) -> None:
         if self.parent is not None:

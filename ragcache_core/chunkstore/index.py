@@ -59,7 +59,7 @@ class ChunkIndex:
     def __init__(self, path: Path, owner: str) -> None:
         """Open the index, or make one.
 
-        ``owner`` is whose chunks they are: an index that was brought here from another one's folder is of no use.
+        ``owner`` names the chunks' identity: an index that was copied from another one's folder is of no use.
 
         Raises:
             IndexDamagedError. CacheLockedError: another program has it open. CacheWriteError: no space, no memory.
@@ -202,7 +202,7 @@ class ChunkIndex:
             connection.executemany("UPDATE chunks SET slot = ? WHERE slot = ?", slots)
 
     def deepest(self, num_chunks: int) -> list[int]:
-        """Return the slots of the chunks to give up first: the last by position, of those the least valuable.
+        """Return the slots of the chunks to evict first: the last by position, of those the least valuable.
 
         Raises:
             IndexDamagedError. CacheTierError: it cannot be read at the moment.

@@ -1,4 +1,4 @@
-"""Whose chunks they are: a folder for each identity, and the lock of the one engine that uses it."""
+"""Cache namespaces: a folder for each identity, and the lock of the one engine that uses it."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def namespace_path(directory: Path, identity: Identity) -> Path:
 
 @contextmanager
 def changing(directory: Path) -> Iterator[None]:
-    """Hold a cache directory's lock, while namespaces are entered or deleted: none goes that somebody is entering.
+    """Hold a cache directory's lock while namespaces are entered or deleted: none is deleted while it is entered.
 
     Raises:
         CacheDirectoryError, CacheLockedError
@@ -156,7 +156,7 @@ def changing(directory: Path) -> Iterator[None]:
             directory / _DIRECTORY_LOCK_NAME, timeout=_PATIENCE_S, mode=FILE_MODE, fallback_to_soft=False
         )
         lock.acquire()
-        make_private(directory / _DIRECTORY_LOCK_NAME)  # whoever made it
+        make_private(directory / _DIRECTORY_LOCK_NAME)  # by any process
     except filelock.Timeout:
         raise CacheLockedError(
             f"another engine has been busy with {directory}, the cache directory, for {_PATIENCE_S:g} s: start again "
@@ -219,7 +219,7 @@ def is_identity(folder: Path, identity: Identity) -> bool:
 
 
 def write_identity(folder: Path, identity: Identity) -> None:
-    """Say whose chunks the folder holds from now on.
+    """Write the identity of a folder's chunks.
 
     Raises:
         OSError
@@ -330,5 +330,5 @@ def usage_of(folder: Path) -> tuple[int, float]:
 
 
 def names_of(identity: Identity) -> str:
-    """Return whose chunks they are, for a message."""
+    """Return the identity as text, for a message."""
     return ", ".join(f"{name} {value!r:.60}" for name, value in identity.items()) or "unknown origin"

@@ -130,7 +130,7 @@ def _move_down(strays: Sequence[_Row], index: ChunkIndex, file: _Slots, resident
 
 
 def _read_each(file: _Slots, slots: Sequence[int], views: Sequence[memoryview]) -> None:
-    """Read slots, one by one if that fails, so that a bad sector costs one chunk: what was not read does not match.
+    """Read slots, or one by one if that fails: a bad sector loses one chunk, whose checksum does not match.
 
     Raises:
         OSError: none of several can be read; that is no bad sector.

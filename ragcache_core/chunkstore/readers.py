@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Readers:
-    """Those who read at the moment, until nobody may any more. Any thread may call any method."""
+    """Counts reads in flight, and allows them until it is closed. Any thread may call any method."""
 
     def __init__(self) -> None:
         self._reading = threading.Condition()
@@ -17,12 +17,12 @@ class Readers:
 
     @property
     def is_closed(self) -> bool:
-        """Whether nobody may read any more."""
+        """Whether reads are no longer allowed."""
         return self._is_closed
 
     @contextmanager
     def one(self) -> Iterator[bool]:
-        """Count one who reads as long as the context lasts; it says whether that is still allowed."""
+        """Count one read as long as the context lasts; it yields whether the read is allowed."""
         with self._reading:
             is_open = not self._is_closed
             self._num_reading += is_open
@@ -34,7 +34,7 @@ class Readers:
                 self._reading.notify_all()
 
     def close(self) -> None:
-        """Let nobody read any more, and wait for those who do. Idempotent."""
+        """Allow no more reads, and wait for those in flight. Idempotent."""
         with self._reading:
             self._is_closed = True
             self._reading.wait_for(lambda: not self._num_reading)

@@ -33,10 +33,10 @@ def regrow(
     tokens_per_block: int,
     unit_of: Callable[[ChunkEntry], tuple[bytes, bool]] = lambda entry: (entry.key, True),
 ) -> tuple[list[bytes], list[bytes]]:
-    """Put stored blocks back into a tree without any, parents first; return those that stand there, and the others.
+    """Add stored blocks to a tree without any, parents first; return the added ones, and the others.
 
-    A block whose prefix is gone is of no use to anybody. ``unit_of`` says of a chunk with which unit of the tree it
-    goes, and whether it is that unit. Chunks that are not have their unit's chunk as parent, and come last.
+    A block without its prefix is useless. ``unit_of`` returns a chunk's unit in the tree, and whether the chunk is that
+    unit. Chunks that are not have their unit's chunk as parent, and come last.
     """
     units: dict[bytes, bytes] = {}
     found: list[bytes] = []

@@ -42,7 +42,7 @@ class Residents:
         if slot >= len(checksums):
             checksums.frombytes(bytes(8 * (slot + 1 + slot // 8 - len(checksums))))
         checksums[slot] = digest
-        self._slot_of[key] = slot  # last, so that a reader finds the checksum there
+        self._slot_of[key] = slot  # last: a reader must find the checksum there
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Let chunks be found no longer, and free their slots."""

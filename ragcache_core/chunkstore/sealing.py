@@ -1,15 +1,15 @@
-"""Slots that nobody reads without the key: each chunk encrypted and authenticated with AES-256-GCM.
+"""Sealed slots: each chunk is encrypted and authenticated with AES-256-GCM, and unreadable without the key.
 
 A slot holds ciphertext, as long as the chunk; beside the file of slots lies one of seals, 32 bytes for each slot::
 
     |key id 4|nonce 12|tag 16|
 
-Whose cache it is, is authenticated as well, so that a slot of another cache does not open here. A slot that was
-changed, or whose seal was, opens to zeros, which do not match the chunk's checksum: a miss. Random nonces are good for
-2**32 chunks of a key (NIST SP 800-38D, section 8.3).
+The cache's identity is authenticated as well: a slot of another cache does not open here. A changed slot, or one with a
+changed seal, opens to zeros, which do not match the chunk's checksum: a miss. Random nonces are good for 2**32 chunks
+of a key (NIST SP 800-38D, section 8.3).
 
-Objects that many machines put into one store are sealed each with a key of its own, which is made of the key and the
-object's name: so that number is of one object, however many there are.
+In a store of many machines each object is sealed with a key of its own, derived from the key and the object's name.
+There the limit applies to each object, not to all together.
 """
 
 from __future__ import annotations
@@ -90,14 +90,14 @@ class Keys:
         return key_id(self.secrets[0]).hex()
 
     def name_of(self, name: bytes) -> bytes:
-        """Return 32 bytes in the place of a name, which nobody without the key can make of it.
+        """Return 32 bytes that replace a name, and that cannot be derived from it without the key.
 
-        They are the last key's: who puts a new one before it finds what others, who have not yet, have named.
+        They come from the last key: an engine with a new key before it hits objects of engines without the new key.
         """
         return hmac.digest(self.secrets[-1], b"ragcache object name" + name, "sha256")
 
     def seal(self, plain: bytes, whose: bytes) -> bytes:
-        """Return bytes, encrypted and authenticated with ``whose`` they are, behind what opens them."""
+        """Return encrypted bytes, authenticated with their owner ``whose``, after the header that opens them."""
         secret = self.secrets[0]
         nonce = secrets.token_bytes(_NONCE_BYTES)
         return key_id(secret) + nonce + _own_cipher(secret, whose).encrypt(nonce, plain, whose)
@@ -171,7 +171,7 @@ class SealedSlotFile:
         self._ciphers = keys.ciphers
         self._sealing_id, self._sealing = next(iter(keys.ciphers.items()))
         self._whose = path.parent.name.encode()
-        self._bounce: list[memoryview] = []  # kept: to map it anew costs as much as everything else
+        self._bounce: list[memoryview] = []  # kept: to map it again costs as much as all the rest
         self.chunk_bytes = chunk_bytes
         self.slot_bytes = self._slots.slot_bytes
         self.is_direct = self._slots.is_direct

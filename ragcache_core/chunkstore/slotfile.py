@@ -1,6 +1,6 @@
 """The file of slots: neighbours in one system call, past the page cache where that works.
 
-Slots begin at multiples of a page, so that ``O_DIRECT`` goes straight to and from page-aligned memory::
+Slots begin at multiples of a page: ``O_DIRECT`` transfers straight to and from page-aligned memory::
 
     slot 0              slot 1              slot 2
     |chunk_bytes.....|pad|chunk_bytes.....|pad|...          slot_bytes = chunk_bytes, rounded up to 4096
@@ -18,8 +18,8 @@ Measured on ext4 on a virtual disk with 2 cores, buffered | direct, MB/s, file o
     2 MiB x 8      576 | 3771   10328 | 6245     915 | 3207
     ============  =============  =============  =============
 
-Buffered rewrites only reach memory. Direct I/O took 4 to 60 times less processor time, and leaves the page cache to
-those who need it; what is read often is in the host tier. Hence direct, unless the file system cannot.
+Buffered rewrites only reach memory. Direct I/O took 4 to 60 times less CPU time, and leaves the page cache to other
+processes; chunks that are read often are in the host tier. Hence direct, unless the file system cannot.
 """
 
 from __future__ import annotations

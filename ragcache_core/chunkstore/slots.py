@@ -55,7 +55,7 @@ class SlotMap:
         return found
 
     def mark_blank(self, slots: Iterable[int]) -> None:
-        """Take note that nothing is left in free slots."""
+        """Mark free slots as blank: nothing is left in them."""
         for slot in slots:
             assert not self._used[slot]
             self._blank[slot] = 1

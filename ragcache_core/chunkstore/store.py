@@ -1,16 +1,16 @@
-"""The store: payloads in the slot file, rows in the index, and what is where in memory.
+"""The store: payloads in the slot file, rows in the index, and a map of keys to slots in memory.
 
-The order of a write is what its promise rests on::
+A write is durable because of its order::
 
     reserve slots -> write payloads -> commit rows -> publish in memory -> return
                                        ^ acknowledged from here on
 
-Dying before the commit leaves payloads that no row points to, dying after it a chunk that is there. The system keeps
-what a dead process has written, so nothing is flushed to the disk; only a power cut can bring back rows whose payloads
-did not arrive, or whose slots hold another chunk by now. They do not match their checksums, and are misses.
+A crash before the commit leaves payloads without a row, a crash after it a stored chunk. The system keeps the writes of
+a dead process, so nothing is flushed to the disk. Only a power cut can bring back rows whose payloads did not arrive,
+or whose slots hold another chunk by now. They do not match their checksums, and are misses.
 
-A deletion commits first and frees the slots then. A reader that was on its way to one of them may find another chunk
-there: that does not match either, so it looks again while nothing is being written.
+A deletion commits first and frees the slots then. A reader in flight to one of them may find another chunk there:
+that does not match either, so it reads again while no write runs.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class ChunkStore:
             identity: everything that chunks depend on, of texts and whole numbers: model, weights, dtype, block size,
                 layout. Chunks of another identity are never read.
             chunk_bytes: size of every chunk; a part of the identity.
-            capacity_bytes: what the slots may take on disk; the index (some 120 bytes a chunk) is not counted. With
-                less than before, chunks are given up: the deepest first, of those the least valuable.
+            capacity_bytes: the slots' limit on disk; the index (some 120 bytes a chunk) is not counted. With less than
+                before, chunks are evicted: the deepest first, of those the least valuable.
             direct: use ``O_DIRECT``, do not, or (None) where the file system can.
             kin: entries of the identity that an engine's older identities share. Where there is too little room, these
                 are deleted; others only when they were not used for 30 days.
@@ -99,8 +99,8 @@ class ChunkStore:
 
         Raises:
             CacheLockedError, CacheVersionError, CacheCapacityError, CacheWriteError
-            CacheDirectoryError: also where the key of what is there is not among ``keys``, or something that is not
-                encrypted cannot be deleted.
+            CacheDirectoryError: also if the key of the stored chunks is not among ``keys``, or if unencrypted data
+                cannot be deleted.
             CacheTierError: the index cannot be read at the moment.
             ValueError: chunk_bytes is not positive, or the identity holds something else.
         """
@@ -193,10 +193,10 @@ class ChunkStore:
         )
 
     def entries(self) -> Iterator[ChunkEntry]:
-        """Yield every chunk by position, so that parents come before their children.
+        """Yield every chunk by position: parents come before their children.
 
-        Chunks that are deleted meanwhile may be in it, those that are written meanwhile are not. One about which
-        another place is noted than was written, or impossible values, is dropped.
+        Chunks that are deleted meanwhile may be in it, those that are written meanwhile are not. A chunk whose note has
+        another place in the tree than was written, or impossible values, is dropped.
 
         Raises:
             CacheTierError: the index can no longer be read.
@@ -233,7 +233,7 @@ class ChunkStore:
                 return found
             places = [self._residents.find(key) for key, _ in requests]
             wanted = [(number, place) for number, place in enumerate(places) if place is not None]
-            with suppress(OSError):  # they are read one by one below, so that one bad sector costs one chunk
+            with suppress(OSError):  # they are read one by one below: one bad sector loses one chunk
                 self._file.read([slot for _, (slot, _) in wanted], [targets[number] for number, _ in wanted])
             for number, (_, digest) in wanted:
                 key = requests[number][0]
@@ -245,10 +245,10 @@ class ChunkStore:
         return self.read_many([(key, target)])[0]
 
     def check_in_place(self) -> None:
-        """Look whether the store's files are where it opened them.
+        """Check that the store's files are where it opened them.
 
-        What was deleted can still be written to and read, and takes space, until the process ends; nobody finds it
-        again.
+        Deleted files can still be written to and read, and take space, until the process ends; the next start does not
+        find them.
 
         Raises:
             CacheWriteError: they were deleted, moved or replaced, or cannot be reached.

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 
 def hashed(key: str) -> bytes:
-    """Return the SHA-256 of an API key as somebody shows it: who has but the hash does not get in with it."""
+    """Return the SHA-256 of an API key that a request shows: the hash itself is no key."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
@@ -19,5 +19,5 @@ def shown_digest(authorization: str) -> bytes | None:
 
 
 def is_among(shown: bytes | None, digests: Iterable[bytes]) -> bool:
-    """Return whether a key is one of those. A wrong one takes as long as a right one."""
+    """Return whether a key is one of those. A wrong key takes as long as a right one."""
     return shown is not None and any(secrets.compare_digest(shown, known) for known in digests)

@@ -1,4 +1,4 @@
-"""The time by which KV ages: seconds since 1970 that never jump while a process runs, whoever sets its clock."""
+"""The time by which KV ages: seconds since 1970 that never jump while a process runs, even if its clock is set."""
 
 from __future__ import annotations
 

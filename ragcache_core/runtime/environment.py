@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 BASE_URL_ENV = "RAGCACHE_BASE_URL"
-"""Where the server is that a chat model or an LLM joins to which nobody gave an engine or an address."""
+"""The server's address for a chat model or an LLM without an engine or an address of its own."""
 API_KEY_ENV = "RAGCACHE_API_KEY"
-"""The server's key; of a server that is joined, or that ``ragcache serve`` starts."""
+"""The key of a connected server, or of one that ``ragcache serve`` starts."""
 CPU_KV_CACHE_BYTES_ENV = "RAGCACHE_CPU_KV_CACHE_BYTES"
-"""Tells the server how much KV memory to take where it runs on a CPU and nobody said how much: vLLM would take 92 % of
-the machine's memory, and refuse to start where less is free."""
+"""The server's default size of the KV cache on a CPU: vLLM would take 92 % of the machine's memory, and refuse to start
+where less is free."""
 ENGINE_ID_ENV = "RAGCACHE_ENGINE_ID"
-"""Tells the server which regions of shared memory are its own, for it to remove when its owner dies."""
+"""The server's own regions of shared memory, which it removes when its owner dies."""
 SOCKETS_ENV = "VLLM_RPC_BASE_PATH"
 """vLLM's own: in which folder its processes make their sockets; where they meet first, too, with our workers."""
 STARTED_AGAIN_ENV = "RAGCACHE_STARTED_AGAIN"

@@ -1,10 +1,10 @@
-"""Tell a process that hangs from one that works: both give no answer, but one of them uses no processor time.
+"""Tells a process that hangs from one that works: neither answers, but a hung one uses no CPU time.
 
 A step of an engine may take minutes, where a CPU reads a long prompt. So a time limit alone would end engines that
-work. What hangs is stopped, waits for a lock or for a device that does not answer, and uses none, or next to none: a
-worker that nobody gives work looks for some now and then (measured: 0.2 s in 30 s). One that works on a machine without
-a core to spare may use as little, but it is ready to run, and does not sleep. Of a device that is waited for by asking
-it over and over, all this says nothing: there a limit for the step stands beside it.
+work. A hung process is stopped, or waits for a lock or for a device that does not answer. It uses next to no CPU time:
+a worker without work polls for some now and then (measured: 0.2 s in 30 s). A working process on a machine without a
+spare core may use as little, but it is ready to run, and does not sleep. A process that polls a device uses CPU time
+even if the device hangs: for it there is a limit of the step's time.
 """
 
 from __future__ import annotations
@@ -91,14 +91,14 @@ def _cpu_s(process: psutil.Process) -> float:
 
 
 class HangDetector:
-    """Looks at processes that owe an answer, and says when they hang; made anew for each answer.
+    """Detects hangs of processes that owe an answer; one instance for each answer.
 
     Args:
-        limit_s: how long a process may use no processor time.
-        look_s: the time between two looks. Only so much counts that was looked at: while this process itself was
+        limit_s: how long a process may use no CPU time.
+        look_s: the time between two looks; a longer gap counts as at most two of them. While this process itself was
             stopped, or waited for a core, others may have been, too.
         step_limit_s: how long the answer may take in any case.
-        all_work: whether every worker works in every step, so that one that stands still is enough.
+        all_work: whether every worker works in every step; then one idle worker is enough.
     """
 
     def __init__(

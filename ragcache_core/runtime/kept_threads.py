@@ -1,4 +1,4 @@
-"""Threads for calls that may never return: kept for the next call, and in nobody's way when the process ends."""
+"""Threads for calls that may never return: kept for the next call, and without delay for the end of the process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _all: WeakSet[KeptThreads] = WeakSet()
 
 
 class KeptThreads:
-    """Makes each call in a thread that makes no other meanwhile, and is kept for a later one.
+    """Runs each call in a thread of its own, which is kept for a later call.
 
     The start of a thread blocks its caller until the system runs it: 4 ms beside busy processes, in which an event loop
     stands still. An idle thread starts a call at once. An executor's threads hold up the end of the process while one
@@ -26,20 +26,20 @@ class KeptThreads:
     """
 
     def __init__(self, name: str, *, most: int | None = None) -> None:
-        """Have no thread yet, and at most so many of them that make a call. They are called ``name``."""
+        """Begin without threads; at most ``most`` of them run a call. They are called ``name``."""
         self._name, self._most = name, most
         self._start_anew()
         _all.add(self)
 
     @property
     def num_busy(self) -> int:
-        """How many calls are being made."""
+        """The number of running calls."""
         return self._num_busy
 
     def run(self, call: Callable[[], None]) -> bool:
-        """Have a thread make ``call``, which raises nothing, in a copy of the caller's context; return at once.
+        """Have a thread run ``call``, which raises nothing, in a copy of the caller's context; return at once.
 
-        Returns whether one makes it: else as many calls are being made as may be.
+        Returns whether one runs it: False if ``most`` calls are running.
 
         Raises:
             RuntimeError: the system gives no more threads.

@@ -1,19 +1,20 @@
-"""What engines have in /dev/shm: host memory, the index of it, sockets; and what dead engines left there.
+"""The files of engines in /dev/shm: host memory, the index of it, sockets; and files that dead engines left there.
 
-An engine that is launched names it after its owner, the process that launched it, so that an engine which the owner
-starts again finds it, and anybody can tell whether the owner still lives::
+A launched engine names them after its owner, the process that launched it. An engine that the owner restarts finds them
+by this name, and every process can tell whether the owner still lives::
 
     /dev/shm/vllm_offload_<engine id>.mmap      where vLLM looks for host memory: a link to /proc/<owner>/fd/<number>
-    /dev/shm/vllm_offload_<engine id>.journal/  what lies where in it
+    /dev/shm/vllm_offload_<engine id>.journal/  the index of it
     /dev/shm/<engine id>/                       vLLM's sockets
-    /dev/shm/<engine id>.vllm_dist_...          what several workers without a GPU exchange
+    /dev/shm/<engine id>.vllm_dist_...          messages of several workers without a GPU
 
     engine id   ragcache-<pid namespace>-<owner pid>-<owner's start, clock ticks>-<random>
 
-Host memory itself is a memfd of the owner. It takes no room in /dev/shm, which has 64 MiB in most containers, outlives
-an engine that is killed, and ends with owner and engine, however they end.
+Host memory itself is a memfd of the owner. It takes no space in /dev/shm, which has 64 MiB in most containers. It
+outlives a killed engine, and ends with owner and engine, however they end.
 
-Process ids say nothing in another namespace, and containers may share /dev/shm: only files of one's own are swept.
+Process ids are meaningless in another namespace, and containers may share /dev/shm: only files of the own namespace are
+swept.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class EngineFiles:
                 os.ftruncate(file, host_bytes)
 
     def prepare(self) -> None:
-        """Make it what the next start expects; nobody of the engine may be running.
+        """Reset the files for the next start; no process of the engine may be running.
 
         Raises:
             EngineStartError: the folder cannot be written to.
@@ -83,7 +84,7 @@ class EngineFiles:
             ) from error
 
     def remove(self) -> None:
-        """Remove all of it; whoever has host memory mapped keeps it. Idempotent."""
+        """Remove all files; processes that have host memory mapped keep it. Idempotent."""
         remove_files(self.engine_id, self._folder)
         self._close()
 
@@ -129,14 +130,14 @@ def empty_region(engine_id: str, folder: Path = SHARED_MEMORY) -> None:
 
 
 def remove_files(engine_id: str, folder: Path = SHARED_MEMORY) -> None:
-    """Remove what an engine has in shared memory."""
+    """Remove an engine's files in shared memory."""
     for path in folder.glob(f"*{engine_id}*"):
-        with suppress(OSError):  # who uses it still, or removes it too; what stays is swept later
+        with suppress(OSError):  # still in use, or removed elsewhere; what stays is swept later
             _remove(path)
 
 
 def sweep_shared_memory(own_engine_id: str = "", folder: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove what engines whose owners are dead have in shared memory, and return it."""
+    """Remove shared-memory files of engines whose owners are dead, and return their paths."""
     removed = []
     for path in (*folder.glob("vllm_offload_ragcache-*"), *folder.glob("ragcache-*")):
         match = _NAME.fullmatch(path.name)
@@ -146,7 +147,7 @@ def sweep_shared_memory(own_engine_id: str = "", folder: Path = SHARED_MEMORY) -
             continue
         try:
             _remove(path)
-        except OSError as error:  # somebody else's, or swept by somebody else
+        except OSError as error:  # another user's, or swept by another process
             logger.debug("%s stays: %s", path, error)
             continue
         logger.warning("Removed %s, which an engine whose owner died left in shared memory", path)
@@ -178,7 +179,7 @@ def _namespace() -> int:
 def _started(pid: int) -> int | None:
     """Return when a process started, in clock ticks since the machine did; None if there is none, or its end is due.
 
-    One that ended stays listed until its parent takes note, which in a container may be never.
+    An ended process stays listed until its parent reaps it, which in a container may be never.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -189,7 +190,7 @@ def _started(pid: int) -> int | None:
 
 
 def _close_all() -> None:
-    """A fork does not own its parent's engines, and must not keep their memory when the parent has let go of it."""
+    """Close all held memory in a fork, which does not own its parent's engines and must not keep their memory."""
     for files in _held:
         files._close()
 

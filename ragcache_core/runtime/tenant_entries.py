@@ -1,4 +1,4 @@
-"""A mapping that is bounded for each tenant, so that no tenant evicts another's entries."""
+"""A mapping with a bound for each tenant: no tenant evicts another's entries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tenants and collections of one engine: whose key a request has, who shares KV, and how much of each tier is whose."""
+"""Tenants and collections of one engine: the owners of keys, of shared KV, and of a share of each tier."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Quota(_Table):
 
 
 class Tenant(_Table):
-    """Who has one of ``keys`` is this tenant. A full tier is shared by ``weight``; see :class:`Quota`."""
+    """A tenant, known by one of ``keys``. A full tier is shared by ``weight``; see :class:`Quota`."""
 
     name: Annotated[str, BeforeValidator(_check_name)]
     keys: Annotated[list[Annotated[str, BeforeValidator(_check_key)]], Field(min_length=1)]
@@ -110,7 +110,7 @@ class Tenants:
 
     ::
 
-        secret = "0b7c..."                      # makes salts that nobody guesses; without it, of the name alone
+        secret = "0b7c..."                      # makes salts unguessable; without it, they come from the name alone
 
         [[tenants]]
         name = "acme"
@@ -136,7 +136,7 @@ class Tenants:
 
     @property
     def have_keys(self) -> bool:
-        """Whether a key says who asks; a file of collections alone opens and closes nothing."""
+        """Whether keys identify clients; a file of collections alone needs no keys."""
         return bool(self.digests or self.operator_digests)
 
     @classmethod
@@ -217,7 +217,7 @@ class Tenants:
 
     @property
     def owners(self) -> Mapping[str, Tenant | Collection]:
-        """Who has a share of each tier, by name."""
+        """The owners with a share of each tier, by name."""
         return {**self.by_name, **self.collections}
 
     def weights(self) -> dict[str | None, float]:
@@ -238,12 +238,12 @@ def key_digest(key: str) -> bytes:
 
 
 def salt_of(tenant: str, cache_salt: str | None = None, *, secret: str = "") -> str:
-    """Return the salt of a tenant's requests: no other's is the same, whatever salt his requests say themselves.
+    """Return the salt of a tenant's requests: unique to the tenant, whatever salt the requests have themselves.
 
-    Without the file's ``secret`` anybody can make it of the name, and say it where there are no tenants.
+    Without the file's ``secret`` any client can derive it from the name, and send it to a server without tenants.
 
-    By its beginning, :func:`mark_of` him, the engine knows whose a request is. vLLM takes a salt wherever KV is looked
-    up, and loses what else a request says where it makes requests of its own, as in a beam search.
+    The engine knows a request's tenant by the salt's beginning, :func:`mark_of`. vLLM passes a salt wherever KV is
+    looked up, but drops a request's other fields where it makes requests of its own, as in a beam search.
     """
     told = _digest("salt", tenant, cache_salt)
     if secret:
@@ -257,7 +257,7 @@ def mark_of(tenant: str) -> str:
 
 
 def speculation_of(tenant: str, speculation: str) -> str:
-    """Return the id of a tenant's speculation in the engine: nobody else's is the same, whatever he calls it."""
+    """Return the id of a tenant's speculation in the engine: unique to the tenant, whatever id the tenant gives."""
     return _digest("speculation", tenant, speculation)
 
 

@@ -69,7 +69,7 @@ class Bar:
         return self
 
     def advance(self, num_done: int = 1) -> None:
-        """Count so many more."""
+        """Count ``num_done`` more."""
         self.move_to(self.num_done + num_done)
 
     def move_to(self, num_done: int, total: int | None = None) -> None:

@@ -26,25 +26,25 @@ from ragcache_core.types import DocId, PromptSegment, SegmentKind
 logger = logging.getLogger(__name__)
 
 _MAX_HELD = 10_000
-"""So many requests may wait for an older one to end; then it is passed over, and comes later than it should."""
+"""Ended requests that wait for an older running one; beyond that it is written after them, out of order."""
 _CLOSING_S = 5.0
 
 
 class TraceRecorder:
-    """Appends a JSON line for each request that ended to a file that its owner alone may read. Thread-safe.
+    """Appends a JSON line for each ended request to a file that only its owner may read. Thread-safe.
 
-    Lines are in the order of arrival: a request waits for those that came before it. A thread writes them, each at
-    once, so that nobody waits for the disk, and what is written outlives any death of the process. Where the disk
-    refuses a line, recording ends with a warning.
+    Lines are in the order of arrival: a request waits for those that arrived before it. A thread writes each at once:
+    no caller waits for the disk, and written lines outlive a crash of the process. If a write fails, recording ends
+    with a warning.
 
     Raises:
-        TraceError: the file cannot be made, is no regular file, or holds something where a new one is wanted.
+        TraceError: the file cannot be made, is no regular file, or is not empty where a new one is wanted.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, since_s: float | None = None) -> None:
         """Make the file; times count from ``since_s``, seconds since 1970, by default now.
 
-        With ``since_s`` an existing file is continued: that of an engine that was started again.
+        With ``since_s`` an existing file is continued: that of a restarted engine.
         """
         self.path = Path(path)
         self._since_s = time.time() if since_s is None else since_s
@@ -55,7 +55,7 @@ class TraceRecorder:
         _open_recorders.add(self)
 
     def begin(self, key: Hashable, arrived_s: float | None = None) -> None:
-        """Take note that a request arrived, at ``arrived_s`` seconds since 1970, by default now."""
+        """Record that a request arrived, at ``arrived_s`` seconds since 1970, by default now."""
         self._told.put((key, time.time() if arrived_s is None else arrived_s))
 
     def end(

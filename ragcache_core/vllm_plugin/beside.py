@@ -1,7 +1,7 @@
-"""Our connector beside others of vLLM, as a child of its MultiConnector: by name, with settings of its own.
+"""Our connector beside others, as a named child of vLLM's MultiConnector with settings of its own.
 
-vLLM loads what a prompt needs from the first connector that has tokens of it, and has all of them store. What ours
-stores is what lies in the engine's blocks, whoever computed or loaded it.
+vLLM loads a prompt's KV from the first connector that has tokens of it, and has all of them store. Ours stores the KV
+in the engine's blocks, computed or loaded by any connector.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 
 def register() -> None:
-    """Tell vLLM our connectors' names, by which its MultiConnector takes statistics apart (a general plugin of vLLM).
+    """Register our connectors' names, by which vLLM's MultiConnector separates statistics (a general plugin of vLLM).
 
     It runs in every process of vLLM, whatever that serves, and so never fails.
     """
@@ -30,7 +30,7 @@ def register() -> None:
                 KVConnectorFactory.register_connector(name, MODULE, name)
             except ValueError:  # loaded once more
                 logger.debug("%s is known to vLLM", name)
-    except Exception as error:  # another vLLM: who names our module needs no name
+    except Exception as error:  # another vLLM: a configuration with our module needs no name
         logger.debug("RAGCache's connectors have no names here: %s", error)
 
 

@@ -285,10 +285,10 @@ def attach_utilities() -> None:
 
 
 def _tell_of_weights() -> None:
-    """Let the engine core's resets say that the weights stay, and its calls that change them that they do not.
+    """Have the engine core's resets tell the scheduler that the weights stay, and changes of weights that they do not.
 
-    vLLM resets everything when it pauses or sleeps, as somebody might give it other weights then. Of what happens to
-    them it tells no scheduler.
+    vLLM resets everything when it pauses or sleeps, because its weights may be replaced then. It does not tell the
+    scheduler whether they are.
     """
 
     @wraps(_OWN["_reset_caches"])
@@ -331,10 +331,10 @@ def _is_ours(core: EngineCore) -> bool:
 
 
 def may_change_weights(method: object, *, is_paused: bool) -> bool:
-    """Return whether a call of the workers may leave them with other weights.
+    """Return whether a call of the workers may change their weights.
 
-    While the engine is paused, which is when one changes them, any may that is not known to leave them alone; else
-    those whose names say so, for the caches are reset explicitly then.
+    While the engine is paused, the usual state for a change, every call may that is not known to keep them. Otherwise
+    only calls with a name that says so, because the caches are reset explicitly then.
     """
     says_so = isinstance(method, str) and ("weight" in method or method == "load_model")
     return (is_paused or says_so) and method not in _LEAVES_WEIGHTS
@@ -427,7 +427,7 @@ async def call_cache(engine_client: Any, action: str, body: dict[str, Any]) -> l
 
 
 def prompt_of_keys(keys: Sequence[bytes], tokens_per_block: int) -> Request:
-    """Return a prompt of which nothing is known but the hashes of its blocks, and that it goes on behind them."""
+    """Return a prompt that has only the hashes of its blocks, and one token after them."""
     num_tokens = len(keys) * tokens_per_block + 1
     prompt = Request(f"prefetch-{uuid4().hex}", [0] * num_tokens, SamplingParams(max_tokens=1), None)
     prompt.block_hashes = list(keys)
@@ -488,10 +488,10 @@ def platform_worker() -> type[Any]:
 
 
 def require_embeddings(engine_client: Any, *, is_enabled: bool) -> None:
-    """Let a server take embeddings of images or sounds only if that ``is_enabled``, and then none that are left out.
+    """Let a server take embeddings of images or sounds only if ``is_enabled``, and then no omitted ones.
 
-    vLLM takes every engine that loads KV for one whose prompts another has computed. There embeddings may be left out
-    of a message, whose prompt would be computed without them here: that ends the engine.
+    vLLM assumes of every engine that loads KV that another engine has computed its prompts. Then a message may omit
+    embeddings. Here such a prompt would be computed without them, which crashes the engine.
     """
     vllm_config, multimodal = engine_client.vllm_config, engine_client.model_config.multimodal_config
     transfer, embeddings = vllm_config.kv_transfer_config, vllm_config.ec_transfer_config

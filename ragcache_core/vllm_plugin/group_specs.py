@@ -47,7 +47,7 @@ def read_groups(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, tokens_
             "leave --prefix-match-unit out"
         )
     alignment = math.lcm(*(spec.block_size for spec in cached.values()))
-    # A draft is computed anew from a block before the hit's end on, which so lies a block earlier than what is cached.
+    # A draft is recomputed from one block before the cached KV's end on, so the hit ends a block earlier than that.
     num_dropped = 0 if vllm_config.speculative_config is None else 1
     return KVGroups(main, {i: _other(spec, size, alignment, num_dropped) for i, spec in cached.items() if i != main})
 

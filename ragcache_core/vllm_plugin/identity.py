@@ -44,11 +44,11 @@ _OF_IMAGES = (
 def kv_identity(config: OffloadingConfig) -> dict[str, str | int]:
     """Return everything that a chunk's bytes depend on besides its key, for the engine that is being built.
 
-    The weights are known by their files: names, sizes, headers, and samples of their content. When they were written,
-    and where they lie, does not matter: a machine that downloads them anew has the same.
+    The weights are identified by their files: names, sizes, headers, and samples of their content. Their times and
+    paths do not count: a machine that downloads them again has the same identity.
 
     Raises:
-        ConfigError: the weights' files are not on this machine, so nothing tells them from others.
+        ConfigError: the weights' files are not on this machine, so they cannot be identified.
     """
     return _kv_identity(config, f"dp{config.parallel.data_parallel_index}")
 

@@ -25,7 +25,7 @@ _missing: list[str] = []
 
 @cache
 def why_alone() -> str | None:
-    """Return what is not as RAGCache knows it, with the cure; None where all of it works."""
+    """Return what differs from the vLLM that RAGCache knows, with a hint; None where all of it works."""
     from vllm import __version__ as version
 
     is_known = ".".join(version.split(".")[:2]) in SUPPORTED_VLLM

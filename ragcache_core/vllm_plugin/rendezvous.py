@@ -12,10 +12,10 @@ _FILE = "file://"
 
 
 class MeetingInOwnFolder:
-    """What a platform's worker gets in addition: the file that vLLM lays in the temporary folder lies in the engine's.
+    """A mixin for a platform's worker: moves vLLM's file from the temporary folder to the engine's folder.
 
-    All workers of an engine are told the same file, and move it alike. Without a GPU several of them name their shared
-    memory after it as well, and leave that behind when they are killed.
+    All workers of an engine get the same file, and move it in the same way. Without a GPU, several workers also name
+    their shared memory after it, and leave that behind when they are killed.
     """
 
     def __init__(self, *, distributed_init_method: str, **kwargs: Any) -> None:

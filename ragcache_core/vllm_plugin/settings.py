@@ -1,4 +1,4 @@
-"""What the plugin is told by whoever starts the engine: ``ragcache`` in the connector's configuration."""
+"""The plugin's settings, from the engine's launcher: ``ragcache`` in the connector's configuration."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _EXAMPLES = """examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build, check and time the kernels on this machine's GPU; return 1 if one does not agree with its twin.
+    """Build, check and time the kernels on this machine's GPU; return 1 if one does not agree with its reference.
 
     Where there is no GPU, or a package is missing, it says so in one line and returns 0.
     """

@@ -1,4 +1,4 @@
-"""Whether every kernel agrees with its twin: prime sizes, all dtypes, both kinds of pairs, part of a head rotated."""
+"""Checks every kernel against its reference: prime sizes, all dtypes, both kinds of pairs, part of a head rotated."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHAPES = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How far one kernel is from its twin on one shape, or why it did not run."""
+    """The error of one kernel against its reference on one shape, or why it did not run."""
 
     operation: str
     shape: str
@@ -44,14 +44,14 @@ class Agreement:
 
 
 def check_all(device: torch.device, shapes: tuple[Shape, ...] = SHAPES) -> Iterator[Agreement]:
-    """Yield how each kernel compares with its twin on each shape."""
+    """Yield the comparison of each kernel with its reference on each shape."""
     for shape in shapes:
         for name, compare in COMPARISONS.items():
             yield _compared(name, compare, shape, device)
 
 
 def compare_rotate(case: Case) -> float:
-    """Return how far :func:`rotate_into_cache` is from its twin, tokens that are skipped included."""
+    """Return the error of :func:`rotate_into_cache` against its reference, skipped tokens included."""
     shape, num_tokens = case.shape, _num_tokens(case)
     keys, values = (case.random(num_tokens + 5, shape.num_kv_heads, shape.head_dim) for _ in range(2))
     rows, positions = _rows(case, num_tokens), case.scattered(num_tokens)
@@ -65,7 +65,7 @@ def compare_rotate(case: Case) -> float:
 
 
 def compare_unrotate(case: Case) -> float:
-    """Return how far :func:`unrotate_from_cache` is from its twin, rows that are left alone included."""
+    """Return the error of :func:`unrotate_from_cache` against its reference, unwritten rows included."""
     shape, num_tokens = case.shape, _num_tokens(case)
     rows, positions = _rows(case, num_tokens), case.scattered(num_tokens)
     slots = case.slots(positions)
@@ -79,7 +79,7 @@ def compare_unrotate(case: Case) -> float:
 
 
 def compare_mass(case: Case) -> float:
-    """Return how far :func:`chunk_attention_mass` is from its twin: chunks with gaps, of one token, of no tokens."""
+    """Return the error of :func:`chunk_attention_mass`: for chunks with gaps, of one token and of no tokens."""
     shape, num_keys = case.shape, case.shape.num_keys
     positions = case.scattered(_num_tokens(case))
     query = case.random(len(positions), shape.num_heads, shape.head_dim)
@@ -91,7 +91,7 @@ def compare_mass(case: Case) -> float:
 
 
 def compare_attention(case: Case) -> float:
-    """Return how far :func:`scattered_attention` is from its twin, on two sequences of different lengths."""
+    """Return the error of :func:`scattered_attention` on two sequences of different lengths."""
     shape = case.shape
     first, second = case.scattered(_num_tokens(case)), case.scattered(7)
     positions = torch.cat((first, second))

@@ -10,7 +10,7 @@ from ragcache_kernels.arguments import slots_of
 from ragcache_kernels.rotary import RotaryTable
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-"""How far a kernel may be from its twin, relative to 1 + the number: a few units in the last place."""
+"""The largest error of a kernel against its reference, relative to 1 + the number: a few units in the last place."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ _BANDWIDTH_GOAL = 0.8
 
 
 def agreements(found: Sequence[Agreement]) -> str:
-    """Return how many kernels agree with their twins, and each that does not."""
+    """Return how many kernels agree with their references, and each that does not."""
     lines = [f"against the PyTorch twins: {sum(one.is_met for one in found)} of {len(found)} agree"]
     for one in found:
         if not one.is_met:

@@ -1,4 +1,4 @@
-"""What each kernel takes at the size of Llama-3-8B, beside its twin, vLLM's kernels and the ceilings."""
+"""The time of each kernel at the size of Llama-3-8B, against its reference, vLLM's kernels and the ceilings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's own kernels for the same work, where vLLM is installed: asked for by name, so that nothing here needs it."""
+"""vLLM's own kernels for the same work, if vLLM is installed: imported by name, as it is optional here."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Stock:
 
 
 def find_stock() -> tuple[Stock | None, str]:
-    """Return vLLM's kernels, or None and why they cannot be had."""
+    """Return vLLM's kernels, or None and why they are unavailable."""
     if importlib.util.find_spec("vllm") is None:
         return None, "vLLM is not installed"
     try:

@@ -23,20 +23,20 @@ class Timing:
 
 
 class Stopwatch:
-    """Times calls on one device; on a CPU by the clock, so that the check itself can be tried there."""
+    """Times calls on one device; on a CPU by the clock, to try the check itself there."""
 
     def __init__(self, device: torch.device, num_repeats: int = 11) -> None:
         self.device = device
         self.num_repeats = num_repeats
         self._is_cuda = device.type == "cuda"
-        # Written before each repetition, so that nothing that is timed finds its data in the L2 cache.
+        # Written before each repetition: no timed call then finds its data in the L2 cache.
         self._flushed = torch.empty(_FLUSHED_BYTES if self._is_cuda else 1, dtype=torch.uint8, device=device)
 
     def time(self, call: Callable[[], object], *, can_be_captured: bool = True) -> Timing:
-        """Return what the device needs for ``call``: replayed as a CUDA graph, so that launching it costs nothing.
+        """Return the device's time for ``call``, replayed as a CUDA graph: launching it costs nothing.
 
         ``can_be_captured``: whether it never waits for the device. If it does, or cannot be captured for another
-        reason, it is called as it is.
+        reason, it is called directly.
         """
         for _ in range(3 if self._is_cuda else 1):
             call()

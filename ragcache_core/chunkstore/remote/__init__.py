@@ -18,14 +18,14 @@ TIMEOUT_S = 1.0
 
 
 class RemoteStore(Protocol):
-    """A store; every call may raise anything, after :data:`TIMEOUT_S` for each answer that does not come."""
+    """A store; every call may raise any error, after :data:`TIMEOUT_S` for each missing answer."""
 
     def ping(self) -> None:
-        """Ask something that only an answering store, whose password is right, answers."""
+        """Send a query that succeeds only if the store answers and the password is right."""
         ...
 
     def exists(self, names: Sequence[str], *, is_chain: bool) -> list[bool]:
-        """Return which are there. Of a chain each stands on those before it, and the leading ones are wanted alone."""
+        """Return which objects exist. In a chain each depends on those before it: only leading ones count."""
         ...
 
     def get(self, names: Sequence[str]) -> list[bytes | memoryview | None]:
@@ -45,7 +45,7 @@ class RemoteStore(Protocol):
         ...
 
     def is_refused(self, error: Exception) -> bool:
-        """Return whether an error says that we may not, so that to try again is of no use."""
+        """Return whether an error denies access: then a retry is useless."""
         ...
 
     def close(self) -> None:

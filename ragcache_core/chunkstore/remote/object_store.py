@@ -51,7 +51,7 @@ class ObjectStore:
         self._has("ragcache")
 
     def exists(self, names: Sequence[str], *, is_chain: bool) -> list[bool]:
-        """Return which are there; of a chain what the last one that was found stands on is taken for found."""
+        """Return which objects exist; in a chain, those before the last one found count as found."""
         if not is_chain:
             return list(self._asking.map(self._has, names))
         low, high = 0, len(names)  # those before low are there, high is not

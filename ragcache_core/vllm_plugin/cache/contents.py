@@ -1,6 +1,6 @@
-"""What is in the cache, by document: where it lies, how often it was used, and what that has saved.
+"""The cache's contents by document: tiers, number of uses, and what reuse has saved.
 
-Both calls run in slices between steps (:mod:`.operator_calls`), so that a large tree delays none of them::
+Both calls run in slices between steps (:mod:`.operator_calls`): a large tree delays no step::
 
     GET /v1/ragcache/cache?sort=bytes&limit=2  ->  {"documents": [{"id": "a", "paths": 3, "variants": 0, ...}, ...],
                                                     "total": 812, ...}
@@ -164,7 +164,7 @@ class Contents:
         return {"documents": here, "total": len(here)}
 
     def _count_at(self, node: TreeNode, doc_id: DocId, places: dict[TreeNode, _Held]) -> None:
-        """Count a node of a document with the path on which that begins, as far as so many are shown."""
+        """Count a node of a document at the path where the document begins, for at most ``MAX_PLACES`` paths."""
         first = node
         while not is_beginning(first, doc_id) and first.parent is not None:
             first = first.parent

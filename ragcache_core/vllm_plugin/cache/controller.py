@@ -235,9 +235,9 @@ class CacheController:
         return {tier: report.block_bytes for tier, report in self.tiers.items()}
 
     def _most_pinned_units(self, tenant: str | None) -> int:
-        """Return how many units pins may have: a share of the smallest tier, so that they fill none.
+        """Return how many units pins may protect: a share of the smallest tier, so they never fill one.
 
-        That tier is a tenant's part of it; None has what is no tenant's.
+        It is a share of the tenant's part; None has the part without a tenant.
         """
         return min(
             int(self.settings.pinned_share * self.tenants.num_units_of(tenant, tier, self._num_units(report)))
@@ -302,7 +302,7 @@ class CacheController:
         self._count_pending(state, 1)
 
     def paths_of(self, tenant: str | None) -> PrefixPublisher:
-        """Return who says which paths of a tenant's documents are cached; None are those of everybody else."""
+        """Return the publisher of cached paths of a tenant's documents; None: of all other documents."""
         return self.paths if tenant is None else self.tenants.paths(tenant)
 
     def request_ids(self) -> list[str]:
@@ -492,7 +492,7 @@ class CacheController:
     def on_approximated(self, request_id: str, first_block: int, keys: Sequence[Key]) -> None:
         """Keep a request's blocks from ``first_block`` on apart: their KV is approximate.
 
-        Who consented to the same approximation finds those of its prompt by ``keys``; without any nobody does.
+        Requests with the same chunk-reuse settings hit those of its prompt by ``keys``; without keys none does.
         """
         state = self._requests[request_id]
         is_forgotten = state.first_private is not None and not state.apart
@@ -568,7 +568,7 @@ class CacheController:
         return receipt
 
     def forget_all(self) -> dict[str, object]:
-        """Give everything up in all tiers, as :meth:`forget` does."""
+        """Delete everything in all tiers, as :meth:`forget` does."""
         self.record_change()
         self._insert_answers()
         receipt = self.forgetting.forget_all()
@@ -692,10 +692,10 @@ class CacheController:
             self.insert_answer(request_id)
 
     def locate_block(self, keys: Sequence[Key], index: int, request_id: str = "") -> Location:
-        """Return where block ``index`` of a request stands in the tree; an unknown one is added to it.
+        """Return the location of block ``index`` of a request in the tree; an unknown block is added.
 
-        Unknown are blocks of answers, the first of which may hold documents as well, and of prompts whose nodes were
-        dropped.
+        Unknown blocks are those of answers, where the first one may hold documents as well, and of prompts whose nodes
+        were dropped.
         """
         if (location := self.tree.locate(keys[index])) is not None:
             return location

@@ -179,7 +179,7 @@ class OtherBlocks(Generic[Slot]):
             self._useless[slot] = None
 
     def discard(self, slot: Slot) -> None:
-        """Let go of a block that is used, or has lost its content; does nothing for one that is not here."""
+        """Remove a block that is used, or has lost its content; does nothing for an unknown one."""
         if (key := self._keys.pop(slot, None)) is None:
             return
         slots = self._slots[key]

@@ -1,7 +1,7 @@
-"""Operator calls in slices, so that the engine's steps run between two of them.
+"""Operator calls in slices: the engine's steps run between two slices.
 
-A call that looks at many nodes of the tree is a generator. The server calls the engine with the same token until there
-is an answer; each time the scheduler's thread looks at a bounded number of nodes::
+A call that visits many nodes of the tree is a generator. The server calls the engine with the same token until there is
+an answer; each time the scheduler's thread visits a bounded number of nodes::
 
     advance("5f0c", contents.show(ids))  ->  {}                                  500 nodes of 1,200
     advance("5f0c", contents.show(ids))  ->  {}                                  500 more

@@ -67,14 +67,14 @@ class Pins:
         return self._num_units.get(None, 0)
 
     def check(self, doc_ids: Iterable[DocId]) -> Generator[int, None, set[DocId]]:
-        """Return those of some documents of which something is cached, in slices; see :meth:`pin`."""
+        """Return the documents that have cached KV, in slices; see :meth:`pin`."""
         return (yield from self._find(doc_ids))[0]
 
     def pin(self, doc_ids: Iterable[DocId]) -> Generator[int, None, set[DocId]]:
-        """Pin documents, those as well of which nothing is cached now, and return all of them.
+        """Pin documents, cached or not, and return all of them.
 
         Raises:
-            ConfigError: their paths, but for tenants', are more than the limit, and none is pinned.
+            ConfigError: their paths, without those of tenants, exceed the limit; none is pinned.
         """
         _, ends = yield from self._find(doc_ids)
         self.doc_ids.update(doc_ids)

@@ -1,4 +1,4 @@
-"""Publishes how many tokens of which documents are cached, for clients that order documents by it.
+"""Publishes the cached tokens of documents by path, for clients that order documents by them.
 
 ::
 
@@ -6,9 +6,9 @@
                            "changes": [[prefix, [document, ...], tokens, is whole], ...]}
     changes("5f0c.2") ->  what has changed since
 
-The server joins the answers of its engines (``server/several_engines.py``). The tree's changes are followed while
-somebody asks for them. What each path consists of is known from requests, and of one that the tree has from before a
-restart from its nodes: the first request with a static prefix tells what stands in front of those behind it.
+The server merges the answers of its engines (``server/several_engines.py``). The tree's changes are followed while
+clients ask for them. The documents of a path are known from requests or, for paths from before a restart, from the
+tree's nodes: the first request with a static prefix identifies the prefix of the paths behind it.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ class _Path:
 
 
 class PrefixPublisher:
-    """Knows which paths of documents lie where in the tree, and keeps a log of what of them is cached.
+    """Tracks paths of documents in the tree, and keeps a log of their cached tokens.
 
-    The ``max_paths`` shown last are known. From the first :meth:`changes` on the tree is followed, until
-    ``max_unread`` nodes have changed since somebody has asked. A path that the tree forgets is known again when it is
-    shown again. ``chunks`` returns those that are stored for reuse behind any documents, with their tokens. Of the
-    tree's nodes from before a restart those are told that ``is_own`` says may be.
+    The ``max_paths`` most recent paths are known. The tree is followed from the first :meth:`changes` on, until
+    ``max_unread`` nodes have changed since the last call. A path that the tree drops is known again when a request
+    shows it again. ``chunks`` returns the chunks stored for position-independent reuse, with their tokens. Of the
+    tree's nodes from before a restart, only those are reported for which ``is_own`` is true.
     """
 
     def __init__(
@@ -129,10 +129,10 @@ class PrefixPublisher:
             self._forget(next(iter(self._paths.values())))
 
     def _look_behind(self, prefix: bytes, unit: bytes) -> None:
-        """Have paths from before a restart taken in that stand behind a static prefix whose last whole unit is this.
+        """Queue paths from before a restart that follow a static prefix whose last whole unit is ``unit``.
 
-        Of prefixes that differ in what fills no unit, or have no whole one, all are taken for the first one's. A path
-        that is taken for another's is told as cached until a request shows it, which finds nothing there.
+        For prefixes that differ only in a partial unit, or have no whole one, all paths are attributed to the first. A
+        wrongly attributed path is reported as cached until a request shows it, which gets no hit.
         """
         if unit in self._looked_behind or len(self._looked_behind) >= _MAX_PLACES:
             return
@@ -144,9 +144,9 @@ class PrefixPublisher:
         self._from_before.append(self._paths_below(prefix, node, ()))
 
     def _paths_below(self, prefix: bytes, node: TreeNode, documents: DocPath) -> Iterator[_Path | None]:
-        """Yield for each document what nobody has shown since the restart, or None; shorter paths come first.
+        """Yield a path for each document that no request has shown since the restart, else None; shorter ones first.
 
-        Documents that fill no unit are known from requests alone, and so is what stands behind them.
+        Documents that fill no unit are known from requests alone, and so are the paths behind them.
         """
         if len(documents) == MAX_PATH_DOCUMENTS:
             return
@@ -225,7 +225,7 @@ class PrefixPublisher:
         self._begin_log()
 
     def _look(self) -> None:
-        """Say what is new of paths in changed nodes, of so many as an answer may look at."""
+        """Log the changes of paths in changed nodes, up to ``_MAX_AT_ONCE`` paths."""
         assert self._changed is not None
         for node in self._changed:
             self._unsaid.update(self._by_node.get(node.id, ()))

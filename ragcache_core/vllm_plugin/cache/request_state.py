@@ -42,33 +42,33 @@ class WatchedNode:
 class RequestState:
     """A request from its arrival to its end. Times are seconds of a monotonic clock.
 
-    The :class:`~ragcache_core.vllm_plugin.cache.controller.CacheController` makes it, owns it and drops it; the parts
-    of the cache keep in it what they know of the request, so that with it everything is gone.
+    The :class:`~ragcache_core.vllm_plugin.cache.controller.CacheController` makes, owns and drops it. The cache's parts
+    keep their data on the request in it, which is dropped with it.
 
     Attributes:
-        keys: its blocks' as vLLM has them: they grow with its answer.
+        keys: vLLM's keys of its blocks: they grow with its answer.
         is_salted: it shares no block with other requests, and its documents are in no report.
         tenant: the tenant, or None.
-        num_local_tokens: of its prompt, found on the GPU by the look-up before its admission.
-        num_speculative_tokens: of its prompt, computed before it was confirmed.
-        num_wasted_tokens: of those, what counts as wasted now.
+        num_local_tokens: prompt tokens hit on the GPU by the look-up before its admission.
+        num_speculative_tokens: prompt tokens computed before it was confirmed.
+        num_wasted_tokens: those of them that count as wasted now.
         is_used: it is a prefill, and a real request came whose prompt begins with its blocks.
         preempted_s, paused_s: since when it is preempted while speculative, and how long it was so before.
         retained: the last block of its path, which the tree keeps for it.
-        tail_ids: of documents that begin in its prompt's last block, which is not full.
-        prefill_s: how long its prefill takes with what is cached of it, as it was when it arrived or was admitted.
-        first_private: its first block that no other request may use: its KV is not that of its tokens, or is forgotten.
-        apart: its prompt's blocks with those that are approximate as requests with the same settings find them; empty
-            where none is, or what it has is forgotten.
+        tail_ids: ids of documents that begin in its prompt's last block, which is not full.
+        prefill_s: how long its prefill takes with its cached blocks, as of its arrival or admission.
+        first_private: its first block that no other request may use: its KV is approximate, or deleted from the cache.
+        apart: keys of its prompt's blocks, approximate ones included, by which requests with the same settings hit
+            them; empty where none is approximate, or its KV is deleted from the cache.
         retained_apart: the last of them that is retained.
-        has_forgotten: a document was forgotten whose KV it has.
-        loaded_s: when what it has of lower tiers was last copied into its blocks.
+        has_forgotten: it has KV of a deleted document.
+        loaded_s: when KV of lower tiers was last copied into its blocks.
         is_queued: it waits for admission, and its prefix is watched and protected.
         watched: the nodes of its path while it is queued.
-        num_protected_units: of its path, protected from eviction while it is queued.
-        turn: its number in its conversation, as far as that was known when it came.
+        num_protected_units: units of its path that are protected from eviction while it is queued.
+        turn: its number in its conversation, as known at its arrival.
         is_answer_stored: the tiers below store its answer as well.
-        num_answer_end_blocks: blocks of its prompt and answer, where some of the answer are cached and not yet in the
+        num_answer_end_blocks: blocks of its prompt and answer, if some of the answer's are cached but not yet in the
             tree; else 0.
     """
 

@@ -102,7 +102,7 @@ class QueuedSpeculations:
         return bool(self._waited_s)
 
     def take_waited_s(self) -> dict[str, tuple[float, str | None]]:
-        """Return the speculations that were admitted since the last call: how long each was queued, and whose it is."""
+        """Return the speculations admitted since the last call: the time of each in the queue, and its tenant."""
         waited_s, self._waited_s = self._waited_s, {}
         return waited_s
 
@@ -148,7 +148,7 @@ class QueuedSpeculations:
         self.num_confirmed += 1
 
     def _use_prefills(self, request: RequestState) -> None:
-        """Count prefills as used whose blocks a real request's prompt begins with."""
+        """Count prefills as used if a real request's prompt begins with their blocks."""
         if self._unused_prefills:
             for key in request.keys:
                 for prefill in self._unused_prefills.pop(request.tenant, key) or ():
@@ -161,7 +161,7 @@ class QueuedSpeculations:
 
 
 def _append(states: TenantEntries[_Key, list[RequestState]], key: _Key, state: RequestState) -> None:
-    """Add a request to those with the same key, of which the first ``_MAX_ENDED`` are kept."""
+    """Add a request to those with the same key; only the first ``_MAX_ENDED`` are kept."""
     known = states.get(state.tenant, key) or []
     if len(known) < _MAX_ENDED:
         states.put(state.tenant, key, [*known, state])

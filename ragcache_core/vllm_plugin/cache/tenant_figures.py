@@ -47,25 +47,25 @@ class TenantFigures:
         return self._tenants is not None
 
     def of_salt(self, salt: str | None) -> str | None:
-        """Return whose requests have a salt; None if it is no tenant's."""
+        """Return the tenant of a salt; None if it is no tenant's."""
         return self._by_mark.get((salt or "").rpartition("-")[0])
 
     def is_own_salt(self, tenant: str | None, salt: str | None) -> bool:
-        """Return whether a salt is a tenant's, and not divided further by one of his requests' own."""
+        """Return whether a salt is a tenant's alone, without a salt of the request."""
         return self._tenants is not None and tenant is not None and salt == salt_of(tenant, secret=self._tenants.secret)
 
     def owner_of(self, tenant: str | None, doc_id: DocId | None) -> str | None:
-        """Return whose a document's blocks are: those of a tenant's request his, others its collection's."""
+        """Return the owner of a document's blocks: the request's tenant, or else the document's collection."""
         if tenant is not None or doc_id is None or self._tenants is None:
             return tenant
         return self._tenants.collection_of(doc_id)
 
     def tenant_of(self, owner: str | None) -> str | None:
-        """Return which tenant an owner is; None for a collection and for no owner."""
+        """Return the tenant that an owner is; None for a collection and for no owner."""
         return owner if owner in self._by_name else None
 
     def is_everybodys(self, owner: str | None) -> bool:
-        """Return whether requests without a tenant own it, alone or with a collection; an owner of old is nobody."""
+        """Return whether requests without a tenant own it, alone or with a collection; False for former owners."""
         return owner is None or (self._tenants is not None and owner in self._tenants.collections)
 
     def num_units_of(self, tenant: str | None, tier: Tier, num_units: int) -> int:
@@ -103,15 +103,15 @@ class TenantFigures:
             tenant.num_prompt_tokens += state.num_prompt_tokens
 
     def document_uses(self, name: str) -> DocumentUses:
-        """Return who counts a tenant's documents."""
+        """Return the counts of a tenant's documents."""
         return self._by_name[name].uses
 
     def paths(self, name: str) -> PrefixPublisher:
-        """Return who says which paths of a tenant's documents are cached."""
+        """Return the publisher of cached paths of a tenant's documents."""
         return self._by_name[name].paths
 
     def forget(self, doc_ids: Iterable[DocId]) -> None:
-        """Count documents no more that are gone."""
+        """Drop the counts of deleted documents."""
         for tenant in self._by_name.values():
             tenant.uses.forget(doc_ids)
 
@@ -121,7 +121,7 @@ class TenantFigures:
             tenant.uses.clear()
 
     def drop_unread(self) -> None:
-        """Stop following the tree for tenants who do not ask any more."""
+        """Stop following the tree for tenants whose changes are no longer read."""
         for tenant in self._by_name.values():
             tenant.paths.drop_unread()
 

@@ -103,10 +103,10 @@ def build_scheduling(
 def build_execution(
     settings: PluginSettings, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, model_runner: Any
 ) -> tuple[ChunkExecutor, ChunkMemory]:
-    """Return a worker's side, and its memory, which whoever calls closes.
+    """Return a worker's executor, and its memory, which the caller closes.
 
     Raises:
-        ConfigError: the model cannot do it, or its memory does not hold a page.
+        ConfigError: the model is unsupported, or the memory does not hold a page.
     """
     model = model_runner.get_model()
     layers = attention_layers(model, vllm_config.compilation_config.static_forward_context)

@@ -119,7 +119,7 @@ class ChunkReuse(KVConnectorBase_V1):
         self._offers: dict[str, _Offer] = {}
         self._approximate_from: dict[str, int] = {}  # the first such token of the request that is admitted now
         self._borders: set[int] = set()  # with which blocks approximate KV began so far
-        self._is_prefilling = False  # whether the step computes a prompt that somebody waits for
+        self._is_prefilling = False  # whether the step computes a real request's prompt
         self._execution: ChunkExecutor | None = None
         self._memory: ChunkMemory | None = None
         chunks: ChunkManager | None = None
@@ -265,7 +265,7 @@ class ChunkReuse(KVConnectorBase_V1):
         block_size = self._controller.tokens_per_block
         first_block, first_private = first_approximate // block_size, state.first_private
         if first_private is None or first_block < first_private:
-            # A new list: who keeps book of the request's documents goes on with the exact one.
+            # A new list: the records of the request's documents keep the exact one.
             exact = [*state.keys, *request.block_hashes[len(state.keys) :]]
             namespace = self.scheduling.namespace(request.request_id)
             request.block_hashes = private_hashes(exact, first_block, namespace)

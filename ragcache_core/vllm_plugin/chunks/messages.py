@@ -58,14 +58,14 @@ class ScrubDisk:
 
 @dataclass(frozen=True, slots=True)
 class NameChunks:
-    """Note anew which documents variants on disk are: key, number, documents."""
+    """Update the documents of variants on disk: key, number, documents."""
 
     names: tuple[tuple[ChunkKey, int, frozenset[str]], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class NoteUses:
-    """Note anew what variants on disk are worth: key, number, frequency, worth."""
+    """Update the worth of variants on disk: key, number, frequency, worth."""
 
     uses: tuple[tuple[ChunkKey, int, float, float], ...]
 
@@ -153,11 +153,11 @@ class Injection:
 
 @dataclass(frozen=True, slots=True)
 class FocusRequest:
-    """Find out which chunks the question looks at, and stop computing the others (Cache-Craft Algorithm 1).
+    """Find the chunks that the question attends to, and stop computing the others (Cache-Craft Algorithm 1).
 
-    ``question_start`` is the first token of the question; ``chunks`` are all chunks of the prompt, and
-    ``droppable`` those, by their place in ``chunks``, of which stored KV takes over. It is found out when ``window``
-    layers in a row agree.
+    ``question_start`` is the first token of the question, and ``chunks`` are all chunks of the prompt. ``droppable``
+    are indices in ``chunks`` of those that stored KV can replace. The chunks are found when ``window`` layers in a row
+    agree.
     """
 
     question_start: int
@@ -201,9 +201,9 @@ class ChunkStep:
     slices: list[Slice] = field(default_factory=list)
     captures: list[CaptureStep] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
-    """Jobs that end without a result: their requests are gone."""
+    """Jobs that end without a result: their requests have ended."""
     forgotten: list[str] = field(default_factory=list)
-    """Requests whose captures are given up."""
+    """Requests whose captures are dropped."""
     commands: tuple[MemoryCommand, ...] = ()
 
 

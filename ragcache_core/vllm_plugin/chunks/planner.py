@@ -17,7 +17,7 @@ class ChunkPlans:
 
     Args:
         library: which chunks are stored.
-        run_tokens: selected tokens come in runs of so many, see :func:`plan_reuse`.
+        run_tokens: the length of runs of selected tokens, see :func:`plan_reuse`.
     """
 
     def __init__(self, library: ChunkManager, *, run_tokens: int = 1) -> None:

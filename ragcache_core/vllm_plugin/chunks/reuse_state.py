@@ -17,11 +17,11 @@ from ragcache_core.vllm_plugin.chunks.messages import Capture, CapturedChunk, Ca
 
 @dataclass(frozen=True, slots=True)
 class ReuseOptions:
-    """How a request's chunks are reused, with everything that was left open decided.
+    """A request's chunk-reuse settings, with all defaults filled in.
 
-    ``focus`` is the window of :class:`~ragcache_core.chunk.focus.FocusedChunks`; with 0 nothing is let go on the way.
-    One that reuses none is answered exactly; its chunks are kept all the same. ``expected_uses`` are those that
-    a forecast promises of its chunks.
+    ``focus`` is the window of :class:`~ragcache_core.chunk.focus.FocusedChunks`; with 0 no rows are dropped. Without
+    ``reuses`` a request is answered exactly, and its chunks are still captured. ``expected_uses`` is a forecast of the
+    uses of its chunks.
     """
 
     selection: str
@@ -81,11 +81,11 @@ class ReuseState:
     spans: tuple[ChunkSpan, ...]
     options: ReuseOptions
     namespace: bytes = b""
-    """Whose approximate KV it finds, and who finds its own."""
+    """Shared by the requests that hit each other's approximate KV."""
     documents: tuple[str, ...] = ()
-    """Digests of the documents that ``spans`` are."""
+    """Digests of the documents of ``spans``."""
     is_forgotten: bool = False
-    """A document of it is; nothing of it is kept any more."""
+    """A document of it was deleted; none of its KV is kept."""
     figures: ReuseFigures = field(default_factory=ReuseFigures)
     offered: ReusePlan | None = None
     waits_since_s: float | None = None

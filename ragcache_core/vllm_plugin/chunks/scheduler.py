@@ -1,11 +1,11 @@
-"""The scheduler's side of chunk reuse: what of a request is reused, what runs in which step, what is captured.
+"""The scheduler's side of chunk reuse: selects the chunks to reuse, the work of each step, and the captures.
 
-It imports no vLLM; the connector tells it of each request's life. A request goes one of two ways::
+It imports no vLLM; the connector reports the life of each request. A request takes one of two paths::
 
     offer -> begin -> slices, step by step -> on_job_done      its tokens but the last are provided
     compute -> captures, step by step                          vLLM prefills it, and new chunks are kept
 
-and may begin anew at any time, when it was preempted.
+and may restart at any time, after a preemption.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from ragcache_core.vllm_plugin.chunks.slices import cut_slices
 _LEAST_ASKINGS_A_STEP = 8
 """A question that fits into a step less often than this is not asked what it looks at."""
 _MAX_SHARED = 1 << 16
-"""Documents of approximate prefixes of which is kept how much context they have lost; of others it is all of it."""
+"""Documents of approximate prefixes whose lost context is kept; others count as having lost all of it."""
 
 
 class ChunkScheduling:
@@ -58,12 +58,12 @@ class ChunkScheduling:
         library: which chunks are stored.
         num_workers: how many workers report on each job.
         max_step_tokens: tokens that a step may compute.
-        max_step_runs: runs of neighbouring tokens that its slices may have: backends hold so many sequences.
-        run_tokens: selected tokens come in runs of so many, see :func:`plan_reuse`.
+        max_step_runs: runs of neighbouring tokens that its slices may have: the backend's limit of sequences.
+        run_tokens: the length of runs of selected tokens, see :func:`plan_reuse`.
         prefill_cost: seconds of a prefill.
-        is_eager: whether vLLM computes a prompt without compilation, as a job does: only then is what a job computes
-            before the first reused chunk the same to the last bit, and others may find it.
-        order: which jobs may run in a step, the speculative ones last; all, as they came, by default.
+        is_eager: whether vLLM computes a prompt without compilation, as a job does: only then is the KV that a job
+            computes before the first reused chunk bitwise identical, and other requests may hit it.
+        order: which jobs may run in a step, the speculative ones last; all, by arrival, by default.
         is_guess: whether a request is speculative; none is by default.
         page_bytes: of a page, on all workers.
     """
@@ -128,7 +128,7 @@ class ChunkScheduling:
         return request is not None and request.options.reuses
 
     def namespace(self, request_id: str) -> bytes:
-        """Return what only requests have whose chunks are reused by the same settings as this one's."""
+        """Return the bytes that only requests with the same chunk-reuse settings share."""
         return self._requests[request_id].namespace
 
     def _namespace(self, options: ReuseOptions, question: Sequence[int]) -> bytes:
@@ -138,7 +138,7 @@ class ChunkScheduling:
         return chunk_key(question if is_asked else (), behind=self._secret + how.encode())
 
     def on_shared(self, request_id: str, first: int, end: int) -> None:
-        """Take note that a request has found its tokens ``[first, end)`` as one of the same settings left them."""
+        """Record that a request hit its tokens ``[first, end)`` in KV of a request with the same settings."""
         request = self._requests[request_id]
         request.figures.num_prefix_tokens = end - first
         for number, span in enumerate(request.spans):
@@ -147,9 +147,9 @@ class ChunkScheduling:
                 request.lost[number] = max(request.lost[number], lost)
 
     def scatter_rows(self) -> None:
-        """Take note that tokens which stand anywhere cost the workers no more than neighbours do.
+        """Lift the limit of runs: scattered tokens cost the workers no more than neighbours do.
 
-        Their attention is added up in another order than vLLM's, so nothing that a job computes is anybody else's.
+        Their attention is summed in another order than vLLM's, so no other request may hit the KV of a job.
         """
         self._max_step_runs, self.plans.run_tokens, self._shares_beginnings = sys.maxsize, 1, False
 
@@ -241,7 +241,7 @@ class ChunkScheduling:
         return min((max(chunk.span.start, plan.start) for chunk in reused), default=plan.end)
 
     def compute(self, request_id: str, num_exact: int) -> None:
-        """Take note that vLLM prefills a request from ``num_exact`` on, and keep the chunks that it computes."""
+        """Capture chunks of a request that vLLM prefills from ``num_exact`` on."""
         request = self._requests[request_id]
         if request.is_running or request.is_tried:
             return
@@ -375,7 +375,7 @@ class ChunkScheduling:
             self.library.on_report(report.memory)
 
     def on_job_done(self, request_id: str) -> None:
-        """Take note that a request's tokens are there."""
+        """End the job of a request whose tokens are computed."""
         request = self._requests.get(request_id)
         if request is not None and request.is_running:
             self._end_job(request_id, request)

@@ -1,4 +1,4 @@
-"""What a connector tells of each request's life, and the one for an engine whose GPU memory is its only tier.
+"""The connectors' reports of each request's life, and the connector for an engine with the GPU tier alone.
 
 vLLM hands ``kv_transfer_params`` to a KV connector only, so this is one. Metadata that contradicts the prompt is
 ignored for that request, counted, and logged the first time, never an error: it distorts what is kept at most, and
@@ -190,7 +190,7 @@ class DocumentAware:
     # Between the sides, before the first request
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Return what this worker has to say of its memory; nothing beside others, of which vLLM takes one alone."""
+        """Return this worker's memory layout; None beside other connectors, as vLLM takes only one's."""
         if connector_of_this_worker() not in (None, self):
             return None
         assert self._vllm_config.kv_transfer_config is not None

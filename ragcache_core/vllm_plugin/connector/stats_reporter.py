@@ -18,13 +18,13 @@ _REPORT_EVERY_S = 1.0
 class StatsReporter:
     """Reports ended requests at once, and the tiers at most once a second.
 
-    What vLLM's offloading counts goes with the tiers: it has gauges to say in each step, which would cost every step
-    0.1 ms in each of the two processes.
+    The statistics of vLLM's offloading are reported with the tiers: its gauges change in each step, and would cost each
+    step 0.1 ms in each of the two processes.
 
     Args:
-        controller: whose news these are.
-        stats_below: what the offloading has counted since it was asked last.
-        num_copies: how many copies are in flight.
+        controller: the source of the statistics.
+        stats_below: returns the offloading's statistics since its last call.
+        num_copies: returns how many copies are in flight.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class StatsReporter:
         self._reported_s = 0.0
         self._reported_copies = 0
         self._reported_load = (0, True)
-        """The prefills that wait and whether speculation would be admitted, as the server's process knows them."""
+        """Pending prefills, and whether speculation would be admitted, as the server's process knows them."""
 
     def take(self) -> RAGCacheStats | None:
-        """Return what there is to tell, each thing once."""
+        """Return the new statistics, each once."""
         controller = self._controller
         now_s = time.monotonic()
         pending, has_room = load = controller.num_pending_prefills, controller.has_room()

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 logger = init_logger(f"vllm.{__name__}")
 
 _STEPS_FOR_DISK_S = 2.0
-"""An idle engine steps so long for chunks that wait for the disk, so that the gauges of a usual one come to rest."""
+"""How long an idle engine steps for chunks that wait for the disk: the gauges of a usual disk settle by then."""
 _ORIGIN_OF_SOURCE = {
     CacheHitSource.HOST: Origin.HOST,
     CacheHitSource.DISK: Origin.DISK,

@@ -1,4 +1,4 @@
-"""What the disk tier tells in vLLM's KV events: each chunk that comes, and each that leaves, once."""
+"""The disk tier's part of vLLM's KV events: one event for each chunk stored, and one for each removed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from ragcache_core.vllm_plugin.compat import Medium, OffloadingEvent, OffloadKey
 
 
 class DiskEvents:
-    """Events that vLLM has not taken yet; none are kept where nobody publishes them.
+    """Events that vLLM has not taken yet; none are kept unless they are published.
 
-    A chunk is told when it begins to be written, as statistics count it, while host memory still has it: then vLLM
-    knows its tokens, and keeps them (about 1 KB a chunk) until it is told that the chunk is gone.
+    A chunk is reported when its write begins, as statistics count it, while host memory still has it. Then vLLM knows
+    its tokens, and keeps them (about 1 KB a chunk) until the chunk is reported as removed.
     """
 
     def __init__(self, is_published: bool, key_of_name: Callable[[bytes], bytes]) -> None:
@@ -24,25 +24,25 @@ class DiskEvents:
         return bool(self._events)
 
     def stored(self, names: Iterable[bytes]) -> None:
-        """Tell that chunks are on the disk, or on their way there."""
+        """Report chunks that are on the disk, or in flight to it."""
         if self._is_published:
             new = [name for name in names if name not in self._told]
             self._told.update(new)
             self._tell(new, removed=False)
 
     def removed(self, names: Iterable[bytes]) -> None:
-        """Tell that chunks are not, or no longer, on the disk."""
+        """Report chunks that are not, or no longer, on the disk."""
         if self._is_published:
             gone = [name for name in dict.fromkeys(names) if name in self._told]
             self._told.difference_update(gone)
             self._tell(gone, removed=True)
 
     def all_removed(self) -> None:
-        """Tell that the disk holds nothing."""
+        """Report that the disk is empty."""
         self.removed(list(self._told))
 
     def take(self) -> list[OffloadingEvent]:
-        """Return, once, what there is to tell."""
+        """Return the new events, each once."""
         events, self._events = self._events, []
         return events
 

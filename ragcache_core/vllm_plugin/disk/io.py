@@ -1,4 +1,4 @@
-"""The disk tier's threads: they copy, write and read, and leave what came of it for the scheduler's thread."""
+"""The disk tier's threads: they copy, write and read, and leave the results for the scheduler's thread."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _SLOWEST_BYTES_PER_S = 64 << 20
 class DiskIO:
     """Owns the store and the threads that use it.
 
-    ``primary_kv_view`` is host memory, ``[num_chunks, chunk_bytes]``. The copier lets go of a job's chunks when all of
-    them are in buffers, of which there are ``num_buffered_bytes``. When those are full it waits: for as long as a disk
-    of 64 MiB/s would need for all that waits, and 10 s more. Then it drops the rest of the job and what stands on it.
+    ``primary_kv_view`` is host memory, ``[num_chunks, chunk_bytes]``. The copier releases a job's chunks when all of
+    them are in buffers, which take ``num_buffered_bytes`` in total. When the buffers are full it waits: as long as a
+    disk of 64 MiB/s needs for all queued bytes, plus 10 s. Then it drops the rest of the job and its descendants.
 
-    A write that fails takes its chunks along, and all that were to be written behind them: jobs of which the scheduler
-    made before it knew. So no chunk is stored whose prefix is not.
+    A failed write drops its chunks, and those of all jobs that the scheduler made before it knew of the failure. So no
+    chunk is stored without its prefix.
     """
 
     def __init__(
@@ -62,15 +62,15 @@ class DiskIO:
     # The scheduler's side
 
     def has_room_for(self, num_chunks: int) -> bool:
-        """Return whether a job may wait, alone or beside others that hold half of host memory with it at most.
+        """Return whether a job may wait: alone, or if all jobs together hold at most half of host memory.
 
-        What is held cannot be evicted.
+        Held chunks cannot be evicted.
         """
         num_held = self._num_held()
         return not num_held or num_held + num_chunks <= len(self._rows) // 2
 
     def store(self, job_id: int, chunks: list[PendingChunk], evicted: list[bytes]) -> None:
-        """Write chunks, parents first, after those that gave way to them are deleted."""
+        """Write chunks, parents first, after the chunks evicted for them are deleted."""
         if not chunks and not evicted:
             self._copied.append(job_id)
             return
@@ -82,14 +82,14 @@ class DiskIO:
         self._jobs.put(job)
 
     def drop_unbuffered(self) -> None:
-        """Have host memory let go without waiting for the disk: what no buffer is free for is dropped."""
+        """Release host memory without waiting for the disk: chunks without a free buffer are dropped."""
         with self._is_done:
             for job in self._held:
                 job.drops_unbuffered = True
             self._is_done.notify_all()
 
     def warn_of_slowness(self, num_chunks: int) -> None:
-        """Log, the first time, that chunks are not written as the disk is too slow."""
+        """Log, the first time, that chunks are not written because the disk is too slow."""
         if not self._has_been_slow:
             self._has_been_slow = True
             logger.warning(
@@ -100,17 +100,17 @@ class DiskIO:
             )
 
     def delete(self, keys: list[bytes]) -> None:
-        """Have chunks forgotten that the store may still hold, before whatever is stored from now on."""
+        """Delete chunks that the store may still hold, before any later write."""
         self._write(WriteBatch(evicted=keys))
 
     def erase(self, keys: list[bytes]) -> Erasure:
-        """Leave nothing of chunks on the disk, after what was asked for before; one out of service is tried as well."""
+        """Erase all bytes of chunks from the disk, after all earlier changes; also tried when it is out of service."""
         erasure = Erasure(frozenset(keys))
         self._jobs.put(WriteBatch(erasure=erasure))
         return erasure
 
     def rename(self, names: list[tuple[bytes, str | None]]) -> None:
-        """Have it noted which documents chunks are, after what was asked for before."""
+        """Store the documents that chunks belong to, after all earlier changes."""
         self._jobs.put(WriteBatch(names=names))
 
     def load(self, job_id: int, keys: list[bytes], chunk_ids: list[int]) -> LoadJob:
@@ -123,52 +123,52 @@ class DiskIO:
         return job
 
     def take_copied(self) -> Iterator[int]:
-        """Yield the jobs whose chunks of host memory are free again."""
+        """Yield the jobs whose host memory is released."""
         while self._copied:
             yield self._copied.popleft()
 
     def take_written(self) -> Iterator[Outcome]:
-        """Yield what became of chunks."""
+        """Yield the outcomes of writes."""
         while self._written:
             outcome = self._written.popleft()
             if outcome.is_dropped:
-                self._jobs.put(outcome)  # jobs behind it were made knowing of it
+                self._jobs.put(outcome)  # later jobs are made with knowledge of it
             self._num_known_failures = max(self._num_known_failures, outcome.num_failures)
             yield outcome
 
     def update_notes(self, worths: list[tuple[bytes, float, float]]) -> None:
-        """Have frequencies and costs noted anew: key, frequency, cost."""
+        """Update stored frequencies and costs: key, frequency, cost."""
         self._write(WriteBatch(worths=worths))
 
     def clear(self) -> None:
-        """Have every chunk forgotten, after what was asked for before; a disk that hangs does it when it answers."""
+        """Delete every chunk, after all earlier changes; a disk that hangs does it when it answers."""
         self._finish_copies()
         self._is_cleared = False
         self._write(WriteBatch(clears=True))
 
     def read_s(self, num_chunks: int) -> float | None:
-        """Return how long the disk takes for so many chunks, by what it read lately; None where that is not known."""
+        """Return how long the disk takes to read chunks, by its recent reads; None if that is unknown."""
         bytes_per_s = self._disk.read_bytes_per_s()
         return num_chunks * self._store.chunk_bytes / bytes_per_s if bytes_per_s else None
 
     def why_down(self) -> str | None:
-        """Return why the disk is used no more; None while it is."""
+        """Return why the disk is out of service; None while it is in use."""
         return self._disk.why_down()
 
     @property
     def is_resting(self) -> bool:
-        """Whether nothing is written for a while, after a write that failed."""
+        """Whether writing rests for a while, after a write that failed."""
         return self._disk.writes.is_resting
 
     def take_down(self, why: str) -> None:
-        """Use the disk no more, and have host memory let go of."""
+        """Take the disk out of service, and release host memory."""
         self._disk.take_down(why)
         self.drop_unbuffered()
 
     def finish_reads(self, timeout_s: float) -> bool:
-        """Let go of host memory, and wait until the disk has brought what was asked for; return whether it has in time.
+        """Release host memory, and wait for all requested reads; return whether they end within ``timeout_s``.
 
-        Whoever still waits for a read then abandons it.
+        The caller then abandons reads that have not ended.
         """
         self._finish_copies()
         return self._disk.finish_reads(timeout_s)
@@ -179,21 +179,21 @@ class DiskIO:
         return self._is_cleared
 
     def finish_writes(self, timeout_s: float) -> bool:
-        """Wait until the disk has what it was given; return whether it has in time."""
+        """Wait for all queued writes; return whether they end within ``timeout_s``."""
         ends_s = time.monotonic() + timeout_s
         with self._is_done:
             is_copied = self._is_done.wait_for(lambda: not self._held, timeout_s)
         return is_copied and self._disk.finish_changes(max(ends_s - time.monotonic(), 0.0))
 
     def close(self) -> None:
-        """End the threads after what they were asked to write, and close the store. Idempotent."""
+        """End the threads after all queued writes, and close the store. Idempotent."""
         ends_s = time.monotonic() + async_store.CLOSE_TIMEOUT_S
         self._jobs.put(None)
         self._copier.join(async_store.CLOSE_TIMEOUT_S)
         if self._copier.is_alive():  # it waits for a disk that does not answer
             self._finish_copies()
         self._disk.close(ends_s)
-        self._rows = self._rows[:0].copy()  # vLLM cannot unmap host memory that somebody sees
+        self._rows = self._rows[:0].copy()  # vLLM cannot unmap host memory while a view is open
 
     def _num_held(self) -> int:
         with self._is_done:
@@ -215,7 +215,7 @@ class DiskIO:
     # The threads' side
 
     def _copy_jobs(self) -> None:
-        dropped: set[bytes] = set()  # of which the scheduler may not know yet
+        dropped: set[bytes] = set()  # the scheduler may not know of them yet
         while (job := self._jobs.get()) is not None:
             if isinstance(job, Outcome):
                 dropped.difference_update(job.keys)
@@ -232,7 +232,7 @@ class DiskIO:
                     self._is_done.notify_all()
 
     def _copy(self, job: StoreJob, dropped: set[bytes]) -> None:
-        """Copy a job's chunks into buffers part by part; add to ``dropped`` what is not, and what stands on it."""
+        """Copy a job's chunks into buffers part by part; add the others and their descendants to ``dropped``."""
         if job.evicted:
             self._write(WriteBatch(evicted=job.evicted, job=job))
         chunks, late = [], []
@@ -251,7 +251,7 @@ class DiskIO:
             batch = WriteBatch(chunks=part, job=job)
             try:
                 batch.payloads = self._payloads_of(part)
-            except Exception as error:  # whatever it is, the writer reports it, and nobody waits for this thread
+            except Exception as error:  # any error: the writer reports it, as no caller waits for this thread
                 job.error = error
             self._write(batch)
         if late:
@@ -267,7 +267,7 @@ class DiskIO:
         return payloads
 
     def _take_buffers(self, job: StoreJob, num_wanted: int) -> int:
-        """Wait for buffers and return how many there are; fewer than wanted when the job must not wait any more."""
+        """Wait for buffers and return how many are taken; fewer than wanted when the job must not wait any more."""
         with self._is_done:
             self._is_done.wait_for(
                 lambda: self._num_free_buffers >= num_wanted or job.drops_unbuffered,
@@ -278,7 +278,7 @@ class DiskIO:
             return num_taken
 
     def _apply(self, batch: WriteBatch) -> bool:
-        """Do what a batch says; return False where nothing of it was to be stored any more."""
+        """Apply a batch; return False if it is stale and nothing of it is stored."""
         if batch.job is not None and batch.job.error is not None:
             raise batch.job.error
         if batch.job is not None and batch.chunks and batch.job.num_known_failures < self._num_failures:
@@ -309,7 +309,7 @@ class DiskIO:
         if batch.erasure is not None:
             batch.erasure.error, batch.erasure.is_done = error or batch.erasure.error, True
         if keys and (batch.is_stale or error is not None):
-            self._num_failures += 1  # of which jobs that wait now were not made knowing
+            self._num_failures += 1  # unknown to the jobs that wait now
         if keys or error is not None:
             self._written.append(Outcome(keys, error, batch.is_stale, self._num_failures))
         self._is_cleared |= batch.clears and error is None

@@ -1,4 +1,4 @@
-"""What passes between the disk tier and its threads."""
+"""Messages between the disk tier and its threads."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ragcache_core.chunkstore import ChunkNote, Transfer
 
 
 class PendingChunk:
-    """A chunk of host memory on its way to the disk.
+    """A chunk of host memory in flight to the disk.
 
     Args:
         key: under which it is stored.
         chunk_id: its row of host memory.
-        first_note: what is noted of the first chunk of its run: chunks that follow one another in a node of the tree.
-        parent: the key of the chunk before it; None for the first of a run, whose note says it.
+        first_note: the note of the first chunk of its run, which are consecutive chunks of one tree node.
+        parent: the key of the chunk before it; None for the first of a run, whose note has it.
         offset: how many chunks of its run come before it.
     """
 
@@ -38,16 +38,16 @@ class PendingChunk:
 
     @property
     def note(self) -> ChunkNote:
-        """What is noted of it, made when it is asked for: on the disk's thread."""
+        """Its note, made on access: on the disk's thread."""
         first = self._first_note
         return replace(first, parent=self._parent, position=first.position + self._offset) if self._offset else first
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of chunks that were to be written: they are on the disk, were dropped, or there was an ``error``.
+    """The outcome of a write: its chunks are on the disk, were dropped, or there was an ``error``.
 
-    ``num_failures`` is how many writes have failed so far.
+    ``num_failures`` is the number of failed writes so far.
     """
 
     keys: list[bytes]
@@ -68,7 +68,7 @@ class LoadPart(Transfer):
 
 @dataclass(slots=True)
 class LoadJob:
-    """Chunks on their way into host memory, read in parts by several readers."""
+    """Chunks in flight into host memory, read in parts by several readers."""
 
     job_id: int
     parts: list[LoadPart]
@@ -89,11 +89,11 @@ class LoadJob:
         return any(part.progressed_s is not None for part in self.parts)
 
     def is_ended(self) -> bool:
-        """Return whether each part was read, or given up."""
+        """Return whether each part was read or abandoned."""
         return all(part.is_finished or part.is_abandoned for part in self.parts)
 
     def abandon(self) -> None:
-        """Give up what is not read yet: from now on nothing is written to host memory."""
+        """Abandon parts that are not read yet: from now on nothing is written to host memory."""
         for part in self.parts:
             part.abandon()
 
@@ -108,16 +108,16 @@ class StoreJob:
     ends_s: float
     """Until when it waits for buffers."""
     num_known_failures: int = 0
-    """How many writes had failed as far as the scheduler knew: chunks may stand on those that failed since."""
+    """Failed writes that the scheduler knew of: chunks may depend on those that failed since."""
     drops_unbuffered: bool = False
     error: Exception | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Erasure:
-    """Chunks of which no byte may be left on the disk; it waits for those that were to be written before.
+    """Chunks to erase from the disk without a byte left, after all earlier writes.
 
-    One with an ``error`` is begun again when writing has rested, and until then it is not done.
+    An erasure with an ``error`` is retried when writing has rested; until then it is not done.
     """
 
     keys: frozenset[bytes]
@@ -127,7 +127,7 @@ class Erasure:
 
 @dataclass(slots=True)
 class WriteBatch:
-    """What the writer does at once: give slots back, then fill some; or erase; or forget everything."""
+    """One batch of the writer: free slots, then fill some; or erase chunks; or delete everything."""
 
     evicted: list[bytes] = field(default_factory=list)
     chunks: list[PendingChunk] = field(default_factory=list)
@@ -137,6 +137,6 @@ class WriteBatch:
     clears: bool = False
     erasure: Erasure | None = None
     is_stale: bool = False
-    """Whether a write before it had failed of which its job was not made knowing."""
+    """Whether an earlier write failed that the scheduler did not know of when it made the job."""
     names: list[tuple[bytes, str | None]] = field(default_factory=list)
-    """Of chunks whose documents have other names than were noted, with these."""
+    """Chunks whose stored document names are outdated, with the new names."""

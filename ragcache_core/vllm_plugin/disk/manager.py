@@ -1,19 +1,18 @@
-"""The disk tier: chunks that left, or will leave, host memory, in a crash-safe store with a cap.
+"""The disk tier: chunks that host memory evicted or will evict, in a crash-safe store with a size limit.
 
-The scheduler's thread decides what is kept and never waits for the disk. The work is done elsewhere::
+The scheduler's thread decides what is kept and never waits for the disk. Other threads do the work::
 
     scheduler            copier                   writer                      readers
-    submit_store  ->  copies the payloads,  ->  deletes what was evicted,
-                      lets go of host memory    writes, commits
+    submit_store  ->  copies the payloads,  ->  deletes evicted chunks,
+                      releases host memory      writes, commits
     get_finished_jobs  <-----------------------------------------------------  submit_load
 
-A chunk is stored under its unit's key, or, where the model has several groups of KV caches, under the unit's and its
-group's: what the tree does not know goes with what it does (:class:`OtherBlocks`).
+A chunk is stored under its unit's key. If the model has several KV cache groups, the key has the group as well. The
+tree knows one group only; chunks of the others are evicted with their units (:class:`OtherBlocks`).
 
-The copier has few buffers; host memory, which vLLM holds until a job has ended, waits for them. A disk that is too slow
-for that drops what it cannot take. Where a write fails, as on a full disk, writing rests for a while and is tried
-again; what is there is still read. A disk that is gone, or does not answer in time, takes the tier out of service, not
-the engine.
+The copier has few buffers; host memory, which vLLM holds until a job has ended, waits for them. If the disk is too slow
+for that, chunks are dropped. After a failed write, as on a full disk, writing rests for a while and is tried again;
+reads go on. If the disk is gone, or does not answer in time, the tier is out of service, but the engine runs on.
 """
 
 from __future__ import annotations
@@ -206,7 +205,7 @@ class DiskTier(SecondaryTierManager):
         return self.events.take()
 
     def drain_jobs(self) -> None:
-        """Wait until nothing of the tier is at host memory; what the disk does not bring in time is given up."""
+        """Wait until the tier uses no host memory; reads that do not end in time are abandoned."""
         timeout_s = async_store.READ_TIMEOUT_S if self._is_enabled else 0.0
         if not self._io.finish_reads(timeout_s):
             self._disable(f"a reset had to wait longer than {timeout_s:g} s for what was being read")
@@ -235,7 +234,7 @@ class DiskTier(SecondaryTierManager):
     # A holder of what may be forgotten
 
     def forget(self, forgotten: Forgotten) -> Freed:
-        """Find chunks no more, and have the disk overwrite them and what it held before; reads of them are misses."""
+        """Remove chunks, and have the disk overwrite them and their earlier copies; reads of them are misses."""
         groups = self._groups
         names = [
             groups.chunk_name(offload_key(unit, group))
@@ -286,7 +285,7 @@ class DiskTier(SecondaryTierManager):
 
     @property
     def num_open_jobs(self) -> int:
-        """Reads and stores of which vLLM has not been told that they ended."""
+        """Reads and stores that vLLM does not know the end of yet."""
         return len(self._loads) + len(self._open_stores)
 
     @property
@@ -378,7 +377,7 @@ class DiskTier(SecondaryTierManager):
         return new
 
     def _is_kept(self, name: bytes, new: dict[bytes, int]) -> bool:
-        """Return whether a chunk is here, on its way here, or among the ``new`` ones."""
+        """Return whether a chunk is here, in flight to the disk, or among the ``new`` ones."""
         return name in self._stored or name in self._writing or name in new
 
     def _others_of(self, unit: Hashable) -> list[bytes]:
@@ -424,9 +423,9 @@ class DiskTier(SecondaryTierManager):
         return [*own, *self._take_out(list(evicted))]
 
     def _keep_quotas(self, new: dict[bytes, int]) -> list[bytes]:
-        """Return what owners give up of their own for ``new`` chunks; from the first beyond a quota on, they go.
+        """Return chunks that owners evict of their own for ``new`` ones; drop new ones from the first over a quota on.
 
-        They are of one request, and so of one tenant, or of the collections of its documents.
+        All are of one request, so of one tenant, or of the collections of its documents.
         """
         if not self._tree.tiers[Tier.DISK].shares.quotas:
             return []
@@ -441,13 +440,13 @@ class DiskTier(SecondaryTierManager):
         return self._names_of(evicted)
 
     def _names_of(self, units: Iterable[EvictedUnit]) -> list[bytes]:
-        """Return the chunks of units, with those of other groups that go along."""
+        """Return the chunks of units, with those of other groups."""
         if not self._groups.others:
             return [cast("Key", unit.key) for unit in units]
         return [name for unit in units for name in (self._name_of(unit.key), *self._others.of_unit(unit.key))]
 
     def _take_out(self, evicted: list[bytes]) -> list[bytes]:
-        """Take note that chunks are here no more, and return them."""
+        """Remove evicted chunks from the sets of stored ones, and return them."""
         for name in evicted if self._groups.others else ():
             self._others.discard(name)
         self._stored.difference_update(evicted)
@@ -455,7 +454,7 @@ class DiskTier(SecondaryTierManager):
         return evicted
 
     def _admit(self, new: dict[bytes, int]) -> list[PendingChunk]:
-        """Put chunks into the tree, held until they are written, and return them with what is noted of them."""
+        """Add chunks to the tree, held until they are written, and return them with their notes."""
         self._writing.update(new)
         self._hold([*new])
         pending: dict[bytes, PendingChunk] = {}
@@ -543,7 +542,7 @@ class DiskTier(SecondaryTierManager):
         )
 
     def _remove(self, name: bytes) -> None:
-        """Take note that a chunk is not, or no longer, on the disk: a miss."""
+        """Remove a chunk that is not, or no longer, on the disk: a miss."""
         self._stored.discard(name)
         self.events.removed([name])
         if not self._is_unit(name):
@@ -559,7 +558,7 @@ class DiskTier(SecondaryTierManager):
             self._disable(why)
 
     def _disable(self, why: str) -> None:
-        """Take the tier out of service; the tree forgets it, or host memory would be kept for what stands on it."""
+        """Take the tier out of service and out of the tree, where its units would keep host memory in use."""
         self._is_enabled = self._report.is_enabled = False
         self._io.take_down(why)
         self._stored.clear()
@@ -569,7 +568,7 @@ class DiskTier(SecondaryTierManager):
         self._controller.record_change()
 
     def _restore(self, store: ChunkStore) -> None:
-        """Grow the tree from what the store holds; chunks whose prefix is gone are of no use to anybody."""
+        """Rebuild the tree from the store's chunks; discard chunks without their prefix, which are useless."""
         found, orphans = regrow(
             self._tree, store.entries(), Tier.DISK, self._controller.tokens_per_block, self._groups.unit_of_entry
         )

@@ -1,4 +1,4 @@
-"""Reads from disk that begin while a request is queued, long before vLLM reaches it, or before anybody asks."""
+"""Disk reads that begin while a request is queued, long before vLLM reaches it, or before it arrives."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 
 _MAX_PROMPTS = 64
-"""That nobody asks yet, and that wait for room; the first goes for one more."""
+"""Prompts without a request that may wait for space; one more drops the oldest."""
 
 
 class DiskPrefetcher:
-    """Looks queued requests up as they arrived, which makes vLLM's tiering read what they need into host memory.
+    """Looks up queued requests in order of arrival, which makes vLLM's tiering read their blocks into host memory.
 
-    What is read for a request is kept for it until it is admitted. All of them together keep half of host memory at
-    most, and speculative requests, which come after the real ones, use the first half of that only. So do prompts that
-    nobody asks yet (:meth:`add_prompt`): what is read for them is kept until all of it has arrived.
+    Blocks read for a request are kept until it is admitted. All requests together keep at most half of host memory.
+    Speculative requests come after real ones, and use only the first half of that. So do prompts without a request
+    (:meth:`add_prompt`): their blocks are kept until all of them have arrived.
 
     Args:
-        controller: knows what of a request lies where.
+        controller: knows which tiers hold a request's blocks.
         promises: of the host tier.
-        look_up: what vLLM asks when it reaches a request, with how many of its tokens the GPU holds.
-        end: takes a prompt that nobody asks when it has been read, or is not read after all.
+        look_up: vLLM's look-up of a request, with the number of its tokens on the GPU.
+        end: ends a prompt without a request, after it was read or if it is not read.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class DiskPrefetcher:
         self._limit = controller.tiers[Tier.HOST].num_blocks // 2 // controller.groups.blocks_per_unit
 
     def add(self, request: Request) -> None:
-        """Take in a request that has arrived."""
+        """Add a request that has arrived."""
         if not request.skip_reading_prefix_cache:
             is_speculative = self._controller.is_speculative(request.request_id)
             (self._speculative if is_speculative else self._real).append(request)
@@ -65,22 +65,22 @@ class DiskPrefetcher:
         return 0 < num_below <= self._limit // 2
 
     def add_prompt(self, request: Request) -> None:
-        """Take in a prompt that nobody asks yet, as a request that arrived in the offloading, and nowhere else."""
+        """Add a prompt without a request; only the offloading treats it as an arrived request."""
         self._prompts.append(request)
         if len(self._prompts) > _MAX_PROMPTS:
             self._end(self._prompts.popleft())
 
     @property
     def is_prefetching(self) -> bool:
-        """Whether there is something to do for prompts that nobody asks yet, with requests in the engine or without."""
+        """Whether prompts without a request wait or are read, with requests in the engine or without."""
         return bool(self._prompts or self._unasked)
 
     def remove(self, request_id: str) -> None:
-        """Count no more what a request keeps in host memory."""
+        """Stop counting the host memory of a request."""
         self._num_blocks.pop(request_id, None)
 
     def begin_reads(self) -> None:
-        """Begin to read for those that arrived, as far as there is room, after vLLM has admitted whom it could."""
+        """Begin reads for queued requests, as far as there is space, after vLLM's admission."""
         for request, num_gpu_tokens in list(self._unasked.items()):
             if not self._promises.is_awaited(request.request_id, num_gpu_tokens):
                 del self._unasked[request]
@@ -103,7 +103,7 @@ class DiskPrefetcher:
         return True
 
     def _begin(self, request: Request, limit: int) -> bool:
-        """Return whether a request is dealt with; False if it has to wait for room."""
+        """Return whether a request is done; False if it has to wait for space."""
         state = self._controller.state_of(request.request_id)
         if state is None or state.admitted_s is not None or self._promises.is_looked_up(request.request_id):
             return True
@@ -116,9 +116,9 @@ class DiskPrefetcher:
         return True
 
     def _blocks(self, last: Key | None) -> tuple[int, int]:
-        """Return how many leading blocks the GPU holds, and how many behind them lower tiers do.
+        """Return how many leading blocks the GPU holds, and how many of the next ones lower tiers hold.
 
-        0 of those where none would have to be read from disk.
+        The latter is 0 if none of them has to be read from disk.
         """
         num_gpu, num_fast, num_all = self._controller.leading_blocks(last)
         return num_gpu, num_all - num_gpu if num_all > num_fast else 0

@@ -95,10 +95,10 @@ def requires_all_requests(connector: OffloadingConnector) -> bool:
 
 
 def has_stored_all(connector: OffloadingConnector, request_id: str) -> bool:
-    """Return whether all that the offloading may store of a request is stored or on its way; True for unknown ones.
+    """Return whether all blocks that the offloading may store of a request are stored or in flight; True if unknown.
 
-    A request that was preempted gets other blocks, which the offloading has to see although it stored these tokens:
-    after a reset it stores them again.
+    A preempted request gets other blocks, which the offloading has to see although it stored these tokens: after a
+    reset it stores them again.
     """
     offloading = connector.scheduler
     if (state := offloading._req_status.get(request_id)) is None:

@@ -1,7 +1,7 @@
 """Copies blocks between the engine's KV memory and host memory on a platform without a GPU.
 
-vLLM's own worker copies with CUDA streams. This one stands in for it, so that the whole path runs where there is no
-GPU; on CUDA vLLM's is used.
+vLLM's own worker copies with CUDA streams, and is used on CUDA. Without a GPU this one replaces it, to run the whole
+code path.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class CopyingWorker(OffloadingWorker):
         """Return at once: these copies were made when they were asked for."""
 
     def shutdown(self) -> None:
-        """Let go of the shared region."""
+        """Release the shared region."""
         self._engine.clear()
         self._host.clear()
         if self._region is not None:

@@ -1,17 +1,16 @@
-"""What lies in which chunk of host memory, so that an engine that is started again finds it.
+"""An index of the chunks in host memory, from which a restarted engine restores its host tier.
 
-Host memory is held by who launched the engine, and outlives an engine that is killed; what is lost with the engine is
-the knowledge of what lies where. The journal is an index beside it, and the same table as the disk tier's; where there
-is a disk tier, there is no journal::
+The launcher's process holds host memory, which outlives a killed engine; only the engine's knowledge of its contents is
+lost. The journal is an index of them, with the same table as the disk tier's; with a disk tier, there is no journal::
 
     /dev/shm/vllm_offload_<engine id>.mmap      a link to the chunks
     /dev/shm/vllm_offload_<engine id>.journal/  a private folder: any user can create names in /dev/shm
         index.sqlite                            chunk -> key, checksum over both, place in the tree
         identity                                whose KV it is
 
-Nothing on the scheduler's thread waits for it, nor wakes its thread: to hand the interpreter over for each chunk would
-stop the scheduler for 1 to 2 ms. A chunk is entered some time after it was stored, and taken out some time after it
-was given up: what is found later with other bytes does not match its checksum, and is not taken up.
+The scheduler's thread neither waits for it nor wakes its thread: to hand the interpreter over for each chunk would stop
+the scheduler for 1 to 2 ms. A chunk is entered some time after it was stored, and removed some time after it was
+evicted. Bytes that were overwritten in between do not match the checksum, and are not restored.
 """
 
 from __future__ import annotations
@@ -167,7 +166,7 @@ class HostIndex:
         return 0 if self._is_broken else self._num_scrubs
 
     def close(self) -> None:
-        """End the thread, close the index, and let go of host memory. Idempotent."""
+        """End the thread, close the index, and release host memory. Idempotent."""
         self._is_closing.set()
         self._thread.join()
         self._index.close()

@@ -27,7 +27,7 @@ class WorkerMemory(KVConnectorHandshakeMetadata):
 
 
 def why_uneven(block_bytes: Sequence[int]) -> str | None:
-    """Return why stages whose blocks take ``block_bytes`` cannot share rows, with the cure; None where they can."""
+    """Return why stages whose blocks take ``block_bytes`` cannot share rows, with a hint; None where they can."""
     if not block_bytes or max(block_bytes) <= block_bytes[0]:
         return None
     return (

@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 class CacheAwareRequestQueue(RequestQueue):
-    """Real requests in a :class:`~ragcache_core.queueing.CacheAwareQueue`, speculative ones behind, by arrival.
+    """Real requests in a :class:`~ragcache_core.queueing.CacheAwareQueue`, then speculative ones by arrival.
 
-    Three of its answers to vLLM differ: ``len`` counts everything, so that the engine core goes on; its truth value is
-    whether a request may be admitted now; and ``peek_request`` returns the one that ``pop_request`` takes.
+    Three methods differ from vLLM's: ``len`` counts all requests, which keeps the engine core going; the truth value
+    is whether a request may be admitted now; and ``peek_request`` returns the request that ``pop_request`` takes.
 
     Args:
         real: the queue of real requests.
         is_speculative: whether a request is speculative. vLLM enqueues a request before its connector has read its
-            metadata, so this is first asked when the queue is next looked at.
+            metadata, so this is first called at the next access to the queue.
     """
 
     def __init__(self, real: CacheAwareQueue[Request], is_speculative: Callable[[Request], bool]) -> None:

@@ -194,7 +194,7 @@ class _TreeScheduling:
         return self._controller.report()
 
     def forget(self, doc_ids: list[str]) -> dict[str, object]:
-        """Give documents up in all tiers, and return the receipt, or why it cannot be done."""
+        """Delete documents from all tiers, and return the receipt, or why it cannot be done."""
         if self._tree_queue is None:
             return {"refused": "this model's groups of KV caches are in vLLM's own order, which knows no documents"}
         return self._controller.forget(set(doc_ids))
@@ -312,7 +312,7 @@ class _TreeScheduling:
                 self._outdated_loads.append(request)
 
     def _drop_outdated_loads(self) -> None:
-        """Free blocks that were being loaded when their adapter changed, once vLLM lets go of them."""
+        """Free blocks that were being loaded when their adapter changed, once vLLM releases them."""
         waiting = RequestStatus.WAITING_FOR_REMOTE_KVS
         for request in self._outdated_loads:
             if request.status == waiting:

@@ -67,7 +67,7 @@ def num_front_ends_of(arguments: Sequence[str]) -> int:
 
 
 def _run_front_ends() -> None:
-    """Do as ``vllm serve``, of which vLLM's ``main`` has a part: it starts one API server, in this process."""
+    """Run ``vllm serve`` with several API servers: vLLM's ``main`` starts only one, in this process."""
     from vllm.entrypoints.cli.serve import FlexibleArgumentParser, cmd_init
 
     os.environ.setdefault(_START_METHOD_ENV, "spawn")  # as vLLM's main does

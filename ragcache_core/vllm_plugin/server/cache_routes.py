@@ -1,4 +1,4 @@
-"""Routes of the cache as a whole: what is in it, folders on disk that nobody uses, and all of it gone.
+"""Routes of the cache as a whole: its contents, deletion of unused folders on disk, and deletion of all KV.
 
 ::
 
@@ -41,7 +41,7 @@ _MAX_DAYS = 100_000
 
 
 async def keep_young(engine_client: Any, max_age_s: float) -> None:
-    """Have engines look for KV that is too old, also while nobody asks them anything; until one ends."""
+    """Have engines delete expired KV, also while they have no requests; return when one has failed."""
     while True:
         await asyncio.sleep(min(max(max_age_s / 20, 0.1), 60.0))
         try:

@@ -38,10 +38,10 @@ _LONGEST_PAUSE_S = 0.5
 
 @router.post("/forget")
 async def forget(request: Request) -> dict[str, object]:
-    """Remove the KV of documents from every tier, with what stands behind them; see :class:`ForgetReceipt`.
+    """Delete the KV of documents, and all KV that depends on it, from every tier; see :class:`ForgetReceipt`.
 
-    Waits up to ``wait_s`` seconds for requests that have some of it, and for the disk. To ask again does no harm, and
-    tells what is left. Every data-parallel engine of this server forgets.
+    Waits up to ``wait_s`` seconds for requests that use some of it, and for the disk. Repeating the call does no harm,
+    and returns what is left. Every data-parallel engine of this server deletes.
     """
     doc_ids, wait_s = await _asked(request)
     began_s = time.monotonic()
@@ -57,7 +57,7 @@ async def forget(request: Request) -> dict[str, object]:
 def receipt_of(
     gone: Sequence[Mapping[str, Any]], left: Sequence[Mapping[str, Any]], doc_ids: Sequence[str], began_s: float
 ) -> ForgetReceipt:
-    """Return one receipt for what several engines gave up, and have left."""
+    """Return one receipt for what several engines deleted, and still have."""
     known = {doc_id for each in gone for doc_id in each["forgotten"]}
     return ForgetReceipt(
         forgotten=tuple(doc_id for doc_id in doc_ids if doc_id in known),
@@ -84,7 +84,7 @@ async def show(request: Request) -> dict[str, object]:
 
 @router.post("/pin")
 async def pin(request: Request) -> dict[str, object]:
-    """Pin documents of which something is cached, all of them or none; see :class:`PinReceipt`."""
+    """Pin the documents that have cached KV, all of them or none; see :class:`PinReceipt`."""
     doc_ids, _ = await _asked(request, takes_wait=False)
     found = merged_pins(await ask_engines(request, "pin", {"ids": doc_ids, "is_trial": True}), doc_ids)
     body = {"ids": list(found.changed), "is_trial": False}
@@ -148,7 +148,7 @@ async def read_body(request: Request, fields: Mapping[str, object]) -> Mapping[s
 
 
 def wait_of(body: Mapping[str, Any]) -> float:
-    """Return how long to wait for what cannot be given up at once."""
+    """Return how long to wait for KV that cannot be deleted at once."""
     wait_s = body.get("wait_s", _WAIT_S)
     if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not 0 <= wait_s <= _MAX_WAIT_S:
         raise HTTPException(400, f"wait_s is {quoted(wait_s)}: send 0 to {_MAX_WAIT_S:g} seconds")

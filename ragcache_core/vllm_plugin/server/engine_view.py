@@ -35,10 +35,10 @@ class Wait:
 
 
 class Received:
-    """Holds what the server's process knows of the engines, and the statistics of the newest ``max_requests`` requests.
+    """Holds the engines' latest reports, and the statistics of the newest ``max_requests`` requests.
 
-    Of a tenant these are the newest 1,024: no tenant's requests replace or evict another's.
-    Its ``notifier`` wakes those who wait for a request's figures, or for a speculation's wait.
+    For a tenant these are the newest 1,024: no tenant's requests replace or evict another's.
+    Its ``notifier`` wakes coroutines that wait for a request's statistics, or for a speculation's admission.
     """
 
     def __init__(self, max_requests: int = _MAX_REQUESTS) -> None:
@@ -139,18 +139,18 @@ class Received:
         return None if wait is None or wait.num_told <= after else wait
 
     def engine(self) -> dict[str, Any] | None:
-        """Return the latest report; of several data-parallel engines, what they say together."""
+        """Return the latest report, merged over data-parallel engines."""
         with self._lock:
             return merged_report([*self._engines.values()]) if self._engines else self._before_the_first
 
     def load(self) -> dict[str, Any] | None:
         """Return whether a speculative request would be admitted, as of the last step; None without RAGCache.
 
-        And whether there is a disk to read from meanwhile.
+        The result also says whether there is a disk to prefetch from.
 
-        Of several data-parallel engines all must admit it: which of them would serve it is not known yet. An engine
-        that has not said anything is idle. ``pending_prefill_s`` is how long the engine that has most to do
-        computes for those who wait, as far as it has not done so since it said it.
+        All of several data-parallel engines must admit it, as the engine that will serve it is not known yet. An engine
+        without a report counts as idle. ``pending_prefill_s`` is the time that the busiest engine needs for its pending
+        prefills, less the time since its report.
         """
         now_s = time.monotonic()
         with self._lock:

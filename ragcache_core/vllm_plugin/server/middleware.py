@@ -1,7 +1,7 @@
-"""Before the server's routes: who has no key gets no further, no body is too large, and a server that ends takes none.
+"""Checks before the server's routes: the API key, the size of the body, and that the server is not shutting down.
 
-vLLM asks for its key under ``/v1`` and a few other prefixes, and not where it serves the same models for hosting
-platforms, nor where it tokenises, pauses or scales. Here everything needs the key but what :data:`OPEN_PATHS` names.
+vLLM requires its key under ``/v1`` and a few other prefixes, but not on the routes of hosting platforms, or to
+tokenise, pause or scale. Here every path needs the key except :data:`OPEN_PATHS`.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _TENANTS_ROUTES = {
     ),
     "POST": re.compile(rf"/v1/(chat/)?completions|/(de)?tokenize|{_OWN}prefetch|{_OWN}speculations/[^/]+/confirm"),
 }
-"""What a tenant's key may ask; all that is not here is refused, whatever route is added elsewhere."""
+"""The routes that a tenant's key may use; all others are rejected, also routes that are added elsewhere."""
 TENANT = "ragcache_tenant"
-"""Where an ASGI scope says whose key a request has; nothing is said of operators."""
+"""The field of an ASGI scope with the tenant of the request's key; absent for operators."""
 _PROBES = ("/health", "/ping", "/ready")
 _OWN_PREFIX = "/v1/ragcache/"
 _RETRY_AFTER_S = 2

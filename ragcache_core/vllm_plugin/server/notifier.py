@@ -1,4 +1,4 @@
-"""Coroutines that wait for what another part of the process is told."""
+"""Wakes coroutines that wait for data from another part of the process."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ _Found = TypeVar("_Found")
 
 
 class Notifier:
-    """Wakes those who wait for something, for them to look again. May be told by any thread."""
+    """Wakes waiting coroutines, which then check their condition again. Any thread may call it."""
 
     def __init__(self) -> None:
         self._waiting: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
 
     def tell(self) -> None:
-        """Have everybody who waits look again."""
+        """Wake all waiting coroutines."""
         for event, loop in list(self._waiting.items()):
-            with suppress(RuntimeError):  # the loop was closed, with those who waited
+            with suppress(RuntimeError):  # the loop was closed, with its coroutines
                 loop.call_soon_threadsafe(event.set)
 
     async def wait_for(self, find: Callable[[], _Found | None], patience_s: float) -> _Found | None:
-        """Return what ``find`` does as soon as that is not ``None``, which it may be after ``patience_s``."""
+        """Return the first result of ``find`` that is not ``None``; ``None`` after ``patience_s`` seconds."""
         event = asyncio.Event()
         self._waiting[event] = asyncio.get_running_loop()
         try:

@@ -1,7 +1,7 @@
-"""Ask the engine core, while nobody else does, whether it answers; say so when it hangs, on ``/health``.
+"""Probe the engine core while no other call does, and report on ``/health`` when it hangs.
 
-vLLM's ``/health`` knows whether the engine's process is there. The core answers a call between two steps, at once when
-it has none, and so does one that sleeps or is paused. One that owes an answer works, or hangs: ``runtime/hangs.py``.
+vLLM's ``/health`` checks whether the engine's process exists. The core answers a call between two steps, or at once
+when it is idle, asleep or paused. A core that has not answered works or hangs: ``runtime/hangs.py``.
 """
 
 from __future__ import annotations

@@ -92,9 +92,9 @@ def _transfer_params(request: dict[str, Any]) -> Iterator[tuple[str, dict[str, A
 
 
 def problem_of(body: bytes) -> tuple[int, str, str] | None:
-    """Return why a body is refused: status, vLLM's type of error, message.
+    """Return why a body is rejected: status, vLLM's type of error, message.
 
-    None if it is not, or is no JSON object, of which vLLM speaks.
+    None if it is accepted, or is no JSON object, which vLLM reports.
     """
     if _METADATA not in body and _SUSPICIOUS.search(body) is None:
         return None
@@ -117,7 +117,7 @@ def problem_of(body: bytes) -> tuple[int, str, str] | None:
         params = request.get("kv_transfer_params")
         metadata = params.get(KEY) if isinstance(params, dict) else None
         if isinstance(metadata, dict):
-            read_expected_uses(metadata)  # ranks what is cached for everybody
+            read_expected_uses(metadata)  # ranks KV that all requests share
     except ConfigError as error:
         return 400, "BadRequestError", str(error)
     documents = metadata.get("documents") if isinstance(metadata, dict) else None

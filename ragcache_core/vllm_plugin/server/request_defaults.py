@@ -1,6 +1,6 @@
-"""Tells with each completion who answered, and what that adds to requests: who goes on with a cut answer needs it.
+"""Adds headers to each completion, with the replica and its defaults: clients that continue a cut answer need them.
 
-vLLM takes defaults of sampling, and how long answers are, from the model's generation config and its own arguments.
+vLLM takes defaults of sampling, and of the answer's length, from the model's generation config and its own arguments.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Routes beside vLLM's: the tiers of a request and of the engine, what is cached and may be speculated, the tokenizer.
 
-They lie under ``/v1`` so that the server's API key protects them.
+They lie under ``/v1``, where the server's API key protects them.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ async def prefetch(wanted: PrefetchRequest, request: Request) -> dict[str, int]:
     if num_tokens > most:
         raise HTTPException(400, f"the prompt has {num_tokens} tokens, the context window {most}: name fewer documents")
     if wanted.model is not None and not request.app.state.openai_serving_models.is_base_model(wanted.model):
-        return {"num_read_tokens": 0}  # an adapter, of which nothing is on disk
+        return {"num_read_tokens": 0}  # an adapter has nothing on disk
     begun = await call_prefetch(engine, wanted.prompt_token_ids, wanted.cache_salt)
     return {"num_read_tokens": sum(each["num_read_tokens"] for each in begun)}
 
@@ -276,7 +276,7 @@ class RAGCacheEndpoint:
                 state.ragcache_rank_choice = RankChoice(received.num_engines)
             try:
                 reports = await call_report(engine_client)
-            except Exception as error:  # somebody else's scheduler: its first step tells
+            except Exception as error:  # another scheduler class: its first step reports
                 logger.warning("The tiers are not in the statistics until the first request: %s", error)
             else:
                 check_same(reports, getattr(state, "ragcache_tenants", None))

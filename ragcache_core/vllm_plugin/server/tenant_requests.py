@@ -74,13 +74,13 @@ def _file_of(transfer_config: object) -> Path | None:
 
 
 def tenant_of(request: Request) -> str | None:
-    """Return whose key a request has; None is an operator's, or that of a server without tenants."""
+    """Return the tenant of a request's key; None for an operator's, or on a server without tenants."""
     tenant: str | None = request.scope.get(TENANT)
     return tenant
 
 
 def own_speculation(request: Request, speculation: str) -> str:
-    """Return what the engine calls a speculation of who asks."""
+    """Return the engine's id of a speculation of the request's tenant."""
     tenant = tenant_of(request)
     return speculation if tenant is None else speculation_of(tenant, speculation)
 
@@ -108,7 +108,7 @@ class TenantRequests:
         while messages[-1]["type"] == "http.request" and messages[-1].get("more_body"):
             messages.append(await receive())
         if messages[-1]["type"] != "http.request":
-            return  # who asked is gone
+            return  # the client has disconnected
         secret = scope["app"].state.ragcache_tenants.secret
         try:
             body = owned_body(b"".join(message.get("body", b"") for message in messages), tenant, secret)
@@ -160,7 +160,7 @@ def _checked_salt(salt: object) -> str | None:
 
 
 def _refuse_shared_media(messages: object) -> None:
-    """Refuse images and sounds by a name: vLLM finds them by it, whoever has sent them."""
+    """Reject images and sounds by a name: vLLM finds them by it, of any sender."""
     for message in messages if isinstance(messages, list) else ():
         parts = message.get("content") if isinstance(message, dict) else None
         for part in parts if isinstance(parts, list) else ():

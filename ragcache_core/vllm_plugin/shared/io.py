@@ -1,13 +1,13 @@
-"""The shared tier's threads: they ask, read and write, and leave what came of it for the scheduler's thread.
+"""The shared tier's threads: they query, read and write, and leave the results for the scheduler's thread.
 
 ::
 
-    scheduler      asker: which of a request's chunks are there
+    scheduler      asker: which of a request's chunks exist
                    readers: get, check, copy into host memory
                    writer: copy out of host memory, put; delete
 
-Nobody waits for a store: a look-up, a load and a store each have a time, after which they are given up. Where one fails
-or is late, reading or writing rests for a while, and is tried again with the next request after that.
+The engine does not depend on the store: a look-up, a load and a store each have a time limit, after which they are
+abandoned. After a failure or a timeout, reading or writing rests for a while; the next request after that retries it.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ _MAX_UNDELETED = 200_000  # about 350 bytes each
 
 
 class Inquiry(Transfer):
-    """Which of some chunks are there: of a chain, each of which stands on those before it, and of those beside it.
+    """A query for existing chunks: a chain, in which each depends on those before it, and the chunks beside it.
 
     Attributes:
-        found: those that are; complete when it ``is_finished``.
+        found: names of existing chunks; complete when it ``is_finished``.
     """
 
     def __init__(self, chain: Sequence[str], beside: Sequence[Sequence[str]]) -> None:
-        """Of each of ``beside`` as many are asked for as are found of the ``chain``."""
+        """Of each of ``beside``, query as many as are found of the ``chain``."""
         super().__init__()
         self.chain = chain
         self.beside = beside
@@ -62,17 +62,17 @@ class Inquiry(Transfer):
 
 
 class PutJob(Transfer):
-    """Chunks whose host memory is held until they are copied, or given up."""
+    """Chunks whose host memory is held until they are copied or abandoned."""
 
     def __init__(self, chunks: list[tuple[str, int, float]]) -> None:
-        """``chunks`` are names, rows of host memory, and when they were computed."""
+        """``chunks`` are names, rows of host memory, and times of computation."""
         super().__init__()
         self.chunks = chunks
 
 
 @dataclass(frozen=True, slots=True)
 class Deletion:
-    """Objects that are to be deleted; one that ``is_retried`` is tried until the store does it."""
+    """Objects to delete; a deletion that ``is_retried`` is tried until the store does it."""
 
     names: Sequence[str] = ()
     is_retried: bool = True
@@ -84,7 +84,7 @@ class SharedIO:
     ``primary_kv_view`` is host memory, ``[num_chunks, chunk_bytes]``.
 
     Attributes:
-        is_given_up: more deletions wait than may be kept, so nothing may be read from the store any more.
+        is_given_up: more deletions wait than can be kept, so nothing may be read from the store any more.
     """
 
     def __init__(self, store: RemoteStore, objects: Objects, primary_kv_view: memoryview) -> None:
@@ -128,7 +128,7 @@ class SharedIO:
     # The scheduler's side
 
     def ask(self, chain: Sequence[str], beside: Sequence[Sequence[str]]) -> Inquiry:
-        """Begin to ask which chunks are there; while the store rests, or too much waits, none is."""
+        """Begin to query which chunks exist; none does while the store rests, or too many queries wait."""
         inquiry = Inquiry(chain, beside)
         try:
             if self.reads.is_resting:
@@ -139,7 +139,7 @@ class SharedIO:
         return inquiry
 
     def is_answered(self, inquiry: Inquiry) -> bool:
-        """Return whether an inquiry has ended; one that takes too long does."""
+        """Return whether an inquiry has ended; one that takes too long is abandoned."""
         if inquiry.is_finished or inquiry.is_abandoned:
             return True
         if time.monotonic() < inquiry.submitted_s + LOOKUP_TIMEOUT_S and not self.reads.is_resting:
@@ -149,7 +149,7 @@ class SharedIO:
         return True
 
     def load(self, job_id: int, names: list[str], chunk_ids: list[int]) -> tuple[LoadJob, dict[str, float]]:
-        """Begin to read chunks into rows of host memory; return the job, and what will tell when each was computed."""
+        """Begin to read chunks into rows of host memory; return the job, and a dict for their times of computation."""
         computed_s: dict[str, float] = {}
         size = min(max(-(-len(names) // _NUM_READERS), 1), self._at_once)
         starts = range(0, len(names), size)
@@ -160,7 +160,7 @@ class SharedIO:
         return job, computed_s
 
     def is_loaded(self, job: LoadJob, limit_s: float) -> bool:
-        """Return whether a load has ended; one that stands still, or takes longer than ``limit_s``, is given up."""
+        """Return whether a load has ended; one that stalls, or takes longer than ``limit_s``, is abandoned."""
         if job.is_ended():
             return True
         now_s = time.monotonic()
@@ -179,14 +179,14 @@ class SharedIO:
         return job.is_ended()
 
     def load_s(self, num_chunks: int) -> float | None:
-        """Return how long so many chunks take, by what was read lately; None where that is not known."""
+        """Return how long a load of chunks takes, by recent reads; None if that is unknown."""
         bytes_per_s = self._rate.bytes_per_s(time.monotonic())
         return num_chunks * self._objects.chunk_bytes / bytes_per_s if bytes_per_s else None
 
     def put(self, chunks: list[tuple[str, int, float]]) -> PutJob | None:
-        """Begin to write those of some chunks that are not known to be there; None where nothing holds host memory.
+        """Begin to write the chunks that are not known to exist; None if no host memory is held.
 
-        That is also where the store rests, or half of host memory waits for it: they are dropped, and counted.
+        None also while the store rests, or half of host memory waits for it: then the chunks are dropped and counted.
         """
         with self._lock:
             new = [chunk for chunk in chunks if chunk[0] not in self._known]
@@ -202,23 +202,23 @@ class SharedIO:
         return job
 
     def is_put(self, job: PutJob) -> bool:
-        """Return whether a job needs its host memory no more; one that waits too long is dropped."""
+        """Return whether a job no longer needs its host memory; one that waits too long is dropped."""
         is_late = time.monotonic() > job.submitted_s + STORE_TIMEOUT_S or self.writes.is_resting
         if not job.is_finished and not job.is_abandoned and is_late:
             job.abandon()
         return job.is_finished or job.is_abandoned
 
     def unlearn(self, names: Sequence[str]) -> None:
-        """Have objects written again that are not there, or of no use."""
+        """Have missing or unusable objects written again."""
         with self._lock:
             for name in names:
                 self._known.pop(name, None)
 
     def delete(self, names: Sequence[str], *, is_retried: bool) -> None:
-        """Have objects deleted, after what was to be written before.
+        """Delete objects, after all earlier writes.
 
-        Where that ``is_retried``, it is tried until the store does it, and :meth:`is_leaving` until then. Else it is
-        tried once, and not while writing rests: objects that are never read again need no more.
+        A deletion that ``is_retried`` is tried until the store does it, with :meth:`is_leaving` true until then. Others
+        are tried once, and not while writing rests: objects that are never read again need no more.
         """
         self.unlearn(names)
         if self.is_given_up or not (is_retried or not self.writes.is_resting):
@@ -234,26 +234,26 @@ class SharedIO:
 
     @property
     def num_undeleted(self) -> int:
-        """Objects that are to be deleted, and are not yet."""
+        """Number of objects with a pending deletion."""
         return len(self._leaving)
 
     @property
     def is_writing(self) -> bool:
-        """Whether something waits for the writer; no longer than the store is tried."""
+        """Whether chunks wait for the writer; no longer than the store is tried."""
         return self._num_waiting > 0
 
     @property
     def num_known(self) -> int:
-        """Objects that are known to be there, or were when they were last asked for."""
+        """Objects known to exist, at least at the last query for them."""
         return len(self._known)
 
     def close(self) -> None:
-        """End the threads, after the writer had some seconds for what it was given. Idempotent."""
+        """End the threads, after the writer had some seconds for its queue. Idempotent."""
         ends_s = self._ends_s = time.monotonic() + _CLOSE_TIMEOUT_S
         self._changes.put(None)
         for _ in range(_NUM_READERS):
             self._parts.put(None)
-        with suppress(queue.Full):  # whoever is in it wakes the thread
+        with suppress(queue.Full):  # a queued inquiry wakes the thread
             self._inquiries.put_nowait(None)
         for thread in self._threads:
             thread.join(max(ends_s - time.monotonic(), 0.0))
@@ -264,7 +264,7 @@ class SharedIO:
                 self._objects.prefix,
             )
         self._store.close()
-        self._rows = self._rows[:0].copy()  # vLLM cannot unmap host memory that somebody sees
+        self._rows = self._rows[:0].copy()  # vLLM cannot unmap host memory while a view is open
 
     # The threads' side
 
@@ -391,7 +391,7 @@ class SharedIO:
         return self._ends_s is not None and time.monotonic() > self._ends_s
 
     def _take_in(self, deletion: Deletion) -> None:
-        """Take a deletion in, once for each name, so that an engine without its store keeps a bounded number."""
+        """Queue a deletion, once for each name: an engine without its store keeps a bounded number."""
         if not deletion.is_retried:
             self._delete_once(deletion.names)
             return
@@ -429,7 +429,7 @@ class SharedIO:
             self.writes.fail(error)
 
     def _give_up(self) -> None:
-        """Use the store no more: which of its objects must not be read can be remembered no longer."""
+        """Stop using the store: the objects that must not be read are too many to keep."""
         is_first, self.is_given_up = not self.is_given_up, True
         with self._lock:
             self._undeleted.clear()

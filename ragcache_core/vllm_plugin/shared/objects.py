@@ -1,12 +1,12 @@
-"""What lies in a shared store under a chunk's name: its bytes, their age, and what shows that they are right.
+"""The objects of a shared store: a chunk's bytes, their age, and a checksum.
 
 ::
 
     |payload: chunk_bytes|computed at: 8, a float|XXH3: 16|
 
-With keys all of it is sealed with AES-256-GCM, and so authenticated with its name, which says nothing of the tokens to
-who has no key. Without, who may write to the store may write anything with the right checksum, and who may list it can
-see whether a text that he guesses is there.
+With keys an object is sealed with AES-256-GCM, and so authenticated with its name; without the key the name reveals
+nothing of the tokens. Without keys, write access to the store allows any bytes with a valid checksum, and a list of its
+objects shows whether a guessed text is there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DIGEST_BYTES = 16
 
 
 class Objects:
-    """Names, makes and reads the objects of one identity; another's, or another format's, have other names.
+    """Names, packs and unpacks the objects of one identity; another identity or format has other names.
 
     Args:
         identity: everything that a chunk's bytes depend on besides its key, the same on every machine.
@@ -54,7 +54,7 @@ class Objects:
         return packed if self._keys is None else self._keys.seal(packed, name.encode())
 
     def unpack(self, name: str, data: bytes | memoryview) -> tuple[np.ndarray, float] | None:
-        """Return a chunk's bytes and when they were computed; None for anything but what was packed under ``name``."""
+        """Return a chunk's bytes and their time of computation; None unless they were packed under ``name``."""
         packed = data if self._keys is None else self._keys.open(data, name.encode())
         if packed is None or len(packed) != self.chunk_bytes + _TIME.size + _DIGEST_BYTES:
             return None

@@ -1,10 +1,10 @@
-"""The shared tier: a store below host memory that engines on several machines read and write, each for all.
+"""The shared tier: a store below host memory that engines on several machines read and write.
 
-What one engine has computed, another loads. Nobody knows what the store holds: it is asked, once for each request that
-needs more than this engine's own tiers have, while the request waits. What it evicts, and when, is its own matter.
+An engine loads KV that another one has computed. Engines do not track the store's contents: a request that needs more
+than its engine's own tiers hold waits while the store is queried, once. The store decides what it evicts, and when.
 
-All methods run on the scheduler's thread and wait for nothing (:class:`SharedIO`). Whatever is wrong with the store, or
-with what it says, is a miss: a chunk is taken for what its name says only after its checksum.
+All methods run on the scheduler's thread and wait for nothing (:class:`SharedIO`). Any error of the store, or in its
+data, is a miss: a chunk is used only if its checksum matches.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _SHORTEST_LIMIT_S = 0.2
 
 @dataclass(slots=True)
 class _Asked:
-    """What a request wants to know of the store, and what of that it may count on.
+    """A request's query to the store, and the chunks that it may load.
 
     Attributes:
-        first: the first block that its own engine has not.
-        found: names; None until the store has answered.
+        first: the first block that its own engine does not have.
+        found: names of the chunks to load; None until the store has answered.
         limit_s: how long a load of them may take.
     """
 
@@ -174,11 +174,11 @@ class SharedTier(SecondaryTierManager):
         self._asked.pop(req_context.req_id, None)
 
     def has_pending_work(self) -> bool:
-        """Return whether an engine without requests goes on stepping: to tell what the threads are still doing."""
+        """Return whether an engine without requests goes on stepping, to report the work of the threads."""
         return self._io.is_writing or self._figures() != self._counted
 
     def drain_jobs(self) -> None:
-        """Let nothing of the tier touch host memory any more: what is under way is given up."""
+        """Stop all use of host memory by the tier: loads and stores in flight are abandoned."""
         self._abandon_loads()
         for job in self._puts.values():
             job.abandon()
@@ -188,23 +188,23 @@ class SharedTier(SecondaryTierManager):
         self._io.close()
 
     def clear(self) -> None:
-        """Use the store no more until the next start: the model's weights may have changed.
+        """Stop using the store until the next start: the model's weights may have changed.
 
-        What it holds is of the weights from before, and right for engines that have them.
+        Its chunks belong to the old weights, and are valid for engines that have them.
         """
         self._is_enabled = False
         self.drain_jobs()
 
     @property
     def num_open_jobs(self) -> int:
-        """Loads and stores of which vLLM has not been told that they ended."""
+        """Loads and stores that vLLM does not know the end of yet."""
         return len(self._loads) + len(self._puts)
 
     # What the controller reports
 
     @property
     def is_serving(self) -> bool:
-        """Whether the store is asked now: it is in use, and has not failed lately."""
+        """Whether the store is queried now: it is in use, and has not failed lately."""
         return self._is_used and not self._io.reads.is_resting
 
     @property
@@ -215,10 +215,10 @@ class SharedTier(SecondaryTierManager):
     # A holder of what may be forgotten
 
     def forget(self, forgotten: Forgotten) -> Freed:
-        """Have the store delete what this engine knows of it, whoever has put it there.
+        """Have the store delete all units that this engine knows.
 
-        Another engine, or this one before a restart, may have put any of it, so all of it is deleted. Only what is too
-        old is not tried again: it is a miss wherever it is read.
+        Another engine, or this one before a restart, may have stored any of them, so all are deleted. Only the deletion
+        of expired KV is not retried: it is a miss wherever it is read.
         """
         groups = (self._groups.main, *self._groups.others)
         names = [self._name_of(OffloadKey(offload_key(unit, group))) for unit in forgotten.units for group in groups]
@@ -235,7 +235,7 @@ class SharedTier(SecondaryTierManager):
         return self._io.num_undeleted
 
     def why_left(self) -> str | None:
-        """Return why the store may keep what was forgotten: it does not delete it now."""
+        """Return why the store may keep deleted KV: it cannot delete it now."""
         if self._io.is_given_up:
             return (
                 f"the shared store {self.url} has not deleted what was forgotten, and is used no more: before the next "
@@ -262,7 +262,7 @@ class SharedTier(SecondaryTierManager):
         return self._objects.name_of(self._groups.chunk_name(key))
 
     def _ask(self, key: OffloadKey, req_context: ReqContext) -> _Asked | None:
-        """Begin to ask for a request's blocks from ``key`` on; None for a prompt that is no request's."""
+        """Begin to query a request's blocks from ``key`` on; None for a prompt without a request."""
         state = self._controller.state_of(req_context.req_id)
         end = req_context.get_offload_key_position(key)
         if state is None or end is None:
@@ -278,9 +278,9 @@ class SharedTier(SecondaryTierManager):
         return asked
 
     def _weigh(self, asked: _Asked, request_id: str) -> None:
-        """Take in what the store has said, and count on none of it where computing is faster than loading it.
+        """Take over the store's answer, or none of it if recomputing is faster than loading.
 
-        By the measured times of both; where one of them is not known, it is loaded.
+        The measured times of both decide; if one of them is unknown, the chunks are loaded.
         """
         inquiry, state = asked.inquiry, self._controller.state_of(request_id)
         found = inquiry.found if inquiry.is_finished else set()
@@ -306,7 +306,7 @@ class SharedTier(SecondaryTierManager):
             if name not in here:
                 continue
             if oldest_s is not None and load.computed_s.get(name, 0.0) < oldest_s:
-                self._io.unlearn([name])  # what is computed in its place takes its place there, too
+                self._io.unlearn([name])  # the recomputed chunk replaces it in the store, too
                 continue
             loaded.append(key)
             if (at := self._controller.tree.locate(unit_of(key))) is not None and name in load.computed_s:
@@ -326,7 +326,7 @@ class SharedTier(SecondaryTierManager):
         return io.num_damaged, io.num_dropped, io.reads.num_failures + io.writes.num_failures, io.num_known
 
     def _count(self) -> None:
-        """Add to the engine's counters what happened on the threads since the last time."""
+        """Add the threads' new counts to the engine's counters."""
         counters, now = self._controller.counters, self._figures()
         if now != self._counted:
             damaged, dropped, failures, _ = (new - old for new, old in zip(now, self._counted, strict=True))

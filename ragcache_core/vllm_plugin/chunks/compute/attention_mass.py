@@ -35,10 +35,10 @@ def measured_layers(num_layers: int) -> tuple[int, ...]:
 
 
 class Observed:
-    """Attention layers whose queries somebody may look at, one at a time, and somebody else may answer.
+    """Attention layers with two hooks: one observes their queries, the other may compute their attention.
 
-    vLLM hands a connector keys and values, never queries; so each layer's ``impl.forward`` is wrapped, on its own
-    instance. With nobody there that costs two look-ups.
+    vLLM hands a connector keys and values, never queries. So each layer's ``impl.forward`` is wrapped, on its own
+    instance. Unused hooks cost two look-ups.
     """
 
     def __init__(self, layers: Sequence[AttentionLayer]) -> None:

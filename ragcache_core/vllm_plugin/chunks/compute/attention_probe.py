@@ -1,4 +1,4 @@
-"""Who looks on while chunks are computed: their attention is measured, and a question says which of them it needs."""
+"""Observers of chunks in computation: they measure attention, and the chunks that a question attends to."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ragcache_core.vllm_plugin.compat import get_forward_context, sum_over_worke
 
 @dataclass(slots=True)
 class Running:
-    """A job of which slices have run or will.
+    """A job whose slices have run or will run.
 
     ``positions`` and ``token_ids`` [num_rows] lie on the CPU, ``block_ids`` on the device.
     """

@@ -18,7 +18,7 @@ from ragcache_core.vllm_plugin.chunks.model.attention_layers import AttentionLay
 from ragcache_core.vllm_plugin.chunks.model.paged_kv import to_device
 
 _RECEIVED_AT_ONCE = 256
-"""Tokens of which is measured at once how much they are looked at: rows times these is what it takes of memory."""
+"""Tokens whose received attention is measured at once; it takes memory for rows times these."""
 
 
 class ChunkPages(Protocol):
@@ -37,7 +37,7 @@ class ChunkPages(Protocol):
 class _Measured:
     """Sums so far: ``mass`` [num_tokens of the chunk, chunks before it and itself], on the device.
 
-    ``received`` [num_tokens] is what they got from the chunk's later ones; ``seen`` says of which tokens, on the CPU.
+    ``received`` [num_tokens] is their attention from the chunk's later tokens; ``seen`` masks measured tokens (CPU).
     """
 
     mass: torch.Tensor

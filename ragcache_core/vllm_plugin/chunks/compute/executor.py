@@ -1,6 +1,6 @@
 """The workers' side of chunk reuse: jobs that provide the tokens of requests, slice by slice, and captures.
 
-All that happens here was decided in the step's metadata, so that every worker of a tensor-parallel model does the same.
+The step's metadata decides everything here, so every worker of a tensor-parallel model does the same.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class ChunkExecutor:
             self._observed.observer = seen.observe
 
     def on_loaded(self, request_id: str) -> bool:
-        """Take note that the tiers below have brought a request's exact tokens; False if it has no job here.
+        """Record that lower tiers have loaded a request's exact tokens; False if it has no job here.
 
-        Until then its blocks are written to, so that a cancelled job does not end before.
+        The load writes to its blocks, so a cancelled job does not end before.
         """
         running = self._running.get(request_id)
         if running is None:
@@ -112,7 +112,7 @@ class ChunkExecutor:
         self._step.captures = []
 
     def take_finished(self) -> set[str]:
-        """Return the requests whose jobs ended since the last call: on CUDA, whose copies out of the memory have."""
+        """Return the requests whose jobs, on CUDA with their copies out of the memory, ended since the last call."""
         finished = {name for name, event in self._finished.items() if event is None or event.query()}
         for name in finished:
             del self._finished[name]

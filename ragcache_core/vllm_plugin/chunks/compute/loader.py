@@ -20,7 +20,7 @@ _MEASURED_BYTES = 64 << 20
 
 @dataclass(slots=True)
 class _Loaded:
-    """A layer's KV on its way to the device: one pair for each injection, and what says that it is there."""
+    """A layer's KV in flight to the device: one pair for each injection, and the event of its arrival."""
 
     pairs: list[tuple[torch.Tensor, ...]]
     event: torch.cuda.Event | None

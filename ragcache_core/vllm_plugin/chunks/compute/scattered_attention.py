@@ -1,7 +1,7 @@
-"""Attention of rows that stand anywhere, by the Triton kernel of ``ragcache_kernels`` (Cache-Craft §4).
+"""Attention of rows at any positions, by the Triton kernel of ``ragcache_kernels`` (Cache-Craft §4).
 
-To vLLM's backends each run of neighbours is a sequence of its own, which reads all keys before it anew; they have room
-for no more sequences than requests may run. The kernel reads a key once for a tile of rows, wherever these stand.
+vLLM's backends treat each run of neighbours as a sequence, which reads all keys before it again. They take no more
+sequences than requests may run. The kernel reads a key once for a tile of rows at any positions.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _LEAST_RUN_TOKENS = 8
 
 
 class ScatteredRows:
-    """Stands in for the attention of all layers where rows stand in many short runs.
+    """Replaces the attention of all layers where rows form many short runs.
 
     Args:
         layers: the model's.
-        attention: ``scattered_attention`` of ``ragcache_kernels``, or its twin.
+        attention: ``scattered_attention`` of ``ragcache_kernels``, or its reference implementation.
         tokens_per_block: tokens in a block of vLLM's scheduler.
-        max_runs: more of them than this are too many for vLLM's backends.
+        max_runs: the most runs that vLLM's backends take.
         least_run_tokens: shorter runs than this, on average, are computed here.
     """
 
@@ -70,7 +70,7 @@ class ScatteredRows:
         return rows
 
     def is_better(self, num_rows: int, num_runs: int) -> bool:
-        """Return whether rows in so many runs are computed here."""
+        """Return whether this computes rows in ``num_runs`` runs."""
         return num_runs > self._max_runs or num_rows < self._least_run_tokens * num_runs
 
     def attend(self, index: int, query: torch.Tensor, output: torch.Tensor, flight: InFlight) -> None:

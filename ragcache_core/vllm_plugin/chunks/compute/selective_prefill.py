@@ -35,8 +35,8 @@ _NO_BACKEND = object()
 class Rows:
     """Tokens of one request: ``positions``, sorted, and ``token_ids`` [num_rows]; its ``block_ids`` [num_blocks].
 
-    Blocks lie on the device. Positions and tokens are the CPU's: which row is whose is decided without asking a GPU,
-    for which a step would have to wait.
+    Blocks lie on the device, positions and tokens on the CPU: rows are assigned to requests without a GPU read, which a
+    step would have to wait for.
     """
 
     block_ids: torch.Tensor
@@ -49,7 +49,7 @@ Steer = Callable[[int], torch.Tensor | None]
 
 
 class LastKeysWritten(Exception):  # noqa: N818 (no error: what a pass is for is done)
-    """Raised by whoever sees the last layer's keys and values in the cache: the rest of the pass is not needed."""
+    """Raised when the last layer's keys and values are in the cache: the rest of the pass is not needed."""
 
 
 class PartialPrefill:
@@ -76,7 +76,7 @@ class PartialPrefill:
         self._layers = layers
         self._tokens_per_block = tokens_per_block
         self.scattered: ScatteredRows | None = None
-        """Computes the attention of short runs, if anything does; whoever runs a prefill then asks it for that."""
+        """Computes the attention of short runs, unless None; called by the code that runs a prefill."""
         kv = {layer.name: layer.kv for layer in layers}
         # vLLM's own builders may keep buffers that the step around us still uses.
         self._builders = [
@@ -104,12 +104,12 @@ class PartialPrefill:
     def compute(
         self, rows: Sequence[Rows], steer: Steer | None = None, watch: Callable[[InFlight], None] | None = None
     ) -> None:
-        """Compute ``rows``, of which there is at least one, through all layers; their KV is in the cache then.
+        """Compute ``rows``, at least one, through all layers, which writes their KV into the cache.
 
         Args:
             rows: of one request each.
-            steer: asked before each layer; what it lets go is not computed in it and in those after.
-            watch: gets the rows in flight, which change as some leave.
+            steer: called before each layer; rows that it drops are not computed in this and later layers.
+            watch: gets the rows in flight, which change as some are dropped.
         """
         flight = InFlight(rows, self.device)
         if watch is not None:
@@ -204,13 +204,12 @@ class PartialPrefill:
 
 
 class InFlight:
-    """The rows that are being computed: which of which request, at which position; some leave on the way.
+    """The rows in flight, with their requests and positions; some are dropped between layers.
 
-    ``requests`` and ``positions`` [num_rows] lie on the CPU, in the order of requests and then of positions.
-    ``positions_there`` are the same on the device, where also ``index`` lies, [num_rows], which says which of the rows
-    at the start they are, and ``block_ids`` [num_requests, num_blocks], padded with zeros. ``starts``
-    [num_requests + 1] are :meth:`first_rows` there, where the rows' attention is computed as that of scattered ones;
-    None elsewhere.
+    ``requests`` and ``positions`` [num_rows] lie on the CPU, sorted by request, then by position. On the device lie
+    ``positions_there``, the same positions; ``index`` [num_rows], the rows' numbers at the start; and ``block_ids``
+    [num_requests, num_blocks], padded with zeros. ``starts`` [num_requests + 1] are :meth:`first_rows` there, where the
+    rows' attention is computed as that of scattered ones; else None.
     """
 
     def __init__(self, rows: Sequence[Rows], device: torch.device) -> None:
@@ -232,7 +231,7 @@ class InFlight:
         return slice(first, last)
 
     def keep(self, kept: torch.Tensor, going_on: torch.Tensor) -> None:
-        """Let go of all rows but ``kept`` [num_rows], of which there is at least one.
+        """Drop all rows but ``kept`` [num_rows], at least one.
 
         ``going_on`` are their numbers, on the device.
         """

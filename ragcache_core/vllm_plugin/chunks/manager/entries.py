@@ -1,4 +1,4 @@
-"""What the library knows of a chunk, of each of its variants, and of what is on its way."""
+"""The library's records of chunks, of their variants, and of transfers in flight."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Reservation:
 
 @dataclass(slots=True)
 class Variant:
-    """A stored KV of a chunk: where it is, and who holds it.
+    """A stored KV of a chunk: its tiers, and its pins.
 
     ``pages`` are empty where it lies on disk alone. A doomed one is not found, and dropped when it is released.
     ``documents`` are digests of the chunk's documents and of those before it, ``stored_s`` when it was computed.
@@ -54,7 +54,7 @@ class Variant:
         return bool(self.pages) if tier is Tier.HOST else self.is_on_disk
 
     def num_idle_pages(self, tier: Tier) -> int:
-        """Return how many pages of a tier it would give up."""
+        """Return how many pages of a tier its eviction frees."""
         return self.num_pages if self.is_idle and self.is_in(tier) else 0
 
 
@@ -74,13 +74,13 @@ class StoredVariants:
 
     @property
     def num_variants(self) -> int:
-        """Variants that are stored or on their way."""
+        """Variants that are stored or in flight."""
         return len(self.stored) + len(self.reserved)
 
 
 @dataclass(frozen=True, slots=True)
 class ForgottenChunks:
-    """What was dropped of documents: their chunks, the documents that were found, variants and pages."""
+    """The dropped chunks of documents, the documents that had some, and the numbers of variants and pages."""
 
     keys: set[ChunkKey]
     documents: set[str]
@@ -91,7 +91,7 @@ class ForgottenChunks:
 
 @dataclass(slots=True)
 class Transfer:
-    """A variant on its way to or from disk, and how many workers are done with it."""
+    """A variant in flight to or from disk, and how many workers are done with it."""
 
     chunk: StoredVariants
     stored: Variant
@@ -101,13 +101,13 @@ class Transfer:
 
 @dataclass(slots=True)
 class ChunkCounters:
-    """What happened to chunks since the engine started: those that ``num_requests`` reused, and of how many tokens;
-    ``num_refused_requests`` wanted to, and were answered exactly because what they asked for cannot be.
+    """Counts of chunks since the engine started: those that ``num_requests`` reused, with their tokens.
 
-    ``num_mismatched_chunks`` were asked for with other tokens than stored, ``num_too_long_chunks`` are longer than the
+    ``num_refused_requests`` asked for reuse that is unsupported, and were answered exactly.
+    ``num_mismatched_chunks`` were requested with other tokens than stored, ``num_too_long_chunks`` are longer than the
     memory, ``num_crowded_out_chunks`` found no free page because the rest was in use; ``num_dropped_chunks`` were not
-    written to disk. Of those on disk ``num_corrupt_chunks`` were damaged or gone when they were read (counted for each
-    worker), ``num_lost_chunks`` were given up for this or another reason.
+    written to disk. Of those on disk ``num_corrupt_chunks`` were damaged or missing when they were read (counted for
+    each worker), ``num_lost_chunks`` were deleted for this or another reason.
     """
 
     num_requests: int = 0

@@ -68,7 +68,7 @@ class ChunkEviction:
         self._tree.restore(self._node(key, num_tokens), frequency=round(frequency), cost_s=cost_s)
 
     def place(self, chunk: StoredVariants) -> None:
-        """Take note of where the variants of a chunk are now, and whether one of them may go."""
+        """Update the tiers of a chunk's variants, and whether one of them is evictable."""
         variants = chunk.stored.values()
         location = self._tree.locate(chunk.key)
         if location is None:
@@ -89,13 +89,13 @@ class ChunkEviction:
             self._tree.add(node, _ONLY_UNIT, tier)
 
     def lowest(self, tier: Tier) -> ChunkKey:
-        """Return the chunk of which a variant should leave ``tier``; one of them is idle there."""
+        """Return the chunk that ``tier`` evicts a variant of next; one of them is idle there."""
         node = self._tree.victim(tier)
         assert node is not None
         return cast("ChunkKey", node.keys[0])
 
     def record_eviction(self, chunk: StoredVariants, evicted: Variant, tier: Tier) -> None:
-        """Take note that a variant leaves ``tier`` for want of free pages: with its last one the chunk is evicted."""
+        """Record that ``tier`` evicts a variant to free pages: with its last one the chunk is evicted."""
         if any(other is not evicted and other.is_in(tier) for other in chunk.stored.values()):
             return
         location = self._tree.locate(chunk.key)

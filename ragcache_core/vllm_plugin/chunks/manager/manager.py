@@ -1,13 +1,13 @@
-"""The library of chunks: which variants are stored, for whom they are kept, and which of them goes.
+"""The library of chunks: which variants are stored, which requests pin them, and which one is evicted.
 
 It lives on the scheduler's side and decides for all workers, which have the same pages (``chunks/page_layout.py``)::
 
     reserve -> [captured by the workers] -> commit -> host memory, written through to disk
     find -> pin -> host memory, or read from disk into pages -> release
 
-A chunk that leaves host memory stays on disk, and one that is nowhere is forgotten. Where no page is free, the chunk
-that the tiers' own policy ranks lowest gives up a variant: of its variants the one with the lowest f_r (Cache-Craft
-§3.3). It imports neither vLLM nor torch, and reads no clock.
+A chunk evicted from host memory stays on disk; one that is in no tier is deleted. Where no page is free, a variant of
+the chunk that the tiers' own policy ranks lowest is evicted: the one with the lowest f_r (Cache-Craft §3.3). The
+library imports neither vLLM nor torch, and reads no clock.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ChunkManager:
     ) -> None:
         self.counters = ChunkCounters()
         self.now_s = 0.0
-        """The time, as whoever owns it tells."""
+        """The current time, set by the owner."""
         self._num_reservations = 0
         self._ranks = ChunkEviction(
             policy,
@@ -95,7 +95,7 @@ class ChunkManager:
         return found
 
     def stored(self) -> dict[ChunkKey, int]:
-        """Return the chunks of which :meth:`find` finds a variant, with their tokens."""
+        """Return the chunks that :meth:`find` has a variant of, with their numbers of tokens."""
         return {
             key: chunk.num_tokens
             for key, chunk in self._stock.chunks.items()
@@ -123,7 +123,7 @@ class ChunkManager:
         return True
 
     def release(self, request_id: str) -> None:
-        """Let go what a request was promised, and what it had reserved: it is over, or begins anew. Idempotent."""
+        """Release a request's pinned variants and reservations: it ended, or restarts. Idempotent."""
         for reservation in self._reservations.pop(request_id, ()):
             self._give_back(reservation)
         pinned = self._pins.pop(request_id, ())
@@ -169,10 +169,10 @@ class ChunkManager:
         inherits: float,
         documents: Sequence[str] = (),
     ) -> Reservation | None:
-        """Return pages for a chunk that is computed in ``context``, of which others are evicted where need be.
+        """Return pages for a chunk that is computed in ``context``; others are evicted where needed.
 
-        ``inherits`` is the most that it may inherit of what those before it have lost; it takes the place of one that
-        inherited more. None: that variant is stored or on its way, the chunk is longer than the memory or was stored
+        ``inherits`` is the most lost context that it may inherit from chunks before it; it replaces a variant that
+        inherited more. None: that variant is stored or in flight, the chunk is longer than the memory or was stored
         with other tokens, or all pages are held. The chunk counts as retrieved in any case. ``documents`` are the
         digests of those before it and, last, its own.
         """
@@ -201,10 +201,10 @@ class ChunkManager:
         return reservation
 
     def commit(self, reservation: Reservation, statistics: ChunkStatistics) -> ChunkVariant | None:
-        """Return the variant whose KV the workers have captured, for everybody to find; it goes on to disk.
+        """Add the variant whose KV the workers have captured, write it to disk, and return it.
 
-        One of the same context gives way, or of too many variants of the chunk the one with the lowest f_r. None:
-        that is in use, or meanwhile the request was released, or the library was cleared.
+        It replaces a variant of the same context, or, of too many of the chunk, the one with the lowest f_r. None: that
+        one is in use, or meanwhile the request was released, or the library was cleared.
 
         Raises:
             ValueError: the statistics are those of another context.
@@ -239,7 +239,7 @@ class ChunkManager:
     # Documents
 
     def name(self, key: ChunkKey, document: str) -> None:
-        """Take note that a chunk, if it is stored, is a document, by its digest."""
+        """Add a document, by its digest, to a chunk, if it is stored."""
         if (chunk := self._stock.chunks.get(key)) is not None:
             self._stock.name(chunk, document)
 
@@ -366,12 +366,12 @@ class ChunkManager:
 
     @property
     def num_used_disk_pages(self) -> int:
-        """Pages on disk, those on their way included."""
+        """Pages on disk, those in flight included."""
         return self._stock.num_used_disk_pages
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of which a variant is stored, or captured now."""
+        """Chunks with a variant that is stored, or captured now."""
         return len(self._stock.chunks)
 
     @property
@@ -401,13 +401,13 @@ class ChunkManager:
         return is_same
 
     def _is_known(self, chunk: StoredVariants, context: ContextKey, inherits: float) -> bool:
-        """Return whether a variant of ``context`` is on its way, or stored and as good as the new one."""
+        """Return whether a variant of ``context`` is in flight, or stored and as good as the new one."""
         known = self._stock.variants.captured_in(chunk.key, context)
         is_as_good = known is not None and known.statistics.inherited <= inherits
         return context in chunk.reserved.values() or is_as_good
 
     def _make_way(self, chunk: StoredVariants, context: ContextKey) -> bool:
-        """Return whether a variant of ``context`` may be stored, after one has given way where one must."""
+        """Return whether a variant of ``context`` may be stored, after an eviction where one is needed."""
         variants = self._stock.variants
         victim = variants.captured_in(chunk.key, context)
         if victim is None:

@@ -1,7 +1,7 @@
-"""What is where: pages of host memory, space on disk, and what is on its way between them.
+"""Residency of chunks: pages of host memory, space on disk, and transfers between them.
 
-Nothing here knows of requests: a variant is held by so many pins. Whatever moves is in
-:meth:`ChunkResidency.changing`, so that the sums and the ranks stay true.
+Requests are unknown here: a variant only has a number of pins. Every move runs in :meth:`ChunkResidency.changing`,
+which keeps the sums and the ranks correct.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from ragcache_core.vllm_plugin.chunks.page_layout import num_pages_of
 
 _NOTED_AT_ONCE = 64
 _MAX_WRITING_SHARE = 4
-"""One in so many pages may wait for the disk; a disk that falls behind gets no more until then."""
+"""One in this many pages may wait for the disk; a disk that falls behind gets no more until then."""
 
 
 class ChunkResidency:
     """The chunks by key, where their variants are, and the commands that move them.
 
     Args:
-        ranks: which chunk goes first.
-        counters: what happens is counted there.
+        ranks: which chunk is evicted first.
+        counters: of chunks.
         num_pages, num_disk_pages: of every worker.
         tokens_per_page: of a chunk.
         num_workers: how many report on each command.
         max_variants: of one chunk.
 
     Attributes:
-        chunks: of which anything is stored or on its way.
+        chunks: those with a variant stored or in flight.
         variants: those that are stored, with their f_r.
-        is_scrub_due: nothing is to be left on disk of what was deleted.
+        is_scrub_due: the bytes of deleted chunks must be erased from disk.
         is_disk_down: a worker's disk is out of service.
     """
 
@@ -96,7 +96,7 @@ class ChunkResidency:
 
     @contextmanager
     def changing(self, chunk: StoredVariants, stored: Variant) -> Iterator[None]:
-        """Keep the sums and the ranks true while a variant moves, or is held or let go."""
+        """Keep the sums and the ranks correct while a variant moves, is held or released."""
         self._num_idle_pages -= stored.num_idle_pages(Tier.HOST)
         self._num_idle_disk_pages -= stored.num_idle_pages(Tier.DISK)
         try:
@@ -109,11 +109,11 @@ class ChunkResidency:
     # Host memory
 
     def has_room(self, num_pages: int) -> bool:
-        """Return whether :meth:`take_pages` would find so many."""
+        """Return whether :meth:`take_pages` would find the pages."""
         return num_pages <= self._free.num_free + self._num_idle_pages
 
     def take_pages(self, num_pages: int) -> tuple[int, ...]:
-        """Return pages, of which the lowest-ranked chunks are evicted where too few are free."""
+        """Return pages; the lowest-ranked chunks are evicted where too few are free."""
         while self._free.num_free < num_pages:
             chunk = self.chunks[self._ranks.lowest(Tier.HOST)]
             stored = self._least(chunk, Tier.HOST)
@@ -147,19 +147,19 @@ class ChunkResidency:
         self.forget_if_doomed(chunk, stored)
 
     def forget_if_doomed(self, chunk: StoredVariants, stored: Variant) -> None:
-        """Drop a variant that is only waiting to be let go, if it has been."""
+        """Drop a doomed variant that has been released."""
         if stored.is_doomed and stored.is_idle and stored.variant.number in chunk.stored:
             self.forget(chunk, stored)
 
     def forget_if_empty(self, chunk: StoredVariants) -> None:
-        """Drop a chunk of which nothing is stored or on its way."""
+        """Drop a chunk without a variant stored or in flight."""
         if not chunk.num_variants and self.chunks.get(chunk.key) is chunk:
             del self.chunks[chunk.key]
 
     # Disk
 
     def read(self, chunk: StoredVariants, stored: Variant) -> None:
-        """Have a variant that lies on disk alone read into pages, of which enough are free."""
+        """Have a variant that lies on disk alone read into pages; enough are free or evictable."""
         pages = self.take_pages(stored.num_pages)
         with self.changing(chunk, stored):
             stored.pages, stored.is_loading = pages, True
@@ -206,7 +206,7 @@ class ChunkResidency:
             self._uses[stored.variant.number] = stored.variant
 
     def name(self, chunk: StoredVariants, document: str) -> None:
-        """Take note of a document that a chunk is, in memory and before long on disk."""
+        """Add a document to a chunk, in memory and before long on disk."""
         if document not in chunk.names and len(chunk.names) <= MAX_OTHER_IDS:
             chunk.names.add(document)
             on_disk = [stored for stored in chunk.stored.values() if stored.is_on_disk or stored.is_writing]
@@ -302,7 +302,7 @@ class ChunkResidency:
     # Inside
 
     def _least(self, chunk: StoredVariants, tier: Tier) -> Variant:
-        """Return the variant of the lowest f_r that a tier can give up; the oldest of equal ones."""
+        """Return the variant with the lowest f_r that a tier can evict; the oldest of equal ones."""
         idle = (stored for stored in chunk.stored.values() if stored.num_idle_pages(tier))
         return min(idle, key=lambda stored: (self._worth(stored), stored.variant.number))
 

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class UnrotatedKV:
-    """One layer's cache, whose keys are turned on their way.
+    """One layer's cache, with keys that are rotated on read and write.
 
     Args:
-        rope: how they are turned.
+        rope: the rotation.
         kv: the layer's cache.
         uses_kernels: whether Triton's kernels do it; None: on CUDA, where there are any.
     """

@@ -1,7 +1,7 @@
-"""Turns keys to a position and back: Cache-Craft keeps K without RoPE, so that a chunk may stand anywhere (§3.1).
+"""Rotates keys to a position and back: Cache-Craft keeps K without RoPE, for any position of a chunk (§3.1).
 
-The angles are vLLM's own: the table of the model's rotary module, one row a position, half cosines, half sines. YaRN
-scales its rows, and a table in bfloat16 is not quite of norm 1 anywhere; so turning back divides by each row's norm.
+The angles are vLLM's own: the table of the model's rotary module, one row per position, half cosines, half sines. YaRN
+scales its rows, and no row of a bfloat16 table has exactly norm 1. So rotating back divides by each row's norm.
 """
 
 from __future__ import annotations

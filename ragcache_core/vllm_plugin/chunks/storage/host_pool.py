@@ -1,12 +1,12 @@
 """A worker's memory of chunks: pages of host memory, and the disk below them.
 
-The arena is layer by layer, so that what is copied into a layer of the engine's KV is in one piece where pages are::
+The arena is stored by layer: a copy into a layer of the engine's KV is in one piece where its pages are::
 
     layer 0: K [num_pages * tokens_per_page, num_kv_heads, head_dim], V the same | layer 1: ...
 
-K is kept without RoPE. Which pages hold what is decided by the library on the scheduler's side. The disk is used by
-threads: a step waits for none of them, and finds in :meth:`ChunkMemory.take_report` what they did. A disk that fails,
-or does not answer in time, is used no more until the next start.
+K is kept without RoPE. The library on the scheduler's side decides which pages hold which chunks. Threads use the disk:
+a step waits for none of them, and gets their results from :meth:`ChunkMemory.take_report`. A disk that fails, or does
+not answer in time, is out of service until the next start.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ export const SOURCES = ["gpu", "host", "disk", "shared", "computed"];
 const MOMENTS = 120;
 const LABELS = { gpu: "GPU", host: "host", disk: "disk", shared: "shared", computed: "computed" };
 
-// The latest shares of each figure that is drawn as a line; a new server begins anew.
+// The latest shares of each figure that is drawn as a line; a new server starts a new history.
 export class History {
   constructor() {
     this.lines = new Map();

@@ -1,4 +1,4 @@
-"""The page's files: plain HTML, CSS and JavaScript, the same for everybody, with nothing of the cache in them."""
+"""The page's files: plain HTML, CSS and JavaScript, the same for every user, without data of the cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-"""Nothing from elsewhere, no script in the page itself, in nobody's frame; a new version shows at once."""
+"""No foreign content, no inline script, no embedding in a frame; a new version shows at once."""
 
 
 def read_page_file(name: str) -> tuple[bytes, str]:

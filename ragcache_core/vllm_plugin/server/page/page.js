@@ -1,4 +1,4 @@
-// The page: asks once a second while somebody looks, and shows what it is told.
+// The page: polls once a second while it is visible, and shows the answers.
 
 import { History, showHottest, showQueue, showSources, showTiers, showTtft } from "./cards.js";
 import { byId, count, el } from "./dom.js";
@@ -27,7 +27,7 @@ async function look() {
   isAsking = true;
   try {
     await update();
-    if (isPaused() || !byId("door").hidden) return undefined; // meanwhile somebody has
+    if (isPaused() || !byId("door").hidden) return undefined; // changed during the update
     byId("main").hidden = false;
     byId("main").classList.remove("stale");
     tell("live", "live");
@@ -50,7 +50,7 @@ function schedule() {
 async function update() {
   const [stats, load] = await Promise.all([ask("v1/ragcache/stats"), ask("v1/ragcache/load")]);
   byId("leave").hidden = key.read() === null;
-  if (stats.num_requests < numRequests) history = new History(); // the engine began anew
+  if (stats.num_requests < numRequests) history = new History(); // the engine was restarted
   numRequests = stats.num_requests;
   const now = JSON.stringify([stats, load]);
   const isBusy = recent !== null && recent.num_queued + recent.num_running > 0;
