@@ -94,7 +94,7 @@ def table(predictions: Sequence[Prediction]) -> Table:
 def _requests(options: Mapping[str, Any], seed: int, num_rates: int) -> list[TracedRequest]:
     count, path = options["warm_up"] + num_rates * options["requests"], options["trace"]
     if path is None:
-        trace = make_trace(WORKLOADS[options["workload"]], count, seed)
+        trace: Sequence[TracedRequest] = make_trace(WORKLOADS[options["workload"]], count, seed)
     elif hashlib.sha256(Path(path).read_bytes()).hexdigest() != options["trace_sha256"]:
         raise ConfigError(f"{path} is not the trace that was measured")
     else:

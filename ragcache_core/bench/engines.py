@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from ragcache_core.client import Engine
-from ragcache_core.client.launch.vllm_offload import VLLMEviction, VLLMOffload
+from ragcache_core.client.launch.settings import VLLMEviction, VLLMOffload
 from ragcache_core.config import CacheConfig, ChunkReuse
 from ragcache_core.ordering import DocumentOrder
 
