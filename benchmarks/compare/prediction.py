@@ -94,12 +94,12 @@ def table(predictions: Sequence[Prediction]) -> Table:
 def _requests(options: Mapping[str, Any], seed: int, num_rates: int) -> list[TracedRequest]:
     count, path = options["warm_up"] + num_rates * options["requests"], options["trace"]
     if path is None:
-        trace: Sequence[TracedRequest] = make_trace(WORKLOADS[options["workload"]], count, seed)
+        trace = make_trace(WORKLOADS[options["workload"]], count, seed)
     elif hashlib.sha256(Path(path).read_bytes()).hexdigest() != options["trace_sha256"]:
         raise ConfigError(f"{path} is not the trace that was measured")
     else:
         trace = read_trace(path).head(count)
-    requests = scaled(trace, options["scale"])
+    requests: Iterable[TracedRequest] = scaled(trace, options["scale"])
     if (num_outputs := options["output_tokens"]) is not None:
         requests = [replace(request, output_tokens=num_outputs) for request in requests]
     return [replace(request, question_tokens=max(request.question_tokens, 1)) for request in requests]
