@@ -41,15 +41,22 @@ _MAX_DAYS = 100_000
 
 
 async def keep_young(engine_client: Any, max_age_s: float) -> None:
-    """Have engines delete expired KV, also while they have no requests; return when one has failed."""
+    """Have engines delete expired KV, also while they have no requests; return when one has failed.
+
+    A series of failures is logged once.
+    """
+    is_failing = False
     while True:
         await asyncio.sleep(min(max(max_age_s / 20, 0.1), 60.0))
         try:
             received.tell(await call_cache(engine_client, "tick", {}))
+            is_failing = False
         except Exception as error:
             if engine_client.errored:
                 return
-            logger.warning("What is too old in the cache is given up with the next request: %s", error)
+            if not is_failing:
+                logger.warning("Expired KV stays in the cache until the next request: %s", error)
+            is_failing = True
 
 
 @router.get("")
