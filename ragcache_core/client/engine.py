@@ -124,13 +124,13 @@ class Engine(EngineClient):
             port: where to listen; by default a free one.
             api_key: the key to ask for; by default a random one.
             tokenizer: folder or name of the tokenizer, if it is not the model's.
-            startup_timeout_s: how long loading may go without progress: without a line in its log that was not
-                there before, and without 16 MiB that are read or written.
-            max_restarts: how often the server is started again within ``restart_window_s`` seconds, if it dies or
-                hangs. A request in flight before its first token is sent again; afterwards a stream continues where it
-                was cut, and fails with :class:`EngineDiedError` if it cannot.
-            hang_timeout_s: an engine hangs that answers nothing for so long, and of whose processes one uses no
-                processor time; ``None`` never looks.
+            startup_timeout_s: seconds that loading may go without progress (600): without a line in its log that was
+                not there before, and without 16 MiB that are read or written.
+            max_restarts: how often (3) the server is started again within ``restart_window_s`` seconds (600), if it
+                dies or hangs. A request in flight before its first token is sent again; afterwards a stream continues
+                where it was cut, and fails with :class:`EngineDiedError` if it cannot.
+            hang_timeout_s: an engine hangs that answers nothing for that many seconds (30), while one of its processes
+                uses no processor time; ``None`` never looks.
             first_token_timeout_s: a streamed request that has no token by then is cancelled and sent once more.
                 ``"auto"``: one second before the request's own time-out, if that is at least 600 s. ``None``: never.
             resume_streams: which streamed answers continue after a failure of their engine: ``"all"``; ``"greedy"``,
