@@ -14,7 +14,7 @@ from ragcache_core.bench.engines import BASELINES, MAX_BATCHED_TOKENS, Baseline
 from ragcache_core.bench.load import poisson_arrivals
 from ragcache_core.bench.prompts import scaled
 from ragcache_core.bench.report import LAUNCH
-from ragcache_core.bench.results import Results, Run
+from ragcache_core.bench.results import Results, TimedRun
 from ragcache_core.errors import ConfigError
 from ragcache_core.reports.page import MIB, Table
 from ragcache_core.sim.blocks import BlockCache
@@ -32,7 +32,7 @@ _UNLIMITED_TOKENS = 1 << 40
 class Prediction:
     """A measured run, and what the simulator predicts: mean TTFT in seconds, the share of cached prompt tokens."""
 
-    run: Run
+    run: TimedRun
     ttft_s: float
     cached_share: float
 
@@ -61,7 +61,7 @@ def predict(results: Results, testbed: Testbed) -> Iterator[Prediction]:
         raise ConfigError("only a comparison of launched engines without a search is predicted")
     amounts = Amounts(options["warm_up"], options["requests"])
     testbed = replace(testbed, tokens_per_gib=(1 << 30) // options["kv_bytes_per_token"])
-    sessions: dict[tuple[str, int, int], list[Run]] = {}
+    sessions: dict[tuple[str, int, int], list[TimedRun]] = {}
     for run in results.runs:
         if run.engine in BASELINES and BASELINES[run.engine].chunk_reuse is None:
             sessions.setdefault((run.engine, run.host_bytes, run.seed), []).append(run)
@@ -109,7 +109,7 @@ def _requests(options: Mapping[str, Any], seed: int, num_rates: int) -> list[Tra
 def _session(
     baseline: Baseline,
     host_bytes: int,
-    runs: Iterable[Run],
+    runs: Iterable[TimedRun],
     requests: Sequence[TracedRequest],
     amounts: Amounts,
     options: Mapping[str, Any],

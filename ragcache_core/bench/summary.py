@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ragcache_core.bench.results import Run
+from ragcache_core.bench.results import TimedRun
 
 SLO_FACTOR = 5.0
 """The TTFT limit of a throughput, over the first engine's mean TTFT at the lowest rate."""
@@ -65,14 +65,14 @@ class Point:
     cpu_s_per_request: Estimate | None
 
 
-class Summary:
+class ComparisonSummary:
     """Points of a comparison, by rate and in the order of its engines; ratios are to the first engine."""
 
-    def __init__(self, runs: Iterable[Run], engines: Sequence[str]) -> None:
-        places: dict[tuple[str, int, int], list[Run]] = {}
+    def __init__(self, runs: Iterable[TimedRun], engines: Sequence[str]) -> None:
+        places: dict[tuple[str, int, int], list[TimedRun]] = {}
         for run in sorted(runs, key=lambda run: (run.rate, engines.index(run.engine), run.host_bytes, run.seed)):
             places.setdefault((run.engine, run.host_bytes, run.rate), []).append(run)
-        first: dict[tuple[int, int], Run] = {}
+        first: dict[tuple[int, int], TimedRun] = {}
         for (name, _, rate), of in places.items():
             for run in of if name == engines[0] else ():
                 first.setdefault((rate, run.seed), run)
@@ -110,7 +110,7 @@ def highest_rate(curve: Iterable[tuple[float, float]], slo_s: float) -> float:
     return rate
 
 
-def _point(runs: Sequence[Run], first: dict[tuple[int, int], Run]) -> Point:
+def _point(runs: Sequence[TimedRun], first: dict[tuple[int, int], TimedRun]) -> Point:
     run = runs[0]
     tpot = [fmean(run.tpot_s) for run in runs if run.tpot_s]
     cpu = [run.cpu_s / len(run.ttft_s) for run in runs if run.cpu_s is not None]
