@@ -100,7 +100,7 @@ def _requests(options: Mapping[str, Any], seed: int, num_rates: int) -> list[Tra
         raise ConfigError(f"{path} is not the trace that was measured")
     else:
         trace = read_trace(path).head(count)
-    requests = scaled(trace, options["scale"])
+    requests = list(scaled(trace, options["scale"]))
     if (num_outputs := options["output_tokens"]) is not None:
         requests = [replace(request, output_tokens=num_outputs) for request in requests]
     return [replace(request, question_tokens=max(request.question_tokens, 1)) for request in requests]

@@ -95,6 +95,9 @@ def test_an_estimate_of_several_seeds_has_students_interval() -> None:
     assert estimate.high == pytest.approx(2 + 4.3027 / 3**0.5, abs=1e-4)
     assert Estimate.of([0.5, 2.0], is_ratio=True).mean == pytest.approx(1.0)
     assert Estimate.of([7.0]) == Estimate(7.0)
+    many = Estimate.of([0.0, 1.0] * 15)
+    assert many.high is not None
+    assert many.high - many.mean == pytest.approx(2.0452 * 0.5085 / 30**0.5, abs=1e-3)
 
 
 def test_ratios_to_the_first_engine_are_seed_by_seed_for_each_size_of_host_memory() -> None:
