@@ -36,7 +36,7 @@ _LAST_STEP_S = 3.0
 _EXTERNAL_HITS = "vllm:external_prefix_cache_hits_total"
 
 OpenEngine = Callable[[Baseline, int, Path], AbstractContextManager[Engine]]
-"""Opens an engine with so many bytes of host memory, and a folder of its own."""
+"""Opens an engine. Arguments: its kind, the bytes of its host tier, a folder for its disk tier."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ def summarise(results: Results) -> ComparisonSummary:
 
 
 def warnings(num_seeds: int, num_requests: int) -> list[str]:
-    """Return why figures of so many seeds and requests are uncertain, a sentence each."""
+    """Return why figures of these numbers of seeds and requests are uncertain, a sentence each."""
     found = []
     if num_seeds == 1:
         found.append("one seed gives no interval, and a difference between two engines may be chance: --seeds 3")

@@ -20,7 +20,7 @@ _CPU_KV_CACHE_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class QualityRun:
-    """Which questions are asked of which model, and how its engines are launched.
+    """Questions to a model, and the settings of its engines.
 
     ``launch_options`` are those of :meth:`Engine.launch <ragcache_core.client.Engine.launch>`; ``sizes`` are the same
     for every engine, as far as it has what they size. The first ``num_shown`` documents of a question are shown; the

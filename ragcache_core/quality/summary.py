@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from ragcache_core.quality.answers import ScoredAnswer
-from ragcache_core.quality.scores import alike, wilson_interval
+from ragcache_core.quality.scores import is_same_text, wilson_interval
 from ragcache_core.runtime.terminal import columns, plain
 
 ALL_KINDS = "all"
@@ -66,7 +66,7 @@ def overall(summaries: Sequence[QualitySummary]) -> QualitySummary:
 
 def _of_kind(way: str, kind: str, compared: Sequence[tuple[ScoredAnswer, ScoredAnswer | None]]) -> QualitySummary:
     answers = [answer for answer, _ in compared]
-    agree = [alike(answer.text, other.text) for answer, other in compared if other is not None]
+    agree = [is_same_text(answer.text, other.text) for answer, other in compared if other is not None]
     num_recomputed = sum(answer.num_recomputed_tokens for answer in answers)
     num_in_chunks = num_recomputed + sum(answer.num_reused_tokens for answer in answers)
     times_s = [answer.ttft_s for answer in answers if answer.ttft_s is not None]

@@ -74,7 +74,7 @@ _ASKING_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] 
         metavar="DIR",
         help="The questions name their documents: files of this folder. [default: they hold the texts]",
     ),
-    click.option("--limit", type=click.IntRange(1), metavar="N", help="Ask so many questions, of all kinds alike."),
+    click.option("--limit", type=click.IntRange(1), metavar="N", help="Questions, equally many of each kind."),
     click.option(
         "--selection",
         type=click.Choice(get_args(SelectionName)),
@@ -110,7 +110,7 @@ _ASKING_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] 
 
 
 def asking_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that say what is asked of which engines."""
+    """Add the options of questions and engines."""
     for option in reversed(_ASKING_OPTIONS):
         command = option(command)
     return command
@@ -148,7 +148,7 @@ def asking_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "num_shown",
     type=click.IntRange(1),
     metavar="K",
-    help="Of a question's documents the first so many are shown, others may take their places. [default: all]",
+    help="Documents to show of each question, the best first; others may replace them. [default: all]",
 )
 @asking_options
 @click.option(
