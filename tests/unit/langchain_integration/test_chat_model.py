@@ -60,15 +60,6 @@ def test_only_the_last_chunk_of_a_stream_has_the_statistics(llm: ChatRAGCache) -
     assert whole.response_metadata["model_name"] == "scripted-model"
 
 
-async def test_batches_report_the_statistics_of_each_request(llm: ChatRAGCache) -> None:
-    answers = [*llm.batch(["one", "two two"]), *await llm.abatch(["one", "two two"])]
-
-    assert [a.content for a in answers] == ["You said: one", "You said: two two"] * 2
-    for answer in answers:
-        assert answer.usage_metadata is not None
-        assert answer.response_metadata["ragcache"]["num_output_tokens"] == answer.usage_metadata["output_tokens"]
-
-
 def test_a_stream_without_usage_still_ends_in_statistics(llm: ChatRAGCache) -> None:
     last = list(llm.stream("hello", stream_usage=False))[-1]
     assert last.response_metadata["ragcache"]["ttft_s"] > 0

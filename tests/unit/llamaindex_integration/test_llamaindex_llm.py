@@ -26,7 +26,7 @@ from ragcache_core.errors import (
     RequestRejectedError,
 )
 from ragcache_core.stats import request_stats_from_dict
-from ragcache_integrations.llamaindex import CacheStatsEvent, CacheStatsEventHandler, CacheSummary, RAGCacheLLM
+from ragcache_integrations.llamaindex import CacheStatsEvent, RAGCacheLLM
 from tests.support.scripted_server import Refusal, Reply, ScriptedServer
 from tests.unit.llamaindex_integration.conftest import MODEL, EventLog
 from tests.unit.llamaindex_integration.ways import (
@@ -83,27 +83,6 @@ async def test_stream_of_a_server_without_token_counts_still_ends_with_statistic
     assert (await astream_chat(llm))[0] == text
 
 
-async def test_handler_sums_up_the_requests(llm: RAGCacheLLM, event_log: EventLog) -> None:
-    await chat(llm)
-    await stream_chat(llm)
-    handler = CacheStatsEventHandler()
-    for event in event_log.events:
-        handler.handle(event)
-    first, second = event_log.of(CacheStatsEvent)
-    summary = handler.summary()
-    assert summary.num_requests == 2
-    assert summary.num_prompt_tokens == first.num_prompt_tokens + second.num_prompt_tokens
-    assert summary.num_computed_tokens == first.num_computed_tokens + second.num_computed_tokens
-    assert 0 < summary.hit_rate < 1
-    assert summary.mean_ttft_s == second.ttft_s
-    assert handler.last is second
-    assert str(handler) == str(summary)
-    handler.reset()
-    assert handler.summary() == CacheSummary()
-    assert CacheSummary().mean_ttft_s is None
-    assert CacheSummary().hit_rate == 0
-
-
 async def test_model_without_a_chat_template_is_asked_as_text(scripted: Engine, server: ScriptedServer) -> None:
     llm = RAGCacheLLM(scripted, is_chat_model=False, max_tokens=40)
     await complete(llm)  # the prompt is in the cache from here on
@@ -128,21 +107,6 @@ def add(first: int, second: int) -> int:
 
 
 ADD = FunctionTool.from_defaults(add)
-
-
-async def test_tools_are_called_in_every_way(llm: RAGCacheLLM) -> None:
-    asked = "What is 3 and 4 together?"
-    responses = [
-        llm.chat_with_tools([ADD], user_msg=asked),
-        await llm.achat_with_tools([ADD], user_msg=asked),
-        list(llm.stream_chat_with_tools([ADD], user_msg=asked))[-1],
-        [r async for r in await llm.astream_chat_with_tools([ADD], user_msg=asked)][-1],
-    ]
-    for response in responses:
-        (call,) = llm.get_tool_calls_from_response(response)
-        assert (call.tool_name, call.tool_kwargs) == ("add", {"first": 3, "second": 4})
-        assert response.additional_kwargs["ragcache"]["num_prompt_tokens"] > 0
-    assert responses[2].additional_kwargs["ragcache"]["ttft_s"] is not None
 
 
 async def test_call_whose_name_and_arguments_come_in_one_chunk_is_whole(

@@ -9,10 +9,8 @@ from collections.abc import AsyncGenerator, Iterator
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 from llama_index.core import StorageContext, VectorStoreIndex
-from llama_index.core.instrumentation.events.retrieval import RetrievalEndEvent, RetrievalStartEvent
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from llama_index.core.vector_stores import FilterOperator, MetadataFilter, MetadataFilters
 
@@ -23,12 +21,10 @@ from ragcache_integrations.llamaindex import (
     RAGCacheLLM,
     RAGCacheQueryEngine,
     RAGCacheRetriever,
-    RetrievalStageEvent,
     StagedFAISSVectorStore,
     TfidfSvdEmbedding,
 )
 from tests.support.scripted_source import ScriptedSource, Stage
-from tests.unit.llamaindex_integration.conftest import EventLog
 
 TEXTS = {
     "zor": "The lighthouse of Zor is kept by Mel Anvik since the great flood came over the northern cape.",
@@ -97,32 +93,6 @@ def test_impossible_settings_and_questions_say_why(store: DocumentStore) -> None
         RAGCacheRetriever(store, document_order="best")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="stages is 4, but ScriptedSource cuts its search itself"):
         RAGCacheRetriever(ScriptedSource((Stage("moon"),)), stages=4)
-
-
-async def test_every_stage_is_published(tmp_path: Path, event_log: EventLog) -> None:
-    rng = np.random.default_rng(0)
-    with DocumentStore.create(
-        tmp_path / "big", index="flat", embedder=TfidfSvdEmbedding(list(TEXTS.values()))
-    ) as store:
-        vectors = rng.standard_normal((4000, 128)).astype(np.float32)
-        store.add([Document(f"d{i}", f"document {i}") for i in range(4000)], embeddings=vectors)
-        retriever = RAGCacheRetriever(store, similarity_top_k=5, stages=4)
-        for is_async in (False, True):
-            event_log.events.clear()
-            query = QueryBundle("which?", embedding=vectors[17].tolist())
-            nodes = await retriever.aretrieve(query) if is_async else retriever.retrieve(query)
-            stages = event_log.of(RetrievalStageEvent)
-            assert [e.stage for e in stages] == [0, 1, 2, 3]
-            assert [e.is_final for e in stages] == [False, False, False, True]
-            assert all(len(e.document_ids) == len(e.scores) <= 5 and e.query == "which?" for e in stages)
-            assert list(stages[-1].document_ids) == [n.node.node_id for n in nodes]
-            assert list(stages[-1].scores) == [n.score for n in nodes]
-            assert nodes[0].node.node_id == "d17"
-            assert len({e.span_id for e in stages}) == 1
-            assert stages[0].span_id is not None
-            (start,), (end,) = event_log.of(RetrievalStartEvent), event_log.of(RetrievalEndEvent)
-            order = [event_log.events.index(e) for e in (start, *stages, end)]
-            assert order == sorted(order)
 
 
 async def test_nodes_that_llamaindex_embedded_are_found_with_its_model(tmp_path: Path, llm: RAGCacheLLM) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
@@ -180,13 +179,6 @@ def test_delete_nodes_takes_ids_filters_or_both(filled: StagedFAISSVectorStore) 
     assert [n.node_id for n in filled.get_nodes()] == ["east"]
 
 
-def test_cleared_store_can_be_filled_again(filled: StagedFAISSVectorStore) -> None:
-    filled.clear()
-    assert filled.get_nodes() == []
-    filled.add(make_nodes())
-    assert filled.query(query_of(1)).ids == ["east"]
-
-
 def test_get_nodes_takes_ids_and_filters(filled: StagedFAISSVectorStore) -> None:
     assert [n.node_id for n in filled.get_nodes(["up", "unknown", "east"])] == ["up", "east"]
     mel = where(MetadataFilter(key="author", value="Mel"))
@@ -358,12 +350,6 @@ def test_store_made_with_an_embedder_embeds_by_itself(tmp_path: Path) -> None:
         StagedFAISSVectorStore(tmp_path / "store")
 
 
-def test_store_cannot_be_pickled(filled: StagedFAISSVectorStore) -> None:
-    with pytest.raises(TypeError, match="open"):
-        pickle.dumps(filled)
-    assert filled.to_dict()["class_name"] == "StagedFAISSVectorStore"
-
-
 def test_a_blank_page_is_left_out_of_an_index_and_keeps_its_id(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -407,22 +393,6 @@ def test_metadata_that_json_has_no_form_for_is_stored_in_a_plain_form(vector_sto
     assert stored.source_node is not None
     assert stored.source_node.metadata == plain
     assert node.metadata["at"] is at, "the caller's node stays as it is"
-
-
-def test_a_folder_is_opened_again_with_the_same_options_and_not_with_others(tmp_path: Path) -> None:
-    for _ in range(2):
-        with closing(StagedFAISSVectorStore(tmp_path / "store", metric="l2")) as store:
-            store.add(make_nodes())
-    with closing(StagedFAISSVectorStore(tmp_path / "store")) as store:
-        assert len(store.get_nodes()) == 4
-    with pytest.raises(ConfigError, match="metric 'l2', not 'ip'"):
-        StagedFAISSVectorStore(tmp_path / "store", metric="ip")
-
-
-async def test_queries_for_more_nodes_than_there_are_return_all(filled: StagedFAISSVectorStore) -> None:
-    assert len((await both_ways(filled, query_of(99))).ids or ()) == 4
-    filled.clear()
-    assert (await both_ways(filled, query_of(99))).ids == []
 
 
 async def test_nodes_that_are_deleted_before_a_query_begins_are_not_missed(
