@@ -1,5 +1,7 @@
 """Whole answers that are under way before the search has ended, in every way a Runnable can be run."""
 
+from __future__ import annotations
+
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable
@@ -14,6 +16,7 @@ from langchain_core.documents import Document as LangChainDocument
 from langchain_core.globals import set_llm_cache
 from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_core.output_parsers import StrOutputParser
+from langchain_core.prompt_values import StringPromptValue
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 
@@ -38,7 +41,11 @@ from tests.support.scripted_source import (
 from tests.unit.langchain_integration.ways import answered, each_way
 
 Eventually = Callable[[Callable[[], bool]], bool]
+
+
 pytestmark = pytest.mark.usefixtures("idle")
+
+
 ENDLESS = Reply("word " * 100_000, token_wait_s=0.002)
 
 
@@ -59,9 +66,6 @@ async def test_nothing_of_the_answer_comes_before_the_documents_are_final(
     events.extend([chunk.content async for chunk in rag.astream(QUESTION)])
     assert events[0] == "final"
     assert "".join(events[1:]) == expected("moon", "sun")
-
-
-# The report
 
 
 def report_of(message: AIMessage) -> dict[str, Any]:
@@ -184,9 +188,6 @@ async def test_retriever_prompt_and_model_are_children_of_its_run(make_rag: Any)
     assert "pipeline" in events[-1]["data"]["output"].response_metadata["ragcache"]
 
 
-# What it is made of
-
-
 def test_a_mapping_carries_the_other_variables_of_the_prompt(make_rag: Any, generations: Any) -> None:
     prompt = ChatPromptTemplate.from_messages([("human", "{facts}\n{ask} Answer in {language}.")])
     rag = make_rag(
@@ -284,3 +285,69 @@ def test_an_answer_from_langchains_own_cache_leaves_no_request_behind(
     finally:
         set_llm_cache(None)
     assert eventually(lambda: server.num_running == 0)
+
+
+def test_candidates_that_cannot_be_formatted_do_not_spoil_the_answer(make_rag: Any, generations: Any) -> None:
+    def fussy(documents: list[LangChainDocument]) -> str:
+        if documents[0].id == "mars":
+            raise KeyError("mars")
+        return format_documents(documents)
+
+    rag = make_rag(Stage("mars"), Stage("moon"), format_docs=fussy)
+    assert rag.invoke(QUESTION).content == expected("moon")
+    with pytest.raises(KeyError, match="mars"):
+        make_rag(Stage("mars"), format_docs=fussy).invoke(QUESTION)
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+async def test_leaving_the_stream_ends_the_request(
+    is_right: bool, make_rag: Any, generations: Any, server: ScriptedServer, eventually: Eventually
+) -> None:
+    server.rules = (lambda _: ENDLESS,)
+    rag = make_rag(Stage("moon" if is_right else "mars"), Stage("moon", once=lambda: bool(generations())))
+    chunks = rag.astream(QUESTION)
+    async for chunk in chunks:
+        if chunk.content:
+            break
+    await chunks.aclose()
+    assert await asyncio.to_thread(eventually, lambda: server.num_running == 0)
+
+    server.clear()
+    blocking: Any = rag.stream(QUESTION)
+    while not next(blocking).content:
+        pass
+    assert server.num_running >= 1
+    blocking.close()
+    assert await asyncio.to_thread(eventually, lambda: server.num_running == 0)
+
+
+async def test_leaving_the_stream_of_a_bound_model_ends_the_request(
+    make_rag: Any, generations: Any, llm: ChatRAGCache, server: ScriptedServer, eventually: Eventually
+) -> None:
+    server.rules = (lambda _: ENDLESS,)
+    rag = make_rag(Stage("moon"), Stage("moon", once=lambda: bool(generations())), llm=llm.bind(temperature=0.5))
+    chunks = rag.astream(QUESTION)
+    async for chunk in chunks:
+        if chunk.content:
+            break
+    await chunks.aclose()
+    assert await asyncio.to_thread(eventually, lambda: server.num_running == 0)
+
+
+async def test_a_speculation_that_the_request_does_not_match_ends_with_its_first_token(
+    make_rag: Any, generations: Any, server: ScriptedServer, eventually: Eventually
+) -> None:
+    server.rules = (lambda _: ENDLESS,)
+    number = count()
+    prompt = RunnableLambda(lambda values: StringPromptValue(text=f"{next(number)} {values['context']}"))
+    rag = make_rag(Stage("moon"), Stage("moon", once=lambda: bool(generations())), prompt=prompt)
+    chunks = rag.astream(QUESTION)
+    async for chunk in chunks:
+        if chunk.content:
+            break
+    assert await asyncio.to_thread(eventually, lambda: server.num_running == 1)
+    speculation, asked = generations()
+    assert server.aborted == [speculation]
+    assert asked.speculation is None
+    await chunks.aclose()
+    assert await asyncio.to_thread(eventually, lambda: server.num_running == 0)

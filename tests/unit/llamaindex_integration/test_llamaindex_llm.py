@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,13 +25,24 @@ from pydantic import BaseModel
 
 from ragcache_core.client import Engine
 from ragcache_core.errors import (
+    ConfigError,
+    PromptTooLongError,
     RequestRejectedError,
 )
 from ragcache_core.stats import request_stats_from_dict
-from ragcache_integrations.llamaindex import CacheStatsEvent, RAGCacheLLM
+from ragcache_integrations.llamaindex import (
+    CacheStatsEvent,
+    CacheStatsEventHandler,
+    RAGCacheLLM,
+    RAGCacheQueryEngine,
+    RAGCacheRetriever,
+    StagedFAISSVectorStore,
+)
 from tests.support.scripted_server import Refusal, Reply, ScriptedServer
+from tests.support.scripted_source import ScriptedSource
 from tests.unit.llamaindex_integration.conftest import MODEL, EventLog
 from tests.unit.llamaindex_integration.ways import (
+    MESSAGES,
     QUESTION,
     STREAMED,
     Ask,
@@ -174,3 +187,80 @@ def test_room_without_llamaindex_names_what_to_install() -> None:
     assert run.returncode != 0
     assert "ConfigError: llama_index.core is not installed" in run.stderr
     assert 'pip install "ragcache[llamaindex]"' in run.stderr
+
+
+async def test_prompt_with_tools_that_is_too_long_is_refused_by_the_server(llm: RAGCacheLLM) -> None:
+    with pytest.raises(PromptTooLongError, match="2048"):
+        llm.chat_with_tools([FunctionTool.from_defaults(add)], user_msg="word " * 3000)
+
+
+@pytest.mark.parametrize("name", ["temprature", "top_k", "stop", "extra_body"])
+def test_an_argument_that_would_be_without_effect_is_refused(name: str, scripted: Engine) -> None:
+    with pytest.raises(ConfigError, match=f"RAGCacheLLM knows no '{name}': .* additional_kwargs="):
+        RAGCacheLLM(scripted, **{name: {"cache_salt": "tenant-a"}})
+
+
+async def test_what_openai_like_knows_is_taken(scripted: Engine, server: ScriptedServer) -> None:
+    llm = RAGCacheLLM(
+        scripted,
+        system_prompt="Be brief.",
+        reuse_client=True,
+        default_headers={"x-a": "b"},
+        additional_kwargs={"stop": ["zz"], "extra_body": {"cache_salt": "tenant-a"}},
+    )
+    llm.chat(MESSAGES, seed=1)
+    sent = server.requests[-1].body
+    assert (sent["stop"], sent["cache_salt"], sent["seed"]) == (["zz"], "tenant-a", 1)
+
+
+def test_an_llm_is_made_again_from_what_it_says_of_itself(llm: RAGCacheLLM, scripted: Engine) -> None:
+    described = llm.to_dict()
+    again = RAGCacheLLM.from_dict(described, engine=scripted)
+    assert again.engine is scripted
+    assert again.to_dict() == described
+    joined = RAGCacheLLM.from_dict(described)
+    assert joined.engine.base_url == scripted.base_url
+    joined.close()
+
+
+def test_shallow_copies_share_and_others_are_refused_by_name(llm: RAGCacheLLM, tmp_path: Path) -> None:
+    retriever = RAGCacheRetriever(ScriptedSource([]), llm.engine)
+    with StagedFAISSVectorStore(tmp_path / "store").client as store:
+        objects: list[tuple[Any, str]] = [
+            (llm, "RAGCacheLLM"),
+            (retriever, "Engine"),
+            (RAGCacheQueryEngine(retriever, llm), "Engine|RAGCacheLLM"),
+            (StagedFAISSVectorStore(store), "StagedFAISSVectorStore"),
+            (store, "DocumentStore"),
+            (RAGCacheRetriever(store), "DocumentStore"),
+            (CacheStatsEventHandler(), "CacheTally"),
+        ]
+        for each, name in objects:
+            for duplicate in (copy.deepcopy, pickle.dumps):
+                with pytest.raises(TypeError, match=f"({name}) holds"):
+                    duplicate(each)
+    assert llm.model_copy(update={"temperature": 0.5}).engine is llm.engine
+    assert copy.copy(llm).engine is llm.engine
+
+
+@pytest.mark.parametrize("ask", STREAMED)
+async def test_a_stream_of_several_answers_holds_the_first(ask: Ask, llm: RAGCacheLLM, server: ScriptedServer) -> None:
+    server.rules = [lambda _: Reply("one two three")]
+    several = llm.model_copy(update={"additional_kwargs": {"n": 2}})
+    assert (await ask(several))[0] == "one two three"
+    assert "".join(part.delta or "" for part in several.stream_complete(QUESTION)) == "one two three"
+
+
+@pytest.mark.parametrize("settings", [{"n": 2}, {"extra_body": {"n": 2}}])
+async def test_several_answers_are_refused_where_one_text_is_returned(llm: RAGCacheLLM, settings: Any) -> None:
+    of_llm = llm.model_copy(update={"additional_kwargs": settings})
+    refused = "n is 2, but one text is returned"
+    for each, of_call in ((llm, settings), (of_llm, {})):
+        with pytest.raises(ConfigError, match=refused):
+            each.chat(MESSAGES, **of_call)
+        with pytest.raises(ConfigError, match=refused):
+            await each.achat(MESSAGES, **of_call)
+        with pytest.raises(ConfigError, match=refused):
+            each.complete(QUESTION, **of_call)
+        with pytest.raises(ConfigError, match=refused):
+            await each.acomplete(QUESTION, **of_call)

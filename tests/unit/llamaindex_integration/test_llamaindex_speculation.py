@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -26,13 +28,16 @@ from tests.support.scripted_source import (
     expected,
     once_answered,
 )
+from tests.support.waiting import until
 from tests.unit.llamaindex_integration.conftest import EventLog
-from tests.unit.llamaindex_integration.ways import every_query, query, streamed_query
+from tests.unit.llamaindex_integration.ways import every_query, query, streamed_query, wait_until_idle
 
 pytestmark = [
     pytest.mark.usefixtures("idle"),
     pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning"),  # workflows' own
 ]
+
+
 ENDLESS = Reply("word " * 200, token_wait_s=0.05)  # twice as long as anything here is waited for
 
 
@@ -74,9 +79,6 @@ async def test_a_model_without_chat_template_is_asked_ahead_where_it_is_asked(
         _, metadata = await ask(make, QUESTION)
         assert metadata["ragcache"]["pipeline"]["is_confirmed"]
         assert [r.path for r in server.requests] == ["/v1/completions"]
-
-
-# What it is made of
 
 
 class WorstFirst(BaseNodePostprocessor):
@@ -145,3 +147,40 @@ async def test_two_steps_prefill_the_beginning_of_the_prompt_that_was_learned(
     known = warm.body["prompt"]
     assert real.kv_transfer_params["prompt_token_ids"][: len(known)] == known
     assert real.speculation is None
+
+
+async def test_leaving_while_the_answer_comes_leaves_nothing_behind(
+    make_engine: Any, generations: Any, server: ScriptedServer
+) -> None:
+    server.rules = (lambda _: ENDLESS,)
+    engine = make_engine(Stage("moon"), Stage("moon", once=lambda: bool(generations())))
+    task = asyncio.ensure_future(engine.aquery(QUESTION))
+    assert await asyncio.to_thread(until, lambda: bool(server.confirmed))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.to_thread(wait_until_idle, server)
+    assert len(generations()) == 1
+
+
+@pytest.mark.parametrize("how", ["closed", "closed unread", "forgotten"])
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_a_stream_that_is_not_read_to_its_end_ends_the_request(
+    is_async: bool, how: str, make_engine: Any, generations: Any, server: ScriptedServer
+) -> None:
+    server.rules = (lambda _: ENDLESS,)
+    engine = make_engine(Stage("moon"), Stage("moon", once=lambda: bool(generations())), streaming=True)
+    response: Any = await engine.aquery(QUESTION) if is_async else await asyncio.to_thread(engine.query, QUESTION)
+    assert server.num_running == 1
+    if how == "closed":
+        assert (await anext(response.response_gen) if is_async else next(response.response_gen)).strip() == "word"
+    if how == "forgotten":
+        del response
+        gc.collect()
+    elif is_async:
+        await response.response_gen.aclose()
+    else:
+        response.response_gen.close()
+    await asyncio.sleep(0)  # what was forgotten is closed by the loop
+    assert await asyncio.to_thread(until, lambda: server.num_running == 0)
+    assert len(generations()) == 1
