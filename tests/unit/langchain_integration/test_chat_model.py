@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import openai
@@ -12,7 +12,6 @@ from langchain_core.documents import Document as LangChainDocument
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage
 from langchain_core.runnables import RunnableLambda
-from langchain_core.tools import tool
 from langchain_tests.unit_tests import ChatModelUnitTests
 from pydantic import BaseModel
 
@@ -119,12 +118,6 @@ def test_something_else_than_a_document_is_refused(llm: ChatRAGCache) -> None:
         llm.invoke("hello", documents=["just text"])
 
 
-@tool
-def search(query: str) -> str:
-    """Search."""
-    return f"found {query}"
-
-
 def test_structured_output_asks_for_a_grammar_by_default(llm: ChatRAGCache, server: ScriptedServer) -> None:
     class Planet(BaseModel):
         name: str
@@ -164,12 +157,6 @@ def sum_of(chunks: Sequence[AIMessage]) -> AIMessageChunk:
     for chunk in rest:
         whole = whole + chunk
     return whole
-
-
-ENDLESS = Reply("word " * 100_000, token_wait_s=0.002)
-
-
-Eventually = Callable[[Callable[[], bool]], bool]
 
 
 def test_handlers_for_openais_errors_catch_those_that_no_answer_caused(engine: Engine, server: ScriptedServer) -> None:

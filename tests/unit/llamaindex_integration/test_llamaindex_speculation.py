@@ -30,7 +30,7 @@ from tests.support.scripted_source import (
 )
 from tests.support.waiting import until
 from tests.unit.llamaindex_integration.conftest import EventLog
-from tests.unit.llamaindex_integration.ways import every_query, query, streamed_query, wait_until_idle
+from tests.unit.llamaindex_integration.ways import query, streamed_query, wait_until_idle
 
 pytestmark = [
     pytest.mark.usefixtures("idle"),
@@ -93,7 +93,7 @@ class WorstFirst(BaseNodePostprocessor):
         return nodes[::-1]
 
 
-@every_query
+@pytest.mark.parametrize("ask", [query, streamed_query])
 async def test_with_post_processors_nothing_is_asked_ahead_unless_they_run_ahead_too(
     ask: Any, make_engine: Any, generations: Any, server: ScriptedServer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,4 +1,4 @@
-"""The eight ways to ask a LlamaIndex LLM, and those to ask a query engine, alike."""
+"""The eight ways to ask a LlamaIndex LLM, and the two to ask a query engine, alike."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 from llama_index.core.base.llms.types import ChatMessage
-from llama_index.core.base.response.schema import AsyncStreamingResponse, Response, StreamingResponse
-from llama_index.core.tools import QueryEngineTool
-from llama_index.core.workflow import StartEvent, StopEvent, Workflow, step
+from llama_index.core.base.response.schema import StreamingResponse
 
 from ragcache_integrations.llamaindex import RAGCacheLLM, RAGCacheQueryEngine
 from tests.support.scripted_server import ScriptedServer
@@ -91,44 +89,3 @@ async def streamed_query(make: MakeEngine, question: str) -> Asked:
     response = make(streaming=True).query(question)
     assert isinstance(response, StreamingResponse)
     return "".join(response.response_gen), response.metadata or {}
-
-
-async def streamed_aquery(make: MakeEngine, question: str) -> Asked:
-    response = await make(streaming=True).aquery(question)
-    assert isinstance(response, AsyncStreamingResponse)
-    return "".join([token async for token in response.response_gen]), response.metadata or {}
-
-
-async def tool_call(make: MakeEngine, question: str) -> Asked:
-    output = QueryEngineTool.from_defaults(make(), name="search").call(input=question)
-    assert isinstance(output.raw_output, Response)
-    return output.content, output.raw_output.metadata or {}
-
-
-async def tool_acall(make: MakeEngine, question: str) -> Asked:
-    output = await QueryEngineTool.from_defaults(make(), name="search").acall(input=question)
-    assert isinstance(output.raw_output, Response)
-    return output.content, output.raw_output.metadata or {}
-
-
-class OneStep(Workflow):
-    """Answers in one step."""
-
-    def __init__(self, query_engine: RAGCacheQueryEngine) -> None:
-        super().__init__(timeout=30)
-        self.query_engine = query_engine
-
-    @step
-    async def answer(self, event: StartEvent) -> StopEvent:
-        response = await self.query_engine.aquery(event.question)
-        assert isinstance(response, AsyncStreamingResponse)
-        return StopEvent(result=await response.get_response())
-
-
-async def in_a_workflow(make: MakeEngine, question: str) -> Asked:
-    response = await OneStep(make(streaming=True)).run(question=question)
-    return str(response), response.metadata or {}
-
-
-QUERIES = [query, aquery, streamed_query, streamed_aquery, tool_call, tool_acall, in_a_workflow]
-every_query = pytest.mark.parametrize("ask", QUERIES, ids=lambda f: f.__name__)
