@@ -31,6 +31,7 @@ from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from llama_index.core.tools import FunctionTool, QueryEngineTool
+from llama_index.core.vector_stores.types import VectorStoreQuery
 from llama_index.core.workflow import StartEvent, StopEvent, Workflow, step
 from pydantic import ConfigDict, Field
 
@@ -38,6 +39,7 @@ from ragcache_core.client import Engine
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt
 from ragcache_core.client.stats.cache_summary import CacheSummary
 from ragcache_core.prompt import PromptLayout
+from ragcache_core.retrieval import DocumentStore
 from ragcache_core.types import Document
 from ragcache_integrations import langchain, llamaindex
 from tests.support.scripted_source import QUESTION, ScriptedSource, Stage
@@ -239,6 +241,34 @@ class LangChain(_Framework):
         """Return the setting of a model that gives it a cache of answers."""
         return {"cache": answers}
 
+    def vector_store(self, path: Path, embedder: Any, **options: Any) -> Any:
+        """Return the framework's vector store in a folder."""
+        return langchain.StagedFAISS.open_or_create(path, embedder, **options)
+
+    def documents_of(self, store: Any) -> DocumentStore:
+        """Return the document store of a vector store."""
+        core: DocumentStore = store.store
+        return core
+
+    async def add(self, store: Any, texts: Mapping[str, str], metadata: Any = None, *, is_async: bool = False) -> Any:
+        """Store texts by id and return the ids."""
+        documents = [LangChainDocument(id=i, page_content=t, metadata=metadata or {}) for i, t in texts.items()]
+        return await store.aadd_documents(documents) if is_async else store.add_documents(documents)
+
+    async def remove(self, store: Any, ids: list[str], *, is_async: bool = False) -> None:
+        """Remove documents."""
+        _ = await store.adelete(ids) if is_async else store.delete(ids)
+
+    async def get(self, store: Any, ids: list[str], *, is_async: bool = False) -> dict[str, tuple[str, Any]]:
+        """Return the texts and the metadata of documents by id."""
+        found = await store.aget_by_ids(ids) if is_async else store.get_by_ids(ids)
+        return {d.id: (d.page_content, d.metadata) for d in found}
+
+    async def search(self, store: Any, question: str, k: int, *, is_async: bool = False) -> list[str]:
+        """Return the ids of the nearest documents."""
+        found = await store.asimilarity_search(question, k) if is_async else store.similarity_search(question, k)
+        return [d.id for d in found]
+
     async def ask(self, way: str, model: Any, prompt: Prompt, **call: Any) -> Answer:
         """Ask a model in one of ``asks``."""
         return await self._run(self.asks[way], model.bind(**call) if call else model, _messages(prompt))
@@ -425,6 +455,28 @@ class LlamaIndex(_Framework):
 
     def cached_by(self, answers: Any) -> dict[str, Any]:
         return {"answer_cache": answers}
+
+    def vector_store(self, path: Path, embedder: Any, **options: Any) -> Any:
+        return llamaindex.StagedFAISSVectorStore(path, embedder=embedder, **options)
+
+    def documents_of(self, store: Any) -> DocumentStore:
+        core: DocumentStore = store.client
+        return core
+
+    async def add(self, store: Any, texts: Mapping[str, str], metadata: Any = None, *, is_async: bool = False) -> Any:
+        nodes = [TextNode(id_=i, text=t, metadata=metadata or {}) for i, t in texts.items()]
+        return await store.async_add(nodes) if is_async else store.add(nodes)
+
+    async def remove(self, store: Any, ids: list[str], *, is_async: bool = False) -> None:
+        await store.adelete_nodes(ids) if is_async else store.delete_nodes(ids)
+
+    async def get(self, store: Any, ids: list[str], *, is_async: bool = False) -> dict[str, tuple[str, Any]]:
+        nodes = await store.aget_nodes(ids) if is_async else store.get_nodes(ids)
+        return {n.node_id: (n.get_content(), n.metadata) for n in nodes}
+
+    async def search(self, store: Any, question: str, k: int, *, is_async: bool = False) -> list[str]:
+        query = VectorStoreQuery(query_str=question, similarity_top_k=k)
+        return (await store.aquery(query) if is_async else store.query(query)).ids
 
     async def ask(self, way: str, model: Any, prompt: Prompt, **call: Any) -> Answer:
         return await self.asks[way](model, prompt, **call)

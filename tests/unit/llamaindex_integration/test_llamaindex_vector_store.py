@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
@@ -37,7 +36,7 @@ from ragcache_core.errors import (
 )
 from ragcache_core.retrieval import DocumentStore
 from ragcache_core.types import Document
-from ragcache_integrations.llamaindex import RAGCacheRetriever, StagedFAISSVectorStore, TfidfSvdEmbedding
+from ragcache_integrations.llamaindex import StagedFAISSVectorStore, TfidfSvdEmbedding
 
 NAMES = ("east", "north", "up", "north-east")
 
@@ -121,28 +120,6 @@ def test_nodes_of_other_kinds_come_back_as_they_were(vector_store: StagedFAISSVe
     assert isinstance(index, IndexNode)
     assert index.index_id == "other"
     assert (document.get_content(), document.metadata) == ("whole", {"nested": {"a": [1, None]}})
-
-
-async def test_more_nodes_than_there_are_returns_all(filled: StagedFAISSVectorStore) -> None:
-    assert len((await both_ways(filled, query_of(100))).ids or ()) == 4
-    assert (await both_ways(filled, query_of(0))).ids == []
-
-
-async def test_empty_store_returns_nothing(vector_store: StagedFAISSVectorStore) -> None:
-    assert await both_ways(vector_store, query_of()) == VectorStoreQueryResult(nodes=[], similarities=[], ids=[])
-    assert vector_store.get_nodes() == []
-    assert vector_store.add([]) == []
-    vector_store.delete("nothing")
-    vector_store.delete_nodes(["nothing"])
-    vector_store.clear()
-
-
-def test_adding_a_node_again_replaces_it(filled: StagedFAISSVectorStore) -> None:
-    node = TextNode(id_="east", text="The wind has turned.", embedding=[0.0, 0.0, 1.0])
-    filled.add([node, make_nodes()[1]])
-    assert len(filled.get_nodes()) == 4
-    assert filled.get_nodes(["east"])[0].get_content() == "The wind has turned."
-    assert filled.query(query_of(1)).ids == ["north-east"]
 
 
 def test_node_that_is_twice_in_a_batch_is_stored_once(vector_store: StagedFAISSVectorStore) -> None:
@@ -296,17 +273,6 @@ async def test_impossible_queries_say_why(filled: StagedFAISSVectorStore) -> Non
         filled.query(VectorStoreQuery(query_str="Where?", similarity_top_k=1))
 
 
-async def test_async_methods_do_what_the_others_do(vector_store: StagedFAISSVectorStore) -> None:
-    assert await vector_store.async_add(make_nodes()) == list(NAMES)
-    assert [n.node_id for n in await vector_store.aget_nodes(["up"])] == ["up"]
-    results = await asyncio.gather(*(vector_store.aquery(query_of(2)) for _ in range(8)))
-    assert all(result.ids == ["east", "north-east"] for result in results)
-    await vector_store.adelete_nodes(["up"])
-    assert len(await vector_store.aget_nodes()) == 3
-    await vector_store.aclear()
-    assert await vector_store.aget_nodes() == []
-
-
 def test_nodes_are_there_after_opening_the_folder_again(tmp_path: Path) -> None:
     first = StagedFAISSVectorStore(tmp_path / "store", index="flat", metric="l2")
     first.add(make_nodes())
@@ -340,16 +306,6 @@ def test_open_store_is_shared_and_stays_open(tmp_path: Path) -> None:
         assert documents.ids() == ["mel"]
         with pytest.raises(ConfigError, match="folder"):
             StagedFAISSVectorStore(documents, metric="ip")
-
-
-def test_store_made_with_an_embedder_embeds_by_itself(tmp_path: Path) -> None:
-    embed_model = MockEmbedding(embed_dim=3)
-    store = StagedFAISSVectorStore(tmp_path / "store", embedder=embed_model)
-    store.add([TextNode(id_="one", text="one")])
-    assert store.query(VectorStoreQuery(query_str="one?", similarity_top_k=5)).ids == ["one"]
-    store.close()
-    with pytest.raises(EmbedderMismatchError):
-        StagedFAISSVectorStore(tmp_path / "store")
 
 
 def test_a_blank_page_is_left_out_of_an_index_and_keeps_its_id(
@@ -395,20 +351,6 @@ def test_metadata_that_json_has_no_form_for_is_stored_in_a_plain_form(vector_sto
     assert stored.source_node is not None
     assert stored.source_node.metadata == plain
     assert node.metadata["at"] is at, "the caller's node stays as it is"
-
-
-async def test_nodes_that_are_deleted_before_a_query_begins_are_not_missed(
-    filled: StagedFAISSVectorStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The length and the membership that a caller reads are of an older state than the one that is searched."""
-    monkeypatch.setattr(DocumentStore, "__len__", lambda _: 100)
-    monkeypatch.setattr(DocumentStore, "__contains__", lambda _, __: True)
-    retriever = RAGCacheRetriever(filled, similarity_top_k=6, embed_model=MockEmbedding(embed_dim=3))
-    for num_nodes in (4, 2, 0):
-        assert len((await both_ways(filled, query_of(6))).ids or ()) == num_nodes
-        assert len(retriever.retrieve("wind")) == len(await retriever.aretrieve("wind")) == num_nodes
-        assert len(filled.get_nodes(list(NAMES))) == num_nodes
-        filled.delete_nodes(["up", "north"] if num_nodes == 4 else list(NAMES))
 
 
 DOCUMENTS = [
