@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from llama_index.core import PromptTemplate
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.base.response.schema import AsyncStreamingResponse, StreamingResponse
+from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers.base import BaseEventHandler
 from llama_index.core.instrumentation.events import BaseEvent
 from llama_index.core.llms.mock import MockLLM
@@ -33,7 +35,7 @@ from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from llama_index.core.tools import FunctionTool, QueryEngineTool
 from llama_index.core.vector_stores.types import VectorStoreQuery
 from llama_index.core.workflow import StartEvent, StopEvent, Workflow, step
-from pydantic import ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from ragcache_core.client import Engine
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt
@@ -207,6 +209,7 @@ class LangChain(_Framework):
         super().__init__(engine)
         ways = [_invoke, _ainvoke, _stream, _astream, _batch, _abatch, _astream_events, _invoke_under_astream_events]
         self.asks = {way.__name__[1:]: way for way in ways}
+        self.recorder: langchain.TraceCallbackHandler | None = None
         self.answers = {name: partial(self._run, way) for name, way in self.asks.items()}
         self.restart()
 
@@ -219,9 +222,12 @@ class LangChain(_Framework):
         """Return what the framework's handler has summed up."""
         return self.handler.summary()
 
+    def _callbacks(self, *handlers: BaseCallbackHandler) -> list[BaseCallbackHandler]:
+        return [*handlers, self.handler, *([self.recorder] if self.recorder else [])]
+
     async def _run(self, way: Any, run: Runnable[Any, Any], given: Any) -> Answer:
         recorder = _Recorder(self.events)
-        text = await way(run, given, {"callbacks": [recorder, self.handler]})
+        text = await way(run, given, {"callbacks": self._callbacks(recorder)})
         return Answer(text, recorder.stats)
 
     def model(self, **settings: Any) -> Any:
@@ -293,7 +299,7 @@ class LangChain(_Framework):
 
     async def find(self, retriever: Any, *, is_async: bool = False, question: str = QUESTION) -> list[str]:
         """Return the ids of the documents that a retriever finds."""
-        config: Any = {"callbacks": [_Recorder(self.events), self.handler]}
+        config: Any = {"callbacks": self._callbacks(_Recorder(self.events))}
         if is_async:
             return [d.id for d in await retriever.ainvoke(question, config)]
         return [d.id for d in await asyncio.to_thread(retriever.invoke, question, config)]
@@ -308,6 +314,23 @@ class LangChain(_Framework):
             format_docs=partial(langchain.format_documents, layout=layout),
             **settings,
         )
+
+    def open_answer(self, pair: Any, *, is_async: bool) -> Any:
+        """Return the texts of a pair's streamed answer as they come."""
+        if is_async:
+            return (chunk.text async for chunk in pair.astream(QUESTION))
+        return (chunk.text for chunk in pair.stream(QUESTION))
+
+    @contextmanager
+    def recording(self, path: Path) -> Iterator[None]:
+        """Record the requests in a trace."""
+        with langchain.TraceCallbackHandler(path) as self.recorder:
+            yield
+        self.recorder = None
+
+    async def structured(self, model: Any, schema: type[BaseModel], question: str) -> Any:
+        """Return an answer as an instance of ``schema``."""
+        return await model.with_structured_output(schema).ainvoke(question)
 
     def chain(self, retriever: Any, model: Any, prompt: Any = None) -> Callable[[str], Answer]:
         """Return the framework's own chain, or query engine, over a retriever and a model."""
@@ -574,6 +597,30 @@ class LlamaIndex(_Framework):
     async def _in_a_workflow(self, make: Any, question: str) -> Answer:
         response = await _OneStep(make(streaming=True)).run(question=question)
         return Answer(str(response), response.metadata["ragcache"])
+
+    def open_answer(self, pair: Any, *, is_async: bool) -> Any:
+        async def tokens() -> AsyncGenerator[str, None]:
+            response = await pair(streaming=True).aquery(QUESTION)
+            try:
+                async for token in response.response_gen:
+                    yield token
+            finally:
+                await response.response_gen.aclose()
+
+        return tokens() if is_async else pair(streaming=True).query(QUESTION).response_gen
+
+    @contextmanager
+    def recording(self, path: Path) -> Iterator[None]:
+        handler = llamaindex.TraceEventHandler(path=path)
+        get_dispatcher().add_event_handler(handler)
+        try:
+            yield
+        finally:
+            get_dispatcher().event_handlers.remove(handler)
+            handler.close()
+
+    async def structured(self, model: Any, schema: type[BaseModel], question: str) -> Any:
+        return await model.astructured_predict(schema, PromptTemplate("{question}"), question=question)
 
     def chain(self, retriever: Any, model: Any, prompt: Any = None) -> Callable[[str], Answer]:
         engine = RetrieverQueryEngine.from_args(retriever, llm=model, text_qa_template=prompt)

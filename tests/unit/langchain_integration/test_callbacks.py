@@ -77,26 +77,6 @@ def test_reset_forgets_everything_and_runs_are_bounded(llm: ChatRAGCache) -> Non
     assert handler.runs == []
 
 
-async def test_the_requests_of_a_chain_are_recorded_as_a_trace_without_text(
-    llm: ChatRAGCache, server: ScriptedServer, tmp_path: Path
-) -> None:
-    path = tmp_path / "mine.jsonl"
-    server.script(Refusal(400, "no"))
-    with TraceCallbackHandler(path) as recording:
-        config: Any = {"callbacks": [recording]}
-        with pytest.raises(RAGCacheError):
-            llm.invoke(QUESTIONS[0], config, documents=[SUN])
-        answers = [llm.invoke(QUESTIONS[1], config, documents=[SUN]), await llm.ainvoke("Who?", config)]
-        assert list(llm.stream(QUESTIONS[2], config, documents=[SUN]))
-    trace = list(read_trace(path))
-    assert [request.doc_ids for request in trace] == [("sun",), (), ("sun",)]
-    for request, answer in zip(trace, answers, strict=False):
-        assert answer.usage_metadata is not None
-        assert sum(request.doc_tokens) + request.question_tokens == answer.usage_metadata["input_tokens"]
-        assert request.output_tokens == answer.usage_metadata["output_tokens"]
-    assert "planet" not in path.read_text()
-
-
 async def test_answers_of_langchains_own_cache_are_no_requests(
     engine: Engine, server: ScriptedServer, tmp_path: Path
 ) -> None:

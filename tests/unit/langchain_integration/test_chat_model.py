@@ -217,15 +217,6 @@ def test_an_agent_has_the_grammar_enforce_its_response_format(model: ChatRAGCach
     assert not server.requests[-1].body.get("tools")
 
 
-async def test_a_stream_of_several_answers_holds_the_first(engine: Engine, server: ScriptedServer) -> None:
-    llm = ChatRAGCache(engine=engine, n=2)
-    server.rules = [lambda _: Reply("one two three")]
-    assert "".join(str(chunk.content) for chunk in llm.stream("Who?")) == "one two three"
-    assert "".join([str(chunk.content) async for chunk in llm.astream("Who?")]) == "one two three"
-    (generations,) = llm.generate([[HumanMessage("Who?")]]).generations
-    assert [generation.text for generation in generations] == ["one two three"] * 2
-
-
 class TestStandardUnit(ChatModelUnitTests):
     @property
     def chat_model_class(self) -> type[BaseChatModel]:

@@ -36,7 +36,6 @@ from tests.support.scripted_source import (
     QUESTION,
     Stage,
     expected,
-    once_answered,
 )
 from tests.unit.langchain_integration.ways import answered, each_way
 
@@ -55,17 +54,6 @@ async def test_the_answer_is_that_of_an_ordinary_chain(way: Any, make_rag: Any, 
     context = rag.retriever | format_documents
     chain = {"context": context, "question": RunnablePassthrough()} | prompt_from_layout() | llm
     assert await answered(way, rag) == await answered(way, chain)
-
-
-async def test_nothing_of_the_answer_comes_before_the_documents_are_final(
-    make_rag: Any, server: ScriptedServer
-) -> None:
-    events: list[str] = []
-    final = Stage("moon sun", once=once_answered(server, events))
-    rag = make_rag(Stage("moon sun"), final)
-    events.extend([chunk.content async for chunk in rag.astream(QUESTION)])
-    assert events[0] == "final"
-    assert "".join(events[1:]) == expected("moon", "sun")
 
 
 def report_of(message: AIMessage) -> dict[str, Any]:
@@ -297,28 +285,6 @@ def test_candidates_that_cannot_be_formatted_do_not_spoil_the_answer(make_rag: A
     assert rag.invoke(QUESTION).content == expected("moon")
     with pytest.raises(KeyError, match="mars"):
         make_rag(Stage("mars"), format_docs=fussy).invoke(QUESTION)
-
-
-@pytest.mark.parametrize("is_right", [True, False])
-async def test_leaving_the_stream_ends_the_request(
-    is_right: bool, make_rag: Any, generations: Any, server: ScriptedServer, eventually: Eventually
-) -> None:
-    server.rules = (lambda _: ENDLESS,)
-    rag = make_rag(Stage("moon" if is_right else "mars"), Stage("moon", once=lambda: bool(generations())))
-    chunks = rag.astream(QUESTION)
-    async for chunk in chunks:
-        if chunk.content:
-            break
-    await chunks.aclose()
-    assert await asyncio.to_thread(eventually, lambda: server.num_running == 0)
-
-    server.clear()
-    blocking: Any = rag.stream(QUESTION)
-    while not next(blocking).content:
-        pass
-    assert server.num_running >= 1
-    blocking.close()
-    assert await asyncio.to_thread(eventually, lambda: server.num_running == 0)
 
 
 async def test_leaving_the_stream_of_a_bound_model_ends_the_request(

@@ -19,9 +19,7 @@ from llama_index.core.instrumentation.events.llm import (
     LLMCompletionEndEvent,
     LLMCompletionStartEvent,
 )
-from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
-from pydantic import BaseModel
 
 from ragcache_core.client import Engine
 from ragcache_core.errors import (
@@ -158,16 +156,6 @@ async def test_calls_that_come_in_one_chunk_are_all_there(
     assert len({call.tool_id for call in calls}) == 2
 
 
-async def test_structured_output_follows_the_schema(llm: RAGCacheLLM) -> None:
-    class Keeper(BaseModel):
-        name: str
-        age: int
-
-    prompt = PromptTemplate("The keeper of Zor is 'Mel', {age} years old.")
-    assert llm.structured_predict(Keeper, prompt, age=41) == Keeper(name="Mel", age=41)
-    assert await llm.astructured_predict(Keeper, prompt, age=41) == Keeper(name="Mel", age=41)
-
-
 async def test_key_is_neither_shown_nor_published(
     server: ScriptedServer, scripted: Engine, event_log: EventLog
 ) -> None:
@@ -241,14 +229,6 @@ def test_shallow_copies_share_and_others_are_refused_by_name(llm: RAGCacheLLM, t
                     duplicate(each)
     assert llm.model_copy(update={"temperature": 0.5}).engine is llm.engine
     assert copy.copy(llm).engine is llm.engine
-
-
-@pytest.mark.parametrize("ask", STREAMED)
-async def test_a_stream_of_several_answers_holds_the_first(ask: Ask, llm: RAGCacheLLM, server: ScriptedServer) -> None:
-    server.rules = [lambda _: Reply("one two three")]
-    several = llm.model_copy(update={"additional_kwargs": {"n": 2}})
-    assert (await ask(several))[0] == "one two three"
-    assert "".join(part.delta or "" for part in several.stream_complete(QUESTION)) == "one two three"
 
 
 @pytest.mark.parametrize("settings", [{"n": 2}, {"extra_body": {"n": 2}}])

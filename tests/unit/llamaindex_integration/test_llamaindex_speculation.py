@@ -26,7 +26,6 @@ from tests.support.scripted_source import (
     QUESTION,
     Stage,
     expected,
-    once_answered,
 )
 from tests.support.waiting import until
 from tests.unit.llamaindex_integration.conftest import EventLog
@@ -39,17 +38,6 @@ pytestmark = [
 
 
 ENDLESS = Reply("word " * 200, token_wait_s=0.05)  # twice as long as anything here is waited for
-
-
-async def test_nothing_of_the_answer_comes_before_the_documents_are_final(
-    make_engine: Any, server: ScriptedServer
-) -> None:
-    events: list[str] = []
-    final = Stage("moon sun", once=once_answered(server, events))
-    response = await make_engine(Stage("moon sun"), final, streaming=True).aquery(QUESTION)
-    events.extend([token async for token in response.response_gen])
-    assert events[0] == "final"
-    assert "".join(events[1:]) == expected("moon", "sun")
 
 
 async def test_a_rehearsal_publishes_nothing(make_engine: Any, generations: Any, event_log: EventLog) -> None:
