@@ -290,7 +290,7 @@ class LangChain(_Framework):
         return langchain.RAGCacheRetriever(store=source, engine=engine, k=k, compressor=reranker, **settings)
 
     def other_retriever(self, *documents: Document) -> Any:
-        """Return a retriever of somebody else's that finds these documents."""
+        """Return a retriever of another make that finds these documents."""
         return _LangChainList(found=[langchain.to_langchain(d) for d in documents])
 
     def reranker(self, choose: Any, once: Callable[[], bool] = lambda: True) -> Any:

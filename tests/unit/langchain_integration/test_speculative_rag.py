@@ -34,6 +34,7 @@ from tests.support.scripted_server import Reply, ScriptedServer
 from tests.support.scripted_source import (
     DOCUMENTS,
     QUESTION,
+    ScriptedSource,
     Stage,
     expected,
 )
@@ -317,3 +318,18 @@ async def test_a_speculation_that_the_request_does_not_match_ends_with_its_first
     assert asked.speculation is None
     await chunks.aclose()
     assert await asyncio.to_thread(eventually, lambda: server.num_running == 0)
+
+
+def test_it_knows_what_its_prompt_shows_before_the_context(
+    make_rag: Any, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = [("system", "You are {persona}."), ("human", "{context}\n\nQuestion: {question}")]
+    prompt = ChatPromptTemplate.from_messages(template)
+    source = ScriptedSource((Stage("moon sun"),))
+    retriever = RAGCacheRetriever(store=source, engine=engine, k=2, document_order="cache_aware")
+    rag = make_rag(retriever=retriever, prompt=prompt)
+    rag.invoke({"question": QUESTION, "persona": "brief"})
+    assert rag._bound is not None
+    assert "before the documents" not in caplog.text
+    engine.bind_prompt(prompt, format_documents)
+    assert "'persona' before the documents" in caplog.text
