@@ -174,6 +174,19 @@ async def _invoke_under_astream_events(run: Runnable[Any, Any], given: Any, conf
     return await _astream_events(RunnableLambda(call), given, config)
 
 
+LANGCHAIN_WAYS = [
+    _invoke,
+    _ainvoke,
+    _stream,
+    _astream,
+    _batch,
+    _abatch,
+    _astream_events,
+    _invoke_under_astream_events,
+]
+"""Every way to run a Runnable; takes it, its input and its configuration, and returns the text."""
+
+
 class _LangChainReranker(BaseDocumentCompressor):
     model_config = ConfigDict(arbitrary_types_allowed=True)
     choose: Callable[[list[str]], list[str]]
@@ -207,8 +220,7 @@ class LangChain(_Framework):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        ways = [_invoke, _ainvoke, _stream, _astream, _batch, _abatch, _astream_events, _invoke_under_astream_events]
-        self.asks = {way.__name__[1:]: way for way in ways}
+        self.asks = {way.__name__[1:]: way for way in LANGCHAIN_WAYS}
         self.recorder: langchain.TraceCallbackHandler | None = None
         self.answers = {name: partial(self._run, way) for name, way in self.asks.items()}
         self.restart()

@@ -30,6 +30,7 @@ from ragcache_integrations.langchain import (
     format_documents,
     prompt_from_layout,
 )
+from tests.contracts.rag.frameworks import LANGCHAIN_WAYS
 from tests.support.scripted_server import Reply, ScriptedServer
 from tests.support.scripted_source import (
     DOCUMENTS,
@@ -38,8 +39,8 @@ from tests.support.scripted_source import (
     Stage,
     expected,
 )
-from tests.unit.langchain_integration.ways import answered, each_way
 
+each_way = pytest.mark.parametrize("way", LANGCHAIN_WAYS)
 Eventually = Callable[[Callable[[], bool]], bool]
 
 
@@ -54,7 +55,7 @@ async def test_the_answer_is_that_of_an_ordinary_chain(way: Any, make_rag: Any, 
     rag = make_rag(Stage("moon sun"), Stage("sun moon"))
     context = rag.retriever | format_documents
     chain = {"context": context, "question": RunnablePassthrough()} | prompt_from_layout() | llm
-    assert await answered(way, rag) == await answered(way, chain)
+    assert await way(rag, QUESTION, None) == await way(chain, QUESTION, None)
 
 
 def report_of(message: AIMessage) -> dict[str, Any]:
@@ -123,11 +124,11 @@ async def test_a_question_before_the_documents_is_as_good_as_one_behind_them(
     prompt = ChatPromptTemplate.from_messages([("human", "Question: {question}\n\n{context}")])
     rag = make_rag(Stage("moon"), Stage("moon", once=lambda: bool(generations())), prompt=prompt)
     text = DOCUMENTS["moon"].text
-    assert text in await answered(way, rag)
+    assert text in await way(rag, QUESTION, None)
     assert len(generations()) == 1
     assert caplog.records == []
     chain = {"context": rag.retriever | format_documents, "question": RunnablePassthrough()} | prompt | llm
-    assert text in await answered(way, chain)
+    assert text in await way(chain, QUESTION, None)
     assert ["put the context before the question" in r.getMessage() for r in caplog.records] == [True]
 
 
@@ -205,7 +206,7 @@ async def test_bound_arguments_of_the_model_are_those_of_the_speculation(
 ) -> None:
     bound = llm.bind(stop=["earth"]).with_config(tags=["bound"]).bind(max_tokens=7)
     rag = make_rag(Stage("moon"), Stage("moon", once=lambda: bool(generations())), llm=bound)
-    assert len((await answered(way, rag)).split()) == 7
+    assert len((await way(rag, QUESTION, None)).split()) == 7
     (seen,) = generations()
     assert (seen.body["stop"], seen.body["max_tokens"]) == (["earth"], 7)
 
@@ -215,7 +216,7 @@ async def test_format_docs_holds_up_no_event_loop(way: Any, make_rag: Any) -> No
     threads: list[int] = []
     stages = Stage("moon"), Stage("moon")
     rag = make_rag(*stages, format_docs=lambda docs: threads.append(threading.get_ident()) or format_documents(docs))
-    assert await answered(way, rag) == expected("moon")
+    assert await way(rag, QUESTION, None) == expected("moon")
     assert threads
     assert threading.get_ident() not in threads
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.instrumentation.events.llm import (
     LLMChatEndEvent,
     LLMChatInProgressEvent,
@@ -36,23 +37,10 @@ from ragcache_integrations.llamaindex import (
     RAGCacheRetriever,
     StagedFAISSVectorStore,
 )
+from tests.contracts.rag.frameworks import LlamaIndex
 from tests.support.scripted_server import Refusal, Reply, ScriptedServer
 from tests.support.scripted_source import ScriptedSource
 from tests.unit.llamaindex_integration.conftest import MODEL, EventLog
-from tests.unit.llamaindex_integration.ways import (
-    MESSAGES,
-    QUESTION,
-    STREAMED,
-    Ask,
-    acomplete,
-    astream_chat,
-    astream_complete,
-    chat,
-    complete,
-    every_way,
-    stream_chat,
-    stream_complete,
-)
 
 
 async def test_llm_takes_model_limits_and_key_from_the_engine(llm: RAGCacheLLM, scripted: Engine) -> None:
@@ -63,20 +51,23 @@ async def test_llm_takes_model_limits_and_key_from_the_engine(llm: RAGCacheLLM, 
     assert llm.engine is scripted
 
 
-@every_way
-async def test_one_request_publishes_each_event_once(ask: Ask, llm: RAGCacheLLM, event_log: EventLog) -> None:
-    _, extra = await ask(llm)
+WAYS = [f"{prefix}{name}" for name in ("chat", "complete") for prefix in ("", "a", "stream_", "astream_")]
+
+
+@pytest.mark.parametrize("ask", WAYS)
+async def test_one_request_publishes_each_event_once(ask: str, llm: RAGCacheLLM, event_log: EventLog) -> None:
+    stats = (await LlamaIndex(llm.engine).ask(ask, llm, QUESTION)).stats
     of_chat, of_text = (LLMChatStartEvent, LLMChatEndEvent), (LLMCompletionStartEvent, LLMCompletionEndEvent)
-    kinds = of_chat if "chat" in ask.__name__ else of_text
+    kinds = of_chat if "chat" in ask else of_text
     assert len(event_log.of(*of_chat, *of_text)) == len(event_log.of(*kinds)) == 2
     (event,) = event_log.of(CacheStatsEvent)
-    assert event.stats.to_dict() == extra["ragcache"]
+    assert event.stats.to_dict() == stats
     assert event.model == llm.model
     assert event.span_id == event_log.of(*kinds)[0].span_id is not None
 
 
 async def test_event_of_a_stream_comes_after_its_last_token(llm: RAGCacheLLM, event_log: EventLog) -> None:
-    await astream_chat(llm)
+    assert [r async for r in await llm.astream_chat(MESSAGES)]
     kinds = [type(e) for e in event_log.events]
     told = kinds.index(CacheStatsEvent)
     tokens = [e for e in event_log.of(LLMChatInProgressEvent) if e.response.delta]
@@ -87,29 +78,34 @@ async def test_stream_of_a_server_without_token_counts_still_ends_with_statistic
     scripted: Engine, event_log: EventLog
 ) -> None:
     llm = RAGCacheLLM(scripted, additional_kwargs={"stream_options": {"include_usage": False}})
-    text, extra = await stream_chat(llm)
-    assert text == f"You said: {QUESTION}"
-    assert extra["ragcache"]["ttft_s"] is not None
-    assert len(event_log.of(CacheStatsEvent)) == 1
-    assert (await astream_chat(llm))[0] == text
+    for num_asked, way in enumerate(("stream_chat", "astream_chat"), 1):
+        answer = await LlamaIndex(scripted).ask(way, llm, QUESTION)
+        assert answer.text == f"You said: {QUESTION}"
+        assert answer.stats["ttft_s"] is not None
+        assert len(event_log.of(CacheStatsEvent)) == num_asked
 
 
 async def test_model_without_a_chat_template_is_asked_as_text(scripted: Engine, server: ScriptedServer) -> None:
     llm = RAGCacheLLM(scripted, is_chat_model=False, max_tokens=40)
-    await complete(llm)  # the prompt is in the cache from here on
-    for ask in (complete, acomplete, stream_complete, astream_complete):
-        text, extra = await ask(llm)
-        assert text == f"You said: {QUESTION}"
+    asked = LlamaIndex(scripted)
+    await asked.ask("complete", llm, QUESTION)  # the prompt is in the cache from here on
+    for way in ("complete", "acomplete", "stream_complete", "astream_complete"):
+        answer = await asked.ask(way, llm, QUESTION)
+        assert answer.text == f"You said: {QUESTION}"
         assert server.requests[-1].path == "/v1/completions"
-        stats = request_stats_from_dict(extra["ragcache"])
+        stats = request_stats_from_dict(answer.stats)
         assert 0 < stats.num_cached_tokens < stats.num_prompt_tokens
-        assert (stats.ttft_s is not None) == (ask in STREAMED)
+        assert (stats.ttft_s is not None) == ("stream" in way)
         server.script(Refusal(400, "no"))
         with pytest.raises(RequestRejectedError):
-            await ask(llm)
-    assert "You said" in (await chat(llm))[0]
+            await asked.ask(way, llm, QUESTION)
+    assert "You said" in str(llm.chat(MESSAGES).message.content)
     assert llm.complete("Hello?", use_chat_completions=True).text
     assert server.requests[-1].path == "/v1/chat/completions"
+
+
+QUESTION = "Who keeps the lighthouse of Zor when the winter storms come over the northern sea again?"
+MESSAGES = [ChatMessage(role="user", content=QUESTION)]
 
 
 def add(first: int, second: int) -> int:

@@ -20,8 +20,8 @@ from ragcache_core.errors import ConfigError, EngineAuthError, PromptError, Prom
 from ragcache_core.prompt import PromptLayout
 from ragcache_integrations.llamaindex import CacheStatsEvent, RAGCacheLLM, RAGCacheQueryEngine
 from tests.support.scripted_server import Reply, ScriptedServer
+from tests.support.waiting import until
 from tests.unit.llamaindex_integration.conftest import EventLog
-from tests.unit.llamaindex_integration.ways import wait_until_idle
 
 pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning")  # workflows' own
 
@@ -268,7 +268,7 @@ async def test_cancelled_workflow_leaves_no_request_running(
     async for event in run.stream_events():
         if isinstance(event, Token):
             await run.cancel_run()
-    wait_until_idle(server)
+    assert until(lambda: server.num_running == 0)
 
 
 def test_settings_of_a_query_engine_are_those_of_its_llms_requests(

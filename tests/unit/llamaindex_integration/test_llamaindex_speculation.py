@@ -21,6 +21,7 @@ from ragcache_integrations.llamaindex import (
     CacheStatsEvent,
     RAGCacheLLM,
 )
+from tests.contracts.rag.frameworks import LlamaIndex
 from tests.support.scripted_server import Reply, ScriptedServer
 from tests.support.scripted_source import (
     QUESTION,
@@ -29,7 +30,6 @@ from tests.support.scripted_source import (
 )
 from tests.support.waiting import until
 from tests.unit.llamaindex_integration.conftest import EventLog
-from tests.unit.llamaindex_integration.ways import query, streamed_query, wait_until_idle
 
 pytestmark = [
     pytest.mark.usefixtures("idle"),
@@ -61,11 +61,11 @@ async def test_a_model_without_chat_template_is_asked_ahead_where_it_is_asked(
     make_engine: Any, scripted: Engine, server: ScriptedServer
 ) -> None:
     llm = RAGCacheLLM(scripted, temperature=0, max_tokens=200, is_chat_model=False)
-    for ask in (query, streamed_query):
+    for way in ("query", "streamed_query"):
         server.clear()
         make = partial(make_engine, Stage("moon"), Stage("moon", once=lambda: bool(server.requests)), llm=llm)
-        _, metadata = await ask(make, QUESTION)
-        assert metadata["ragcache"]["pipeline"]["is_confirmed"]
+        answer = await LlamaIndex(scripted).answer(make, way)
+        assert answer.stats["pipeline"]["is_confirmed"]
         assert [r.path for r in server.requests] == ["/v1/completions"]
 
 
@@ -81,15 +81,15 @@ class WorstFirst(BaseNodePostprocessor):
         return nodes[::-1]
 
 
-@pytest.mark.parametrize("ask", [query, streamed_query])
+@pytest.mark.parametrize("way", ["query", "streamed_query"])
 async def test_with_post_processors_nothing_is_asked_ahead_unless_they_run_ahead_too(
-    ask: Any, make_engine: Any, generations: Any, server: ScriptedServer, caplog: pytest.LogCaptureFixture
+    way: str, make_engine: Any, generations: Any, scripted: Engine, server: ScriptedServer, caplog: Any
 ) -> None:
-    worst_first = WorstFirst(seen=[])
+    worst_first, asked = WorstFirst(seen=[]), LlamaIndex(scripted)
     make = partial(make_engine, Stage("sun moon"), Stage("sun moon"), node_postprocessors=[worst_first])
-    text, metadata = await ask(make, QUESTION)
-    assert text == expected("moon", "sun")
-    assert "speculate_postprocessed" in metadata["ragcache"]["pipeline"]["skipped_because"]
+    answer = await asked.answer(make, way)
+    assert answer.text == expected("moon", "sun")
+    assert "speculate_postprocessed" in answer.stats["pipeline"]["skipped_because"]
     assert [seen.speculation for seen in generations()] == [None]
     assert worst_first.seen == [["sun", "moon"]]
 
@@ -101,9 +101,9 @@ async def test_with_post_processors_nothing_is_asked_ahead_unless_they_run_ahead
         node_postprocessors=[worst_first],
         speculate_postprocessed=True,
     )
-    text, metadata = await ask(make, QUESTION)
-    assert text == expected("moon", "sun")
-    assert metadata["ragcache"]["pipeline"]["is_confirmed"]
+    answer = await asked.answer(make, way)
+    assert answer.text == expected("moon", "sun")
+    assert answer.stats["pipeline"]["is_confirmed"]
     assert len(generations()) == 1
     assert worst_first.seen == [["sun", "moon"]] * 3
     assert not caplog.records
@@ -147,7 +147,7 @@ async def test_leaving_while_the_answer_comes_leaves_nothing_behind(
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await asyncio.to_thread(wait_until_idle, server)
+    assert await asyncio.to_thread(until, lambda: server.num_running == 0)
     assert len(generations()) == 1
 
 
