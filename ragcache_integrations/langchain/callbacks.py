@@ -145,7 +145,7 @@ class TraceCallbackHandler(BaseCallbackHandler):
         self._recorder = TraceRecorder(path)
 
     def on_chat_model_start(self, serialized: Any, messages: Any, *, run_id: UUID, **kwargs: Any) -> None:
-        """Take note of the time of a model run."""
+        """Note the time of a model run."""
         self._recorder.begin(run_id)
 
     def on_llm_end(self, response: LLMResult, *, run_id: UUID, **kwargs: Any) -> None:

@@ -76,8 +76,8 @@ class RAGCacheRetriever(HoldsHandles, BaseRetriever):
     drops what the next stage proves wrong; ``ragcache.speculation`` events tell of it. It needs to know the prompt:
     from ``engine.bind_prompt()``, or from the first request.
 
-    A ``compressor`` is the last stage: what goes into it are candidates, the first ``k`` of which are prefilled while
-    it works, as long as enough of them tend to be where it leaves them. That is not so of a
+    A ``compressor`` is the last stage: its input are candidates. The first ``k`` candidates are prefilled while it
+    works, as long as enough of them tend to be where it leaves them. That is not so of a
     ``ContextualCompressionRetriever`` around this retriever, whose own result counts as final here.
 
     ``filter`` and ``k`` are the retriever's, or those of ``search_kwargs``, or of a call, which wins:

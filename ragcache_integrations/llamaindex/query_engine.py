@@ -80,7 +80,7 @@ class RAGCacheQueryEngine(BaseQueryEngine):
         streaming: whether the answer is a stream.
         speculate_postprocessed: whether the candidates of each stage go through the post-processors too, in another
             thread, which publish their events each time. They depend on nothing but their input then. Without it there
-            is no speculation where there are post-processors: it would be from documents that nobody asked to read.
+            is no speculation where there are post-processors: it would be from documents that are not to be read.
         search_timeout_s: the longest that a search may take; by default the retriever's own, a minute for one of
             another kind.
         chunk_reuse: whether, and how, documents are reused behind others than they were computed behind, which is

@@ -57,8 +57,8 @@ class RAGCacheRetriever(BaseRetriever):
 
     A query is embedded by the store, or by ``embed_model`` where LlamaIndex embedded the nodes. After each stage of the
     search a :class:`RetrievalStageEvent` is published; the nodes returned are those of the last one, which is the
-    answer of the unmodified index. The ``engine`` recognises the documents in later requests, whoever lays out the
-    prompt. An empty store has no nodes, and one with fewer than ``similarity_top_k`` returns all.
+    answer of the unmodified index. The ``engine`` recognises the documents in later requests, in any layout of
+    the prompt. An empty store has no nodes, and one with fewer than ``similarity_top_k`` returns all.
 
     The engine also prefills the prompt's beginning with the documents of each stage while the search goes on, and drops
     what the next stage proves wrong; a :class:`SpeculationEvent` tells of it. It needs to know the prompt: from

@@ -68,7 +68,7 @@ class StagedSearch(Generic[Shown]):
     Attributes:
         query: the question.
         k: the number of documents to return.
-        stages: returns the stages of a search for so many documents.
+        stages: returns the stages of a search for a number of documents.
         view: the framework's documents.
         options: the retriever's settings.
         engine: the retriever's engine, if it has one.

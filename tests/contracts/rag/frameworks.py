@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from llama_index.core import PromptTemplate
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.base.response.schema import AsyncStreamingResponse, StreamingResponse
+from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers.base import BaseEventHandler
 from llama_index.core.instrumentation.events import BaseEvent
 from llama_index.core.llms.mock import MockLLM
@@ -31,13 +33,15 @@ from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from llama_index.core.tools import FunctionTool, QueryEngineTool
+from llama_index.core.vector_stores.types import VectorStoreQuery
 from llama_index.core.workflow import StartEvent, StopEvent, Workflow, step
-from pydantic import ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from ragcache_core.client import Engine
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt
 from ragcache_core.client.stats.cache_summary import CacheSummary
 from ragcache_core.prompt import PromptLayout
+from ragcache_core.retrieval import DocumentStore
 from ragcache_core.types import Document
 from ragcache_integrations import langchain, llamaindex
 from tests.support.scripted_source import QUESTION, ScriptedSource, Stage
@@ -170,6 +174,19 @@ async def _invoke_under_astream_events(run: Runnable[Any, Any], given: Any, conf
     return await _astream_events(RunnableLambda(call), given, config)
 
 
+LANGCHAIN_WAYS = [
+    _invoke,
+    _ainvoke,
+    _stream,
+    _astream,
+    _batch,
+    _abatch,
+    _astream_events,
+    _invoke_under_astream_events,
+]
+"""Every way to run a Runnable; takes it, its input and its configuration, and returns the text."""
+
+
 class _LangChainReranker(BaseDocumentCompressor):
     model_config = ConfigDict(arbitrary_types_allowed=True)
     choose: Callable[[list[str]], list[str]]
@@ -203,8 +220,8 @@ class LangChain(_Framework):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        ways = [_invoke, _ainvoke, _stream, _astream, _batch, _abatch, _astream_events, _invoke_under_astream_events]
-        self.asks = {way.__name__[1:]: way for way in ways}
+        self.asks = {way.__name__[1:]: way for way in LANGCHAIN_WAYS}
+        self.recorder: langchain.TraceCallbackHandler | None = None
         self.answers = {name: partial(self._run, way) for name, way in self.asks.items()}
         self.restart()
 
@@ -217,9 +234,12 @@ class LangChain(_Framework):
         """Return what the framework's handler has summed up."""
         return self.handler.summary()
 
+    def _callbacks(self, *handlers: BaseCallbackHandler) -> list[BaseCallbackHandler]:
+        return [*handlers, self.handler, *([self.recorder] if self.recorder else [])]
+
     async def _run(self, way: Any, run: Runnable[Any, Any], given: Any) -> Answer:
         recorder = _Recorder(self.events)
-        text = await way(run, given, {"callbacks": [recorder, self.handler]})
+        text = await way(run, given, {"callbacks": self._callbacks(recorder)})
         return Answer(text, recorder.stats)
 
     def model(self, **settings: Any) -> Any:
@@ -239,6 +259,34 @@ class LangChain(_Framework):
         """Return the setting of a model that gives it a cache of answers."""
         return {"cache": answers}
 
+    def vector_store(self, path: Path, embedder: Any, **options: Any) -> Any:
+        """Return the framework's vector store in a folder."""
+        return langchain.StagedFAISS.open_or_create(path, embedder, **options)
+
+    def documents_of(self, store: Any) -> DocumentStore:
+        """Return the document store of a vector store."""
+        core: DocumentStore = store.store
+        return core
+
+    async def add(self, store: Any, texts: Mapping[str, str], metadata: Any = None, *, is_async: bool = False) -> Any:
+        """Store texts by id and return the ids."""
+        documents = [LangChainDocument(id=i, page_content=t, metadata=metadata or {}) for i, t in texts.items()]
+        return await store.aadd_documents(documents) if is_async else store.add_documents(documents)
+
+    async def remove(self, store: Any, ids: list[str], *, is_async: bool = False) -> None:
+        """Remove documents."""
+        _ = await store.adelete(ids) if is_async else store.delete(ids)
+
+    async def get(self, store: Any, ids: list[str], *, is_async: bool = False) -> dict[str, tuple[str, Any]]:
+        """Return the texts and the metadata of documents by id."""
+        found = await store.aget_by_ids(ids) if is_async else store.get_by_ids(ids)
+        return {d.id: (d.page_content, d.metadata) for d in found}
+
+    async def search(self, store: Any, question: str, k: int, *, is_async: bool = False) -> list[str]:
+        """Return the ids of the nearest documents."""
+        found = await store.asimilarity_search(question, k) if is_async else store.similarity_search(question, k)
+        return [d.id for d in found]
+
     async def ask(self, way: str, model: Any, prompt: Prompt, **call: Any) -> Answer:
         """Ask a model in one of ``asks``."""
         return await self._run(self.asks[way], model.bind(**call) if call else model, _messages(prompt))
@@ -254,7 +302,7 @@ class LangChain(_Framework):
         return langchain.RAGCacheRetriever(store=source, engine=engine, k=k, compressor=reranker, **settings)
 
     def other_retriever(self, *documents: Document) -> Any:
-        """Return a retriever of somebody else's that finds these documents."""
+        """Return a retriever of another make that finds these documents."""
         return _LangChainList(found=[langchain.to_langchain(d) for d in documents])
 
     def reranker(self, choose: Any, once: Callable[[], bool] = lambda: True) -> Any:
@@ -263,7 +311,7 @@ class LangChain(_Framework):
 
     async def find(self, retriever: Any, *, is_async: bool = False, question: str = QUESTION) -> list[str]:
         """Return the ids of the documents that a retriever finds."""
-        config: Any = {"callbacks": [_Recorder(self.events), self.handler]}
+        config: Any = {"callbacks": self._callbacks(_Recorder(self.events))}
         if is_async:
             return [d.id for d in await retriever.ainvoke(question, config)]
         return [d.id for d in await asyncio.to_thread(retriever.invoke, question, config)]
@@ -278,6 +326,23 @@ class LangChain(_Framework):
             format_docs=partial(langchain.format_documents, layout=layout),
             **settings,
         )
+
+    def open_answer(self, pair: Any, *, is_async: bool) -> Any:
+        """Return the texts of a pair's streamed answer as they come."""
+        if is_async:
+            return (chunk.text async for chunk in pair.astream(QUESTION))
+        return (chunk.text for chunk in pair.stream(QUESTION))
+
+    @contextmanager
+    def recording(self, path: Path) -> Iterator[None]:
+        """Record the requests in a trace."""
+        with langchain.TraceCallbackHandler(path) as self.recorder:
+            yield
+        self.recorder = None
+
+    async def structured(self, model: Any, schema: type[BaseModel], question: str) -> Any:
+        """Return an answer as an instance of ``schema``."""
+        return await model.with_structured_output(schema).ainvoke(question)
 
     def chain(self, retriever: Any, model: Any, prompt: Any = None) -> Callable[[str], Answer]:
         """Return the framework's own chain, or query engine, over a retriever and a model."""
@@ -426,6 +491,28 @@ class LlamaIndex(_Framework):
     def cached_by(self, answers: Any) -> dict[str, Any]:
         return {"answer_cache": answers}
 
+    def vector_store(self, path: Path, embedder: Any, **options: Any) -> Any:
+        return llamaindex.StagedFAISSVectorStore(path, embedder=embedder, **options)
+
+    def documents_of(self, store: Any) -> DocumentStore:
+        core: DocumentStore = store.client
+        return core
+
+    async def add(self, store: Any, texts: Mapping[str, str], metadata: Any = None, *, is_async: bool = False) -> Any:
+        nodes = [TextNode(id_=i, text=t, metadata=metadata or {}) for i, t in texts.items()]
+        return await store.async_add(nodes) if is_async else store.add(nodes)
+
+    async def remove(self, store: Any, ids: list[str], *, is_async: bool = False) -> None:
+        await store.adelete_nodes(ids) if is_async else store.delete_nodes(ids)
+
+    async def get(self, store: Any, ids: list[str], *, is_async: bool = False) -> dict[str, tuple[str, Any]]:
+        nodes = await store.aget_nodes(ids) if is_async else store.get_nodes(ids)
+        return {n.node_id: (n.get_content(), n.metadata) for n in nodes}
+
+    async def search(self, store: Any, question: str, k: int, *, is_async: bool = False) -> list[str]:
+        query = VectorStoreQuery(query_str=question, similarity_top_k=k)
+        return (await store.aquery(query) if is_async else store.query(query)).ids
+
     async def ask(self, way: str, model: Any, prompt: Prompt, **call: Any) -> Answer:
         return await self.asks[way](model, prompt, **call)
 
@@ -522,6 +609,30 @@ class LlamaIndex(_Framework):
     async def _in_a_workflow(self, make: Any, question: str) -> Answer:
         response = await _OneStep(make(streaming=True)).run(question=question)
         return Answer(str(response), response.metadata["ragcache"])
+
+    def open_answer(self, pair: Any, *, is_async: bool) -> Any:
+        async def tokens() -> AsyncGenerator[str, None]:
+            response = await pair(streaming=True).aquery(QUESTION)
+            try:
+                async for token in response.response_gen:
+                    yield token
+            finally:
+                await response.response_gen.aclose()
+
+        return tokens() if is_async else pair(streaming=True).query(QUESTION).response_gen
+
+    @contextmanager
+    def recording(self, path: Path) -> Iterator[None]:
+        handler = llamaindex.TraceEventHandler(path=path)
+        get_dispatcher().add_event_handler(handler)
+        try:
+            yield
+        finally:
+            get_dispatcher().event_handlers.remove(handler)
+            handler.close()
+
+    async def structured(self, model: Any, schema: type[BaseModel], question: str) -> Any:
+        return await model.astructured_predict(schema, PromptTemplate("{question}"), question=question)
 
     def chain(self, retriever: Any, model: Any, prompt: Any = None) -> Callable[[str], Answer]:
         engine = RetrieverQueryEngine.from_args(retriever, llm=model, text_qa_template=prompt)

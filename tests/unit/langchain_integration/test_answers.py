@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from langchain_core.caches import BaseCache
+from langchain_core.caches import BaseCache, InMemoryCache
 from langchain_core.documents import Document
 from langchain_core.language_models.fake import FakeListLLM
 from langchain_core.messages import AIMessage, HumanMessage
@@ -122,3 +122,15 @@ def test_an_llm_of_another_make_and_many_threads_may_share_one(
     first = chain.invoke(QUESTION)
     with ThreadPoolExecutor(8) as threads:
         assert set(threads.map(chain.invoke, [QUESTION, NEAR] * 10)) == {first}
+
+
+@pytest.mark.parametrize(
+    ("name", "values"), [("chunk_reuse", (None, True, False, {"alpha": 2})), ("deduplicate", (False, True))]
+)
+def test_langchains_own_cache_tells_settings_apart(
+    engine: Engine, server: ScriptedServer, name: str, values: tuple[Any, ...]
+) -> None:
+    cache = InMemoryCache()
+    for value in values * 2:
+        ChatRAGCache(engine=engine, cache=cache, streaming=False, **{name: value}).invoke(QUESTION)
+    assert len(server.requests) == len(values)

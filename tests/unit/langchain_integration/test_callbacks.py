@@ -9,7 +9,6 @@ from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import UsageMetadataCallbackHandler
 from langchain_core.messages import AIMessageChunk, HumanMessage
 from langchain_core.outputs import ChatGeneration, LLMResult
-from langchain_core.runnables import RunnableLambda
 
 from ragcache_core import Document
 from ragcache_core.client import Engine
@@ -24,23 +23,6 @@ QUESTIONS = [f"{SUN.text} What is planet number {i}?" for i in range(8)]
 
 def config(*handlers: CacheStatsCallbackHandler) -> Any:
     return {"callbacks": list(handlers)}
-
-
-async def test_every_way_to_run_a_chain_is_seen(llm: ChatRAGCache) -> None:
-    handler = CacheStatsCallbackHandler()
-    chain = RunnableLambda[str, list[HumanMessage]](lambda question: [HumanMessage(question)]) | llm
-    chain.invoke("one", config(handler))
-    await chain.ainvoke("one", config(handler))
-    chain.batch(["one", "two"], config(handler))
-    await chain.abatch(["one", "two"], config(handler))
-    list(chain.stream("one", config(handler)))
-    [c async for c in chain.astream("one", config(handler))]
-    [e async for e in chain.astream_events("one", config(handler), version="v2")]
-
-    summary = handler.summary()
-    assert summary.num_requests == 9
-    assert len(summary.ttft_s) == 3
-    assert summary.num_unfinished == 0
 
 
 def test_the_usage_handler_of_langchain_sums_cached_tokens(llm: ChatRAGCache) -> None:
@@ -93,26 +75,6 @@ def test_reset_forgets_everything_and_runs_are_bounded(llm: ChatRAGCache) -> Non
     handler.reset()
     assert handler.summary() == CacheSummary()
     assert handler.runs == []
-
-
-async def test_the_requests_of_a_chain_are_recorded_as_a_trace_without_text(
-    llm: ChatRAGCache, server: ScriptedServer, tmp_path: Path
-) -> None:
-    path = tmp_path / "mine.jsonl"
-    server.script(Refusal(400, "no"))
-    with TraceCallbackHandler(path) as recording:
-        config: Any = {"callbacks": [recording]}
-        with pytest.raises(RAGCacheError):
-            llm.invoke(QUESTIONS[0], config, documents=[SUN])
-        answers = [llm.invoke(QUESTIONS[1], config, documents=[SUN]), await llm.ainvoke("Who?", config)]
-        assert list(llm.stream(QUESTIONS[2], config, documents=[SUN]))
-    trace = list(read_trace(path))
-    assert [request.doc_ids for request in trace] == [("sun",), (), ("sun",)]
-    for request, answer in zip(trace, answers, strict=False):
-        assert answer.usage_metadata is not None
-        assert sum(request.doc_tokens) + request.question_tokens == answer.usage_metadata["input_tokens"]
-        assert request.output_tokens == answer.usage_metadata["output_tokens"]
-    assert "planet" not in path.read_text()
 
 
 async def test_answers_of_langchains_own_cache_are_no_requests(

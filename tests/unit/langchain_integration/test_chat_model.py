@@ -1,28 +1,41 @@
+from __future__ import annotations
+
 import json
 from collections.abc import Sequence
+from typing import Any
 
+import openai
 import pytest
+from langchain.agents import create_agent
+from langchain.agents.middleware import SummarizationMiddleware
 from langchain_core.documents import Document as LangChainDocument
+from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage
-from langchain_core.tools import tool
+from langchain_core.runnables import RunnableLambda
+from langchain_tests.unit_tests import ChatModelUnitTests
 from pydantic import BaseModel
 
 from ragcache_core import Document
 from ragcache_core.client import Engine
+from ragcache_core.errors import (
+    ConfigError,
+    EngineUnreachableError,
+)
 from ragcache_core.stats import request_stats_from_dict
 from ragcache_integrations.langchain import ChatRAGCache
-from tests.support.scripted_server import ScriptedServer
+from tests.support.scripted_server import Reply, ScriptedServer
 
 SUN = Document("sun", "The sun is a star, and every planet goes around it in its own time.", {"page": 3})
+
+
 MOON = Document("moon", "The moon goes around the earth once in a month, and it has no light.")
+
+
 ASKED = [SystemMessage("Answer."), HumanMessage(f"{SUN.text}\n\n{MOON.text}\n\nWhat is the sun?")]
 
 
 def ids_on_the_wire(server: ScriptedServer) -> list[str]:
     return [document["id"] for document in server.requests[-1].documents]
-
-
-# Statistics
 
 
 def test_an_answer_reports_cached_tokens_and_the_statistics_of_its_request(llm: ChatRAGCache) -> None:
@@ -60,22 +73,10 @@ def test_only_the_last_chunk_of_a_stream_has_the_statistics(llm: ChatRAGCache) -
     assert whole.response_metadata["model_name"] == "scripted-model"
 
 
-async def test_batches_report_the_statistics_of_each_request(llm: ChatRAGCache) -> None:
-    answers = [*llm.batch(["one", "two two"]), *await llm.abatch(["one", "two two"])]
-
-    assert [a.content for a in answers] == ["You said: one", "You said: two two"] * 2
-    for answer in answers:
-        assert answer.usage_metadata is not None
-        assert answer.response_metadata["ragcache"]["num_output_tokens"] == answer.usage_metadata["output_tokens"]
-
-
 def test_a_stream_without_usage_still_ends_in_statistics(llm: ChatRAGCache) -> None:
     last = list(llm.stream("hello", stream_usage=False))[-1]
     assert last.response_metadata["ragcache"]["ttft_s"] > 0
     assert last.usage_metadata is None
-
-
-# Documents
 
 
 @pytest.mark.parametrize(
@@ -117,15 +118,6 @@ def test_something_else_than_a_document_is_refused(llm: ChatRAGCache) -> None:
         llm.invoke("hello", documents=["just text"])
 
 
-@tool
-def search(query: str) -> str:
-    """Search."""
-    return f"found {query}"
-
-
-# Tools and structured output
-
-
 def test_structured_output_asks_for_a_grammar_by_default(llm: ChatRAGCache, server: ScriptedServer) -> None:
     class Planet(BaseModel):
         name: str
@@ -135,9 +127,6 @@ def test_structured_output_asks_for_a_grammar_by_default(llm: ChatRAGCache, serv
     response_format = server.requests[-1].body["response_format"]
     assert response_format["type"] == "json_schema"
     assert set(response_format["json_schema"]["schema"]["properties"]) == {"name", "moons"}
-
-
-# Settings
 
 
 def test_a_key_never_shows(engine: Engine) -> None:
@@ -168,3 +157,79 @@ def sum_of(chunks: Sequence[AIMessage]) -> AIMessageChunk:
     for chunk in rest:
         whole = whole + chunk
     return whole
+
+
+def test_handlers_for_openais_errors_catch_those_that_no_answer_caused(engine: Engine, server: ScriptedServer) -> None:
+    def second(_: object) -> str:
+        return "the other model"
+
+    def answered_by(llm: ChatRAGCache, error: type[Exception], question: str = "hello") -> str:
+        return str(llm.with_fallbacks([RunnableLambda(second)], exceptions_to_handle=(error,)).invoke(question))
+
+    nothing_there = ChatRAGCache(base_url="http://127.0.0.1:1", model="a-model")
+    slow = ChatRAGCache(engine=engine, timeout=0.05)
+    server.script(Reply("late", wait_s=60))
+    assert answered_by(nothing_there, openai.APIConnectionError) == "the other model"
+    assert answered_by(slow, openai.APITimeoutError) == "the other model"
+    assert answered_by(ChatRAGCache(engine=engine), openai.BadRequestError, "word " * 4000) == "the other model"
+    with pytest.raises(EngineUnreachableError):
+        answered_by(nothing_there, openai.RateLimitError)
+
+
+@pytest.mark.parametrize("name", ["use_responses_api", "use_previous_response_id"])
+def test_the_responses_api_is_refused_by_name(engine: Engine, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is True, but the Responses API"):
+        ChatRAGCache(engine=engine, **{name: True})
+
+
+def test_no_setting_leads_to_the_responses_api(engine: Engine, server: ScriptedServer) -> None:
+    ChatRAGCache(engine=engine, use_responses_api=None, output_version="responses/v1").invoke("hello")
+    assert server.requests[-1].path == "/v1/chat/completions"
+
+
+class Founder(BaseModel):
+    name: str
+
+
+@pytest.fixture(params=["engine", "base_url"])
+def model(request: pytest.FixtureRequest, engine: Engine, server: ScriptedServer) -> ChatRAGCache:
+    if request.param == "engine":
+        return ChatRAGCache(engine=engine)
+    joined = ChatRAGCache(base_url=server.base_url, api_key="test-key")
+    joined.connect()
+    return joined
+
+
+def test_a_profile_knows_the_window_and_the_abilities(model: ChatRAGCache) -> None:
+    assert model.profile == {"structured_output": True, "tool_calling": True, "max_input_tokens": 2048}
+    assert SummarizationMiddleware(model=model, trigger=("fraction", 0.5))
+
+
+def test_a_profile_of_the_user_wins(engine: Engine) -> None:
+    assert ChatRAGCache(engine=engine, profile={"structured_output": False}).profile == {"structured_output": False}
+
+
+def test_an_agent_has_the_grammar_enforce_its_response_format(model: ChatRAGCache, server: ScriptedServer) -> None:
+    agent: Any = create_agent(model, response_format=Founder)
+    answer = agent.invoke({"messages": [HumanMessage("Who is 'Clara'?")]})
+    assert answer["structured_response"] == Founder(name="Clara")
+    assert server.requests[-1].body["response_format"]["type"] == "json_schema"
+    assert not server.requests[-1].body.get("tools")
+
+
+class TestStandardUnit(ChatModelUnitTests):
+    @property
+    def chat_model_class(self) -> type[BaseChatModel]:
+        return ChatRAGCache
+
+    @property
+    def chat_model_params(self) -> dict[str, Any]:
+        return {"base_url": "http://127.0.0.1:1/v1", "model": "a-model"}
+
+    @property
+    def init_from_env_params(self) -> tuple[dict[str, str], dict[str, Any], dict[str, Any]]:
+        return (
+            {"RAGCACHE_BASE_URL": "http://127.0.0.1:1/v1", "RAGCACHE_API_KEY": "a-key", "OPENAI_API_KEY": "not-ours"},
+            {"model": "a-model"},
+            {"openai_api_base": "http://127.0.0.1:1/v1", "openai_api_key": "a-key", "model_name": "a-model"},
+        )

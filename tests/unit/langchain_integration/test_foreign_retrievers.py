@@ -71,17 +71,6 @@ def test_documents_without_ids_are_named_by_their_text(llm: ChatRAGCache) -> Non
     assert named(chain.invoke(QUESTION)) == {name}
 
 
-def test_a_chain_that_shows_documents_in_other_words_is_told_though_another_did_not(
-    llm: ChatRAGCache, store: InMemoryVectorStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    chain_of(store.as_retriever() | shown_as_is, llm).invoke(QUESTION)
-    shouting = chain_of(store.as_retriever() | (lambda found: shown_as_is(found).upper() * 4), llm)
-    for _ in range(4):
-        shouting.invoke(QUESTION)
-    (told,) = caplog.messages
-    assert "page_content unchanged" in told
-
-
 def test_a_retriever_that_returns_no_documents_harms_nothing(llm: ChatRAGCache) -> None:
     chain = chain_of(Listed(found=["no document"]) | (lambda found: found[0]), llm)
     assert named(chain.invoke(QUESTION)) == set()

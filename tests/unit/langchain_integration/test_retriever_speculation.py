@@ -19,7 +19,7 @@ from ragcache_core.client import Engine
 from ragcache_core.retrieval import DocumentStore, TfidfSvdEmbedder, pgvector_stages
 from ragcache_integrations.langchain import CacheStatsCallbackHandler, ChatRAGCache, RAGCacheRetriever
 from tests.support.postgres import pgvector_server
-from tests.support.scripted_server import Reply, ScriptedServer
+from tests.support.scripted_server import ScriptedServer
 from tests.support.scripted_source import DOCUMENTS, QUESTION, Stage
 
 Eventually = Callable[[Callable[[], bool]], bool]
@@ -27,7 +27,6 @@ pytestmark = pytest.mark.usefixtures("idle")
 
 STATIC = "Answer the question from the documents, and say no more than they do. Be brief, and do not guess."
 PROMPT = ChatPromptTemplate.from_messages([("system", STATIC), ("human", "{context}\n\nQuestion: {question}")])
-ENDLESS = Reply("word " * 100_000, token_wait_s=0.002)
 
 
 def format_docs(documents: list[LangChainDocument]) -> str:
@@ -38,15 +37,6 @@ def chain_of(retriever: RAGCacheRetriever, llm: ChatRAGCache) -> Runnable[str, s
     """Return a chain with nothing in it but LangChain's own words."""
     parts = {"context": retriever | format_docs, "question": RunnablePassthrough()}
     return parts | PROMPT | llm | StrOutputParser()
-
-
-async def run(chain: Runnable[Any, Any], is_async: bool, config: Any = None) -> Any:
-    return (
-        await chain.ainvoke(QUESTION, config) if is_async else await asyncio.to_thread(chain.invoke, QUESTION, config)
-    )
-
-
-both_ways = pytest.mark.parametrize("is_async", [False, True])
 
 
 class OtherRetriever(BaseRetriever):

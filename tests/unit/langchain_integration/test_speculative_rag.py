@@ -1,5 +1,7 @@
 """Whole answers that are under way before the search has ended, in every way a Runnable can be run."""
 
+from __future__ import annotations
+
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable
@@ -14,6 +16,7 @@ from langchain_core.documents import Document as LangChainDocument
 from langchain_core.globals import set_llm_cache
 from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_core.output_parsers import StrOutputParser
+from langchain_core.prompt_values import StringPromptValue
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 
@@ -27,18 +30,23 @@ from ragcache_integrations.langchain import (
     format_documents,
     prompt_from_layout,
 )
+from tests.contracts.rag.frameworks import LANGCHAIN_WAYS
 from tests.support.scripted_server import Reply, ScriptedServer
 from tests.support.scripted_source import (
     DOCUMENTS,
     QUESTION,
+    ScriptedSource,
     Stage,
     expected,
-    once_answered,
 )
-from tests.unit.langchain_integration.ways import answered, each_way
 
+each_way = pytest.mark.parametrize("way", LANGCHAIN_WAYS)
 Eventually = Callable[[Callable[[], bool]], bool]
+
+
 pytestmark = pytest.mark.usefixtures("idle")
+
+
 ENDLESS = Reply("word " * 100_000, token_wait_s=0.002)
 
 
@@ -47,21 +55,7 @@ async def test_the_answer_is_that_of_an_ordinary_chain(way: Any, make_rag: Any, 
     rag = make_rag(Stage("moon sun"), Stage("sun moon"))
     context = rag.retriever | format_documents
     chain = {"context": context, "question": RunnablePassthrough()} | prompt_from_layout() | llm
-    assert await answered(way, rag) == await answered(way, chain)
-
-
-async def test_nothing_of_the_answer_comes_before_the_documents_are_final(
-    make_rag: Any, server: ScriptedServer
-) -> None:
-    events: list[str] = []
-    final = Stage("moon sun", once=once_answered(server, events))
-    rag = make_rag(Stage("moon sun"), final)
-    events.extend([chunk.content async for chunk in rag.astream(QUESTION)])
-    assert events[0] == "final"
-    assert "".join(events[1:]) == expected("moon", "sun")
-
-
-# The report
+    assert await way(rag, QUESTION, None) == await way(chain, QUESTION, None)
 
 
 def report_of(message: AIMessage) -> dict[str, Any]:
@@ -130,11 +124,11 @@ async def test_a_question_before_the_documents_is_as_good_as_one_behind_them(
     prompt = ChatPromptTemplate.from_messages([("human", "Question: {question}\n\n{context}")])
     rag = make_rag(Stage("moon"), Stage("moon", once=lambda: bool(generations())), prompt=prompt)
     text = DOCUMENTS["moon"].text
-    assert text in await answered(way, rag)
+    assert text in await way(rag, QUESTION, None)
     assert len(generations()) == 1
     assert caplog.records == []
     chain = {"context": rag.retriever | format_documents, "question": RunnablePassthrough()} | prompt | llm
-    assert text in await answered(way, chain)
+    assert text in await way(chain, QUESTION, None)
     assert ["put the context before the question" in r.getMessage() for r in caplog.records] == [True]
 
 
@@ -184,9 +178,6 @@ async def test_retriever_prompt_and_model_are_children_of_its_run(make_rag: Any)
     assert "pipeline" in events[-1]["data"]["output"].response_metadata["ragcache"]
 
 
-# What it is made of
-
-
 def test_a_mapping_carries_the_other_variables_of_the_prompt(make_rag: Any, generations: Any) -> None:
     prompt = ChatPromptTemplate.from_messages([("human", "{facts}\n{ask} Answer in {language}.")])
     rag = make_rag(
@@ -215,7 +206,7 @@ async def test_bound_arguments_of_the_model_are_those_of_the_speculation(
 ) -> None:
     bound = llm.bind(stop=["earth"]).with_config(tags=["bound"]).bind(max_tokens=7)
     rag = make_rag(Stage("moon"), Stage("moon", once=lambda: bool(generations())), llm=bound)
-    assert len((await answered(way, rag)).split()) == 7
+    assert len((await way(rag, QUESTION, None)).split()) == 7
     (seen,) = generations()
     assert (seen.body["stop"], seen.body["max_tokens"]) == (["earth"], 7)
 
@@ -225,7 +216,7 @@ async def test_format_docs_holds_up_no_event_loop(way: Any, make_rag: Any) -> No
     threads: list[int] = []
     stages = Stage("moon"), Stage("moon")
     rag = make_rag(*stages, format_docs=lambda docs: threads.append(threading.get_ident()) or format_documents(docs))
-    assert await answered(way, rag) == expected("moon")
+    assert await way(rag, QUESTION, None) == expected("moon")
     assert threads
     assert threading.get_ident() not in threads
 
@@ -284,3 +275,62 @@ def test_an_answer_from_langchains_own_cache_leaves_no_request_behind(
     finally:
         set_llm_cache(None)
     assert eventually(lambda: server.num_running == 0)
+
+
+def test_candidates_that_cannot_be_formatted_do_not_spoil_the_answer(make_rag: Any, generations: Any) -> None:
+    def fussy(documents: list[LangChainDocument]) -> str:
+        if documents[0].id == "mars":
+            raise KeyError("mars")
+        return format_documents(documents)
+
+    rag = make_rag(Stage("mars"), Stage("moon"), format_docs=fussy)
+    assert rag.invoke(QUESTION).content == expected("moon")
+    with pytest.raises(KeyError, match="mars"):
+        make_rag(Stage("mars"), format_docs=fussy).invoke(QUESTION)
+
+
+async def test_leaving_the_stream_of_a_bound_model_ends_the_request(
+    make_rag: Any, generations: Any, llm: ChatRAGCache, server: ScriptedServer, eventually: Eventually
+) -> None:
+    server.rules = (lambda _: ENDLESS,)
+    rag = make_rag(Stage("moon"), Stage("moon", once=lambda: bool(generations())), llm=llm.bind(temperature=0.5))
+    chunks = rag.astream(QUESTION)
+    async for chunk in chunks:
+        if chunk.content:
+            break
+    await chunks.aclose()
+    assert await asyncio.to_thread(eventually, lambda: server.num_running == 0)
+
+
+async def test_a_speculation_that_the_request_does_not_match_ends_with_its_first_token(
+    make_rag: Any, generations: Any, server: ScriptedServer, eventually: Eventually
+) -> None:
+    server.rules = (lambda _: ENDLESS,)
+    number = count()
+    prompt = RunnableLambda(lambda values: StringPromptValue(text=f"{next(number)} {values['context']}"))
+    rag = make_rag(Stage("moon"), Stage("moon", once=lambda: bool(generations())), prompt=prompt)
+    chunks = rag.astream(QUESTION)
+    async for chunk in chunks:
+        if chunk.content:
+            break
+    assert await asyncio.to_thread(eventually, lambda: server.num_running == 1)
+    speculation, asked = generations()
+    assert server.aborted == [speculation]
+    assert asked.speculation is None
+    await chunks.aclose()
+    assert await asyncio.to_thread(eventually, lambda: server.num_running == 0)
+
+
+def test_it_knows_what_its_prompt_shows_before_the_context(
+    make_rag: Any, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = [("system", "You are {persona}."), ("human", "{context}\n\nQuestion: {question}")]
+    prompt = ChatPromptTemplate.from_messages(template)
+    source = ScriptedSource((Stage("moon sun"),))
+    retriever = RAGCacheRetriever(store=source, engine=engine, k=2, document_order="cache_aware")
+    rag = make_rag(retriever=retriever, prompt=prompt)
+    rag.invoke({"question": QUESTION, "persona": "brief"})
+    assert rag._bound is not None
+    assert "before the documents" not in caplog.text
+    engine.bind_prompt(prompt, format_documents)
+    assert "'persona' before the documents" in caplog.text

@@ -1,8 +1,6 @@
 import inspect
-import math
 from collections.abc import Callable
-from datetime import UTC, datetime
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ from langchain_core.vectorstores import VectorStore
 from langchain_tests.integration_tests import VectorStoreIntegrationTests
 
 from ragcache_core.errors import ConfigError, RAGCacheError, StoreExistsError
-from ragcache_core.retrieval import DocumentStore, PrecomputedEmbedder
+from ragcache_core.retrieval import PrecomputedEmbedder
 from ragcache_integrations.langchain import RAGCacheRetriever, StagedFAISS, TfidfSvdEmbeddings
 
 TEXTS = ["The sun is a star.", "The moon is a moon.", "Mars is a red planet.", "A star shines in the night."]
@@ -55,21 +53,10 @@ def test_relevance_falls_from_one_towards_zero(store: StagedFAISS) -> None:
     assert all(0.0 <= s <= 1.0 for s in scores)
 
 
-def test_distances_ascend_and_similarities_descend(store: StagedFAISS) -> None:
-    scores = [s for _, s in store.similarity_search_with_score(TEXTS[0], 4)]
-    assert scores == sorted(scores, reverse=store.store.metric == "ip")
-
-
 async def test_the_last_stage_is_the_answer(store: StagedFAISS) -> None:
     updates = [u async for u in store.asimilarity_search_staged("Which star shines?", 2, stages=3)]
     assert [u.is_final for u in updates] == [False] * (len(updates) - 1) + [True]
     assert [d.doc_id for d in updates[-1].documents] == [d.id for d in store.similarity_search("Which star shines?", 2)]
-
-
-async def test_k_is_clamped(store: StagedFAISS) -> None:
-    assert len(store.similarity_search("star", k=100)) == 4
-    assert store.similarity_search("star", k=0) == []
-    assert len([u async for u in store.asimilarity_search_staged("star", 100)][-1].documents) == 4
 
 
 async def test_diverse_results_differ_from_the_nearest(tmp_path: Path) -> None:
@@ -80,14 +67,6 @@ async def test_diverse_results_differ_from_the_nearest(tmp_path: Path) -> None:
     assert {d.id for d in diverse} != {d.id for d in store.similarity_search("star", k=2)}
     assert await store.amax_marginal_relevance_search("star", k=2, fetch_k=4, lambda_mult=0.1) == diverse
     assert store.max_marginal_relevance_search("star", k=0) == []
-
-
-async def test_an_empty_store_answers_with_nothing(tmp_path: Path) -> None:
-    store = StagedFAISS.create(tmp_path / "store")
-    assert store.similarity_search("star") == await store.asimilarity_search("star") == []
-    assert store.max_marginal_relevance_search("star") == []
-    assert [u async for u in store.asimilarity_search_staged("star")] == []
-    assert store.add_texts([]) == []
 
 
 def test_documents_survive_in_their_folder(tmp_path: Path) -> None:
@@ -115,13 +94,6 @@ def test_the_same_text_twice_is_two_documents_unless_it_has_the_same_id(tmp_path
     assert store.add_texts(["same", "other"], ids=["x", "x"]) == ["x", "x"]
     assert [d.page_content for d in store.get_by_ids(["x"])] == ["other"]
     assert len(store.store) == 3
-
-
-def test_deleting_tells_whether_there_was_something(store: StagedFAISS) -> None:
-    assert store.delete(["a", "nothing"])
-    assert store.get_by_ids(["a"]) == []
-    assert store.delete() is True
-    assert store.similarity_search("star") == []
 
 
 def test_mismatched_metadata_and_ids_are_refused(store: StagedFAISS) -> None:
@@ -199,24 +171,6 @@ def test_texts_without_content_are_left_out_with_one_warning(
     plain = StagedFAISS.create(None, PrecomputedEmbedder())
     plain.add_texts(["one", "", "three"], ids=["1", "2", "3"], embeddings=vectors)
     assert [d.id for d in plain.similarity_search_by_vector(vectors[2], k=1)] == ["3"], "vectors keep their documents"
-
-
-def test_a_document_that_is_blank_now_takes_its_former_text_out_of_the_store(store: StagedFAISS) -> None:
-    assert store.add_texts(["", "The sun is hot."], ids=["a", "b"]) == ["a", "b"]
-    assert [d.page_content for d in store.get_by_ids(["a", "b"])] == ["The sun is hot."]
-
-
-def test_metadata_that_json_has_no_form_for_is_stored_in_a_plain_form(store: StagedFAISS) -> None:
-    day = datetime(2026, 5, 4, 12, 30, tzinfo=UTC)
-    metadata = {
-        "at": day, "day": day.date(), "score": np.float32(0.5), "count": np.int64(3), "nan": math.nan,
-        "path": PurePosixPath("a/b"), "tags": {"b", "a"}, "nested": {"times": [day.time()]}, 7: "seven",
-    }  # fmt: skip
-    store.add_documents([Document("text", id="x", metadata=metadata)])
-    assert store.get_by_ids(["x"])[0].metadata == {
-        "at": "2026-05-04T12:30:00+00:00", "day": "2026-05-04", "score": 0.5, "count": 3, "nan": None,
-        "path": "a/b", "tags": ["a", "b"], "nested": {"times": ["12:30:00"]}, "7": "seven",
-    }  # fmt: skip
 
 
 def test_langchains_index_keeps_its_record_of_blank_and_changed_documents(tmp_path: Path) -> None:
@@ -350,20 +304,3 @@ def test_an_argument_that_would_remove_all_documents_is_refused(store: StagedFAI
     with pytest.raises(ConfigError, match="delete.. knows no filter"):
         store.delete(filter={"n": 1})
     assert len(store.similarity_search("star", 9)) == 4
-
-
-async def test_documents_that_are_deleted_before_a_search_begins_are_not_missed(
-    store: StagedFAISS, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The length and the membership that a caller reads are of an older state than the one that is searched."""
-    monkeypatch.setattr(DocumentStore, "__len__", lambda _: 100)
-    monkeypatch.setattr(DocumentStore, "__contains__", lambda _, __: True)
-    retriever = RAGCacheRetriever(store=store, k=6)
-    for num_documents in (4, 1, 0):
-        assert len(store.similarity_search("star", 6)) == num_documents
-        assert len(await store.amax_marginal_relevance_search("star", 6)) == num_documents
-        assert len(retriever.invoke("star")) == len(await retriever.ainvoke("star")) == num_documents
-        assert len(store.get_by_ids(list("abcd"))) == num_documents
-        updates = [update async for update in store.asimilarity_search_staged("star", 6)]
-        assert sum(len(update.documents) for update in updates[-1:]) == num_documents
-        store.delete(["b", "c", "d"] if num_documents == 4 else ["a", "b"])

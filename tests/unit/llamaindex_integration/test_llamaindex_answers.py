@@ -17,9 +17,10 @@ from ragcache_integrations.llamaindex import (
     RAGCacheLLM,
     TfidfSvdEmbedding,
 )
+from tests.contracts.rag.frameworks import LlamaIndex
 from tests.support.scripted_server import ScriptedServer
 from tests.unit.llamaindex_integration.conftest import EventLog
-from tests.unit.llamaindex_integration.ways import Ask, every_way
+from tests.unit.llamaindex_integration.test_llamaindex_llm import WAYS
 
 TEXTS = {
     "ganymede": "Ganymede is the largest moon of Jupiter, larger than the planet Mercury.",
@@ -72,15 +73,14 @@ async def test_a_near_query_about_the_same_nodes_asks_no_engine(
     assert len(server.requests) == 2
 
 
-@every_way
+@pytest.mark.parametrize("way", WAYS)
 async def test_every_way_to_ask_looks_before_it_asks_and_keeps_what_it_got(
-    ask: Ask, llm: RAGCacheLLM, server: ScriptedServer
+    way: str, llm: RAGCacheLLM, server: ScriptedServer
 ) -> None:
-    text, told = await ask(llm)
-    assert "answer_cache" not in told["ragcache"]
-    again, told = await ask(llm)
-    assert again == text
-    assert told["ragcache"]["answer_cache"]["similarity"] == 1
+    first, again = [await LlamaIndex(llm.engine).ask(way, llm, QUESTION) for _ in range(2)]
+    assert "answer_cache" not in first.stats
+    assert again.text == first.text
+    assert again.stats["answer_cache"]["similarity"] == 1
     assert len(server.requests) == 1
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
+from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.instrumentation.events.llm import (
     LLMChatEndEvent,
     LLMChatInProgressEvent,
@@ -17,31 +20,27 @@ from llama_index.core.instrumentation.events.llm import (
     LLMCompletionEndEvent,
     LLMCompletionStartEvent,
 )
-from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
-from pydantic import BaseModel
 
 from ragcache_core.client import Engine
 from ragcache_core.errors import (
+    ConfigError,
+    PromptTooLongError,
     RequestRejectedError,
 )
 from ragcache_core.stats import request_stats_from_dict
-from ragcache_integrations.llamaindex import CacheStatsEvent, CacheStatsEventHandler, CacheSummary, RAGCacheLLM
-from tests.support.scripted_server import Refusal, Reply, ScriptedServer
-from tests.unit.llamaindex_integration.conftest import MODEL, EventLog
-from tests.unit.llamaindex_integration.ways import (
-    QUESTION,
-    STREAMED,
-    Ask,
-    acomplete,
-    astream_chat,
-    astream_complete,
-    chat,
-    complete,
-    every_way,
-    stream_chat,
-    stream_complete,
+from ragcache_integrations.llamaindex import (
+    CacheStatsEvent,
+    CacheStatsEventHandler,
+    RAGCacheLLM,
+    RAGCacheQueryEngine,
+    RAGCacheRetriever,
+    StagedFAISSVectorStore,
 )
+from tests.contracts.rag.frameworks import LlamaIndex
+from tests.support.scripted_server import Refusal, Reply, ScriptedServer
+from tests.support.scripted_source import ScriptedSource
+from tests.unit.llamaindex_integration.conftest import MODEL, EventLog
 
 
 async def test_llm_takes_model_limits_and_key_from_the_engine(llm: RAGCacheLLM, scripted: Engine) -> None:
@@ -52,20 +51,23 @@ async def test_llm_takes_model_limits_and_key_from_the_engine(llm: RAGCacheLLM, 
     assert llm.engine is scripted
 
 
-@every_way
-async def test_one_request_publishes_each_event_once(ask: Ask, llm: RAGCacheLLM, event_log: EventLog) -> None:
-    _, extra = await ask(llm)
+WAYS = [f"{prefix}{name}" for name in ("chat", "complete") for prefix in ("", "a", "stream_", "astream_")]
+
+
+@pytest.mark.parametrize("ask", WAYS)
+async def test_one_request_publishes_each_event_once(ask: str, llm: RAGCacheLLM, event_log: EventLog) -> None:
+    stats = (await LlamaIndex(llm.engine).ask(ask, llm, QUESTION)).stats
     of_chat, of_text = (LLMChatStartEvent, LLMChatEndEvent), (LLMCompletionStartEvent, LLMCompletionEndEvent)
-    kinds = of_chat if "chat" in ask.__name__ else of_text
+    kinds = of_chat if "chat" in ask else of_text
     assert len(event_log.of(*of_chat, *of_text)) == len(event_log.of(*kinds)) == 2
     (event,) = event_log.of(CacheStatsEvent)
-    assert event.stats.to_dict() == extra["ragcache"]
+    assert event.stats.to_dict() == stats
     assert event.model == llm.model
     assert event.span_id == event_log.of(*kinds)[0].span_id is not None
 
 
 async def test_event_of_a_stream_comes_after_its_last_token(llm: RAGCacheLLM, event_log: EventLog) -> None:
-    await astream_chat(llm)
+    assert [r async for r in await llm.astream_chat(MESSAGES)]
     kinds = [type(e) for e in event_log.events]
     told = kinds.index(CacheStatsEvent)
     tokens = [e for e in event_log.of(LLMChatInProgressEvent) if e.response.delta]
@@ -76,50 +78,34 @@ async def test_stream_of_a_server_without_token_counts_still_ends_with_statistic
     scripted: Engine, event_log: EventLog
 ) -> None:
     llm = RAGCacheLLM(scripted, additional_kwargs={"stream_options": {"include_usage": False}})
-    text, extra = await stream_chat(llm)
-    assert text == f"You said: {QUESTION}"
-    assert extra["ragcache"]["ttft_s"] is not None
-    assert len(event_log.of(CacheStatsEvent)) == 1
-    assert (await astream_chat(llm))[0] == text
-
-
-async def test_handler_sums_up_the_requests(llm: RAGCacheLLM, event_log: EventLog) -> None:
-    await chat(llm)
-    await stream_chat(llm)
-    handler = CacheStatsEventHandler()
-    for event in event_log.events:
-        handler.handle(event)
-    first, second = event_log.of(CacheStatsEvent)
-    summary = handler.summary()
-    assert summary.num_requests == 2
-    assert summary.num_prompt_tokens == first.num_prompt_tokens + second.num_prompt_tokens
-    assert summary.num_computed_tokens == first.num_computed_tokens + second.num_computed_tokens
-    assert 0 < summary.hit_rate < 1
-    assert summary.mean_ttft_s == second.ttft_s
-    assert handler.last is second
-    assert str(handler) == str(summary)
-    handler.reset()
-    assert handler.summary() == CacheSummary()
-    assert CacheSummary().mean_ttft_s is None
-    assert CacheSummary().hit_rate == 0
+    for num_asked, way in enumerate(("stream_chat", "astream_chat"), 1):
+        answer = await LlamaIndex(scripted).ask(way, llm, QUESTION)
+        assert answer.text == f"You said: {QUESTION}"
+        assert answer.stats["ttft_s"] is not None
+        assert len(event_log.of(CacheStatsEvent)) == num_asked
 
 
 async def test_model_without_a_chat_template_is_asked_as_text(scripted: Engine, server: ScriptedServer) -> None:
     llm = RAGCacheLLM(scripted, is_chat_model=False, max_tokens=40)
-    await complete(llm)  # the prompt is in the cache from here on
-    for ask in (complete, acomplete, stream_complete, astream_complete):
-        text, extra = await ask(llm)
-        assert text == f"You said: {QUESTION}"
+    asked = LlamaIndex(scripted)
+    await asked.ask("complete", llm, QUESTION)  # the prompt is in the cache from here on
+    for way in ("complete", "acomplete", "stream_complete", "astream_complete"):
+        answer = await asked.ask(way, llm, QUESTION)
+        assert answer.text == f"You said: {QUESTION}"
         assert server.requests[-1].path == "/v1/completions"
-        stats = request_stats_from_dict(extra["ragcache"])
+        stats = request_stats_from_dict(answer.stats)
         assert 0 < stats.num_cached_tokens < stats.num_prompt_tokens
-        assert (stats.ttft_s is not None) == (ask in STREAMED)
+        assert (stats.ttft_s is not None) == ("stream" in way)
         server.script(Refusal(400, "no"))
         with pytest.raises(RequestRejectedError):
-            await ask(llm)
-    assert "You said" in (await chat(llm))[0]
+            await asked.ask(way, llm, QUESTION)
+    assert "You said" in str(llm.chat(MESSAGES).message.content)
     assert llm.complete("Hello?", use_chat_completions=True).text
     assert server.requests[-1].path == "/v1/chat/completions"
+
+
+QUESTION = "Who keeps the lighthouse of Zor when the winter storms come over the northern sea again?"
+MESSAGES = [ChatMessage(role="user", content=QUESTION)]
 
 
 def add(first: int, second: int) -> int:
@@ -128,21 +114,6 @@ def add(first: int, second: int) -> int:
 
 
 ADD = FunctionTool.from_defaults(add)
-
-
-async def test_tools_are_called_in_every_way(llm: RAGCacheLLM) -> None:
-    asked = "What is 3 and 4 together?"
-    responses = [
-        llm.chat_with_tools([ADD], user_msg=asked),
-        await llm.achat_with_tools([ADD], user_msg=asked),
-        list(llm.stream_chat_with_tools([ADD], user_msg=asked))[-1],
-        [r async for r in await llm.astream_chat_with_tools([ADD], user_msg=asked)][-1],
-    ]
-    for response in responses:
-        (call,) = llm.get_tool_calls_from_response(response)
-        assert (call.tool_name, call.tool_kwargs) == ("add", {"first": 3, "second": 4})
-        assert response.additional_kwargs["ragcache"]["num_prompt_tokens"] > 0
-    assert responses[2].additional_kwargs["ragcache"]["ttft_s"] is not None
 
 
 async def test_call_whose_name_and_arguments_come_in_one_chunk_is_whole(
@@ -181,16 +152,6 @@ async def test_calls_that_come_in_one_chunk_are_all_there(
     assert len({call.tool_id for call in calls}) == 2
 
 
-async def test_structured_output_follows_the_schema(llm: RAGCacheLLM) -> None:
-    class Keeper(BaseModel):
-        name: str
-        age: int
-
-    prompt = PromptTemplate("The keeper of Zor is 'Mel', {age} years old.")
-    assert llm.structured_predict(Keeper, prompt, age=41) == Keeper(name="Mel", age=41)
-    assert await llm.astructured_predict(Keeper, prompt, age=41) == Keeper(name="Mel", age=41)
-
-
 async def test_key_is_neither_shown_nor_published(
     server: ScriptedServer, scripted: Engine, event_log: EventLog
 ) -> None:
@@ -210,3 +171,72 @@ def test_room_without_llamaindex_names_what_to_install() -> None:
     assert run.returncode != 0
     assert "ConfigError: llama_index.core is not installed" in run.stderr
     assert 'pip install "ragcache[llamaindex]"' in run.stderr
+
+
+async def test_prompt_with_tools_that_is_too_long_is_refused_by_the_server(llm: RAGCacheLLM) -> None:
+    with pytest.raises(PromptTooLongError, match="2048"):
+        llm.chat_with_tools([FunctionTool.from_defaults(add)], user_msg="word " * 3000)
+
+
+@pytest.mark.parametrize("name", ["temprature", "top_k", "stop", "extra_body"])
+def test_an_argument_that_would_be_without_effect_is_refused(name: str, scripted: Engine) -> None:
+    with pytest.raises(ConfigError, match=f"RAGCacheLLM knows no '{name}': .* additional_kwargs="):
+        RAGCacheLLM(scripted, **{name: {"cache_salt": "tenant-a"}})
+
+
+async def test_what_openai_like_knows_is_taken(scripted: Engine, server: ScriptedServer) -> None:
+    llm = RAGCacheLLM(
+        scripted,
+        system_prompt="Be brief.",
+        reuse_client=True,
+        default_headers={"x-a": "b"},
+        additional_kwargs={"stop": ["zz"], "extra_body": {"cache_salt": "tenant-a"}},
+    )
+    llm.chat(MESSAGES, seed=1)
+    sent = server.requests[-1].body
+    assert (sent["stop"], sent["cache_salt"], sent["seed"]) == (["zz"], "tenant-a", 1)
+
+
+def test_an_llm_is_made_again_from_what_it_says_of_itself(llm: RAGCacheLLM, scripted: Engine) -> None:
+    described = llm.to_dict()
+    again = RAGCacheLLM.from_dict(described, engine=scripted)
+    assert again.engine is scripted
+    assert again.to_dict() == described
+    joined = RAGCacheLLM.from_dict(described)
+    assert joined.engine.base_url == scripted.base_url
+    joined.close()
+
+
+def test_shallow_copies_share_and_others_are_refused_by_name(llm: RAGCacheLLM, tmp_path: Path) -> None:
+    retriever = RAGCacheRetriever(ScriptedSource([]), llm.engine)
+    with StagedFAISSVectorStore(tmp_path / "store").client as store:
+        objects: list[tuple[Any, str]] = [
+            (llm, "RAGCacheLLM"),
+            (retriever, "Engine"),
+            (RAGCacheQueryEngine(retriever, llm), "Engine|RAGCacheLLM"),
+            (StagedFAISSVectorStore(store), "StagedFAISSVectorStore"),
+            (store, "DocumentStore"),
+            (RAGCacheRetriever(store), "DocumentStore"),
+            (CacheStatsEventHandler(), "CacheTally"),
+        ]
+        for each, name in objects:
+            for duplicate in (copy.deepcopy, pickle.dumps):
+                with pytest.raises(TypeError, match=f"({name}) holds"):
+                    duplicate(each)
+    assert llm.model_copy(update={"temperature": 0.5}).engine is llm.engine
+    assert copy.copy(llm).engine is llm.engine
+
+
+@pytest.mark.parametrize("settings", [{"n": 2}, {"extra_body": {"n": 2}}])
+async def test_several_answers_are_refused_where_one_text_is_returned(llm: RAGCacheLLM, settings: Any) -> None:
+    of_llm = llm.model_copy(update={"additional_kwargs": settings})
+    refused = "n is 2, but one text is returned"
+    for each, of_call in ((llm, settings), (of_llm, {})):
+        with pytest.raises(ConfigError, match=refused):
+            each.chat(MESSAGES, **of_call)
+        with pytest.raises(ConfigError, match=refused):
+            await each.achat(MESSAGES, **of_call)
+        with pytest.raises(ConfigError, match=refused):
+            each.complete(QUESTION, **of_call)
+        with pytest.raises(ConfigError, match=refused):
+            await each.acomplete(QUESTION, **of_call)

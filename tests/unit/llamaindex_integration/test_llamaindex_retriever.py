@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import threading
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 from llama_index.core import StorageContext, VectorStoreIndex
-from llama_index.core.instrumentation.events.retrieval import RetrievalEndEvent, RetrievalStartEvent
+from llama_index.core.postprocessor import SimilarityPostprocessor
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from llama_index.core.vector_stores import FilterOperator, MetadataFilter, MetadataFilters
 
+from ragcache_core.client import Engine
 from ragcache_core.errors import ConfigError, SearchError, SearchTimeoutError
 from ragcache_core.retrieval import MMR, DocumentStore
 from ragcache_core.types import Document, RetrievalUpdate
@@ -23,12 +26,11 @@ from ragcache_integrations.llamaindex import (
     RAGCacheLLM,
     RAGCacheQueryEngine,
     RAGCacheRetriever,
-    RetrievalStageEvent,
     StagedFAISSVectorStore,
     TfidfSvdEmbedding,
 )
-from tests.support.scripted_source import ScriptedSource, Stage
-from tests.unit.llamaindex_integration.conftest import EventLog
+from tests.support.scripted_source import DOCUMENTS, QUESTION, ScriptedSource, Stage
+from tests.support.waiting import until
 
 TEXTS = {
     "zor": "The lighthouse of Zor is kept by Mel Anvik since the great flood came over the northern cape.",
@@ -99,32 +101,6 @@ def test_impossible_settings_and_questions_say_why(store: DocumentStore) -> None
         RAGCacheRetriever(ScriptedSource((Stage("moon"),)), stages=4)
 
 
-async def test_every_stage_is_published(tmp_path: Path, event_log: EventLog) -> None:
-    rng = np.random.default_rng(0)
-    with DocumentStore.create(
-        tmp_path / "big", index="flat", embedder=TfidfSvdEmbedding(list(TEXTS.values()))
-    ) as store:
-        vectors = rng.standard_normal((4000, 128)).astype(np.float32)
-        store.add([Document(f"d{i}", f"document {i}") for i in range(4000)], embeddings=vectors)
-        retriever = RAGCacheRetriever(store, similarity_top_k=5, stages=4)
-        for is_async in (False, True):
-            event_log.events.clear()
-            query = QueryBundle("which?", embedding=vectors[17].tolist())
-            nodes = await retriever.aretrieve(query) if is_async else retriever.retrieve(query)
-            stages = event_log.of(RetrievalStageEvent)
-            assert [e.stage for e in stages] == [0, 1, 2, 3]
-            assert [e.is_final for e in stages] == [False, False, False, True]
-            assert all(len(e.document_ids) == len(e.scores) <= 5 and e.query == "which?" for e in stages)
-            assert list(stages[-1].document_ids) == [n.node.node_id for n in nodes]
-            assert list(stages[-1].scores) == [n.score for n in nodes]
-            assert nodes[0].node.node_id == "d17"
-            assert len({e.span_id for e in stages}) == 1
-            assert stages[0].span_id is not None
-            (start,), (end,) = event_log.of(RetrievalStartEvent), event_log.of(RetrievalEndEvent)
-            order = [event_log.events.index(e) for e in (start, *stages, end)]
-            assert order == sorted(order)
-
-
 async def test_nodes_that_llamaindex_embedded_are_found_with_its_model(tmp_path: Path, llm: RAGCacheLLM) -> None:
     embed_model = TfidfSvdEmbedding(list(TEXTS.values()), dimension=16)
     vector_store = StagedFAISSVectorStore(tmp_path / "store")
@@ -142,9 +118,6 @@ async def test_nodes_that_llamaindex_embedded_are_found_with_its_model(tmp_path:
     response = await RAGCacheQueryEngine(retriever, llm).aquery("Who is a pilot born in Nalna?")
     assert "Document: kind: x\n\nMel Anvik is a pilot" in str(response)
     vector_store.close()
-
-
-# Sources, and what the engine does meanwhile
 
 
 @pytest.mark.parametrize(
@@ -180,3 +153,82 @@ async def test_the_embedding_of_a_query_is_part_of_the_search(store: DocumentSto
         with pytest.raises(SearchTimeoutError):
             await retrieve("Who is a pilot?")
     is_over.set()
+
+
+pytestmark = pytest.mark.usefixtures("idle")
+
+
+class Reranker(BaseNodePostprocessor):
+    """Returns what ``choose`` makes of the nodes, once ``once`` holds."""
+
+    choose: Callable[[list[NodeWithScore]], Any]
+    once: Callable[[], bool] = lambda: True
+
+    def _postprocess_nodes(self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None) -> Any:
+        assert query_bundle is not None
+        assert query_bundle.query_str == QUESTION
+        until(self.once)
+        return self.choose(list(nodes))
+
+
+def named(*doc_ids: str) -> Callable[[list[NodeWithScore]], list[NodeWithScore]]:
+    def choose(nodes: list[NodeWithScore]) -> list[NodeWithScore]:
+        by_id = {n.node.node_id: n.node for n in nodes}
+        return [NodeWithScore(node=by_id[doc_id], score=9.0 - rank) for rank, doc_id in enumerate(doc_ids)]
+
+    return choose
+
+
+@pytest.fixture
+def make(scripted: Engine) -> Callable[..., RAGCacheRetriever]:
+    """Makes a retriever that reranks three nodes, of which one stage names all."""
+
+    def made(choose: Any, once: Callable[[], bool] = lambda: True, **settings: Any) -> RAGCacheRetriever:
+        source = ScriptedSource((Stage("moon sun mars"),))
+        rerankers = [Reranker(choose=choose, once=once)]
+        return RAGCacheRetriever(source, scripted, node_postprocessors=rerankers, **{"num_candidates": 3, **settings})
+
+    return made
+
+
+def ids_of(nodes: list[NodeWithScore]) -> list[str]:
+    return [n.node.node_id for n in nodes]
+
+
+def test_llamaindexs_own_cutoff_leaves_out_what_is_not_near(make: Any, scripted: Engine) -> None:
+    source = ScriptedSource((Stage("moon sun mars"),))  # their distances are 0, 1, 2
+    cutoff = SimilarityPostprocessor(similarity_cutoff=0.6)
+    assert ids_of(
+        RAGCacheRetriever(source, scripted, node_postprocessors=[cutoff], num_candidates=3).retrieve(QUESTION)
+    ) == ["moon"]
+
+
+def test_what_a_reranker_invents_is_returned_and_told_once(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    invented = NodeWithScore(node=TextNode(id_="summary", text="All of them are in the sky."), score=1.0)
+    retriever = make(lambda nodes: [invented, nodes[0]])
+    with caplog.at_level(logging.WARNING, "ragcache_core"):
+        found = [ids_of(retriever.retrieve(QUESTION)) for _ in range(2)]
+    assert found == [["summary", "moon"]] * 2
+    (told,) = caplog.messages
+    assert "Reranker returned 1 documents that it was not given, 'summary' first" in told
+
+
+def test_a_changed_text_is_returned_with_its_nodes_id(make: Any) -> None:
+    def shorten(nodes: list[NodeWithScore]) -> list[NodeWithScore]:
+        return [NodeWithScore(node=TextNode(id_=n.node.node_id, text=n.node.get_content()[:9])) for n in nodes]
+
+    node = make(shorten).retrieve(QUESTION)[0].node
+    assert (node.node_id, node.get_content()) == ("moon", DOCUMENTS["moon"].text[:9])
+
+
+@pytest.mark.parametrize("found", [None, "moon", [3]])
+def test_what_is_no_list_of_nodes_is_an_error(found: Any, make: Any) -> None:
+    with pytest.raises(SearchError, match="return a list of NodeWithScore"):
+        make(lambda _: found).retrieve(QUESTION)
+
+
+def test_fewer_candidates_than_nodes_are_refused(make: Any) -> None:
+    with pytest.raises(ConfigError, match="num_candidates is 1: give a whole number of at least 2"):
+        make(named("moon"), num_candidates=1)
+    with pytest.raises(ConfigError, match="num_candidates is 9, and nothing reranks them: give node_postprocessors="):
+        RAGCacheRetriever(ScriptedSource(()), num_candidates=9)

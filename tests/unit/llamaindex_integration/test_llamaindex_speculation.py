@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -19,32 +21,23 @@ from ragcache_integrations.llamaindex import (
     CacheStatsEvent,
     RAGCacheLLM,
 )
+from tests.contracts.rag.frameworks import LlamaIndex
 from tests.support.scripted_server import Reply, ScriptedServer
 from tests.support.scripted_source import (
     QUESTION,
     Stage,
     expected,
-    once_answered,
 )
+from tests.support.waiting import until
 from tests.unit.llamaindex_integration.conftest import EventLog
-from tests.unit.llamaindex_integration.ways import every_query, query, streamed_query
 
 pytestmark = [
     pytest.mark.usefixtures("idle"),
     pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning"),  # workflows' own
 ]
+
+
 ENDLESS = Reply("word " * 200, token_wait_s=0.05)  # twice as long as anything here is waited for
-
-
-async def test_nothing_of_the_answer_comes_before_the_documents_are_final(
-    make_engine: Any, server: ScriptedServer
-) -> None:
-    events: list[str] = []
-    final = Stage("moon sun", once=once_answered(server, events))
-    response = await make_engine(Stage("moon sun"), final, streaming=True).aquery(QUESTION)
-    events.extend([token async for token in response.response_gen])
-    assert events[0] == "final"
-    assert "".join(events[1:]) == expected("moon", "sun")
 
 
 async def test_a_rehearsal_publishes_nothing(make_engine: Any, generations: Any, event_log: EventLog) -> None:
@@ -68,15 +61,12 @@ async def test_a_model_without_chat_template_is_asked_ahead_where_it_is_asked(
     make_engine: Any, scripted: Engine, server: ScriptedServer
 ) -> None:
     llm = RAGCacheLLM(scripted, temperature=0, max_tokens=200, is_chat_model=False)
-    for ask in (query, streamed_query):
+    for way in ("query", "streamed_query"):
         server.clear()
         make = partial(make_engine, Stage("moon"), Stage("moon", once=lambda: bool(server.requests)), llm=llm)
-        _, metadata = await ask(make, QUESTION)
-        assert metadata["ragcache"]["pipeline"]["is_confirmed"]
+        answer = await LlamaIndex(scripted).answer(make, way)
+        assert answer.stats["pipeline"]["is_confirmed"]
         assert [r.path for r in server.requests] == ["/v1/completions"]
-
-
-# What it is made of
 
 
 class WorstFirst(BaseNodePostprocessor):
@@ -91,15 +81,15 @@ class WorstFirst(BaseNodePostprocessor):
         return nodes[::-1]
 
 
-@every_query
+@pytest.mark.parametrize("way", ["query", "streamed_query"])
 async def test_with_post_processors_nothing_is_asked_ahead_unless_they_run_ahead_too(
-    ask: Any, make_engine: Any, generations: Any, server: ScriptedServer, caplog: pytest.LogCaptureFixture
+    way: str, make_engine: Any, generations: Any, scripted: Engine, server: ScriptedServer, caplog: Any
 ) -> None:
-    worst_first = WorstFirst(seen=[])
+    worst_first, asked = WorstFirst(seen=[]), LlamaIndex(scripted)
     make = partial(make_engine, Stage("sun moon"), Stage("sun moon"), node_postprocessors=[worst_first])
-    text, metadata = await ask(make, QUESTION)
-    assert text == expected("moon", "sun")
-    assert "speculate_postprocessed" in metadata["ragcache"]["pipeline"]["skipped_because"]
+    answer = await asked.answer(make, way)
+    assert answer.text == expected("moon", "sun")
+    assert "speculate_postprocessed" in answer.stats["pipeline"]["skipped_because"]
     assert [seen.speculation for seen in generations()] == [None]
     assert worst_first.seen == [["sun", "moon"]]
 
@@ -111,9 +101,9 @@ async def test_with_post_processors_nothing_is_asked_ahead_unless_they_run_ahead
         node_postprocessors=[worst_first],
         speculate_postprocessed=True,
     )
-    text, metadata = await ask(make, QUESTION)
-    assert text == expected("moon", "sun")
-    assert metadata["ragcache"]["pipeline"]["is_confirmed"]
+    answer = await asked.answer(make, way)
+    assert answer.text == expected("moon", "sun")
+    assert answer.stats["pipeline"]["is_confirmed"]
     assert len(generations()) == 1
     assert worst_first.seen == [["sun", "moon"]] * 3
     assert not caplog.records
@@ -145,3 +135,40 @@ async def test_two_steps_prefill_the_beginning_of_the_prompt_that_was_learned(
     known = warm.body["prompt"]
     assert real.kv_transfer_params["prompt_token_ids"][: len(known)] == known
     assert real.speculation is None
+
+
+async def test_leaving_while_the_answer_comes_leaves_nothing_behind(
+    make_engine: Any, generations: Any, server: ScriptedServer
+) -> None:
+    server.rules = (lambda _: ENDLESS,)
+    engine = make_engine(Stage("moon"), Stage("moon", once=lambda: bool(generations())))
+    task = asyncio.ensure_future(engine.aquery(QUESTION))
+    assert await asyncio.to_thread(until, lambda: bool(server.confirmed))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await asyncio.to_thread(until, lambda: server.num_running == 0)
+    assert len(generations()) == 1
+
+
+@pytest.mark.parametrize("how", ["closed", "closed unread", "forgotten"])
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_a_stream_that_is_not_read_to_its_end_ends_the_request(
+    is_async: bool, how: str, make_engine: Any, generations: Any, server: ScriptedServer
+) -> None:
+    server.rules = (lambda _: ENDLESS,)
+    engine = make_engine(Stage("moon"), Stage("moon", once=lambda: bool(generations())), streaming=True)
+    response: Any = await engine.aquery(QUESTION) if is_async else await asyncio.to_thread(engine.query, QUESTION)
+    assert server.num_running == 1
+    if how == "closed":
+        assert (await anext(response.response_gen) if is_async else next(response.response_gen)).strip() == "word"
+    if how == "forgotten":
+        del response
+        gc.collect()
+    elif is_async:
+        await response.response_gen.aclose()
+    else:
+        response.response_gen.close()
+    await asyncio.sleep(0)  # what was forgotten is closed by the loop
+    assert await asyncio.to_thread(until, lambda: server.num_running == 0)
+    assert len(generations()) == 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
@@ -12,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from llama_index.core import Document as LlamaDocument
-from llama_index.core import VectorStoreIndex
+from llama_index.core import StorageContext, VectorStoreIndex, load_index_from_storage
 from llama_index.core.embeddings import MockEmbedding
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
@@ -38,9 +36,11 @@ from ragcache_core.errors import (
 )
 from ragcache_core.retrieval import DocumentStore
 from ragcache_core.types import Document
-from ragcache_integrations.llamaindex import RAGCacheRetriever, StagedFAISSVectorStore
+from ragcache_integrations.llamaindex import StagedFAISSVectorStore, TfidfSvdEmbedding
 
 NAMES = ("east", "north", "up", "north-east")
+
+
 VECTORS = ([1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [0.6, 0.8, 0.0])
 
 
@@ -122,28 +122,6 @@ def test_nodes_of_other_kinds_come_back_as_they_were(vector_store: StagedFAISSVe
     assert (document.get_content(), document.metadata) == ("whole", {"nested": {"a": [1, None]}})
 
 
-async def test_more_nodes_than_there_are_returns_all(filled: StagedFAISSVectorStore) -> None:
-    assert len((await both_ways(filled, query_of(100))).ids or ()) == 4
-    assert (await both_ways(filled, query_of(0))).ids == []
-
-
-async def test_empty_store_returns_nothing(vector_store: StagedFAISSVectorStore) -> None:
-    assert await both_ways(vector_store, query_of()) == VectorStoreQueryResult(nodes=[], similarities=[], ids=[])
-    assert vector_store.get_nodes() == []
-    assert vector_store.add([]) == []
-    vector_store.delete("nothing")
-    vector_store.delete_nodes(["nothing"])
-    vector_store.clear()
-
-
-def test_adding_a_node_again_replaces_it(filled: StagedFAISSVectorStore) -> None:
-    node = TextNode(id_="east", text="The wind has turned.", embedding=[0.0, 0.0, 1.0])
-    filled.add([node, make_nodes()[1]])
-    assert len(filled.get_nodes()) == 4
-    assert filled.get_nodes(["east"])[0].get_content() == "The wind has turned."
-    assert filled.query(query_of(1)).ids == ["north-east"]
-
-
 def test_node_that_is_twice_in_a_batch_is_stored_once(vector_store: StagedFAISSVectorStore) -> None:
     first, second = make_nodes()[:2]
     second.id_ = first.id_
@@ -178,13 +156,6 @@ def test_delete_nodes_takes_ids_filters_or_both(filled: StagedFAISSVectorStore) 
     assert [n.node_id for n in filled.get_nodes()] == ["east", "north"]
     filled.delete_nodes(["north"])
     assert [n.node_id for n in filled.get_nodes()] == ["east"]
-
-
-def test_cleared_store_can_be_filled_again(filled: StagedFAISSVectorStore) -> None:
-    filled.clear()
-    assert filled.get_nodes() == []
-    filled.add(make_nodes())
-    assert filled.query(query_of(1)).ids == ["east"]
 
 
 def test_get_nodes_takes_ids_and_filters(filled: StagedFAISSVectorStore) -> None:
@@ -302,17 +273,6 @@ async def test_impossible_queries_say_why(filled: StagedFAISSVectorStore) -> Non
         filled.query(VectorStoreQuery(query_str="Where?", similarity_top_k=1))
 
 
-async def test_async_methods_do_what_the_others_do(vector_store: StagedFAISSVectorStore) -> None:
-    assert await vector_store.async_add(make_nodes()) == list(NAMES)
-    assert [n.node_id for n in await vector_store.aget_nodes(["up"])] == ["up"]
-    results = await asyncio.gather(*(vector_store.aquery(query_of(2)) for _ in range(8)))
-    assert all(result.ids == ["east", "north-east"] for result in results)
-    await vector_store.adelete_nodes(["up"])
-    assert len(await vector_store.aget_nodes()) == 3
-    await vector_store.aclear()
-    assert await vector_store.aget_nodes() == []
-
-
 def test_nodes_are_there_after_opening_the_folder_again(tmp_path: Path) -> None:
     first = StagedFAISSVectorStore(tmp_path / "store", index="flat", metric="l2")
     first.add(make_nodes())
@@ -346,22 +306,6 @@ def test_open_store_is_shared_and_stays_open(tmp_path: Path) -> None:
         assert documents.ids() == ["mel"]
         with pytest.raises(ConfigError, match="folder"):
             StagedFAISSVectorStore(documents, metric="ip")
-
-
-def test_store_made_with_an_embedder_embeds_by_itself(tmp_path: Path) -> None:
-    embed_model = MockEmbedding(embed_dim=3)
-    store = StagedFAISSVectorStore(tmp_path / "store", embedder=embed_model)
-    store.add([TextNode(id_="one", text="one")])
-    assert store.query(VectorStoreQuery(query_str="one?", similarity_top_k=5)).ids == ["one"]
-    store.close()
-    with pytest.raises(EmbedderMismatchError):
-        StagedFAISSVectorStore(tmp_path / "store")
-
-
-def test_store_cannot_be_pickled(filled: StagedFAISSVectorStore) -> None:
-    with pytest.raises(TypeError, match="open"):
-        pickle.dumps(filled)
-    assert filled.to_dict()["class_name"] == "StagedFAISSVectorStore"
 
 
 def test_a_blank_page_is_left_out_of_an_index_and_keeps_its_id(
@@ -409,31 +353,76 @@ def test_metadata_that_json_has_no_form_for_is_stored_in_a_plain_form(vector_sto
     assert node.metadata["at"] is at, "the caller's node stays as it is"
 
 
-def test_a_folder_is_opened_again_with_the_same_options_and_not_with_others(tmp_path: Path) -> None:
-    for _ in range(2):
-        with closing(StagedFAISSVectorStore(tmp_path / "store", metric="l2")) as store:
-            store.add(make_nodes())
-    with closing(StagedFAISSVectorStore(tmp_path / "store")) as store:
-        assert len(store.get_nodes()) == 4
-    with pytest.raises(ConfigError, match="metric 'l2', not 'ip'"):
-        StagedFAISSVectorStore(tmp_path / "store", metric="ip")
+DOCUMENTS = [
+    LlamaDocument(id_="zor", text="The lighthouse of Zor is kept by Mel Anvik.", metadata={"kind": "place"}),
+    LlamaDocument(id_="mel", text="Mel Anvik is a pilot who was born in Nalna.", metadata={"kind": "person"}),
+    LlamaDocument(id_="sea", text="The sea around the cape is rough in winter.", metadata={"kind": "place"}),
+]
 
 
-async def test_queries_for_more_nodes_than_there_are_return_all(filled: StagedFAISSVectorStore) -> None:
-    assert len((await both_ways(filled, query_of(99))).ids or ()) == 4
-    filled.clear()
-    assert (await both_ways(filled, query_of(99))).ids == []
+@pytest.fixture
+def embed_model() -> TfidfSvdEmbedding:
+    return TfidfSvdEmbedding([d.text for d in DOCUMENTS], dimension=16)
 
 
-async def test_nodes_that_are_deleted_before_a_query_begins_are_not_missed(
-    filled: StagedFAISSVectorStore, monkeypatch: pytest.MonkeyPatch
+async def test_index_is_built_on_the_store_and_opened_from_it(tmp_path: Path, embed_model: TfidfSvdEmbedding) -> None:
+    store = StagedFAISSVectorStore(tmp_path / "store")
+    VectorStoreIndex.from_documents(
+        DOCUMENTS, storage_context=StorageContext.from_defaults(vector_store=store), embed_model=embed_model
+    )
+    store.close()
+
+    store = StagedFAISSVectorStore(tmp_path / "store")
+    index = VectorStoreIndex.from_vector_store(store, embed_model=embed_model)
+    retriever = index.as_retriever(similarity_top_k=2)
+    for nodes in (retriever.retrieve("Who is a pilot?"), await retriever.aretrieve("Who is a pilot?")):
+        assert nodes[0].node.ref_doc_id == "mel"
+        assert nodes[0].node.metadata == {"kind": "person"}
+    places = index.as_retriever(
+        similarity_top_k=3, filters=MetadataFilters(filters=[MetadataFilter(key="kind", value="place")])
+    )
+    assert {n.node.ref_doc_id for n in places.retrieve("Who is a pilot?")} == {"zor", "sea"}
+
+    index.insert(LlamaDocument(id_="new", text="Irene Luvsith is a potter.", metadata={"kind": "person"}))
+    assert retriever.retrieve("Irene Luvsith")[0].node.ref_doc_id == "new"
+    index.delete_ref_doc("mel")
+    assert "mel" not in {n.node.ref_doc_id for n in retriever.retrieve("Who is a pilot?")}
+    store.close()
+
+
+async def test_index_adds_asynchronously(vector_store: StagedFAISSVectorStore, embed_model: TfidfSvdEmbedding) -> None:
+    index = VectorStoreIndex.from_vector_store(vector_store, embed_model=embed_model)
+    nodes = [TextNode(text=d.text, metadata=d.metadata) for d in DOCUMENTS]
+    await index.ainsert_nodes(nodes)
+    found = await index.as_retriever(similarity_top_k=1).aretrieve("rough sea in winter")
+    assert found[0].node.get_content() == DOCUMENTS[2].text
+
+
+def test_storage_context_is_persisted_beside_the_store(
+    tmp_path: Path, vector_store: StagedFAISSVectorStore, embed_model: TfidfSvdEmbedding
 ) -> None:
-    """The length and the membership that a caller reads are of an older state than the one that is searched."""
-    monkeypatch.setattr(DocumentStore, "__len__", lambda _: 100)
-    monkeypatch.setattr(DocumentStore, "__contains__", lambda _, __: True)
-    retriever = RAGCacheRetriever(filled, similarity_top_k=6, embed_model=MockEmbedding(embed_dim=3))
-    for num_nodes in (4, 2, 0):
-        assert len((await both_ways(filled, query_of(6))).ids or ()) == num_nodes
-        assert len(retriever.retrieve("wind")) == len(await retriever.aretrieve("wind")) == num_nodes
-        assert len(filled.get_nodes(list(NAMES))) == num_nodes
-        filled.delete_nodes(["up", "north"] if num_nodes == 4 else list(NAMES))
+    context = StorageContext.from_defaults(vector_store=vector_store)
+    VectorStoreIndex.from_documents(DOCUMENTS, storage_context=context, embed_model=embed_model)
+    context.persist(str(tmp_path / "storage"))
+    loaded = load_index_from_storage(
+        StorageContext.from_defaults(persist_dir=str(tmp_path / "storage"), vector_store=vector_store),
+        embed_model=embed_model,
+    )
+    assert loaded.as_retriever(similarity_top_k=1).retrieve("pilot")[0].node.ref_doc_id == "mel"
+
+
+async def test_embedding_is_the_same_from_every_method(embed_model: TfidfSvdEmbedding) -> None:
+    text = DOCUMENTS[0].text
+    rows = [
+        embed_model.get_text_embedding(text),
+        embed_model.get_query_embedding(text),
+        await embed_model.aget_text_embedding(text),
+        await embed_model.aget_query_embedding(text),
+        *embed_model.get_text_embedding_batch([text, text]),
+        *await embed_model.aget_text_embedding_batch([text]),
+    ]
+    assert all(row == rows[0] for row in rows)
+    assert len(rows[0]) == 16
+    assert embed_model.model_name == "tfidf-svd-16"
+    with pytest.raises(ConfigError):
+        TfidfSvdEmbedding([])

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from llama_index.core import Document as LlamaDocument
@@ -110,14 +108,3 @@ def test_the_nodes_of_each_sub_question_are_known(
     questions, *sub, whole = named(event_log)
     assert (questions, whole) == ([], [])  # the last one reads the answers, of which it makes nodes
     assert sorted(sub) == sorted(found)
-
-
-def test_nobody_is_told_that_documents_are_unknown(
-    inner: BaseRetriever, llm: RAGCacheLLM, server: ScriptedServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    fusion: Any = QueryFusionRetriever([inner], llm=llm, num_queries=1, similarity_top_k=2, use_async=False)
-    engine = RetrieverQueryEngine.from_args(fusion, llm=llm)
-    with caplog.at_level(logging.WARNING, "ragcache_core"):
-        for _ in range(4):
-            engine.query(QUESTION)
-    assert caplog.messages == []
