@@ -23,8 +23,7 @@ from ragcache_core.ingest.records import (
     is_unicode,
     title_of,
 )
-from ragcache_core.ingest.source import FileLimits, SourceFile, read_source
-from ragcache_core.ingest.time_limit import processor_time
+from ragcache_core.ingest.source import FileLimits, SourceFile, processor_time, read_source
 from ragcache_core.wire import MAX_DOC_ID_CHARS
 
 _MAX_METADATA_CHARS = 1 << 16
