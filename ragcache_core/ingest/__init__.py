@@ -5,15 +5,21 @@
     find_files -> read_records (a reader per format) -> Splitting.split -> Document -> compare (with a store)
 """
 
-from ragcache_core.ingest.changes import Changes, compare
-from ragcache_core.ingest.chunking import Chunking, read_chunking, write_chunking
-from ragcache_core.ingest.documents import FileReading, read_documents, read_files
-from ragcache_core.ingest.files import FoundFiles, find_files
-from ragcache_core.ingest.origins import Origin, read_origins, write_origins
+from ragcache_core.ingest.documents import FileReading, FoundFiles, find_files, read_documents, read_files
 from ragcache_core.ingest.readers import READERS, read_records
 from ragcache_core.ingest.records import Record
 from ragcache_core.ingest.source import FileLimits, SourceFile
 from ragcache_core.ingest.splitting import Splitting
+from ragcache_core.ingest.store_files import (
+    Changes,
+    Chunking,
+    Origin,
+    compare,
+    read_chunking,
+    read_origins,
+    write_chunking,
+    write_origins,
+)
 
 __all__ = [
     "READERS",

@@ -73,10 +73,15 @@ def _loaded(library: str, load: Callable[[Any, str], _T], content: object, name:
 
 
 def _record(name: str, text: str, title: str, *, is_markdown: bool) -> Record:
-    text, title = (part.replace("\0", "").encode("utf-8", "replace").decode() for part in (text, title))
+    text, title = (_unicode(part.replace("\0", "")) for part in (text, title))
     check_text(text, f"file {name!r}")
     shown = title_of(text if is_markdown else "", name, " ".join(title.split()))
     return Record(name, text, is_markdown=is_markdown, metadata={"source": name, "title": shown})
+
+
+def _unicode(text: str) -> str:
+    """Return text with the halves of surrogate pairs joined, and those without the other half replaced."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def _pdf(content: bytes, name: str) -> tuple[list[str], str]:
@@ -129,7 +134,7 @@ def _blocks(container: WordDocument | _Cell) -> Iterator[str]:
         else:
             cells = ([cell for _, (cell, *_) in groupby(row.cells, lambda cell: cell._tc)] for row in block.rows)
             rows = (" | ".join(" ".join(_blocks(cell)) for cell in row) for row in cells)  # merged cells come once
-            yield "\n".join(filter(None, (row.strip(" |") for row in rows)))
+            yield "\n".join(row.strip() for row in rows if row.strip(" |"))  # empty cells keep their places
 
 
 def _mark(paragraph: Paragraph) -> str:

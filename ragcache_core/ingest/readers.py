@@ -5,11 +5,15 @@ A new format is one function here (or in a file of its own) and one line in ``RE
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import json
+import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from ragcache_core.errors import DocumentError, EmptyDocumentError, UndecodableDocumentError
 from ragcache_core.ingest.html import html_to_text
@@ -23,12 +27,15 @@ from ragcache_core.ingest.records import (
     is_unicode,
     title_of,
 )
-from ragcache_core.ingest.source import FileLimits, SourceFile, read_source
-from ragcache_core.ingest.time_limit import processor_time
+from ragcache_core.ingest.source import FileLimits, SourceFile, processor_time, read_source
 from ragcache_core.wire import MAX_DOC_ID_CHARS
 
 _MAX_METADATA_CHARS = 1 << 16
 _DELIMITERS = ",;\t|"
+_CHARSET = re.compile(rb"""<meta[^>]*?charset\s*=\s*["']?\s*([A-Za-z0-9_.:-]+)""", re.IGNORECASE)
+_CHARSET_BYTES = 1024  # a declaration behind them does not count, as in browsers
+_WEB_CHARSETS = dict.fromkeys(("iso-8859-1", "latin1", "us-ascii", "ascii"), "cp1252")  # the WHATWG's standard
+_SEP_LINE = re.compile(r'"?sep=([,;\t|])"?\n', re.IGNORECASE)
 _END = "\0"  # a row of its own behind the last one, if no quote is open there
 _CODE = (
     ".c", ".cc", ".cpp", ".cs", ".cu", ".go", ".h", ".hpp", ".java", ".jl", ".js", ".jsx", ".kt", ".lua", ".m", ".php",
@@ -72,10 +79,23 @@ def read_markdown(content: bytes, name: str, _on_bad: OnBad) -> Iterator[Record]
 
 def read_html(content: bytes, name: str, _on_bad: OnBad) -> Iterator[Record]:
     """Yield what an HTML page says, its headings as Markdown headings; navigation, scripts and styles are dropped."""
-    page = html_to_text(decode(content, name))
+    page = html_to_text(decode(_as_utf8(content, name), name))
     check_text(page.text, f"page {name!r}")
     title = title_of(page.text, name, page.title)
     yield Record(name, page.text, is_markdown=True, metadata={"source": name, "title": title})
+
+
+def _as_utf8(content: bytes, name: str) -> bytes:
+    """Return a page in UTF-8, from the charset that its beginning declares."""
+    declared = _CHARSET.search(content[:_CHARSET_BYTES])
+    charset = declared[1].decode("ascii") if declared else "utf-8"
+    try:
+        codec = codecs.lookup(_WEB_CHARSETS.get(charset.lower(), charset))
+        if codec.name == "utf-8" or content.startswith(codecs.BOM_UTF8):
+            return content
+        return codec.decode(content)[0].encode()
+    except (LookupError, UnicodeError, TypeError, AttributeError) as error:
+        raise UndecodableDocumentError(f"page {name!r} is not in its charset {charset!r}: save it in UTF-8") from error
 
 
 def read_jsonl(content: bytes, name: str, on_bad: OnBad) -> Iterator[Record]:
@@ -94,32 +114,69 @@ def read_jsonl(content: bytes, name: str, on_bad: OnBad) -> Iterator[Record]:
 def read_csv(content: bytes, name: str, _on_bad: OnBad) -> Iterator[Record]:
     """Yield a record ``name:LINE`` per row of a table: a line ``column: value`` for each value.
 
-    The first row names the columns. Their delimiter is the comma, semicolon, tab or bar that is most often in it.
+    The first row names the columns. The delimiter is the comma, semicolon, tab or bar that Excel's ``sep=`` line names,
+    or that splits the first row into most columns. Quotes of a tab-separated table are text unless they enclose values.
     """
-    text = decode(content, name)
-    head = text[: text.find("\n")]
-    rows = csv.reader(io.StringIO(f"{text}\n{_END}", newline=""), delimiter=max(_DELIMITERS, key=head.count))
-    columns: list[str] = []
-    num_rows, line = 0, 1
+    text, first_line, delimiter = decode(content, name), 1, ""
+    if named := _SEP_LINE.match(text):
+        delimiter, text, first_line = named[1], text[named.end() :], 2
+    delimiter = delimiter or max(_DELIMITERS, key=lambda each: _header_fit(text, each))
     try:
-        for row in rows:
-            if row == [_END]:
-                break
-            if row and row[-1].endswith(_END):
-                raise csv.Error("a quote that begins in it has no end")
-            if not columns:
-                columns = [column.strip() for column in row]
-            elif values := {i: value.strip() for i, value in enumerate(row) if value.strip()}:
-                names = (columns[i] if i < len(columns) and columns[i] else f"column {i + 1}" for i in values)
-                shown = "\n".join(f"{column}: {value}" for column, value in zip(names, values.values(), strict=True))
-                record_id = f"{name}:{line}"
-                yield Record(record_id, shown, line, metadata={"source": name, "title": record_id})
-                num_rows += 1
-            line = rows.line_num + 1
-    except csv.Error as error:
-        raise DocumentError(f"line {line} of {name!r} is not CSV ({error}): mend it") from error
-    if not num_rows:
+        rows = list(_rows(text, first_line, name, delimiter=delimiter, strict=delimiter == "\t"))
+    except DocumentError:
+        if delimiter != "\t":
+            raise
+        rows = list(_rows(text, first_line, name, delimiter=delimiter, quoting=csv.QUOTE_NONE))
+    columns = [" ".join(column.split()) for column in rows[0][1]] if rows else []
+    num_records = 0
+    for line, row in rows[1:]:
+        if values := {i: value.strip() for i, value in enumerate(row) if value.strip()}:
+            names = (columns[i] if i < len(columns) and columns[i] else f"column {i + 1}" for i in values)
+            shown = "\n".join(f"{column}: {value}" for column, value in zip(names, values.values(), strict=True))
+            record_id = f"{name}:{line}"
+            yield Record(record_id, shown, line, metadata={"source": name, "title": record_id})
+            num_records += 1
+    if not num_records:
         raise EmptyDocumentError(f"table {name!r} has no row below its first, which names the columns: add one")
+
+
+def _header_fit(text: str, delimiter: str) -> tuple[bool, int]:
+    """Return how well a delimiter splits the first row: no column begins with a space, then the number of columns."""
+    with _any_field_size(text):
+        row = next(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter), [])
+    return len(row) > 1 and not any(column.startswith(" ") for column in row), len(row)
+
+
+def _rows(text: str, first_line: int, name: str, **dialect: Any) -> Iterator[tuple[int, list[str]]]:
+    """Yield the rows that are not empty, each with the number of its first line.
+
+    Raises:
+        DocumentError: the text is not CSV of this dialect.
+    """
+    reader = csv.reader(io.StringIO(f"{text}\n{_END}", newline=""), **dialect)
+    line = first_line
+    with _any_field_size(text):
+        try:
+            for row in reader:
+                if row == [_END]:
+                    return
+                if row and row[-1].endswith(_END):
+                    raise csv.Error("a quote that begins in it has no end")
+                if row:
+                    yield line, row
+                line = first_line + reader.line_num
+        except csv.Error as error:
+            raise DocumentError(f"line {line} of {name!r} is not CSV ({error}): mend it") from error
+
+
+@contextmanager
+def _any_field_size(text: str) -> Iterator[None]:
+    """Lift the limit of 131,072 characters a field, which is the process's, to the length of the text."""
+    before = csv.field_size_limit(max(csv.field_size_limit(), len(text) + 1))
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
 
 
 def read_code(content: bytes, name: str, _on_bad: OnBad) -> Iterator[Record]:

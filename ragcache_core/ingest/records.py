@@ -13,6 +13,7 @@ from ragcache_core.types import DocId
 _BOM = b"\xef\xbb\xbf"
 _CURE = "save it as text in UTF-8"
 _HEADING = re.compile(r" {0,3}#{1,6}[ \t]+(.+)")
+_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
 _MAX_TITLE_CHARS = 200  # each chunk carries it
 
 
@@ -82,6 +83,20 @@ def is_unicode(text: str) -> bool:
 
 def title_of(text: str, name: str, title: str = "") -> str:
     """Return ``title``, or else the first Markdown heading, or else the file's name: its beginning, if it is long."""
-    lines = (heading[1] for line in text.split("\n") if (heading := _HEADING.match(line)))
+    lines = (heading[1] for line in _outside_code(text) if (heading := _HEADING.match(line)))
     headings = (line.rstrip(" \t").rstrip("#").rstrip(" \t") for line in lines)
     return (title or next(filter(None, headings), "") or Path(name).stem)[:_MAX_TITLE_CHARS]
+
+
+def _outside_code(text: str) -> Iterator[str]:
+    """Yield the lines of a Markdown text that are not in a fenced code block."""
+    fence = ""
+    for line in text.split("\n"):
+        found = _FENCE.match(line)
+        if fence:
+            if found and found[1].startswith(fence) and not line.strip(" `~"):
+                fence = ""
+        elif found:
+            fence = found[1]
+        else:
+            yield line

@@ -1,11 +1,17 @@
-"""One file that is to be read: its name, and its bytes where it is a file like others."""
+"""One file to read: its name, the limits of reading it, and its bytes if it is a regular file."""
 
 from __future__ import annotations
 
 import os
+import signal
 import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from ragcache_core.errors import ConfigError, DocumentError
 
@@ -80,3 +86,34 @@ def read_source(file: SourceFile, max_file_bytes: int) -> bytes:
             f"file {file.name!r} has {num_bytes} bytes, the limit is {max_file_bytes}: raise max_file_bytes"
         )
     return content
+
+
+class _TimeUpError(BaseException):
+    """Not an ``Exception``: libraries catch those."""
+
+
+@contextmanager
+def processor_time(limit_s: float, name: str) -> Iterator[None]:
+    """Interrupt the block after ``limit_s`` seconds of processor time; only in the main thread.
+
+    Raises:
+        DocumentError: with the name of the file.
+    """
+
+    def stop(_signum: int, _frame: FrameType | None) -> NoReturn:
+        raise _TimeUpError
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGPROF, stop)
+    try:
+        signal.setitimer(signal.ITIMER_PROF, limit_s, 1.0)  # again each second, should it be caught
+        yield
+    except _TimeUpError:
+        raise DocumentError(
+            f"file {name!r} takes more than {limit_s:g} processor seconds to read: raise max_file_s"
+        ) from None
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import io
 import sys
 import zipfile
@@ -17,6 +18,7 @@ from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
 
 from ragcache_core.errors import ConfigError, DocumentError, EmptyDocumentError, UndecodableDocumentError
 from ragcache_core.ingest import FileLimits, Splitting, find_files, read_documents
+from ragcache_core.ingest.loaders import _unicode
 from ragcache_core.types import Document
 
 
@@ -196,8 +198,68 @@ def test_a_table_without_rows_and_a_field_without_end_are_told(tmp_path: Path) -
     with pytest.raises(EmptyDocumentError, match="'a.csv' has no row below its first"):
         read(tmp_path)
     (tmp_path / "a.csv").write_text('name\nb\n"' + "c" * 200_000)
-    with pytest.raises(DocumentError, match="line 3 of 'a.csv' is not CSV .field larger"):
+    with pytest.raises(DocumentError, match="line 3 of 'a.csv' is not CSV"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "expected"),
+    [
+        ("sep.csv", "sep=;\r\nname;price\r\nchair;12,50\r\n", {"sep.csv:3": "name: chair\nprice: 12,50"}),
+        (
+            "header.csv",
+            '"name\nof it";"price, net, in EUR"\n"chair";"12"\n',
+            {"header.csv:3": "name of it: chair\nprice, net, in EUR: 12"},
+        ),
+        (
+            "commas.csv",
+            "name, colour;price\nchair, red;12,50\n",
+            {"commas.csv:2": "name, colour: chair, red\nprice: 12,50"},
+        ),
+        ("spaces.csv", "name, price\nchair, 12\n", {"spaces.csv:2": "name: chair\nprice: 12"}),
+        (
+            "stray.tsv",
+            'name\tnote\n"alpha\tone\n"beta\ttwo\n',
+            {"stray.tsv:2": 'name: "alpha\nnote: one', "stray.tsv:3": 'name: "beta\nnote: two'},
+        ),
+        ("quoted.tsv", 'name\tnote\n"a\tb"\t"one\ntwo"\n', {"quoted.tsv:2": "name: a\tb\nnote: one\ntwo"}),
+    ],
+)
+def test_tables_of_spreadsheets_and_databases_are_read(
+    tmp_path: Path, name: str, table: str, expected: dict[str, str]
+) -> None:
+    (tmp_path / name).write_text(table, newline="")
+    assert {document.doc_id: document.text for document in read(tmp_path)} == expected
+
+
+def test_a_field_of_any_length_is_read_and_the_limit_of_the_process_stays(tmp_path: Path) -> None:
+    limit = csv.field_size_limit()
+    (tmp_path / "a.csv").write_text('id,text\n1,"' + "word " * 30_000 + '"\n2,short\n')
+    documents = read(tmp_path)
+    assert sum(len(document.text) for document in documents) > 140_000
+    assert documents[-1].text == "id: 2\ntext: short"
+    assert csv.field_size_limit() == limit
+
+
+@pytest.mark.parametrize("charset", ["windows-1251", "koi8-r", "utf-8"])
+def test_a_page_is_read_in_the_charset_that_it_declares(tmp_path: Path, charset: str) -> None:
+    page = f'<html><head><meta charset="{charset}"><title>Река</title></head><body><p>Мель'
+    (tmp_path / "a.html").write_bytes(page.encode(charset))
+    (document,) = read(tmp_path)
+    assert (document.text, document.metadata["title"]) == ("Мель", "Река")
+    (tmp_path / "a.html").write_bytes(b'<meta charset="nonsense">text')
+    with pytest.raises(UndecodableDocumentError):
+        read(tmp_path)
+
+
+def test_a_comment_in_a_code_block_is_no_title(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text("```python\n# a comment\n```\n\n# Zor\n\nA city.\n")
+    (document,) = read(tmp_path)
+    assert document.metadata["title"] == "Zor"
+
+
+def test_the_halves_of_a_surrogate_pair_are_joined() -> None:
+    assert _unicode("a\ud83d\ude00b\ud83d") == "a\U0001f600b\ufffd"
 
 
 @pytest.mark.parametrize("rows", ['1,2\n"open,3\n4,5', '1,2\n"open,3\n4,5\n', '1,2\n3,"open\n', '1,2\n3,"'])

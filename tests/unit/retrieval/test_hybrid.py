@@ -23,7 +23,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragcache_core.errors import ConfigError, StoreFullError
+from ragcache_core.errors import StoreFullError
 from ragcache_core.retrieval import DocumentStore, TfidfSvdEmbedder
 from ragcache_core.retrieval.base import Metric
 from ragcache_core.retrieval.lexical import WordIndex, WordIndexWriter, WordScores, document_words, words_of
@@ -173,13 +173,6 @@ def test_users_embedders_are_searched_by_vectors_alone_unless_words_are_asked_fo
     with DocumentStore.open(tmp_path / "both", embedder=Letters()) as store:
         assert store.word_weight == 0.5
         assert store.search("kiwi", 1).documents[0].doc_id == "kiwi.md"
-
-
-@pytest.mark.parametrize("weight", [-0.1, 1.5, "all", True, float("nan")])
-def test_an_impossible_word_weight_is_refused(folder: Path, weight: Any) -> None:
-    with pytest.raises(ConfigError, match="word_weight is .*from 0 .*to 1"):
-        DocumentStore.create(folder, word_weight=weight)
-    assert not folder.exists()
 
 
 def test_a_store_of_the_first_format_is_searched_as_before_and_can_be_changed(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -63,21 +62,6 @@ def test_a_pace_has_bounds() -> None:
     for _ in range(200):
         pace.record(work=1e15, took_s=0.001)
     assert pace.multiply_adds_per_ms == MULTIPLY_ADDS_PER_MS * 1000
-
-
-def test_a_pace_is_learnt_from_many_threads_at_once() -> None:
-    pace = SearchPace()
-
-    def search() -> None:
-        for _ in range(50):
-            pace.record(work=2e6, took_s=0.02)
-
-    threads = [threading.Thread(target=search) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert pace.multiply_adds_per_ms == pytest.approx(1e5, rel=1e-3)
 
 
 @pytest.mark.parametrize(("search_ms", "expected"), [(1.6, (1.0,)), (2.9, (0.4, 1.0)), (8, (0.15, 0.4, 1.0))])

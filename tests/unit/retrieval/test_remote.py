@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -85,21 +86,15 @@ async def test_the_question_is_embedded_once() -> None:
     assert asked == ["Who?"]
 
 
-@pytest.mark.parametrize("efforts", [(), "12", None, 3])
-def test_impossible_efforts_are_refused(efforts: Any) -> None:
-    with pytest.raises(ConfigError, match="efforts is"):
-        GrowingEffort(lambda *_: [], efforts)
-    with pytest.raises(ConfigError, match="find is 3"):
-        GrowingEffort(3, (1,))  # type: ignore[arg-type]
-
-
 class Table:
     """A table of LanceDB that writes down what it is asked."""
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
+        self.both_began = threading.Barrier(2, timeout=20)
 
     def search(self, vector: Any, vector_column_name: str) -> Any:
+        self.both_began.wait()
         asked: dict[str, Any] = {"vector": vector.tolist(), "column": vector_column_name}
         self.asked.append(asked)
         search = SimpleNamespace(to_list=lambda: [{"id": 7, "text": "t", "n": 1, "vector": [], "_distance": 0.5}])
@@ -121,8 +116,6 @@ async def test_lancedb_is_asked_for_its_probes_and_refines_the_last_answer() -> 
     first, last = sorted(table.asked, key=lambda asked: asked["nprobes"])
     assert first == {"vector": [4.0, 1.0], "column": "vector", "nprobes": 2, "limit": 3, "where": "n = 1"}
     assert last == {**first, "nprobes": 20, "refine_factor": 4}
-    with pytest.raises(ConfigError, match="an effort is 0: give nprobes of at least 1"):
-        lancedb_stages(table, Letters(), efforts=(0, 20))
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -151,37 +144,34 @@ async def test_qdrant_is_asked_for_its_ef(is_async: bool) -> None:
     payloads[:] = [{"body": "t"}]
     with pytest.raises(SearchError, match="point 0 has no page_content, text, document, but body: give document_of="):
         [update async for update in source.stages("Who?", 2)]
-    with pytest.raises(ConfigError, match="an effort is 'all': give an hnsw_ef of at least 1, or 'exact'"):
-        qdrant_stages(client, "docs", Letters(), efforts=("all",))  # type: ignore[arg-type]
 
 
-def test_qdrant_without_its_client_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "qdrant_client", None)
-    monkeypatch.delitem(__import__("sys").modules, "qdrant_client.models", raising=False)
-    with pytest.raises(ConfigError, match=r'qdrant_client is not installed, .* pip install "ragcache\[qdrant\]"'):
-        qdrant_stages(object(), "docs", Letters())
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"efforts": (0,)}, "an effort is 0: give hnsw.ef_search of 1 to 1000, or 'exact'"),
-        ({"efforts": (10, 2000)}, "an effort is 2000: give hnsw.ef_search of 1 to 1000"),
-        ({"index": "ivfflat", "efforts": (True,)}, "an effort is True: give ivfflat.probes of 1 to 32768"),
-        ({"index": "flat"}, "index is 'flat' and metric 'cosine': give one of hnsw, ivfflat, and of l2, cosine, ip"),
-        ({"metric": "hamming"}, "index is 'hnsw' and metric 'hamming'"),
-        ({"params": {"k": 3}}, "params has k, which the search itself uses: name it otherwise"),
-        ({"efforts": ()}, "give at least one"),
-    ],
-)
-def test_what_pgvector_cannot_do_is_refused(settings: dict[str, Any], said: str) -> None:
+def test_invalid_settings_are_errors() -> None:
     pytest.importorskip("psycopg")
-    with pytest.raises(ConfigError, match=said):
-        pgvector_stages(lambda: None, "docs", Letters(), **settings)  # type: ignore[arg-type, return-value]  # no connection is made
+    for efforts in ((), "12", None, 3):
+        with pytest.raises(ConfigError):
+            GrowingEffort(lambda *_: [], efforts)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError):
+        GrowingEffort(3, (1,))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError):
+        lancedb_stages(Table(), Letters(), efforts=(0, 20))
+    with pytest.raises(ConfigError):
+        qdrant_stages(object(), "docs", Letters(), efforts=("all",))  # type: ignore[arg-type]
+    settings: list[dict[str, Any]] = [
+        *({"efforts": (0,)}, {"efforts": (10, 2000)}, {"efforts": ()}, {"index": "ivfflat", "efforts": (True,)}),
+        *({"index": "flat"}, {"metric": "hamming"}, {"params": {"k": 3}}),
+    ]
+    for each in settings:
+        with pytest.raises(ConfigError):
+            pgvector_stages(lambda: None, "docs", Letters(), **each)  # type: ignore[arg-type, return-value]  # no connection is made
 
 
-def test_pgvector_without_its_driver_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "psycopg", None)
-    monkeypatch.delitem(__import__("sys").modules, "psycopg.sql", raising=False)
-    with pytest.raises(ConfigError, match=r'psycopg is not installed, .* pip install "ragcache\[pgvector\]"'):
-        pgvector_stages(lambda: None, "docs", Letters())  # type: ignore[arg-type, return-value]  # no connection is made
+@pytest.mark.parametrize(("module", "extra"), [("qdrant_client.models", "qdrant"), ("psycopg.sql", "pgvector")])
+def test_an_extra_that_is_not_installed_is_named(module: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, module.partition(".")[0], None)
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    with pytest.raises(ConfigError, match=rf"ragcache\[{extra}\]"):
+        if extra == "qdrant":
+            qdrant_stages(object(), "docs", Letters())
+        else:
+            pgvector_stages(lambda: None, "docs", Letters())  # type: ignore[arg-type, return-value]
