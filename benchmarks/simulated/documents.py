@@ -24,7 +24,7 @@ class DocumentCache:
 
     For a request, in this order:
 
-    1. its path is walked; a hit ends at the first node that lies in no tier. alpha = system + hit tokens, beta =
+    1. its path is matched; a hit ends at the first node that is in no tier. alpha = system + hit tokens, beta =
        missed tokens + question;
     2. every node of the path is pinned and counted: a node that was in no tier starts at 0, unless uses are counted
        beyond eviction; its rank is computed for each tier;
@@ -82,8 +82,6 @@ class DocumentCache:
     def num_tokens(self, tier: Tier) -> int:
         """Return how many tokens lie in ``tier``."""
         return self._num_tokens[tier]
-
-    # The door
 
     def num_cached_tokens(self, request: TracedRequest) -> int:
         node, num_tokens = self._tree.root, self._system_tokens

@@ -75,7 +75,7 @@ class SimulatedCache(Protocol):
     """Tiers of KV: :class:`~ragcache_core.sim.blocks.BlockCache`, or another one that an experiment brings.
 
     A request comes with its number in the trace, which tells two questions of the same words apart. Its documents
-    stand in the order in which the prompt shows them.
+    are in the prompt's order.
     """
 
     mirror: CachedPaths

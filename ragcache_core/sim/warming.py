@@ -48,14 +48,14 @@ class _Counted:
 def pick_paths(
     trace: Trace, budget_tokens: int, cost: PrefillCost, *, system_tokens: int = 0, anywhere: bool = False
 ) -> list[WarmPath]:
-    """Return the paths that save most prefill time of requests as those of ``trace``; each behind those it needs.
+    """Return the paths that save most prefill time of requests as those of ``trace``; each after its prefixes.
 
-    A path is worth its uses times the seconds that its last document takes behind the others, and costs that document's
+    A path is worth its uses times the seconds that its last document takes after the others, and costs that document's
     tokens. Of those whose beginning is picked, the one worth most per token is next; what does not fit is passed over,
-    with all behind it.
+    with all after it.
 
     Args:
-        trace: requests whose documents stand in the order in which prompts show them.
+        trace: requests, their documents in the order in which prompts show them.
         budget_tokens: of KV that may be warmed, in all.
         cost: of a prefill.
         system_tokens: of the prompt, before its documents, which are warmed with the first.
