@@ -68,7 +68,6 @@ class DocumentCache:
             moves_down=True,
         )
         self._is_host_selective = self._tree.policy.is_selective and not disk_tokens
-        self._changed: set[tuple[str, ...]] = set()
         self.mirror = CachedPaths(_UNBOUNDED)
         self._changes: list[PathChange] = []
         self._is_mirrored = options.replicas > 1 or options.order == "cache_aware"
@@ -148,10 +147,6 @@ class DocumentCache:
         if self._chunks is not None:
             self._chunks.warm(request, expected_uses)
 
-    def changed_prefixes(self) -> set[tuple[str, ...]] | None:
-        changed, self._changed = self._changed, set()
-        return changed
-
     # Algorithm 1
 
     def _insert(self, request: TracedRequest) -> list[TreeNode]:
@@ -225,11 +220,9 @@ class DocumentCache:
 
     def _note(self, node: TreeNode, *, is_cached: bool) -> None:
         """Note that a node is cached, or is no longer."""
-        documents = _documents(node)
-        self._changed.add(documents)
         if self._is_mirrored:
             num_tokens = self._system_tokens + sum(step.num_tokens for step in node.path()) if is_cached else 0
-            self._changes.append(PathChange(NO_STATIC_PREFIX, documents, num_tokens))
+            self._changes.append(PathChange(NO_STATIC_PREFIX, _documents(node), num_tokens))
 
 
 _Key = tuple[str | int, ...]

@@ -149,10 +149,6 @@ class BlockCache:
         self._explore(request, (), 0, paths)
         return arrange(request.doc_ids, "cache_aware", paths, prefix=NO_STATIC_PREFIX)
 
-    def changed_prefixes(self) -> set[tuple[str, ...]] | None:
-        """Return None: any request's prefix may have changed."""
-        return None
-
     def serve(self, request: TracedRequest, number: int) -> Served:
         """Return what a request hits; count it, evict what has to go, and store what it leaves.
 
