@@ -173,7 +173,7 @@ def load_testbed(name_or_file: str) -> Testbed:
 
 
 def read_searches(path: Path) -> tuple[float, ...]:
-    """Return the seconds of the searches in a file: of ``ragcache bench --search --output``, or a list ``search_s``.
+    """Return the seconds of the searches in a file: its list ``search_s``, or those of each of its ``runs``.
 
     Raises:
         ConfigError: it cannot be read, or has no searches, or other things than seconds.
@@ -189,9 +189,7 @@ def read_searches(path: Path) -> tuple[float, ...]:
         searched = [run["search"] for run in runs if isinstance(run, dict) and run.get("search")]
         found = [seconds for search in searched for seconds in search.get("search_s", ())]
     if not isinstance(found, list) or not found:
-        raise ConfigError(
-            f"search {path} has no searches: name the results of 'ragcache bench --search', or a file with search_s"
-        )
+        raise ConfigError(f"search {path} has no searches: name a file with a list of seconds, search_s")
     for seconds in found:
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
             raise ConfigError(f"search {path} has {seconds!r:.40} among its seconds; each must be 0 or more")
