@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up on first use. See README.md.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-quick test-engine test-slow test-parallel test-benchmarks test-install vllm-facts test-vllm lint format docs dist check-deployment bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks bench-depth bench-fleet bench-headline bench-steps bench-server pictures gpu-check clean
+.PHONY: help setup demo test test-quick test-engine test-slow test-parallel test-benchmarks test-install vllm-facts test-vllm lint format docs dist check-deployment bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks bench-fleet bench-headline bench-steps bench-papers bench-server pictures gpu-check clean
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -60,7 +60,7 @@ $(READY): pyproject.toml requirements/lock.txt
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-test test-quick test-engine test-slow test-parallel test-benchmarks test-install bench bench-tiers bench-pipeline bench-compare bench-chunks bench-depth bench-fleet bench-headline bench-steps bench-server pictures: export HF_HUB_OFFLINE = 1
+test test-quick test-engine test-slow test-parallel test-benchmarks test-install bench bench-tiers bench-pipeline bench-compare bench-chunks bench-fleet bench-headline bench-steps bench-papers bench-server pictures: export HF_HUB_OFFLINE = 1
 
 demo: $(READY) ## answer questions from documents through LangChain and LlamaIndex; writes build/demo.json
 	$(VENV)/bin/python -m examples.demo $(if $(MODEL),--model $(MODEL))
@@ -135,47 +135,47 @@ check-deployment: $(PUBLISH)/.ready ## check images, Compose, Kubernetes and wor
 	$(PUBLISH)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(PUBLISH)/bin/kubernetes-validate --strict --quiet $(filter-out %/kustomization.yaml,$(wildcard examples/deployment/kubernetes/*.yaml))
 
-bench: $(READY) ## measure staged retrieval and the engine's door against their baselines
-	$(VENV)/bin/python -m tests.benchmarks --model examples/demo_model
+bench: $(READY) ## measure staged and filtered search against plain search
+	$(VENV)/bin/python -m benchmarks.retrieval
 
 bench-tiers: $(READY) ## measure what the tiers bring and cost; writes build/bench-tiers.json (an hour and a half)
-	$(VENV)/bin/python -m tests.benchmarks.tiers $(if $(MODEL),--model $(MODEL)) $(foreach part,$(ONLY),--only $(part))
+	$(VENV)/bin/python -m benchmarks.tiers $(if $(MODEL),--model $(MODEL)) $(foreach part,$(ONLY),--only $(part))
 
 bench-pipeline: $(READY) ## measure what overlap and order bring; writes build/bench-pipeline.json (twenty minutes)
-	$(VENV)/bin/python -m tests.benchmarks.pipeline $(if $(MODEL),--model $(MODEL)) $(foreach part,$(ONLY),--only $(part))
+	$(VENV)/bin/python -m benchmarks.pipeline $(if $(MODEL),--model $(MODEL)) $(foreach part,$(ONLY),--only $(part))
 
 bench-simulation: $(READY) ## simulate policies, orders and queues; writes build/bench-simulation.json (three quarters of an hour)
-	$(VENV)/bin/python -m tests.benchmarks.simulation $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part))
+	$(VENV)/bin/python -m benchmarks.simulation $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part))
 
 bench-chunks: $(READY) ## measure what reuse of documents anywhere saves and costs; writes build/bench-chunks.json (an hour and a half)
 	$(VENV)/bin/python -m examples.demo_model_training.recurring --out build/recurring-questions.jsonl
-	$(VENV)/bin/python -m tests.benchmarks.chunks $(if $(MODEL),--model $(MODEL)) $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part))
-
-bench-depth: $(READY) ## compare selections, alphas and orders on the demo model and a deeper one; writes build/bench-depth.json (hours)
-	$(VENV)/bin/python -m tests.benchmarks.chunks.depth $(if $(MODEL),--model $(MODEL))
+	$(VENV)/bin/python -m benchmarks.chunks $(if $(MODEL),--model $(MODEL)) $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part))
 
 bench-fleet: $(READY) ## measure what replicas are worth, simulated and real; writes build/bench-fleet.json (an hour)
-	$(VENV)/bin/python -m tests.benchmarks.fleet $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part))
+	$(VENV)/bin/python -m benchmarks.fleet $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part))
 
 bench-headline: $(READY) ## measure the first page of docs/benchmarks.md again; writes build/bench-headline.* (40 minutes)
 	$(VENV)/bin/python -m examples.demo_model_training.recurring --out build/recurring-questions.jsonl
-	$(VENV)/bin/python -m tests.benchmarks.headline $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part))
+	$(VENV)/bin/python -m benchmarks.headline $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part))
 
 bench-steps: $(READY) ## measure a step's processor time in the scheduler, without a model; writes build/step-cost.json (four minutes)
 	$(VENV)/bin/python -m benchmarks.step_cost $(ARGS)
+
+bench-papers: $(READY) ## simulate the papers' figures and tables; writes build/bench-papers.* (hours)
+	$(VENV)/bin/python -m benchmarks.papers --plot build/bench-papers.html --resume $(ARGS)
 
 bench-server: $(READY) ## measure a request's processor time in API server and engine core; writes build/server-cost.json (four minutes)
 	$(VENV)/bin/python -m benchmarks.server_cost $(ARGS)
 
 bench-compare: $(READY) ## put real engines under the same load, ours beside vLLM's; writes build/bench-compare.* (hours)
-	$(VENV)/bin/ragcache bench --html build/bench-compare.html --resume $(ARGS)
+	$(VENV)/bin/python -m benchmarks.compare run --html build/bench-compare.html --resume $(ARGS)
 
 pictures: $(READY) ## take the pictures of the page at /ragcache for the documentation; needs Chromium
 	$(VENV)/bin/python -m tests.support.page_pictures
 
 gpu-check: ## check and time kernels and, where vLLM is installed, engines on this machine's GPU; writes build/gpu-check.json
 	@if $(PYTHON) -c 'from importlib.util import find_spec; exit(not (find_spec("vllm") and find_spec("ragcache_core.client")))' 2>/dev/null; \
-	then $(PYTHON) -m tests.benchmarks.device $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part)) $(ARGS); \
+	then $(PYTHON) -m benchmarks.device $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part)) $(ARGS); \
 	else $(PYTHON) kernels/gpu_check.py --output build/gpu-check.json --cost-model build/gpu-cost-model.json $(ARGS); fi
 
 clean: ## remove what was built, but not the virtual environment

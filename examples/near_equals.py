@@ -24,8 +24,8 @@ from langchain_core.runnables import RunnablePassthrough
 from examples._shared import open_demo_store, open_engine, option_parser, options_of
 from examples.document_order import popular_questions
 from ragcache_core import DocumentStore
-from ragcache_core.bench.quality.questions import Question, to_line
 from ragcache_core.client.pipeline.result import similarities
+from ragcache_core.quality.questions import Question, to_line
 from ragcache_core.swaps import CANDIDATES_PER_DOCUMENT
 from ragcache_integrations.langchain import (
     CacheStatsCallbackHandler,

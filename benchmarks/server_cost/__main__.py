@@ -15,7 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from benchmarks.server_cost.engines import ENGINES
 from benchmarks.server_cost.measure import ServerCost, compare, count_slices, group_engines
-from ragcache_core.bench.machine import machine
+from ragcache_core.reports.machine import machine
 
 _EPILOG = """\b
 Examples:

@@ -6,12 +6,12 @@ import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ragcache_core.bench.compare.random_model import ModelShape, random_model
-from ragcache_core.bench.token_client import TokenClient
+from benchmarks.token_client import TokenClient
 from ragcache_core.client import Engine
 from ragcache_core.client.launch.vllm_offload import VLLMOffload
 from ragcache_core.config import CacheConfig
 from ragcache_core.memory import has_gpu
+from ragcache_core.profiles.random_model import ModelShape, random_model
 from ragcache_core.runtime.hangs import read_engine_use
 
 EngineName = Literal["vllm", "vllm-control", "vllm-offload", "ragcache-gpu", "ragcache-host"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from ragcache_core.bench.token_client import TokenRequest
+from ragcache_core.bench.prompts import TokenRequest
 from ragcache_core.types import PromptSegment, SegmentKind
 from ragcache_core.wire import encode_kv_transfer_params, tile
 

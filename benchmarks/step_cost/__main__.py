@@ -18,7 +18,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 from benchmarks.step_cost.measure import StepCost, compare, profile
 from benchmarks.step_cost.scenes import SCENES
 from benchmarks.step_cost.schedulers import ENGINES
-from ragcache_core.bench.machine import machine
+from ragcache_core.reports.machine import machine
 
 _EPILOG = """\b
 Examples:

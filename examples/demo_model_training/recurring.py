@@ -45,7 +45,7 @@ from examples.demo_model_training.language import (
     write_entry,
 )
 from ragcache_core import Document
-from ragcache_core.bench.quality.questions import Question, to_line
+from ragcache_core.quality.questions import Question, to_line
 
 SEED: Final = 888_000
 NUM_DOCUMENTS: Final = 5

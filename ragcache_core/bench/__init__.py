@@ -1,1 +1,1 @@
-"""Measurements, each against its baseline in the same run: ``python -m tests.benchmarks --help``."""
+"""Measurements, each against its baseline in the same run: ``python -m benchmarks --help``."""

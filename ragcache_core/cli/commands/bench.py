@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +12,10 @@ from ragcache_core.cli.command import CommandGroup, print_json
 from ragcache_core.cli.commands.trace import WORKLOAD_NAMES
 from ragcache_core.cli.options import api_key_option
 from ragcache_core.cli.output import check_output, check_outputs, require_matplotlib
-from ragcache_core.cli.subcommands.paper import paper
 from ragcache_core.runtime.terminal import Bar
 
 if TYPE_CHECKING:
-    from ragcache_core.bench.compare.results import Results
+    from ragcache_core.bench.results import Results
 
 _AUTO = "auto:0.25,0.5,0.8,1.2,1.8,2.6"
 _OF_A_LAUNCH = frozenset(
@@ -28,7 +26,6 @@ _OF_A_LAUNCH = frozenset(
         "kv_memory",
         "host_memory",
         "disk_memory",
-        "warm_disks",
         "block_size",
         "max_num_seqs",
         "max_num_batched_tokens",
@@ -71,7 +68,6 @@ _html_option = click.option(
         "ragcache bench --compare vllm,ragcache --rates 1,2,4 --seeds 1 --requests 100 --output out.json",
         "ragcache bench --trace retrievals.jsonl --scale 0.25 --host-memory 64MiB,256MiB --output out.json --resume",
         "ragcache bench --model random-8b --dtype bfloat16 --max-num-batched-tokens 8192 --vllm-arg=--no-enforce-eager",
-        "ragcache bench --search 1000000 --compare vllm,ragcache,ragcache-speculative --rates 1,2 --output out.json",
         "ragcache bench --engine http://127.0.0.1:8000 --api-key KEY --rates 1,2 --output out.json",
     ],
 )
@@ -97,38 +93,10 @@ _html_option = click.option(
     help="Requests of a trace instead, the same for every seed.",
 )
 @click.option(
-    "--search",
-    type=click.IntRange(1),
-    metavar="N",
-    help="Find each request's documents in an index of N vectors, within its time; made once and kept.",
-)
-@click.option("--search-dim", type=click.IntRange(2), default=128, show_default=True, help="Numbers of each vector.")
-@click.option(
-    "--search-index",
-    type=click.Choice(["ivf", "hnsw", "flat"]),
-    default="ivf",
-    show_default=True,
-    help="The kind of index.",
-)
-@click.option(
-    "--search-share",
-    type=float,
-    metavar="SHARE",
-    help="Share of the lists of ivf that a search looks into. [default: 0.125]",
-)
-@click.option(
-    "--search-folder",
-    type=click.Path(path_type=Path, file_okay=False),
-    metavar="DIR",
-    help="Where indexes are kept. [default: in the user's cache folder]",
-)
-@click.option(
     "--compare",
     metavar="ENGINES",
-    help="The engines, as vllm,vllm-host-lru,ragcache; the first is what throughput is compared with. An unknown name "
-    "is refused with all that there are, of which ragcache-chunks has approximate answers, lmcache must be "
-    "installed, and what ends in -speculative needs --search. [default: all but these; with --search "
-    "ragcache-speculative too]",
+    help="The engines, as vllm,vllm-host-lru,ragcache; the others are compared with the first. The error for an "
+    "unknown name lists all. [default: all with exact answers, so without ragcache-chunks]",
 )
 @click.option(
     "--rates",
@@ -138,9 +106,9 @@ _html_option = click.option(
     help="Requests a second, ascending; auto[:S,S,...] takes shares of what the first engine can serve. "
     f"[default: {_AUTO}]",
 )
-@click.option("--seeds", type=click.IntRange(1), default=3, show_default=True, help="How often, with other requests.")
-@click.option("--first-seed", type=click.IntRange(0), default=0, show_default=True, help="The first of them.")
-@click.option("--requests", type=click.IntRange(1), default=200, show_default=True, help="Timed at each rate.")
+@click.option("--seeds", type=click.IntRange(1), default=3, show_default=True, help="Seeds, each with other requests.")
+@click.option("--first-seed", type=click.IntRange(0), default=0, show_default=True, help="The first seed.")
+@click.option("--requests", type=click.IntRange(1), default=200, show_default=True, help="Timed requests at each rate.")
 @click.option("--warm-up", type=click.IntRange(0), default=200, show_default=True, help="Requests before the first.")
 @click.option(
     "--model",
@@ -163,7 +131,7 @@ _html_option = click.option(
 @click.option(
     "--host-memory",
     metavar="SIZE,...",
-    help="Host memory, ascending. [default: 65,536, 262,144 and 1,048,576 tokens times the scale]",
+    help="Host memory; several sizes ascending. [default: 262,144 tokens times the scale]",
 )
 @click.option(
     "--disk-memory",
@@ -171,12 +139,6 @@ _html_option = click.option(
     show_default=True,
     metavar="SIZE",
     help="Disk for engines with host memory; vLLM's own file tier has no limit.",
-)
-@click.option(
-    "--warm-disks",
-    type=click.Path(path_type=Path, file_okay=False),
-    metavar="DIR",
-    help="Warm each engine's disk once, keep it in DIR, and begin with a copy: most of a long warm-up is not repeated.",
 )
 @click.option("--block-size", type=click.IntRange(1), default=32, show_default=True, help="Tokens in a KV block.")
 @click.option("--max-num-seqs", type=click.IntRange(1), default=8, show_default=True, help="Requests that run at once.")
@@ -211,60 +173,41 @@ def bench(
     resume: bool,
     **given: Any,
 ) -> None:
-    """Open engines one after the other, and put the same requests at the same moments on each.
+    """Open engines one after the other, and send each the same requests at the same times.
 
-    All rates are measured with the middle one of the sizes of host memory, and all sizes with the middle rate. Each
-    run is kept when it is finished: after Ctrl-C, --resume goes on.
+    Each run is kept as soon as it is finished: after Ctrl-C, --resume continues.
     """
     if ctx.invoked_subcommand is not None:
         return
     _check_engine(ctx, given["engine"])
-    _check_search(ctx, given["search"])
     check_outputs({"--output": output, "--html": html_path}, [given["trace"] or Path()])
-    from ragcache_core.bench.compare.caveats import beforehand
-    from ragcache_core.bench.compare.comparison import run_comparison
-    from ragcache_core.bench.compare.options import BenchOptions, asked_facts, prepare
-    from ragcache_core.bench.compare.peers import USUAL
-    from ragcache_core.bench.compare.results import Results, check_is_new
-    from ragcache_core.bench.compare.search.peers import SPECULATIVE
-    from ragcache_core.bench.machine import machine
+    from ragcache_core.bench.comparison import run_comparison
+    from ragcache_core.bench.engines import EXACT
+    from ragcache_core.bench.options import BenchOptions, prepare
+    from ragcache_core.bench.results import Results, check_is_new
+    from ragcache_core.reports.machine import machine
 
     check_is_new(output, resume=resume)
     numbers, are_shares = rates
-    sizes = () if host_memory is None else tuple(host_memory.split(","))
-    engines = USUAL if given["search"] is None else (*USUAL, next(iter(SPECULATIVE)))
     options = BenchOptions(
-        compare=tuple(compare.split(",")) if compare else engines,
+        compare=tuple(compare.split(",")) if compare else EXACT,
         rates=numbers,
         are_shares=are_shares,
-        host_memory=sizes,
+        host_memory=() if host_memory is None else tuple(host_memory.split(",")),
         **given,
     )
-    if resume and output.exists():  # an index for another search would be made in vain
-        Results.read(output).check_same(asked_facts(options))
-    with ExitStack() as stack:
-        prepared = prepare(options, stack)
-        for warning in beforehand(options.seeds, options.requests):
-            click.echo(f"ragcache: warning: {warning}", err=True)
-        results = Results.open(output, prepared.facts, machine(), resume=resume)
-        try:
-            with _Progress("bench", unit="requests") as progress:
-                run_comparison(
-                    prepared.comparison,
-                    results,
-                    prepared.prompts.__getitem__,
-                    prepared.open_engine,
-                    progress,
-                    prepared.warm_disks,
-                )
-        except (KeyboardInterrupt, SystemExit):
-            click.echo(f"ragcache: {len(results.runs)} runs are finished: add --resume to go on", err=True)
-            raise
-        finally:  # an interruption as well: what is finished is worth reading
-            if results.runs:
-                _report(results, html_path, as_json=as_json)
-                results.write()
-                click.echo(f"ragcache: written to {output}", err=True)
+    prepared = prepare(options)
+    results = Results.open(output, prepared.facts, machine(), resume=resume)
+    try:
+        with _Progress("bench", unit="requests") as progress:
+            run_comparison(prepared.comparison, results, prepared.prompts.__getitem__, prepared.open_engine, progress)
+    except (KeyboardInterrupt, SystemExit):
+        click.echo(f"ragcache: {len(results.runs)} runs are finished: add --resume to continue", err=True)
+        raise
+    finally:  # after an interruption too
+        if results.runs:
+            _report(results, html_path, as_json=as_json)
+            click.echo(f"ragcache: written to {output}", err=True)
 
 
 def _drawable(html_path: Path | None) -> Path | None:
@@ -285,73 +228,32 @@ def _check_engine(ctx: click.Context, engine: str) -> None:
             )
 
 
-def _check_search(ctx: click.Context, search: int | None) -> None:
-    """Refuse options of a search where there is none."""
-    for param in ctx.command.params:
-        is_given = ctx.get_parameter_source(param.name or "") is not ParameterSource.DEFAULT
-        if search is None and (param.name or "").startswith("search_") and is_given:
-            raise click.UsageError(f"{param.opts[0]} is for a search, and there is none: give --search as well.")
-
-
-bench.add_command(paper)
-
-
 @bench.command(
     short_help="Print, and draw, what a comparison measured.",
     examples=[
         "ragcache bench report build/compare.json --html build/compare.html",
-        "ragcache bench report build/compare.json --predict profile.json",
     ],
 )
 @click.argument("results", type=click.Path(path_type=Path), metavar="OUT")
 @_html_option
-@click.option(
-    "--predict",
-    metavar="PROFILE",
-    help="Simulate the runs with a profile of 'ragcache profile --steps --output', and show both side by side.",
-)
-def report(results: Path, html_path: Path | None, predict: str | None, as_json: bool) -> None:
-    """Print the tables of a comparison that 'ragcache bench' wrote to OUT, and write its page; nothing is measured.
-
-    With --predict it prints instead what the simulator says of each engine, beside what was measured.
-    """
-    from ragcache_core.bench.compare.results import Results
+def report(results: Path, html_path: Path | None, as_json: bool) -> None:
+    """Print the tables of a comparison that 'ragcache bench' wrote to OUT, and write its page; nothing is measured."""
+    from ragcache_core.bench.results import Results
 
     check_output("--html", html_path, [results])
-    read = Results.read(results)
-    if predict is None:
-        _report(read, html_path, as_json=as_json)
-        return
-    if html_path is not None:
-        raise click.UsageError("A prediction has no page: leave out --html or --predict.")
-    _show_predictions(read, predict, as_json=as_json)
-
-
-def _show_predictions(results: Results, profile: str, *, as_json: bool) -> None:
-    from ragcache_core.bench.compare.prediction import predict, table
-    from ragcache_core.sim.testbeds import load_testbed
-
-    with Bar("simulating", len(results.runs), "runs") as bar:
-        predictions, notes = predict(results, load_testbed(profile), on_run=lambda: bar.advance(1))
-    for note in notes:
-        click.echo(f"ragcache: {note}", err=True)
-    if as_json:
-        print_json({"predictions": [prediction.to_dict() for prediction in predictions], "notes": notes})
-    else:
-        click.echo(table(predictions).text())
+    _report(Results.read(results), html_path, as_json=as_json)
 
 
 def _report(results: Results, html_path: Path | None, *, as_json: bool) -> None:
-    """Print what was measured, and write the page."""
-    from ragcache_core.bench.compare.report import summary_of, warnings, write_report
-    from ragcache_core.bench.compare.tables import tables
+    """Print the tables, and write the page."""
+    from ragcache_core.bench.report import summarise, tables, warnings, write_report
 
-    summary = summary_of(results)
-    results.summary = summary.to_dict()
-    for warning in warnings(results, summary):
+    summary, options = summarise(results), results.options
+    for warning in warnings(options["seeds"], options["requests"]):
         click.echo(f"ragcache: warning: {warning}", err=True)
     if as_json:
-        print_json({name: value for name, value in results.to_dict().items() if name != "runs"})
+        whole = {name: value for name, value in results.to_dict().items() if name != "runs"}
+        print_json({**whole, "summary": summary.to_dict()})
     else:
         click.echo(", ".join(f"{name} {value}" for name, value in results.machine.items()))
         for table in tables(summary, results.rates_rps):
@@ -362,10 +264,7 @@ def _report(results: Results, html_path: Path | None, *, as_json: bool) -> None:
 
 
 class _Progress(Bar):
-    """A bar of requests that says which engine is at work."""
+    """A bar of requests that names the current engine."""
 
     def plan(self, num_requests: int) -> None:
         self.move_to(0, num_requests)
-
-    def announce(self, sentence: str) -> None:
-        click.echo(f"ragcache: {sentence}", err=True)

@@ -16,8 +16,8 @@ from ragcache_core.errors import ConfigError
 from ragcache_core.runtime.terminal import columns, plain
 
 if TYPE_CHECKING:
-    from ragcache_core.bench.quality.summary import Summary
     from ragcache_core.chunk import AlphaPoint
+    from ragcache_core.quality.summary import Summary
 
 _METRICS = ("exact_match", "token_f1", "rouge_l", "jaccard")
 
@@ -50,12 +50,12 @@ def calibrate(model: str, quality: float, metric: str, output: Path | None, as_j
     selection finds its alpha by what was kept. Quality is a share of what the same engine scores when it computes
     everything. Ctrl-C leaves the calibration that was there before.
     """
-    from ragcache_core.bench.quality import FULL, chunk_ways
-    from ragcache_core.bench.quality.summary import overall
     from ragcache_core.chunk import choose_alpha
     from ragcache_core.profiles.calibration import Calibration, calibration_path, save_calibration
     from ragcache_core.profiles.files import model_identity
     from ragcache_core.profiles.prefill import check_writable
+    from ragcache_core.quality import FULL, chunk_ways
+    from ragcache_core.quality.summary import overall
 
     selection, max_recompute = options["selection"], options["max_recompute"]
     run, alphas = quality_run(model, options)

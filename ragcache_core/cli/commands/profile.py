@@ -117,7 +117,7 @@ def profile(
 
     is_random = model == RANDOM
     if is_random:
-        from ragcache_core.bench.compare.random_model import random_model
+        from ragcache_core.profiles.random_model import random_model
 
         model = str(random_model())
     check_model(model)

@@ -17,10 +17,10 @@ from ragcache_core.runtime.terminal import Bar
 from ragcache_core.types import QuestionFormat, SelectionName
 
 if TYPE_CHECKING:
-    from ragcache_core.bench.quality import Question
-    from ragcache_core.bench.quality.measuring import QualityRun
-    from ragcache_core.bench.quality.summary import Summary
-    from ragcache_core.bench.quality.ways import Way
+    from ragcache_core.quality import Question
+    from ragcache_core.quality.measuring import QualityRun
+    from ragcache_core.quality.summary import Summary
+    from ragcache_core.quality.ways import Way
 
 DEFAULT_SELECTION: SelectionName = "whole_chunks"
 DEFAULT_ALPHAS: dict[SelectionName, tuple[float, ...]] = {
@@ -180,7 +180,7 @@ def quality(
 
     The last column says how many answers are those of the first way, word for word, with a 95 % interval.
     """
-    from ragcache_core.bench.quality import (
+    from ragcache_core.quality import (
         FULL,
         NAIVE,
         PREFIX,
@@ -224,10 +224,10 @@ def quality_run(
         ConfigError: no such questions, or a size that cannot work; no question has documents with scores beyond
             ``num_shown``, to be exchanged with a ``max_score_loss``.
     """
-    from ragcache_core.bench.quality import read_questions
-    from ragcache_core.bench.quality.measuring import QualityRun
     from ragcache_core.client.launch.arguments import check_model
     from ragcache_core.config import CacheConfig
+    from ragcache_core.quality import read_questions
+    from ragcache_core.quality.measuring import QualityRun
 
     vllm_args = options["vllm_args"]
     check_vllm_args(vllm_args)
@@ -267,7 +267,7 @@ def _check_candidates(questions: Sequence[Question], num_shown: int | None, path
 
 def measured(run: QualityRun, ways: Sequence[Way]) -> Iterator[tuple[Way, list[Summary]]]:
     """Yield what each way came to, compared with the first, with a progress bar on a terminal."""
-    from ragcache_core.bench.quality import summarise
+    from ragcache_core.quality import summarise
 
     reference = None
     with Bar("", len(ways) * len(run.questions), "answers") as bar:

@@ -1,1 +1,1 @@
-"""Commands of a command: `bench paper`, `simulate sweep`."""
+"""Commands of a command: `simulate sweep`."""

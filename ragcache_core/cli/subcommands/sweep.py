@@ -21,8 +21,8 @@ from ragcache_core.ordering import DOCUMENT_ORDERS
 from ragcache_core.sim.options import BELADY, ROUTINGS, SIMULATED_POLICIES
 
 if TYPE_CHECKING:
-    from ragcache_core.bench.page import Report, Table
-    from ragcache_core.bench.plots import Plot
+    from ragcache_core.reports.page import Report, Table
+    from ragcache_core.reports.plots import Plot
     from ragcache_core.sim.options import SimulationOptions
     from ragcache_core.sim.sweep import FinishedRun, Journal, Run
 
@@ -270,7 +270,7 @@ def read_finished(journal: Journal, output: Path, *, is_resumed: bool) -> dict[s
 
 def table(runs: Sequence[FinishedRun]) -> Table:
     """Return a table with a row for each run; only what differs between the runs is named."""
-    from ragcache_core.bench.page import Table
+    from ragcache_core.reports.page import Table
 
     varied = _varied(runs)
     heads = [*(name.removesuffix("_tokens") for name in varied), *(head for head, _, _ in _COLUMNS)]
@@ -283,7 +283,7 @@ def table(runs: Sequence[FinishedRun]) -> Table:
 
 def plots(runs: Sequence[FinishedRun]) -> list[Plot]:
     """Return mean TTFT and hit rate against the capacity that varies, for each trace; bars, where none does."""
-    from ragcache_core.bench.plots import bars, lines
+    from ragcache_core.reports.plots import bars, lines
 
     varied = [name for name in _varied(runs) if name != "trace"]
     axis = next((name for name in _AXES if name in varied), None)
@@ -314,7 +314,7 @@ def plots(runs: Sequence[FinishedRun]) -> list[Plot]:
 
 def report(runs: Sequence[FinishedRun], num_requests: Mapping[str, int], notes: Sequence[str]) -> Report:
     """Return plots and table of a sweep, with what was simulated and ``notes``; ``num_requests`` by trace."""
-    from ragcache_core.bench.page import Report, worded
+    from ragcache_core.reports.page import Report, worded
 
     options, varied = dict(runs[0].options), _varied(runs)
     names = dict.fromkeys(run.trace for run in runs)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from benchmarks.device.__main__ import main as gpu_check
 from benchmarks.server_cost.__main__ import main as server_cost
-from tests.benchmarks.device.__main__ import main as gpu_check
 
 pytestmark = pytest.mark.benchmark
 

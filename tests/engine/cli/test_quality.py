@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from examples.demo_model_training.recurring import recurring_questions
-from ragcache_core.bench.quality.questions import to_line
 from ragcache_core.cli import cli
 from ragcache_core.profiles.calibration import calibration_path, load_calibration
+from ragcache_core.quality.questions import to_line
 
 pytestmark = pytest.mark.benchmark
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests.benchmarks.fleet.__main__ import main
+from benchmarks.fleet.__main__ import main
 
 pytestmark = pytest.mark.benchmark
 

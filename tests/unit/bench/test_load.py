@@ -7,8 +7,8 @@ import time
 import numpy as np
 import pytest
 
-from ragcache_core.bench.compare.load_generator import Answered, Load, poisson_arrivals
-from ragcache_core.bench.compare.prompts import TracedPrompts
+from ragcache_core.bench.load import Answered, Load, poisson_arrivals
+from ragcache_core.bench.prompts import TracedPrompts
 from ragcache_core.client import Engine
 from ragcache_core.errors import ConfigError, RequestRejectedError
 from ragcache_core.sim.traces.trace import Trace, TracedRequest
@@ -77,7 +77,7 @@ def test_the_clock_starts_when_a_request_was_due(demo_model: str) -> None:
 def test_a_request_that_is_not_answered_ends_the_load(demo_model: str, answer: Refusal) -> None:
     with ScriptedServer() as server, Engine.connect(server.url, tokenizer=demo_model) as engine:
         server.script(answer)
-        with pytest.raises(RequestRejectedError, match=rf"refused request \d \({answer.status}\)"):
+        with pytest.raises(RequestRejectedError, match=rf"rejected request \d \({answer.status}\)"):
             Load(engine, PROMPTS).replay(range(4), [0.0] * 4)
 
 

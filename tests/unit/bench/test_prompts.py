@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from ragcache_core.bench.compare.prompts import TracedPrompts, scaled
+from ragcache_core.bench.prompts import TracedPrompts, scaled
 from ragcache_core.errors import ConfigError
 from ragcache_core.sim.traces.trace import Trace, TracedRequest
 from ragcache_core.wire import decode_kv_transfer_params

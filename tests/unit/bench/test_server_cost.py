@@ -10,7 +10,7 @@ import pytest
 from benchmarks.server_cost.engines import process_time_s
 from benchmarks.server_cost.measure import group_engines
 from benchmarks.server_cost.scenes import SCENES
-from ragcache_core.bench.token_client import TokenRequest
+from ragcache_core.bench.prompts import TokenRequest
 
 
 def test_the_baseline_runs_beside_every_group_of_engines() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ragcache_core.chunkstore import ChunkNote, ChunkStore, ChunkWrite
-from tests.benchmarks.tiers.crash_points import run_damage
+from tests.support.crash_points import run_damage
 
 from .conftest import CHUNK_BYTES, IDENTITY, Opening, aligned, keys, payload, read, writes
 

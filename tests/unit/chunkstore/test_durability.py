@@ -15,7 +15,7 @@ import pytest
 
 from ragcache_core.chunkstore import ChunkStore, ChunkWrite
 from ragcache_core.errors import CacheLockedError, CacheWriteError
-from tests.benchmarks.tiers.crash_points import run_killpoints
+from tests.support.crash_points import run_killpoints
 
 from .conftest import CHUNK_BYTES, IDENTITY, Opening, aligned, keys, payload, read, writes
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from ragcache_core.bench.compare.load_generator import Load
+from ragcache_core.bench.load import Load
 from ragcache_core.cli import cli
-from tests.support.scripted_server import IDLE, THREE_TIERS, ScriptedServer
+from tests.support.scripted_server import ScriptedServer
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -45,22 +45,6 @@ def on(server: ScriptedServer, path: Path) -> list[str]:
         (["--trace", "missing.jsonl"], 1, "missing.jsonl"),
         (["--model", "/nowhere"], 1, "ragcache: error: the configuration of '/nowhere' cannot be read"),
         (["--engine", "http://127.0.0.1:9"], 1, "ragcache: error: no engine answers at http://127.0.0.1:9"),
-        (["--search-dim", "64"], 2, "--search-dim is for a search, and there is none: give --search as well"),
-        (["--search", "0"], 2, "--search"),
-        (
-            ["--search", "9", "--trace", "t.jsonl"],
-            1,
-            "ragcache: error: --search finds the documents that --trace would",
-        ),
-        (
-            ["--search", "9", "--search-index", "flat", "--search-share", "1"],
-            1,
-            "ragcache: error: --search-share is for",
-        ),
-        (["--search", "9", "--search-share", "0"], 1, "ragcache: error: --search-share is 0: give a share"),
-        (["--compare", "vllm,ragcache-speculative"], 1, "there is no search: give --search as well"),
-        (["--search", "1"], 1, "ragcache: error: --search is 1, and mmlu shows 2 documents"),
-        (["--search", "1000000000000"], 1, "GiB of memory to make"),
     ],
 )
 def test_a_mistake_is_one_clear_error(arguments: list[str], status: int, message: str, tmp_path: Path) -> None:
@@ -95,10 +79,7 @@ def test_a_server_that_runs_is_put_under_load(tmp_path: Path) -> None:
     assert "At 50 requests/s" in done.stdout
     assert (tmp_path / "report.html").is_file()
     said = done.stderr.splitlines()
-    few = "ragcache: warning: 3 requests at each rate: a mean is that of one burst or another"
-    assert said[0].startswith(few)
-    assert said[1] == "ragcache: 2 engines to open one after the other, 16 requests: about 1 s"
-    assert any(line.startswith(few) for line in said[2:]), "beside the figures as well"
+    assert any(line.startswith("ragcache: warning: 3 requests at each rate are few") for line in said)
 
 
 def test_a_report_is_made_again_without_measuring(tmp_path: Path) -> None:
@@ -106,11 +87,11 @@ def test_a_report_is_made_again_without_measuring(tmp_path: Path) -> None:
     measured = ROOT / "docs" / "results" / "bench-compare-slo.json"
     done = bench("report", str(measured), "--html", str(page))
     assert done.exit_code == 0, done.output
-    assert re.search(r"vllm-host-arc +>= 9 +>= 2.07\n", done.stdout)
-    assert "ragcache: warning: one seed: there is no interval" in done.stderr
-    assert "\u2265 9" in page.read_text(encoding="utf-8")
-    summary = json.loads(bench("report", str(measured), "--json").stdout)["summary"]
-    assert [found["is_bound"] for found in summary["throughput_at_slo"]] == [False, False, False, True, True]
+    assert re.search(r"vllm-host-arc +>= 9\n", done.stdout)
+    assert "ragcache: warning: one seed gives no interval" in done.stderr
+    assert page.is_file()
+    points = json.loads(bench("report", str(measured), "--json").stdout)["summary"]["points"]
+    assert [point["engine"] for point in points[:2]] == ["no-cache", "vllm"]
 
 
 @pytest.mark.parametrize("content", ["{}", "[1]", "text", '{"version": "0.1.0", "runs": []}'])
@@ -150,44 +131,15 @@ def test_an_interruption_keeps_what_is_finished_and_resume_goes_on(
         refused = bench(*on(server, path))
         resumed = bench(*on(server, path), "--resume")
     assert stopped.exit_code == 130
-    assert "ragcache: 2 runs are finished: add --resume to go on" in stopped.stderr
+    assert "ragcache: 2 runs are finished: add --resume to continue" in stopped.stderr
     assert "ragcache: interrupted" in stopped.stderr
     assert [(run["seed"], run["rate"]) for run in kept] == [(0, 0), (0, 1)]
     assert refused.exit_code == 1
-    assert "--resume goes on with it" in refused.stderr
+    assert "continue with --resume" in refused.stderr
     assert resumed.exit_code == 0, resumed.output
     runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
     assert runs[:2] == kept
     assert [(run["seed"], run["rate"]) for run in runs[2:]] == [(1, 0), (1, 1)]
-
-
-def test_the_search_is_in_the_loop_and_in_the_figures(tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    search = ["--search", "2000", "--search-dim", "8", "--search-index", "flat"]
-    with ScriptedServer(max_model_len=100_000, cache=THREE_TIERS, load=IDLE) as server:
-        arguments = [*on(server, path), *search, "--search-folder", str(tmp_path)]
-        done = bench(*arguments, "--html", str(tmp_path / "report.html"))
-        again = bench(*arguments, "--resume", "--json")
-        index = sorted(tmp_path.rglob("*"))
-        other = bench(*arguments, "--search-dim", "9", "--resume")
-        assert sorted(tmp_path.rglob("*")) == index, "an index was made in vain"
-        refused = bench(*arguments, "--search-folder", str(tmp_path / "new"))
-        asked = [seen for seen in server.requests if "prompt" in seen.body]
-    assert done.exit_code == 0, done.output
-    report = json.loads(path.read_text(encoding="utf-8"))
-    assert len(asked) == sum(map(len, (run["ttft_s"] for run in report["runs"]))) + 2 * 2
-    for run in report["runs"]:
-        assert run["search"]["num_stages"] >= 3
-        assert all(0 < found < ttft for found, ttft in zip(run["search"]["search_s"], run["ttft_s"], strict=True))
-    assert "The search at 50 requests/s" in done.stdout
-    page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "searched for among 2,000 vectors of 8 (flat)" in page
-    assert again.exit_code == 0, again.output
-    assert json.loads(again.stdout)["summary"]["points"][0]["search"]["num_stages"] >= 1
-    assert (other.exit_code, refused.exit_code) == (1, 1)
-    assert "measured with search_dim = 8, not 9" in other.stderr
-    assert "--resume goes on with it" in refused.stderr
-    assert not (tmp_path / "new").exists(), "an index was made in vain"
 
 
 def test_help_has_examples_and_room_for_commands() -> None:

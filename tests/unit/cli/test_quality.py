@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from ragcache_core.bench.quality import AskedAnswer, Way
-from ragcache_core.bench.quality.measuring import QualityRun
 from ragcache_core.chunk import choose_alpha
 from ragcache_core.cli import cli
 from ragcache_core.profiles.calibration import calibration_path, load_calibration
+from ragcache_core.quality import AskedAnswer, Way
+from ragcache_core.quality.measuring import QualityRun
 
 LINE = {"question": "Who founded Zorval?", "answer": "Anna", "documents": ["Zorval is."], "kind": "single"}
 

@@ -1,0 +1,1 @@
+"""``ragcache bench`` with LMCache, and simulations of its runs."""

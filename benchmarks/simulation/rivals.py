@@ -1,0 +1,130 @@
+"""The default policy beside those that others compare with: on every trace, from little of what is distinct to most.
+
+Requests come one at a time, so that none waits for another and TTFT is what prefill and transfers cost. A figure is
+what the default policy has over what the best of its rivals has, at the capacity where that is worst.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from benchmarks.papers.ratios import DEFAULT_POLICY, Summary
+from benchmarks.report import Figure, Goal, Part, Plan
+from benchmarks.simulated import simulate_runs
+from benchmarks.simulated.laboratory import LabOptions
+from ragcache_core.sim.sweep import Run
+from ragcache_core.sim.sweep import plan as plan_runs
+from ragcache_core.sim.traces.reuse import reuse_of
+from ragcache_core.sim.traces.trace import Trace, read_trace, write_trace
+from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
+
+RIVALS = ("lru", "lfu", "gdsf", "pgdsf", "s3fifo", "arc")
+MADE = ("mmlu", "nq", "sysx", "drift")
+IMPORTED = Path("build/traces")
+"""Traces that ``ragcache trace import`` wrote to this folder, ``NAME.jsonl``, are measured beside those made here."""
+TIERS = {"gpu": (8, 0, 0), "tiers": (1, 3, 4)}
+"""How many eighths of a capacity are on GPU, host and disk."""
+_SHARES = (0.01, 0.03, 0.1, 0.3, 0.6)
+_FIRST_SEED = 2  # policies were tuned on seed 1
+_NUM_REQUESTS = 6_000
+_GAP_S = 1_000.0
+
+ByShare = Mapping[float, Mapping[str, Summary]]
+"""For each share of the distinct tokens a summary for each policy."""
+
+
+def goals() -> dict[str, Goal]:
+    """Return what the default policy has to reach: on what is made here, and on the imported traces that there are."""
+    names = (*MADE, *(path.stem for path in _imported()))
+    return {
+        f"{name}_{what}_of_best_{tiers}": goal
+        for name, tiers in product(names, TIERS)
+        for what, goal in (("hit", Goal(">=", 0.99)), ("ttft", Goal("<=", 1.01)))
+    }
+
+
+def measure_policies(plan: Plan) -> Part:
+    """Compare the default policy with the best of its rivals at every capacity, on GPU alone and on three tiers."""
+    num_requests = plan.sized(_NUM_REQUESTS, 200)
+    runs: dict[tuple[str, str, float], list[Run]] = {}
+    num_to_do = 0
+    with TemporaryDirectory(prefix="ragcache-rivals-") as folder:
+        for name, trace in _traces(num_requests, _FIRST_SEED + plan.seed):
+            plan.report(f"policies: {name}")
+            path = Path(folder) / f"{name}.jsonl"
+            write_trace(one_by_one(trace), path)
+            num_distinct = distinct_tokens(trace)
+            for tiers, share in product(TIERS, (0.1, 0.6) if plan.is_quick else _SHARES):
+                options = _options(tiers, round(share * num_distinct), warm_up=len(trace) // 8)
+                of = runs[name, tiers, share] = plan_runs([path], options, policies=(DEFAULT_POLICY, *RIVALS))
+                num_to_do += len(of) * len(trace)
+        done = iter(simulate_runs(plan, "policies", [run for of in runs.values() for run in of], num_to_do))
+    results: dict[tuple[str, str], dict[float, dict[str, Summary]]] = {}
+    for (name, tiers, share), of in runs.items():
+        results.setdefault((name, tiers), {})[share] = {run.options.policy: next(done).summary for run in of}
+    return Part(
+        f"an eighth of {num_requests:,} requests, seed {_FIRST_SEED + plan.seed}",
+        tuple(figure for (name, tiers), of in results.items() for figure in figures_of(name, tiers, of)),
+        {f"{name}, {tiers}": _details(by_share) for (name, tiers), by_share in results.items()},
+    )
+
+
+def one_by_one(trace: Trace) -> Trace:
+    """Return the same prompts so far apart that none waits for another, each with an answer of one token."""
+    arrival_s = np.arange(len(trace), dtype=np.float64) * _GAP_S
+    return replace(trace, arrival_s=arrival_s, output_tokens=np.ones_like(trace.output_tokens))
+
+
+def distinct_tokens(trace: Trace) -> int:
+    """Return the tokens that an endless cache of prefixes would hold in the end."""
+    return round(int(trace.doc_tokens.sum(dtype=np.int64)) * (1 - reuse_of(trace).same_prefix_tokens))
+
+
+def figures_of(name: str, tiers: str, by_share: ByShare) -> Iterator[Figure]:
+    """Yield the worst ratio of token hit rates and the worst of mean TTFT."""
+    yield _worst(f"{name}_hit_of_best_{tiers}", by_share, "token_hit_rate", best=max, worst=min)
+    yield _worst(f"{name}_ttft_of_best_{tiers}", by_share, "mean_ttft_s", best=min, worst=max)
+
+
+_Choice = Callable[[Iterable[tuple[float, str]]], tuple[float, str]]
+
+
+def _worst(key: str, by_share: ByShare, measure: str, *, best: _Choice, worst: _Choice) -> Figure:
+    ratios = []
+    for share, summaries in by_share.items():
+        ours = summaries[DEFAULT_POLICY][measure]
+        theirs, rival = best((summaries[policy][measure], policy) for policy in RIVALS)
+        ratio = ours / theirs if theirs else 1.0  # where no rival finds anything, none is ahead
+        ratios.append((ratio, f"at {share:.0%}: {ours:.3f} against {theirs:.3f} of {rival}"))
+    ratio, note = worst(ratios)
+    return Figure(key, round(ratio, 4), baseline=1.0, note=note)
+
+
+def _options(tiers: str, num_tokens: int, warm_up: int) -> LabOptions:
+    gpu, host, disk = (num_tokens * eighths // 8 for eighths in TIERS[tiers])
+    return LabOptions(gpu_tokens=gpu, host_tokens=host, disk_tokens=disk, retrieval_s=0.0, warm_up=warm_up)
+
+
+def _traces(num_requests: int, seed: int) -> Iterator[tuple[str, Trace]]:
+    for name in MADE:
+        yield name, make_trace(WORKLOADS[name], num_requests, seed)
+    for path in _imported():
+        yield path.stem, read_trace(path).head(num_requests)
+
+
+def _imported() -> list[Path]:
+    return sorted(IMPORTED.glob("*.jsonl"))
+
+
+def _details(by_share: ByShare) -> dict[str, dict[str, dict[str, float]]]:
+    keys = ("token_hit_rate", "mean_ttft_s")
+    return {
+        f"{share:.0%}": {policy: {key: round(of[key], 5) for key in keys} for policy, of in summaries.items()}
+        for share, summaries in by_share.items()
+    }

@@ -1,1 +1,0 @@
-"""Real engines side by side under the same load: ``ragcache bench``."""

@@ -1,0 +1,1 @@
+"""Reports of simulations and benchmarks: tables for a terminal, pages, plots."""

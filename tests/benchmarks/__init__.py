@@ -1,1 +1,0 @@
-"""Measurements for developers, each against its baseline."""

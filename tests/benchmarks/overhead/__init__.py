@@ -1,1 +1,0 @@
-"""Staged retrieval and the engine's door against their baselines."""
