@@ -24,7 +24,7 @@ class DocumentCache:
 
     For a request, in this order:
 
-    1. its path is walked; a hit ends at the first node that lies in no tier. alpha = system + hit tokens, beta =
+    1. its path is matched; a hit ends at the first node that is in no tier. alpha = system + hit tokens, beta =
        missed tokens + question;
     2. every node of the path is pinned and counted: a node that was in no tier starts at 0, unless uses are counted
        beyond eviction; its rank is computed for each tier;
@@ -68,7 +68,6 @@ class DocumentCache:
             moves_down=True,
         )
         self._is_host_selective = self._tree.policy.is_selective and not disk_tokens
-        self._changed: set[tuple[str, ...]] = set()
         self.mirror = CachedPaths(_UNBOUNDED)
         self._changes: list[PathChange] = []
         self._is_mirrored = options.replicas > 1 or options.order == "cache_aware"
@@ -82,8 +81,6 @@ class DocumentCache:
     def num_tokens(self, tier: Tier) -> int:
         """Return how many tokens lie in ``tier``."""
         return self._num_tokens[tier]
-
-    # The door
 
     def num_cached_tokens(self, request: TracedRequest) -> int:
         node, num_tokens = self._tree.root, self._system_tokens
@@ -149,10 +146,6 @@ class DocumentCache:
         tree.unpin(path)
         if self._chunks is not None:
             self._chunks.warm(request, expected_uses)
-
-    def changed_prefixes(self) -> set[tuple[str, ...]] | None:
-        changed, self._changed = self._changed, set()
-        return changed
 
     # Algorithm 1
 
@@ -227,11 +220,9 @@ class DocumentCache:
 
     def _note(self, node: TreeNode, *, is_cached: bool) -> None:
         """Note that a node is cached, or is no longer."""
-        documents = _documents(node)
-        self._changed.add(documents)
         if self._is_mirrored:
             num_tokens = self._system_tokens + sum(step.num_tokens for step in node.path()) if is_cached else 0
-            self._changes.append(PathChange(NO_STATIC_PREFIX, documents, num_tokens))
+            self._changes.append(PathChange(NO_STATIC_PREFIX, _documents(node), num_tokens))
 
 
 _Key = tuple[str | int, ...]

@@ -11,7 +11,6 @@ from benchmarks.simulated.routers import OtherRouter
 from benchmarks.simulated.steps import simulate_steps
 from ragcache_core.errors import ConfigError
 from ragcache_core.sim import simulator
-from ragcache_core.sim.blocks import BlockCache
 from ragcache_core.sim.engine import SimulatedCache
 from ragcache_core.sim.options import ROUTINGS, SimulationOptions
 from ragcache_core.sim.result import SimulationResult
@@ -77,7 +76,7 @@ def make_cache(trace: Trace, options: SimulationOptions, testbed: Testbed) -> Si
     """Return the empty cache of an experiment."""
     if isinstance(options, LabOptions) and options.granularity == "document":
         return DocumentCache(options, testbed.cost, trace)
-    return BlockCache(options, testbed.cost, trace=trace)
+    return simulator.make_cache(trace, options, testbed)
 
 
 PARTS = simulator.Parts(make_cache, OtherRouter)

@@ -34,7 +34,7 @@ class VllmRouter:
         self._num_sent = Counter[str]()
 
     def choose(self, replicas: Sequence[KnownReplica], prompt: AskedPrompt) -> KnownReplica:
-        """Return who gets a request, and remember it."""
+        """Return the replica that gets a request, and remember it."""
         chosen = min(replicas, key=lambda replica: (replica.load.num_running, self._num_sent[replica.name]))
         most, least = max(replica.load.num_running for replica in replicas), chosen.load.num_running
         if most - least <= _BALANCE_ABS_THRESHOLD or most <= _BALANCE_REL_THRESHOLD * least:
@@ -55,7 +55,7 @@ class PowerOfTwo:
         self._rng = np.random.default_rng(seed)
 
     def choose(self, replicas: Sequence[KnownReplica]) -> KnownReplica:
-        """Return who gets a request."""
+        """Return the replica that gets a request."""
         drawn = self._rng.choice(len(replicas), min(2, len(replicas)), replace=False)
         return min((replicas[int(i)] for i in drawn), key=lambda replica: replica.load.num_running)
 

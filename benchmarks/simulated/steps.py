@@ -1,4 +1,4 @@
-"""One engine in steps, as vLLM 0.32 schedules them: who runs, what each step computes, and how long it takes."""
+"""One engine in steps, as vLLM 0.32 schedules them: running requests, what each step computes, and its time."""
 
 from __future__ import annotations
 
@@ -201,14 +201,14 @@ class StepEngine:
 
         step     = step_s + sum of chunks(i) + sum of answers(i)
         chunk    = T(alpha, beta) - request_s - step_s          alpha: computed before it, beta: its own tokens
-        answer   = sequence_s, or what a token more costs behind its context
+        answer   = sequence_s, or what a token more costs after its context
 
     T is of one request alone, and so has in it what it takes to send and read it (``request_s``), which is added to the
     time of its first token here. Where transfers are not ``overlaps_transfers``, a step waits for the copies that it
     begins, as on a machine without a GPU; elsewhere they go on beside steps, the link's one after another.
 
     Attributes:
-        running, now_s: who is computed, and the clock.
+        running, now_s: the running requests, and the clock.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class StepEngine:
         self.queue.add(job)
 
     def step(self) -> list[Job]:
-        """Make a step, and return the jobs that ended with it; the clock is behind it then."""
+        """Make a step, set the clock to its end, and return the jobs that ended with it."""
         self.cache.settle()
         began_s, seconds = self.now_s, 0.0
         copied_s = 0.0 if self._copies_beside else self._costs.copy_s(self._num_to_store)

@@ -1,4 +1,4 @@
-"""vLLM's own host tier, without RAGCache: chunks by their keys, evicted by its LRU or ARC whatever stands on them."""
+"""vLLM's own host tier, without RAGCache: blocks by their keys, evicted by its LRU or ARC, prefixes or not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Chunks = OrderedDict[Hashable, None]
 
 
 class VLLMHostBlocks(HostBlocks):
-    """What ``vllm.v1.kv_offload.cpu`` of 0.32 keeps, as :class:`~ragcache_core.sim.block_tiers.HostBlocks` is asked.
+    """The blocks that ``vllm.v1.kv_offload.cpu`` of 0.32 keeps.
 
     A chunk that is stored enters ``_once``, ARC's T1. When a request ends that found it, it moves to ``_often``, T2;
     then all that the request stored or found is as new as its first chunk, which goes last. ARC takes from T1 while it

@@ -195,7 +195,7 @@ def plan_of(
     if not paths:
         least = system_tokens + min(lengths.values(), default=0)
         raise ConfigError(
-            f"budget is {size_text(budget_tokens * sizes.bytes_per_token)}, less than any document that would be asked "
+            f"budget is {size_text(budget_tokens * sizes.bytes_per_token)}, less than any document that comes "
             f"first: {size_text(least * sizes.bytes_per_token)} is the least that is of use"
         )
     options = _simulated(stats, sizes.tokens, system_tokens, cost_model)

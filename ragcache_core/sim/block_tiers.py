@@ -139,7 +139,7 @@ class GPUBlocks:
         held.keys.append(key)
 
     def _place(self, keys: Sequence[Hashable], index: int) -> Location:
-        """Return where block ``index`` stands; an answer's, which the tree does not know, is added to it."""
+        """Return the location of block ``index``; an answer's, which the tree does not have, is added to it."""
         if (location := self._tree.locate(keys[index])) is None:
             first = index
             while first > 0 and self._tree.locate(keys[first - 1]) is None:

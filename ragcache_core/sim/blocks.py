@@ -149,10 +149,6 @@ class BlockCache:
         self._explore(request, (), 0, paths)
         return arrange(request.doc_ids, "cache_aware", paths, prefix=NO_STATIC_PREFIX)
 
-    def changed_prefixes(self) -> set[tuple[str, ...]] | None:
-        """Return None: any request's prefix may have changed."""
-        return None
-
     def serve(self, request: TracedRequest, number: int) -> Served:
         """Return what a request hits; count it, evict what has to go, and store what it leaves.
 
@@ -285,7 +281,7 @@ class BlockCache:
             self._tree.release(prompt.path[-1].keys[-1])
         self._free(run)
         if run.request.conversation is not None:
-            self._histories[run.request.conversation] = prompt.told
+            self._histories[run.request.conversation] = prompt.history
 
     def _free(self, run: Run) -> None:
         self._gpu.free(run.held)
@@ -345,7 +341,7 @@ class BlockCache:
         """Return how many of its blocks a request is worth storing below the GPU."""
         assert self._host is not None
         prompt = run.prompt
-        num_blocks, num_documents = prompt.num_document_blocks, len(prompt.told.documents)
+        num_blocks, num_documents = prompt.num_document_blocks, len(prompt.history.documents)
         if run.is_likely and num_documents <= (self._options.max_cached_documents or num_documents):
             num_blocks = len(prompt.keys)
         elif num_blocks is None:
@@ -482,7 +478,7 @@ def _foreseen(trace: Trace, options: SimulationOptions) -> Iterator[Foreseen]:
         ends = accumulate(segment.num_tokens for segment in prompt.path)
         steps = [(segment.keys[-1], end) for segment, end in zip(prompt.path, ends, strict=True)]
         answer = prompt.keys[-1:] or ("",)
-        blocks = {min(end // options.block_size, len(prompt.keys)) for end, _ in prompt.told.runs}
+        blocks = {min(end // options.block_size, len(prompt.keys)) for end, _ in prompt.history.runs}
         yield Foreseen([*steps, (answer[0], _UNBOUNDED_TOKENS)], {prompt.keys[i - 1] for i in blocks if i})
         if request.conversation is not None:
-            histories[request.conversation] = prompt.told
+            histories[request.conversation] = prompt.history

@@ -78,7 +78,7 @@ class StoredChunks:
 class _ChunkStore:
     """Two tiers of whole chunks: what leaves the host is put on disk, if it is not there already.
 
-    The tree's first two tiers stand for the chunks' host memory and their disk.
+    The tree's first two tiers are used for the chunks' host memory and their disk.
     """
 
     def __init__(self, options: SimulationOptions, cost: PrefillCost) -> None:

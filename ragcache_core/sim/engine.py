@@ -75,7 +75,7 @@ class SimulatedCache(Protocol):
     """Tiers of KV: :class:`~ragcache_core.sim.blocks.BlockCache`, or another one that an experiment brings.
 
     A request comes with its number in the trace, which tells two questions of the same words apart. Its documents
-    stand in the order in which the prompt shows them.
+    are in the prompt's order.
     """
 
     mirror: CachedPaths
@@ -99,13 +99,6 @@ class SimulatedCache(Protocol):
 
     def warm(self, request: TracedRequest, expected_uses: int) -> None:
         """Store the documents of a prompt ahead of requests, with the priority of that many uses."""
-        ...
-
-    def changed_prefixes(self) -> set[tuple[str, ...]] | None:
-        """Return the orders of documents whose cached prefix has changed since the last call.
-
-        Only waiting requests that begin with one of them may have another number of cached tokens now. None: any may.
-        """
         ...
 
     def update_mirror(self) -> None:
@@ -231,7 +224,6 @@ class QueuedEngine:
         self.queue: CacheAwareQueue[Job] = CacheAwareQueue(
             self._priority, window=options.window if self._is_cache_aware else 0
         )
-        self._waiting_for: dict[tuple[str, ...], set[Job]] = {}
         self.speculative: dict[int, Job] = {}
         self.end_s: float | None = None
 
@@ -243,9 +235,6 @@ class QueuedEngine:
     def enqueue(self, job: Job) -> None:
         """Have a job wait for its turn."""
         self.queue.add(job)
-        if self._is_cache_aware:
-            for end in range(1, len(job.request.doc_ids) + 1):
-                self._waiting_for.setdefault(job.request.doc_ids[:end], set()).add(job)
 
     def begin_iteration(self, now_s: float) -> float:
         """Start the jobs that wait while slots are free, and return the seconds of the iteration; 0: none begins."""
@@ -271,21 +260,10 @@ class QueuedEngine:
         return done
 
     def _next(self) -> Job:
-        if not self._is_cache_aware:
-            return self.queue.pop()
-        changed = self.cache.changed_prefixes()
-        for waiting in [self.queue] if changed is None else map(self._waiting_for.get, changed):
-            for job in waiting or ():
-                self.queue.touch(job)
-        self.queue.reconsider()
-        job = self.queue.pop()
-        for end in range(1, len(job.request.doc_ids) + 1):
-            prefix = job.request.doc_ids[:end]
-            waiting_for = self._waiting_for[prefix]
-            waiting_for.discard(job)
-            if not waiting_for:
-                del self._waiting_for[prefix]
-        return job
+        if self._is_cache_aware:
+            self.queue.touch(*self.queue)
+            self.queue.reconsider()
+        return self.queue.pop()
 
     def _serve(self, job: Job) -> Served:
         if not job.is_wrong:

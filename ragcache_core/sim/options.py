@@ -136,6 +136,11 @@ class SimulationOptions:
         share = self.chunk_share if self.chunk_reuse is not None else 0.0
         return int(self.host_tokens * share), int(self.disk_tokens * share)
 
+    @property
+    def longest_prompt_tokens(self) -> int:
+        """Tokens of the longest prompt, with its answer, that finds room on the GPU; one block is vLLM's null block."""
+        return (self.gpu_tokens // self.block_size - 1) * self.block_size
+
     def to_dict(self) -> dict[str, object]:
         """Return plain JSON data."""
         return {**asdict(self), "settle_shares": list(self.settle_shares)}

@@ -16,7 +16,7 @@ _POSITION_BITS = 32
 
 @dataclass(frozen=True, slots=True)
 class DocumentUnits:
-    """The blocks ``[first, last)`` that stand for a document in the tree, and how many must be cached for a hit."""
+    """The blocks ``[first, last)`` of a document in the tree, and how many must be cached for a hit."""
 
     first: int
     last: int
@@ -53,7 +53,7 @@ class PromptBlocks:
         documents: where each document lies.
         num_document_blocks: those before the first document that is not kept, of this turn or of an earlier one, or
             before the question; None where there is no document.
-        told: the prompt and its answer, for a conversation's next turn.
+        history: the prompt and its answer, for a conversation's next turn.
         answer_key: of the block in which the answer begins; None where it does not fill that with its last token.
     """
 
@@ -63,7 +63,7 @@ class PromptBlocks:
     path: Sequence[PathSegment]
     documents: Sequence[DocumentUnits]
     num_document_blocks: int | None
-    told: History
+    history: History
     answer_key: int | None
 
 
@@ -78,7 +78,7 @@ def cut_into_blocks(
 ) -> PromptBlocks:
     """Return the blocks of a request: system prompt, documents, question, and the answer's.
 
-    Those of a conversation's next turn stand behind its ``history``.
+    Those of a conversation's next turn follow its ``history``.
 
     ::
 
@@ -167,7 +167,7 @@ def _path(
         add(shown[0][1] // block_size, None, 0)
     for i, (doc_id, _, end) in enumerate(shown, 1):
         documents.append(DocumentUnits(first, end // block_size))
-        # what stands before the next document, question and answer of a turn, belongs to this one
+        # question and answer of an earlier turn belong to the document before them
         add((end if i == len(shown) else shown[i][1]) // block_size, doc_id, i)
     add(len(keys), None, len(shown))
     return path, documents

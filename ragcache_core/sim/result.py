@@ -27,7 +27,7 @@ _SERVED_SHARE = 0.8
 class RequestRecord:
     """One request: its time to first token, and ``gpu``, ``host``, ``disk``, ``chunk`` or ``miss`` for each document.
 
-    Documents stand as in the trace, whatever order the prompt showed. A ``chunk`` is one that is read from a stored
+    Documents are in the trace's order, whatever order the prompt showed. A ``chunk`` is one that is read from a stored
     chunk, but for what is computed again; ``cached_tokens`` are those of exact prefixes alone. ``prefill_s`` is what
     its prefill takes, alone on the engine.
     """
@@ -47,7 +47,7 @@ class Summary:
     """The numbers of all requests that were counted.
 
     Attributes:
-        document_hit_rate: share of the retrieved documents that lay in some tier, behind documents that did.
+        document_hit_rate: share of the retrieved documents that were in some tier, with all documents before them.
         token_hit_rate: the same, of their tokens.
         hits_by_tier, hit_tokens_by_tier: documents, and their tokens, by where they lay.
         throughput_rps: requests by the time from the first arrival to the last completion.
@@ -57,7 +57,7 @@ class Summary:
         loaded_tokens: copied from host or disk to the GPU.
         computed_tokens: of all prompts.
         prefill_s: seconds of their prefills, each as if alone on the engine.
-        chunk_reused_tokens: read from stored chunks, behind other documents than those they were computed behind.
+        chunk_reused_tokens: read from stored chunks, at another position than they were computed at.
         chunk_recomputed_tokens: of the documents that were reused so, computed all the same.
         p50_decision_s, p99_decision_s: real time to choose a replica, look up, count, order, evict and place, for a
             request.
@@ -248,9 +248,9 @@ class Recorder:
     def _overload(self, summary: Summary) -> Iterator[str]:
         """Say it where requests come faster than they are served, whatever is cached."""
         first_s, last_s = self._arrival_s[self._options.warm_up], self._arrival_s[-1]
-        asked_rps = (summary.num_requests - 1) / (last_s - first_s) if last_s > first_s else 0.0
-        if summary.num_requests >= _FEWEST_FOR_A_RATE and summary.throughput_rps < _SERVED_SHARE * asked_rps:
+        arriving_rps = (summary.num_requests - 1) / (last_s - first_s) if last_s > first_s else 0.0
+        if summary.num_requests >= _FEWEST_FOR_A_RATE and summary.throughput_rps < _SERVED_SHARE * arriving_rps:
             yield (
-                f"{asked_rps:.2f} requests a second arrive and {summary.throughput_rps:.2f} are served: the queue only "
-                "grows, and times to first token say little of the cache; raise max-batch, or lower the trace's rate"
+                f"{arriving_rps:.2f} requests a second arrive and {summary.throughput_rps:.2f} are served: the queue "
+                "only grows, and TTFT says little of the cache; raise max-batch, or lower the trace's rate"
             )

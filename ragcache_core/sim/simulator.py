@@ -18,7 +18,7 @@ from ragcache_core.routing.load import OnItsWay
 from ragcache_core.sim.blocks import BlockCache
 from ragcache_core.sim.engine import Job, QueuedEngine, SimulatedCache
 from ragcache_core.sim.fleet import Router
-from ragcache_core.sim.options import SimulationOptions
+from ragcache_core.sim.options import INFINITE, SimulationOptions
 from ragcache_core.sim.result import Recorder, SimulationResult
 from ragcache_core.sim.testbeds import Testbed, load_testbed, read_searches
 from ragcache_core.sim.traces.trace import Trace, TracedRequest
@@ -42,7 +42,25 @@ class Parts:
     make_router: Callable[[Sequence[SimulatedCache], SimulationOptions], Router] = Router
 
 
-PARTS = Parts(lambda trace, options, testbed: BlockCache(options, testbed.cost, trace=trace))
+def make_cache(trace: Trace, options: SimulationOptions, testbed: Testbed) -> BlockCache:
+    """Return the empty cache of an engine.
+
+    Raises:
+        ConfigError: a prompt of the trace is longer than the GPU holds, as in the engine.
+    """
+    num_tokens = trace.history_tokens + trace.document_tokens() + trace.question_tokens + trace.output_tokens - 1
+    longest = int(num_tokens.argmax())
+    num_needed = options.system_tokens + int(num_tokens[longest])
+    if num_needed > options.longest_prompt_tokens and options.policy != INFINITE:
+        num_blocks = -(-num_needed // options.block_size) + 1
+        raise ConfigError(
+            f"request {longest} of the trace has {num_needed:,} tokens with its answer, the GPU holds "
+            f"{options.longest_prompt_tokens:,}: set gpu_tokens to {num_blocks * options.block_size:,} or more"
+        )
+    return BlockCache(options, testbed.cost, trace=trace)
+
+
+PARTS = Parts(make_cache)
 
 
 def simulate(
@@ -76,7 +94,8 @@ def simulate(
         parts: another cache or router, for experiments.
 
     Raises:
-        ConfigError: the testbed is unknown, the trace does not fit the options, or several replicas are to be warmed.
+        ConfigError: the testbed is unknown, the trace does not fit the options, a prompt is longer than the GPU holds,
+            or several replicas are to be warmed.
     """
     testbed = load_testbed(options.cost_model)
     notes = check_trace(trace, options, testbed)

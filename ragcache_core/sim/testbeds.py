@@ -71,7 +71,7 @@ class Testbed:
     steps: StepTimes | None = None
 
     def decode_s(self, num_context_tokens: int) -> float:
-        """Return the seconds of an iteration that computes one more token behind ``num_context_tokens``."""
+        """Return the seconds of an iteration that computes one more token after ``num_context_tokens``."""
         if self.decode_per_token_s is None:
             return self.cost.estimate_s(num_context_tokens, 1)
         return self.base_s + self.decode_per_token_s * num_context_tokens
@@ -121,7 +121,7 @@ TESTBEDS: Mapping[str, Testbed] = {
 }
 """The paper's models and machines (RAGCache §7, Table 1). None of this was measured by us.
 
-``a10g-*``: 1.0 s for 4,128 new tokens (Figure 2) and 11.4 times less behind 4,096 cached ones (Figure 4, LLaMA2-7B); a
+``a10g-*``: 1.0 s for 4,128 new tokens (Figure 2) and 11.4 times less after 4,096 cached ones (Figure 4, LLaMA2-7B); a
 product costs 14.5 GFLOP a token, at 69 TFLOP/s, and 14 GiB of weights are read at 600 GB/s. Both models have the same
 size; what differs is their KV, 0.125 and 0.5 MiB a token. PCIe 4.0 brings 11.5 GiB/s, which makes the 3.9 times of
 Figure 4.
@@ -142,7 +142,7 @@ MEASURED: Mapping[str, Path] = {"h100-llama3-8b": Path(__file__).with_name("h100
 def load_testbed(name_or_file: str) -> Testbed:
     """Return a testbed of :data:`TESTBEDS` or :data:`MEASURED`, or of a JSON file.
 
-    A file holds a profile as ``ragcache profile`` writes it, or the prefill times alone. Beside them may stand
+    A file holds a profile as ``ragcache profile`` writes it, or the prefill times alone. It may also have
     ``tokens_per_gib`` (8,192 without it), ``host_gib_per_s``, ``disk_gib_per_s`` and ``steps``; instead of times
     ``formula`` with ``base_s``, ``per_cached_s``, ``per_new_s`` and ``per_pair_s``.
 
@@ -173,7 +173,7 @@ def load_testbed(name_or_file: str) -> Testbed:
 
 
 def read_searches(path: Path) -> tuple[float, ...]:
-    """Return the seconds of the searches in a file: of ``ragcache bench --search --output``, or a list ``search_s``.
+    """Return the seconds of the searches in a file: its list ``search_s``, or those of each of its ``runs``.
 
     Raises:
         ConfigError: it cannot be read, or has no searches, or other things than seconds.
@@ -189,9 +189,7 @@ def read_searches(path: Path) -> tuple[float, ...]:
         searched = [run["search"] for run in runs if isinstance(run, dict) and run.get("search")]
         found = [seconds for search in searched for seconds in search.get("search_s", ())]
     if not isinstance(found, list) or not found:
-        raise ConfigError(
-            f"search {path} has no searches: name the results of 'ragcache bench --search', or a file with search_s"
-        )
+        raise ConfigError(f"search {path} has no searches: name a file with a list of seconds, search_s")
     for seconds in found:
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
             raise ConfigError(f"search {path} has {seconds!r:.40} among its seconds; each must be 0 or more")

@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
+from ragcache_core.errors import ConfigError
 from ragcache_core.policy import PrefillCost, make_policy
 from ragcache_core.sim.options import SimulationOptions
 from ragcache_core.sim.simulator import simulate
@@ -47,14 +48,14 @@ class _Counted:
 def pick_paths(
     trace: Trace, budget_tokens: int, cost: PrefillCost, *, system_tokens: int = 0, anywhere: bool = False
 ) -> list[WarmPath]:
-    """Return the paths that save most prefill time of requests as those of ``trace``; each behind those it needs.
+    """Return the paths that save most prefill time of requests as those of ``trace``; each after its prefixes.
 
-    A path is worth its uses times the seconds that its last document takes behind the others, and costs that document's
+    A path is worth its uses times the seconds that its last document takes after the others, and costs that document's
     tokens. Of those whose beginning is picked, the one worth most per token is next; what does not fit is passed over,
-    with all behind it.
+    with all after it.
 
     Args:
-        trace: requests whose documents stand in the order in which prompts show them.
+        trace: requests, their documents in the order in which prompts show them.
         budget_tokens: of KV that may be warmed, in all.
         cost: of a prefill.
         system_tokens: of the prompt, before its documents, which are warmed with the first.
@@ -128,17 +129,27 @@ def forecast(
     *,
     progress: Callable[[int], object] | None = None,
 ) -> Forecast:
-    """Return what warming ``paths`` brings for the first requests of ``trace``, by simulation.
+    """Return the effect of warming ``paths`` on the first requests of ``trace``, by simulation.
+
+    Requests and paths that are too long for the GPU are left out, as the engine leaves them out.
 
     Args:
+        trace: requests as they are expected.
         options: of the engine, whose ``warm_up`` is 0.
-        progress: told how many more requests are done, of twice as many as are forecast.
+        paths: to be warmed.
+        progress: receives the number of requests that are done since its last call, of twice as many as are forecast.
 
     Raises:
-        ConfigError: the options do not fit the trace.
+        ConfigError: the options do not fit the trace, or no request fits the GPU.
     """
-    first = Trace.from_requests(request for _, request in zip(range(NUM_FIRST), trace, strict=False))
-    warmed = [(TracedRequest(0.0, path.doc_ids, path.doc_tokens, 0, 1), path.expected_uses) for path in paths]
+    most = options.longest_prompt_tokens - options.system_tokens
+    first = Trace.from_requests(
+        request for _, request in zip(range(NUM_FIRST), trace, strict=False) if _num_tokens(request) <= most
+    )
+    if not len(first):
+        raise ConfigError(f"gpu_tokens is {options.gpu_tokens:,}, less than any of the expected prompts: raise it")
+    prompts = [(TracedRequest(0.0, path.doc_ids, path.doc_tokens, 0, 1), path.expected_uses) for path in paths]
+    warmed = [(prompt, expected_uses) for prompt, expected_uses in prompts if _num_tokens(prompt) <= most]
     num_tokens = int((first.document_tokens() + first.question_tokens + options.system_tokens).sum())
 
     def start(prompts: Sequence[tuple[TracedRequest, int]]) -> Start:
@@ -148,3 +159,7 @@ def forecast(
         return Start(result.summary.mean_ttft_s, num_cached / max(num_tokens, 1))
 
     return Forecast(len(first), start([]), start(warmed))
+
+
+def _num_tokens(request: TracedRequest) -> int:
+    return sum(request.doc_tokens) + request.question_tokens + request.output_tokens - 1

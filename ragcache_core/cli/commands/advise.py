@@ -78,7 +78,7 @@ def advise(
 
     Each line of the table is a run of 'ragcache simulate' over the same requests. Prefill is the GPU time in which the
     prompts of 1,000 requests are computed; what answers cost to generate is the same for all, and not in it. Below
-    stand the documents that take most of it now.
+    are the documents that take most of it now.
     """
     from ragcache_core.sim.advice import advise as simulate_changes
     from ragcache_core.sim.advice import changes

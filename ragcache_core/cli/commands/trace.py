@@ -34,7 +34,7 @@ _output_option = click.option(
 
 @click.group(cls=Group, short_help="Make a trace of requests, import one from a log, look at one.")
 def trace() -> None:
-    """Make, import and look at traces: who asks when, and which documents each request retrieves.
+    """Make, import and show traces: when requests come, and which documents each retrieves.
 
     'ragcache simulate' and 'ragcache bench' run them. A trace is a file of JSON lines, one request a line:
 
@@ -87,12 +87,12 @@ def make(
     """Make a trace with the published statistics of a workload; what is not given is as published.
 
     \b
-    mmlu      30,000 documents, 3 % of those asked for get about 60 % of the retrievals, answers of one token
+    mmlu      30,000 documents, 3 % of those retrieved get about 60 % of the retrievals, answers of one token
     nq        100,000 documents, flatter, answers of 6 tokens on average
     nq-small  400 documents, flatter still
     sysx      a production system: 5 chunks a request, prompts of 1,000 to 20,000 tokens, median 3,300
     drift     mmlu with popularity that drifts and users who come back to their topics
-    conversation  a production chat: turns that begin with all that was said before, and documents of their own
+    conversation  a production chat: turns that begin with their history, and documents of their own
 
     The same options give the same file, byte for byte, and a longer trace begins with the shorter.
     """
@@ -214,7 +214,7 @@ def import_(
 def show(file: Path, plot: Path | None, as_json: bool) -> None:
     """Say what the trace in FILE is like: its size, its lengths, what comes again, when, where and with what.
 
-    A document comes again 'anywhere' if an earlier request retrieved it, and 'behind the same' if that was behind the
+    A document comes again 'anywhere' if an earlier request retrieved it, and 'behind the same' if that was after the
     same documents in the same order: an exact prefix cache can hit those, chunk reuse the others.
     """
     from ragcache_core.sim.traces.reuse import reuse_of, summarize

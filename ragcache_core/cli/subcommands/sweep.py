@@ -233,7 +233,7 @@ def _run(
 
 
 def clear_journal(journal: Journal, keys: AbstractSet[str]) -> None:
-    """Remove the journal, unless it holds runs besides ``keys``, which are nowhere else: a wider sweep's."""
+    """Remove the journal, unless it holds runs besides ``keys`` that no other file has: a wider sweep's."""
     num_others = len(journal.read().keys() - keys)
     if num_others:
         click.echo(f"ragcache: {journal.path} keeps {num_others} finished runs that were not asked for", err=True)

@@ -56,7 +56,7 @@ class Retrieval:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """How long a model's answer was, and which runs it belongs to. ``time_s`` is when it was asked for."""
+    """How long a model's answer was, and which runs it belongs to. ``time_s`` is the time of its request."""
 
     time_s: float
     trace_id: str | None
@@ -138,7 +138,7 @@ def plain_retrievals(row: Row) -> Iterator[Retrieval]:
 
 
 def question_of(row: Row) -> tuple[float | None, str] | None:
-    """Return when a line's question was asked, if it says that, and the question; None if it has none."""
+    """Return the time of a line's question, None without one, and the question; None if it has none."""
     question = _first(row, _QUESTIONS)
     if not isinstance(question, str) or not question.strip():
         return None
@@ -232,7 +232,7 @@ def _kv_transfer_params(row: Row) -> Row | None:
 
 
 def _search(value: object, key: str, depth: int = 0) -> object:
-    """Return what stands under ``key`` somewhere in a line; a body that a proxy logged as text is looked into."""
+    """Return the value of ``key`` at any depth of a line; a body that a proxy logged as text is parsed."""
     if isinstance(value, str) and depth and value.startswith("{") and f'"{key}"' in value:
         try:
             value = json.loads(value)

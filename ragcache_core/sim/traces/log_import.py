@@ -143,7 +143,7 @@ def read_lengths(path: Path | str) -> dict[str, int]:
 
 
 def read_questions(path: Path | str) -> list[tuple[float, str]]:
-    """Return when each question of a log was asked, in seconds from the first on, and what it was.
+    """Return the time of each question of a log, in seconds from the first on, and its text.
 
     A line that begins with ``{`` is a JSON object whose ``question`` (``query``, ``input``, ``prompt``) it is, and
     which may have a time; one without a question is passed over. Where one has no time, all are taken to be far apart.
@@ -170,7 +170,7 @@ def read_questions(path: Path | str) -> list[tuple[float, str]]:
 
 
 def _with_lengths_beside(path: Path, assumed: Assumptions) -> Assumptions:
-    """Return ``assumed`` with the lengths that stand beside RAGPulse's trace, where there are no others."""
+    """Return ``assumed`` with the lengths from the files of RAGPulse's trace, where there are no others."""
     try:
         beside = lengths_beside(path)
     except FileNotFoundError:
@@ -236,14 +236,14 @@ def _request(retrieval: Retrieval, assumed: Assumptions) -> TracedRequest:
         retrieval.doc_ids,
         tokens,
         assumed.question_tokens if question is None else question,
-        assumed.output_tokens if output is None else max(output, 1),  # 0: it was aborted, and asked for all the same
+        assumed.output_tokens if output is None else max(output, 1),  # 0: it was aborted
     )
     check_request(request, 0.0)
     return replace(request, arrival_s=retrieval.time_s)
 
 
 def _answered(retrieval: Retrieval, answers: Sequence[Answer]) -> Retrieval:
-    """Return a retrieval with the length of the answer that was asked for next in its trace."""
+    """Return a retrieval with the length of the next answer in its trace."""
     if retrieval.output_tokens is not None or not answers:
         return retrieval
     later = [answer for answer in answers if answer.time_s >= retrieval.time_s]
@@ -262,11 +262,11 @@ def _length(doc_id: str, given: int | None, estimate: int | None, assumed: Assum
 def _questions_of(line: bytes, path: Path, number: int) -> list[tuple[float | None, str]]:
     try:
         text = line.decode("utf-8-sig").strip()
-        asked = question_of(json.loads(text) if text.startswith("{") else {"question": text})
+        question = question_of(json.loads(text) if text.startswith("{") else {"question": text})
     except UnicodeDecodeError as error:
         raise TraceError(f"not UTF-8 (byte {error.start + 1}): write questions as UTF-8", path, number) from error
     except json.JSONDecodeError as error:
         raise TraceError(f"not JSON ({error}): write a text, or an object with one", path, number) from error
     except (ValueError, RecursionError) as error:
         raise TraceError(str(error), path, number) from error
-    return [] if asked is None else [asked]
+    return [] if question is None else [question]

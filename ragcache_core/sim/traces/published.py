@@ -82,7 +82,7 @@ def _of_blocks(row: Row, block_size: int, time_s: float) -> Retrieval:
 
 
 def _ragpulse(row: Row) -> Iterator[Retrieval]:
-    """flashserve/RAGPulse, 2025: seconds, passages and pages of the web by their ids, whose lengths stand beside it."""
+    """flashserve/RAGPulse, 2025: seconds, passages and pages of the web by their ids; lengths are in other files."""
     hashes = row.get("hash_ids")
     found = [hashes.get(name) for name in ("passages_ids", "web_search")] if isinstance(hashes, Mapping) else [None]
     doc_ids: list[str] = []

@@ -29,7 +29,7 @@ class TraceSummary:
     ``top_share`` is what part of all retrievals are of the most popular 3 % of the documents that are retrieved at
     all. ``repeated_retrievals`` is how many are of a document that an earlier request retrieved, and
     ``repeated_prefix`` how many are so after the same documents in the same order: the most that an endless cache of
-    prefixes hits. ``history_share`` is what part of all prompts was shown, asked or answered in earlier turns.
+    prefixes hits. ``history_share`` is the share of all prompts that earlier turns showed.
     """
 
     num_requests: int
@@ -115,7 +115,7 @@ def _num_prefixes(trace: Trace) -> int:
 class PositionReuse:
     """Of the documents at one position (the first is 1), the shares that an earlier request retrieved.
 
-    ``anywhere``: at whatever position; ``same_prefix``: behind the same documents in the same order, so that an exact
+    ``anywhere``: at any position; ``same_prefix``: after the same documents in the same order, so that an exact
     prefix cache can hit it, and chunk reuse what is missing to ``anywhere``.
     """
 
@@ -170,8 +170,8 @@ class TraceReuse:
 
 def reuse_of(trace: Trace) -> TraceReuse:
     """Return how the documents of ``trace`` come again."""
-    walk = _walk(trace)
-    is_prefix, known = walk.is_prefix, np.asarray(walk.known)
+    counts = _count(trace)
+    is_prefix, known = counts.is_prefix, np.asarray(counts.known)
     position = np.arange(len(trace.docs)) - np.repeat(trace.first[:-1], np.diff(trace.first))
     since_s = _since_last(trace)
     is_again = np.isfinite(since_s)
@@ -190,10 +190,10 @@ def reuse_of(trace: Trace) -> TraceReuse:
         anywhere_tokens=_weighed(is_again, trace.doc_tokens),
         same_prefix_tokens=_weighed(is_prefix, trace.doc_tokens),
         known_documents=tuple((share, _mean(known >= share)) for share in KNOWN_SHARES) if len(known) else (),
-        sources=_shares_of(walk.num_sources),
-        top_sets=_top_shares(np.fromiter(walk.sets.values(), np.int64, len(walk.sets))),
-        repeated_sets=1 - len(walk.sets) / max(walk.sets.total(), 1) if walk.sets else 0.0,
-        repeated_pairs=walk.num_repeated_pairs / max(walk.num_pairs, 1),
+        sources=_shares_of(counts.num_sources),
+        top_sets=_top_shares(np.fromiter(counts.sets.values(), np.int64, len(counts.sets))),
+        repeated_sets=1 - len(counts.sets) / max(counts.sets.total(), 1) if counts.sets else 0.0,
+        repeated_pairs=counts.num_repeated_pairs / max(counts.num_pairs, 1),
         prompt_tokens=_quantiles(prompts),
         document_tokens=_quantiles(trace.doc_tokens),
         output_tokens=_quantiles(trace.output_tokens),
@@ -206,10 +206,10 @@ def reuse_of(trace: Trace) -> TraceReuse:
 
 
 @dataclass(slots=True)
-class _Walk:
+class _Counts:
     """What is counted of a trace, request by request.
 
-    ``is_prefix``: which retrievals stand behind the same documents as an earlier one; ``known``: of each request with
+    ``is_prefix``: which retrievals follow the same documents as an earlier one; ``known``: of each request with
     documents the share that came before; ``num_sources``: from how many requests those of two or more last came, if all
     did; ``sets``: how often each set of two or more came.
     """
@@ -222,8 +222,8 @@ class _Walk:
     num_repeated_pairs: int = 0
 
 
-def _walk(trace: Trace) -> _Walk:
-    walk = _Walk(np.zeros(len(trace.docs), np.bool_))
+def _count(trace: Trace) -> _Counts:
+    counts = _Counts(np.zeros(len(trace.docs), np.bool_))
     nodes: dict[tuple[int, int], int] = {}
     pairs: set[tuple[int, int]] = set()
     last: dict[int, int] = {}
@@ -233,22 +233,22 @@ def _walk(trace: Trace) -> _Walk:
         for i in range(start, end):
             num_nodes = len(nodes)
             node = nodes.setdefault((node, docs[i]), num_nodes)
-            walk.is_prefix[i] = node < num_nodes
+            counts.is_prefix[i] = node < num_nodes
         together = frozenset(docs[start:end])
         sources = [last[doc] for doc in together if doc in last]
         last.update(dict.fromkeys(together, number))
         if together:
-            walk.known.append(len(sources) / len(together))
+            counts.known.append(len(sources) / len(together))
         if len(together) < 2:
             continue
         if len(sources) == len(together):
-            walk.num_sources.append(len(set(sources)))
+            counts.num_sources.append(len(set(sources)))
         own = set(combinations(sorted(set(docs[start : min(end, start + _POSITIONS)])), 2))
-        walk.num_pairs += len(own)
-        walk.num_repeated_pairs += len(own & pairs)
+        counts.num_pairs += len(own)
+        counts.num_repeated_pairs += len(own & pairs)
         pairs |= own
-        walk.sets[together] += 1
-    return walk
+        counts.sets[together] += 1
+    return counts
 
 
 def _since_last(trace: Trace) -> npt.NDArray[np.float64]:

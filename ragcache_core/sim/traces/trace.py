@@ -6,7 +6,7 @@ One request a line; ``.gz`` at the end of a file's name packs it::
 
 ``t`` is seconds since the trace began. Other fields are passed over. A request may retrieve nothing, and a document
 may have another length than the last time: it was split again. Turns of one conversation have its number, as
-``"conversation": 7``: the prompt of each begins with all that was shown, asked and answered before.
+``"conversation": 7``: the prompt of each begins with the documents, questions and answers of earlier turns.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TracedRequest:
     """A request: when it arrives, what it retrieves, best first, and how long everything is in tokens.
 
     One of a ``conversation`` (its number; None: of none) begins with ``history_tokens`` of all its earlier turns:
-    documents, questions and answers, which are not said again.
+    documents, questions and answers, which its line does not repeat.
     """
 
     arrival_s: float
@@ -215,7 +215,7 @@ def read_trace(path: Path | str) -> Trace:
 def write_trace(trace: Trace, path: Path | str, *, progress: Callable[[int], object] | None = None) -> None:
     """Write a file that :func:`read_trace` reads. Atomic: when this raises, what was there before still is.
 
-    The same trace gives the same bytes. ``progress`` is told how many more requests have been written.
+    The same trace gives the same bytes. ``progress`` receives the number of requests written since its last call.
 
     Raises:
         TraceError: the disk is full, or the folder cannot be written to.

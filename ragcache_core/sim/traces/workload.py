@@ -1,4 +1,4 @@
-"""Seeded streams of requests with the published statistics of real ones: skewed, clustered, drifting if asked.
+"""Seeded streams of requests with the published statistics of real ones: skewed, clustered, and with drift.
 
 Documents lie on an axis of topics. A request is about one of them, its primary, drawn by popularity; what it retrieves
 are documents near by, ordered as a noisy retriever would, so that the primary mostly comes first and the same
@@ -201,7 +201,7 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
 )  # fmt: skip
 """The workloads of ``ragcache trace make``, by name.
 
-``mmlu``: the top 3 % of the documents that are asked for get about 60 % of the retrievals, answers are one token
+``mmlu``: the top 3 % of the retrieved documents get about 60 % of the retrievals, answers are one token
 (RAGCache §3, §7). ``nq``: flatter, answers of 6 tokens on average, 99 % of at most 32. ``nq-small``: a small corpus,
 flatter still. ``sysx``: a production system by its published statistics (Cache-Craft §2.2, §2.3, §3.5, §5.1): five
 chunks a request, prompts of 1,000 to 20,000 tokens with a median of 3,300, the top 5 % of the chunks get 60 % of the
@@ -209,8 +209,8 @@ retrievals and the top 13.5 % get 85 %; how many chunks there are follows from t
 answers from 19.3 times as much work for prompts.
 ``drift``: ``mmlu`` whose popularity drifts and whose users come back to their topics; no other does either.
 ``conversation``: turns of conversations about documents of their own, as a production chat service has them (Mooncake,
-FAST 2025: 12,031 requests of an hour, whose next turns are told by what their prompts begin with). Behind 870 tokens of
-a system prompt that all share.
+FAST 2025: 12,031 requests of an hour, whose next turns are known by the beginnings of their prompts). They follow a
+system prompt of 870 tokens that all share.
 """
 
 
@@ -226,8 +226,8 @@ def make_trace(
 ) -> Trace:
     """Return ``num_requests`` requests, the same for the same seed; a longer trace begins with the shorter.
 
-    Documents are called ``d0``, ``d1``, ... by their place on the axis. ``progress`` is told how many more requests
-    have been drawn.
+    Documents are called ``d0``, ``d1``, ... by their place on the axis. ``progress`` receives the number of requests
+    drawn since its last call.
 
     Raises:
         ConfigError: a number of requests or a seed below 0, or a workload that cannot be.
@@ -284,7 +284,7 @@ def draw_retrievals(
     rngs = _Streams.of(seed)
     axis = _Axis(workload, rngs)
     ranks = _draw_ranks(workload.popularity(), rngs.primaries, num_requests)
-    told_by = _told_by(workload, num_requests, rngs)
+    source = _sources(workload, num_requests, rngs)
     offsets = workload.offsets()
     log_nearness = -workload.beta * workload.spacing() * np.abs(offsets)
     primaries = np.empty(num_requests, np.int64)
@@ -295,7 +295,7 @@ def draw_retrievals(
         if start and workload.drift_every:
             axis.drift()
         primaries[start:end] = axis.by_rank[ranks[start:end]]
-        primaries[start:end] = primary = primaries[told_by[start:end]]
+        primaries[start:end] = primary = primaries[source[start:end]]
         near = (primary[:, None] + offsets) % workload.num_documents
         gain = workload.hub * (axis.log_popularity[near] - axis.log_popularity[primary][:, None])
         keys = gain + log_nearness + rngs.neighbours.gumbel(size=near.shape)  # Gumbel's trick: sorted, they are a draw
@@ -345,15 +345,15 @@ class _Axis:
         self.log_popularity[self.by_rank[ranks]] = self.log_of_rank[ranks]
 
 
-def _told_by(workload: Workload, num_requests: int, rngs: _Streams) -> _Ints:
+def _sources(workload: Workload, num_requests: int, rngs: _Streams) -> _Ints:
     """Return which earlier request each one's primary is that of; its own number, if it is about something new."""
     numbers = np.arange(num_requests)
     back = rngs.sessions.random(num_requests) * np.minimum(numbers, workload.session_length)
     repeats = rngs.repeats.random(num_requests) < workload.repeat_share
-    told_by = np.where(repeats & (numbers > 0), numbers - 1 - back.astype(np.int64), numbers)
-    while not np.array_equal(told_by, further := told_by[told_by]):  # who told the one that told
-        told_by = further
-    return told_by
+    source = np.where(repeats & (numbers > 0), numbers - 1 - back.astype(np.int64), numbers)
+    while not np.array_equal(source, further := source[source]):  # the source of a source
+        source = further
+    return source
 
 
 def _draw_ranks(popularity: _Floats, rng: np.random.Generator, count: int) -> _Ints:
@@ -394,7 +394,7 @@ def turns_in_time(talk: Talk, num_requests: int, rng: np.random.Generator) -> li
     """Return the first ``num_requests`` turns of all conversations, sorted by time; fewer are the first of more.
 
     Conversations begin as a Poisson process. After turn n, from 1 on, one goes on with the probability
-    ``1 - (1 - goes_on) * n ** -persistence``: who has asked often asks again. Think times, from turn to turn, are
+    ``1 - (1 - goes_on) * n ** -persistence``: long conversations go on more often. Think times, from turn to turn, are
     lognormal.
     """
     return list(islice(_merged(talk, rng), num_requests))

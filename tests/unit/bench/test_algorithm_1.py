@@ -216,25 +216,6 @@ def test_the_order_with_the_longest_cached_prefix_is_that_of_a_mirror_of_the_tre
         cache.serve(shown, number)
 
 
-@settings(max_examples=100, deadline=None)
-@given(drawn=requests, gpu=st.integers(1, 25), host=st.integers(0, 25))
-def test_whoever_waits_is_told_when_more_or_less_of_its_prompt_is_cached(
-    drawn: list[tuple[list[str], int, float]], gpu: int, host: int
-) -> None:
-    trace = small_trace(drawn)
-    cache = make_cache(trace, LabOptions(policy="pgdsf", gpu_tokens=gpu, host_tokens=host), TESTBED)
-    before = [cache.num_cached_tokens(request) for request in trace]
-    for number, request in enumerate(trace):
-        cache.serve(request, number)
-        changed = cache.changed_prefixes()
-        assert changed is not None
-        for waiting, request in enumerate(trace):
-            now = cache.num_cached_tokens(request)
-            prefixes = {request.doc_ids[:end] for end in range(1, len(request.doc_ids) + 1)}
-            assert now == before[waiting] or prefixes & changed
-            before[waiting] = now
-
-
 def serve_all(
     documents: str, lengths: dict[str, int] | None = None, **options: object
 ) -> list[tuple[Tier | None, ...]]:
@@ -276,11 +257,3 @@ def test_conversations_are_refused() -> None:
     trace = Trace.from_requests([TracedRequest(0.0, (), (), 5, 5, conversation=1)])
     with pytest.raises(ConfigError):
         simulate(trace, LabOptions())
-
-
-def test_the_waiting_are_rescored_as_if_all_were_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    trace = make_trace(replace(WORKLOADS["mmlu"], requests_per_s=2.0), 600, seed=5)
-    options = LabOptions(queue="cache-aware", order="cache_aware")
-    touched = simulate(trace, options, keeps_requests=True)
-    monkeypatch.setattr(DocumentCache, "changed_prefixes", lambda self: None)
-    assert simulate(trace, options, keeps_requests=True).requests == touched.requests

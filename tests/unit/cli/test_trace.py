@@ -139,7 +139,7 @@ def test_show_says_what_a_trace_is_like(tmp_path: Path) -> None:
     assert ["all,", "by", "tokens", "40.0%", "6.7%"] in [line.split() for line in lines]
 
 
-@pytest.mark.parametrize("kind", [".svg", ".png", ".html"])
+@pytest.mark.parametrize("kind", [".svg", ".html"])
 def test_show_draws_what_comes_again(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("matplotlib")
     assert make_one(tmp_path).exit_code == 0
@@ -147,9 +147,8 @@ def test_show_draws_what_comes_again(tmp_path: Path, kind: str) -> None:
     result = trace("show", tmp_path / "made.jsonl", "--plot", plot)
     assert result.exit_code == 0, result.output
     assert "Popularity" in result.stdout
-    if kind != ".png":
-        text = plot.read_text()
-        assert all(title in text for title in ("Popularity", "Reuse by time", "Reuse by position", "Lengths"))
+    text = plot.read_text()
+    assert all(title in text for title in ("Popularity", "Reuse by time", "Reuse by position", "Lengths"))
 
 
 def test_show_does_not_draw_over_the_trace_that_it_reads(tmp_path: Path) -> None:

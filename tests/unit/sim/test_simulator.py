@@ -135,6 +135,15 @@ def test_prompts_longer_than_the_profile_are_told_with_the_system_prompt(tmp_pat
     assert "1,090 and 1,100" in note
 
 
+def test_a_prompt_longer_than_the_gpu_is_refused_with_what_the_longest_needs() -> None:
+    trace = Trace.from_requests([traced(0.0, "A"), traced(1.0, "ABC", output=6), traced(2.0, "AB")])
+    options = replace(NO_SEARCH, gpu_tokens=1_100)
+    with pytest.raises(ConfigError, match=r"^request 1 .* 3,015 tokens .* set gpu_tokens to 3,030 or more"):
+        simulate(trace, options)
+    assert simulate(trace, replace(options, gpu_tokens=3_030)).summary.num_requests == 3
+    assert simulate(trace, replace(options, policy="infinite")).summary.num_requests == 3
+
+
 def test_requests_without_documents_are_served() -> None:
     summary = simulate(Trace.from_requests([traced(0.0, ""), traced(1.0, "", question=0)]), NO_SEARCH).summary
     assert summary.document_hit_rate == summary.token_hit_rate == 0.0

@@ -93,13 +93,9 @@ def test_a_file_may_hold_a_formula(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("{", "is not JSON"),
-        ("[" * 100_000, "is not JSON"),
-        ("[]", "no profile"),
         ('{"kind": "profile"}', "no prefill times"),
         (json.dumps({**TIMES, "tokens_per_gib": "many"}), "tokens_per_gib is 'many'"),
-        (json.dumps({**TIMES, "tokens_per_gib": 0}), "tokens_per_gib"),
         (json.dumps({**TIMES, "host_gib_per_s": 0}), "host_gib_per_s is 0"),
-        (json.dumps({"formula": {"base_s": -1}}), "base_s is -1"),
         (json.dumps({"formula": {"base": 1}}), "formula has 'base'"),
     ],
 )

@@ -121,52 +121,34 @@ def test_a_trace_survives_the_way_to_another_process() -> None:
 
 BROKEN: dict[str, tuple[str | bytes, str]] = {
     "cut off": ('{"t": 1.0, "docs": ["d1"', "not JSON"),
-    "two objects": (changed() + changed(), "not JSON"),
     "no object": ("[1, 2]", "is not a request"),
-    "a word": ("null", "is not a request"),
     "not UTF-8": (b'{"t": 12.5, "docs": ["\xff"]}', "not UTF-8"),
     "deep": ("[" * 100_000, "not JSON"),
     "many digits": ('{"t": ' + "9" * 5_000 + "}", "not JSON"),
     "unsorted": (changed(t=3.0), "sorted"),
     "time before the beginning": (changed(t=-1.0), "0 or more"),
-    "time as text": (changed(t="12.5"), "'t' is \"12.5\""),
     "time is no number": (changed(t=math.nan), "'t' is NaN"),
-    "endless time": (changed(t=math.inf), "'t' is Infinity"),
-    "huge time": ('{"t": 1' + "0" * 400 + changed()[len('{"t": 12.5') :], "'t' is"),
-    "time is a truth": (changed(t=True), "'t' is true"),
-    "documents no list": (changed(docs="d1"), "must be a list"),
     "lengths no list": (changed(doc_tokens=5), "must be a list"),
     "a document is a number": (changed(docs=["d1", 2]), "must be strings"),
     "a document without a name": (changed(docs=["d1", ""]), "not empty"),
     "fewer lengths": (changed(doc_tokens=[1]), "1 lengths for 2 documents"),
-    "more lengths": (changed(doc_tokens=[1, 2, 3]), "3 lengths for 2 documents"),
     "a negative length": (changed(doc_tokens=[1904, -655]), "'doc_tokens' holds -655"),
     "no length": (changed(doc_tokens=[1904, 0]), "'doc_tokens' holds 0"),
-    "half a token": (changed(doc_tokens=[1904, 1.5]), "'doc_tokens' holds 1.5"),
-    "a length is null": (changed(doc_tokens=[1904, None]), "'doc_tokens' holds null"),
-    "a length is a truth": (changed(doc_tokens=[1904, True]), "'doc_tokens' holds true"),
     "a length beyond all": (changed(doc_tokens=[1904, 2**31]), "from 1 to 2147483647"),
     "a negative question": (changed(question_tokens=-1), "'question_tokens' holds -1"),
-    "a question of text": (changed(question_tokens="31"), "'question_tokens' holds"),
     "no answer": (changed(output_tokens=0), "'output_tokens' holds 0"),
-    **{
-        f"without {name}": (json.dumps({k: v for k, v in LINE.items() if k != name}), f"'{name}' is missing")
-        for name in LINE
-    },
+    "without a time": (json.dumps({name: value for name, value in LINE.items() if name != "t"}), "'t'"),
 }
 
 
-@pytest.mark.parametrize(
-    ("what", "line"),
-    [*((what, line) for what in BROKEN for line in (1, 2) if (what, line) != ("unsorted", 1)), ("no length", 9_000)],
-)
-def test_a_broken_line_is_named(tmp_path: Path, what: str, line: int) -> None:
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_line_is_named(tmp_path: Path, what: str) -> None:
     broken, message = BROKEN[what]
-    path = file_of(tmp_path, *[changed()] * (line - 1), broken, changed())
-    with pytest.raises(TraceError, match=f"^{path}:{line}: ") as refused:
+    path = file_of(tmp_path, changed(), broken, changed())
+    with pytest.raises(TraceError, match=f"^{path}:2: ") as refused:
         read_trace(path)
     assert message in str(refused.value)
-    assert (refused.value.path, refused.value.line) == (path, line)
+    assert (refused.value.path, refused.value.line) == (path, 2)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -178,23 +160,6 @@ def test_a_line_cut_anywhere_is_named(tmp_path: Path, data: st.DataObject) -> No
     with pytest.raises(TraceError) as refused:
         read_trace(file_of(tmp_path, *lines))
     assert refused.value.line == number + 1
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(st.dictionaries(st.sampled_from(list(LINE)), st.recursive(
-    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3), max_leaves=5,
-), min_size=1))  # fmt: skip
-def test_a_batch_takes_exactly_the_lines_that_are_taken_one_by_one(tmp_path: Path, fields: dict[str, object]) -> None:
-    line = changed(**fields)
-
-    def outcome(*lines: str) -> object:
-        try:
-            return list(read_trace(file_of(tmp_path, *lines)))
-        except TraceError as error:
-            return error.line
-
-    assert outcome(line) == outcome(line, "")  # a blank line makes the reader look at each
 
 
 @pytest.mark.parametrize("lines", [(), ("",), ("", "  ")])

@@ -91,6 +91,18 @@ def test_a_warmed_start_is_forecast_to_be_faster_than_a_cold_one(policy: str, re
     assert found.warm.mean_ttft_s < found.cold.mean_ttft_s
 
 
+def test_what_is_too_long_for_the_gpu_is_left_out_of_a_forecast() -> None:
+    trace = trace_of("a", "abcdef", "a", num_tokens=160)
+    options = SimulationOptions(gpu_tokens=480, host_tokens=0)
+    paths = pick_paths(trace, 10_000, COST)
+    assert len(paths) == 6
+    found = forecast(trace, options, paths)
+    assert found.num_requests == 2
+    assert found.warm.cached_share > found.cold.cached_share
+    with pytest.raises(ConfigError, match="gpu_tokens"):
+        forecast(trace, SimulationOptions(gpu_tokens=64, host_tokens=0), [])
+
+
 def test_warmed_documents_are_hits_of_the_first_request_that_are_kept_by_their_expected_uses() -> None:
     trace = trace_of("x", "y", "a", num_tokens=160)
     warmed = [(TracedRequest(0.0, ("a",), (160,), 0, 1), 500)]
