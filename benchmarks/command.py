@@ -65,7 +65,7 @@ def benchmark(
         if kept_at is not None and kept_at.exists() and not resume:
             raise click.UsageError(
                 f"{kept_at} keeps what an interrupted run finished: go on with it by --resume (make: RESUME=1), or "
-                "delete it to begin anew."
+                "delete it."
             )
         facts = {**machine(), "model": model, "seed": seed, "quick": quick}
         report = read_report(output) if only or resume else {}

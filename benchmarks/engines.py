@@ -91,7 +91,7 @@ def launch(model: str, cache: CacheConfig | VLLMOffload | None, **vllm_args: obj
 
 @contextmanager
 def side_by_side(num: int, start: Callable[[], Engine]) -> Iterator[list[Engine]]:
-    """Give so many engines that start at once, each on a core of its own, and close them."""
+    """Start ``num`` engines at once, yield them, and close them."""
     with ExitStack() as stack, ThreadPoolExecutor(num) as threads:
         starting = [threads.submit(start) for _ in range(num)]
         for each in starting:

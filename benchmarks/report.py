@@ -119,7 +119,7 @@ def to_json(part: Part, facts: Mapping[str, object]) -> dict[str, Any]:
 
 
 def merged(report: Mapping[str, Any], parts: Mapping[str, dict[str, Any]], goals: Goals) -> dict[str, Any]:
-    """Return a report with ``parts`` measured anew, and every figure by its key beside them."""
+    """Return a report with ``parts`` in place of earlier ones, and each figure by its key."""
     all_parts = {**report.get("parts", {}), **parts}
     figures = [figure for part in all_parts.values() for figure in part["figures"]]
     missed = [f["key"] for f in figures if f["key"] in goals and not goals[f["key"]].is_met(f["value"])]

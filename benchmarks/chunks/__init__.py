@@ -1,1 +1,1 @@
-"""What reuse of documents anywhere saves and costs."""
+"""Savings and cost of chunk reuse."""

@@ -13,15 +13,15 @@ from ragcache_core.quality import (
     FULL,
     NAIVE,
     PREFIX,
-    AskedAnswer,
+    Method,
+    QualitySummary,
     Question,
-    Summary,
-    Way,
-    chunk_ways,
+    ScoredAnswer,
+    chunk_methods,
     read_questions,
     summarise,
 )
-from ragcache_core.quality.measuring import QualityRun
+from ragcache_core.quality.run import QualityRun
 from ragcache_core.reports.plots import Plot, Points, lines
 from ragcache_core.types import DEFAULT_ALPHA, SelectionName
 
@@ -40,13 +40,13 @@ WARM_UP = "none: every engine starts empty, and what fills it is counted; naive 
 
 def measure_answers(plan: Plan) -> Part:
     """Answer with everything computed, with prefix caching, with naive reuse, and with whole chunks mended."""
-    (chunks,) = chunk_ways("whole_chunks", [ALPHA])
-    by_way = _summaries(plan, [FULL, PREFIX, NAIVE, chunks])
-    full, prefix, naive, reuse = (by_way[way.name] for way in (FULL, PREFIX, NAIVE, chunks))
+    (chunks,) = chunk_methods("whole_chunks", [ALPHA])
+    by_method = _summaries(plan, [FULL, PREFIX, NAIVE, chunks])
+    full, prefix, naive, reuse = (by_method[method.name] for method in (FULL, PREFIX, NAIVE, chunks))
     figures: list[Figure] = []
     for name, kind in _KINDS.items():
         figures += _figures(name, kind, full[kind], prefix[kind], naive[kind], reuse[kind])
-    details = {"selection": "whole_chunks", "alpha": ALPHA, "summaries": _details(by_way)}
+    details = {"selection": "whole_chunks", "alpha": ALPHA, "summaries": _details(by_method)}
     return Part(WARM_UP, tuple(figures), details)
 
 
@@ -55,35 +55,35 @@ def measure_curve(plan: Plan) -> Part:
 
     Draws ``build/bench-chunks-curve.png`` as well.
     """
-    ways = [way for selection, alphas in CURVE.items() for way in chunk_ways(selection, alphas)]
-    by_way = _summaries(plan, [FULL, PREFIX, *ways])
-    prefix = by_way[PREFIX.name]["all"]
+    methods = [method for selection, alphas in CURVE.items() for method in chunk_methods(selection, alphas)]
+    by_method = _summaries(plan, [FULL, PREFIX, *methods])
+    prefix = by_method[PREFIX.name]["all"]
     figures = tuple(
         Figure(
-            f"em_{way.name.replace(' ', '_')}",
-            round(by_way[way.name]["all"].exact_match, 4),
-            round(by_way[FULL.name]["all"].exact_match, 4),
-            note=f"computed {by_way[way.name]['all'].computed_ratio(prefix):.3f} of prefix caching; "
-            f"continued {by_way[way.name]['continued'].exact_match:.3f}",
+            f"em_{method.name.replace(' ', '_')}",
+            round(by_method[method.name]["all"].exact_match, 4),
+            round(by_method[FULL.name]["all"].exact_match, 4),
+            note=f"computed {by_method[method.name]['all'].computed_ratio(prefix):.3f} of prefix caching; "
+            f"continued {by_method[method.name]['continued'].exact_match:.3f}",
         )
-        for way in ways
+        for method in methods
     )
-    curve_plot(by_way, plan.model).save_png(CURVE_PICTURE)
-    return Part(WARM_UP, figures, {"summaries": _details(by_way)})
+    curve_plot(by_method, plan.model).save_png(CURVE_PICTURE)
+    return Part(WARM_UP, figures, {"summaries": _details(by_method)})
 
 
-def curve_plot(by_way: Mapping[str, Mapping[str, Summary]], model: str) -> Plot:
+def curve_plot(by_method: Mapping[str, Mapping[str, QualitySummary]], model: str) -> Plot:
     """Return right answers to the hard kind of question against computed tokens, a line for each selection."""
     kind = _KINDS["_cont"]
-    prefix = by_way[PREFIX.name][kind]
+    prefix = by_method[PREFIX.name][kind]
     series: dict[str, Points] = {}
     for selection in CURVE:
-        found = [by_kind[kind] for name, by_kind in by_way.items() if name.startswith(f"{selection} ")]
+        found = [by_kind[kind] for name, by_kind in by_method.items() if name.startswith(f"{selection} ")]
         points = [(100.0 * each.computed_ratio(prefix), 100.0 * each.exact_match) for each in found]
         series[selection] = sorted(points)
-    for way in (PREFIX, FULL):
-        found_at = by_way[way.name][kind]
-        series[way.name] = [(100.0 * found_at.computed_ratio(prefix), 100.0 * found_at.exact_match)]
+    for method in (PREFIX, FULL):
+        found_at = by_method[method.name][kind]
+        series[method.name] = [(100.0 * found_at.computed_ratio(prefix), 100.0 * found_at.exact_match)]
     drawn = lines(
         f"Right answers to {kind} questions",
         "computed tokens, % of prefix caching's",
@@ -98,7 +98,7 @@ def curve_plot(by_way: Mapping[str, Mapping[str, Summary]], model: str) -> Plot:
 
 
 def _figures(
-    name: str, kind: str, full: Summary, prefix: Summary, naive: Summary, reuse: Summary
+    name: str, kind: str, full: QualitySummary, prefix: QualitySummary, naive: QualitySummary, reuse: QualitySummary
 ) -> tuple[Figure, ...]:
     exact = round(full.exact_match, 4)
     note = f"{kind}, {full.num_questions} questions"
@@ -112,23 +112,23 @@ def _figures(
     )
 
 
-def _summaries(plan: Plan, ways: Sequence[Way]) -> dict[str, dict[str, Summary]]:
-    """Return by way and kind what the ways came to.
+def _summaries(plan: Plan, methods: Sequence[Method]) -> dict[str, dict[str, QualitySummary]]:
+    """Return by method and kind what the methods came to.
 
     Raises:
         ConfigError: the questions are not there, or of other kinds.
     """
     questions = read_questions(QUESTIONS, limit=30 if plan.is_quick else None)
     return {
-        way.name: {summary.kind: summary for summary in summarise(way.name, answers)}
-        for way, answers in asked(plan, plan.model, questions, ways)
+        method.name: {summary.kind: summary for summary in summarise(method.name, answers)}
+        for method, answers in asked(plan, plan.model, questions, methods)
     }
 
 
 def asked(
-    plan: Plan, model: str, questions: Sequence[Question], ways: Sequence[Way]
-) -> Iterator[tuple[Way, list[AskedAnswer]]]:
-    """Yield each way's answers by the model, all ways with engines of the same sizes."""
+    plan: Plan, model: str, questions: Sequence[Question], methods: Sequence[Method]
+) -> Iterator[tuple[Method, list[ScoredAnswer]]]:
+    """Yield each method's answers by the model, all methods with engines of the same sizes."""
     options = {
         "dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "progress": False, "max_restarts": 0,
         "env": {"HF_HUB_OFFLINE": "1"},
@@ -136,12 +136,12 @@ def asked(
     sizes = CacheConfig(kv_cache_bytes="256MiB", host_bytes="2GiB", block_size=BLOCK_SIZE)
     run = QualityRun(model, questions, sizes, max_tokens=32, launch_options=options)
 
-    def begin(way: Way) -> Callable[[int], object]:
-        plan.report(f"{Path(model).name}: {way.name}, {len(questions)} questions")
+    def begin(method: Method) -> Callable[[int], object]:
+        plan.report(f"{Path(model).name}: {method.name}, {len(questions)} questions")
         return lambda _: None
 
-    return run.answers(ways, begin=begin)
+    return run.answers(methods, begin=begin)
 
 
-def _details(by_way: dict[str, dict[str, Summary]]) -> list[dict[str, object]]:
-    return [summary.to_dict() for by_kind in by_way.values() for summary in by_kind.values()]
+def _details(by_method: dict[str, dict[str, QualitySummary]]) -> list[dict[str, object]]:
+    return [summary.to_dict() for by_kind in by_method.values() for summary in by_kind.values()]

@@ -19,7 +19,7 @@ from ragcache_core.bench.comparison import Amounts, Comparison, run_comparison
 from ragcache_core.bench.engines import BASELINES, Baseline, Setup
 from ragcache_core.bench.options import KV_TOKENS
 from ragcache_core.bench.prompts import TracedPrompts, scaled
-from ragcache_core.bench.results import Results, Run
+from ragcache_core.bench.results import Results, TimedRun
 from ragcache_core.client import Engine
 from ragcache_core.profiles.model_facts import ModelFacts
 from ragcache_core.profiles.random_model import random_model
@@ -72,7 +72,7 @@ def baselines() -> tuple[Baseline, ...]:
     return (*exact, replace(BASELINES[_CHUNKS], chunk_reuse=REUSE))
 
 
-def load_figures(runs: Sequence[Run]) -> tuple[Figure, ...]:
+def load_figures(runs: Sequence[TimedRun]) -> tuple[Figure, ...]:
     """Return each engine's mean response time at each rate, beside prefix caching's, and what reuse is worth at most.
 
     A response is whole when its last token is there; it begins when the request was due.
@@ -102,7 +102,7 @@ def load_figures(runs: Sequence[Run]) -> tuple[Figure, ...]:
     )
 
 
-def responses_s(run: Run) -> list[float]:
+def responses_s(run: TimedRun) -> list[float]:
     """Return how long each request of a run took; all answers have as many tokens."""
     num_later = run.num_output_tokens // len(run.ttft_s) - 1
     return [first + num_later * later for first, later in zip(run.ttft_s, run.tpot_s, strict=True)]

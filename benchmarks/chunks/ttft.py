@@ -1,7 +1,7 @@
 """Time to first token with chunk reuse beside prefix caching, on a real CPU engine with a model of 30 million weights.
 
 Both engines are there at once and are asked in turn, so that whatever else the machine does slows down both. Of every
-reused document 30 % of the tokens are recomputed, unless it stands behind the very same documents as when it was
+reused document 30 % of the tokens are recomputed, unless it follows the same documents as when it was
 captured: a flat budget, as Cache-Craft §5.3 has it.
 
 A service that runs for long has read what is popular. Instead of all of its history, both engines first read, five at a

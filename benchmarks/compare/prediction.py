@@ -16,7 +16,7 @@ from ragcache_core.bench.engines import BASELINES, MAX_BATCHED_TOKENS, Baseline
 from ragcache_core.bench.load import poisson_arrivals
 from ragcache_core.bench.prompts import scaled
 from ragcache_core.bench.report import LAUNCH
-from ragcache_core.bench.results import Results, Run
+from ragcache_core.bench.results import Results, TimedRun
 from ragcache_core.errors import ConfigError
 from ragcache_core.reports.page import MIB, Table
 from ragcache_core.sim.testbeds import Testbed
@@ -31,7 +31,7 @@ _UNLIMITED_TOKENS = 1 << 40
 class Prediction:
     """A measured run, and what the simulator predicts: mean TTFT in seconds, the share of cached prompt tokens."""
 
-    run: Run
+    run: TimedRun
     ttft_s: float
     cached_share: float
 
@@ -60,7 +60,7 @@ def predict(results: Results, testbed: Testbed) -> Iterator[Prediction]:
         raise ConfigError("only a comparison of launched engines without a search is predicted")
     amounts = Amounts(options["warm_up"], options["requests"])
     testbed = replace(testbed, tokens_per_gib=(1 << 30) // options["kv_bytes_per_token"])
-    sessions: dict[tuple[str, int, int], list[Run]] = {}
+    sessions: dict[tuple[str, int, int], list[TimedRun]] = {}
     for run in results.runs:
         if run.engine in BASELINES and BASELINES[run.engine].chunk_reuse is None:
             sessions.setdefault((run.engine, run.host_bytes, run.seed), []).append(run)
@@ -99,7 +99,7 @@ def _requests(options: Mapping[str, Any], seed: int, num_rates: int) -> list[Tra
         raise ConfigError(f"{path} is not the trace that was measured")
     else:
         trace = read_trace(path).head(count)
-    requests = scaled(trace, options["scale"])
+    requests = list(scaled(trace, options["scale"]))
     if (num_outputs := options["output_tokens"]) is not None:
         requests = [replace(request, output_tokens=num_outputs) for request in requests]
     return [replace(request, question_tokens=max(request.question_tokens, 1)) for request in requests]
@@ -108,7 +108,7 @@ def _requests(options: Mapping[str, Any], seed: int, num_rates: int) -> list[Tra
 def _session(
     baseline: Baseline,
     host_bytes: int,
-    runs: Iterable[Run],
+    runs: Iterable[TimedRun],
     requests: Sequence[TracedRequest],
     amounts: Amounts,
     options: Mapping[str, Any],

@@ -1,1 +1,1 @@
-"""Checks of a whole engine on a device: what a CPU cannot show."""
+"""Checks of whole engines on a GPU."""

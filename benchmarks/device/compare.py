@@ -15,7 +15,7 @@ from ragcache_core.bench.comparison import Amounts, Session, measure
 from ragcache_core.bench.engines import BASELINES, Setup
 from ragcache_core.bench.options import HOST_TOKENS, KV_TOKENS, window
 from ragcache_core.bench.prompts import TracedPrompts, scaled
-from ragcache_core.bench.results import Run
+from ragcache_core.bench.results import TimedRun
 from ragcache_core.profiles.model_facts import ModelFacts
 from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
 
@@ -58,7 +58,7 @@ def _measure(name: str, plan: Plan) -> Part:
     return Part(f"{amounts.num_warm_up} requests", _figures(plan, name, run), run.to_dict())
 
 
-def _figures(plan: Plan, name: str, run: Run) -> tuple[Figure, ...]:
+def _figures(plan: Plan, name: str, run: TimedRun) -> tuple[Figure, ...]:
     key = f"compare_{name.replace('-', '_')}"
     note = f"{len(run.ttft_s)} requests of {_WORKLOAD} at {run.requests_per_s:g} a second, mean"
     ttft_ms, tpot_ms = (round(1e3 * fmean(times), 3) for times in (run.ttft_s, run.tpot_s))

@@ -53,7 +53,7 @@ def check_kernels(plan: Plan) -> Part:
 def measure_copies(plan: Plan) -> Part:
     """Have prompts stored in host memory and loaded from there, and hold the rates against the pinned link's.
 
-    Three batches of prompts go round, of which the GPU holds one and host memory all.
+    Three batches of prompts take turns; the GPU holds one of them, host memory all.
     """
     model = str(random_model(ModelShape() if plan.is_quick else _LARGE))
     dtype = "float32" if plan.is_quick else "bfloat16"

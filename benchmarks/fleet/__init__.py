@@ -1,1 +1,1 @@
-"""Benchmarks of fleets: replicas in virtual time, on real engines, and what choosing one costs."""
+"""Fleets in virtual time and on real engines."""

@@ -29,7 +29,7 @@ _PREFIX = LabOptions(
     retrieval_s=0.0,
 )
 _SETTING = (
-    "the workload sysx (drawn from the published statistics of Sys-X), 2,000 requests of which 500 warm up; one NVIDIA "
+    "the workload sysx (drawn from the published statistics of Sys-X), 2,000 requests, 500 of them warm-up; one NVIDIA "
     "H100 with LLaMA-3-8B's shape, measured prefill times, where the paper has an A100 and others' 150,000 tokens in a "
     "batch, here 32 requests of some 4,000; 200,000 tokens of KV on the GPU and 262,144 in host memory (assumed), of "
     "which reuse gives half to chunks. How answers suffer is not simulated."
@@ -90,7 +90,7 @@ def figure_22(runs: PaperRuns) -> PaperFigure:
 
 
 def figure_24(runs: PaperRuns) -> PaperFigure:
-    """Return TTFT and computed tokens where nobody waits, which is Figure 23(a) as well."""
+    """Return TTFT and computed tokens without queueing, which is Figure 23(a) as well."""
     cases = {"prefix": _case(runs, _PREFIX, _LOW_RPS), "reuse": _case(runs, _reusing(_OF_ALL), _LOW_RPS)}
     done = runs.summaries(cases.values())
     prefix, reuse = done[cases["prefix"]], done[cases["reuse"]]

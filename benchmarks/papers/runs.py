@@ -144,7 +144,7 @@ def workload(name: str, requests_per_s: float, **changes: Any) -> Workload:
 class Model:
     """A model of the paper's Table 1 on its testbed.
 
-    The paper does not say how much of the GPU its cache has. On an A10G, 24 GiB of which 14 are weights, we give it 5
+    The paper does not say how much of the GPU its cache has. On an A10G, 24 GiB with 14 of weights, we give it 5
     of the rest; on two H800, 160 GiB, what is left of nine tenths of them beside 90 and 130 GiB of weights.
     """
 

@@ -62,7 +62,7 @@ def table_3(runs: PaperRuns) -> PaperFigure:
         f"{_SETTING} Not hidden is the search less what TTFT gains by speculation, request for request the same.",
         rows,
         (
-            "in four equal stages of which a quarter settles in each 5/8 of a search stay unhidden whatever its "
+            "in four equal stages, where a quarter settles in each, 5/8 of a search stay unhidden whatever its "
             "length. In the paper the share falls from .66 to .23 as more is searched: an index looks at the nearest "
             "lists first, so candidates settle early in a long search. That depends on vectors and index, which the "
             "simulator does not have; where all settle in the first stage it is the best that four stages can do, 1/4",

@@ -1,1 +1,1 @@
-"""What overlap and order bring."""
+"""Overlap of search and prefill, speculation, and the order of the queue."""

@@ -158,4 +158,4 @@ WAYS: dict[str, Callable[[Over], Ask]] = {
     "aquery, streaming": _streamed_aquery,
 }
 BLOCKING = frozenset(("chain, invoke", "chain, stream", "fused, invoke", "query"))
-"""They run in a thread, which nobody can leave in the middle."""
+"""They run in a thread, which cannot be cancelled."""

@@ -175,7 +175,7 @@ def measure_never_settles(plan: Plan) -> Part:
 
 
 def _wasted_share(before: EngineStats, after: EngineStats) -> float:
-    """Return the share of prompt tokens computed between two readings that nobody asked for."""
+    """Return the share of prompt tokens computed between two readings for wrong speculations."""
     num_wasted = after.num_wasted_tokens - before.num_wasted_tokens
     return num_wasted / (after.num_prompt_tokens - before.num_prompt_tokens)
 

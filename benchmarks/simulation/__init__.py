@@ -1,1 +1,1 @@
-"""What policies, orders and queues bring in virtual time."""
+"""Policies, document orders and queues in virtual time."""

@@ -256,7 +256,7 @@ def _write_traces(
     idle = [run for at in loaded for run in plan_runs([paths[at]], _options(ALGORITHM_1, at[0], warm_up))]
     done = simulate_runs(plan, f"what {ALGORITHM_1.name} can serve", idle, num_requests * len(idle))
     for (setting, seed), run in zip(loaded, done, strict=True):
-        service_s = run.summary["mean_ttft_s"] - run.options["retrieval_s"]  # nobody waits for anybody
+        service_s = run.summary["mean_ttft_s"] - run.options["retrieval_s"]  # without queueing
         assert setting.load
         path = paths[setting, seed] = folder / f"{setting}-{seed}.jsonl"
         write_trace(made[setting.workload, seed].with_rate(setting.load / service_s), path)

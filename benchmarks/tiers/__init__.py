@@ -1,1 +1,1 @@
-"""What the tiers bring and cost."""
+"""Cached share, time to first token, exactness and cost of the tiers."""

@@ -33,7 +33,7 @@ _QUIET_S = 1.0
 
 @dataclass(slots=True)
 class _Rounds:
-    """What was measured with so many requests at once: mean seconds of each round, and of each request on disk."""
+    """Times of one number of concurrent requests: mean seconds of each round, and of each request on disk."""
 
     disk_s: list[float] = field(default_factory=list)
     new_s: list[float] = field(default_factory=list)
@@ -44,7 +44,7 @@ class _Rounds:
 
 
 def measure_disk_ttft(plan: Plan, waiting: Sequence[int] = _WAITING) -> Part:
-    """Measure so many requests at once, one number after another."""
+    """Measure each number of concurrent requests."""
     num_rounds = {num_waiting: plan.sized(max(24 // num_waiting, 4), 1) for num_waiting in waiting}
     num_stored = 1 + sum(num_waiting * rounds for num_waiting, rounds in num_rounds.items())
     document_bytes = _MAX_MODEL_LEN // BLOCK_SIZE * block_bytes(plan.model)

@@ -1,6 +1,6 @@
 """What the tiers cost where they bring nothing: throughput with prompts that never repeat, against plain vLLM's.
 
-Two engines of plain vLLM run beside ours, and all three are started anew several times: two processes of the same
+Two engines of plain vLLM run beside ours, and all three are started several times: two processes of the same
 program differ by a few percent on a CPU, and the difference between the plain ones says what a ratio means.
 """
 
@@ -75,7 +75,7 @@ def geometric_mean(ratios: Sequence[float]) -> float:
 
 
 def unique_requests(texts: TokenTexts, load: Load, first: int, count: int) -> list[TokenRequest]:
-    """Return requests of which no two share a document; ``first`` is the number of the first one."""
+    """Return requests that share no document; ``first`` is the number of the first one."""
     size = load.document_tokens
     return [
         texts.request([(2 * i, size), (2 * i + 1, size)], "What is it?", max_tokens=load.max_tokens)

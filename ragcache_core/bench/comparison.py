@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ragcache_core.bench.engines import Baseline, cpu_time_s
 from ragcache_core.bench.load import Load, poisson_arrivals
 from ragcache_core.bench.prompts import TracedPrompts
-from ragcache_core.bench.results import Results, Run
+from ragcache_core.bench.results import Results, TimedRun
 from ragcache_core.client import Engine, EngineClient
 from ragcache_core.errors import ConfigError
 
@@ -36,7 +36,7 @@ _LAST_STEP_S = 3.0
 _EXTERNAL_HITS = "vllm:external_prefix_cache_hits_total"
 
 OpenEngine = Callable[[Baseline, int, Path], AbstractContextManager[Engine]]
-"""Opens an engine with so many bytes of host memory, and a folder of its own."""
+"""Opens an engine. Arguments: its kind, the bytes of its host tier, a folder for its disk tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ def measure(
     rates_rps: tuple[float, ...],
     amounts: Amounts,
     progress: Progress,
-) -> Iterator[Run]:
+) -> Iterator[TimedRun]:
     """Warm ``engine`` up, time the session's rates on it, and yield each run as soon as it is finished."""
     baseline = session.baseline
     sends_documents = baseline.is_ragcache
@@ -190,7 +190,7 @@ def measure(
         served = _served_since(engine, tiers_before, num_cached)
         if baseline.chunk_reuse is not None:  # vLLM counts recomputed tokens of reused chunks as cached
             num_cached = min(num_cached, sum(served.values()) + _reused_tokens(engine) - reused_before)
-        yield Run(
+        yield TimedRun(
             baseline.name,
             session.host_bytes,
             session.seed,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ragcache_core.bench.engines import BASELINES
 from ragcache_core.bench.results import Results
-from ragcache_core.bench.summary import Estimate, Point, Summary, highest_rate
+from ragcache_core.bench.summary import ComparisonSummary, Estimate, Point, highest_rate
 from ragcache_core.reports.page import MIB, Report, Table
 
 LAUNCH, SERVER = "launch", "server"
@@ -15,14 +15,14 @@ LAUNCH, SERVER = "launch", "server"
 _FEW_REQUESTS = 100
 
 
-def summarise(results: Results) -> Summary:
+def summarise(results: Results) -> ComparisonSummary:
     """Return the summary of the runs so far."""
     options = results.options
-    return Summary(results.runs, options["compare"] if options["engine"] == LAUNCH else [SERVER])
+    return ComparisonSummary(results.runs, options["compare"] if options["engine"] == LAUNCH else [SERVER])
 
 
 def warnings(num_seeds: int, num_requests: int) -> list[str]:
-    """Return why figures of so many seeds and requests are uncertain, a sentence each."""
+    """Return why figures of these numbers of seeds and requests are uncertain, a sentence each."""
     found = []
     if num_seeds == 1:
         found.append("one seed gives no interval, and a difference between two engines may be chance: --seeds 3")
@@ -31,7 +31,7 @@ def warnings(num_seeds: int, num_requests: int) -> list[str]:
     return found
 
 
-def tables(summary: Summary, rates_rps: Sequence[float]) -> list[Table]:
+def tables(summary: ComparisonSummary, rates_rps: Sequence[float]) -> list[Table]:
     """Return a table of each rate, with a row for each engine and size of host memory, and one of the throughput."""
     made = []
     for rate, requests_per_s in enumerate(rates_rps):
@@ -95,7 +95,7 @@ def write_report(path: Path, results: Results) -> list[Path]:
     return [path, *images]
 
 
-def _throughput(summary: Summary) -> Table:
+def _throughput(summary: ComparisonSummary) -> Table:
     """Return the highest rate of each engine within the SLO."""
     curves = {
         name: [(point.requests_per_s, point.ttft_mean_s.mean) for point in of] for name, of in summary.curves().items()

@@ -15,7 +15,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TimedRun:
     """Measurements of one engine at one rate: times of each request, and counts."""
 
     engine: str
@@ -80,7 +80,7 @@ class Results:
         self.machine = dict(machine)
         self.rates_rps: tuple[float, ...] = ()
         self.capacity_rps: float | None = None
-        self.runs: list[Run] = []
+        self.runs: list[TimedRun] = []
 
     @classmethod
     def open(
@@ -117,7 +117,7 @@ class Results:
             version = data["version"]
             results.rates_rps = tuple(data["rates_rps"])
             results.capacity_rps = data["capacity_rps"]
-            results.runs = [Run.from_dict(run) for run in data["runs"]]
+            results.runs = [TimedRun.from_dict(run) for run in data["runs"]]
         except OSError as error:
             raise ConfigError(f"{path} cannot be read ({error.strerror}): name the file of a comparison") from error
         except (ValueError, LookupError, TypeError) as error:
@@ -133,7 +133,7 @@ class Results:
         self.rates_rps, self.capacity_rps = rates_rps, capacity_rps
         self.write()
 
-    def add(self, run: Run) -> None:
+    def add(self, run: TimedRun) -> None:
         """Keep a finished run."""
         self.runs.append(run)
         self.write()

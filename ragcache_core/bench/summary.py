@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from ragcache_core.bench.results import Run
+from ragcache_core.bench.results import TimedRun
 
 SLO_FACTOR = 5.0
 """The TTFT limit of a throughput, over the first engine's mean TTFT at the lowest rate."""
-_CONFIDENCE = 0.95
+# Student's t for a two-sided 95 % interval, by degrees of freedom from 1 on.
+_STUDENT_T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
+_NORMAL = 1.95996
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +35,7 @@ class Estimate:
         mean = float(sample.mean())
         if len(sample) < 2:
             return cls(back(mean))
-        from scipy.stats import t
-
-        reach = float(t.ppf((1 + _CONFIDENCE) / 2, len(sample) - 1) * sample.std(ddof=1) / math.sqrt(len(sample)))
+        reach = _student_t(len(sample) - 1) * float(sample.std(ddof=1)) / math.sqrt(len(sample))
         return cls(back(mean), back(mean - reach), back(mean + reach))
 
 
@@ -65,14 +65,14 @@ class Point:
     cpu_s_per_request: Estimate | None
 
 
-class Summary:
+class ComparisonSummary:
     """Points of a comparison, by rate and in the order of its engines; ratios are to the first engine."""
 
-    def __init__(self, runs: Iterable[Run], engines: Sequence[str]) -> None:
-        places: dict[tuple[str, int, int], list[Run]] = {}
+    def __init__(self, runs: Iterable[TimedRun], engines: Sequence[str]) -> None:
+        places: dict[tuple[str, int, int], list[TimedRun]] = {}
         for run in sorted(runs, key=lambda run: (run.rate, engines.index(run.engine), run.host_bytes, run.seed)):
             places.setdefault((run.engine, run.host_bytes, run.rate), []).append(run)
-        first: dict[tuple[int, int], Run] = {}
+        first: dict[tuple[int, int], TimedRun] = {}
         for (name, _, rate), of in places.items():
             for run in of if name == engines[0] else ():
                 first.setdefault((rate, run.seed), run)
@@ -110,7 +110,15 @@ def highest_rate(curve: Iterable[tuple[float, float]], slo_s: float) -> float:
     return rate
 
 
-def _point(runs: Sequence[Run], first: dict[tuple[int, int], Run]) -> Point:
+def _student_t(degrees: int) -> float:
+    """Return the quantile; beyond the table by its expansion around the normal quantile, exact to 0.002."""
+    if degrees <= len(_STUDENT_T):
+        return _STUDENT_T[degrees - 1]
+    z = _NORMAL
+    return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
+
+
+def _point(runs: Sequence[TimedRun], first: dict[tuple[int, int], TimedRun]) -> Point:
     run = runs[0]
     tpot = [fmean(run.tpot_s) for run in runs if run.tpot_s]
     cpu = [run.cpu_s / len(run.ttft_s) for run in runs if run.cpu_s is not None]

@@ -1,21 +1,20 @@
 """How good answers stay when documents are reused, reordered or exchanged, and what is saved: real engines in turn."""
 
-from ragcache_core.quality.asking import AskedAnswer, answers_of
-from ragcache_core.quality.conversing import conversations_of
-from ragcache_core.quality.questions import Question
-from ragcache_core.quality.reading import read_questions
-from ragcache_core.quality.scores import exact_match, jaccard, rouge_l, token_f1
-from ragcache_core.quality.summary import Summary, summarise, summary_table
-from ragcache_core.quality.ways import (
+from ragcache_core.quality.answers import ScoredAnswer, answers_of, conversations_of
+from ragcache_core.quality.files import read_questions
+from ragcache_core.quality.methods import (
     FULL,
     NAIVE,
     PREFIX,
     REFERRED_TO,
     SHOWN_AGAIN,
-    Way,
-    chunk_ways,
-    order_ways,
+    Method,
+    chunk_methods,
+    order_methods,
 )
+from ragcache_core.quality.questions import Question
+from ragcache_core.quality.scores import exact_match, jaccard, rouge_l, token_f1
+from ragcache_core.quality.summary import QualitySummary, summarise, summary_table
 
 __all__ = [
     "FULL",
@@ -23,16 +22,16 @@ __all__ = [
     "PREFIX",
     "REFERRED_TO",
     "SHOWN_AGAIN",
-    "AskedAnswer",
+    "Method",
+    "QualitySummary",
     "Question",
-    "Summary",
-    "Way",
+    "ScoredAnswer",
     "answers_of",
-    "chunk_ways",
+    "chunk_methods",
     "conversations_of",
     "exact_match",
     "jaccard",
-    "order_ways",
+    "order_methods",
     "read_questions",
     "rouge_l",
     "summarise",

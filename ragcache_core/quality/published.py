@@ -88,7 +88,7 @@ class _HubAnswers(BaseModel):
 
 
 class SquadRow(BaseModel):
-    """A question of SQuAD as the Hugging Face hub has it, a row of which names its paragraph and its article."""
+    """A question of SQuAD as the Hugging Face hub has it: a row names its paragraph and its article."""
 
     expected: ClassVar[str] = (
         'SQuAD on the hub has rows of {"title", "context", "question", "answers": {"text": [...]}}'

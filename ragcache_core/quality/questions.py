@@ -37,7 +37,7 @@ def questions_of(text: str, path: Path, corpus: Path | None = None) -> list[Ques
     """Return the questions of a file's text, one JSON object a line.
 
     ``documents`` are texts; with ``corpus`` they are names of files below that folder. ``answer`` is a text or a list
-    of texts, each of which is right. ``kind`` and ``scores`` may be left out.
+    of texts, each a right answer. ``kind`` and ``scores`` may be left out.
 
     Raises:
         ConfigError: a line is no question; with its number and an example.
@@ -94,7 +94,7 @@ def text_document(text: str) -> Document:
 
 
 def share(questions: Sequence[Question], limit: int) -> list[Question]:
-    """Return at most ``limit`` questions, in order, of all kinds alike as far as there are as many."""
+    """Return at most ``limit`` questions, in order, equally many of each kind where there are enough."""
     left: dict[str, int] = {}
     for question in questions:
         left[question.kind] = left.get(question.kind, 0) + 1

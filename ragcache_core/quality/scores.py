@@ -33,7 +33,7 @@ def rouge_l(answer: str, expected: Sequence[str]) -> float:
     """Return ROUGE-L F1 in [0, 1] against the expected answer that fits best.
 
     The harmonic mean of precision and recall of the longest common subsequence of words (Lin, 2004, with beta 1, as
-    the ``rouge-score`` package and Cache-Craft §5.2 report it). Two texts without any word are alike.
+    the ``rouge-score`` package and Cache-Craft §5.2 report it). Two texts without any word score 1.
     """
     found = words(answer)
     return max((_f1(found, words(text)) for text in expected), default=0.0)
@@ -42,7 +42,7 @@ def rouge_l(answer: str, expected: Sequence[str]) -> float:
 def token_f1(answer: str, expected: Sequence[str]) -> float:
     """Return SQuAD's F1 in [0, 1] against the expected answer that fits best: of words, in whichever order.
 
-    Two texts without any word are alike.
+    Two texts without any word score 1.
     """
     found = Counter(words(answer))
     return max((_overlap_f1(found, Counter(words(text))) for text in expected), default=0.0)
@@ -51,13 +51,13 @@ def token_f1(answer: str, expected: Sequence[str]) -> float:
 def jaccard(answer: str, expected: Sequence[str]) -> float:
     """Return the distinct words in both as a share of those in either, in [0, 1], for the answer that fits best.
 
-    Cache-Craft §5.2 reports it. Two texts without any word are alike.
+    Cache-Craft §5.2 reports it. Two texts without any word score 1.
     """
     found = set(words(answer))
     return max((_jaccard(found, set(words(text))) for text in expected), default=0.0)
 
 
-def alike(one: str, other: str) -> bool:
+def is_same_text(one: str, other: str) -> bool:
     """Return whether two answers say the same, word for word."""
     return words(one) == words(other)
 

@@ -1,4 +1,4 @@
-"""What the ways came to, by kind of question, and as a table."""
+"""Summaries of answers by method and kind of question, and their table."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from ragcache_core.quality.asking import AskedAnswer
-from ragcache_core.quality.scores import alike, wilson_interval
+from ragcache_core.quality.answers import ScoredAnswer
+from ragcache_core.quality.scores import is_same_text, wilson_interval
 from ragcache_core.runtime.terminal import columns, plain
 
 ALL_KINDS = "all"
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
-    """The answers of one way to the questions of one kind: means over them, token counts as sums.
+class QualitySummary:
+    """The answers of one method to the questions of one kind: means over them, token counts as sums.
 
     ``recomputed`` is the fraction of the reused chunks' tokens that was computed all the same, ``changed`` the share of
     prompts that showed other documents, or in another order. ``agreement`` is the share of answers that say what those
-    of the way that is compared with say, word for word, with its 95 % interval; ``None`` without one.
+    of the reference method say, word for word, with its 95 % interval; ``None`` without one.
     """
 
     way: str
@@ -37,8 +37,8 @@ class Summary:
     token_f1: float = 0.0
     jaccard: float = 0.0
 
-    def computed_ratio(self, baseline: Summary) -> float:
-        """Return the computed tokens as a share of another way's."""
+    def computed_ratio(self, baseline: QualitySummary) -> float:
+        """Return the computed tokens as a share of another method's."""
         return self.num_computed_tokens / max(baseline.num_computed_tokens, 1)
 
     def to_dict(self) -> dict[str, object]:
@@ -47,11 +47,11 @@ class Summary:
 
 
 def summarise(
-    way: str, answers: Sequence[AskedAnswer], reference: Sequence[AskedAnswer] | None = None
-) -> list[Summary]:
+    way: str, answers: Sequence[ScoredAnswer], reference: Sequence[ScoredAnswer] | None = None
+) -> list[QualitySummary]:
     """Return a summary for each kind, in the order in which kinds come, and one of all where there are several.
 
-    ``reference`` are another way's answers to the same questions, which these are compared with.
+    ``reference`` are another method's answers to the same questions.
     """
     both = list(zip(answers, reference if reference is not None else [None] * len(answers), strict=True))
     kinds = list(dict.fromkeys(answer.kind for answer in answers))
@@ -59,18 +59,18 @@ def summarise(
     return summaries if len(kinds) < 2 else [*summaries, _of_kind(way, ALL_KINDS, both)]
 
 
-def overall(summaries: Sequence[Summary]) -> Summary:
-    """Return the summary of all questions among those of one way."""
+def overall(summaries: Sequence[QualitySummary]) -> QualitySummary:
+    """Return the summary of all questions among those of one method."""
     return summaries[-1]
 
 
-def _of_kind(way: str, kind: str, compared: Sequence[tuple[AskedAnswer, AskedAnswer | None]]) -> Summary:
+def _of_kind(way: str, kind: str, compared: Sequence[tuple[ScoredAnswer, ScoredAnswer | None]]) -> QualitySummary:
     answers = [answer for answer, _ in compared]
-    agree = [alike(answer.text, other.text) for answer, other in compared if other is not None]
+    agree = [is_same_text(answer.text, other.text) for answer, other in compared if other is not None]
     num_recomputed = sum(answer.num_recomputed_tokens for answer in answers)
     num_in_chunks = num_recomputed + sum(answer.num_reused_tokens for answer in answers)
     times_s = [answer.ttft_s for answer in answers if answer.ttft_s is not None]
-    return Summary(
+    return QualitySummary(
         way=way,
         kind=kind,
         num_questions=len(answers),
@@ -88,19 +88,19 @@ def _of_kind(way: str, kind: str, compared: Sequence[tuple[AskedAnswer, AskedAns
     )
 
 
-def summary_table(by_way: Mapping[str, Sequence[Summary]], baseline: str) -> str:
-    """Return a table with a row for each kind of question and way; tokens are compared with those of ``baseline``."""
+def summary_table(by_way: Mapping[str, Sequence[QualitySummary]], baseline: str) -> str:
+    """Return a table of each kind of question and method; tokens are compared with those of ``baseline``."""
     head = ("kind", "way", "questions", "exact", "F1", "ROUGE-L", "Jaccard", "computed", f"of {baseline}"[:11],
             "recomputed", "TTFT ms", "changed", "agrees")  # fmt: skip
     expected = {summary.kind: summary for summary in by_way.get(baseline, ())}
     flat = [summary for summaries in by_way.values() for summary in summaries]
     kinds = list(dict.fromkeys(summary.kind for summary in flat))
-    by_kind = sorted(flat, key=lambda summary: kinds.index(summary.kind))  # stable: the ways keep their order
+    by_kind = sorted(flat, key=lambda summary: kinds.index(summary.kind))  # stable: the methods keep their order
     rows = [_cells(summary, expected.get(summary.kind)) for summary in by_kind]
     return plain(columns(rows, "<<" + ">" * (len(head) - 2), head))
 
 
-def _cells(summary: Summary, baseline: Summary | None) -> tuple[str, ...]:
+def _cells(summary: QualitySummary, baseline: QualitySummary | None) -> tuple[str, ...]:
     return (
         summary.kind,
         summary.way,
@@ -118,7 +118,7 @@ def _cells(summary: Summary, baseline: Summary | None) -> tuple[str, ...]:
     )
 
 
-def _agreement(summary: Summary) -> str:
+def _agreement(summary: QualitySummary) -> str:
     if summary.agreement is None or summary.agreement_interval is None:
         return ""
     low, high = summary.agreement_interval

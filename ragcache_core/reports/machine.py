@@ -5,20 +5,23 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from importlib.metadata import version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 
 def machine() -> dict[str, str | int]:
     """Return processor, cores, commit and versions."""
-    return {
+    facts: dict[str, str | int] = {
         "processor": _processor(),
         "cores": os.cpu_count() or 1,
         "python": platform.python_version(),
-        "ragcache": version("ragcache"),
-        "faiss": version("faiss-cpu"),
         "commit": _commit(),
     }
+    for name, package in (("ragcache", "ragcache"), ("faiss", "faiss-cpu")):
+        with suppress(PackageNotFoundError):
+            facts[name] = version(package)
+    return facts
 
 
 def _processor() -> str:

@@ -40,7 +40,7 @@ _BY_HAND = (
     | {"no dsp": 7, "dsp": 1, "first come": 7, "reordered": 0, "retrieval": 0, "canonical": 1, "cache_aware": 2}
     | {"whole_chunks": 0, "cache_craft": 1, "prefix caching": 2, "full recompute": 7}
 )
-"""The place in the palette of names that meet in one plot, so that no two of them look alike."""
+"""The place in the palette of names that meet in one plot, so that no two have the same style."""
 
 _INCHES = (6.4, 4.0)
 _COLUMNS = 2
@@ -272,7 +272,7 @@ def beside(title: str, plots: Sequence[Plot], note: str = "") -> Plot:
 
 
 def styles_of(names: Iterable[str]) -> dict[str, Style]:
-    """Return the style of each name: its own in every plot, unless two names of this one would look alike.
+    """Return the style of each name: its own in every plot, unless two names of this one would have the same style.
 
     Names that agree up to a comma have one colour: what follows it decides between dashes.
     """

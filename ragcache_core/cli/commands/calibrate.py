@@ -17,7 +17,7 @@ from ragcache_core.runtime.terminal import columns, plain
 
 if TYPE_CHECKING:
     from ragcache_core.chunk import AlphaPoint
-    from ragcache_core.quality.summary import Summary
+    from ragcache_core.quality.summary import QualitySummary
 
 _METRICS = ("exact_match", "token_f1", "rouge_l", "jaccard")
 
@@ -54,28 +54,30 @@ def calibrate(model: str, quality: float, metric: str, output: Path | None, as_j
     from ragcache_core.profiles.calibration import Calibration, calibration_path, save_calibration
     from ragcache_core.profiles.files import model_identity
     from ragcache_core.profiles.prefill import check_writable
-    from ragcache_core.quality import FULL, chunk_ways
+    from ragcache_core.quality import FULL, chunk_methods
     from ragcache_core.quality.summary import overall
 
     selection, max_recompute = options["selection"], options["max_recompute"]
     run, alphas = quality_run(model, options)
     path = output or calibration_path(model, selection)
     check_writable(path)
-    summaries: dict[str, Summary] = {}
-    ways = [FULL, *chunk_ways(selection, alphas, max_recompute)]
-    for way, of_way in measured(run, ways):
-        summaries[way.name] = overall(of_way)
+    summaries: dict[str, QualitySummary] = {}
+    methods = [FULL, *chunk_methods(selection, alphas, max_recompute)]
+    for method, of_method in measured(run, methods):
+        summaries[method.name] = overall(of_method)
     full = getattr(summaries[FULL.name], metric)
     if not full > 0.0:
         raise ConfigError(
             f"the model's own answers score {metric} {full:g}, computed in full: there is nothing to compare with, so "
             "ask what it can answer, or score by rouge_l"
         )
-    points = points_of([(way.chunks.alpha or 0.0, summaries[way.name]) for way in ways if way.chunks], metric, full)
+    points = points_of(
+        [(method.chunks.alpha or 0.0, summaries[method.name]) for method in methods if method.chunks], metric, full
+    )
     measured_at = datetime.now(UTC).isoformat(timespec="seconds")
     save_calibration(Calibration(model_identity(model), selection, max_recompute, measured_at, tuple(points)), path)
     if not as_json:
-        click.echo(_table(points, [summaries[way.name] for way in ways[1:]], metric))
+        click.echo(_table(points, [summaries[method.name] for method in methods[1:]], metric))
     chosen = choose_alpha(points, quality)
     if as_json:
         rows = [{"alpha": p.alpha, "quality": p.quality, "recomputed": p.recomputed} for p in points]
@@ -86,7 +88,7 @@ def calibrate(model: str, quality: float, metric: str, output: Path | None, as_j
     click.echo(f"ragcache: kept in {path}", err=True)
 
 
-def points_of(measured_alphas: Sequence[tuple[float, Summary]], metric: str, full: float) -> list[AlphaPoint]:
+def points_of(measured_alphas: Sequence[tuple[float, QualitySummary]], metric: str, full: float) -> list[AlphaPoint]:
     """Return what each alpha came to: its quality as a share of ``full``, the score with everything computed."""
     from ragcache_core.chunk import AlphaPoint
 
@@ -96,7 +98,7 @@ def points_of(measured_alphas: Sequence[tuple[float, Summary]], metric: str, ful
     ]
 
 
-def _table(points: Sequence[AlphaPoint], summaries: Sequence[Summary], metric: str) -> str:
+def _table(points: Sequence[AlphaPoint], summaries: Sequence[QualitySummary], metric: str) -> str:
     rows = (
         (
             f"{point.alpha:g}",

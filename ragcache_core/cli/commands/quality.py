@@ -18,9 +18,9 @@ from ragcache_core.types import QuestionFormat, SelectionName
 
 if TYPE_CHECKING:
     from ragcache_core.quality import Question
-    from ragcache_core.quality.measuring import QualityRun
-    from ragcache_core.quality.summary import Summary
-    from ragcache_core.quality.ways import Way
+    from ragcache_core.quality.methods import Method
+    from ragcache_core.quality.run import QualityRun
+    from ragcache_core.quality.summary import QualitySummary
 
 DEFAULT_SELECTION: SelectionName = "whole_chunks"
 DEFAULT_ALPHAS: dict[SelectionName, tuple[float, ...]] = {
@@ -74,7 +74,7 @@ _ASKING_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] 
         metavar="DIR",
         help="The questions name their documents: files of this folder. [default: they hold the texts]",
     ),
-    click.option("--limit", type=click.IntRange(1), metavar="N", help="Ask so many questions, of all kinds alike."),
+    click.option("--limit", type=click.IntRange(1), metavar="N", help="Questions, equally many of each kind."),
     click.option(
         "--selection",
         type=click.Choice(get_args(SelectionName)),
@@ -110,7 +110,7 @@ _ASKING_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] 
 
 
 def asking_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that say what is asked of which engines."""
+    """Add the options of questions and engines."""
     for option in reversed(_ASKING_OPTIONS):
         command = option(command)
     return command
@@ -148,7 +148,7 @@ def asking_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "num_shown",
     type=click.IntRange(1),
     metavar="K",
-    help="Of a question's documents the first so many are shown, others may take their places. [default: all]",
+    help="Documents to show of each question, the best first; others may replace them. [default: all]",
 )
 @asking_options
 @click.option(
@@ -166,7 +166,7 @@ def quality(
     deduplicate: bool,
     **options: Any,
 ) -> None:
-    """Answer questions in several ways and compare: how many are right, and how many tokens were computed.
+    """Answer questions in several methods and compare: how many are right, and how many tokens were computed.
 
     MODEL is a folder in Hugging Face format, or a name of the hub. One engine after the other is launched for it: all
     tokens computed; prefixes cached; documents reused as they were computed alone; and documents reused with ever more
@@ -178,7 +178,7 @@ def quality(
     compared: the documents shown again, or referred to where the conversation holds them (deduplicate=True of
     ChatRAGCache and RAGCacheLLM).
 
-    The last column says how many answers are those of the first way, word for word, with a 95 % interval.
+    The last column says how many answers are those of the first method, word for word, with a 95 % interval.
     """
     from ragcache_core.quality import (
         FULL,
@@ -186,33 +186,33 @@ def quality(
         PREFIX,
         REFERRED_TO,
         SHOWN_AGAIN,
-        chunk_ways,
+        chunk_methods,
         conversations_of,
-        order_ways,
+        order_methods,
         summary_table,
     )  # fmt: skip
 
-    ways = order_ways(document_orders, max_score_loss)
-    if deduplicate and ways:
+    methods = order_methods(document_orders, max_score_loss)
+    if deduplicate and methods:
         raise click.UsageError("--deduplicate is audited by itself: leave --document-order and --max-score-loss out.")
     if deduplicate and options["alphas"] is not None:
         raise click.UsageError("--deduplicate is audited by itself: leave --alphas out, which is for reuse.")
     run, alphas = quality_run(model, options, num_shown=num_shown, max_score_loss=max_score_loss)
-    is_reuse_audited = not ways or options["alphas"] is not None
-    ways = [PREFIX, *ways] if ways else [FULL, PREFIX]
+    is_reuse_audited = not methods or options["alphas"] is not None
+    methods = [PREFIX, *methods] if methods else [FULL, PREFIX]
     if is_reuse_audited:
-        ways += [NAIVE, *chunk_ways(options["selection"], alphas, options["max_recompute"])]
+        methods += [NAIVE, *chunk_methods(options["selection"], alphas, options["max_recompute"])]
     if deduplicate:
         conversations_of(run.questions)  # refuses questions that share nothing, before an engine starts
-        ways = [SHOWN_AGAIN, REFERRED_TO]
-    by_way: dict[str, Sequence[Summary]] = {}
-    for way, summaries in measured(run, ways):
-        by_way[way.name] = summaries
+        methods = [SHOWN_AGAIN, REFERRED_TO]
+    by_method: dict[str, Sequence[QualitySummary]] = {}
+    for method, summaries in measured(run, methods):
+        by_method[method.name] = summaries
     if as_json:
-        rows = [summary.to_dict() for summaries in by_way.values() for summary in summaries]
+        rows = [summary.to_dict() for summaries in by_method.values() for summary in summaries]
         print_json({"model": model, "questions": str(options["questions_path"]), "summaries": rows})
         return
-    click.echo(summary_table(by_way, SHOWN_AGAIN.name if deduplicate else PREFIX.name))
+    click.echo(summary_table(by_method, SHOWN_AGAIN.name if deduplicate else PREFIX.name))
 
 
 def quality_run(
@@ -227,7 +227,7 @@ def quality_run(
     from ragcache_core.client.launch.arguments import check_model
     from ragcache_core.config import CacheConfig
     from ragcache_core.quality import read_questions
-    from ragcache_core.quality.measuring import QualityRun
+    from ragcache_core.quality.run import QualityRun
 
     vllm_args = options["vllm_args"]
     check_vllm_args(vllm_args)
@@ -265,17 +265,17 @@ def _check_candidates(questions: Sequence[Question], num_shown: int | None, path
         )
 
 
-def measured(run: QualityRun, ways: Sequence[Way]) -> Iterator[tuple[Way, list[Summary]]]:
-    """Yield what each way came to, compared with the first, with a progress bar on a terminal."""
+def measured(run: QualityRun, methods: Sequence[Method]) -> Iterator[tuple[Method, list[QualitySummary]]]:
+    """Yield what each method came to, compared with the first, with a progress bar on a terminal."""
     from ragcache_core.quality import summarise
 
     reference = None
-    with Bar("", len(ways) * len(run.questions), "answers") as bar:
+    with Bar("", len(methods) * len(run.questions), "answers") as bar:
 
-        def begin(way: Way) -> Callable[[int], object]:
-            bar.say(way.name)
+        def begin(method: Method) -> Callable[[int], object]:
+            bar.say(method.name)
             return bar.advance
 
-        for way, answers in run.answers(ways, begin=begin):
-            yield way, summarise(way.name, answers, reference)
+        for method, answers in run.answers(methods, begin=begin):
+            yield method, summarise(method.name, answers, reference)
             reference = reference or answers

@@ -9,8 +9,8 @@ import pytest
 
 from ragcache_core.bench.comparison import Amounts, Comparison, Session
 from ragcache_core.bench.engines import BASELINES
-from ragcache_core.bench.results import Results, Run
-from ragcache_core.bench.summary import Estimate, Summary, highest_rate
+from ragcache_core.bench.results import Results, TimedRun
+from ragcache_core.bench.summary import ComparisonSummary, Estimate, highest_rate
 from ragcache_core.errors import ConfigError
 
 PLAIN, HOST, OURS = BASELINES["no-cache"], BASELINES["vllm-host-lru"], BASELINES["ragcache"]
@@ -18,8 +18,8 @@ MACHINE = {"processor": "a test"}
 AMOUNTS = Amounts(num_warm_up=20, num_requests=5)
 
 
-def a_run(engine: str, host: int = 0, seed: int = 0, rate: int = 0, ttft_s: float = 1.0) -> Run:
-    return Run(
+def a_run(engine: str, host: int = 0, seed: int = 0, rate: int = 0, ttft_s: float = 1.0) -> TimedRun:
+    return TimedRun(
         engine, host, seed, rate, float(2**rate), 10.0, (ttft_s / 2, ttft_s, ttft_s * 1.5), (), 300, 150, 3, 1,
         {"gpu": 100, "host": 50}, 1.5,
     )  # fmt: skip
@@ -95,12 +95,15 @@ def test_an_estimate_of_several_seeds_has_students_interval() -> None:
     assert estimate.high == pytest.approx(2 + 4.3027 / 3**0.5, abs=1e-4)
     assert Estimate.of([0.5, 2.0], is_ratio=True).mean == pytest.approx(1.0)
     assert Estimate.of([7.0]) == Estimate(7.0)
+    many = Estimate.of([0.0, 1.0] * 15)
+    assert many.high is not None
+    assert many.high - many.mean == pytest.approx(2.0452 * 0.5085 / 30**0.5, abs=1e-3)
 
 
 def test_ratios_to_the_first_engine_are_seed_by_seed_for_each_size_of_host_memory() -> None:
     runs = [a_run("no-cache", seed=s, ttft_s=t) for s, t in ((0, 4.0), (1, 16.0))]
     runs += [a_run("ragcache", size, seed=s, ttft_s=t) for size in (64, 256) for s, t in ((0, 1.0), (1, 2.0))]
-    summary = Summary(runs, ["no-cache", "ragcache"])
+    summary = ComparisonSummary(runs, ["no-cache", "ragcache"])
     first, *others = summary.points
     assert first.ttft_ratio is None
     assert [(point.host_bytes, point.ttft_ratio.mean) for point in others if point.ttft_ratio] == [
@@ -116,7 +119,7 @@ def test_ratios_to_the_first_engine_are_seed_by_seed_for_each_size_of_host_memor
 
 def test_throughput_is_where_ttft_leaves_five_times_the_first_engines_lowest() -> None:
     runs = [a_run("no-cache", rate=r, ttft_s=t) for r, t in enumerate((1.0, 3.0, 11.0))]
-    assert Summary(runs, ["no-cache"]).slo_s == 5.0
+    assert ComparisonSummary(runs, ["no-cache"]).slo_s == 5.0
     curve = [(run.requests_per_s, run.ttft_s[1]) for run in runs]
     assert highest_rate(curve, 5.0) == pytest.approx(2 + 2 * (5 - 3) / (11 - 3))
     assert highest_rate(curve, 20.0) == 4.0

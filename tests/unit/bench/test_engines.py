@@ -49,9 +49,9 @@ def test_all_engines_get_the_same_model_memory_and_batches(launched: list[dict[s
         assert (settings["cache"].kv_cache_bytes if ours else settings["kv_cache_memory_bytes"]) == 40 << 20
         assert (settings["cache"].block_size if ours else settings["block_size"]) == 32
     differ = ("cache", "kv_cache_memory_bytes", "block_size", "enable_prefix_caching")
-    alike = [{name: value for name, value in settings.items() if name not in differ} for settings in launched]
-    assert all(settings == alike[0] for settings in alike)
-    assert alike[0]["max_model_len"] == 2_048
+    shared = [{name: value for name, value in settings.items() if name not in differ} for settings in launched]
+    assert all(settings == shared[0] for settings in shared)
+    assert shared[0]["max_model_len"] == 2_048
 
 
 def test_each_engine_is_what_its_name_says(launched: list[dict[str, Any]], tmp_path: Path) -> None:

@@ -6,14 +6,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 from ragcache_core.bench.report import summarise, tables, write_report
-from ragcache_core.bench.results import Results, Run
-from ragcache_core.bench.summary import Summary
+from ragcache_core.bench.results import Results, TimedRun
+from ragcache_core.bench.summary import ComparisonSummary
 
 ENGINES = ("no-cache", "vllm-host-lru", "ragcache")
 SIZES = (64 << 20, 256 << 20)
 
 
-def measured(path: Path, *, seeds: int = 2) -> tuple[Results, Summary]:
+def measured(path: Path, *, seeds: int = 2) -> tuple[Results, ComparisonSummary]:
     options = {
         "engine": "launch", "compare": ENGINES, "workload": "mmlu", "trace": None, "rates": [1, 2, 4], "seeds": seeds,
         "requests": 2, "warm_up": 3, "scale": 0.125, "model": "<random>", "output_tokens": None, "vllm_args": [],
@@ -26,7 +26,7 @@ def measured(path: Path, *, seeds: int = 2) -> tuple[Results, Summary]:
                 for rate in range(3):
                     ttft_s = (1 + seed / 10) * 2**rate / (number + 1)
                     results.runs.append(
-                        Run(
+                        TimedRun(
                             engine, size, seed, rate, results.rates_rps[rate], 50.0, (ttft_s, ttft_s * 2), (0.01,),
                             1_000, 100 * number, 2, 1, {"gpu": 60 * number, "host": 40 * number}, 3.0,
                         )

@@ -12,8 +12,8 @@ from click.testing import CliRunner, Result
 from ragcache_core.chunk import choose_alpha
 from ragcache_core.cli import cli
 from ragcache_core.profiles.calibration import calibration_path, load_calibration
-from ragcache_core.quality import AskedAnswer, Way
-from ragcache_core.quality.measuring import QualityRun
+from ragcache_core.quality import Method, ScoredAnswer
+from ragcache_core.quality.run import QualityRun
 
 LINE = {"question": "Who founded Zorval?", "answer": "Anna", "documents": ["Zorval is."], "kind": "single"}
 
@@ -36,15 +36,15 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[QualityRun]:
     seen: list[QualityRun] = []
 
     def answers(
-        self: QualityRun, ways: Sequence[Way], *, begin: Callable[[Way], Callable[[int], object]]
-    ) -> Iterator[tuple[Way, list[AskedAnswer]]]:
+        self: QualityRun, ways: Sequence[Method], *, begin: Callable[[Method], Callable[[int], object]]
+    ) -> Iterator[tuple[Method, list[ScoredAnswer]]]:
         seen.append(self)
         for way in ways:
             begin(way)(len(self.questions))
             alpha = 1.0 if way.chunks is None else way.chunks.alpha or 0.0
             right = round(8 * min(alpha, 1.0))
             recomputed = 0 if way.chunks is None else round(10 * min(alpha, 2.0))
-            yield way, [AskedAnswer("single", "x", i < right, 1.0, 100, 50, 40, recomputed) for i in range(10)]
+            yield way, [ScoredAnswer("single", "x", i < right, 1.0, 100, 50, 40, recomputed) for i in range(10)]
 
     monkeypatch.setattr(QualityRun, "answers", answers)
     return seen

@@ -21,21 +21,21 @@ from ragcache_core.quality import (
     PREFIX,
     REFERRED_TO,
     SHOWN_AGAIN,
-    AskedAnswer,
     Question,
+    ScoredAnswer,
     answers_of,
-    chunk_ways,
+    chunk_methods,
     conversations_of,
     exact_match,
     jaccard,
-    order_ways,
+    order_methods,
     read_questions,
     rouge_l,
     summarise,
     summary_table,
     token_f1,
 )
-from ragcache_core.quality.conversing import MAX_TURNS, answers_in_conversations
+from ragcache_core.quality.answers import MAX_TURNS, answers_in_conversations
 from ragcache_core.quality.questions import to_line
 from ragcache_core.quality.scores import longest_common, wilson_interval, words
 from ragcache_core.stats import ChunkReuseStats, RequestStats
@@ -191,20 +191,20 @@ def test_only_plain_vllm_is_launched_without_a_cache() -> None:
 
 
 def test_ways_come_by_alpha_each_once() -> None:
-    ways = chunk_ways("whole_chunks", [2.0, 1, 2])
+    ways = chunk_methods("whole_chunks", [2.0, 1, 2])
     assert [way.name for way in ways] == ["whole_chunks 1", "whole_chunks 2"]
     assert [way.chunks.alpha for way in ways if way.chunks] == [1.0, 2.0]
 
 
 def test_orders_and_nearly_equal_documents_are_audited_alone_and_together() -> None:
-    ways = order_ways(["cache_aware", "canonical", "cache_aware"], 0.02)
+    ways = order_methods(["cache_aware", "canonical", "cache_aware"], 0.02)
     assert [way.name for way in ways] == [
         *("canonical", "cache_aware", "score loss 0.02", "cache_aware, score loss 0.02")
     ]
     sizes = CacheConfig(host_bytes="64MiB")
     caches = [way.cache(sizes) for way in ways]
     assert caches == [None, sizes, sizes, sizes], "only what is cached needs an engine that tells it"
-    assert order_ways([], None) == []
+    assert order_methods([], None) == []
 
 
 class Reader:
@@ -227,7 +227,7 @@ def test_every_question_is_asked_in_order_and_every_document_alone_first(demo_mo
     one, two, three = (Document(name, f"{name} is a city.") for name in ("Zorval", "Melvi", "Kelsa"))
     questions = [Question("Who?", ("Zorval",), (one, two), "a"), Question("Which?", ("Melvi",), (two, three), "b")]
     reader, counted = Reader(ModelTokenizer(demo_model)), []
-    answers = answers_of(reader, questions, max_tokens=7, reads_alone=True, report=counted.append)
+    answers = answers_of(reader, questions, max_tokens=7, encodes_independently=True, report=counted.append)
     alone, together = reader.asked[:3], reader.asked[3:]
     assert sorted(shown for (shown,), _ in alone) == ["Kelsa", "Melvi", "Zorval"]
     assert together == [(["Zorval", "Melvi"], 7), (["Melvi", "Kelsa"], 7)]
@@ -292,8 +292,8 @@ def test_the_interval_of_a_share_is_wilsons(hits: int, tries: int, low: float, h
 
 
 def test_agreement_is_with_the_answers_to_the_same_questions_kind_by_kind() -> None:
-    def said(kind: str, text: str, *, is_changed: bool = False) -> AskedAnswer:
-        return AskedAnswer(kind, text, True, 1.0, 100, 50, is_changed=is_changed)
+    def said(kind: str, text: str, *, is_changed: bool = False) -> ScoredAnswer:
+        return ScoredAnswer(kind, text, True, 1.0, 100, 50, is_changed=is_changed)
 
     reference = [said("a", "The Sun."), said("b", "moon"), said("b", "mars")]
     answers = [said("a", "sun"), said("b", "moon", is_changed=True), said("b", "venus", is_changed=True)]
@@ -306,8 +306,8 @@ def test_agreement_is_with_the_answers_to_the_same_questions_kind_by_kind() -> N
     assert summarise("first", reference)[0].agreement is None
 
 
-def answer(kind: str, *, is_exact: bool = True, computed: int = 10, reused: int = 0, again: int = 0) -> AskedAnswer:
-    return AskedAnswer(kind, "x", is_exact, float(is_exact), 100, computed, reused, again, ttft_s=0.25)
+def answer(kind: str, *, is_exact: bool = True, computed: int = 10, reused: int = 0, again: int = 0) -> ScoredAnswer:
+    return ScoredAnswer(kind, "x", is_exact, float(is_exact), 100, computed, reused, again, ttft_s=0.25)
 
 
 def test_kinds_are_summed_up_in_their_order_and_together() -> None:
