@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import headline
 from ragcache_core.cli import cli
 from ragcache_core.profiles.random_model import ModelShape, random_model
 from ragcache_core.sim.traces.trace import Trace, TracedRequest, write_trace
@@ -106,13 +105,3 @@ def test_the_page_is_written_and_going_on_with_what_is_finished_opens_no_engine(
     refused = bench(folder)
     assert refused.exit_code == 1
     assert "--resume" in refused.output
-
-
-def test_smaller_parts_of_the_first_page_measure_what_their_goals_are_about(tmp_path: Path) -> None:
-    arguments = ["--quick", "--output", str(tmp_path / "out.json"), "--only", "disk-ttft", "--only", "bound"]
-    done = CliRunner().invoke(headline.main, arguments, catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    report = json.loads((tmp_path / "out.json").read_text())
-    assert "disk_ttft_ratio_8" in report
-    assert "disk_ttft_ratio_32" not in report
-    assert not [goal for goal in report["goals_not_measured"] if goal.startswith("disk_") or "hit_of_bound" in goal]
