@@ -300,7 +300,7 @@ def test_wrong_usage_and_other_servers_and_stores_are_told(
     assert result.exit_code == 1
     assert "embedder" in result.stderr
     server.load = {**IDLE, "is_speculative": False}
-    assert "takes no requests that nobody asks" in warm(server, "--store", store, "--trace", trace).stderr
+    assert "cannot be warmed" in warm(server, "--store", store, "--trace", trace).stderr
     server.cache = None
     assert "plain vLLM and has no tiers" in warm(server, "--store", store, "--trace", trace).stderr
 

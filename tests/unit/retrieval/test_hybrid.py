@@ -85,7 +85,7 @@ def true_scores(store: DocumentStore, query: str, weight: float) -> dict[str, fl
     question = np.asarray(store.embedder.embed_query(query), np.float64)
     found = {}
     for document in documents:
-        by_words = bm25(counts[document.doc_id]) / highest
+        by_words = 1 - math.exp(-9 * bm25(counts[document.doc_id]) / highest)
         vector = np.asarray(store.embedder.embed_documents([document.text])[0], np.float64)
         cosine = vector @ question / (np.linalg.norm(vector) * np.linalg.norm(question) or 1.0)
         found[document.doc_id] = float(weight * by_words + (1 - weight) * cosine)
