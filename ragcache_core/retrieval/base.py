@@ -33,13 +33,13 @@ DEFAULT_CUTS = (0.05, 0.15, 0.4, 1.0)
 cuts are geometric."""
 
 MAX_STAGES = 1000
-"""More would tell nothing new, and who asks for billions would have the memory of who searches."""
+"""Upper bound of the stages of one search: each of them takes memory."""
 
 MULTIPLY_ADDS_PER_MS = 5e6
 """Where a store's pace begins. Measured: one core does 4 to 6 million over vectors that do not fit its caches."""
 _PACE_BOUNDS = (MULTIPLY_ADDS_PER_MS / 1000, MULTIPLY_ADDS_PER_MS * 1000)
 _LARGEST_SURPRISE = 4.0
-"""A search that took so many times longer, or shorter, than expected moves the pace as far as any stranger one."""
+"""Limit of the ratio of expected to measured time of one search."""
 _PACE_WEIGHT = 0.2
 _LEAST_TIMED_S = 0.0002
 """A shorter search is mostly the cost of its calls and says nothing of longer ones."""
@@ -82,8 +82,8 @@ class IndexOptions:
 
     ``nlist`` and ``nprobe`` (IVF), ``pq_m`` (bytes of a PQ code): ``None`` chooses from the number of vectors.
     ``ef_search`` (HNSW) is the least number of candidates: ``k`` documents are searched with ``max(ef_search, k)``.
-    ``word_weight`` is the share of their words, from 0 to 1, in how alike a question and a document are; ``None`` is
-    what stores of the first format have, which know no words.
+    ``word_weight`` is the share of the words, from 0 to 1, in the score of a document; ``None`` in stores of the first
+    format, which have no words.
 
     Raises:
         ConfigError: a value that cannot work.
@@ -247,7 +247,7 @@ class StagedIndex(Protocol):
         ...
 
     def without(self, ids: Ids) -> StagedIndex | None:
-        """Return a new index that never returns ``ids``; ``None`` if it has to be built anew."""
+        """Return a new index that never returns ``ids``; ``None`` if it has to be rebuilt."""
         ...
 
 

@@ -39,9 +39,7 @@ _NAMING_METADATA = ("title", "source")
 # of 1,000 questions that name a page of Python's help find that page first, with 3.0 it is 96 %.
 _K1 = 3.0
 _B = 0.75
-# BM25 as a share of its highest score is 0.25 where an average document has each word once. This makes 0.9 of it, and
-# keeps the order: thresholds on relevance then mean what they mean with cosines.
-_STEEPNESS = 9.0
+_STEEPNESS = 2.5  # of the map from BM25 to scores
 _MAX_CACHED_WORDS = 1000
 
 Similarities = NDArray[np.float64]
@@ -132,7 +130,11 @@ class WordIndex:
 
 
 class WordScores:
-    """BM25 of every document for one question, from 0 to 1: about 0.9 where a document has each word once."""
+    """BM25 of every document for one question, mapped to scores from 0 to 1 in the same order.
+
+    ``score = 1 - exp(-2.5 BM25 / typical)``, where ``typical`` is the BM25 of a document of mean length that has each
+    word as often as the question has it. Such a document has a score of 0.92.
+    """
 
     def __init__(self, segments: Sequence[tuple[WordIndex, Mask]], words: Iterable[str]) -> None:
         """Score the documents of ``segments``, each with the mask of its live documents: ``[n]``."""
@@ -142,17 +144,16 @@ class WordScores:
         mean_length = max(1.0, num_words / max(1, num_live))
         norms = [_K1 * (1 - _B + _B * index.num_words / mean_length) for index, _ in segments]
         scores = [np.zeros(len(index.ids)) for index, _ in segments]
-        highest = 0.0
+        typical = 0.0
         for word, num_asked in sorted(Counter(words).items()):
             postings = [index.posting(word) for index, _ in segments]
             num_with = sum(int(is_live[rows].sum()) for (rows, _), (_, is_live) in zip(postings, segments, strict=True))
-            weight = num_asked * math.log(1 + (num_live - num_with + 0.5) / (num_with + 0.5)) * (_K1 + 1)
-            highest += weight
+            weight = num_asked * math.log(1 + (num_live - num_with + 0.5) / (num_with + 0.5))
+            typical += weight * num_asked / (num_asked + _K1)
             for (rows, counts), score, norm in zip(postings, scores, norms, strict=True):
                 score[rows] += weight * counts / (counts + norm[rows])
         live = [np.where(is_live, score, 0.0) for (_, is_live), score in zip(segments, scores, strict=True)]
-        shares = np.concatenate([np.zeros(0), *live]) / (highest or 1.0)
-        self._scores: Similarities = -np.expm1(-_STEEPNESS * shares)
+        self._scores: Similarities = -np.expm1(np.concatenate([np.zeros(0), *live]) * (-_STEEPNESS / (typical or 1.0)))
 
     def best(self, count: int, among: Selection | None = None) -> Ids:
         """Return the ids of the ``count`` documents with the highest scores above 0, in no order; ties by lowest id."""

@@ -88,8 +88,8 @@ class StoreReader:
         (HNSW) all that pass are compared. With a function of a document more and more neighbours are looked at until
         ``k`` pass, and at last all. Either way fewer than ``k`` come back only where fewer match.
 
-        ``score_threshold`` leaves out what is farther (``l2``) or less alike (``ip``); ``mmr`` chooses ``k`` of more
-        documents, which differ from each other.
+        ``score_threshold`` leaves out documents with larger distances (``l2``) or smaller products (``ip``); ``mmr``
+        chooses ``k`` of more documents, which differ from each other.
 
         Raises:
             SearchError: an empty query, an impossible ``k``, a filter on a field that no document has, or on a value of
@@ -217,7 +217,7 @@ class StoreReader:
 
     @property
     def word_weight(self) -> float:
-        """The share of the words in how alike a question and a document are; 0 where vectors alone decide."""
+        """The share of the words in the score of a document; 0 in a store that is searched by vectors alone."""
         return self._snapshot.manifest.options.word_weight or 0.0
 
     @property

@@ -63,7 +63,7 @@ class Reranking:
         try:
             async for last in updates:
                 if not isinstance(last, RetrievalUpdate):
-                    yield last  # whoever reads the stages says what is wrong
+                    yield last  # the reader of the stages reports the error
                     return
                 yield replace(last, is_final=False)
                 if last.is_final:

@@ -1,8 +1,9 @@
 """One search of a snapshot: what it shall find, how vectors and words are joined, and what each stage returns.
 
-Where words count, a score is the weighted mean of BM25 and a cosine: ``w * words + (1 - w) * vectors``. It is computed
-for each document that the words or the index found, so it is the same in every stage and store. It is reported in the
-store's metric: as it is for ``ip``, and as the squared distance of unit vectors, ``2 - 2 * score``, for ``l2``.
+Where words count, a score is the weighted mean ``w * words + (1 - w) * vectors`` of the words' score
+(:mod:`~ragcache_core.retrieval.lexical`) and a cosine. It is computed for each document that the words or the index
+found, so it is the same in every stage and store. It is reported in the store's metric: as it is for ``ip``, and as the
+squared distance of unit vectors, ``2 - 2 * score``, for ``l2``.
 """
 
 from __future__ import annotations

@@ -125,8 +125,8 @@ class DocumentStore(Handle, StoreReader):
         built-in one, which is fitted on the first documents that are added. What is ``None`` is chosen from the number
         of documents. HNSW looks among ``max(ef_search, k)`` candidates.
 
-        ``word_weight`` is the share of the words in how alike a question and a document are: 0 searches by vectors
-        alone, as any embedder but the built-in one does by default; 1 by words (BM25) alone; what is between by both.
+        ``word_weight`` is the share of the words in the score of a document: 0 searches by vectors alone (the default
+        of any embedder but the built-in one), 1 by words (BM25) alone, a number in between by both.
         Words of a document's id, ``title`` and ``source`` are among its words. Scores then are those of unit vectors.
 
         Raises:
@@ -170,7 +170,7 @@ class DocumentStore(Handle, StoreReader):
         """Open a store. Every file is checked against the SHA-256 in its manifest before it is read.
 
         The built-in embedder comes with the store; any other has to be passed again. A ``read_only`` store needs no
-        lock and stays at the state it was opened in, until :meth:`refresh`. ``rebuild_index`` makes the index anew from
+        lock and stays at the state it was opened in, until :meth:`refresh`. ``rebuild_index`` rebuilds the index from
         the stored vectors and does not read its file. Hashes tell damage, not malice: open a stranger's store with
         ``rebuild_index``.
 

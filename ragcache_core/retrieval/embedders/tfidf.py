@@ -26,9 +26,9 @@ from ragcache_core.retrieval.lexical import words_of
 _NUM_BUCKETS = 1 << 22
 _SVD_SHARE = 0.75
 _DENSE_SVD_ROWS = 512
-"""Up to so many documents the exact SVD through their Gram matrix is quicker than a randomised one."""
+"""Number of documents up to which the exact SVD of their Gram matrix takes less time than a randomised one."""
 _MOST_FITTED = 10_000
-"""Of more texts every so-manieth is learnt from: which words go together is known by then."""
+"""Number of texts to learn from; of more texts, an even sample: it shows which words go together."""
 _SVD_ITERATIONS = 4
 _SVD_OVERSAMPLING = 10
 _TEXTS_PER_REPORT = 64
@@ -38,7 +38,7 @@ _COUNTING_SHARE = 0.25
 _NAME = re.compile(r"tfidf-svd-(\d+)(?:-seed(\d+))?")
 
 
-def _tell_nobody(_: float) -> None:
+def _ignore(_: float) -> None:
     pass
 
 
@@ -76,7 +76,7 @@ class TfidfSvdEmbedder:
         """Whether it has seen documents, and can embed."""
         return self._buckets is not None
 
-    def fit(self, texts: Sequence[str], progress: Callable[[float], object] = _tell_nobody) -> TfidfSvdEmbedder:
+    def fit(self, texts: Sequence[str], progress: Callable[[float], object] = _ignore) -> TfidfSvdEmbedder:
         """Learn words, their weights and their SVD from ``texts``; return this embedder.
 
         Of more than 10,000 texts, that many are learnt from, evenly spread. ``progress`` is called with the share of

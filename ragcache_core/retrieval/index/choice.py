@@ -29,7 +29,7 @@ def build_index(ids: Ids, vectors: Vectors, options: IndexOptions) -> StagedInde
 
 
 def is_outgrown(index: StagedIndex, num_vectors: int) -> bool:
-    """Return whether an index should be made anew for ``num_vectors``: trained on far fewer, or far more."""
+    """Return whether an index should be rebuilt for ``num_vectors``: trained on far fewer, or far more."""
     if index.options.kind != "ivf":
         return False
     can_train = num_vectors >= least_vectors(index.options)

@@ -54,8 +54,8 @@ CREATE TABLE documents (
 """
 _ROWS_PER_QUERY = 500
 _MOST_SELECTIONS = 32
-"""Filters whose documents are remembered: a byte for each document of the store, and eight for each selected one."""
-_CURE = "restore the store from a backup, or add the documents anew"
+"""Filters with cached selections: a byte for each document of the store, and eight for each selected one."""
+_CURE = "restore the store from a backup, or add the documents again"
 
 
 Row = tuple[int, DocId, str, str, bytes]
@@ -407,7 +407,7 @@ def write_segment(folder: Path, name: str, rows: Iterable[Row], *, with_words: b
         os.close(open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
         connection = sqlite3.connect(path, isolation_level=None)
         try:
-            # No journal and no flushes of its own: nobody knows the file until the manifest names it.
+            # No journal and no flushes of its own: no reader opens the file before the manifest names it.
             connection.execute("PRAGMA journal_mode = OFF")
             connection.execute("PRAGMA synchronous = OFF")
             connection.execute("BEGIN")

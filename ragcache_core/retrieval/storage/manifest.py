@@ -40,6 +40,7 @@ MANIFEST_NAME = "manifest.json"
 LOCK_NAME = "writer.lock"
 _OUR_FILE = re.compile(r"documents-\d{6,}\.sqlite|index-\d{6,}\.faiss|embedder-\d{6,}\.npz|manifest\.json\.new")
 _CHUNK_BYTES = 1 << 20
+_REMEDY = "restore it from a backup, or add the documents again"
 _OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -116,12 +117,12 @@ def read_manifest(folder: Path) -> Manifest:
         raw = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         if folder.is_dir() and any(folder.glob("documents-*.sqlite")):
-            raise StoreCorruptError(f"{path} is missing: restore it from a backup, or add the documents anew") from None
+            raise StoreCorruptError(f"{path} is missing: {_REMEDY}") from None
         what = "is a file, not a store" if folder.is_file() else "holds no document store"
         raise StoreNotFoundError(f"{folder} {what}: make one with DocumentStore.create") from None
     except OSError as error:
         raise read_error(path, error) from error
-    damaged = StoreCorruptError(f"{path} is damaged: restore it from a backup, or add the documents anew")
+    damaged = StoreCorruptError(f"{path} is damaged: {_REMEDY}")
     try:
         content = json.loads(raw)
         version, body, digest = content["format"], content["store"], content["sha256"]

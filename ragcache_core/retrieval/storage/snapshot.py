@@ -126,7 +126,7 @@ def match_embedder(folder: Path, manifest: Manifest, given: Embedder | None) -> 
         )
     if manifest.embedder_state is None or not isinstance(given, TrainableEmbedder):
         return given
-    path = verify_file(folder, manifest.embedder_state, "restore the store from a backup, or add the documents anew")
+    path = verify_file(folder, manifest.embedder_state, "restore the store from a backup, or add the documents again")
     try:
         with np.load(path, allow_pickle=False) as arrays:
             saved = type(given).from_state(dict(arrays))

@@ -61,7 +61,7 @@ class Writer:
         write_manifest(self._folder, manifest)
 
     def adopt(self, snapshot: Snapshot) -> Snapshot:
-        """Begin from what was found on disk: sweep up what a crash left, save an index that was made anew."""
+        """Return the snapshot found on disk without remains of a crash, in this format, and with its index saved."""
         sweep(self._folder, read_manifest(self._folder))
         snapshot = self._with_words(snapshot)
         return self.save_index(snapshot) if snapshot.manifest.index is None else snapshot
@@ -232,7 +232,7 @@ def _cleaning_up(folder: Path) -> Iterator[None]:
 
 
 def _next_index(before: Snapshot, documents: DocumentTable, gone: Ids, ids: Ids, rows: Vectors) -> StagedIndex | None:
-    """Return the index without ``gone`` and with ``ids``; one made anew where that is better, or the only way."""
+    """Return the index without ``gone`` and with ``ids``; a rebuilt one where that is better, or the only way."""
     index, options = before.index, before.manifest.options
     if not len(documents):
         return None

@@ -81,11 +81,11 @@ def true_scores(store: DocumentStore, query: str, weight: float) -> dict[str, fl
         norm = 3.0 * (0.25 + 0.75 * count.total() / mean_length)
         return sum(asked[word] * idf(word) * count[word] / (count[word] + norm) for word in asked)
 
-    highest = sum(asked[word] * idf(word) for word in asked)
+    typical = sum(asked[word] * idf(word) * asked[word] / (asked[word] + 3.0) for word in asked)
     question = np.asarray(store.embedder.embed_query(query), np.float64)
     found = {}
     for document in documents:
-        by_words = 1 - math.exp(-9 * bm25(counts[document.doc_id]) / highest)
+        by_words = 1 - math.exp(-2.5 * bm25(counts[document.doc_id]) / typical)
         vector = np.asarray(store.embedder.embed_documents([document.text])[0], np.float64)
         cosine = vector @ question / (np.linalg.norm(vector) * np.linalg.norm(question) or 1.0)
         found[document.doc_id] = float(weight * by_words + (1 - weight) * cosine)
