@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +118,23 @@ async def test_shallow_copies_answer_and_others_are_refused_by_name(framework: F
     for same in (copy.copy(model), model.model_copy()):
         assert (await framework.ask(way, same, QUESTION)).text == f"You said: {QUESTION}"
     assert await framework.find(copy.copy(retriever)) == ["moon"]
+
+
+@pytest.mark.parametrize(
+    ("package", "missing"),
+    [("langchain", "langchain_core"), ("langchain", "langchain_openai"), ("llamaindex", "llama_index.core")],
+)
+def test_without_its_framework_a_package_says_what_to_install(package: str, missing: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; import ragcache_integrations.{package}"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode != 0
+    assert f"ConfigError: {missing} is not installed" in run.stderr
+    assert f'pip install "ragcache[{package}]"' in run.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("package", "other"), [("langchain", "llama_index"), ("llamaindex", "langchain_core")])
+def test_a_package_imports_neither_the_engine_nor_the_other_framework(package: str, other: str) -> None:
+    code = f"import sys; from ragcache_integrations.{package} import *; print({{'vllm', {other!r}}} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.stdout.strip() == "set()", run.stderr

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -163,14 +161,6 @@ async def test_key_is_neither_shown_nor_published(
     with pytest.raises(TypeError, match="engine"):
         pickle.dumps(llm)
     assert all(a.timestamp <= b.timestamp for a, b in pairwise(event_log.of(CacheStatsEvent)))
-
-
-def test_room_without_llamaindex_names_what_to_install() -> None:
-    blocked = "import sys; sys.modules['llama_index.core'] = None; import ragcache_integrations.llamaindex"
-    run = subprocess.run([sys.executable, "-c", blocked], capture_output=True, text=True, timeout=60)
-    assert run.returncode != 0
-    assert "ConfigError: llama_index.core is not installed" in run.stderr
-    assert 'pip install "ragcache[llamaindex]"' in run.stderr
 
 
 async def test_prompt_with_tools_that_is_too_long_is_refused_by_the_server(llm: RAGCacheLLM) -> None:
