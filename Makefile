@@ -20,8 +20,8 @@ VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' ragcache_core/_version
 # Processes that run tests, a file with engines in one of them. 0: all in one.
 WORKERS ?= 2
 # Files of which some tests look at an engine between two tokens: those, marked `alone`, run with nothing beside them.
-ALONE  := $(addprefix tests/engine/,client/test_speculating.py client/test_lifecycle.py langchain_integration/test_speculative_rag.py \
-  llamaindex_integration/test_llamaindex_speculation.py vllm_plugin/test_tenants.py)
+ALONE  := $(addprefix tests/engine/,client/test_speculating.py client/test_lifecycle.py rag/test_pair.py \
+  vllm_plugin/test_tenants.py)
 UNIT   := tests/unit tests/contracts -n $(WORKERS)
 # Files in the order of tests/engine/conftest.py, those that take longest first.
 ENGINE := tests/engine tests/vllm_facts -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=15 --durations-min=20
