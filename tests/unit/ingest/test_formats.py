@@ -79,6 +79,16 @@ def test_a_word_document_keeps_headings_lists_and_tables(tmp_path: Path) -> None
     assert document.metadata["title"] == "Zor"
 
 
+def test_an_empty_cell_of_a_word_table_keeps_its_place(tmp_path: Path) -> None:
+    document = docx.Document()
+    table = document.add_table(rows=3, cols=3)
+    for row, texts in zip(table.rows, (["", "2025", "2026"], ["Zor", "", "7"], ["", "", ""]), strict=True):
+        for cell, text in zip(row.cells, texts, strict=True):
+            cell.text = text
+    document.save(str(tmp_path / "a.docx"))
+    assert read(tmp_path)[0].text == "| 2025 | 2026\nZor |  | 7"
+
+
 def test_restructured_text_keeps_headings_and_what_only_sphinx_knows(tmp_path: Path) -> None:
     (tmp_path / "secret.txt").write_text("the secret")
     (tmp_path / "a.rst").write_text(
