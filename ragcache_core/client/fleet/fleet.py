@@ -168,8 +168,7 @@ class Fleet(EngineClient):
         """
         wanted = doc_ids if isinstance(doc_ids, str) else list(doc_ids)
         self._documents.begin(wanted, wait_s)  # what is kept here of answers goes first
-        with ThreadPoolExecutor(len(self.engines)) as threads:
-            receipts = list(threads.map(lambda engine: engine.forget(wanted, wait_s=wait_s), self.engines))
+        receipts = _on_each(lambda engine: engine.forget(wanted, wait_s=wait_s), self.engines)
         merged: ForgetReceipt = reduce(ForgetReceipt.beside, receipts)
         return merged
 
@@ -178,16 +177,14 @@ class Fleet(EngineClient):
 
     def drain(self, timeout_s: float) -> bool:
         """Have every replica take no more requests, and return whether they answer none any more in time."""
-        with ThreadPoolExecutor(len(self.engines)) as threads:
-            return all(threads.map(lambda engine: engine.drain(timeout_s), self.engines))
+        return all(_on_each(lambda engine: engine.drain(timeout_s), self.engines))
 
     def close(self, grace_s: float = GRACE_S) -> None:
         """Close the connections, and every replica's; launched ones end. May be called again."""
         if self._process.is_forked:
             return
         self._close_connections()
-        with ThreadPoolExecutor(len(self.engines)) as threads:
-            list(threads.map(lambda engine: engine.close(grace_s), self.engines))
+        _on_each(lambda engine: engine.close(grace_s), self.engines)
 
     def __repr__(self) -> str:
         return f"Fleet(model={self.model!r}, replicas={self._replicas.names()})"
@@ -267,6 +264,13 @@ class _EachPrefetches(PrefetchRoute):
         return await asyncio.to_thread(self.prefetch, token_ids, cache_salt, model=model)
 
 
+def _on_each(call: Callable[[Engine], _Answer], engines: Sequence[Engine]) -> list[_Answer]:
+    """Return the results of a call on every engine; an error is raised after all calls have ended."""
+    with ThreadPoolExecutor(len(engines)) as threads:
+        futures = [threads.submit(call, engine) for engine in engines]
+    return [future.result() for future in futures]
+
+
 def _check_alike(engines: Sequence[Engine]) -> None:
     """Refuse engines that are no replicas of each other.
 
@@ -278,8 +282,7 @@ def _check_alike(engines: Sequence[Engine]) -> None:
     names = [engine.base_url for engine in engines]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"{twice[0]} is named {names.count(twice[0])} times: name each replica once")
-    with ThreadPoolExecutor(len(engines)) as threads:
-        told = list(threads.map(served_model_identity, engines))
+    told = _on_each(served_model_identity, engines)
     for engine, other in zip(engines[1:], told[1:], strict=True):
         for what, value in told[0].items():
             if value is not None and other[what] is not None and other[what] != value:

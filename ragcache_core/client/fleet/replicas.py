@@ -344,7 +344,7 @@ class FleetPrefixes(KnownPrefixes):
     def refresh(self, timeout_s: float) -> bool:
         ready = self._replicas.ready()
         with ThreadPoolExecutor(len(ready) or 1) as threads:
-            return all(threads.map(lambda replica: replica.mirror.refresh(timeout_s), ready))
+            return all([*threads.map(lambda replica: replica.mirror.refresh(timeout_s), ready)])
 
     def close(self) -> None:
         """Do nothing."""
