@@ -79,9 +79,6 @@ class ChunkStatistics:
     """In [0, 1], how much of the chunk's attention went to chunks that had lost their own context: 0 where all before
     it was as a prefill makes it. See :func:`~ragcache_core.chunk.scores.lost_context`."""
 
-    token_received: tuple[float, ...] = field(default=(), kw_only=True)
-    """The attention that each token got from the chunk's later ones; empty if it was not measured."""
-
     context: ContextKey = field(kw_only=True)
     """Its context at capture, with the text between ``prefix``: it identifies a variant."""
 
@@ -89,10 +86,7 @@ class ChunkStatistics:
         if not len(self.inter) == len(self.prefix_lengths) == len(self.prefix):
             counts = f"{len(self.inter)} scores and {len(self.prefix_lengths)} lengths"
             raise ValueError(f"{counts} for a prefix of {len(self.prefix)} chunks: one of each for every chunk")
-        masses = (*self.inter, self.intra, *self.token_inter, *self.token_received, self.inherited)
-        if len(self.token_received) not in (0, len(self.token_inter)):
-            counts = f"{len(self.token_received)} and {len(self.token_inter)} tokens"
-            raise ValueError(f"attention that {counts} of one chunk got and paid: one number for each of its tokens")
+        masses = (*self.inter, self.intra, *self.token_inter, self.inherited)
         if not (min(masses) >= 0.0 and math.isfinite(sum(masses))):
             raise ValueError("attention that is negative or not finite: this capture must not be kept")
 

@@ -119,8 +119,8 @@ CaptureId = tuple[str, ChunkKey, int]
 class Capture:
     """A chunk whose KV is kept once it is computed.
 
-    It stands at tokens ``[start, end)`` of the prompt, behind the chunks at ``before``; ``pages`` are those of the
-    workers' memory. ``counts_received``: it is measured as well how much each of its tokens is looked at.
+    It stands at tokens ``[start, end)`` of the prompt, after the chunks at ``before``; ``pages`` are those of the
+    workers' memory.
     """
 
     id: CaptureId
@@ -128,7 +128,6 @@ class Capture:
     end: int
     before: tuple[tuple[int, int], ...]
     pages: tuple[int, ...]
-    counts_received: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +213,6 @@ class CapturedChunk:
     inter: tuple[float, ...]
     intra: float
     token_inter: tuple[float, ...]
-    token_received: tuple[float, ...] = ()
 
     def plus(self, other: CapturedChunk) -> CapturedChunk:
         """Return the sum of two workers' figures, each of its own heads."""
@@ -222,7 +220,6 @@ class CapturedChunk:
             tuple(a + b for a, b in zip(self.inter, other.inter, strict=True)),
             self.intra + other.intra,
             tuple(a + b for a, b in zip(self.token_inter, other.token_inter, strict=True)),
-            tuple(a + b for a, b in zip(self.token_received, other.token_received, strict=True)),
         )
 
     def over(self, num_workers: int) -> CapturedChunk:
@@ -233,7 +230,6 @@ class CapturedChunk:
             tuple(a / num_workers for a in self.inter),
             self.intra / num_workers,
             tuple(a / num_workers for a in self.token_inter),
-            tuple(a / num_workers for a in self.token_received),
         )
 
 

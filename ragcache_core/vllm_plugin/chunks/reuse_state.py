@@ -140,7 +140,6 @@ def statistics_of(each: OpenCapture, captured: CapturedChunk) -> ChunkStatistics
             captured.intra,
             captured.token_inter,
             inherited=min(1.0, off),
-            token_received=captured.token_received,
             context=each.reservation.context,
         )
     except ValueError:

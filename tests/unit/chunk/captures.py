@@ -40,7 +40,6 @@ class Prompt:
         """Return what is measured when a chunk of this prompt is captured."""
         span, before = self.spans[number], self.spans[:number]
         rows = self.averaged()[span.start : span.end]
-        within = np.tril(rows[:, span.start : span.end], k=-1)
         outside = sum((rows[:, b.start : b.end].sum(axis=1) for b in before), np.zeros(span.num_tokens))
         return ChunkStatistics(
             prefix=tuple(b.key for b in before),
@@ -48,7 +47,6 @@ class Prompt:
             inter=tuple(self.inter(number, earlier) for earlier in range(number)),
             intra=self.intra(number),
             token_inter=tuple(outside.tolist()),
-            token_received=tuple(within.sum(axis=0).tolist()),
             context=span.context,
         )
 
@@ -129,7 +127,6 @@ def variants(draw: st.DrawFn, name: int, num_tokens: int, number: int = 0) -> Ch
         inter=tuple(draw(masses) for _ in prefix),
         intra=draw(masses),
         token_inter=tuple(map(float, draw(token_scores(num_tokens)))),
-        token_received=tuple(map(float, draw(st.just([]) | token_scores(num_tokens)))),
         inherited=draw(st.sampled_from([0.0, 0.0, 0.2, 0.9])),
         context=behind(prefix),
     )

@@ -180,9 +180,9 @@ def test_a_fraction_of_a_token_is_a_token(overhead: float, num_tokens: int) -> N
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])
-@pytest.mark.parametrize("place", ["inter", "intra", "token_inter", "token_received"])
+@pytest.mark.parametrize("place", ["inter", "intra", "token_inter"])
 def test_attention_that_is_no_attention_is_no_statistics(bad: float, place: str) -> None:
-    masses = {"inter": (1.0, 1.0), "intra": 1.0, **dict.fromkeys(("token_inter", "token_received"), (1.0, 1.0, 1.0))}
+    masses = {"inter": (1.0, 1.0), "intra": 1.0, "token_inter": (1.0, 1.0, 1.0)}
     masses[place] = bad if place == "intra" else (1.0, bad, *masses[place][2:])
     with pytest.raises(ValueError, match="negative or not finite"):
         ChunkStatistics(prefix=(key(1), key(2)), prefix_lengths=(4, 5), context=b"", **masses)
@@ -191,11 +191,6 @@ def test_attention_that_is_no_attention_is_no_statistics(bad: float, place: str)
 def test_scores_must_be_as_many_as_the_chunks_before() -> None:
     with pytest.raises(ValueError, match="1 scores and 2 lengths for a prefix of 2 chunks"):
         ChunkStatistics((key(1), key(2)), (4, 5), (1.0,), 1.0, (1.0,), context=b"")
-
-
-def test_of_a_chunk_either_all_tokens_are_watched_or_none() -> None:
-    with pytest.raises(ValueError, match="1 and 2 tokens of one chunk got and paid"):
-        ChunkStatistics((), (), (), 1.0, (1.0, 1.0), token_received=(1.0,), context=b"")
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -17,9 +17,6 @@ from ragcache_core.vllm_plugin.chunks.messages import Capture, CapturedChunk, Ca
 from ragcache_core.vllm_plugin.chunks.model.attention_layers import AttentionLayer
 from ragcache_core.vllm_plugin.chunks.model.paged_kv import to_device
 
-_RECEIVED_AT_ONCE = 256
-"""Tokens whose received attention is measured at once; it takes memory for rows times these."""
-
 
 class ChunkPages(Protocol):
     """Where the KV of chunks is kept; see ``storage/host_pool.py``."""
@@ -37,11 +34,10 @@ class ChunkPages(Protocol):
 class _Measured:
     """Sums so far: ``mass`` [num_tokens of the chunk, chunks before it and itself], on the device.
 
-    ``received`` [num_tokens] is their attention from the chunk's later tokens; ``seen`` masks measured tokens (CPU).
+    ``seen`` masks measured tokens, on the CPU.
     """
 
     mass: torch.Tensor
-    received: torch.Tensor
     seen: torch.Tensor
 
 
@@ -91,18 +87,12 @@ class ChunkCapture:
                 num_tokens = capture.end - capture.start
                 measured = _Measured(
                     torch.zeros((num_tokens, len(chunks)), device=query.device),
-                    torch.zeros(num_tokens, device=query.device),
                     torch.zeros(num_tokens, dtype=torch.bool),
                 )
                 self._measured[capture.id] = measured
             offsets = positions[first:last] - capture.start
             measured.mass[to_device(offsets, query.device)] += mass / len(self._measured_layers)
             measured.seen[offsets] = True
-            if capture.counts_received:
-                for at in range(capture.start, capture.end, _RECEIVED_AT_ONCE):
-                    tokens = [(place, place + 1) for place in range(at, min(at + _RECEIVED_AT_ONCE, capture.end))]
-                    received = keys.mass(*rows, tokens).sum(0) / len(self._measured_layers)
-                    measured.received[at - capture.start :][: len(tokens)] += received
 
     def keep(self, capture: Capture, slots: torch.Tensor) -> torch.Tensor | None:
         """Copy a complete chunk's KV into its pages, and return what was measured; None if too little of it was seen.
@@ -115,9 +105,7 @@ class ChunkCapture:
             slots: where the cache keeps the prompt, up to the chunk's end at least.
 
         Returns:
-            float32 [num_tokens, num_chunks]: how each token attends to the chunks before, and to its own. With
-            ``counts_received`` a column more, unless a prefix hit brought some of them: how much its chunk's later
-            tokens attend to it.
+            float32 [num_tokens, num_chunks]: how each token attends to the chunks before, and to its own.
         """
         measured = self._measured.pop(capture.id, None)
         if measured is None or 2 * int(measured.seen.sum()) < capture.end - capture.start:
@@ -130,8 +118,6 @@ class ChunkCapture:
         if not bool(seen.all()):
             is_seen = to_device(seen, mass.device).unsqueeze(1)
             mass = torch.where(is_seen, mass, (mass * is_seen).sum(0) / int(seen.sum()))
-        elif capture.counts_received:
-            mass = torch.cat((mass, measured.received.unsqueeze(1)), 1)
         return mass.to("cpu", non_blocking=True)
 
     def forget(self, request_ids: Iterable[str]) -> None:
@@ -145,5 +131,4 @@ def figures_of(capture: Capture, mass: torch.Tensor) -> CapturedChunk:
     """Return the sums of what :meth:`ChunkCapture.keep` measured, whose copy has ended."""
     own = len(capture.before)
     sums = mass[:, : own + 1].sum(0).tolist()
-    received = mass[:, own + 1 :].flatten().tolist()
-    return CapturedChunk(tuple(sums[:own]), sums[own], tuple(mass[:, :own].sum(1).tolist()), tuple(received))
+    return CapturedChunk(tuple(sums[:own]), sums[own], tuple(mass[:, :own].sum(1).tolist()))
