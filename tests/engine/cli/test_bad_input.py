@@ -215,7 +215,7 @@ CASES: list[tuple[Case, type[RAGCacheError], str]] = [
     (one_bit_flipped("manifest.json"), StoreCorruptError, "manifest.json is damaged: restore"),
     (missing("index-*.faiss"), StoreCorruptError, "is missing: .*--rebuild-index"),
     (missing("manifest.json"), StoreCorruptError, "manifest.json is missing: restore"),
-    (newer_version, StoreVersionError, "store format 3, this RAGCache reads up to 2: upgrade RAGCache"),
+    (newer_version, StoreVersionError, "store format 4, this RAGCache reads up to 3: upgrade RAGCache"),
     (embedder_of_another_dimension, EmbedderMismatchError, "'tfidf-svd-64', not 'tfidf-svd-128': "),
     (another_index_than_the_stores, ConfigError, "made with --index flat, not hnsw: leave the option out"),
     (store_is_a_file, ConfigError, "new.txt is a file: choose a folder for the store"),
