@@ -217,7 +217,8 @@ class TieredTree(PrefixTree):
         """
         state = self.tiers[tier]
         clock = state.clock
-        evicted = self._evict(state, num_units, protected, size_of=size_of, for_owner=for_owner)
+        stored_s: dict[TreeNode, float | None] = {}
+        evicted = self._evict(state, num_units, protected, size_of=size_of, for_owner=for_owner, stored_s=stored_s)
         if total_size(evicted, size_of) >= num_units:
             self._forget_uses(unit.node for unit in evicted)
             return evicted
@@ -226,6 +227,9 @@ class TieredTree(PrefixTree):
             if unit.slot is not None:
                 state.slots_of(unit.node)[unit.unit] = unit.slot
             state.shares.count_evicted(unit.node.owner, -1)
+        for node, moment_s in stored_s.items():
+            if moment_s is not None:
+                self.make_older(node, moment_s)
         state.clock = clock
         state.num_evicted_units -= len(evicted)
         return None
@@ -408,7 +412,9 @@ class TieredTree(PrefixTree):
         for_owner: Owner = ANYBODY,
         *,
         is_own_alone: bool = False,
+        stored_s: dict[TreeNode, float | None] | None = None,
     ) -> list[EvictedUnit]:
+        """Evict up to ``num_units`` units; ``stored_s`` gets the age of each node from before, to undo it."""
         held = self._shield(protected, state)
         evicted: list[EvictedUnit] = []
         while num_units > 0:
@@ -417,6 +423,8 @@ class TieredTree(PrefixTree):
                 break
             if not (victim.is_forced or state.score(victim.node, self.num_requests) < below):
                 break
+            if stored_s is not None:
+                stored_s.setdefault(victim.node, victim.node.stored_s)
             tail = self._evict_tail(victim.node, victim.num_units, state, size_of)
             evicted += tail
             num_units -= total_size(tail, size_of)

@@ -168,6 +168,8 @@ class CacheController:
         self._num_pending_prefills = 0
         self._pending_prefill_s = 0.0
         self._finished: dict[str, dict[str, object]] = {}
+        self._new_answers: list[Key] = []
+        self._answers_of_last_step: list[Key] = []
         self._is_dirty = True
         self.retrieved: dict[Key, tuple[float, float]] = {}
         self.document_uses = DocumentUses(self.tree, lambda owner: self.tenants.is_everybodys(owner))
@@ -686,6 +688,14 @@ class CacheController:
             end, state.num_answer_end_blocks = state.num_answer_end_blocks, 0
             if state.first_private is None:
                 self.locate_block(state.keys, end - 1, request_id)
+                self.tree.retain(state.keys[end - 1])
+                self._new_answers.append(state.keys[end - 1])
+
+    def on_forward_started(self) -> None:
+        """Release answers of the step before the last: vLLM has freed their blocks by now."""
+        for key in self._answers_of_last_step:
+            self.tree.release(key)
+        self._answers_of_last_step, self._new_answers = self._new_answers, []
 
     def _insert_answers(self) -> None:
         for request_id in self._requests:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress, islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ragcache_core.tree import Location, masks_of
 from ragcache_core.types import Tier
@@ -226,10 +226,16 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
             if num_units := shares.over_quota(owner):
                 self._make_spare(self._tree.evict_own(Tier.GPU, owner, num_units))
 
-    def _make_spare(self, evicted: Iterable[EvictedUnit]) -> None:
+    def _make_spare(self, evicted: Sequence[EvictedUnit]) -> None:
+        """Make the blocks of evicted units spare, and take their content off free copies as well."""
+        for unit in evicted if self._others else ():
+            self._others.lose_unit(cast("Key", unit.key))
         blocks = {block.block_id: block for block in self._blocks_of(evicted)}
         self._spare |= blocks
-        self._pool.evict_blocks(set(blocks))
+        gone = set(blocks)
+        for block in blocks.values() if self._copies else ():
+            gone.update(copy.block_id for copy in cached_copies(self._pool, block.block_hash) if not copy.ref_cnt)
+        self._pool.evict_blocks(gone)
 
     def _take_hits(self, blocks: Sequence[KVCacheBlock]) -> None:
         self.place_returned()
@@ -296,6 +302,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         place = None if block_hash is None else self._tree.locate(get_block_hash(block_hash))
         if block_hash is None or place is None:
             self._spare[block_id] = block
+            self._pool.evict_blocks({block_id})  # else a look-up could hit what the tree cannot delete
             return None
         if get_group_id(block_hash) != self._main:
             self._take_back_other(block, block_hash)
@@ -482,8 +489,8 @@ class TreeBlockPool(BlockPool):
             for index, place in enumerate(known, first)
         ]
         new = blocks[first:num_full_blocks]
-        if any(block.is_null for block in new):  # vLLM has cached nothing for these
-            is_real = [not block.is_null for block in new]
+        is_real = [block.block_hash is not None for block in new]
+        if not all(is_real):  # vLLM has cached nothing for these
             new, places = list(compress(new, is_real)), list(compress(places, is_real))
         self.free_block_queue.cache(new, places)
 

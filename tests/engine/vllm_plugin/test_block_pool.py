@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
+from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.chunks.private_hashes import private_hashes
 from tests.engine.vllm_plugin.pool_scene import BLOCK, LENGTHS, MODELS, POLICIES, Pool, Running, block_hasher
 
@@ -432,3 +433,88 @@ def test_blocks_that_are_evicted_before_they_are_needed_are_few_and_hold_nothing
     assert pool.resident_keys() == set(filling.block_hashes[: num_blocks - num_lost]), "the last ones go first"
     pool.pool.free_blocks([block])
     pool.check_nothing_leaks()
+
+
+def test_a_block_that_lost_its_content_is_no_units_block_when_an_answer_ends() -> None:
+    pool = Pool(60)
+    first, second = pool.new("A", question=2), pool.new("A", question=2)
+    pool.start(first)
+    pool.start(second)
+    for _ in range(9):
+        assert pool.advance(first, 7)
+    for _ in range(13):
+        assert pool.advance(second, 7)
+    pool.pool.evict_blocks({pool.manager.get_block_ids(first.request_id)[0][2]})
+    pool.controller.insert_answer(second.request_id)
+    pool.finish(second)
+    pool.settle()
+    for _ in range(4):
+        assert pool.advance(first, 7)
+    pool.check()
+    pool.controller.insert_answer(first.request_id)
+    pool.finish(first)
+    pool.settle()
+    pool.check()
+    pool.check_nothing_leaks()
+
+
+def test_units_beyond_a_quota_take_the_windows_behind_them_along() -> None:
+    pool = Pool(200, "lru", model="a window")
+    pool.tree.tiers[Tier.GPU].shares.divide(200, {}, {None: 8})
+    for seed in range(1, 60):
+        request = pool.new("", question=20, seed=seed)
+        assert pool.start(request) is not None
+        pool.finish(request)
+        pool.settle()
+    others = pool.queue._others
+    assert len(others) - len(list(others.useless())) <= 8, "windows of units that have left go first"
+    pool.check()
+
+
+def test_copies_of_a_unit_beyond_a_quota_are_not_found_after_its_document_was_deleted() -> None:
+    pool = Pool(200, "lru")
+    one, two = pool.new("B", question=1), pool.new("B", question=1)
+    pool.start(one, delays=True)
+    pool.start(two, delays=True)
+    for request in (one, two):
+        pool.manager.cache_blocks(request, request.num_computed_tokens)
+    pool.finish(one)
+    pool.finish(two)
+    pool.settle()
+    pool.tree.tiers[Tier.GPU].shares.divide(200, {}, {None: 5})
+    for documents in ("D", "A", "C", "CA", "AC", "DC", "DA", "CD"):  # the node of B is dropped
+        request = pool.new(documents, question=1)
+        pool.start(request)
+        pool.finish(request)
+        pool.settle()
+    pool.controller.forget({"B"})
+    assert pool.manager.get_computed_blocks(pool.new("B", question=1))[1] == 0
+
+
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_an_answer_that_ends_just_before_another_request_comes_is_kept_and_can_be_deleted(
+    *, is_forgotten: bool
+) -> None:
+    pool = Pool(100)
+    request = pool.new("B", question=1)
+    pool.start(request)
+    for _ in range(20):
+        assert pool.advance(request, 7)
+    pool.controller.on_finished(request.request_id)  # the scheduler's order
+    pool.manager.free(request)
+    pool.new("D", question=1)
+    pool.settle()
+    pool.controller.on_forward_started()
+    pool.check()
+    if is_forgotten:
+        pool.controller.forget({"B"})
+    turn = Request("turn", [*request.all_token_ids, 1, 2], request.sampling_params, None, block_hasher=block_hasher)
+    num_full = request.num_tokens // BLOCK
+    assert pool.manager.get_computed_blocks(turn)[1] == (0 if is_forgotten else num_full * BLOCK)
+    assert set(request.block_hashes[:num_full]) & pool.cached_keys() == (
+        set() if is_forgotten else set(request.block_hashes[:num_full])
+    )
+    for _ in range(2):
+        pool.controller.on_forward_started()
+    assert not pool.controller._new_answers
+    assert not pool.controller._answers_of_last_step

@@ -329,3 +329,13 @@ def test_a_seed_takes_no_uses_away() -> None:
     assert (node.frequency, node.num_uses) == (7, 5), "what is expected ranks, and is no use"
     cache(tree, prompt("A"))
     assert (node.frequency, node.num_uses) == (8, 6)
+
+
+def test_an_eviction_that_is_undone_makes_nothing_younger() -> None:
+    tree = new_tree()
+    (node,) = cache(tree, prompt("A", blocks=3))
+    tree.now_s = 1000.0
+    assert tree.evict(Tier.GPU, 4) is None
+    assert node.stored_s == 0.0
+    assert tree.older_than(1.0) == [node]
+    check_invariants(tree)
