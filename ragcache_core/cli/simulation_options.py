@@ -56,7 +56,7 @@ _SETTINGS: Mapping[str, _Setting] = {
     "search": _Setting(
         str,
         "FILE",
-        'Measured searches, of which each request draws one instead of --retrieval-s: {"search_s": [0.12, 0.31]}.',
+        'Measured searches; each request draws one instead of --retrieval-s: {"search_s": [0.12, 0.31]}.',
     ),
     "max_batch": _Setting(int, "N", "Requests that run at a time."),
     "max_cached_documents": _Setting(

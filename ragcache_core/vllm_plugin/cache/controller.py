@@ -7,6 +7,7 @@ on the scheduler's thread, call it when a request or a block changes its state.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
 
 _LOOKS_AN_AGE = 20
+_STEPS_TO_PLACE = 3  # in which the blocks of an ended answer are freed and placed, with two steps in flight
 _LONGEST_PERIOD_S = 60.0
 
 
@@ -168,8 +170,7 @@ class CacheController:
         self._num_pending_prefills = 0
         self._pending_prefill_s = 0.0
         self._finished: dict[str, dict[str, object]] = {}
-        self._new_answers: list[Key] = []
-        self._answers_of_last_step: list[Key] = []
+        self._new_answers: deque[list[Key]] = deque([[] for _ in range(_STEPS_TO_PLACE)])
         self._is_dirty = True
         self.retrieved: dict[Key, tuple[float, float]] = {}
         self.document_uses = DocumentUses(self.tree, lambda owner: self.tenants.is_everybodys(owner))
@@ -210,6 +211,9 @@ class CacheController:
     def on_step(self, began_s: float, ended_s: float) -> None:
         """Record when the engine's last step began and ended."""
         self.last_step = began_s, ended_s
+        for key in self._new_answers.popleft():
+            self.tree.release(key)
+        self._new_answers.append([])
         self.paths.drop_unread()
         self.tenants.drop_unread()
 
@@ -689,13 +693,7 @@ class CacheController:
             if state.first_private is None:
                 self.locate_block(state.keys, end - 1, request_id)
                 self.tree.retain(state.keys[end - 1])
-                self._new_answers.append(state.keys[end - 1])
-
-    def on_forward_started(self) -> None:
-        """Release answers of the step before the last: vLLM has freed their blocks by now."""
-        for key in self._answers_of_last_step:
-            self.tree.release(key)
-        self._answers_of_last_step, self._new_answers = self._new_answers, []
+                self._new_answers[-1].append(state.keys[end - 1])
 
     def _insert_answers(self) -> None:
         for request_id in self._requests:

@@ -147,7 +147,6 @@ class _TreeScheduling:
         """Do what no answer waits for while the model computes."""
         if self._tree_queue is not None:
             self._tree_queue.place_returned()
-        self._controller.on_forward_started()
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

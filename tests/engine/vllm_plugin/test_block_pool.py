@@ -503,8 +503,8 @@ def test_an_answer_that_ends_just_before_another_request_comes_is_kept_and_can_b
     pool.controller.on_finished(request.request_id)  # the scheduler's order
     pool.manager.free(request)
     pool.new("D", question=1)
+    pool.controller.on_step(0.0, 0.1)
     pool.settle()
-    pool.controller.on_forward_started()
     pool.check()
     if is_forgotten:
         pool.controller.forget({"B"})
@@ -514,7 +514,7 @@ def test_an_answer_that_ends_just_before_another_request_comes_is_kept_and_can_b
     assert set(request.block_hashes[:num_full]) & pool.cached_keys() == (
         set() if is_forgotten else set(request.block_hashes[:num_full])
     )
-    for _ in range(2):
-        pool.controller.on_forward_started()
-    assert not pool.controller._new_answers
-    assert not pool.controller._answers_of_last_step
+    assert pool.tree.is_retained(request.block_hashes[num_full - 1])
+    for _ in range(3):  # steps whose tokens wait for a grammar count as well
+        pool.controller.on_step(0.0, 0.1)
+    assert not pool.tree.is_retained(request.block_hashes[num_full - 1])
