@@ -99,7 +99,7 @@ def measure(
         num_cached_tokens += answer.stats.num_cached_tokens
         num_reordered += arrangement.is_reordered
         num_right += answer.text.strip() == asked.answer
-        arrange_s += arrangement.took_s
+        arrange_s += arrangement.duration_s
     return Measured(
         order=order,
         keep_first=keep_first,

@@ -31,7 +31,7 @@ from ragcache_core.types import SelectionName
 PolicyName = Literal["pgdsf", "gdsf", "lru", "lfu", "s3fifo", "arc", "tournament"]
 """What decides which document leaves a full tier."""
 QueueOrder = Literal["cache_aware", "fifo"]
-"""Which waiting request is next: the one of which the cache holds most, or the one that came first."""
+"""Which waiting request is next: the one with the most cached tokens, or the one that came first."""
 
 REDIS_SCHEMES = ("redis", "rediss")
 SHARED_PASSWORD_ENV = "RAGCACHE_SHARED_PASSWORD"  # noqa: S105 (the name of a variable)
@@ -186,7 +186,7 @@ class ChunkReuseRequest(_Settings):
 class ChunkReuse(ChunkReuseRequest):
     """Reuse of a document's KV behind other documents than it was computed behind (Cache-Craft). **Approximate.**
 
-    The KV of a document depends on what stood before it. Reused elsewhere, some of its tokens are computed anew, and
+    The KV of a document depends on what stood before it. Reused elsewhere, some of its tokens are recomputed, and
     answers may differ from those of a full prefill: ``ragcache quality`` measures by how much, on your model.
     ``quality`` and ``alpha`` are a request's that has none of its own; see :class:`ChunkReuseRequest`.
 
@@ -263,7 +263,7 @@ class CacheConfig(_Settings):
     side and follows the best of them."""
 
     max_cached_documents: Annotated[int, Field(ge=1, le=_LARGEST, strict=True)] | None = None
-    """Of a prompt with many documents only the first so many are kept; ``None`` keeps all."""
+    """The number of documents of a prompt that are cached, from the first one on; ``None`` caches all."""
 
     replicated_share: Annotated[float, Field(ge=0, le=1, strict=True)] = 0.0
     """Of host memory, the share for copies of the most used upper documents (a prompt's prefix, the first behind it):
@@ -274,8 +274,8 @@ class CacheConfig(_Settings):
     <ragcache_core.client.engine_client.EngineClient>`): they are given up last in every tier. 0 allows no pins."""
 
     max_age: Annotated[float, Field(gt=0, le=_LARGEST, allow_inf_nan=False, strict=True)] | None = None
-    """Seconds after which KV is given up since it was computed: no request finds older one, in any tier, and it is
-    removed from all of them, also while nobody asks and over restarts. ``None`` keeps it as long as there is room."""
+    """Seconds after its computation at which KV expires: no request hits older KV, and every tier deletes it, also on
+    an idle engine and over restarts. ``None`` keeps KV until it is evicted."""
 
     queue: QueueOrder = "cache_aware"
     """Which waiting request is next: ``cache_aware`` takes the one with most cached tokens for each that has to be
@@ -442,7 +442,7 @@ def _first_problem(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def _is_none(disk_bytes: object) -> bool:
-    """Return whether a number of bytes, as somebody gives it, is 0."""
+    """Return whether a number of bytes, as a user writes it, is 0."""
     try:
         return TypeAdapter(BytesOrNone).validate_python(disk_bytes) == 0
     except ValidationError:

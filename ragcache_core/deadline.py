@@ -180,7 +180,7 @@ def _num_stored(
 
 
 def _reusing(num_tokens: int, num_exact: int, num_stored: int, reuse: MeasuredReuse) -> list[PromptOption]:
-    """Return chunk reuse by falling quality, none of which is below that of the engine's own alpha."""
+    """Return the options with chunk reuse by falling quality, down to the engine's own alpha."""
     options = []
     for point, quality in reversed(smoothed(reuse.points)):
         if point.alpha >= reuse.alpha:

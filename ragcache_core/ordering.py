@@ -23,7 +23,7 @@ DOCUMENT_ORDERS: tuple[DocumentOrder, ...] = ("retrieval", "canonical", "cache_a
 MAX_PATH_DOCUMENTS = 32
 """Documents of a prompt that are mirrored, from the first on; those behind them hardly find the same 32 in front."""
 MAX_PREFIXES = 32
-"""Where a prompt's static prefix is not known, so many count: those that changed last."""
+"""The number of prefixes that count where a prompt's static prefix is unknown: those that changed last."""
 PATHS_VERSION = 3
 """Of what a server says about cached paths."""
 

@@ -53,7 +53,7 @@ def check_not_exposed(path: Path) -> None:
 
 
 def make_private(path: Path) -> None:
-    """Let nobody but its owner read a file that is there already; or leave it, where that is not ours to say.
+    """Restrict an existing file to its owner; leave it where this process may not change its mode.
 
     Raises:
         OSError: it cannot be looked at.
@@ -68,7 +68,7 @@ def make_private_folder(folder: Path) -> None:
     """Make a folder that is its owner's alone, and so the parents that are missing; one that is there is left as it is.
 
     Raises:
-        OSError: also where anybody may make it, as in /tmp, and somebody else has who is not root.
+        OSError: also in a world-writable directory such as /tmp, if a user other than root owns the folder.
     """
     make_folders(folder)
     parent = folder.parent.stat().st_mode
@@ -92,7 +92,7 @@ def make_once(path: Path, make: Callable[[Path], object]) -> Path:
             try:
                 made.rename(path)
             except OSError:
-                if not path.is_dir():  # else somebody else was faster
+                if not path.is_dir():  # another process was faster
                     raise
     return path
 
@@ -109,7 +109,7 @@ def make_folders(folder: Path) -> None:
                 path.mkdir(FOLDER_MODE)
                 path.chmod(FOLDER_MODE)
             except FileExistsError:
-                if not path.is_dir():  # else somebody else was faster
+                if not path.is_dir():  # another process was faster
                     raise
 
 

@@ -157,8 +157,8 @@ def escape_documents(
 ) -> Sequence[ChatMessage]:
     """Return messages whose documents (id, text as shown) hold none of the tokenizer's control tokens.
 
-    A document that says ``<|im_end|>`` would end the message that shows it, and could go on as somebody else: there is
-    a space in the word then, ``< |im_end|>``, which makes it text. What is no document stays as it is.
+    A document that says ``<|im_end|>`` would end the message that shows it, and could continue in another role:
+    there is a space in the word then, ``< |im_end|>``, which makes it text. What is no document stays as it is.
     """
     return _with_escapes(messages, _escapes(tokenizer, messages, documents))
 
@@ -298,7 +298,7 @@ def render_known(
     other: Sequence[ChatMessage],
     documents: Iterable[tuple[DocId, str]],
 ) -> RenderedPrompt:
-    """Return what two prompts begin with alike, as tokens that every prompt with that beginning begins with.
+    """Return the common beginning of two prompts, as tokens that every prompt with that beginning begins with.
 
     ``one`` and ``other`` differ in all that is not known yet, from its first character on. The last token is left out:
     with what follows it might be another one. The result is no whole prompt, so it has no messages.
@@ -308,17 +308,17 @@ def render_known(
     documents = [(doc_id, _replaced(shown, escapes)) for doc_id, shown in documents]
     rendered = tokenizer.render(one)
     check_text(rendered, "the prompt")
-    text = rendered[: num_alike(rendered, tokenizer.render(other))]
+    text = rendered[: common_prefix_len(rendered, tokenizer.render(other))]
     cut = tokenizer.encode(text)
-    num_known = max(num_alike(tokenizer.encode(rendered).token_ids, cut.token_ids) - 1, 0)
+    num_known = max(common_prefix_len(tokenizer.encode(rendered).token_ids, cut.token_ids) - 1, 0)
     known = TokenizedText(cut.token_ids[:num_known], cut.offsets[:num_known])
     end = known.offsets[-1][1] if num_known else 0
     spans = _locate_in(text, [(start, min(end, len(text))) for start, end in message_places(rendered, one)], documents)
     return RenderedPrompt((), text[:end], known.token_ids, segment_tokens(known, spans))
 
 
-def num_alike(one: Sequence[object], other: Sequence[object]) -> int:
-    """Return how many items, characters of a text or others, two sequences begin with alike."""
+def common_prefix_len(one: Sequence[object], other: Sequence[object]) -> int:
+    """Return the length of the common prefix of two sequences."""
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
@@ -349,8 +349,8 @@ class PromptLayout:
     stand in the order of their relevance; it names them by ``{doc_id}`` where the prompt does, else by their number.
 
     A document is all of its ``document_format`` here, "Document: " too: that comes and goes with the document, and with
-    a ``{doc_id}`` in it belongs to no other. Where documents are recognised by their text alone, as in a chain, nobody
-    knows what frames them: they count a few tokens less.
+    a ``{doc_id}`` in it belongs to no other. Where documents are recognised by their text alone, as in a chain, their
+    frame is unknown: they count a few tokens less.
 
     Raises:
         ConfigError: a format lacks its placeholder.

@@ -27,7 +27,7 @@ def order_priority(num_cached_tokens: int, num_computed_tokens: int) -> float:
 class _Place(Generic[T]):
     """An item's place in the queue. It knows its item only while that waits.
 
-    ``number`` counts arrivals up from 0; whoever was put first has a negative one. ``overtaken`` are the places that
+    ``number`` counts arrivals up from 0; items put in front have negative numbers. ``overtaken`` are the places that
     its last pop went before. ``version`` is that of its valid entry in the heap, if ``priority`` is known.
     """
 
@@ -71,7 +71,7 @@ class CacheAwareQueue(Generic[T]):
     remembered as long as it lives. Not thread-safe.
 
     Attributes:
-        num_reordered: pops that overtook somebody, since the start.
+        num_reordered: pops that overtook another item, since the start.
     """
 
     def __init__(self, priority: Callable[[T], float], *, window: int = 32) -> None:
@@ -173,13 +173,13 @@ class CacheAwareQueue(Generic[T]):
         return True
 
     def touch(self, *items: T) -> None:
-        """Take note that the priority of items may have changed; does nothing for those that do not wait."""
+        """Mark the priority of items as possibly changed; does nothing for items that do not wait."""
         for item in items:
             if (place := self._places.get(item)) is not None:
                 self._changed.add(place)
 
     def reconsider(self) -> None:
-        """Let the next :meth:`peek` choose anew, even if the item of the last one still waits: another step begins."""
+        """Let the next :meth:`peek` choose again, even if the item of the last one still waits: another step begins."""
         self._next = None
 
     # Inside

@@ -37,7 +37,7 @@ class Start(Generic[D]):
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """End this speculation: it was wrong, or nobody waits for it."""
+    """End this speculation: it was wrong, or no client waits for it."""
 
     number: int
 
@@ -87,12 +87,12 @@ class SpeculativePipeline(Generic[D]):
         return self._deferred is not None
 
     def on_stage(
-        self, candidates: D, *, is_final: bool, num_pending: int, is_promising: bool = True
+        self, candidates: D, *, is_final: bool, num_pending: int, is_worthwhile: bool = True
     ) -> list[Action[D]]:
         """Return what to do now that a stage ended with ``candidates``.
 
         ``num_pending`` prefills wait or run in the engine, this search's own speculation not counted. Nothing is
-        started from candidates that are not ``is_promising``: see :class:`SettlingHistory`.
+        started from candidates that are not ``is_worthwhile``: see :class:`StageStabilityStats`.
 
         Raises:
             ValueError: the search is over: its final stage came, or it was closed.
@@ -108,7 +108,7 @@ class SpeculativePipeline(Generic[D]):
             self._end()
             return [*actions, Generate(candidates)]
         self._deferred = None
-        if is_promising:
+        if is_worthwhile:
             self._defer(candidates)
         return [*actions, *self.on_load(num_pending)]
 
@@ -164,12 +164,12 @@ class StageRecord(NamedTuple):
     num_searches: int
 
     @property
-    def leaves_time(self) -> bool:
+    def has_lead_time(self) -> bool:
         """Whether a start from it can gain more than it costs."""
         return self.left_s >= _LEAST_LEFT_S
 
 
-class SettlingHistory:
+class StageStabilityStats:
     """How much of what a stage named was right in the end, and how long before it, over the searches of one source.
 
     A start costs the asker and the engine something even in idle time, and is worth it where the candidates tend to
@@ -193,25 +193,25 @@ class SettlingHistory:
         return dict(self._learnt)
 
     @property
-    def is_hopeless(self) -> bool:
+    def never_worthwhile(self) -> bool:
         """Whether no stage is worth a start. It is learnt from searches, not from starts: it may end without one."""
-        return bool(self._learnt) and not any(self.is_promising(stage, is_idle=True) for stage in self._learnt)
+        return bool(self._learnt) and not any(self.is_worthwhile(stage, is_idle=True) for stage in self._learnt)
 
     def is_known(self, stage: int) -> bool:
         """Return whether enough searches had this stage to say what it is worth."""
         return stage in self._learnt and self._learnt[stage].num_searches >= _ENOUGH_SEARCHES
 
-    def is_promising(self, stage: int, *, is_idle: bool) -> bool:
+    def is_worthwhile(self, stage: int, *, is_idle: bool) -> bool:
         """Return whether a start from a stage's candidates is worth it: a small chance is if the engine ``is_idle``."""
         if not self.is_known(stage):
             return is_idle
         of_late = self._learnt[stage]
-        return of_late.leaves_time and of_late.share >= (_LEAST_SHARE_IDLE if is_idle else _LEAST_SHARE)
+        return of_late.has_lead_time and of_late.share >= (_LEAST_SHARE_IDLE if is_idle else _LEAST_SHARE)
 
     def record(self, stage: int, candidates: Sequence[object], final: Sequence[object], left_s: float) -> None:
-        """Take note of a search that ended with ``final``, ``left_s`` after a stage of it had named ``candidates``."""
-        num_alike = next((i for i, (a, b) in enumerate(zip(candidates, final)) if a != b), len(final))  # noqa: B905
-        share = min(num_alike, len(candidates)) / len(final) if final else 0.0
+        """Record a search that ended with ``final``, ``left_s`` after one of its stages had named ``candidates``."""
+        common_prefix_len = next((i for i, (a, b) in enumerate(zip(candidates, final)) if a != b), len(final))  # noqa: B905
+        share = min(common_prefix_len, len(candidates)) / len(final) if final else 0.0
         before = self._learnt.get(stage, StageRecord(0.0, 0.0, 0))
         weight = max(_WEIGHT, 1 / (before.num_searches + 1))  # the mean at first, then what is of late
         self._learnt[stage] = StageRecord(

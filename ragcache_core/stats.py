@@ -58,11 +58,11 @@ class ChunkReuseStats:
     """What chunk reuse did for a request: it answered from KV that was computed behind other documents.
 
     ``num_chunks`` documents were reused, ``num_reused_tokens`` of them as they were stored, ``num_recomputed_tokens``
-    computed anew. ``num_computed_tokens`` were computed on the way, those between the reused documents included: vLLM
+    recomputed. ``num_computed_tokens`` were computed on the way, those between the reused documents included: vLLM
     reports them as cached, ``RequestStats.num_cached_tokens`` is without them. ``fix_overhead`` is the estimated share
     of the reused documents that has to be computed (CFO, Cache-Craft Eq. 12; the mean over them), and ``variants`` say
     which stored KV was chosen for each of them, by its number. ``num_prefix_tokens`` lay in GPU memory as an earlier
-    request had left them that reused documents by the same settings: approximate as these, and computed by nobody.
+    request had left them that reused documents by the same settings: approximate like these, and not recomputed.
     """
 
     num_chunks: int
@@ -290,13 +290,13 @@ class ChunkStats:
 
     ``num_chunks`` contents are stored as ``num_variants``, on ``used_tokens`` of ``capacity_tokens`` in host memory and
     ``used_disk_tokens`` of ``disk_capacity_tokens`` on disk, in whole pages. ``num_requests`` reused
-    ``num_reused_chunks``: ``num_reused_tokens`` as they were stored, ``num_recomputed_tokens`` computed anew, and found
+    ``num_reused_chunks``: ``num_reused_tokens`` as they were stored, ``num_recomputed_tokens`` recomputed, and found
     ``num_prefix_tokens`` as requests before them, with the same settings, had left them on the GPU.
 
     ``num_refused_requests``, speculative ones included, wanted to reuse documents and were answered exactly: with an
     adapter, a cache salt, images, prompt embeddings or prompt logprobs, more documents than a request may have, or a
     quality that was not measured. ``num_mismatched_chunks`` had other tokens than stored, ``num_too_long_chunks`` were
-    longer than the memory, ``num_crowded_out_chunks`` found no free space: they were computed exactly.
+    longer than the memory, ``num_capacity_misses`` found no free space: they were computed exactly.
     ``num_dropped_chunks`` were not written to disk, ``num_corrupt_chunks`` were damaged or gone there,
     ``num_lost_chunks`` given up for it.
     """
@@ -318,9 +318,7 @@ class ChunkStats:
     num_reused_tokens: int = _counter(
         "ragcache_chunk_reused_tokens", "Tokens of these that were taken as they were stored."
     )
-    num_recomputed_tokens: int = _counter(
-        "ragcache_chunk_recomputed_tokens", "Tokens of these that were computed anew."
-    )
+    num_recomputed_tokens: int = _counter("ragcache_chunk_recomputed_tokens", "Tokens of these that were recomputed.")
     num_prefix_tokens: int = _counter(
         "ragcache_chunk_prefix_tokens", "Approximate tokens of earlier requests that were found on the GPU."
     )
@@ -328,7 +326,7 @@ class ChunkStats:
     num_evicted_chunks: int = _counter("ragcache_chunk_evicted", "Of those, the ones that left host memory for others.")
     num_mismatched_chunks: int = _counter("ragcache_chunk_mismatched", "Documents with other tokens than stored.")
     num_too_long_chunks: int = _counter("ragcache_chunk_too_long", "Documents that were longer than the memory.")
-    num_crowded_out_chunks: int = _counter("ragcache_chunk_crowded_out", "Documents for which there was no free space.")
+    num_capacity_misses: int = _counter("ragcache_chunk_crowded_out", "Documents for which there was no free space.")
     num_dropped_chunks: int = _counter("ragcache_chunk_dropped", "Documents that were not written to disk.")
     num_corrupt_chunks: int = _counter(
         "ragcache_chunk_corrupt", "Documents that were damaged or gone on disk; each was a miss."
@@ -344,7 +342,7 @@ class ForgetReceipt:
     behind them, took ``num_blocks`` by tier (``gpu``, ``host``, ``disk``), and ``num_variants`` of it were kept for
     reuse anywhere; ``num_bytes`` are those of both. ``unknown`` are ids that the engine does not know, or no longer.
 
-    ``num_requests`` in the engine still have some of it, which nobody else finds, and which goes when they end;
+    ``num_requests`` in the engine still have some of it, which no other request finds, until they end;
     ``num_left`` blocks are still being copied or overwritten; ``problems`` say what may be left for good, and what to
     do about it. It is complete when there is none of these.
     """
@@ -358,11 +356,11 @@ class ForgetReceipt:
     num_requests: int = 0
     num_left: int = 0
     problems: tuple[str, ...] = ()
-    took_s: float = 0.0
+    duration_s: float = 0.0
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is left of them, and nobody has them any more."""
+        """Whether nothing is left of them in any tier or request."""
         return not (self.num_requests or self.num_left or self.problems)
 
     def plus(self, other: ForgetReceipt) -> ForgetReceipt:
@@ -377,7 +375,7 @@ class ForgetReceipt:
             num_requests=other.num_requests,
             num_left=other.num_left,
             problems=other.problems,
-            took_s=self.took_s + other.took_s,
+            duration_s=self.duration_s + other.duration_s,
         )
 
     def beside(self, other: ForgetReceipt) -> ForgetReceipt:
@@ -390,7 +388,7 @@ class ForgetReceipt:
             num_requests=self.num_requests + other.num_requests,
             num_left=self.num_left + other.num_left,
             problems=tuple(dict.fromkeys(self.problems + other.problems)),
-            took_s=max(self.took_s, other.took_s),
+            duration_s=max(self.duration_s, other.duration_s),
         )
 
     def to_dict(self) -> dict[str, object]:
@@ -437,7 +435,7 @@ class CachedDocument:
 class CacheContents:
     """Documents in the cache, the largest first by what they were sorted by; ``total`` is how many there are.
 
-    ``unknown`` are ids that were asked for and of which nothing is cached.
+    ``unknown`` are requested ids without a cached token.
     """
 
     documents: tuple[CachedDocument, ...] = ()
@@ -488,7 +486,7 @@ class PrefetchReceipt:
 
 @dataclass(frozen=True, slots=True)
 class CollectedFolder:
-    """A folder of chunks that nobody used for ``days``, and whose chunks they were."""
+    """A folder of chunks that no engine used for ``days``, and the owner of these chunks."""
 
     path: str
     num_bytes: int
@@ -501,7 +499,7 @@ class CollectedFolders:
     """Folders that were deleted, or, of a trial, would be."""
 
     folders: tuple[CollectedFolder, ...] = ()
-    is_trial: bool = False
+    dry_run: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -532,8 +530,8 @@ class EngineStats:
 
     ``num_first_tokens`` answers have begun, ``sum_ttft_s`` after the arrival of their requests, added up.
 
-    ``num_unnamed_chats`` is this client's own count: its chats that were left to the server to render, so that nobody
-    knows which of their tokens are a document.
+    ``num_server_rendered_chats`` is this client's own count: the chats that the server rendered. Which of their tokens
+    are a document is unknown.
 
     The rest is RAGCache's own: ``policy`` is the name of its replacement policy (``None``: plain vLLM), ``tiers`` go
     from the fastest to the slowest, ``hottest_documents`` from the most used on. ``num_ignored_metadata`` requests
@@ -543,7 +541,7 @@ class EngineStats:
 
     ``num_reordered_requests`` were served before one that had come earlier, ``max_overtaken`` is how often that
     happened to the same one at most. Of ``num_requests`` that were asked for and admitted, ``num_reordered_prompts``
-    showed their documents in another order than retrieved, and ``num_later_turns`` went on where an earlier request
+    showed their documents in another order than retrieved, and ``num_followup_turns`` went on where an earlier request
     had ended.
     Of ``num_speculative_requests``, which came before anybody asked for them, ``num_confirmed_speculations`` were asked
     for in the end; ``num_speculative_tokens`` of their prompts were computed until then, and ``num_wasted_tokens`` of
@@ -563,7 +561,7 @@ class EngineStats:
     num_first_tokens: int = 0
     sum_ttft_s: float = 0.0
     num_restarts: int = 0
-    num_unnamed_chats: int = 0
+    num_server_rendered_chats: int = 0
     policy: str | None = None
     tiers: tuple[TierStats, ...] = ()
     hottest_documents: tuple[DocumentUse, ...] = ()
@@ -588,7 +586,7 @@ class EngineStats:
     num_reordered_prompts: int = _counter(
         "ragcache_reordered_prompts", "Requests whose documents do not stand as retrieved."
     )
-    num_later_turns: int = _counter(
+    num_followup_turns: int = _counter(
         "ragcache_later_turns", "Requests that begin with an earlier one and its answer: a conversation's next turn."
     )
     num_speculative_requests: int = _counter(
@@ -621,7 +619,7 @@ class EngineStats:
     def since(self, earlier: EngineStats) -> EngineStats:
         """Return what was counted since an earlier reading; what is no counter is as it is now.
 
-        Of a server that began to count anew meanwhile, all that it counted.
+        If the server's counters were reset in between, all that it has counted since.
         """
         spent = {name: getattr(self, name) - getattr(earlier, name) for name in _COUNTED}
         before = {tier.name: tier for tier in earlier.tiers}

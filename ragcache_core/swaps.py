@@ -17,7 +17,7 @@ from ragcache_core.ordering import MAX_PATH_DOCUMENTS, Cached, CachedPaths, DocP
 from ragcache_core.types import DocId, Swap
 
 CANDIDATES_PER_DOCUMENT = 2
-"""So many times the documents that are wanted are searched for, to choose from."""
+"""The number of candidates per requested document that the search returns."""
 _MAX_LOOKUPS = 1_000
 
 

@@ -10,7 +10,7 @@
             "speculation": "3f2a...",              # only if the answer is not asked for yet: see confirm
             "reordered": true,                     # only if the documents stand in another order than retrieved
             "chunk_reuse": {"max_recompute": 0.3}, # or true, false, "store"; only if it is not to be as the engine does
-            "prefill": true,                       # only if nobody asks: the request that begins so follows, and counts
+            "prefill": true,                       # only without an answer: a request with this prefix follows
             "expected_uses": 12,                   # only with "prefill": of its documents, in the next 1,000 requests
         },
     }
@@ -41,7 +41,7 @@ DEFAULTS_HEADER = "x-ragcache-defaults"
 sampling on which it depends where an answer may be cut, the ``most_tokens`` of any answer, and whether those to chats
 are read from the model's tokens by a format that has no second beginning (``is_parsed``)."""
 SESSION_HEADER = "x-session-id"
-"""Alike for requests with the same first document, or the same beginning: vLLM's router and others hash this name."""
+"""Equal for requests with the same first document, or the same beginning: vLLM's router and others hash it."""
 SPECULATION_HEADER = "x-ragcache-speculation"
 """The id of a speculation, on its request, its confirmation and what is asked about it."""
 SPECULATION_ROUTE = re.compile(r"/v1/ragcache/speculations/([^/]+)")
@@ -54,7 +54,7 @@ MAX_DOCUMENTS = 4096
 MAX_DOC_ID_CHARS = 1024
 MAX_SPECULATION_CHARS = 64
 MAX_EXPECTED_USES = 1000
-"""Uses are expected in the next so many requests, of which each is one at the most."""
+"""The number of next requests in which uses are expected; each request is at most one use."""
 ChunkReuseOption = ChunkReuseRequest | Mapping[str, Any] | Literal["store"] | bool | None
 """What a request may say of chunk reuse: yes (with which settings), no, or as the engine does. With ``store`` it is
 answered exactly, and its documents are kept for others to reuse."""
@@ -78,7 +78,7 @@ class RequestMetadata:
     """What a request says of itself.
 
     ``segments`` tile its prompt. ``speculation`` names it while its answer is not asked for yet: it must not delay
-    a request that somebody waits for. ``is_reordered`` says that its documents do not stand as they were retrieved.
+    a request that a client waits for. ``is_reordered`` says that its documents do not stand as they were retrieved.
     ``chunk_reuse`` is ``None`` where it is left to the engine. One that ``is_prefill`` is no request in itself: the one
     that begins with the same tokens follows it, and counts. ``expected_uses`` are those that a prefill ahead of a
     forecast promises of its documents, in the next :data:`MAX_EXPECTED_USES` requests; 0 of all others.
@@ -170,7 +170,7 @@ def _decode(raw: object, num_prompt_tokens: int) -> RequestMetadata:
 
 
 def read_chunk_reuse(option: object) -> ChunkReuseWish:
-    """Return what somebody says of chunk reuse: how, no, ``store``, or nothing. ``True`` is with the engine's settings.
+    """Return a request's chunk reuse option: how, no, ``store``, or nothing. ``True`` means the engine's settings.
 
     Raises:
         ConfigError: it is something else, or holds a setting that does not exist or cannot work.
@@ -199,8 +199,8 @@ def read_expected_uses(metadata: Mapping[str, object]) -> int:
         return 0
     if metadata.get("prefill") is not True:
         raise ConfigError(
-            f"expected_uses is {quoted(metadata['expected_uses'], 40)} of a request that somebody asks: leave it out, "
-            "or say prefill: true where nobody does"
+            f"expected_uses is {quoted(metadata['expected_uses'], 40)} of a request with an answer: leave it out, "
+            "or set prefill: true for a request without one"
         )
     return check_expected_uses(metadata["expected_uses"])
 

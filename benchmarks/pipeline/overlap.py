@@ -40,7 +40,7 @@ _MAX_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class MeasuredRequest:
     """One question: seconds from asking to the first token, of its search, and of the search that was not hidden.
 
     What is hidden is told by the pipeline; the time to the first token is measured at the reader.
@@ -88,7 +88,9 @@ def measure_overlap(plan: Plan) -> Part:
     return Part("2 questions on each side", tuple(figures), details)
 
 
-def _overlap_figures(share: float | None, plain: Sequence[Asked], ours: Sequence[Asked]) -> list[Figure]:
+def _overlap_figures(
+    share: float | None, plain: Sequence[MeasuredRequest], ours: Sequence[MeasuredRequest]
+) -> list[Figure]:
     ttft = fmean(a.ttft_s for a in plain) / fmean(a.ttft_s for a in ours)
     p50, p99 = percentiles_ms([a.ttft_s for a in ours])
     base50, _ = percentiles_ms([a.ttft_s for a in plain])
@@ -110,9 +112,9 @@ def _overlap_figures(share: float | None, plain: Sequence[Asked], ours: Sequence
 
 async def ask_in_turn(
     chains: tuple[SpeculativeRAG, SpeculativeRAG], questions: Sequence[str]
-) -> tuple[list[Asked], list[Asked]]:
+) -> tuple[list[MeasuredRequest], list[MeasuredRequest]]:
     """Ask one question of one chain and the next of the other; the first four warm up."""
-    answers: tuple[list[Asked], list[Asked]] = ([], [])
+    answers: tuple[list[MeasuredRequest], list[MeasuredRequest]] = ([], [])
     for i, question in enumerate(questions):
         side = (i + i // 2) % 2  # who goes first alternates
         asked = await ask(chains[side], question)
@@ -187,7 +189,7 @@ def _capacity(answering: SpeculativeRAG, count: int) -> float:
     return count / (time.perf_counter() - began_s - _UNSETTLED_SEARCH_S)
 
 
-async def _open_loop(answering: SpeculativeRAG, name: str, gaps_s: Sequence[float]) -> list[Asked]:
+async def _open_loop(answering: SpeculativeRAG, name: str, gaps_s: Sequence[float]) -> list[MeasuredRequest]:
     """Ask each question when its time has come, whatever became of those before."""
     tasks = []
     async with asyncio.TaskGroup() as group:
@@ -215,7 +217,7 @@ def chain(
     )
 
 
-async def ask(answering: SpeculativeRAG, question: str) -> Asked:
+async def ask(answering: SpeculativeRAG, question: str) -> MeasuredRequest:
     """Stream one answer, and return its times."""
     began_s = time.perf_counter()
     first_s: float | None = None
@@ -227,4 +229,4 @@ async def ask(answering: SpeculativeRAG, question: str) -> Asked:
         text += str(chunk.content)
         report = (chunk.response_metadata.get("ragcache") or {}).get("pipeline") or report
     assert first_s is not None, f"no token came for {question!r}"
-    return Asked(first_s, float(report["search_s"]), float(report["unhidden_search_s"]), text)
+    return MeasuredRequest(first_s, float(report["search_s"]), float(report["unhidden_search_s"]), text)

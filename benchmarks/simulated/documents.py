@@ -182,7 +182,7 @@ class DocumentCache:
                 return False
             if tier is not Tier.DISK:
                 self._move_down(node, Tier(tier + 1))
-            self._tree.give_up(node, tier)
+            self._tree.evict_node(node, tier)
             self._num_tokens[tier] -= node.num_tokens
             if self._tier_of(node) is None:
                 self._note(node, is_cached=False)

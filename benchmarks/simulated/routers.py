@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from ragcache_core.ordering import DocPath
-from ragcache_core.routing.choice import KnownReplica, choose_replica, home_of, with_room
-from ragcache_core.routing.load import AskedPrompt
+from ragcache_core.routing.choice import ReplicaState, below_load_limit, choose_replica, rendezvous_replica
+from ragcache_core.routing.load import PromptInfo
 from ragcache_core.sim.engine import SimulatedCache
 from ragcache_core.sim.fleet import Router
 from ragcache_core.sim.options import SimulationOptions
@@ -30,10 +30,10 @@ class VllmRouter:
     """
 
     def __init__(self) -> None:
-        self._last: dict[DocPath, KnownReplica] = {}
+        self._last: dict[DocPath, ReplicaState] = {}
         self._num_sent = Counter[str]()
 
-    def choose(self, replicas: Sequence[KnownReplica], prompt: AskedPrompt) -> KnownReplica:
+    def choose(self, replicas: Sequence[ReplicaState], prompt: PromptInfo) -> ReplicaState:
         """Return the replica that gets a request, and remember it."""
         chosen = min(replicas, key=lambda replica: (replica.load.num_running, self._num_sent[replica.name]))
         most, least = max(replica.load.num_running for replica in replicas), chosen.load.num_running
@@ -54,7 +54,7 @@ class PowerOfTwo:
     def __init__(self, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
 
-    def choose(self, replicas: Sequence[KnownReplica]) -> KnownReplica:
+    def choose(self, replicas: Sequence[ReplicaState]) -> ReplicaState:
         """Return the replica that gets a request."""
         drawn = self._rng.choice(len(replicas), min(2, len(replicas)), replace=False)
         return min((replicas[int(i)] for i in drawn), key=lambda replica: replica.load.num_running)
@@ -71,16 +71,16 @@ class OtherRouter(Router):
         self._power_of_two = PowerOfTwo(options.seed)
         self._vllm_router = VllmRouter()
 
-    def choose(self, prompt: AskedPrompt) -> KnownReplica:
+    def choose(self, prompt: PromptInfo) -> ReplicaState:
         match self._options.routing:
             case "power-of-two":
                 return self._power_of_two.choose(self.replicas)
             case "vllm-router":
                 return self._vllm_router.choose(self.replicas, prompt)
             case "hash":
-                return home_of(self.replicas, prompt.key)
+                return rendezvous_replica(self.replicas, prompt.key)
             case "bounded":
-                return home_of(with_room(self.replicas), prompt.key)
+                return rendezvous_replica(below_load_limit(self.replicas), prompt.key)
             case "mirror":
                 return choose_replica(self._index, self.replicas, prompt)
             case _:

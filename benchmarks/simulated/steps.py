@@ -151,9 +151,9 @@ class SteppedCache(BlockCache):
     def preempt(self, run: Run) -> None:
         """Take a request's blocks away; it waits again, and hits what is left of them when it begins again."""
         self._free(run)
-        self._again[run] = max(self.num_again(run), run.num_answered)
+        self._again[run] = max(self.num_recomputed(run), run.num_answered)
 
-    def num_again(self, run: Run) -> int:
+    def num_recomputed(self, run: Run) -> int:
         """Return the tokens of its answer that were on the GPU when a request was preempted."""
         return self._again.get(run, 0)
 
@@ -164,7 +164,7 @@ class SteppedCache(BlockCache):
 
     def _num_missing(self, run: Run) -> int:
         """Return how many blocks a request does not have yet for its prompt, and what it had answered before."""
-        num_tokens = run.prompt.num_prompt_tokens + self.num_again(run)
+        num_tokens = run.prompt.num_prompt_tokens + self.num_recomputed(run)
         return max(-(-num_tokens // self.block_size) - run.held.num_blocks, 0)
 
     def _store(self, run: Run, keys: Sequence[int]) -> None:
@@ -338,7 +338,7 @@ class StepEngine:
         self.cache.compute(run, num_tokens)
         if not run.num_left:
             self._num_to_store += len(run.stored) * self.cache.block_size
-            for _ in range(self.cache.num_again(run)):  # it was preempted: what it had answered is computed again
+            for _ in range(self.cache.num_recomputed(run)):  # it was preempted: what it had answered is computed again
                 if self.cache.num_missing_blocks(run, 1) > 0:
                     break  # the rest of it token by token
                 self.cache.answer(run)

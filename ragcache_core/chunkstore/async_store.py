@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 READ_TIMEOUT_S = 20.0
 _WRITE_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 30.0
-_LOOKS_EVERY_S = 10.0
+_HEALTH_CHECK_INTERVAL_S = 10.0
 REST_S = 5.0
 _LONGEST_REST_S = 60.0
 _KEPT_OF_RATE = 0.9
@@ -221,7 +221,7 @@ class AsyncStore:
         self._num_open: Counter[_Kind] = Counter()
         self._is_done = threading.Condition()
         self._rate = ReadRate()
-        self._why_down: str | None = None
+        self._failure: str | None = None
         self.writes = Breaker(f"Writing to {what}", "What is there is still read, and new KV is not kept there")
         self._is_closing = False
         name = self._store.path.name[:8]
@@ -276,13 +276,13 @@ class AsyncStore:
             self.take_down(f"a read takes longer than {READ_TIMEOUT_S:g} s")
         if changing_since_s is not None and changing_since_s < now_s - _WRITE_TIMEOUT_S:
             self.take_down(f"a write takes longer than {_WRITE_TIMEOUT_S:g} s")
-        return self._why_down
+        return self._failure
 
     def take_down(self, why: str) -> None:
         """Take the store out of service, and log it at once."""
         with self._is_done:
-            is_first = self._why_down is None
-            self._why_down = self._why_down or why
+            is_first = self._failure is None
+            self._failure = self._failure or why
         if is_first:
             _log.error("%s is out of service until the next start: %s", self._what, why)
 
@@ -348,8 +348,8 @@ class AsyncStore:
 
     def _make(self, change: _Change) -> Exception | None:
         """Make a change, and return what went wrong."""
-        if self._why_down is not None and not change.is_forced:
-            return CacheTierError(self._why_down)
+        if self._failure is not None and not change.is_forced:
+            return CacheTierError(self._failure)
         if change.is_write and self.writes.is_resting:
             return CacheTierError(f"{self._what} could not be written to lately, and is tried again later")
         try:
@@ -369,9 +369,9 @@ class AsyncStore:
 
     def _next_change(self) -> _Change | None:
         """Wait for something to change; meanwhile look now and then whether the store is still there."""
-        while self._why_down is None:
+        while self._failure is None:
             try:
-                return self._changes.get(timeout=_LOOKS_EVERY_S)
+                return self._changes.get(timeout=_HEALTH_CHECK_INTERVAL_S)
             except queue.Empty:
                 pass
             try:
@@ -384,7 +384,7 @@ class AsyncStore:
         scratch = Scratch()
         while (job := self._reads.get()) is not None:
             transfer, fetch = job
-            if self._why_down is None and not self._is_closing and not transfer.is_abandoned:
+            if self._failure is None and not self._is_closing and not transfer.is_abandoned:
                 self._fetch(transfer, fetch, scratch)
             self._end("reads")
 

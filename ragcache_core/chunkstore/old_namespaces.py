@@ -49,12 +49,12 @@ _DELETED_LAST = (IDENTITY_NAME, LOCK_NAME, MARKER_NAME)
 _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def delete_old(folder: Path, identity: Identity, *, wanted_bytes: int, kin: Collection[str]) -> None:
+def delete_old(folder: Path, identity: Identity, *, wanted_bytes: int, match_keys: Collection[str]) -> None:
     """Delete namespaces beside ``folder``, which is ours, that no engine has open; the directory's lock must be held.
 
     All namespaces that were not used for 30 days are deleted. Of the others, the longest unused are deleted until ours
     can have ``wanted_bytes`` of the file system, and only those that agree with ``identity`` in all entries that
-    ``kin`` names. A namespace of a newer RAGCache stays. Namespaces from before there were markers get one.
+    ``match_keys`` names. A namespace of a newer RAGCache stays. Namespaces from before there were markers get one.
     """
     now_s = time.time()
     others = sorted(
@@ -64,7 +64,7 @@ def delete_old(folder: Path, identity: Identity, *, wanted_bytes: int, kin: Coll
         why = None
         if (days := (now_s - old.used_s) / _DAY_S) > _KEPT_DAYS:
             why = f"it was not used for {days:.0f} days"
-        elif _is_kin(old.identity, identity, kin) and _room_for(folder) < wanted_bytes:
+        elif _is_same_model(old.identity, identity, match_keys) and _room_for(folder) < wanted_bytes:
             why = f"its space is needed for capacity_bytes, {wanted_bytes:,}, of {folder}"
         if why is not None and _try_to_delete(old, why):
             continue
@@ -73,10 +73,10 @@ def delete_old(folder: Path, identity: Identity, *, wanted_bytes: int, kin: Coll
                 mark(old.path)
 
 
-def delete_unused(directory: str | os.PathLike[str], *, unused_s: float, is_trial: bool = False) -> CollectedFolders:
+def delete_unused(directory: str | os.PathLike[str], *, unused_s: float, dry_run: bool = False) -> CollectedFolders:
     """Delete the namespaces in a directory, and in its engines' and workers' own, that no engine has open.
 
-    Only those that were not used for ``unused_s`` seconds; a clock that was set back makes none old. With ``is_trial``
+    Only those that were not used for ``unused_s`` seconds; a clock that was set back makes none old. With ``dry_run``
     they are only named, and nothing on the disk changes. A namespace of a newer RAGCache stays.
 
     Raises:
@@ -94,12 +94,12 @@ def delete_unused(directory: str | os.PathLike[str], *, unused_s: float, is_tria
     for place in _places(Path(directory)):
         if all(unused_days(namespace) is None for namespace in list_namespaces(place)):
             continue  # nor is a lock made there
-        with nullcontext() if is_trial else changing(place):
+        with nullcontext() if dry_run else changing(place):
             for old in list_namespaces(place):
                 days = unused_days(old)
-                if days is not None and _try_to_delete(old, f"it was not used for {days:.1f} days", is_trial=is_trial):
+                if days is not None and _try_to_delete(old, f"it was not used for {days:.1f} days", dry_run=dry_run):
                     found.append(CollectedFolder(str(old.path), old.num_bytes, days, names_of(old.identity)))
-    return CollectedFolders(tuple(found), is_trial)
+    return CollectedFolders(tuple(found), dry_run)
 
 
 def delete_plaintext(folder: Path) -> None:
@@ -167,8 +167,8 @@ def _is_plaintext(folder: Path) -> bool:
         return False
 
 
-def _is_kin(old: Identity, identity: Identity, kin: Collection[str]) -> bool:
-    return bool(kin) and all(old.get(name) == identity.get(name) for name in kin)
+def _is_same_model(old: Identity, identity: Identity, match_keys: Collection[str]) -> bool:
+    return bool(match_keys) and all(old.get(name) == identity.get(name) for name in match_keys)
 
 
 def _room_for(folder: Path) -> int:
@@ -177,16 +177,16 @@ def _room_for(folder: Path) -> int:
     return file_system.f_bavail * file_system.f_frsize + num_bytes
 
 
-def _try_to_delete(old: Namespace, why: str, *, is_trial: bool = False) -> bool:
+def _try_to_delete(old: Namespace, why: str, *, dry_run: bool = False) -> bool:
     """Return whether a namespace was deleted, or would be; why it cannot be is logged."""
     try:
-        return _delete(old, why, is_trial=is_trial)
+        return _delete(old, why, dry_run=dry_run)
     except OSError as error:
         _log.warning("%s, an old cache, cannot be deleted: %s", old.path, error)
         return False
 
 
-def _delete(old: Namespace, why: str, *, is_trial: bool = False) -> bool:
+def _delete(old: Namespace, why: str, *, dry_run: bool = False) -> bool:
     """Delete a namespace's files, and its folder if nothing else is in it, unless an engine has it open.
 
     Return whether it was deleted, or would be. What a failure leaves is still a namespace.
@@ -196,8 +196,8 @@ def _delete(old: Namespace, why: str, *, is_trial: bool = False) -> bool:
     """
     descriptor = os.open(old.path, _OPEN_FOLDER)
     try:
-        with _held(descriptor, is_trial=is_trial) as is_unused:
-            if not is_unused or is_trial:
+        with _held(descriptor, dry_run=dry_run) as is_unused:
+            if not is_unused or dry_run:
                 return is_unused
             if not is_ours(old.path):  # another program has changed it since it was listed
                 return False
@@ -218,12 +218,12 @@ def _delete(old: Namespace, why: str, *, is_trial: bool = False) -> bool:
 
 
 @contextmanager
-def _held(folder: int, *, is_trial: bool) -> Iterator[bool]:
+def _held(folder: int, *, dry_run: bool) -> Iterator[bool]:
     """Hold the lock of the namespace that is open as ``folder``; yield whether no engine has it.
 
     A trial holds it for reading: that writes nothing, not even the time of a file.
     """
-    access, kind = (os.O_RDONLY, fcntl.LOCK_SH) if is_trial else (os.O_RDWR, fcntl.LOCK_EX)
+    access, kind = (os.O_RDONLY, fcntl.LOCK_SH) if dry_run else (os.O_RDWR, fcntl.LOCK_EX)
     try:
         lock = os.open(LOCK_NAME, access | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     except FileNotFoundError:  # an engine that enters holds the directory's lock until it has made this one

@@ -41,7 +41,7 @@ KEY_BYTES = 32
 _ID_BYTES, _NONCE_BYTES, _TAG_BYTES = 4, 12, 16
 _SEAL_BYTES = _ID_BYTES + _NONCE_BYTES + _TAG_BYTES
 _SEALS_AT_ONCE = 512  # half of what the system takes in one call
-_CURE = "give a line of 32 random bytes in base64, as openssl rand -base64 32 writes it, the key in use first"
+_HINT = "give a line of 32 random bytes in base64, as openssl rand -base64 32 writes it, the key in use first"
 
 
 @dataclass(frozen=True, slots=False, repr=False)
@@ -65,12 +65,12 @@ class Keys:
             try:
                 secret = base64.b64decode(line, validate=True)
             except (binascii.Error, ValueError):
-                raise ConfigError(f"line {number} of {source} is no base64: {_CURE}") from None
+                raise ConfigError(f"line {number} of {source} is no base64: {_HINT}") from None
             if len(secret) != KEY_BYTES:
-                raise ConfigError(f"line {number} of {source} is a key of {len(secret)} bytes: {_CURE}")
+                raise ConfigError(f"line {number} of {source} is a key of {len(secret)} bytes: {_HINT}")
             found.append(secret)
         if not found:
-            raise ConfigError(f"{source} holds no key: {_CURE}")
+            raise ConfigError(f"{source} holds no key: {_HINT}")
         return cls(tuple(dict.fromkeys(found)))
 
     @cached_property
@@ -140,9 +140,9 @@ def load_keys(path: Path | None) -> Keys | None:
             check_not_exposed(path)
         text = os.environ.get(KEY_ENV) if path is None else path.read_text(encoding="ascii")
     except OSError as error:
-        raise ConfigError(f"disk_key_file {path} cannot be read ({error.strerror}): {_CURE}") from error
+        raise ConfigError(f"disk_key_file {path} cannot be read ({error.strerror}): {_HINT}") from error
     except UnicodeDecodeError:
-        raise ConfigError(f"disk_key_file {path} is no text: {_CURE}") from None
+        raise ConfigError(f"disk_key_file {path} is no text: {_HINT}") from None
     if text is None:
         return None
     if find_spec("cryptography") is None:

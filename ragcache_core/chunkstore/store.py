@@ -79,7 +79,7 @@ class ChunkStore:
         chunk_bytes: int,
         capacity_bytes: int,
         direct: bool | None = None,
-        kin: Collection[str] = (),
+        match_keys: Collection[str] = (),
         keys: Keys | None = None,
     ) -> None:
         """Open the store of ``identity`` in a cache directory, or make it. Damage there is a warning, and it is empty.
@@ -119,7 +119,7 @@ class ChunkStore:
             with changing(directory):
                 opened.callback(enter(self.path).release)
                 if isinstance(capacity_bytes, int):  # else it is refused below
-                    delete_old(self.path, identity, wanted_bytes=capacity_bytes, kin=kin)
+                    delete_old(self.path, identity, wanted_bytes=capacity_bytes, match_keys=match_keys)
                 if keys is not None:
                     delete_plaintext(self.path)
             try:
@@ -262,8 +262,8 @@ class ChunkStore:
                 raise write_error(path, error) from error
             if not is_here:
                 raise CacheWriteError(
-                    f"{path} was deleted, moved or replaced while the engine ran, so that nothing that is written "
-                    "there is found again: start the engine again, which makes it anew"
+                    f"{path} was deleted, moved or replaced while the engine ran, so new writes would be lost: "
+                    "restart the engine, which creates the directory again"
                 )
 
     def write_many(self, writes: Sequence[ChunkWrite]) -> list[bytes]:

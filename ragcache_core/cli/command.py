@@ -1,4 +1,4 @@
-"""What every command does alike: ``--json``, ``--debug``, examples in its help, one line per error, exit status."""
+"""The base of every command: ``--json``, ``--debug``, examples in its help, one line per error, exit status."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import click
 
-from ragcache_core.cli.cures import as_typed
+from ragcache_core.cli.cli_wording import to_cli_wording
 from ragcache_core.errors import RAGCacheError
 
 EXIT_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 130, 143
@@ -111,7 +111,7 @@ def _keep_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> Non
 
 def report(error: Exception, *, as_json: bool) -> None:
     """Print an error: one line, and what a server's log says below it."""
-    message = as_typed(str(error))
+    message = to_cli_wording(str(error))
     if not isinstance(error, (RAGCacheError, OSError)):
         message = f"unexpected {type(error).__name__}: {message} (--debug shows where)"
     first, *log_tail = message.strip().split("\n")
@@ -126,7 +126,7 @@ class _TypedWarnings(logging.Handler):
     """Shows a warning as one line on standard error, with its cures as they are typed."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        click.echo(f"ragcache: warning: {as_typed(record.getMessage())}", err=True)
+        click.echo(f"ragcache: warning: {to_cli_wording(record.getMessage())}", err=True)
 
 
 @contextmanager

@@ -34,8 +34,8 @@ class Conversation:
     def prompt(self, engine: Engine, documents: Sequence[Document], question: str, max_tokens: int | None) -> Prompt:
         """Return the prompt for ``question``, with room for ``max_tokens`` or, behind other questions, the default.
 
-        Where the context window is too short, the earlier half of the conversation is forgotten: the next prompts can
-        begin alike again.
+        Where the context window is too short, the earlier half of the conversation is dropped, so that the next prompts
+        share a prefix again.
 
         Raises:
             PromptError: the question is empty. PromptTooLongError: it does not fit alone.

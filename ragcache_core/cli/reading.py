@@ -19,7 +19,7 @@ _DOC_ID_CHARS = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class TerminalSize:
     """How many characters and lines a terminal has: what does not fit is left out, and bars are drawn where they do."""
 
     width: int
@@ -38,11 +38,11 @@ class Room:
         return self.height >= 30
 
 
-TEXT = Room(80, 0)
+TEXT = TerminalSize(80, 0)
 """Of a file or a pipe: no bars, and no empty lines but between readings."""
 
 
-def reading_view(model: str, address: str, now: datetime, reading: EngineStats, room: Room) -> RenderableType:
+def reading_view(model: str, address: str, now: datetime, reading: EngineStats, room: TerminalSize) -> RenderableType:
     """Return the counters, a table of the tiers, and the hottest documents."""
     from rich.console import Group
 
@@ -59,7 +59,7 @@ def reading_view(model: str, address: str, now: datetime, reading: EngineStats, 
 
 
 def watched_view(
-    model: str, address: str, now: datetime, reading: EngineStats, last: Interval | None, room: Room
+    model: str, address: str, now: datetime, reading: EngineStats, last: Interval | None, room: TerminalSize
 ) -> RenderableType:
     """Return a reading beside what was counted since the one before: what matters most fits 64 x 16 characters."""
     from rich.console import Group
@@ -82,7 +82,7 @@ def watched_view(
     return Group(*parts)
 
 
-def _watched_tiers(reading: EngineStats, last: Interval | None, room: Room) -> RenderableType:
+def _watched_tiers(reading: EngineStats, last: Interval | None, room: TerminalSize) -> RenderableType:
     counted = {} if last is None else {tier.name: tier for tier in last.counted.tiers}
     rows: list[list[RenderableType]] = []
     for tier in reading.tiers:
@@ -180,13 +180,13 @@ def _cache_counters(reading: EngineStats) -> Iterator[tuple[str, str]]:
         yield "queue", f"{reading.num_reordered_requests:,} requests served early, {overtaken}"
         changed = f"changed in {reading.num_reordered_prompts:,} of {reading.num_requests:,} prompts"
         yield "document order", f"{changed} ({reading.reordered_share:.1%})"
-        yield "conversations", f"{reading.num_later_turns:,} of {reading.num_requests:,} prompts go on in one"
+        yield "conversations", f"{reading.num_followup_turns:,} of {reading.num_requests:,} prompts go on in one"
         confirmed = f"{reading.num_confirmed_speculations:,} of {reading.num_speculative_requests:,} requests confirmed"
         wasted = f"{reading.num_wasted_tokens:,} of {reading.num_speculative_tokens:,} tokens wasted"
         yield "speculation", f"{confirmed}, {wasted}"
     if (chunks := reading.chunks) is not None:
         reused = f"{chunks.num_reused_chunks:,} chunks of {chunks.num_requests:,} requests"
-        tokens = f"{chunks.num_reused_tokens:,} tokens reused, {chunks.num_recomputed_tokens:,} computed anew"
+        tokens = f"{chunks.num_reused_tokens:,} tokens reused, {chunks.num_recomputed_tokens:,} recomputed"
         tokens += f", {chunks.num_prefix_tokens:,} in approximate prefixes"
         yield "chunk reuse", f"{reused}: {tokens}; {chunks.num_refused_requests:,} requests refused"
         stored = f"{chunks.num_chunks:,} chunks, {chunks.num_variants:,} variants"
@@ -197,12 +197,12 @@ def _cache_counters(reading: EngineStats) -> Iterator[tuple[str, str]]:
         )
         yield "stored chunks", f"{stored}; {host}, {disk}{switched_off}"
         unusable = f"{chunks.num_mismatched_chunks:,} mismatched, {chunks.num_too_long_chunks:,} too long"
-        gone = f"{chunks.num_crowded_out_chunks:,} crowded out, {chunks.num_evicted_chunks:,} evicted"
+        gone = f"{chunks.num_capacity_misses:,} crowded out, {chunks.num_evicted_chunks:,} evicted"
         damaged = f"{chunks.num_corrupt_chunks:,} corrupt, {chunks.num_lost_chunks:,} lost"
         yield "unused chunks", f"{unusable}, {gone}, {damaged}, {chunks.num_dropped_chunks:,} dropped"
 
 
-def _tiers(reading: EngineStats, room: Room) -> RenderableType:
+def _tiers(reading: EngineStats, room: TerminalSize) -> RenderableType:
     rows = (
         (
             tier.name,

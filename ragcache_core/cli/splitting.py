@@ -78,7 +78,7 @@ def choose_splitting(store: Path, asked: dict[str, Any]) -> tuple[Splitting, Chu
     counted, sha256 = _token_counter(name)
     if former is not None and former.tokenizer_sha256 != sha256:
         raise ConfigError(
-            f"{store} is split by the tokens of {former.tokenizer} as it was then, which {name} does not count alike: "
+            f"{store} is split by the tokens of {former.tokenizer} as it was then, and {name} counts differently: "
             "name that one with --tokenizer, or choose another --store"
         )
     place = str(folder.absolute()) if (folder := Path(name)).is_dir() else name

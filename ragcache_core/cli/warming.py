@@ -309,8 +309,8 @@ def receipt_line(receipt: WarmingReceipt, plan: Plan) -> str:
     left_out = f", {receipt.num_left_out:,} left out that do not fit the context window" * bool(receipt.num_left_out)
     return (
         f"warmed {receipt.num_warmed:,} paths ({receipt.num_tokens:,} tokens, "
-        f"{size_text(receipt.num_tokens * plan.bytes_per_token)}) in {receipt.took_s:.1f} s, {receipt.num_cached:,} "
-        f"were cached already{left_out}"
+        f"{size_text(receipt.num_tokens * plan.bytes_per_token)}) in {receipt.duration_s:.1f} s, "
+        f"{receipt.num_cached:,} were cached already{left_out}"
     )
 
 

@@ -169,16 +169,16 @@ class CacheRoutes:
         """Do :meth:`prefetch` without blocking the event loop."""
         return await self._api.aask(_about("prefetch", doc_ids, PrefetchReceipt))
 
-    def gc(self, *, unused_days: float = 7, is_trial: bool = False) -> CollectedFolders:
+    def gc(self, *, unused_days: float = 7, dry_run: bool = False) -> CollectedFolders:
         """Delete the folders in the engine's directory that no engine has open, nor had for that many days.
 
-        They are of other models, weights and releases. With ``is_trial`` they are only named.
+        They are of other models, weights and releases. With ``dry_run`` they are only named.
         """
-        return self._api.ask(_collecting(unused_days, is_trial=is_trial))
+        return self._api.ask(_collecting(unused_days, dry_run=dry_run))
 
-    async def agc(self, *, unused_days: float = 7, is_trial: bool = False) -> CollectedFolders:
+    async def agc(self, *, unused_days: float = 7, dry_run: bool = False) -> CollectedFolders:
         """Do :meth:`gc` without blocking the event loop."""
-        return await self._api.aask(_collecting(unused_days, is_trial=is_trial))
+        return await self._api.aask(_collecting(unused_days, dry_run=dry_run))
 
     def purge(self, *, wait_s: float = _WAIT_S) -> ForgetReceipt:
         """Remove everything from every tier, as ``engine.forget`` does with documents.
@@ -206,8 +206,8 @@ def _about(what: str, doc_ids: Iterable[DocId], kind: type[_Answer]) -> Call[_An
     return _posting(f"documents/{what}", {"ids": ids}, partial(_read, kind))
 
 
-def _collecting(unused_days: float, *, is_trial: bool) -> Call[CollectedFolders]:
-    body = {"unused_days": unused_days, "is_trial": is_trial}
+def _collecting(unused_days: float, *, dry_run: bool) -> Call[CollectedFolders]:
+    body = {"unused_days": unused_days, "dry_run": dry_run}
     return _posting("cache/gc", body, partial(_read, CollectedFolders))
 
 

@@ -17,7 +17,7 @@ import httpx
 from ragcache_core.client.engine_client import EngineClient, FindTokenizer
 from ragcache_core.client.http.affinity import ProxyAffinity
 from ragcache_core.client.http.attempt import AUTO, FirstTokenTimeout, Health, RetryPolicy, check_seconds
-from ragcache_core.client.http.joined_server import HANG_TIMEOUT_S, RESTART_TIMEOUT_S, JoinedServer
+from ragcache_core.client.http.remote_server import HANG_TIMEOUT_S, RESTART_TIMEOUT_S, RemoteServerMonitor
 from ragcache_core.client.http.resume import ResumeStreams
 from ragcache_core.client.launch.launch import LaunchedServer, launch_server
 from ragcache_core.client.launch.process import GRACE_S
@@ -62,7 +62,7 @@ class Engine(EngineClient):
         base_url: str,
         api_key: str,
         *,
-        watch: Supervisor | JoinedServer,
+        watch: Supervisor | RemoteServerMonitor,
         policy: RetryPolicy,
         find_tokenizer: FindTokenizer | None,
         log_path: Path | None = None,
@@ -71,14 +71,14 @@ class Engine(EngineClient):
 
         Without ``find_tokenizer`` there is none. :meth:`close` ends the ``watch``.
         """
-        is_behind_proxy = isinstance(watch, JoinedServer)  # perhaps
+        is_behind_proxy = isinstance(watch, RemoteServerMonitor)  # perhaps
         super().__init__(base_url, api_key, watch, policy, replicas=ProxyAffinity() if is_behind_proxy else None)
         self.log_path = log_path
         self._server = watch
         self._closing = threading.Lock()
         atexit.register(self.close, 5.0)
         try:
-            self._shake_hands(find_tokenizer)
+            self._handshake(find_tokenizer)
         except BaseException:
             self.close()
             raise
@@ -261,7 +261,7 @@ class Engine(EngineClient):
             ) from error
         find_tokenizer = None if tokenizer is False else partial(_tokenizer_of, tokenizer)
         health_url = f"{base_url.removesuffix('/v1')}/health"
-        watch = JoinedServer(health_url, retry_timeout_s=restart_timeout_s, hang_timeout_s=hang_timeout_s)
+        watch = RemoteServerMonitor(health_url, retry_timeout_s=restart_timeout_s, hang_timeout_s=hang_timeout_s)
         return cls(base_url, api_key or "none", watch=watch, policy=policy, find_tokenizer=find_tokenizer)
 
     @classmethod
@@ -283,7 +283,7 @@ class Engine(EngineClient):
             EngineDiedError: it died, and is not started again any more.
         """
         if self._server.health() is Health.GONE:
-            raise EngineDiedError(self._server.why_gone())
+            raise EngineDiedError(self._server.exit_reason())
         return self._server.run - 1
 
     def drain(self, timeout_s: float) -> bool:

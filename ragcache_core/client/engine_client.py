@@ -106,7 +106,7 @@ class EngineClient(Handle, ABC):
         replicas: Replicas | None = None,
         cached_prefixes: KnownPrefixes | None = None,
     ) -> None:
-        """Make the clients, and ask nothing yet: :meth:`_shake_hands` does. ``watch`` knows how the server is.
+        """Make the clients, and ask nothing yet: :meth:`_handshake` does. ``watch`` knows how the server is.
 
         A fleet's ``replicas`` get the requests to ``base_url``, which is nowhere, and ``cached_prefixes`` are theirs.
         """
@@ -151,7 +151,7 @@ class EngineClient(Handle, ABC):
 
         return AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, http_client=self._http_async, max_retries=0)
 
-    def _shake_hands(self, find_tokenizer: FindTokenizer | None) -> None:
+    def _handshake(self, find_tokenizer: FindTokenizer | None) -> None:
         """Ask the server about itself; ``None`` does without a tokenizer, and imports nothing for prompts yet."""
         server = self._api
         card = server.model_card()
@@ -593,4 +593,4 @@ class EngineClient(Handle, ABC):
 
     def _read(self, page: str) -> EngineStats:
         counted = parse_metrics(page, num_restarts=self._watch.run - 1)
-        return replace(counted, num_unnamed_chats=self.integration.prompts.num_unnamed_chats)
+        return replace(counted, num_server_rendered_chats=self.integration.prompts.num_server_rendered_chats)

@@ -123,7 +123,7 @@ def read_facts(engine: Engine) -> EngineFacts:
     if load.num_running + load.num_waiting:
         raise EngineError(
             f"the engine at {engine.base_url} is busy with {load.num_running + load.num_waiting} requests, which would "
-            "be measured as well: profile it while it serves nobody"
+            "be measured as well: profile an idle engine"
         )
     api = _api_of(engine)
     text = {"model": engine.model, "prompt": _ORDINARY_TEXT, "add_special_tokens": False}
@@ -218,8 +218,8 @@ def _time_behind(ask: Ask, prefix: list[int], num_new_tokens: int, fresh: Callab
         if prefix:
             ask(prefix)  # something else has pushed it out
     raise EngineError(
-        f"{len(prefix)} tokens were put into the cache, and the engine found {reported} of them: profile it while it "
-        "serves nobody else, with prefix caching on and --enable-prompt-tokens-details"
+        f"{len(prefix)} tokens were put into the cache, and the engine hit {reported} of them: profile an "
+        "otherwise idle engine, with prefix caching on and --enable-prompt-tokens-details"
     )
 
 

@@ -150,11 +150,11 @@ class SpeculationTrace:
     Its methods may be called by any thread, and at most one of them ends it.
     """
 
-    def __init__(self, made_by: Tracer, *, has_documents: bool, is_claimable: bool) -> None:
+    def __init__(self, made_by: Tracer, *, has_documents: bool, can_be_adopted: bool) -> None:
         from opentelemetry.trace import SpanKind
 
         attributes = {
-            "ragcache.speculation.kind": "answer" if is_claimable else "prefill",
+            "ragcache.speculation.kind": "answer" if can_be_adopted else "prefill",
             "ragcache.speculation.has_documents": has_documents,
         }
         self.began_ns = time.time_ns()
@@ -166,10 +166,10 @@ class SpeculationTrace:
         self._done_ns: int | None = None
 
     @classmethod
-    def begin(cls, *, has_documents: bool, is_claimable: bool) -> SpeculationTrace | None:
+    def begin(cls, *, has_documents: bool, can_be_adopted: bool) -> SpeculationTrace | None:
         """Return the trace of what is sent now, a part of the current span; ``None`` where nothing is traced."""
         made_by = tracer()
-        return None if made_by is None else cls(made_by, has_documents=has_documents, is_claimable=is_claimable)
+        return None if made_by is None else cls(made_by, has_documents=has_documents, can_be_adopted=can_be_adopted)
 
     def inject(self, request: httpx.Request) -> None:
         """Let the server join the trace."""

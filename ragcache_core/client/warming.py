@@ -33,14 +33,14 @@ class WarmingReceipt:
         num_cached: paths that were there already; what lay on disk alone of them is being read into host memory.
         num_left_out: paths that are too long for the context window, or too short to be worth a request.
         num_tokens: of KV that was prefilled: of each path those of its last document.
-        took_s: seconds.
+        duration_s: seconds.
     """
 
     num_warmed: int = 0
     num_cached: int = 0
     num_left_out: int = 0
     num_tokens: int = 0
-    took_s: float = 0.0
+    duration_s: float = 0.0
 
     @property
     def num_done(self) -> int:
@@ -112,7 +112,7 @@ class WarmingClient:
                         receipt = replace(receipt, num_warmed=receipt.num_warmed + 1, num_tokens=num_tokens)
                 except PromptTooLongError:
                     receipt = replace(receipt, num_left_out=receipt.num_left_out + 1)
-            receipt = replace(receipt, took_s=time.monotonic() - began_s)
+            receipt = replace(receipt, duration_s=time.monotonic() - began_s)
             on_path(receipt)
         return receipt
 

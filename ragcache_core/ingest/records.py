@@ -11,7 +11,7 @@ from ragcache_core.errors import DocumentError, EmptyDocumentError, UndecodableD
 from ragcache_core.types import DocId
 
 _BOM = b"\xef\xbb\xbf"
-_CURE = "save it as text in UTF-8"
+_HINT = "save it as text in UTF-8"
 _HEADING = re.compile(r" {0,3}#{1,6}[ \t]+(.+)")
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
 _MAX_TITLE_CHARS = 200  # each chunk carries it
@@ -48,14 +48,14 @@ def decode(content: bytes, name: str) -> str:
     body = content.removeprefix(_BOM)
     num_skipped = len(content) - len(body)
     if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise UndecodableDocumentError(f"file {name!r} is UTF-16: {_CURE}")
+        raise UndecodableDocumentError(f"file {name!r} is UTF-16: {_HINT}")
     if (nul := body.find(0)) >= 0:
-        raise UndecodableDocumentError(f"file {name!r} is binary (byte 0x00 at offset {nul + num_skipped}): {_CURE}")
+        raise UndecodableDocumentError(f"file {name!r} is binary (byte 0x00 at offset {nul + num_skipped}): {_HINT}")
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
         at = f"byte 0x{body[error.start]:02x} at offset {error.start + num_skipped}"
-        raise UndecodableDocumentError(f"file {name!r} is not UTF-8 ({at}): {_CURE}") from error
+        raise UndecodableDocumentError(f"file {name!r} is not UTF-8 ({at}): {_HINT}") from error
     check_text(text, f"file {name!r}")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
@@ -69,7 +69,7 @@ def check_text(text: str, what: str) -> None:
     if not text.strip():
         raise EmptyDocumentError(f"{what} holds {len(text)} characters, none of them text: write something into it")
     if "\0" in text or not is_unicode(text):
-        raise UndecodableDocumentError(f"{what} holds NUL or half a surrogate pair, which is not text: {_CURE}")
+        raise UndecodableDocumentError(f"{what} holds NUL or half a surrogate pair, which is not text: {_HINT}")
 
 
 def is_unicode(text: str) -> bool:

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from ragcache_core.errors import ConfigError, DocumentError
 
-_CURE = "take it away"
+_HINT = "take it away"
 _SHORTEST_S, _LONGEST_S = 0.001, 1_000_000
 _KINDS = {
     stat.S_IFBLK: "a device",
@@ -64,14 +64,14 @@ def read_source(file: SourceFile, max_file_bytes: int) -> bytes:
     if file.within is not None:
         real, within = Path(os.path.realpath(file.path)), Path(os.path.realpath(file.within))
         if not real.is_relative_to(within):
-            raise DocumentError(f"file {file.name!r} is a link to {str(real)!r}, outside {str(within)!r}: {_CURE}")
+            raise DocumentError(f"file {file.name!r} is a link to {str(real)!r}, outside {str(within)!r}: {_HINT}")
     try:
         descriptor = os.open(file.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 kind = _KINDS.get(stat.S_IFMT(status.st_mode), "of an unknown kind")
-                raise DocumentError(f"file {file.name!r} is {kind}, not a regular file: {_CURE}")
+                raise DocumentError(f"file {file.name!r} is {kind}, not a regular file: {_HINT}")
             with os.fdopen(descriptor, "rb", closefd=False) as opened:
                 content = opened.read(max_file_bytes + 1) if status.st_size <= max_file_bytes else b""
         finally:

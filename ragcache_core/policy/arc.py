@@ -8,7 +8,7 @@ from ragcache_core.policy.base import NodeStats, ReplacementPolicy
 from ragcache_core.policy.token_queue import TokenQueue
 
 _BEHIND: Final = 1e15
-"""More than any number of requests: what parts the scores of the list that gives up first from the other's."""
+"""More than any number of requests: separates the scores of the list that is evicted first from the other's."""
 _ONCE, _OFTEN = 0, 1
 
 

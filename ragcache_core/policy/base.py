@@ -22,7 +22,7 @@ class NodeStats:
         last_request: the number of requests that the tree had seen when it was last retrieved.
         is_transient: it must not be kept when anything else wants its place (a document beyond
             ``max_cached_documents``).
-        turn: the number of the latest turn of the conversation whose history it is, and nobody else's; 0 of all others.
+        turn: the number of the latest turn of the one conversation that has it as its history; 0 for all others.
     """
 
     __slots__ = (
@@ -105,10 +105,10 @@ class ReplacementPolicy(ABC):
         """Give ``lower``, a new node that was cut off ``stats``, the same numbers of the policy's own."""
 
     def on_arrival(self, stats: NodeStats) -> None:  # noqa: B027
-        """Take note that a node is held that no tier held before; its access was before that."""
+        """Observe that a first tier holds a node; its access was before that."""
 
     def on_departure(self, stats: NodeStats) -> None:  # noqa: B027
-        """Take note that no tier holds a node any longer, whether it was evicted or forgotten."""
+        """Observe that no tier holds a node any longer: it was evicted or forgotten."""
 
     @abstractmethod
     def rank(self, stats: NodeStats, clock: float) -> float:

@@ -27,7 +27,7 @@ class CandidatePolicy(ReplacementPolicy):
         """Return the rank of a node that ``uses`` more requests are expected to retrieve."""
 
     def on_shadow_evicted(self, rank: float) -> None:
-        """Take note of the rank of what the candidate's own shadow gave up."""
+        """Record the rank of a node that the candidate's own shadow cache evicted."""
 
 
 class DecayedFrequencyPolicy(CandidatePolicy):
@@ -82,7 +82,7 @@ class DecayedFrequencyPolicy(CandidatePolicy):
 
 
 class SelfClockedGDSFPolicy(GDSFPolicy, CandidatePolicy):
-    """GDSF by one clock for all tiers, that of its shadow: a rank stands until the next access, whoever rules."""
+    """GDSF with its shadow cache's clock for all tiers: a rank holds until the next access, under any active policy."""
 
     name = "self-clocked-gdsf"
     uses_clock: ClassVar[bool] = False

@@ -77,7 +77,7 @@ class PrefillCostModel:
 
     @classmethod
     def from_measured(cls, seconds: Mapping[tuple[int, int], float]) -> Self:
-        """Return the model of times by (cached, new) tokens, of which those of the longest prompts may be missing.
+        """Return the model of times by (cached, new) tokens; times of the longest prompts may be missing.
 
         A prompt must fit into the context window, so a rectangle of lengths cannot be measured whole. A missing time
         continues those with as many new tokens in a straight line, which is how attention grows with what is cached;
@@ -144,14 +144,14 @@ class PrefillCostModel:
         match data:
             case {"format": int(version)} if version != FORMAT:
                 raise ConfigError(
-                    f"the prefill times have format {version}, this RAGCache reads {FORMAT}: measure anew"
+                    f"the prefill times have format {version}, this RAGCache reads {FORMAT}: measure again"
                 )
             case {"format": int(), "cached_tokens": [*cached], "new_tokens": [*new], "seconds": [*rows]} if all(
                 isinstance(row, list | tuple) for row in rows
             ):
                 return cls(tuple(cached), tuple(new), tuple(tuple(row) for row in rows))
         raise ConfigError(
-            f"{data!r:.80} are no prefill times: they need format, cached_tokens, new_tokens and seconds; measure anew"
+            f"{data!r:.80} are no prefill times: they need format, cached_tokens, new_tokens and seconds; measure again"
         )
 
 

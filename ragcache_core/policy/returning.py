@@ -9,14 +9,14 @@ NUM_KINDS: Final = 8
 _NUM_BINS: Final = 24
 """Think times are counted in powers of two, the last bin has all that are longer."""
 _PRIOR: Final = 4.0
-"""What is known of the turn before counts as so many turns. Nothing is expected until a conversation goes on."""
+"""The weight of the preceding turn's estimate, in turns. Nothing is expected before a conversation's second turn."""
 _WINDOW: Final = 1024.0
 """Turns of a kind after which all that was counted of it counts half."""
 _LEAST_LIKELY: Final = 0.05
 _MOST_USES: Final = 16.0
 
 
-class ReturningTurns:
+class NextTurnModel:
     """Learns which conversations go on, and how soon.
 
     Reuse differs by the number of the turn more than by anything else that an engine sees ("KVCache Cache in the Wild",

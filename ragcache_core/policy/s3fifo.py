@@ -11,7 +11,7 @@ _SMALL_SHARE: Final = 0.1
 _MOST_USES: Final = 3
 _USES_TO_STAY: Final = 2
 _BEHIND: Final = 1e15
-"""More than any place in a queue: what parts the scores of the queue that gives up first from the other's."""
+"""More than any place in a queue: separates the scores of the queue that is evicted first from the other's."""
 _SMALL, _MAIN = 0, 1
 
 

@@ -31,6 +31,6 @@ class TokenQueue:
         return num_tokens
 
     def shorten(self, num_tokens: int) -> None:
-        """Drop the first nodes while there are more than so many tokens."""
+        """Drop the first nodes while there are more than ``num_tokens`` tokens."""
         while self._sizes and self.num_tokens > num_tokens:
             self.take(next(iter(self._sizes)))

@@ -10,7 +10,7 @@ from ragcache_core.errors import ConfigError
 from ragcache_core.policy.base import NodeStats, ReplacementPolicy
 from ragcache_core.policy.candidate import CandidatePolicy, DecayedFrequencyPolicy, SelfClockedGDSFPolicy
 from ragcache_core.policy.prefill_cost import PrefillCost
-from ragcache_core.policy.returning import NUM_KINDS, ReturningTurns
+from ragcache_core.policy.returning import NUM_KINDS, NextTurnModel
 
 _LOAD_SPEEDUP: Final = 16.0
 """How many times faster a token's KV is loaded than computed. What counts is the order of magnitude: 16 and any more
@@ -75,7 +75,7 @@ class TournamentPolicy(ReplacementPolicy):
             *([] if prefill_cost is None else [SelfClockedGDSFPolicy(prefill_cost)]),
         )
         self.ruling = len(half_lives) // 2
-        self.returning = ReturningTurns()
+        self.returning = NextTurnModel()
         self._margin = margin
         self._savings = [0.0] * len(self.candidates)
 
@@ -123,7 +123,7 @@ class TournamentPolicy(ReplacementPolicy):
         return self.candidates[self.ruling].worth(stats, uses, num_requests) - discount
 
     def adopt(self, saved_tokens: Sequence[int]) -> bool:
-        """Take note of what each candidate saved in the last window, and return whether another one rules now.
+        """Record what each candidate saved in the last window, and return whether the active policy changes.
 
         Windows count less for every window that follows them.
         """

@@ -168,7 +168,7 @@ class Cancellation:
         self.is_cancelled = True
 
 
-class SearchPace:
+class SearchThroughput:
     """How many multiply-adds a millisecond of search does, learnt from searches that ran. Thread-safe.
 
     A moving geometric mean: one search of a second in the place of a millisecond's moves it by a quarter.
@@ -183,12 +183,12 @@ class SearchPace:
         """The pace now."""
         return self._per_ms
 
-    def record(self, work: float, took_s: float) -> None:
+    def record(self, work: float, duration_s: float) -> None:
         """Learn from a search of ``work`` multiply-adds."""
-        if took_s < _LEAST_TIMED_S or work <= 0:
+        if duration_s < _LEAST_TIMED_S or work <= 0:
             return
         with self._learning:
-            surprise = work / (took_s * 1000) / self._per_ms
+            surprise = work / (duration_s * 1000) / self._per_ms
             surprise = min(max(surprise, 1 / _LARGEST_SURPRISE), _LARGEST_SURPRISE)
             slowest, fastest = _PACE_BOUNDS
             self._per_ms = min(max(self._per_ms * surprise**_PACE_WEIGHT, slowest), fastest)

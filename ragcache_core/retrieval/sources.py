@@ -89,7 +89,7 @@ def _check_yields(search: Callable[..., object]) -> None:
 NOTHING_FOUND = RetrievalUpdate((), (), 0, is_final=True)
 
 
-async def nothing_found() -> AsyncGenerator[RetrievalUpdate, None]:
+async def empty_result() -> AsyncGenerator[RetrievalUpdate, None]:
     """Yield no documents, as the only stage, which is final."""
     yield NOTHING_FOUND
 
@@ -104,7 +104,7 @@ async def or_nothing(updates: AsyncGenerator[RetrievalUpdate, None]) -> AsyncGen
         yield NOTHING_FOUND
 
 
-async def near_enough(
+async def filter_by_score(
     updates: AsyncGenerator[RetrievalUpdate, None], is_near: Callable[[float], bool]
 ) -> AsyncGenerator[RetrievalUpdate, None]:
     """Yield the same stages without the documents whose scores are not near."""

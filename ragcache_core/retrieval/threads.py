@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ragcache_core.errors import StoreError
-from ragcache_core.retrieval.base import Cancellation, SearchPace, Stage, faiss, stage_cuts
+from ragcache_core.retrieval.base import Cancellation, SearchThroughput, Stage, faiss, stage_cuts
 from ragcache_core.retrieval.lexical import words_of
 from ragcache_core.retrieval.search import Question, Search, SearchQuery
 from ragcache_core.retrieval.storage.snapshot import Snapshot
-from ragcache_core.runtime.kept_threads import KeptThreads
+from ragcache_core.runtime.daemon_threads import DaemonThreadPool
 from ragcache_core.types import RetrievalUpdate
 
 _Result = TypeVar("_Result")
@@ -29,7 +29,7 @@ _Result = TypeVar("_Result")
 _INTERRUPT_POLL_S = 0.25
 _LEAST_EMBEDDING_S = 0.005
 """A question that is embedded in less time has no stage of words alone."""
-_threads = KeptThreads("ragcache-retrieve")
+_threads = DaemonThreadPool("ragcache-retrieve")
 """Threads for calls that may block for ever: a user's retriever, embedder, reranker or filter."""
 
 
@@ -39,7 +39,7 @@ class SearchThreads:
     def __init__(self, owner: str, clock_s: Callable[[], float] = time.perf_counter) -> None:
         self._owner = owner
         self._clock_s = clock_s
-        self._pace = SearchPace()
+        self._pace = SearchThroughput()
         self._embedding_s = 0.0  # the last question's
         self._executor = ThreadPoolExecutor(
             max_workers=min(16, (os.cpu_count() or 1) + 4),

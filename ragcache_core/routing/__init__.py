@@ -1,1 +1,1 @@
-"""Which replica of a fleet gets a request; no clock and no socket, so that a simulated fleet chooses alike."""
+"""Chooses the replica of a fleet for a request; without clock and socket, so that the simulator runs the same code."""

@@ -1,8 +1,8 @@
 """Which replica of a fleet gets a request, and in which order it shows its documents: least is computed, and soonest.
 
-A replica is worth the tokens of the prompt that it has cached, less the tokens that requests wait for there, of which
-:data:`WAIT_PER_CACHED_TOKEN` weigh as much as a cached one: another copy of a document costs all replicas memory, and a
-wait only those that wait. What a replica was asked and has not answered counts as cached, since that comes first.
+A replica is worth the tokens of the prompt that it has cached, less the tokens that requests wait for there:
+:data:`WAIT_PER_CACHED_TOKEN` of these weigh as much as a cached one. Another copy of a document costs all replicas
+memory, and a wait only those that wait. Documents of unanswered requests count as cached, since these come first.
 
 Where nothing is known of what replicas have, and for prompts without documents, requests go by rendezvous hashing
 (Thaler and Ravishankar, 1998) of the first document: always to the same replica, and when one is gone only its
@@ -22,17 +22,17 @@ from typing import Any
 
 from ragcache_core.ordering import CachedPaths
 from ragcache_core.routing.index import Found, PathIndex
-from ragcache_core.routing.load import AskedPrompt, ReplicaLoad
+from ragcache_core.routing.load import PromptInfo, ReplicaLoad
 from ragcache_core.types import DocId
 
 WAIT_PER_CACHED_TOKEN = 8
 _MAX_SHARE = 1.25
 _MORE_FOR_CACHED = 4
-"""Requests beyond that which a replica may have for what it has cached: of few requests, chance gives one so many."""
+"""Requests above the load limit that a replica may have for its cached documents: few requests are uneven by chance."""
 
 
 @dataclass(slots=True, eq=False)
-class KnownReplica:
+class ReplicaState:
     """A replica as it is known now: what it has cached, which is None where that is not known, and its load."""
 
     name: str
@@ -52,29 +52,29 @@ class KnownReplica:
             bits |= paths.bit
         return bits
 
-    def num_cached_tokens(self, prompt: AskedPrompt) -> int:
+    def num_cached_tokens(self, prompt: PromptInfo) -> int:
         """Return how many tokens of the documents are cached or expected.
 
-        The static prefix does not count: whoever has that would get every new document.
+        The static prefix does not count: its holder would get every new document.
         """
         if not prompt.documents:
             return 0
         return max((each.num_document_tokens(prompt.prefix, prompt.documents) for each in self.caches), default=0)
 
 
-def choose_replica(index: PathIndex, replicas: Collection[KnownReplica], prompt: AskedPrompt) -> KnownReplica:
+def choose_replica(index: PathIndex, replicas: Collection[ReplicaState], prompt: PromptInfo) -> ReplicaState:
     """Return who gets a request, of the replicas that take any: one at least. ``index`` has all their caches."""
-    known = with_room_for_cached(replicas)
+    known = below_cached_load_limit(replicas)
     if not prompt.documents or all(replica.mirrors is None for replica in known):
-        return home_of(with_room(replicas), prompt.key)
+        return rendezvous_replica(below_load_limit(replicas), prompt.key)
     found = _found(index, known, prompt.documents, prefix=prompt.prefix, keep_order=True)
     most = max(worth for worth, _, _ in found)
-    return home_of([replica for worth, _, replica in found if worth == most], prompt.key)
+    return rendezvous_replica([replica for worth, _, replica in found if worth == most], prompt.key)
 
 
 def choose_order(
     index: PathIndex,
-    replicas: Collection[KnownReplica],
+    replicas: Collection[ReplicaState],
     documents: Sequence[DocId],
     *,
     prefix: bytes | None,
@@ -84,7 +84,7 @@ def choose_order(
 
     None where nothing is known of what replicas have. See :func:`~ragcache_core.ordering.best_order`.
     """
-    known = with_room_for_cached(replicas)
+    known = below_cached_load_limit(replicas)
     if not documents or all(replica.mirrors is None for replica in known):
         return None
     found = _found(index, known, documents, prefix=prefix, keep_first=keep_first)
@@ -93,8 +93,8 @@ def choose_order(
 
 
 def _found(
-    index: PathIndex, known: Sequence[KnownReplica], documents: Sequence[DocId], **asked: Any
-) -> list[tuple[int, Found, KnownReplica]]:
+    index: PathIndex, known: Sequence[ReplicaState], documents: Sequence[DocId], **asked: Any
+) -> list[tuple[int, Found, ReplicaState]]:
     """Return of each replica what it is worth, and the best that it has."""
     caches = [replica.bits for replica in known]
     every = reduce(or_, caches)
@@ -108,12 +108,12 @@ def _found(
     return found
 
 
-def home_of(replicas: Collection[KnownReplica], key: str) -> KnownReplica:
+def rendezvous_replica(replicas: Collection[ReplicaState], key: str) -> ReplicaState:
     """Return the replica to which ``key`` hashes, of these: one at least."""
     return max(replicas, key=lambda replica: _weight(key, replica))
 
 
-def with_room(replicas: Collection[KnownReplica], num_more: int = 0) -> list[KnownReplica]:
+def below_load_limit(replicas: Collection[ReplicaState], num_more: int = 0) -> list[ReplicaState]:
     """Return those with less than their share of the requests, and ``num_more``: one at least, if there are any."""
     if not replicas:
         return []
@@ -122,11 +122,11 @@ def with_room(replicas: Collection[KnownReplica], num_more: int = 0) -> list[Kno
     return [replica for replica in replicas if replica.load.num_running < limit]
 
 
-def with_room_for_cached(replicas: Collection[KnownReplica]) -> list[KnownReplica]:
+def below_cached_load_limit(replicas: Collection[ReplicaState]) -> list[ReplicaState]:
     """Return those that may get a request for what they have cached: one at least, if there are any."""
-    return with_room(replicas, _MORE_FOR_CACHED)
+    return below_load_limit(replicas, _MORE_FOR_CACHED)
 
 
-def _weight(key: str, replica: KnownReplica) -> bytes:
+def _weight(key: str, replica: ReplicaState) -> bytes:
     """Return a number that orders replicas differently for each key."""
     return hashlib.blake2b(f"{key}\0{replica.name}".encode(errors="surrogatepass"), digest_size=8).digest()

@@ -12,7 +12,7 @@ from ragcache_core.types import DocId
 
 _MAX_LOOKUPS = 2_000
 _AT_ONCE = 500
-"""Paths of a cache that join or leave before somebody else may look."""
+"""Paths of a cache that are added or removed before other threads may look."""
 
 _Holders = dict[Cached, int]
 """How much is cached up to the end of a path, and by whom: a bit for each cache."""
@@ -29,7 +29,7 @@ class Found(NamedTuple):
 class PathIndex:
     """What several :class:`CachedPaths` have, by path: each is a bit of a set. They keep it up to date.
 
-    Not thread-safe: who changes one of the caches must not do so while somebody looks.
+    Not thread-safe: no cache may change while another thread looks.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class PathIndex:
             self._change(paths.bit, prefix, path, cached, None)
             if number % _AT_ONCE == _AT_ONCE - 1:
                 yield
-        self._taken &= ~paths.bit  # nobody else gets the bit before
+        self._taken &= ~paths.bit  # from now on another cache may get the bit
         paths.bit = 0
 
     def _change(self, bit: int, prefix: bytes, path: DocPath, before: Cached | None, now: Cached | None) -> None:
@@ -120,7 +120,7 @@ class _Search:
         self._num_lookups = 0
 
     def walk(self, paths: Mapping[DocPath, _Holders], num_static_tokens: int, caches: int) -> None:
-        """Look for what ``caches`` have, all of which have so many tokens of the static prefix."""
+        """Look for what ``caches`` have; each of them has ``num_static_tokens`` of the static prefix."""
         if caches:
             self._num_lookups = 0
             self._visit(paths, num_static_tokens, (), (), tuple(range(len(self._documents))), caches)

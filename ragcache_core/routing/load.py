@@ -1,4 +1,4 @@
-"""What a replica of a fleet was asked and has not answered yet, as whoever asks it knows."""
+"""Counts the unanswered requests of a replica of a fleet, as its client knows them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ragcache_core.types import DocId
 
 
 @dataclass(frozen=True, slots=True)
-class AskedPrompt:
+class PromptInfo:
     """What of a request decides who gets it.
 
     Attributes:
@@ -32,7 +32,7 @@ class AskedPrompt:
 
 @dataclass(eq=False, slots=True)
 class ReplicaLoad:
-    """What somebody has asked of one replica and has no answer to yet. Not thread-safe.
+    """Counts one client's unanswered requests to one replica. Not thread-safe.
 
     Attributes:
         num_running: requests that are not over.
@@ -45,18 +45,18 @@ class ReplicaLoad:
     expected: CachedPaths = field(default_factory=CachedPaths)
     _uses: Counter[tuple[bytes, DocPath]] = field(default_factory=Counter)
 
-    def begin(self, prompt: AskedPrompt, num_cached_tokens: int) -> OnItsWay:
-        """Take note of a request, of whose documents so many tokens are cached or expected."""
+    def begin(self, prompt: PromptInfo, num_cached_tokens: int) -> InFlightRequest:
+        """Count a request; ``num_cached_tokens`` of its documents are cached or expected."""
         self.num_running += 1
-        sent = OnItsWay(self, prompt, max(prompt.num_tokens - prompt.num_static_tokens - num_cached_tokens, 0))
+        sent = InFlightRequest(self, prompt, max(prompt.num_tokens - prompt.num_static_tokens - num_cached_tokens, 0))
         self.num_waiting_tokens += sent.num_waiting_tokens
         for path, num_tokens in _paths(prompt):
             self._uses[path] += 1
             self.expected.set(PathChange(*path, num_tokens))
         return sent
 
-    def end(self, prompt: AskedPrompt) -> None:
-        """Take note that a request is over."""
+    def end(self, prompt: PromptInfo) -> None:
+        """Count a request as finished."""
         self.num_running -= 1
         for path, _ in _paths(prompt):
             self._uses[path] -= 1
@@ -66,25 +66,25 @@ class ReplicaLoad:
 
 
 @dataclass(eq=False, slots=True)
-class OnItsWay:
+class InFlightRequest:
     """A request that a replica was asked."""
 
     load: ReplicaLoad
-    prompt: AskedPrompt
+    prompt: PromptInfo
     num_waiting_tokens: int
 
     def answered(self) -> None:
-        """Take note that it has its first token. May be called again."""
+        """Count its prefill as done: it has its first token. May be called again."""
         self.load.num_waiting_tokens -= self.num_waiting_tokens
         self.num_waiting_tokens = 0
 
     def end(self) -> None:
-        """Take note that it is over, answered or not; to be called once."""
+        """Count it as finished, answered or not. Call once."""
         self.answered()
         self.load.end(self.prompt)
 
 
-def _paths(prompt: AskedPrompt) -> list[tuple[tuple[bytes, DocPath], int]]:
+def _paths(prompt: PromptInfo) -> list[tuple[tuple[bytes, DocPath], int]]:
     """Return the paths that a prompt leaves in a cache, and the tokens up to their ends."""
     if prompt.prefix is None or not prompt.ends:
         return []

@@ -164,7 +164,7 @@ class Tenants:
     @classmethod
     def _of(cls, file: _File, path: str | Path) -> Self:
         if not file.tenants and not file.collections:
-            raise ConfigError(f"{path} names nobody: it needs [[tenants]] with name and keys, or [[collections]]")
+            raise ConfigError(f"{path} has no tenant: add [[tenants]] with name and keys, or [[collections]]")
         by_name: dict[str, Tenant] = {}
         digests: dict[bytes, str] = {}
         for tenant in file.tenants:

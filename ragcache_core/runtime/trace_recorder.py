@@ -167,7 +167,7 @@ def _open(path: Path, *, is_new: bool) -> Any:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         file.close()
-        raise TraceError("somebody else records into this file: name another one for the trace", path) from error
+        raise TraceError("another process records into this file: choose another trace file", path) from error
     os.fchmod(number, 0o600)
     return file
 

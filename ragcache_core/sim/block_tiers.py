@@ -30,7 +30,7 @@ class _RefCounts:
     def acquire(self, key: Hashable) -> None:
         self._counts[key] = self._counts.get(key, 0) + 1
         at = _located(self._tree, key)
-        self._tree.hold(at.node, 1 << at.unit, self._tier)
+        self._tree.acquire_units(at.node, 1 << at.unit, self._tier)
 
     def release(self, key: Hashable) -> None:
         if (num_left := self._counts[key] - 1) > 0:
@@ -38,7 +38,7 @@ class _RefCounts:
             return
         del self._counts[key]
         at = _located(self._tree, key)
-        self._tree.let_go(at.node, 1 << at.unit, self._tier)
+        self._tree.release_units(at.node, 1 << at.unit, self._tier)
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +56,7 @@ class HeldBlocks:
 
 
 class GPUBlocks:
-    """vLLM's pool of ``num_blocks``, one of which is its null block, and the blocks of the requests that run.
+    """vLLM's pool of ``num_blocks`` with its null block, and the blocks of the requests that run.
 
     A block is in use by requests, free and cached, or spare: free and without content, or with a copy of what
     another block holds. Spare ones are handed out first, copies as the last of them.
@@ -178,10 +178,10 @@ class DiskBlocks:
             for _ in range(num_missing):
                 new.popitem()
         for at in new.values():
-            self._tree.hold(at.node, 1 << at.unit, Tier.DISK)
+            self._tree.acquire_units(at.node, 1 << at.unit, Tier.DISK)
             self._tree.add(at.node, 1 << at.unit, Tier.DISK)
         for at in new.values():
-            self._tree.let_go(at.node, 1 << at.unit, Tier.DISK)
+            self._tree.release_units(at.node, 1 << at.unit, Tier.DISK)
 
 
 class HostBlocks:

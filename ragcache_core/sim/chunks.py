@@ -136,7 +136,7 @@ class _ChunkStore:
                 return False
             if tier is Tier.GPU:
                 self._move_down(node)
-            self._tree.give_up(node, tier)
+            self._tree.evict_node(node, tier)
             self._num_tokens[tier] -= node.num_tokens
         return True
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.ordering import arrange
-from ragcache_core.routing.load import OnItsWay
+from ragcache_core.routing.load import InFlightRequest
 from ragcache_core.sim.blocks import BlockCache
 from ragcache_core.sim.engine import Job, QueuedEngine, SimulatedCache
 from ragcache_core.sim.fleet import Router
@@ -156,7 +156,7 @@ class _Replica:
     engine: QueuedEngine
     recorder: Recorder
     busy_s: float = 0.0
-    sent: dict[Job, OnItsWay] = field(default_factory=dict)
+    sent: dict[Job, InFlightRequest] = field(default_factory=dict)
 
 
 class _Simulation:

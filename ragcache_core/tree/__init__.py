@@ -5,10 +5,10 @@ from ragcache_core.tree.changes import NodeChanges
 from ragcache_core.tree.invariants import check_invariants
 from ragcache_core.tree.knowledge_tree import KnowledgeTree
 from ragcache_core.tree.node import EvictedUnit, Location, PathSegment, PrefixMatch, TreeNode, masks_of, runs_of
-from ragcache_core.tree.tiered_tree import ANYBODY
+from ragcache_core.tree.tiered_tree import NO_OWNER
 
 __all__ = [
-    "ANYBODY",
+    "NO_OWNER",
     "Admission",
     "EvictedUnit",
     "KnowledgeTree",

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ragcache_core.policy.returning import ReturningTurns
+from ragcache_core.policy.returning import NextTurnModel
 
 _MAX_TURNS: Final = 65_536
 """Turns that are remembered, the latest."""
@@ -24,11 +24,10 @@ class Conversations:
     """Turns by the unit in which their question ends and their answer begins: who has it in the prompt goes on there.
 
     No user and no application says which conversation a request belongs to. A whole earlier prompt with the beginning
-    of its answer says it. Where an answer is too short to fill that unit, nobody is recognised, and hardly anything is
-    lost.
+    of its answer says it. An answer too short to fill that block identifies no conversation, and then little is lost.
     """
 
-    def __init__(self, returning: ReturningTurns) -> None:
+    def __init__(self, returning: NextTurnModel) -> None:
         """``returning`` learns of every turn."""
         self._returning = returning
         self._turns: OrderedDict[Hashable, _Turn] = OrderedDict()
@@ -49,7 +48,7 @@ class Conversations:
         return before.number + 1
 
     def on_answered(self, key: Hashable, turn: int, num_requests: int) -> None:
-        """Note that ``turn`` has its answer, which begins in the unit ``key``, after so many requests to the tree."""
+        """Record the answer of ``turn``, which begins in the unit ``key``, at the tree's request ``num_requests``."""
         if key not in self._turns:
             self._returning.on_turn(turn)
             self._turns[key] = _Turn(turn, num_requests)

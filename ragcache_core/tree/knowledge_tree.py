@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterable, Sequence
 
 from ragcache_core.policy.base import ReplacementPolicy
-from ragcache_core.policy.returning import ReturningTurns
+from ragcache_core.policy.returning import NextTurnModel
 from ragcache_core.policy.tournament import TournamentPolicy
 from ragcache_core.tree.conversations import Conversations
 from ragcache_core.tree.node import PathSegment, PrefixMatch, TreeNode
@@ -65,8 +65,8 @@ class KnowledgeTree(TieredTree):
         self._keeps_frequency = keeps_frequency
         self._ghosts: OrderedDict[int, None] = OrderedDict()
         self._retained: dict[Hashable, int] = {}
-        self.renamed: set[int] = set()
-        self.returning = policy.returning if isinstance(policy, TournamentPolicy) else ReturningTurns()
+        self.rekeyed: set[int] = set()
+        self.returning = policy.returning if isinstance(policy, TournamentPolicy) else NextTurnModel()
         self.conversations = Conversations(self.returning)
         super().__init__(policy, moves_down=moves_down)
 
@@ -283,8 +283,8 @@ class KnowledgeTree(TieredTree):
 
     def _on_split(self, node: TreeNode, lower: TreeNode) -> None:
         self._ghosts.pop(lower.id, None)
-        if node.id in self.renamed:
-            self.renamed.add(lower.id)
+        if node.id in self.rekeyed:
+            self.rekeyed.add(lower.id)
         if node.num_users:
             lower.num_users = sum(self._retained.get(key, 0) for key in lower.keys)
             node.num_users -= lower.num_users
@@ -301,7 +301,7 @@ class KnowledgeTree(TieredTree):
 
     def _on_renamed(self, node: TreeNode, doc_ids: Collection[DocId]) -> None:
         if self.resident_mask(node, Tier.HOST) or self.resident_mask(node, Tier.DISK):
-            self.renamed.add(node.id)
+            self.rekeyed.add(node.id)
 
     def _on_new(self, node: TreeNode) -> None:
         assert node.parent is not None
@@ -375,7 +375,7 @@ class KnowledgeTree(TieredTree):
             state.clear_column(node.id)
         for shadow in self.shadows:
             shadow.drop(node)
-        self.renamed.discard(node.id)
+        self.rekeyed.discard(node.id)
         parent = self._remove_node(node)
         if parent is not self.root:
             self._note_if_ghost(parent)

@@ -28,8 +28,8 @@ class Shadow:
 
     Only leaves are given up. The heap has an integer for each: its rank, in steps, above its node's id. A use raises
     ranks, so an entry stands still until it comes up, and goes back with the rank that the node has by then. A rank
-    that fell, because a node became cheaper, is noticed no sooner; that of a node whose uses start anew is, at its
-    first use.
+    that fell, because a node became cheaper, is noticed no sooner; that of a node whose uses begin at zero again is
+    noticed at its first use.
 
     Attributes:
         num_tokens: held.
@@ -176,8 +176,8 @@ class ShadowTournament:
 
     It costs a few numbers for each node and some heap operations for each request, and no memory for KV. A large cache
     is judged by a sample: of every ``sample_every`` first documents one, with all that follows it, in shadows that are
-    as much smaller (miniature simulation, Waldspurger et al., USENIX ATC 2017). What so many requests begin with that
-    the sample would be all of them or none, as with a system prompt, is passed over for what follows it.
+    as much smaller (miniature simulation, Waldspurger et al., USENIX ATC 2017). A common beginning, as a system
+    prompt, would put all requests into the sample or none: the documents behind it decide instead.
     """
 
     def __init__(self, policy: TournamentPolicy, capacity_tokens: int) -> None:

@@ -53,13 +53,13 @@ class Shares:
         """Return how many units are an owner's when the tier is full."""
         return self._shares.get(owner, 0)
 
-    def surplus(self, owner: Owner) -> int:
+    def excess(self, owner: Owner) -> int:
         """Return by how many units an owner has more than his share; below 0, less."""
         return self.owned.get(owner, 0) - self.share_of(owner)
 
     def over(self) -> frozenset[Owner]:
         """Return the owners above their share; O(owners)."""
-        return frozenset(owner for owner in self.owned if self.surplus(owner) > 0)
+        return frozenset(owner for owner in self.owned if self.excess(owner) > 0)
 
     @property
     def quotas(self) -> Mapping[Owner, int]:

@@ -19,7 +19,7 @@ from ragcache_core.types import DocId, Tier
 Shield = Mapping[TreeNode, int]
 """Units that stay while others are evicted: a mask of them for each node."""
 NO_UNITS: Final[Shield] = MappingProxyType({})
-ANYBODY: Final = ""
+NO_OWNER: Final = ""
 """In place of an owner: the owner that units are evicted for is unknown, or does not matter."""
 
 
@@ -37,7 +37,7 @@ class TieredTree(PrefixTree):
     What ranks mean, and what becomes of a node that is nowhere, belongs to the subclass.
 
     A node stays in a tier while slower ones have units that stand on its copy there; with ``moves_down`` it may leave,
-    because the caller puts it into the next tier (:meth:`victim`, :meth:`give_up`).
+    because the caller puts it into the next tier (:meth:`victim`, :meth:`evict_node`).
 
     Attributes:
         tiers: by :class:`~ragcache_core.types.Tier`.
@@ -108,13 +108,13 @@ class TieredTree(PrefixTree):
                     state.offer(node)
                 self._on_left(node)
 
-    def hold(self, node: TreeNode, units: int, tier: Tier) -> None:
+    def acquire_units(self, node: TreeNode, units: int, tier: Tier) -> None:
         """Keep the units of ``node`` in the mask ``units`` in ``tier``: requests or transfers use them there."""
         in_use = self.tiers[tier].in_use
         in_use[node.id] = in_use.get(node.id, 0) | units
 
-    def let_go(self, node: TreeNode, units: int, tier: Tier) -> None:
-        """Undo :meth:`hold`; does nothing with units that are not held."""
+    def release_units(self, node: TreeNode, units: int, tier: Tier) -> None:
+        """Undo :meth:`acquire_units`; does nothing with units that are not held."""
         state = self.tiers[tier]
         if (before := state.in_use.get(node.id)) is None:
             return
@@ -172,7 +172,7 @@ class TieredTree(PrefixTree):
 
     @contextmanager
     def shielding(self, units: Shield, tier: Tier) -> Iterator[None]:
-        """Keep units in ``tier`` while several evictions follow one another; do not :meth:`hold` others meanwhile."""
+        """Keep units in ``tier`` over several evictions; do not call :meth:`acquire_units` for others meanwhile."""
         state = self.tiers[tier]
         held = self._shield(units, state)
         try:
@@ -207,7 +207,7 @@ class TieredTree(PrefixTree):
         protected: Shield = NO_UNITS,
         *,
         size_of: Callable[[Hashable], int] | None = None,
-        for_owner: Owner = ANYBODY,
+        for_owner: Owner = NO_OWNER,
     ) -> list[EvictedUnit] | None:
         """Take ``num_units`` units out of ``tier``, the lowest-ranked leaf's last ones first (Algorithm 1, EVICT).
 
@@ -242,7 +242,7 @@ class TieredTree(PrefixTree):
         *,
         below: float = math.inf,
         size_of: Callable[[Hashable], int] | None = None,
-        for_owner: Owner = ANYBODY,
+        for_owner: Owner = NO_OWNER,
     ) -> list[EvictedUnit]:
         """Do :meth:`evict`, but where fewer can go that rank lower than ``below``, take those.
 
@@ -283,10 +283,10 @@ class TieredTree(PrefixTree):
         return evicted
 
     def victim(self, tier: Tier) -> TreeNode | None:
-        """Return the node that ``tier`` evicts next, or None; the caller may copy it before :meth:`give_up`."""
+        """Return the node that ``tier`` evicts next, or None; the caller may copy it before :meth:`evict_node`."""
         return self.tiers[tier].candidate(self._nodes, self.num_requests)
 
-    def give_up(self, node: TreeNode, tier: Tier) -> None:
+    def evict_node(self, node: TreeNode, tier: Tier) -> None:
         """Evict the :meth:`victim` of ``tier`` as a whole."""
         self._evict_tail(node, len(node.keys), self.tiers[tier])
         self._forget_uses((node,))
@@ -409,7 +409,7 @@ class TieredTree(PrefixTree):
         protected: Shield,
         below: float = math.inf,
         size_of: Callable[[Hashable], int] | None = None,
-        for_owner: Owner = ANYBODY,
+        for_owner: Owner = NO_OWNER,
         *,
         is_own_alone: bool = False,
         stored_s: dict[TreeNode, float | None] | None = None,
@@ -441,9 +441,9 @@ class TieredTree(PrefixTree):
             if over := shares.over():
                 node = state.candidate(self._nodes, self.num_requests, over)
                 if node is not None:
-                    is_forced = for_owner != ANYBODY and shares.surplus(for_owner) < 0
-                    return _Victim(node, min(num_units, shares.surplus(node.owner)), is_forced)
-            if for_owner != ANYBODY and shares.surplus(for_owner) >= 0:
+                    is_forced = for_owner != NO_OWNER and shares.excess(for_owner) < 0
+                    return _Victim(node, min(num_units, shares.excess(node.owner)), is_forced)
+            if for_owner != NO_OWNER and shares.excess(for_owner) >= 0:
                 owners = (for_owner,)
         node = state.candidate(self._nodes, self.num_requests, owners)
         return None if node is None else _Victim(node, num_units, False)

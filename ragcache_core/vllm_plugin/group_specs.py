@@ -67,7 +67,7 @@ def _other(spec: KVCacheSpec, tokens_per_unit: int, alignment: int, num_dropped:
     elif isinstance(spec, ChunkedLocalAttentionSpec):
         num_tokens = spec.attention_chunk_size
     else:
-        raise ConfigError(f"it has {_names([spec])}, of which RAGCache does not know when it is needed")
+        raise ConfigError(f"it has {_names([spec])}, and RAGCache does not know when such a layer needs its KV")
     num_blocks = -(-num_tokens // spec.block_size) + num_dropped
     num_tokens = num_blocks * spec.block_size + alignment - tokens_per_unit
     return OtherGroup(-(-num_tokens // tokens_per_unit))

@@ -22,7 +22,7 @@ from ragcache_core.vllm_plugin.compat import OffloadingConfig, hash_seed
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-KIN = ("model_config", "parallel", "holds")
+MATCH_KEYS = ("model_config", "parallel", "holds")
 """What older identities of an engine have in common with its own: other weights of the model, another vLLM."""
 _NUM_SAMPLES = 2048
 _SAMPLES_OF_A_FILE = 512

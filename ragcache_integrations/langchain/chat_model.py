@@ -25,7 +25,7 @@ from ragcache_core.client import EngineClient, RequestPlan
 from ragcache_core.client.generation import check_settings
 from ragcache_core.client.http.attempt import AUTO, FirstTokenTimeout
 from ragcache_core.client.http.errors import translate_errors_as_openai
-from ragcache_core.client.http.joined_server import HANG_TIMEOUT_S, RESTART_TIMEOUT_S, recovery_settings
+from ragcache_core.client.http.remote_server import HANG_TIMEOUT_S, RESTART_TIMEOUT_S, recovery_settings
 from ragcache_core.client.prompts.request_plan import merge_bodies
 from ragcache_core.client.prompts.retrieved_documents import DocumentHint
 from ragcache_core.client.speculation.speculation import Speculation

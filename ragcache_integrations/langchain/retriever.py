@@ -16,7 +16,7 @@ from langchain_core.vectorstores import VectorStore
 from pydantic import AliasChoices, ConfigDict, Field, PlainValidator, PrivateAttr, field_validator, model_validator
 
 from ragcache_core.client import EngineClient
-from ragcache_core.client.pipeline.histories import Learnt
+from ragcache_core.client.pipeline.histories import SourceHistory
 from ragcache_core.client.pipeline.session import SearchOverlap
 from ragcache_core.client.pipeline.stages import DEFAULT_TIMEOUT_S
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt
@@ -25,7 +25,7 @@ from ragcache_core.ordering import DocumentOrder
 from ragcache_core.retrieval import MMR, DocumentStore
 from ragcache_core.retrieval.base import Metric
 from ragcache_core.retrieval.reranking import Reranking, num_candidates_of
-from ragcache_core.retrieval.sources import StageSource, as_source, near_enough, nothing_found, or_nothing
+from ragcache_core.retrieval.sources import StageSource, as_source, empty_result, filter_by_score, or_nothing
 from ragcache_core.retrieval.threads import in_thread, run_blocking
 from ragcache_core.swaps import check_max_score_loss
 from ragcache_core.types import Document, RetrievalUpdate
@@ -33,7 +33,7 @@ from ragcache_integrations.langchain.callbacks import async_dispatcher, dispatch
 from ragcache_integrations.langchain.documents import RANK_KEY, VIEW, to_core, to_langchain
 from ragcache_integrations.langchain.vectorstore import MetadataFilter, StagedFAISS, as_where, relevance_of
 from ragcache_integrations.rag.handles import HoldsHandles
-from ragcache_integrations.rag.search import AskAhead, Listener, Rerank, SearchOptions, StagedSearch, learnt_of
+from ragcache_integrations.rag.search import AskAhead, Listener, Rerank, SearchOptions, StagedSearch, history_of
 
 SearchType = Literal["similarity", "similarity_score_threshold", "mmr"]
 
@@ -136,7 +136,7 @@ class RAGCacheRetriever(HoldsHandles, BaseRetriever):
     """The longest that a search may take; ``None`` waits as long as it takes."""
     speculate: bool = True
     """Whether the engine works ahead during a search."""
-    _learnt: Learnt = PrivateAttr(default_factory=Learnt)
+    _source_history: SourceHistory = PrivateAttr(default_factory=SourceHistory)
     _reranking: Reranking = PrivateAttr()
 
     def model_post_init(self, context: Any, /) -> None:
@@ -223,7 +223,7 @@ class RAGCacheRetriever(HoldsHandles, BaseRetriever):
             rerank=None
             if reranker is None
             else Rerank(self._reranking, self.num_candidates, partial(_compressed, compress)),
-            learnt=learnt_of(store, *known, otherwise=self._learnt),
+            source_history=history_of(store, *known, otherwise=self._source_history),
             read_by_id=store.get if isinstance(store, DocumentStore) else None,
             question_key=f"{query}\n{sorted(settings.items())!r}" if is_named else None,
             annotate=_ranked,
@@ -276,16 +276,16 @@ class RAGCacheRetriever(HoldsHandles, BaseRetriever):
                     f"{asked} is given, but {type(store).__name__} is no store: let stages() itself do it"
                 )
             return (
-                as_source(store, stages=self.stages).stages(query, settings["k"]) if settings["k"] else nothing_found()
+                as_source(store, stages=self.stages).stages(query, settings["k"]) if settings["k"] else empty_result()
             )
         if not settings["k"]:
-            return nothing_found()
+            return empty_result()
         mmr = _mmr(self.search_type, settings)
         updates = or_nothing(store.search_staged(query, settings["k"], stages=self.stages, where=where, mmr=mmr))
         if (threshold := settings.get("score_threshold")) is None:
             return updates
         relevance = relevance_of(store)
-        return near_enough(updates, lambda score: relevance(score) >= threshold)
+        return filter_by_score(updates, lambda score: relevance(score) >= threshold)
 
 
 def _ranked(found: Sequence[Document], arranged: Sequence[Document]) -> Sequence[Document]:

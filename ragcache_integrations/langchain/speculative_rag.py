@@ -192,7 +192,7 @@ class SpeculativeRAG(HoldsHandles, RunnableSerializable[str | dict[str, Any], AI
         try:
             prompt = self.prompt.invoke(asked.values(self._retrieve(asked, config)), config)
             parts = cast("Generator[AIMessage]", self.llm.stream(prompt, config, **kwargs))
-            with closing(asked.asked_parts(parts)) as chunks:
+            with closing(asked.stream_parts(parts)) as chunks:
                 for chunk in chain(map(asked.reported, chunks), asked.unreported()):
                     _tell(asked, config)
                     yield chunk
@@ -211,7 +211,7 @@ class SpeculativeRAG(HoldsHandles, RunnableSerializable[str | dict[str, Any], AI
         try:
             prompt = await self.prompt.ainvoke(await self._avalues(asked, config), config)
             parts = _generator(self.llm.astream(prompt, config, **kwargs))
-            async with aclosing(asked.aasked_parts(parts)) as chunks:
+            async with aclosing(asked.astream_parts(parts)) as chunks:
                 async for chunk in chunks:
                     reported = asked.reported(chunk)
                     await _atell(asked, config)

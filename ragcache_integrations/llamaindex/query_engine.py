@@ -390,7 +390,7 @@ class _Query(QuestionSession[NodeWithScore], AbstractContextManager["_Query"]):
     def _ended_with(self, tokens: Generator[str, None, None], metadata: dict[str, Any]) -> Generator[str, None, None]:
         try:
             yield ""
-            with closing(self.asked_parts(tokens)) as parts:
+            with closing(self.stream_parts(tokens)) as parts:
                 for token in parts:
                     self.close()  # what the request did not take over by now would only run beside it
                     yield token
@@ -404,7 +404,7 @@ class _Query(QuestionSession[NodeWithScore], AbstractContextManager["_Query"]):
     ) -> AsyncGenerator[str, None]:
         try:
             yield ""
-            async with aclosing(self.aasked_parts(tokens)) as parts:
+            async with aclosing(self.astream_parts(tokens)) as parts:
                 async for token in parts:
                     self.close()
                     yield token

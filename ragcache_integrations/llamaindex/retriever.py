@@ -17,7 +17,7 @@ from llama_index.core.vector_stores.types import MetadataFilters
 from llama_index_instrumentation.span import active_span_id
 
 from ragcache_core.client import EngineClient
-from ragcache_core.client.pipeline.histories import Learnt
+from ragcache_core.client.pipeline.histories import SourceHistory
 from ragcache_core.client.pipeline.result import similarities
 from ragcache_core.client.pipeline.session import SearchOverlap
 from ragcache_core.client.pipeline.stages import (
@@ -33,7 +33,7 @@ from ragcache_core.ordering import DOCUMENT_ORDERS, DocumentOrder
 from ragcache_core.retrieval import MMR, DocumentStore, PrecomputedEmbedder
 from ragcache_core.retrieval.base import Metric
 from ragcache_core.retrieval.reranking import Reranking, num_candidates_of
-from ragcache_core.retrieval.sources import StageSource, as_source, nothing_found, or_nothing
+from ragcache_core.retrieval.sources import StageSource, as_source, empty_result, or_nothing
 from ragcache_core.retrieval.threads import in_thread, run_blocking
 from ragcache_core.swaps import check_max_score_loss
 from ragcache_core.types import DocId, Document, RetrievalUpdate
@@ -41,7 +41,7 @@ from ragcache_integrations.llamaindex.events import publish
 from ragcache_integrations.llamaindex.nodes import document_from_node, node_from_document, shown_documents, where_of
 from ragcache_integrations.llamaindex.vector_store import StagedFAISSVectorStore
 from ragcache_integrations.rag.handles import check_engine
-from ragcache_integrations.rag.search import AskAhead, DocumentView, Rerank, SearchOptions, StagedSearch, learnt_of
+from ragcache_integrations.rag.search import AskAhead, DocumentView, Rerank, SearchOptions, StagedSearch, history_of
 
 _OF_LLAMAINDEX = {"object_map", "objects", "verbose"}
 """Arguments of every retriever of LlamaIndex."""
@@ -154,7 +154,7 @@ class RAGCacheRetriever(BaseRetriever):
         self._embed_model = embed_model
         self._prompt = prompt
         self._options = SearchOptions(document_order, keep_first, max_score_loss, search_timeout_s, speculate)
-        self._learnt = Learnt()
+        self._source_history = SourceHistory()
         self._overlap: SearchOverlap[AskAhead[NodeWithScore]] | None = None
 
     def overlapped(self, overlap: SearchOverlap[AskAhead[NodeWithScore]]) -> RAGCacheRetriever:
@@ -196,7 +196,7 @@ class RAGCacheRetriever(BaseRetriever):
             rerank=Rerank(self._reranking, self._num_candidates, partial(self._postprocessed, query, found, is_async))
             if self._postprocessors
             else None,
-            learnt=learnt_of(self._store, *known, otherwise=self._learnt),
+            source_history=history_of(self._store, *known, otherwise=self._source_history),
             read_by_id=self._store.get if isinstance(self._store, DocumentStore) else None,
             question_key=asked if query.embedding is None else None,
         )
@@ -235,7 +235,7 @@ class RAGCacheRetriever(BaseRetriever):
         if not isinstance(store, DocumentStore):
             return self._source.stages(query.query_str, k)
         if len(store) == 0:
-            return nothing_found()
+            return empty_result()
         where = self._where
         embedding = await embed() if query.embedding is None and embed is not None else query.embedding
         if embedding is not None:

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from ragcache_core.client import EngineClient
 from ragcache_core.client.ordering.document_order import in_order
-from ragcache_core.client.pipeline.histories import HISTORIES, Learnt
+from ragcache_core.client.pipeline.histories import HISTORIES, SourceHistory
 from ragcache_core.client.pipeline.run import PipelineEvent, run_pipeline
 from ragcache_core.client.pipeline.session import SearchOverlap
 from ragcache_core.client.pipeline.swapping import Swapping
@@ -90,7 +90,7 @@ class StagedSearch(Generic[Shown]):
     prompt: BoundPrompt | None
     metric: Metric | None
     rerank: Rerank | None
-    learnt: Learnt
+    source_history: SourceHistory
     read_by_id: Callable[[Sequence[DocId]], Sequence[Document]] | None = None
     question_key: Hashable = None
     annotate: Callable[[Sequence[Document], Sequence[Document]], Sequence[Document]] | None = None
@@ -118,7 +118,7 @@ class StagedSearch(Generic[Shown]):
                 ask_ahead = None
         updates = self._updates(engine, prompt)
         if self.question_key is not None and self.read_by_id is not None:
-            updates = self.learnt.recent.stages(updates, self.question_key, self.read_by_id)
+            updates = self.source_history.recent.stages(updates, self.question_key, self.read_by_id)
         is_arranged = options.document_order != "retrieval"
         result = await run_pipeline(
             updates,
@@ -127,7 +127,7 @@ class StagedSearch(Generic[Shown]):
             timeout_s=timeout_s,
             on_event=on_event,
             arrange=(lambda documents: self._arranged(engine, prompt, documents)) if is_arranged else None,
-            history=self.learnt.history,
+            history=self.source_history.history,
             k=self.k,
         )
         if overlap is not None:
@@ -200,6 +200,6 @@ class _Ahead(Generic[Shown]):
         return self.ask_ahead(self.view.show(documents))
 
 
-def learnt_of(source: object, *settings: object, otherwise: Learnt) -> Learnt:
+def history_of(source: object, *settings: object, otherwise: SourceHistory) -> SourceHistory:
     """Return what earlier searches of ``source`` with these settings taught; ``otherwise`` if it has no name."""
     return HISTORIES.of(source, settings, otherwise=otherwise)

@@ -105,11 +105,11 @@ def ask(python: Path, extra: str, engine: Engine, folder: Path) -> list[str]:
         timeout=120,
         check=False,
     )
-    took_s = time.monotonic() - started_s
+    duration_s = time.monotonic() - started_s
     if done.returncode:
         return [f"[{extra}] cannot ask: {done.stderr.strip()}"]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    print(f"{'':11} documents {found['documents']}, {found['num_tokens']} tokens of them, after {took_s:.1f} s")
+    print(f"{'':11} documents {found['documents']}, {found['num_tokens']} tokens of them, after {duration_s:.1f} s")
     wrong = []
     if found["documents"] != EXPECTED[extra] or not all(found["num_tokens"]):
         wrong.append(f"[{extra}] finds {found}, not the documents {EXPECTED[extra]}")

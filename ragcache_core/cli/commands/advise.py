@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ragcache_core.cli.cli_wording import options_in_cli_wording
 from ragcache_core.cli.command import Command, print_json
-from ragcache_core.cli.cures import options_as_typed
 from ragcache_core.cli.options import FiniteRange, api_key_option
 from ragcache_core.cli.output import (
     check_outputs,
@@ -91,7 +91,7 @@ def advise(
     sizes = {} if url is None else _sizes_of(url, api_key)
     given = {name: value for name, value in settings.items() if value is not None}
     num_warm_up = int(_WARM_UP_SHARE * len(trace)) if warm_up is None else warm_up
-    with options_as_typed(advise):
+    with options_in_cli_wording(advise):
         now = SimulationOptions(**{**sizes, **given, "warm_up": num_warm_up})
         num_runs = 1 + sum(1 for _ in changes(now, trace))
         with counting_requests("simulating", num_runs * len(trace)) as report:

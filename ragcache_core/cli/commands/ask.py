@@ -89,8 +89,8 @@ def ask(
     """Answer QUESTION from the documents in the store.
 
     Without QUESTION, on a terminal: a conversation, in which the model sees the questions and answers before. Ctrl-C
-    stops an answer, Ctrl-D leaves, /new begins anew. From a file or a pipe, or with "-": a question per line, each by
-    itself; the later ones find the documents of the earlier ones in the cache.
+    stops an answer, Ctrl-D leaves, /new begins another conversation. From a file or a pipe, or with "-": a question
+    per line, each by itself; later ones hit the documents of earlier ones in the cache.
 
     The answer goes to standard output; the documents, the time to the first token and the tokens that came out of the
     cache to standard error. With --json: one object per question, with all of it, on a line.

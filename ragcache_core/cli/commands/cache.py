@@ -161,7 +161,7 @@ def prefetch(ids: tuple[str, ...], url: str, api_key: str | None, as_json: bool)
 
 @cache.command(
     cls=Command,
-    short_help="Delete folders on disk that nobody uses.",
+    short_help="Delete unused folders on disk.",
     examples=[
         "ragcache cache gc --url http://127.0.0.1:8000 --dry-run",
         "ragcache cache gc --cache-dir ~/.cache/ragcache/kv --unused-days 0",
@@ -184,7 +184,7 @@ def gc(
 ) -> None:
     """Delete caches of other models, other weights and other releases, which no engine has open.
 
-    Give --url or --cache-dir. An engine's start does so by itself with what nobody has used for 30 days.
+    Give --url or --cache-dir. An engine's start does so by itself with folders unused for 30 days.
     """
     from ragcache_core.chunkstore.old_namespaces import delete_unused
     from ragcache_core.client import Engine
@@ -192,11 +192,11 @@ def gc(
     if (url is None) == (cache_dir is None):
         raise click.UsageError("Give either --url or --cache-dir.")
     if cache_dir is not None:
-        collected = delete_unused(cache_dir, unused_s=unused_days * 86_400.0, is_trial=dry_run)
+        collected = delete_unused(cache_dir, unused_s=unused_days * 86_400.0, dry_run=dry_run)
     else:
         assert url is not None
         with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
-            collected = engine.cache.gc(unused_days=unused_days, is_trial=dry_run)
+            collected = engine.cache.gc(unused_days=unused_days, dry_run=dry_run)
     if as_json:
         print_json(collected.to_dict())
     else:
@@ -222,7 +222,7 @@ def purge(url: str, api_key: str | None, wait_s: float, yes: bool, as_json: bool
     with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
         if not yes:
             if not sys.stdin.isatty():
-                raise click.UsageError("Nobody can be asked here: give --yes to remove everything.")
+                raise click.UsageError("There is no terminal to confirm on: give --yes to remove everything.")
             click.confirm(f"Remove everything that {engine.base_url} has cached?", abort=True, err=True)
         receipt = engine.cache.purge(wait_s=wait_s)
     if as_json:
@@ -293,6 +293,6 @@ def _echo_unknown(doc_ids: Sequence[DocId]) -> None:
 
 
 def _lines_of_folders(collected: CollectedFolders) -> list[str]:
-    done = "would be deleted" if collected.is_trial else "deleted"
+    done = "would be deleted" if collected.dry_run else "deleted"
     lines = [f"{size(f.num_bytes):>10}  {f.days:.1f} days  {printable(f.path)}" for f in collected.folders]
     return [*lines, f"{len(collected.folders)} folders with {size(collected.num_bytes)} {done}"]

@@ -87,13 +87,13 @@ def lines_of(receipt: ForgetReceipt) -> list[str]:
     chunks = f", {receipt.num_variants} reusable chunks" * bool(receipt.num_variants)
     lines = [
         f"forgotten {len(receipt.forgotten)} of {len(receipt.forgotten) + len(receipt.unknown)} documents on "
-        f"{receipt.num_paths} paths in {receipt.took_s:.2f} s: {', '.join(tiers) or 'nothing was cached'}{chunks}"
+        f"{receipt.num_paths} paths in {receipt.duration_s:.2f} s: {', '.join(tiers) or 'nothing was cached'}{chunks}"
     ]
     return [*lines, *lines_of_unknown(receipt.unknown)]
 
 
 def lines_of_unknown(doc_ids: Sequence[DocId]) -> list[str]:
-    """Return a line that names the ids of which the server has nothing; none without any."""
+    """Return a line that names the ids without KV on the server; none without such ids."""
     named = ", ".join(map(printable, doc_ids[:10])) + ", ..." * (len(doc_ids) > 10)
     return [f"unknown to this server: {named}"] if doc_ids else []
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ragcache_core.cli.cli_wording import options_in_cli_wording, to_cli_wording
 from ragcache_core.cli.command import EXIT_ERROR, Command, print_json
 from ragcache_core.cli.commands.forget import check_complete, forget_option, forgetting, lines_of
-from ragcache_core.cli.cures import as_typed, options_as_typed
 from ragcache_core.cli.options import (
     EmbedderName,
     api_key_option,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ragcache_core.types import DocId
 
 _DOCUMENTS_PER_REPORT = 32
-"""MiniLM embeds so many in two seconds on a CPU."""
+"""MiniLM embeds this many in two seconds on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ def _count(number: int, noun: str) -> str:
     help="Afterwards have this server prefill what is likely to be asked, as 'ragcache warm' does.",
 )
 @api_key_option
-@click.option("--rebuild-index", is_flag=True, help="Make the store's index anew from its vectors, if it is damaged.")
+@click.option("--rebuild-index", is_flag=True, help="Rebuild the store's index from its vectors, if it is damaged.")
 def index(
     paths: tuple[Path, ...],
     store: Path,
@@ -158,7 +158,7 @@ def index(
     )
 
     splitting, chunking = choose_splitting(store, chunks)
-    with options_as_typed(click.get_current_context().command):
+    with options_in_cli_wording(click.get_current_context().command):
         limits = FileLimits(max_file_bytes, max_file_s)
     files, readings, num_bad = _read(paths, splitting, limits)
     wanted = {"index": index, "metric": metric, "encoding": encoding}
@@ -240,7 +240,7 @@ def _read(paths: Iterable[Path], splitting: Splitting, limits: FileLimits) -> tu
     def report(error: DocumentError) -> None:
         nonlocal num_bad
         num_bad += 1
-        click.echo(f"ragcache: left out: {as_typed(str(error))}", err=True)
+        click.echo(f"ragcache: left out: {to_cli_wording(str(error))}", err=True)
 
     files = find_files(paths, on_bad=report)
     with Bar("reading", len(files.files), "files") as bar:
@@ -271,7 +271,7 @@ def _opened(
             try:
                 yield store
             except BaseException:
-                if not existed:  # while the store is still locked: nobody else's documents are in it
+                if not existed:  # while the store is still locked: it has no other process's documents
                     shutil.rmtree(path, ignore_errors=True)
                 raise
         return

@@ -1,4 +1,4 @@
-"""``ragcache profile``: measure what a prefill costs, so that the cache knows what is dear to lose."""
+"""``ragcache profile``: measure what a prefill costs, so that the cache evicts by recompute cost."""
 
 from __future__ import annotations
 

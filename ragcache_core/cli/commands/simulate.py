@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ragcache_core.cli.cli_wording import options_in_cli_wording
 from ragcache_core.cli.command import Command, Group, print_json
-from ragcache_core.cli.cures import options_as_typed
 from ragcache_core.cli.output import check_output, counting_requests, output_option, write_json
 from ragcache_core.cli.simulation_options import simulation_options
 from ragcache_core.cli.subcommands.sweep import sweep
@@ -49,12 +49,12 @@ def run(trace: Path, per_request: bool, output: Path | None, as_json: bool, **se
 
     if per_request and output is None and not as_json:
         raise click.UsageError("--per-request makes records of JSON: give --output OUT as well, or --json.")
-    with options_as_typed(run):
+    with options_in_cli_wording(run):
         options = SimulationOptions(**settings)
         load_testbed(options.cost_model)
     check_output("--output", output, (trace, Path(options.cost_model), Path(options.search or "")))
     requests = read_trace(trace)
-    with options_as_typed(run), counting_requests("simulating", len(requests)) as report:
+    with options_in_cli_wording(run), counting_requests("simulating", len(requests)) as report:
         result = run_simulation(requests, options, progress=report, keeps_requests=per_request)
     for note in result.notes:
         click.echo(f"ragcache: {note}", err=True)

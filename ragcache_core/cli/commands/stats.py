@@ -12,7 +12,7 @@ import click
 
 from ragcache_core.cli.command import Command, print_json
 from ragcache_core.cli.options import FiniteRange, api_key_option
-from ragcache_core.cli.reading import TEXT, Interval, Room, reading_view, watched_view
+from ragcache_core.cli.reading import TEXT, Interval, TerminalSize, reading_view, watched_view
 from ragcache_core.errors import EngineDiedError, EngineTimeoutError, EngineUnreachableError
 from ragcache_core.runtime.terminal import plain
 from ragcache_core.stats import EngineStats
@@ -78,7 +78,7 @@ def _print_once(engine: Engine, reading: EngineStats) -> None:
     from rich.console import Console
 
     console = Console()
-    console.print(reading_view(engine.model, engine.base_url, _now(), reading, Room(*console.size)))
+    console.print(reading_view(engine.model, engine.base_url, _now(), reading, TerminalSize(*console.size)))
 
 
 def _watch(engine: Engine, every_s: float, *, as_json: bool) -> NoReturn:
@@ -100,7 +100,7 @@ def _watch(engine: Engine, every_s: float, *, as_json: bool) -> NoReturn:
                         f"the server at {engine.base_url} went away after reading {num_readings}: start it again with "
                         f"'ragcache serve', then watch it again ({error})"
                     ) from error
-                before = None  # who was away may count anew
+                before = None  # a server that was away may have reset its counters
                 shown.miss(engine)
             else:
                 last_s, read_s = read_s, time.monotonic()
@@ -150,7 +150,7 @@ class _Screen:
         return self
 
     def show(self, engine: Engine, reading: EngineStats, last: Interval | None) -> None:
-        room = Room(*self._console.size)
+        room = TerminalSize(*self._console.size)
         self._reading = watched_view(engine.model, engine.base_url, _now(), reading, last, room)
         self._live.update(self._reading, refresh=True)
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ragcache_core.cli.cli_wording import options_in_cli_wording
 from ragcache_core.cli.command import Command, print_json
-from ragcache_core.cli.cures import options_as_typed
 from ragcache_core.cli.options import (
     EmbedderName,
     FiniteRange,
@@ -159,7 +159,7 @@ def warm(
         layout = PromptLayout(
             settings["static_prefix"], settings["document_format"], question_format=settings["question_format"]
         )
-        with _joined(url, api_key, tokenizer, wait_s) as engine, options_as_typed(warm):
+        with _joined(url, api_key, tokenizer, wait_s) as engine, options_in_cli_wording(warm):
             plan = plan_of(engine, documents, expected, layout, settings["budget"], settings["cost_model"])
             told = {**_facts(engine, store), **plan_to_dict(plan, expected)}
             if not as_json:
@@ -267,7 +267,7 @@ def _compared(
     ]  # fmt: skip
     lines = [f"{name:<18}{requests:>10}{share:>16}{ttft:>12}" for name, requests, share, ttft in rows]
     if achieved["has_started_anew"]:
-        lines.append("the engine has begun to count anew since the warming: what it counted before is not in here")
+        lines.append("the engine has reset its counters since the warming: earlier counts are missing here")
     uses = [
         f"{printable(each['doc_id']):<40}{each['expected_uses']:>10}{each['uses']:>8}  {', '.join(each['tiers'])}"
         for each in documents

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ragcache_core._version import __version__
+from ragcache_core.cli.cli_wording import options_in_cli_wording
 from ragcache_core.cli.command import Command, print_json
-from ragcache_core.cli.cures import options_as_typed
 from ragcache_core.cli.output import check_outputs, check_plot, counting_requests, output_option, write_json
 from ragcache_core.cli.simulation_options import simulation_options
 from ragcache_core.errors import ConfigError
@@ -158,7 +158,7 @@ def sweep(
     journal = None if output is None else Journal(output.with_name(output.name + ".runs.jsonl"))
     finished = {} if output is None or journal is None else read_finished(journal, output, is_resumed=resume)
     axes = {"gpu_tokens": gpu_tokens, "host_tokens": host_tokens, "disk_tokens": disk_tokens}
-    with options_as_typed(sweep):
+    with options_in_cli_wording(sweep):
         base = SimulationOptions(**settings)
         num_requests = _count_requests(traces, base)
         runs = plan(num_requests, base, policies=policies, orders=orders, replicas=replicas, routings=routing, **axes)

@@ -19,7 +19,7 @@ from ragcache_core.client.engine import Engine
 from ragcache_core.client.engine_client import EngineClient
 from ragcache_core.client.fleet.replicas import HOME, FleetPrefixes, Replica, ReplicaSet
 from ragcache_core.client.http.attempt import AUTO, FirstTokenTimeout, RetryPolicy
-from ragcache_core.client.http.joined_server import HANG_TIMEOUT_S, RESTART_TIMEOUT_S
+from ragcache_core.client.http.remote_server import HANG_TIMEOUT_S, RESTART_TIMEOUT_S
 from ragcache_core.client.http.resume import ResumeStreams
 from ragcache_core.client.launch.process import GRACE_S
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer
@@ -79,7 +79,7 @@ class Fleet(EngineClient):
             ConfigError: there are none, one is there twice, or they do not serve the same model in the same way.
         """
         self.engines = tuple(engines)
-        _check_alike(self.engines)
+        _check_same_model(self.engines)
         self._replicas = ReplicaSet(self.engines, restart_timeout_s)
         super().__init__(
             f"{HOME}/v1",
@@ -92,7 +92,7 @@ class Fleet(EngineClient):
         self._prefetching = _EachPrefetches(self._api, self._replicas)
         self.cache = cast("CacheRoutes", _NoSharedCache())
         try:
-            self._shake_hands(lambda *_: cast("ModelTokenizer", self.engines[0].tokenizer))
+            self._handshake(lambda *_: cast("ModelTokenizer", self.engines[0].tokenizer))
         except BaseException:
             self._close_connections()
             raise
@@ -216,7 +216,7 @@ class Fleet(EngineClient):
         return replace(
             merged,
             kv_cache_usage=sum(stats.kv_cache_usage for stats in told) / len(told),
-            num_unnamed_chats=self.integration.prompts.num_unnamed_chats,
+            num_server_rendered_chats=self.integration.prompts.num_server_rendered_chats,
         )
 
 
@@ -271,7 +271,7 @@ def _on_each(call: Callable[[Engine], _Answer], engines: Sequence[Engine]) -> li
     return [future.result() for future in futures]
 
 
-def _check_alike(engines: Sequence[Engine]) -> None:
+def _check_same_model(engines: Sequence[Engine]) -> None:
     """Refuse engines that are no replicas of each other.
 
     Raises:
@@ -288,5 +288,5 @@ def _check_alike(engines: Sequence[Engine]) -> None:
             if value is not None and other[what] is not None and other[what] != value:
                 raise ConfigError(
                     f"{engine.base_url} has another {what} than {names[0]}, {other[what]!r:.80} and not {value!r:.80}: "
-                    "a fleet is of replicas that answer alike"
+                    "a fleet needs replicas with equal answers"
                 )

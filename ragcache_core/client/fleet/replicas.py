@@ -23,9 +23,9 @@ from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes, KnownP
 from ragcache_core.client.speculation.request_capture import asks_completion
 from ragcache_core.errors import EngineUnreachableError
 from ragcache_core.ordering import CachedPaths
-from ragcache_core.routing.choice import KnownReplica, choose_order, choose_replica, with_room_for_cached
+from ragcache_core.routing.choice import ReplicaState, below_cached_load_limit, choose_order, choose_replica
 from ragcache_core.routing.index import PathIndex
-from ragcache_core.routing.load import OnItsWay, ReplicaLoad
+from ragcache_core.routing.load import InFlightRequest, ReplicaLoad
 from ragcache_core.runtime.handle import OneProcess
 from ragcache_core.types import DocId
 from ragcache_core.wire import REQUEST_ROUTE, SPECULATION_ROUTE
@@ -101,7 +101,7 @@ class ReplicaSet:
         """What all have cached; only inside :meth:`known`."""
         self._speculations: OrderedDict[str, Replica] = OrderedDict()
         self._moved: OrderedDict[str, str] = OrderedDict()
-        self._over: deque[OnItsWay] = deque()
+        self._over: deque[InFlightRequest] = deque()
         for replica in self.all:
             deque(self.index.join(replica.load.expected), 0)
             replica.mirror.keep_in(self.index, self._lock)
@@ -111,12 +111,12 @@ class ReplicaSet:
         return [replica for replica in self.all if replica.is_ready()]
 
     @contextmanager
-    def known(self, *, has_documents: bool = True) -> Iterator[list[KnownReplica]]:
+    def known(self, *, has_documents: bool = True) -> Iterator[list[ReplicaState]]:
         """Give those that take requests, which do not change inside; ``has_documents``: what they have cached, too."""
         ready, index = self.ready(), self.index
         with self._counting():
             yield [
-                KnownReplica(one.name, one.mirror.known_in(index) if has_documents else None, one.load) for one in ready
+                ReplicaState(one.name, one.mirror.known_in(index) if has_documents else None, one.load) for one in ready
             ]
 
     # Replicas of a transport
@@ -166,7 +166,7 @@ class ReplicaSet:
         url = request.url.copy_with(raw_path=path.encode("ascii"))
         return httpx.Request(request.method, url, headers=request.headers, extensions=request.extensions)
 
-    def _some(self, known: list[KnownReplica]) -> list[KnownReplica]:
+    def _some(self, known: list[ReplicaState]) -> list[ReplicaState]:
         """Return the replicas that take requests.
 
         Raises:
@@ -181,15 +181,15 @@ class ReplicaSet:
         with self.known(has_documents=False) as known:
             return self._replica(min(self._some(known), key=lambda replica: replica.load.num_running))
 
-    def _replica(self, known: KnownReplica) -> Replica:
+    def _replica(self, known: ReplicaState) -> Replica:
         return next(replica for replica in self.all if replica.load is known.load)
 
-    def answered(self, sent: OnItsWay) -> None:
+    def answered(self, sent: InFlightRequest) -> None:
         """Note that a request has its first token."""
         with self._counting():
             sent.answered()
 
-    def done(self, sent: OnItsWay) -> None:
+    def done(self, sent: InFlightRequest) -> None:
         """Note that a request is over. Never waits: Python may collect an answer in a thread that is counting."""
         self._over.append(sent)
         self._count_over()
@@ -234,8 +234,8 @@ class ReplicaSet:
     def stall_reason(self) -> str | None:
         return None  # each request knows its replica
 
-    def why_gone(self) -> str:
-        return "; ".join(replica.engine.integration.watch.why_gone() for replica in self.all)
+    def exit_reason(self) -> str:
+        return "; ".join(replica.engine.integration.watch.exit_reason() for replica in self.all)
 
 
 class RoutedRequest:
@@ -248,7 +248,7 @@ class RoutedRequest:
         self._replicas = replicas
         self._replica = replica
         self._unaddressed = request
-        self.sent: OnItsWay | None = None
+        self.sent: InFlightRequest | None = None
         """How it counts, until it is over."""
         self.request = self._addressed(request, asked)
 
@@ -338,7 +338,7 @@ class FleetPrefixes(KnownPrefixes):
     @contextmanager
     def reading(self) -> Iterator[Sequence[CachedPaths] | None]:
         with self._replicas.known() as replicas:
-            known = [replica for replica in with_room_for_cached(replicas) if replica.mirrors is not None]
+            known = [replica for replica in below_cached_load_limit(replicas) if replica.mirrors is not None]
             yield [paths for replica in known for paths in replica.caches] or None
 
     def refresh(self, timeout_s: float) -> bool:

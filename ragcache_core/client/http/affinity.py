@@ -22,7 +22,7 @@ from pydantic_core import from_json
 
 from ragcache_core.client.speculation.request_capture import asks_completion
 from ragcache_core.ordering import MAX_PATH_DOCUMENTS, static_prefix_digest
-from ragcache_core.routing.load import AskedPrompt
+from ragcache_core.routing.load import PromptInfo
 from ragcache_core.types import PromptSegment, SegmentKind
 from ragcache_core.wire import KEY, REPLICA_HEADER, REQUEST_ROUTE, SESSION_HEADER, SPECULATION_HEADER, SPECULATION_ROUTE
 
@@ -40,7 +40,7 @@ _UNSENT = b"error sending request for url"
 class RequestInfo:
     """What the body of a request says of it: its prompt, its speculation, and the id that a header would hide."""
 
-    prompt: AskedPrompt
+    prompt: PromptInfo
     speculation: str | None = None
     request_id: str | None = None
 
@@ -58,7 +58,7 @@ class RequestInfo:
                 request_id.strip() if is_sendable(request_id) else None,
             )
         except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
-            return cls(AskedPrompt((), (), 0, 0, None, ""))
+            return cls(PromptInfo((), (), 0, 0, None, ""))
 
 
 def _read(content: bytes) -> Any:
@@ -73,19 +73,19 @@ def is_sendable(value: object) -> TypeGuard[str]:
     return isinstance(value, str) and value.isascii() and value.isprintable()
 
 
-def _prompt(body: Mapping[str, Any], named: Sequence[Any], token_ids: object) -> AskedPrompt:
+def _prompt(body: Mapping[str, Any], named: Sequence[Any], token_ids: object) -> PromptInfo:
     """Return what decides who gets a request; its documents' places are known where its prompt is tokens."""
     spans = [(str(each["id"]), int(each["start"]), int(each.get("end", 0))) for each in named][:MAX_PATH_DOCUMENTS]
     documents = tuple(name for name, _, _ in spans)
     key = f"{body.get('cache_salt')}\0{documents[0] if documents else _opening(body)}"
     if not isinstance(token_ids, list):
         shown = body.get("prompt") or body.get("messages")
-        return AskedPrompt(documents, (), 0, len(str(shown)) // _CHARACTERS_PER_TOKEN, None, key)
+        return PromptInfo(documents, (), 0, len(str(shown)) // _CHARACTERS_PER_TOKEN, None, key)
     if not spans:
-        return AskedPrompt((), (), 0, len(token_ids), None, key)
+        return PromptInfo((), (), 0, len(token_ids), None, key)
     first = PromptSegment(SegmentKind.DOCUMENT, spans[0][1], len(token_ids), spans[0][0])
     prefix = static_prefix_digest(token_ids, [first])
-    return AskedPrompt(documents, tuple(end for _, _, end in spans), first.start, len(token_ids), prefix, key)
+    return PromptInfo(documents, tuple(end for _, _, end in spans), first.start, len(token_ids), prefix, key)
 
 
 def _opening(body: Mapping[str, Any]) -> str:

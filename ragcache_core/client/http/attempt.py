@@ -70,7 +70,7 @@ class ServerWatch(Protocol):
         """Return why the server will not answer, ``None`` while it may. Called often by waiting requests."""
         ...
 
-    def why_gone(self) -> str: ...
+    def exit_reason(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class Attempt:
         """Do :meth:`check`, and end a read for a first token that is late: once."""
         self.check()
         if self._limit_s is not None and time.monotonic() - self._sent_s > self._limit_s:
-            raise _LateError
+            raise _FirstTokenTimeoutError
 
     def failed(self, error: Exception) -> None:
         """Note a failure that :meth:`may_retry` may mend; raise it if nothing does, or too much failed before."""
@@ -185,7 +185,7 @@ class Attempt:
             return True
         assert self._watch is not None
         if self._watch.health() is Health.GONE:
-            raise EngineDiedError(self._watch.why_gone())
+            raise EngineDiedError(self._watch.exit_reason())
         is_restarted = self._watch.run != self._run
         if self._watch.health() is Health.READY and (is_restarted or self._watch.seen_alive_since(self._failed_s)):
             self._run, self._error = self._watch.run, None
@@ -212,7 +212,7 @@ class Attempt:
 
 def is_late(error: BaseException) -> bool:
     """Return whether a request was cancelled because its first token was late."""
-    return isinstance(error.__cause__, _LateError)
+    return isinstance(error.__cause__, _FirstTokenTimeoutError)
 
 
 def check_progress(watch: ServerWatch) -> None:
@@ -257,5 +257,5 @@ class _HungError(httpcore.ReadError):
     """Ends a read: the server will not answer."""
 
 
-class _LateError(httpcore.ReadTimeout):
+class _FirstTokenTimeoutError(httpcore.ReadTimeout):
     """Ends a read: the first token is late."""

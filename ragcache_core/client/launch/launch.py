@@ -43,9 +43,9 @@ from ragcache_core.runtime.tenants import Tenants
 from ragcache_core.types import Tier
 
 _held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
-_ENDING_S = 20.0
+_SHUTDOWN_TIMEOUT_S = 20.0
 """An engine whose owner was killed has noticed and ended by then."""
-_LOOKS_EVERY_S = 0.25
+_HEALTH_CHECK_INTERVAL_S = 0.25
 _TOO_SMALL = re.compile(
     r"KV cache is needed, which is larger than the available KV cache memory \([^)]*\)[^`]*?\.(?= Try)"
 )
@@ -241,13 +241,13 @@ def _resolved(cache: CacheConfig, cancel: threading.Event) -> CacheConfig:
     Raises:
         ConfigError: it cannot work here.
     """
-    patience_s = _ENDING_S if sweep_shared_memory() else 0.0
+    patience_s = _SHUTDOWN_TIMEOUT_S if sweep_shared_memory() else 0.0
     ends_s = time.monotonic() + patience_s
     while True:
         try:
             return cache.resolved()
         except ConfigError:
-            if time.monotonic() >= ends_s or cancel.wait(_LOOKS_EVERY_S):
+            if time.monotonic() >= ends_s or cancel.wait(_HEALTH_CHECK_INTERVAL_S):
                 raise
 
 

@@ -21,7 +21,7 @@ from ragcache_core.config import CacheConfig
 from ragcache_core.errors import ConfigError, EngineClosedError, EngineStartError
 from ragcache_core.memory import has_gpu, num_nvidia_gpus, read_memory
 
-_LOOKS_EVERY_S = 0.1
+_HEALTH_CHECK_INTERVAL_S = 0.1
 _MAX_RANKS = 64
 _DEVICES_ENV = "CUDA_VISIBLE_DEVICES"
 _CORES_ENV = "VLLM_CPU_OMP_THREADS_BIND"
@@ -78,7 +78,7 @@ def _wait(starting: list[Future[LaunchedServer]], given_up: threading.Event) -> 
     """
     left = set(starting)
     while left:
-        done, left = wait(left, timeout=_LOOKS_EVERY_S, return_when=FIRST_COMPLETED)
+        done, left = wait(left, timeout=_HEALTH_CHECK_INTERVAL_S, return_when=FIRST_COMPLETED)
         for each in done:
             each.result()
         if given_up.is_set():

@@ -207,7 +207,7 @@ class Supervisor:
     def stall_reason(self) -> str | None:
         return None  # what hangs is killed, which ends every read
 
-    def why_gone(self) -> str:
+    def exit_reason(self) -> str:
         return self._why_gone
 
     def suspect(self, run: int) -> None:

@@ -23,7 +23,7 @@ class Arrangement:
 
     documents: tuple[Document, ...]
     is_reordered: bool
-    took_s: float
+    duration_s: float
 
 
 def in_order(

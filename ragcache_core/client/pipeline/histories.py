@@ -22,10 +22,10 @@ import platformdirs
 from ragcache_core.client.pipeline.stages import close_stages
 from ragcache_core.private_files import make_private_folder, replacing
 from ragcache_core.retrieval.threads import in_thread
-from ragcache_core.speculation import SettlingHistory, StageRecord
+from ragcache_core.speculation import StageRecord, StageStabilityStats
 from ragcache_core.types import DocId, Document, RetrievalUpdate
 
-RECALLED_STAGE = -1
+CACHED_RESULT_STAGE = -1
 """The stage before a search's own."""
 
 _MOST_QUESTIONS = 1024
@@ -67,7 +67,7 @@ class RecentQuestions:
             if first is not None:
                 if (documents := await _read_before(first, partial(read, ids))) is not None:
                     scores = (math.nan,) * len(documents)
-                    yield RetrievalUpdate(tuple(documents), scores, RECALLED_STAGE, is_final=False)
+                    yield RetrievalUpdate(tuple(documents), scores, CACHED_RESULT_STAGE, is_final=False)
                 await asyncio.wait((first,))
             while (update := await (_next(updates) if first is None else first)) is not None:
                 first = None
@@ -109,15 +109,15 @@ async def _read_before(
 
 
 @dataclass(frozen=True, slots=True)
-class Learnt:
+class SourceHistory:
     """What earlier searches of a source taught: how early its stages were right, and what questions found."""
 
-    history: SettlingHistory = field(default_factory=SettlingHistory)
+    history: StageStabilityStats = field(default_factory=StageStabilityStats)
     recent: RecentQuestions = field(default_factory=RecentQuestions)
 
 
 class Histories:
-    """One :class:`Learnt` for each source and its settings, whichever retriever searches. May be used by any thread.
+    """Keeps one :class:`SourceHistory` for each source and its settings, shared by retrievers. Thread-safe.
 
     A source is known by its ``identity``, a string that is the same in every process: of a store its path. Files hold
     shares, seconds and numbers of searches under a digest of the names, nothing of questions. A file that is damaged,
@@ -129,9 +129,9 @@ class Histories:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
-        self._at = lru_cache(_MOST_KEPT)(lambda path: Learnt(KeptHistory(path)))
+        self._at = lru_cache(_MOST_KEPT)(lambda path: SourceHistory(PersistentHistory(path)))
 
-    def of(self, source: object, settings: Sequence[object], *, otherwise: Learnt) -> Learnt:
+    def of(self, source: object, settings: Sequence[object], *, otherwise: SourceHistory) -> SourceHistory:
         """Return what is known of a source that is searched with ``settings``; of one without a name ``otherwise``."""
         identity = getattr(source, "identity", None)
         if not isinstance(identity, str) or not identity:
@@ -146,7 +146,7 @@ class Histories:
         self._at.cache_clear()
 
 
-class KeptHistory(SettlingHistory):
+class PersistentHistory(StageStabilityStats):
     """A history with a file: read at first, and written when enough has been learnt, which takes a tenth of a ms."""
 
     def __init__(self, path: Path) -> None:
@@ -158,7 +158,7 @@ class KeptHistory(SettlingHistory):
         self._saving = threading.Lock()  # acquired without waiting
 
     def record(self, stage: int, candidates: Sequence[object], final: Sequence[object], left_s: float) -> None:
-        """Record a search; see :meth:`SettlingHistory.record`."""
+        """Record a search; see :meth:`StageStabilityStats.record`."""
         was_known = self.is_known(stage)
         super().record(stage, candidates, final, left_s)
         self._num_unsaved += 1
@@ -185,7 +185,7 @@ class KeptHistory(SettlingHistory):
 
 
 def _differ(saved: StageRecord | None, now: StageRecord) -> bool:
-    return saved is None or abs(now.share - saved.share) >= _LEAST_CHANGE or saved.leaves_time != now.leaves_time
+    return saved is None or abs(now.share - saved.share) >= _LEAST_CHANGE or saved.has_lead_time != now.has_lead_time
 
 
 def _read(path: Path) -> dict[int, StageRecord]:

@@ -64,7 +64,7 @@ class PipelineResult:
         """
         if self.speculation is None:
             return self.report
-        is_right = self.speculation.is_claimed or not (self.speculation.is_claimable or self.speculation.is_failed)
+        is_right = self.speculation.is_claimed or not (self.speculation.can_be_adopted or self.speculation.is_failed)
         unhidden_s = unhidden_search_s(self.speculation, self.began_s, self.report.search_s)
         return replace(
             self.report,
@@ -74,7 +74,7 @@ class PipelineResult:
 
     def settled(self, report: PipelineReport) -> PipelineEvent | None:
         """Return the event that tells what of ``report``, the settled one, was hidden; ``None`` if no answer was."""
-        if self.speculation is None or not self.speculation.is_claimable:
+        if self.speculation is None or not self.speculation.can_be_adopted:
             return None
         doc_ids = tuple(document.doc_id for document in self.documents)
         hidden_s = report.hidden_search_s if report.is_confirmed else None

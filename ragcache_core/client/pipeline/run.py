@@ -15,12 +15,12 @@ from ragcache_core.client.pipeline.stages import SearchTasks, check_timeout
 from ragcache_core.client.speculation.client import (
     EngineLoad,
     SpeculationClient,
+    SpeculativeRequests,
     Speculator,
     StartedSpeculation,
-    Starts,
 )
 from ragcache_core.client.tracing import SearchTrace, search_span
-from ragcache_core.speculation import Action, Cancel, Confirm, Generate, SettlingHistory, SpeculativePipeline, Start
+from ragcache_core.speculation import Action, Cancel, Confirm, Generate, SpeculativePipeline, StageStabilityStats, Start
 from ragcache_core.stats import PipelineReport
 from ragcache_core.types import DocId, Document, RetrievalUpdate
 
@@ -31,7 +31,7 @@ _FIRST_POLL_S, _LAST_POLL_S = 0.01, 0.16
 _BUSY_ANSWERS = 2
 """An engine that has no room so often, one time after the other, is busy: it may just have answered."""
 _NOT_WORTH_IT = "what stages of earlier searches named was seldom right in the end, or came too late to gain by it"
-_TOO_SOON = "too few searches were seen to say which stages are right, and the engine is not idle"
+_NOT_ENOUGH_SAMPLES = "too few searches were seen to say which stages are right, and the engine is not idle"
 _START_GRACE_S = 0.1
 """Final documents wait for a start that began no longer ago: the request would have to be made all the same."""
 
@@ -160,7 +160,7 @@ class SearchRun:
         speculator: Speculator | None,
         on_event: Callable[[PipelineEvent], Awaitable[None] | None] | None,
         arrange: Callable[[Sequence[Document]], Sequence[Document]] | None,
-        history: SettlingHistory | None,
+        history: StageStabilityStats | None,
         k: int | None,
         trace: SearchTrace | None,
     ) -> None:
@@ -168,7 +168,7 @@ class SearchRun:
         self._tasks: SearchTasks[PipelineResult] = SearchTasks()
         self._on_event, self._arrange = on_event, arrange
         self._load = None if client is None else _LoadWatch(client, self._tasks)
-        self._starts = None if speculator is None else Starts(speculator)
+        self._starts = None if speculator is None else SpeculativeRequests(speculator)
         self._pipeline: SpeculativePipeline[_Documents] = SpeculativePipeline(max_prefill_bs=0)  # until told
         self._history, self._trace = history, trace
         self._k = k
@@ -190,7 +190,7 @@ class SearchRun:
         self._tasks.read(updates, timeout_s, self._on_stage, self._on_search_failed, k=self._k)
         if self._load is None or self._starts is None:
             self._tally.cannot = "there is no engine to speculate on" if self._load is None else "speculation is off"
-        elif self._history is not None and self._history.is_hopeless:
+        elif self._history is not None and self._history.never_worthwhile:
             self._tally.cannot = _NOT_WORTH_IT
         self._ask_load(at_once=True)
         while True:
@@ -238,7 +238,7 @@ class SearchRun:
                     self._documents,
                     is_final=False,
                     num_pending=self._num_pending() if is_fresh else self._pipeline.max_prefill_bs,
-                    is_promising=self._tally.cannot is None and self._is_promising(update.stage),
+                    is_worthwhile=self._tally.cannot is None and self._is_promising(update.stage),
                 )
             )
             if self._pipeline.is_deferred:
@@ -252,14 +252,14 @@ class SearchRun:
         if self._history is None:
             return True
         if not self._history.is_known(stage):
-            is_promising, why_not = self._may_try(self._history), _TOO_SOON
+            is_worthwhile, why_not = self._may_try(self._history), _NOT_ENOUGH_SAMPLES
         else:
-            is_promising, why_not = self._history.is_promising(stage, is_idle=self._has_room), _NOT_WORTH_IT
-        if not is_promising:
+            is_worthwhile, why_not = self._history.is_worthwhile(stage, is_idle=self._has_room), _NOT_WORTH_IT
+        if not is_worthwhile:
             self._tally.unpromising.append(why_not)
-        return is_promising
+        return is_worthwhile
 
-    def _may_try(self, history: SettlingHistory) -> bool:
+    def _may_try(self, history: StageStabilityStats) -> bool:
         """Return whether a stage that is not known may start something: once where other searches of its source run.
 
         They say that the engine is in demand, and show what the stage is worth as well.
@@ -300,7 +300,7 @@ class SearchRun:
             speculation.confirm()
             if speculation.started_s is not None:
                 unhidden_s = unhidden_search_s(speculation, self._began_s, search_s)
-                told_s = None if speculation.is_claimable else search_s - unhidden_s
+                told_s = None if speculation.can_be_adopted else search_s - unhidden_s
         if self._tally.num_started:
             kind: Literal["confirm", "miss"] = "miss" if speculation is None else "confirm"
             self._events.append(PipelineEvent(kind, self._stage, _ids(documents), (), True, told_s, search_s))
@@ -326,7 +326,7 @@ class SearchRun:
         self._load.note(load)
         self._pipeline.max_prefill_bs = load.max_prefill_bs
         if self._is_too_soon() and self._pipeline.is_deferred:
-            self._tally.unpromising.append(_TOO_SOON)
+            self._tally.unpromising.append(_NOT_ENOUGH_SAMPLES)
             self._pipeline.on_unpromising()
         self._perform(self._pipeline.on_load(self._num_pending()))
         if self._pipeline.is_deferred and load.reads_ahead:
@@ -467,7 +467,7 @@ def _may_be_joined(live: StartedSpeculation, documents: _Documents) -> bool:
     there to be joined, and not confirmed before it is.
     """
     speculation = live.speculation
-    return speculation is not None and speculation.is_claimable and _texts(live.documents) == _texts(documents)
+    return speculation is not None and speculation.can_be_adopted and _texts(live.documents) == _texts(documents)
 
 
 async def run_pipeline(
@@ -478,7 +478,7 @@ async def run_pipeline(
     timeout_s: float | None = None,
     on_event: Callable[[PipelineEvent], Awaitable[None] | None] | None = None,
     arrange: Callable[[Sequence[Document]], Sequence[Document]] | None = None,
-    history: SettlingHistory | None = None,
+    history: StageStabilityStats | None = None,
     k: int | None = None,
 ) -> PipelineResult:
     """Return the final documents of a search, during which the engine worked ahead from its candidates.

@@ -54,7 +54,7 @@ class SearchSession:
         """Ask the model in this question's scope: the request joins what was sent ahead of it, not of an equal one."""
         return request_scope(self._scope)
 
-    def asked_parts(self, parts: Generator[_Part, None, None]) -> Generator[_Part, None, None]:
+    def stream_parts(self, parts: Generator[_Part, None, None]) -> Generator[_Part, None, None]:
         """Yield what ``parts`` does, which asks the model in this question's scope; close them in the end."""
         with closing(parts):
             while True:
@@ -65,7 +65,7 @@ class SearchSession:
                         return
                 yield part
 
-    async def aasked_parts(self, parts: AsyncGenerator[_Part, None]) -> AsyncGenerator[_Part, None]:
+    async def astream_parts(self, parts: AsyncGenerator[_Part, None]) -> AsyncGenerator[_Part, None]:
         """Yield what ``parts`` does, which asks the model in this question's scope; close them in the end."""
         async with aclosing(parts):
             while True:

@@ -16,7 +16,7 @@ from ragcache_core.types import Document, RetrievalUpdate
 
 _logger = logging.getLogger(__name__)
 
-_CURE = "write stages(query, k) as an async def that yields RetrievalUpdates"
+_HINT = "write stages(query, k) as an async def that yields RetrievalUpdates"
 CANCELLED_BY_SOURCE = "the search was cancelled by its source: see the source"
 DEFAULT_TIMEOUT_S = 60.0
 """How long a search may take by default: a source that hangs must not block its caller for good."""
@@ -43,7 +43,7 @@ def check_updates(updates: object) -> None:
         SearchError: it is no asynchronous iterator.
     """
     if not isinstance(updates, AsyncIterable):
-        raise SearchError(f"the search's updates are {updates!r}: {_CURE}")
+        raise SearchError(f"the search's updates are {updates!r}: {_HINT}")
 
 
 def check_stage(update: object) -> None:
@@ -53,7 +53,7 @@ def check_stage(update: object) -> None:
         SearchError: it is no update, or what it found are no documents.
     """
     if not isinstance(update, RetrievalUpdate):
-        raise SearchError(f"a stage of the search is {update!r}: {_CURE}")
+        raise SearchError(f"a stage of the search is {update!r}: {_HINT}")
     for document in update.documents:
         if not isinstance(document, Document):
             raise SearchError(f"stage {update.stage} of the search found {document!r}: yield Documents only")

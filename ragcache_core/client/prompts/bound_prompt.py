@@ -21,7 +21,7 @@ from ragcache_core.prompt import (
     PromptTokenizer,
     RenderedPrompt,
     acls_of,
-    num_alike,
+    common_prefix_len,
     render_known,
 )
 from ragcache_core.types import DocId, Document
@@ -315,13 +315,13 @@ class _Template:
         chosen = dict.fromkeys(self._unknown, 0)
         try:
             plain = render(self._fill(_SHOWN[0], chosen))
-            start = num_alike(plain, render(self._fill(_SHOWN[1], chosen)))
+            start = common_prefix_len(plain, render(self._fill(_SHOWN[1], chosen)))
             if start == len(plain):
                 return []
             others = {name: render(self._fill(_SHOWN[0], {**chosen, name: 1})) for name in self._unknown}
         except Exception:  # will be said at the first prefix, with the documents that it is about
             return []
-        return [name for name, other in others.items() if num_alike(plain, other) < start]
+        return [name for name, other in others.items() if common_prefix_len(plain, other) < start]
 
 
 def _drafted(prompt: Any, format_docs: FormatDocuments | None, context: str, question: str) -> _Template:

@@ -34,7 +34,7 @@ _OWN_NAMES = {
     *("add_generation_prompt", "continue_final_message"),
 }
 """What ``chat_template_kwargs`` may say otherwise than the request does: the server knows which of them counts."""
-_ASKED_OF_THE_SERVER = ("chat_template", "continue_final_message", "add_special_tokens", "add_generation_prompt")
+_SERVER_RENDERED_FIELDS = ("chat_template", "continue_final_message", "add_special_tokens", "add_generation_prompt")
 _MEDIA = ("media_io_kwargs", "mm_processor_kwargs")
 _NOT_TOLD = ("functions", "truncate_prompt_tokens")
 """Settings that change a prompt, and that the server's ``/tokenize`` does not know."""
@@ -112,7 +112,7 @@ def read_chat(messages: Sequence[ChatMessage], settings: Mapping[str, Any]) -> C
     variables = {**kwargs, **_effort(given, kwargs)}
     if (documents := given.get("documents")) is not None:
         variables["documents"] = documents
-    asked = {name: given[name] for name in (*_ASKED_OF_THE_SERVER, *_MEDIA) if name in given}
+    asked = {name: given[name] for name in (*_SERVER_RENDERED_FIELDS, *_MEDIA) if name in given}
     has_media = any(has_other_than_text(message.get("content")) for message in messages)
     shown = _shown_tools(tools)
     is_ours = (

@@ -239,7 +239,7 @@ class PromptClient:
         return replace(plan, asked=AskedChat(prompt.messages, settings, tokenizer, [d for d in shown if d[0] in ids]))
 
     @property
-    def num_unnamed_chats(self) -> int:
+    def num_server_rendered_chats(self) -> int:
         """How many chats were left to the server, which does not say what their tokens are."""
         return self._num_unnamed_chats
 

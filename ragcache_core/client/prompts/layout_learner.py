@@ -11,7 +11,7 @@ from typing import Any
 
 from ragcache_core.client.prompts.bound_prompt import UNKNOWN, BoundPrompt, Drafts, warn_question_first
 from ragcache_core.client.prompts.request_plan import RememberedSearch
-from ragcache_core.prompt import ChatMessage, DocumentSpan, PromptTokenizer, locate_documents, num_alike
+from ragcache_core.prompt import ChatMessage, DocumentSpan, PromptTokenizer, common_prefix_len, locate_documents
 from ragcache_core.types import DocId, Document
 
 _MAX_GAP_CHARS = 200
@@ -82,7 +82,7 @@ class LearnedLayout:
         """Return the documents as they were recognised: by their text."""
         return [(d.doc_id, d.text) for d in documents]
 
-    def foretells(self, messages: Sequence[ChatMessage], documents: Sequence[tuple[DocId, str]]) -> bool:
+    def matches(self, messages: Sequence[ChatMessage], documents: Sequence[tuple[DocId, str]]) -> bool:
         """Return whether ``messages`` about ``documents`` begin as this layout says."""
         i = len(self.before)
         if len(messages) <= i or tuple(messages[:i]) != self.before or messages[i]["role"] != self.message["role"]:
@@ -90,7 +90,7 @@ class LearnedLayout:
         content: str = messages[i]["content"]
         return content.startswith(self.text(documents))
 
-    def knows_more_than(self, other: LearnedLayout) -> bool:
+    def has_more_samples_than(self, other: LearnedLayout) -> bool:
         """Return whether more documents can be laid out."""
         return other.num_documents is not None and (
             self.num_documents is None or other.num_documents < self.num_documents
@@ -155,13 +155,13 @@ class LayoutLearner:
         with self._lock:
             self._taught_until = max(self._taught_until, claim.sequence)
             known = self._layout
-            is_foretold = known is not None and known.foretells(messages, documents)
+            is_foretold = known is not None and known.matches(messages, documents)
             self._num_contradictions = 0 if is_foretold or known is None else self._num_contradictions + 1
             if known is None or not is_foretold:
                 layout = seen
             else:  # what stands before the words that were searched for may be a part of a user's question
-                asked = num_alike(known.tail[: known.asked], seen.tail)
-                is_more = seen.knows_more_than(known)
+                asked = common_prefix_len(known.tail[: known.asked], seen.tail)
+                is_more = seen.has_more_samples_than(known)
                 layout = replace(seen, asked=min(asked, seen.asked)) if is_more else replace(known, asked=asked)
             if layout != known:
                 known = self._layout = layout

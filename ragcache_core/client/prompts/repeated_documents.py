@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from ragcache_core.errors import ConfigError, quoted
-from ragcache_core.prompt import ChatMessage, locate_documents, num_alike
+from ragcache_core.prompt import ChatMessage, common_prefix_len, locate_documents
 from ragcache_core.types import DocId
 
 _NUM_WORDS: Final = 8
@@ -46,7 +46,7 @@ def reference_to(text: str, others: Iterable[str] = ()) -> str:
     """
     words = _quotable_words(text)
     different = [other for other in map(_quotable_words, others) if other != words]
-    num_words = max([_NUM_WORDS, *(num_alike(words, other) + 1 for other in different)])
+    num_words = max([_NUM_WORDS, *(common_prefix_len(words, other) + 1 for other in different)])
     return f'[shown above: "{" ".join(words[:num_words])}{" ..." if len(words) > num_words else ""}"]'
 
 

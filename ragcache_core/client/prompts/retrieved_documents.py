@@ -44,7 +44,7 @@ class DocumentHint:
             self._is_told = True
             _logger.warning(
                 "%d prompts of %d tokens or more, and no known document in any: if they do hold documents, these are "
-                "cached as text that nobody named, and not in the statistics. %s",
+                "cached as unnamed text, and not in the statistics. %s",
                 _NUM_LONG_PROMPTS,
                 _LONG_PROMPT_TOKENS,
                 self._cure,

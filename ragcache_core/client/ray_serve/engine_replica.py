@@ -12,7 +12,7 @@ import httpx
 from ragcache_core.client.engine import Engine
 from ragcache_core.client.fleet.fleet import served_model_identity
 from ragcache_core.client.launch.ranks import own_folder, own_log
-from ragcache_core.client.ray_serve.known_replicas import HOPS, UNREACHED, Ask, Head
+from ragcache_core.client.ray_serve.known_replicas import BAD_GATEWAY, HOP_BY_HOP_HEADERS, Ask, Head
 from ragcache_core.errors import EngineDiedError, EngineError
 
 _HEALTH_TIMEOUT_S = 10.0
@@ -47,18 +47,20 @@ class EngineReplica:
         Raises:
             EngineDiedError: the answer was cut.
         """
-        headers = [(name, value) for name, value in ask.headers if name.lower() not in HOPS]
+        headers = [(name, value) for name, value in ask.headers if name.lower() not in HOP_BY_HOP_HEADERS]
         url = self._root.copy_with(raw_path=ask.path.encode())  # whatever it says, it names no other server
         request = httpx.Request(ask.method, url, headers=headers, content=ask.body)
         try:
             response = await self._http.send(request, stream=True)
         except httpx.ConnectError:
-            yield UNREACHED, []
+            yield BAD_GATEWAY, []
             return
         except httpx.HTTPError as error:
             raise EngineDiedError(f"replica {self._name} did not answer: {error}") from None
         try:
-            named = [(name, value) for name, value in response.headers.items() if name.lower() not in HOPS]
+            named = [
+                (name, value) for name, value in response.headers.items() if name.lower() not in HOP_BY_HOP_HEADERS
+            ]
             yield response.status_code, named
             async for part in response.aiter_raw():
                 yield part

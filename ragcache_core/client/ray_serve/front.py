@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 
 from ragcache_core.client.http.affinity import RequestInfo
 from ragcache_core.client.http.attempt import engine_died
-from ragcache_core.client.ray_serve.known_replicas import HOPS, UNREACHED, Ask, Head
+from ragcache_core.client.ray_serve.known_replicas import BAD_GATEWAY, HOP_BY_HOP_HEADERS, Ask, Head
 from ragcache_core.client.speculation.request_capture import asks_completion
 from ragcache_core.ordering import PATHS_VERSION
 from ragcache_core.runtime.api_keys import is_among, shown_digest
@@ -124,7 +124,7 @@ class Front:
         """Answer any route of an engine's server."""
         if (path := _path(request)) is None:
             return _refused(404, f"{request.url.path:.200} is not below the application's prefix")
-        headers = [(name, value) for name, value in request.headers.items() if name not in HOPS]
+        headers = [(name, value) for name, value in request.headers.items() if name not in HOP_BY_HOP_HEADERS]
         has_key = is_among(shown_digest(request.headers.get("authorization", "")), self._keys)
         if not has_key and request.method not in _WITHOUT_KEY:
             return JSONResponse({"error": "Unauthorized"}, 401)  # as vLLM says it
@@ -194,8 +194,8 @@ class Front:
                 first = await anext(parts, b"")
             except Exception as error:  # Serve's and Ray's own: the replica is gone, or has lost its server
                 raise _UnansweredError(f"{type(error).__name__}: {error!s:.200}", ask.sent_to is not None) from error
-            if status in (UNREACHED, _UNAVAILABLE) or engine_died(httpx.Response(status, headers=headers), first):
-                raise _UnansweredError(f"status {status} {first[:200]!r}", status not in (UNREACHED, _UNAVAILABLE))
+            if status in (BAD_GATEWAY, _UNAVAILABLE) or engine_died(httpx.Response(status, headers=headers), first):
+                raise _UnansweredError(f"status {status} {first[:200]!r}", status not in (BAD_GATEWAY, _UNAVAILABLE))
         except BaseException as error:
             parts.cancel()
             if isinstance(error, _UnansweredError):

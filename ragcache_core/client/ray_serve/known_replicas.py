@@ -12,16 +12,18 @@ from functools import partial
 from typing import Any
 
 from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes
-from ragcache_core.routing.choice import KnownReplica, choose_replica
+from ragcache_core.routing.choice import ReplicaState, choose_replica
 from ragcache_core.routing.index import PathIndex
-from ragcache_core.routing.load import AskedPrompt, OnItsWay, ReplicaLoad
+from ragcache_core.routing.load import InFlightRequest, PromptInfo, ReplicaLoad
 
 Headers = list[tuple[str, str]]
 Head = tuple[int, Headers]
 """Status and headers of an answer."""
-UNREACHED = 502
+BAD_GATEWAY = 502
 """The status of a replica whose server takes no connection."""
-HOPS = frozenset(("connection", "content-length", "date", "host", "keep-alive", "server", "transfer-encoding"))
+HOP_BY_HOP_HEADERS = frozenset(
+    ("connection", "content-length", "date", "host", "keep-alive", "server", "transfer-encoding")
+)
 """Headers that each server sets itself."""
 _REST_S = 2.0
 _logger = logging.getLogger(__name__)
@@ -53,7 +55,7 @@ class Ask:
     path: str
     headers: Headers
     body: bytes
-    prompt: AskedPrompt | None = None
+    prompt: PromptInfo | None = None
     replica: str | None = None
     tried: frozenset[str] = frozenset()
     on_chosen: Callable[[str], None] | None = None
@@ -139,9 +141,9 @@ class KnownReplicas:
             with self._lock:
                 replica = self._all[name] = _Replica(url, serves, mirror)
                 deque(self._index.join(replica.load.expected), 0)
-                self._check_alike(name)
+                self._check_same_model(name)
 
-    def _check_alike(self, name: str) -> None:
+    def _check_same_model(self, name: str) -> None:
         oldest, replica = next(iter(self._all.values())), self._all[name]
         for what, value in oldest.serves.items():
             if replica.serves.get(what) != value:
@@ -163,7 +165,7 @@ class KnownReplicas:
         willing = sorted(self._willing(names, ask).items())
         with self._lock:
             known = [
-                KnownReplica(name, one.mirror.known_in(self._index) if prompt and prompt.documents else None, one.load)
+                ReplicaState(name, one.mirror.known_in(self._index) if prompt and prompt.documents else None, one.load)
                 for name, one in willing
             ]
             if not known:
@@ -186,7 +188,7 @@ class KnownReplicas:
                 count = self._count(name, replica.load.begin(ask.prompt, 0))
         ask.begin(name, count)
 
-    def _count(self, name: str, sent: OnItsWay) -> Count:
+    def _count(self, name: str, sent: InFlightRequest) -> Count:
         return Count(partial(self._rest, name), partial(self._locked, sent.answered), partial(self._locked, sent.end))
 
     def _locked(self, note: Callable[[], None]) -> None:

@@ -33,7 +33,7 @@ from ragcache_core.client.speculation.request_capture import CapturedRequest
 from ragcache_core.client.speculation.speculation import Speculation, SpeculationManager
 from ragcache_core.errors import EngineError
 from ragcache_core.prompt import RenderedPrompt
-from ragcache_core.runtime.kept_threads import KeptThreads
+from ragcache_core.runtime.daemon_threads import DaemonThreadPool
 from ragcache_core.types import Document
 
 _TIMEOUT_S = 1.0
@@ -44,7 +44,7 @@ _PAUSE_S = 10.0
 _UNSUPPORTED_PAUSE_S = 60.0
 """A server that takes no speculative requests may be replaced by one that does: it is asked again after so long."""
 _MAX_THREADS = 32
-_threads = KeptThreads("ragcache-speculate", most=_MAX_THREADS)
+_threads = DaemonThreadPool("ragcache-speculate", most=_MAX_THREADS)
 """Shared by all starts; some may be stuck."""
 _logger = logging.getLogger(__name__)
 
@@ -310,7 +310,7 @@ class SpeculationClient:
         url = f"{self._api.base_url}/completions"
         request = httpx.Request("POST", url, headers=headers, content=json.dumps(body).encode())
         captured = CapturedRequest.of(request)
-        start = partial(self._speculations.start, is_claimable=False, has_documents=has_documents)
+        start = partial(self._speculations.start, can_be_adopted=False, has_documents=has_documents)
         return PreparedRequest(start, self._prefetching, captured)
 
 
@@ -439,7 +439,7 @@ class StartedSpeculation:
         return speculation
 
 
-class Starts:
+class SpeculativeRequests:
     """The starts of one search; at most one of them is made before it is known whether it may be sent."""
 
     def __init__(self, speculator: Speculator) -> None:

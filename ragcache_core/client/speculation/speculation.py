@@ -73,20 +73,20 @@ class Speculation:
         started_s: when it was sent, plus the time that it waited in the engine to be scheduled, once that has told. The
             way there is not counted: a request that is made when the search has ended has it before it as well.
         making_s: seconds of processor time that its request took to make, where that was measured.
-        is_claimable: whether a real request may join it.
+        can_be_adopted: whether a real request may join it.
         has_documents: whether it reads any; what stands before them hides nothing of a search.
-        is_promised: whether any has.
+        is_reserved: whether any has.
         error: why it failed.
     """
 
     def __init__(
-        self, owner: SpeculationManager, captured: CapturedRequest, *, is_claimable: bool, has_documents: bool
+        self, owner: SpeculationManager, captured: CapturedRequest, *, can_be_adopted: bool, has_documents: bool
     ) -> None:
         self.id = uuid.uuid4().hex
         self.key = captured.key
         self.scope = captured.scope
         self.authorization = captured.authorization
-        self.is_claimable, self.has_documents = is_claimable, has_documents
+        self.can_be_adopted, self.has_documents = can_be_adopted, has_documents
         self.sent_s = time.perf_counter()
         self.started_s: float | None = None
         self.making_s = 0.0
@@ -94,9 +94,9 @@ class Speculation:
         self.response = BufferedResponse()
         self._owner = owner
         self._lock = threading.Lock()
-        self._is_done = self._is_cancelled = self._is_confirmed = self.is_promised = False
+        self._is_done = self._is_cancelled = self._is_confirmed = self.is_reserved = False
         self._claimer: object | None = None
-        self.trace = SpeculationTrace.begin(has_documents=has_documents, is_claimable=is_claimable)
+        self.trace = SpeculationTrace.begin(has_documents=has_documents, can_be_adopted=can_be_adopted)
         self._callbacks: list[Callable[[Speculation], None]] = []
         self._work: Future[None] | None = None
 
@@ -119,7 +119,7 @@ class Speculation:
     def is_claimed(self) -> bool:
         """Whether a real request joined it (of a scope's speculation, one in that scope), and was not sent itself."""
         is_theirs = self.scope is None or self.scope is self._claimer
-        return self.is_promised and is_theirs and (self.response.has_bytes or not self.is_failed)
+        return self.is_reserved and is_theirs and (self.response.has_bytes or not self.is_failed)
 
     def cancel(self) -> None:
         """End the request in the engine, so that none can join it; one that was joined already goes on. Idempotent.
@@ -152,7 +152,7 @@ class Speculation:
 
     def claim(self, claimer: object | None) -> None:
         """Have a real request join it, made in the scope ``claimer``."""
-        self.is_promised, self._claimer = True, claimer
+        self.is_reserved, self._claimer = True, claimer
 
     def add_done_callback(self, callback: Callable[[Speculation], None]) -> None:
         """Call ``callback`` once it is done, in whichever thread ends it; at once if it is done already."""
@@ -221,7 +221,7 @@ class SpeculationRegistry:
         """Make ``speculation`` impossible to join; return whether none has joined it."""
         with self._lock:
             self._drop(speculation)
-            return not speculation.is_promised
+            return not speculation.is_reserved
 
     def keep(self, speculation: Speculation) -> bool:
         """Return whether the whole answer of ``speculation`` may still be joined; of too many the oldest is dropped."""
@@ -285,11 +285,11 @@ async def receive(
     request: httpx.Request,
     response: BufferedResponse,
     *,
-    is_promised: Callable[[], bool],
+    is_reserved: Callable[[], bool],
 ) -> None:
     """Send ``request`` and write its answer into ``response`` to the end, which is left to the caller.
 
-    An error that the server reports in a stream is raised until bytes are there that ``is_promised`` to a real request;
+    An error that the server reports in a stream is raised until bytes are there that ``is_reserved`` to a real request;
     then it is passed on, as the transports do. Cancelling this ends the request in the engine.
 
     Raises:
@@ -303,7 +303,7 @@ async def receive(
             raise EngineError(f"the engine refused a speculation with status {answer.status_code}: {said:.300}")
         response.begin(ResponseHead(answer.status_code, list(answer.headers.raw)))
         async for part in answer.stream:
-            if not (response.has_bytes and is_promised()):
+            if not (response.has_bytes and is_reserved()):
                 _check(response.last_bytes()[-_LONGEST_CUT:] + part)
             response.append(part)
     finally:
@@ -436,21 +436,23 @@ class SpeculationManager:
     def __bool__(self) -> bool:
         return bool(self._claims)
 
-    def start(self, captured: CapturedRequest, *, is_claimable: bool = True, has_documents: bool = True) -> Speculation:
-        """Send ``captured`` as a speculation and return at once. ``is_claimable``: whether its answer is of any use.
+    def start(
+        self, captured: CapturedRequest, *, can_be_adopted: bool = True, has_documents: bool = True
+    ) -> Speculation:
+        """Send ``captured`` as a speculation and return at once. ``can_be_adopted``: whether its answer is of any use.
 
         Raises:
             ConfigError: its body is no JSON object.
             EngineClosedError: the engine's handle was closed, or made before a fork.
         """
         self._process.check()
-        speculation = Speculation(self, captured, is_claimable=is_claimable, has_documents=has_documents)
+        speculation = Speculation(self, captured, can_be_adopted=can_be_adopted, has_documents=has_documents)
         request = marked_request(captured, speculation.id, resume_streams=self._resume_streams)
         if speculation.trace is not None:
             speculation.trace.inject(request)
         with self._lock:
             self._live[speculation] = None
-        if is_claimable:
+        if can_be_adopted:
             self._claims.add(speculation)
         try:
             speculation._work = self._run(self._send(speculation, request))
@@ -550,7 +552,7 @@ class SpeculationManager:
         try:
             with checking(self._check):
                 await receive(
-                    self._transport(), request, speculation.response, is_promised=lambda: speculation.is_promised
+                    self._transport(), request, speculation.response, is_reserved=lambda: speculation.is_reserved
                 )
         except asyncio.CancelledError:
             noting.cancel()

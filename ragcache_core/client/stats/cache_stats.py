@@ -45,7 +45,7 @@ _TIMEOUT_S = 2.0
 _PAUSE_S = 10.0
 """After a request that was not answered in time none is sent for so long: the engine is busy."""
 _UNSUPPORTED_PAUSE_S = 60.0
-_NOT_NOW = frozenset((408, 425, 429))
+_RETRYABLE_STATUSES = frozenset((408, 425, 429))
 
 _Count = Annotated[int, Field(ge=0)] | None
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
@@ -146,7 +146,7 @@ class CacheStatsRoutes:
     ) -> RequestStats:
         said: httpx.Response | None = None
         if self._may_ask(response_id):
-            with self._sparing_the_answer():
+            with self._suppress_stats_errors():
                 if not self._is_there:
                     call = Call("/v1/ragcache/stats", self._read_stats, timeout=_TIMEOUT_S, is_sent_once=True)
                     await self._api.ask_as(call, is_blocking=is_blocking)
@@ -184,7 +184,7 @@ class CacheStatsRoutes:
         """Return ``stats`` with what the engine ``said`` of the request, and end its trace, if it has one."""
         ttft_s: float | None = None
         if said is not None:
-            with self._sparing_the_answer():
+            with self._suppress_stats_errors():
                 read = _REQUEST_FIGURES.validate_python(json_object(said) or {})
                 stats, ttft_s = _with_figures(stats, read, segments), read.ttft_s
         stats = self._resumed.mark(response_id, stats)
@@ -201,7 +201,7 @@ class CacheStatsRoutes:
 
     def _read_stats(self, response: httpx.Response) -> dict[str, object] | None:
         """Return the answer of the stats route, ``None`` if there is no such route; remember which."""
-        if response.status_code in _NOT_NOW or response.status_code >= 500:
+        if response.status_code in _RETRYABLE_STATUSES or response.status_code >= 500:
             response.raise_for_status()
         figures = json_object(response)
         self._is_there = figures is not None
@@ -209,7 +209,7 @@ class CacheStatsRoutes:
         return figures
 
     @contextmanager
-    def _sparing_the_answer(self) -> Iterator[None]:
+    def _suppress_stats_errors(self) -> Iterator[None]:
         """Log every failure: the answer is there already, and must not be lost to its statistics."""
         try:
             yield

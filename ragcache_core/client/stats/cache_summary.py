@@ -32,7 +32,7 @@ class DocumentHits:
 
 @dataclass(frozen=True, slots=True)
 class CacheSummary:
-    """Sums over requests; ``num_gpu_tokens`` to ``num_stored_bytes`` over those of which the engine told them.
+    """Sums over requests; ``num_gpu_tokens`` to ``num_stored_bytes`` over those with the engine's statistics.
 
     A request whose number of prompt tokens is not known (a stream without usage from a server that tokenises) adds
     nothing to ``num_prompt_tokens``, ``num_cached_tokens`` and the tokens by tier.

@@ -16,7 +16,7 @@ from ragcache_core.retrieval.storage.documents import DocumentTable
 from ragcache_core.retrieval.storage.manifest import IndexEntry, Manifest, verify_file, write_file
 
 _GROWTH_BEFORE_RETRAINING = 4
-_CURE = "open the store with rebuild_index=True, it is made again from the stored vectors"
+_HINT = "open the store with rebuild_index=True, it is made again from the stored vectors"
 
 
 def build_index(ids: Ids, vectors: Vectors, options: IndexOptions) -> StagedIndex:
@@ -78,12 +78,12 @@ def load_index(folder: Path, manifest: Manifest, documents: DocumentTable) -> tu
     if manifest.index is None:
         live = documents.live_ids()
         return build_index(live, documents.vectors(live, manifest.dimension), manifest.options), len(live)
-    path = verify_file(folder, manifest.index.file, _CURE)
+    path = verify_file(folder, manifest.index.file, _HINT)
     try:
         native = faiss.read_index(str(path))
         index = _wrap(native, manifest.index, manifest.options)
     except (RuntimeError, MemoryError, TypeError, AttributeError) as error:
-        raise StoreCorruptError(f"{path} cannot be read ({error}): {_CURE}") from error
+        raise StoreCorruptError(f"{path} cannot be read ({error}): {_HINT}") from error
     saved, live = index.ids(), documents.live_ids()  # only now: a writer may soon remove the file
     gone, missing = np.setdiff1d(saved, live), np.setdiff1d(live, saved)
     changed = index.without(gone) if len(gone) else index

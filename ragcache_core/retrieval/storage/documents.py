@@ -55,7 +55,7 @@ CREATE TABLE documents (
 _ROWS_PER_QUERY = 500
 _MOST_SELECTIONS = 32
 """Filters with cached selections: a byte for each document of the store, and eight for each selected one."""
-_CURE = "restore the store from a backup, or add the documents again"
+_HINT = "restore the store from a backup, or add the documents again"
 
 
 Row = tuple[int, DocId, str, str, bytes]
@@ -154,11 +154,11 @@ class SegmentFile:
         Raises:
             StoreCorruptError: its file is not what the manifest records. StoreError: it cannot be read at the moment.
         """
-        verify_file(folder, entry.file, _CURE)
+        verify_file(folder, entry.file, _HINT)
         segment = cls(folder, entry.file)
         ((count,),) = segment.query("SELECT count(*) FROM documents")
         if count != entry.num_rows:
-            raise StoreCorruptError(f"{segment.path} has {count} documents, the manifest {entry.num_rows}: {_CURE}")
+            raise StoreCorruptError(f"{segment.path} has {count} documents, the manifest {entry.num_rows}: {_HINT}")
         return segment
 
     def query(self, sql: str, arguments: Sequence[object] = ()) -> list[Any]:
@@ -228,7 +228,7 @@ class SegmentFile:
             raise StoreError(f"{self.path} is not open ({error}): open the store again") from error
         except sqlite3.DatabaseError as error:
             if self.path.exists():  # not if a writer has replaced it meanwhile
-                verify_file(self.path.parent, self._entry, _CURE)
+                verify_file(self.path.parent, self._entry, _HINT)
             raise read_error(self.path, error) from error
 
 

@@ -140,7 +140,7 @@ class TraceReuse:
         known_documents: pairs of a share of a request's documents and the share of the requests with at least
             that many documents that earlier ones retrieved.
         sources: pairs of a number and the share of requests, of those with two or more documents that all came before,
-            whose documents last came in so many requests; the last pair is for as many or more.
+            whose documents last came in that number of requests; the last pair is for as many or more.
         top_sets: as ``top_documents``, of what is retrieved together, in whatever order, by requests for two or more.
         repeated_sets: the share of those requests whose set an earlier one retrieved.
         repeated_pairs: pairs among the first eight documents of a request that an earlier one had among its own.

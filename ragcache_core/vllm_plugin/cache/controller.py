@@ -585,13 +585,13 @@ class CacheController:
         self.retrieved.clear()
         return receipt
 
-    def pin(self, doc_ids: Collection[DocId], *, is_trial: bool = False) -> Steps:
+    def pin(self, doc_ids: Collection[DocId], *, dry_run: bool = False) -> Steps:
         """Pin documents, or only say which of them could be; see :class:`~ragcache_core.stats.PinReceipt`.
 
         Raises:
             ConfigError: they are too much.
         """
-        changed = yield from (self.pins.check(doc_ids) if is_trial else self.pins.pin(doc_ids))
+        changed = yield from (self.pins.check(doc_ids) if dry_run else self.pins.pin(doc_ids))
         return self._pin_receipt(doc_ids, changed)
 
     def unpin(self, doc_ids: Collection[DocId]) -> Steps:
@@ -831,7 +831,7 @@ class CacheController:
         self.tenants.on_request(state)
         prompt_keys = keys[: state.num_prompt_tokens // self.tokens_per_block]
         state.turn = self.tree.conversations.on_access(prompt_keys, self.tree.num_requests)
-        self.counters.num_later_turns += state.turn > 1
+        self.counters.num_followup_turns += state.turn > 1
         self.tree.record_access(path, num_hit_units=num_hit_units, cost_per_token_s=cost_s, turn=state.turn)
         has_disk = (disk := self.tiers.get(Tier.DISK)) is not None and disk.is_enabled
         labels = {segment.doc_id: segment.label for segment in state.metadata.segments if segment.doc_id is not None}

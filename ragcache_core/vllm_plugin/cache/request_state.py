@@ -168,7 +168,7 @@ class Counters:
     num_stored_bytes: int = 0
     num_ignored_metadata: int = 0
     num_reordered_prompts: int = 0
-    num_later_turns: int = 0
+    num_followup_turns: int = 0
     num_corrupt_chunks: int = 0
     num_lost_chunks: int = 0
     num_dropped_chunks: int = 0

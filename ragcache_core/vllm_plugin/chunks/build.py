@@ -20,7 +20,7 @@ from ragcache_core.vllm_plugin.chunks.scheduler import ChunkScheduling
 from ragcache_core.vllm_plugin.chunks.storage.disk_store import DiskPlace
 from ragcache_core.vllm_plugin.chunks.storage.host_pool import ChunkMemory
 from ragcache_core.vllm_plugin.compat import kv_bytes_per_block
-from ragcache_core.vllm_plugin.identity import KIN, chunk_identity
+from ragcache_core.vllm_plugin.identity import MATCH_KEYS, chunk_identity
 from ragcache_core.vllm_plugin.scheduler.scheduler import RAGCacheScheduler
 from ragcache_core.vllm_plugin.settings import PluginSettings
 
@@ -126,7 +126,7 @@ def build_execution(
         if parallel.data_parallel_index:
             folder /= f"engine-{parallel.data_parallel_index}"
         identity = chunk_identity(vllm_config)
-        disk = DiskPlace(folder, identity, disk_bytes // num_workers, KIN, settings.disk_key_file)
+        disk = DiskPlace(folder, identity, disk_bytes // num_workers, MATCH_KEYS, settings.disk_key_file)
     memory = ChunkMemory(
         layers=[LayerShape(layer.kv.num_kv_heads, layer.kv.head_dim) for layer in layers],
         dtype=layers[0].kv.cache.dtype,

@@ -51,7 +51,7 @@ from ragcache_core.vllm_plugin.compat import (
 from ragcache_core.vllm_plugin.disk.events import DiskEvents
 from ragcache_core.vllm_plugin.disk.io import DiskIO
 from ragcache_core.vllm_plugin.disk.jobs import Erasure, LoadJob, PendingChunk
-from ragcache_core.vllm_plugin.identity import KIN, kv_identity
+from ragcache_core.vllm_plugin.identity import MATCH_KEYS, kv_identity
 from ragcache_core.vllm_plugin.offload.host_tier import is_adapted
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class DiskTier(SecondaryTierManager):
             kv_identity(offloading_spec.config),
             chunk_bytes=self.block_size_bytes,
             capacity_bytes=capacity_bytes,
-            kin=KIN,
+            match_keys=MATCH_KEYS,
             keys=load_keys(None if key_file is None else Path(key_file)),
         )
         self._io = DiskIO(store, primary_kv_view)
@@ -325,10 +325,10 @@ class DiskTier(SecondaryTierManager):
 
     def _note_names(self) -> None:
         """Have it noted which documents chunks are that were named after they had come here."""
-        if not self._tree.renamed:
+        if not self._tree.rekeyed:
             return
-        nodes = [node for node in self._tree.nodes() if node.id in self._tree.renamed]
-        self._tree.renamed.clear()
+        nodes = [node for node in self._tree.nodes() if node.id in self._tree.rekeyed]
+        self._tree.rekeyed.clear()
         keys = [self._groups.offload_key(cast("Key", key)) for node in nodes for key in node.keys]
         names = [name for key in keys if self._is_here(name := self._groups.chunk_name(key))]
         if names:
@@ -484,12 +484,12 @@ class DiskTier(SecondaryTierManager):
             if not self._is_unit(name):
                 self._others.discard(name)
         for node, mask in self._tree.units_of(self._units_of(names)).items():
-            self._tree.hold(node, mask, Tier.DISK)
+            self._tree.acquire_units(node, mask, Tier.DISK)
 
     def _let_go(self, names: Collection[bytes]) -> None:
         """Undo :meth:`_hold`."""
         for node, mask in self._tree.units_of(self._units_of(names)).items():
-            self._tree.let_go(node, mask, Tier.DISK)
+            self._tree.release_units(node, mask, Tier.DISK)
         for name in names if self._groups.others else ():
             if not self._is_unit(name) and name in self._stored:
                 key = self._groups.key_of_name(name)

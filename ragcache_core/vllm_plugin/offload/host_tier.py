@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
 
-from ragcache_core.tree import ANYBODY, EvictedUnit, Location, admit, admit_within_quotas, runs_of
+from ragcache_core.tree import NO_OWNER, EvictedUnit, Location, admit, admit_within_quotas, runs_of
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.forgetting import Forgotten, Freed
 from ragcache_core.vllm_plugin.cache.kv_groups import (
@@ -277,10 +277,10 @@ class HostTier:
     def note_names(self) -> None:
         """Have the journal note the documents of blocks that were named after they had come here."""
         tree, journal = self._tree, self.journal
-        if journal is None or not tree.renamed:
+        if journal is None or not tree.rekeyed:
             return
-        nodes = [node for node in tree.nodes() if node.id in tree.renamed]
-        tree.renamed.clear()
+        nodes = [node for node in tree.nodes() if node.id in tree.rekeyed]
+        tree.rekeyed.clear()
         keys = [key for node in nodes for unit in node.keys for key in self._keys_of(cast("Key", unit))]
         ready = [key for key in keys if self._blocks[key].ref_cnt != _WRITING]
         journal.unseal([self._blocks[key].row for key in ready])
@@ -374,7 +374,7 @@ class HostTier:
             shield = self._tree.shielded(units_of(protected))
             size_of = others.size_of if others else None
             owners = (at.node.owner for key in protected if (at := self._locate(key)) is not None)
-            owner = next(owners, ANYBODY)
+            owner = next(owners, NO_OWNER)
             units = self._tree.evict(Tier.HOST, num - len(spare), shield, size_of=size_of, for_owner=owner)
         if units is None:  # perhaps there are windows and states whose units have to stay
             kept = {*protected, *spare}
@@ -398,7 +398,7 @@ class HostTier:
         blocks = [HostBlock(row, ref_cnt, is_fleeting) for row in rows]
         self._blocks.update(zip(keys, blocks, strict=True))
         for node, units in self._arrive(keys).items():
-            self._tree.hold(node, units, Tier.HOST)
+            self._tree.acquire_units(node, units, Tier.HOST)
             self._tree.add(node, units, Tier.HOST)
         if self.promises.is_looking_up:
             for key in keys:
@@ -424,7 +424,7 @@ class HostTier:
             for key in keys:
                 self._others.discard(key)
         for node, units in self._tree.units_of(units_of(main)).items():
-            self._tree.hold(node, units, Tier.HOST)
+            self._tree.acquire_units(node, units, Tier.HOST)
 
     def _release(self, keys: Sequence[OffloadKey]) -> None:
         """Let blocks be evicted that no transfer uses any more, unless they are promised."""
@@ -442,7 +442,7 @@ class HostTier:
                 group = group_of(key)
                 self._others.add(key, group, unit_of(key), partial(self._has, group=group))
         for node, units in self._tree.units_of(units_of(main)).items():
-            self._tree.let_go(node, units, Tier.HOST)
+            self._tree.release_units(node, units, Tier.HOST)
 
     def _seal(self, keys: Iterable[OffloadKey]) -> None:
         """Have the journal note what lies in the rows of blocks, as far as it may outlive the engine."""
@@ -478,7 +478,7 @@ class HostTier:
         if self.groups.is_main(key):
             self._others.lose_unit(unit_of(key))
             if (location := self._locate(key)) is not None:
-                self._tree.let_go(location.node, 1 << location.unit, Tier.HOST)
+                self._tree.release_units(location.node, 1 << location.unit, Tier.HOST)
                 self._tree.remove(location.node, 1 << location.unit, Tier.HOST)
         self.rows.free(rows)
 

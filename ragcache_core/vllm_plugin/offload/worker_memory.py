@@ -31,7 +31,7 @@ def why_uneven(block_bytes: Sequence[int]) -> str | None:
     if not block_bytes or max(block_bytes) <= block_bytes[0]:
         return None
     return (
-        f"a block of KV takes {', '.join(map(str, block_bytes))} bytes on the workers, each of which has the "
+        f"a block of KV takes {', '.join(map(str, block_bytes))} bytes on the workers, and each has the "
         f"{block_bytes[0]} of the first in host memory: give the first pipeline stage at least as many layers as any "
         "other, drafts' included (VLLM_PP_LAYER_PARTITION), or leave pipeline_parallel_size out"
     )

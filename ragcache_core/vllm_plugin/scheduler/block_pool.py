@@ -141,7 +141,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
             for node, units in masks_of(self._take_back(returned)).items():
                 if missing := units & ~resident[node.id]:
                     self._tree.add(node, missing, Tier.GPU)
-                self._tree.let_go(node, units, Tier.GPU)
+                self._tree.release_units(node, units, Tier.GPU)
             self._keep_quotas()
 
     def expect_hits(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -165,7 +165,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
             else:
                 self._add_copy(block, place)
         for node, mask in masks_of(places).items():
-            self._tree.hold(node, mask, Tier.GPU)
+            self._tree.acquire_units(node, mask, Tier.GPU)
             self._tree.add(node, mask, Tier.GPU)
 
     def spare_others(self, block_hashes: Iterable[BlockHashWithGroupId]) -> None:
@@ -192,7 +192,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         if not self._copies or not self._replace(place, block_hash):
             if self._others:
                 self._others.lose_unit(get_block_hash(block_hash))
-            self._tree.let_go(place.node, 1 << place.unit, Tier.GPU)
+            self._tree.release_units(place.node, 1 << place.unit, Tier.GPU)
             self._tree.remove(place.node, 1 << place.unit, Tier.GPU)
 
     def forget_contents(self) -> None:
@@ -240,7 +240,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
     def _take_hits(self, blocks: Sequence[KVCacheBlock]) -> None:
         self.place_returned()
         for node, mask in masks_of(self._take_hit_units(blocks)).items():
-            self._tree.hold(node, mask, Tier.GPU)
+            self._tree.acquire_units(node, mask, Tier.GPU)
         self.num_free_blocks -= len(blocks)
 
     def _take_hit_units(self, blocks: Sequence[KVCacheBlock]) -> Iterator[Location]:
@@ -282,7 +282,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         self._units[copy.block_id] = place
         if not copy.ref_cnt:
             del self._spare[copy.block_id]
-            self._tree.let_go(place.node, 1 << place.unit, Tier.GPU)
+            self._tree.release_units(place.node, 1 << place.unit, Tier.GPU)
         return True
 
     def _take_back(self, blocks: Sequence[KVCacheBlock]) -> Iterator[Location]:
@@ -396,7 +396,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         block = next(self._cached())
         place, self._units[block.block_id] = self._units[block.block_id], None
         assert place is not None
-        self._tree.let_go(place.node, 1 << place.unit, Tier.GPU)
+        self._tree.release_units(place.node, 1 << place.unit, Tier.GPU)
         self._tree.remove(place.node, 1 << place.unit, Tier.GPU)
         return block
 

@@ -216,7 +216,7 @@ class _TreeScheduling:
             case "show":
                 call = controller.contents.show(body["ids"])
             case "pin":
-                call = controller.pin(body["ids"], is_trial=body["is_trial"])
+                call = controller.pin(body["ids"], dry_run=body["dry_run"])
             case "unpin":
                 call = controller.unpin(body["ids"])
             case "prefetch":

@@ -85,12 +85,12 @@ async def purge(request: Request) -> dict[str, object]:
 @router.post("/gc")
 async def collect_garbage(request: Request) -> dict[str, object]:
     """Delete the folders of other models, weights and releases in this engine's directory that no engine has open."""
-    body = await read_body(request, {"unused_days": 7, "is_trial": False})
-    days, is_trial = body.get("unused_days", 7), body.get("is_trial", False)
+    body = await read_body(request, {"unused_days": 7, "dry_run": False})
+    days, dry_run = body.get("unused_days", 7), body.get("dry_run", False)
     if isinstance(days, bool) or not isinstance(days, int | float) or not 0 <= days <= _MAX_DAYS:
         raise HTTPException(400, f"unused_days is {quoted(days)}: send 0 to {_MAX_DAYS}")
-    if not isinstance(is_trial, bool):
-        raise HTTPException(400, f"is_trial is {quoted(is_trial)}: send true or false")
+    if not isinstance(dry_run, bool):
+        raise HTTPException(400, f"dry_run is {quoted(dry_run)}: send true or false")
     if received.engine() is None:
         raise HTTPException(404, "this server runs without RAGCache")
     transfer = request.app.state.ragcache_engine_client.vllm_config.kv_transfer_config
@@ -98,7 +98,7 @@ async def collect_garbage(request: Request) -> dict[str, object]:
     if directory is None:
         raise HTTPException(409, "this server keeps nothing on disk: start it with disk_bytes, or name a directory")
     try:
-        deleted = await asyncio.to_thread(delete_unused, directory, unused_s=days * _DAY_S, is_trial=is_trial)
+        deleted = await asyncio.to_thread(delete_unused, directory, unused_s=days * _DAY_S, dry_run=dry_run)
     except CacheTierError as error:
         raise HTTPException(409, str(error)) from error
     return deleted.to_dict()

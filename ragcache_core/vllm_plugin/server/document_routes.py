@@ -48,7 +48,7 @@ async def forget(request: Request) -> dict[str, object]:
     client = request.app.state.ragcache_engine_client
     gone = await call_forget(client, doc_ids)
     if refused := next((each["refused"] for each in gone if "refused" in each), None):
-        raise HTTPException(409, f"documents cannot be forgotten: {refused}. Start the engine anew instead")
+        raise HTTPException(409, f"documents cannot be forgotten: {refused}. Restart the engine instead")
     received.tell(await call_report(client))  # an idle engine takes no step, and its last report names the documents
     left = await wait_until_gone(client, began_s + wait_s)
     return receipt_of(gone, left, doc_ids, began_s).to_dict()
@@ -69,7 +69,7 @@ def receipt_of(
         num_requests=_sum(left, "num_requests"),
         num_left=_sum(left, "num_blocks"),
         problems=tuple(dict.fromkeys(problem for each in left for problem in each["problems"])),
-        took_s=time.monotonic() - began_s,
+        duration_s=time.monotonic() - began_s,
     )
 
 
@@ -86,8 +86,8 @@ async def show(request: Request) -> dict[str, object]:
 async def pin(request: Request) -> dict[str, object]:
     """Pin the documents that have cached KV, all of them or none; see :class:`PinReceipt`."""
     doc_ids, _ = await _asked(request, takes_wait=False)
-    found = merged_pins(await ask_engines(request, "pin", {"ids": doc_ids, "is_trial": True}), doc_ids)
-    body = {"ids": list(found.changed), "is_trial": False}
+    found = merged_pins(await ask_engines(request, "pin", {"ids": doc_ids, "dry_run": True}), doc_ids)
+    body = {"ids": list(found.changed), "dry_run": False}
     return replace(merged_pins(await ask_engines(request, "pin", body), doc_ids), unknown=found.unknown).to_dict()
 
 

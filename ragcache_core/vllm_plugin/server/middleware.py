@@ -83,7 +83,7 @@ def bound_waiting(server: Any) -> None:
     server.config.timeout_graceful_shutdown = _SHUTDOWN_S
 
 
-class Door:
+class AuthMiddleware:
     """ASGI middleware around all routes of the server, inside vLLM's own.
 
     The server's state says how many bytes a body may have (``ragcache_max_body_bytes``), and whether the engine hangs

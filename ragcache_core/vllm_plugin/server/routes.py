@@ -30,7 +30,7 @@ from ragcache_core.vllm_plugin.compat import (
 from ragcache_core.vllm_plugin.release import settings_in_force
 from ragcache_core.vllm_plugin.server import cache_routes, document_routes
 from ragcache_core.vllm_plugin.server.engine_view import received
-from ragcache_core.vllm_plugin.server.middleware import Door, Work, refusal_of_work
+from ragcache_core.vllm_plugin.server.middleware import AuthMiddleware, Work, refusal_of_work
 from ragcache_core.vllm_plugin.server.page.routes import router as page_router
 from ragcache_core.vllm_plugin.server.progress import EngineProgress, hang_timeout_s
 from ragcache_core.vllm_plugin.server.rank_choice import RankChoice
@@ -246,12 +246,12 @@ class RAGCacheEndpoint:
         app.state.ragcache_work = Work()
         app.state.ragcache_operator_call = asyncio.Lock()
         app.state.ragcache_has_peers = (app.state.args.api_server_count or 1) > 1
-        app.add_middleware(Door, keys=keys, work=app.state.ragcache_work, tenants=tenants)
+        app.add_middleware(AuthMiddleware, keys=keys, work=app.state.ragcache_work, tenants=tenants)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Keep the way to the engine, for confirmations and cached paths; other routes answer from what it has sent.
 
-        From now on it is asked whether it makes progress, which :class:`Door` answers on ``/health``.
+        From now on it is asked whether it makes progress, which :class:`AuthMiddleware` answers on ``/health``.
         The first report is asked for: an engine sends one with a step, and takes none before its first request.
         """
         check_door(engine_client.vllm_config.kv_transfer_config, getattr(state, "ragcache_tenants", None))

@@ -123,7 +123,7 @@ class Host:
         num_evictable = self.can_evict(keys)
         chunks_before = {key: chunk.row for key, chunk in self.tier._blocks.items()}
         num_evicted = self.tree.tiers[Tier.HOST].num_evicted_units
-        is_promised = self.tier.promises.is_looking_up
+        is_reserved = self.tier.promises.is_looking_up
         output = self.tier.prepare_store(keys, asker.context)
         if output is None:
             assert num_evictable < num_missing, "there was room"
@@ -143,7 +143,7 @@ class Host:
             self.unknown.discard(key)
         self.writing.update(new)
         self.unknown.update(key for key in new if self.tree.locate(key[:-4]) is None)
-        if is_promised:
+        if is_reserved:
             self.promised[asker.context.req_id].update(keys)
         return new
 

@@ -36,7 +36,7 @@ def engine(tmp_path: Path | None, *, num_blocks: int = 60, **settings: Any) -> I
 
 
 def act(it: Scene, action: str, *doc_ids: str, **body: Any) -> dict[str, Any]:
-    body = {"ids": list(doc_ids), "is_trial": False, "token": f"{random.random()}", "keeps_answer": False, **body}
+    body = {"ids": list(doc_ids), "dry_run": False, "token": f"{random.random()}", "keeps_answer": False, **body}
     while not (answer := it.scheduler.act_on_cache(action, body)):
         pass
     return answer
@@ -91,7 +91,7 @@ def test_documents_of_salted_requests_are_in_no_answer_after_a_restart_as_well(t
         it.settle()
         assert set(by_id(it)) == {"A"}
         assert act(it, "show", "B")["documents"] == []
-        assert act(it, "pin", "B", is_trial=True)["changed"] == []
+        assert act(it, "pin", "B", dry_run=True)["changed"] == []
     with engine(tmp_path) as it:
         assert private in it.files()
         assert set(by_id(it)) == {"A"}
@@ -129,7 +129,7 @@ def test_pins_beyond_the_share_are_refused_and_change_nothing() -> None:
         assert "pinned_share" in refused
         assert not any(document["pinned"] for document in by_id(it).values())
         assert not it.controller.tree.protected_keys
-        assert act(it, "pin", "E", is_trial=True)["changed"] == []
+        assert act(it, "pin", "E", dry_run=True)["changed"] == []
 
 
 def test_a_path_that_comes_later_is_protected_too_and_forgetting_ends_the_pin() -> None:
@@ -288,7 +288,7 @@ def test_a_call_on_many_documents_lets_steps_run_between_its_slices(tmp_path: Pa
         for number in range(3000):
             (node,) = tree.insert([PathSegment([f"{number}".encode()], BLOCK, f"d{number}")])
             tree.add(node, 1, Tier.DISK)
-        body = {"ids": [f"d{number}" for number in range(3000)], "is_trial": False, "sort": "uses", "limit": 50}
+        body = {"ids": [f"d{number}" for number in range(3000)], "dry_run": False, "sort": "uses", "limit": 50}
         body |= {"token": "t", "keeps_answer": False}
         num_slices, looked_at = 0, 0
         nodes_of = tree.nodes_of

@@ -139,7 +139,7 @@ def test_a_directory_that_is_deleted_takes_the_tier_out_of_service_at_the_next_w
 def test_a_directory_that_is_deleted_is_noticed_while_nothing_is_written_and_what_was_read_is_right(
     opening: Opening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(async_store, "_LOOKS_EVERY_S", 0.01)
+    monkeypatch.setattr(async_store, "_HEALTH_CHECK_INTERVAL_S", 0.01)
     logged: list[str] = []
     monkeypatch.setattr(async_store._log, "error", lambda text, *args: logged.append(text % args))
     has_read = threading.Event()

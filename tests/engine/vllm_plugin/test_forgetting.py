@@ -277,9 +277,9 @@ def test_what_is_forgotten_is_gone_after_a_restart_and_so_is_what_was_named_late
     )
     it.controller.on_new_request("r", RequestMetadata(parts), [key[:-4] for key in copy], 16, 0.0)
     it.controller.on_finished("r")
-    assert tree.renamed
+    assert tree.rekeyed
     it.end_step()
-    assert not tree.renamed
+    assert not tree.rekeyed
     it.close()
     again = opening()
     receipt = forget(again, "copy")

@@ -489,7 +489,7 @@ def test_a_second_turn_is_served_with_its_history_from_below_the_gpu(tiers: Engi
         earlier = Conversation(tiers, f"earlier {i}", num_words=30)
         earlier.ask(34)
         earlier.ask(34)
-    assert until(lambda: tiers.stats().num_later_turns >= 8, PATIENCE_S)
+    assert until(lambda: tiers.stats().num_followup_turns >= 8, PATIENCE_S)
     conversation = Conversation(tiers, "talk")
     first = conversation.ask()
     told = first.num_prompt_tokens + 80 - 1  # nobody computes the last token's KV

@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.simulated.laboratory import LabOptions, simulate
 from benchmarks.simulated.routers import PowerOfTwo, VllmRouter
-from ragcache_core.routing.choice import KnownReplica
-from ragcache_core.routing.load import AskedPrompt, ReplicaLoad
+from ragcache_core.routing.choice import ReplicaState
+from ragcache_core.routing.load import PromptInfo, ReplicaLoad
 from ragcache_core.sim.traces.trace import Trace, TracedRequest
 from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
 
@@ -30,11 +30,11 @@ def test_hashing_sends_a_first_document_to_one_replica_however_busy() -> None:
 
 
 def test_vllm_router_sends_what_it_knows_where_it_was_sent_before_and_the_rest_to_the_idlest() -> None:
-    replicas, router = [KnownReplica(str(i), (), ReplicaLoad()) for i in range(3)], VllmRouter()
+    replicas, router = [ReplicaState(str(i), (), ReplicaLoad()) for i in range(3)], VllmRouter()
 
     def choose(*documents: str) -> str:
         ends = tuple(100 * (n + 1) for n in range(len(documents)))
-        return router.choose(replicas, AskedPrompt(documents, ends, 0, 100 * len(documents) + 10, b"", "")).name
+        return router.choose(replicas, PromptInfo(documents, ends, 0, 100 * len(documents) + 10, b"", "")).name
 
     assert choose("a", "b") == "0"
     replicas[0].load.num_running = 60
@@ -50,7 +50,7 @@ def test_vllm_router_sends_what_it_knows_where_it_was_sent_before_and_the_rest_t
 
 
 def test_two_choices_are_better_than_one() -> None:
-    replicas = [KnownReplica(str(i), (), ReplicaLoad(num_running=i)) for i in range(3)]
+    replicas = [ReplicaState(str(i), (), ReplicaLoad(num_running=i)) for i in range(3)]
     drawn = [PowerOfTwo(seed).choose(replicas).name for seed in range(60)]
     assert set(drawn) == {"0", "1"}
     assert PowerOfTwo(0).choose(replicas[:1]) is replicas[0]

@@ -220,7 +220,7 @@ def test_a_disk_that_does_not_answer_is_down_and_what_it_brings_later_is_not_del
 def test_files_that_are_gone_are_noticed_while_nothing_is_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(async_store, "_LOOKS_EVERY_S", 0.01)
+    monkeypatch.setattr(async_store, "_HEALTH_CHECK_INTERVAL_S", 0.01)
     scene = Scene(tmp_path / "kv")
     assert scene.threads.why_down() is None
     shutil.rmtree(tmp_path / "kv")

@@ -29,7 +29,7 @@ MIB = 1 << 20
 
 def opened(folder: Path, *, capacity_bytes: int = MIB, **identity: str) -> ChunkStore:
     return ChunkStore(
-        folder, {**IDENTITY, **identity}, chunk_bytes=CHUNK_BYTES, capacity_bytes=capacity_bytes, kin=("model",)
+        folder, {**IDENTITY, **identity}, chunk_bytes=CHUNK_BYTES, capacity_bytes=capacity_bytes, match_keys=("model",)
     )
 
 
@@ -157,7 +157,7 @@ def test_by_hand_folders_go_that_nobody_has_open_in_workers_folders_as_well_and_
     of_a_worker = closed(folder / "worker-1", days=9, weights="old")
     of_an_engine = closed(folder / "worker-1" / "engine-2", days=9, weights="old")
     with opened(folder) as store:
-        trial = delete_unused(folder, unused_s=7 * DAY_S, is_trial=True)
+        trial = delete_unused(folder, unused_s=7 * DAY_S, dry_run=True)
         assert {each.path for each in trial.folders} == {str(old), str(of_a_worker), str(of_an_engine)}
         assert all(path.exists() for path in (old, young, of_a_worker, of_an_engine))
         done = delete_unused(folder, unused_s=7 * DAY_S)
@@ -217,7 +217,7 @@ def test_another_programs_folder_stays_whatever_its_name_and_age(folder: Path, n
     theirs = foreign(folder / hashlib.md5(b"x").hexdigest(), *names)
     before = state_of(theirs)
     opened(folder).close()
-    assert theirs not in {Path(each.path) for each in delete_unused(folder, unused_s=0, is_trial=True).folders}
+    assert theirs not in {Path(each.path) for each in delete_unused(folder, unused_s=0, dry_run=True).folders}
     delete_unused(folder, unused_s=0)
     assert state_of(theirs) == before
 
@@ -267,7 +267,7 @@ def test_a_dry_run_changes_nothing_on_the_disk(folder: Path) -> None:
         (place / "directory.lock").unlink()
     with opened(folder.parent / "other"):
         before = state_of(folder)
-        trial = delete_unused(folder, unused_s=7 * DAY_S, is_trial=True)
+        trial = delete_unused(folder, unused_s=7 * DAY_S, dry_run=True)
         assert state_of(folder) == before
     assert {str(old), str(of_a_worker), str(without_lock)} < {each.path for each in trial.folders}
     done = delete_unused(folder, unused_s=7 * DAY_S)

@@ -149,7 +149,7 @@ def test_what_was_there_unencrypted_goes_when_a_key_is_given(
 
 def opened_as(folder: Path, *, keys: Keys | None = None, **identity: str) -> ChunkStore:
     settings: dict[str, Any] = {"chunk_bytes": CHUNK_BYTES, "capacity_bytes": 16 * CHUNK_BYTES, "keys": keys}
-    return ChunkStore(folder, {**IDENTITY, **identity}, kin=("model",), **settings)
+    return ChunkStore(folder, {**IDENTITY, **identity}, match_keys=("model",), **settings)
 
 
 def written_as(folder: Path, *, keys: Keys | None = None, **identity: str) -> Path:

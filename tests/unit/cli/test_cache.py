@@ -41,7 +41,7 @@ def server(demo_model: str) -> Iterator[ScriptedServer]:
             "documents/unpin": {**PINNED, "num_pinned": 0},
             "documents/prefetch": {"num_read_tokens": 4096, "num_paths": 2, "num_left_out": 1},
             "cache/purge": ForgetReceipt(forgotten=("terms.md",), num_paths=2).to_dict(),
-            "cache/gc": {"folders": [{"path": "/kv/ab", "num_bytes": 2048, "days": 8.5, "of": "x"}], "is_trial": True},
+            "cache/gc": {"folders": [{"path": "/kv/ab", "num_bytes": 2048, "days": 8.5, "of": "x"}], "dry_run": True},
         }
         yield running
 
@@ -136,7 +136,7 @@ def test_forget_is_the_same_command_here(server: ScriptedServer) -> None:
 def test_folders_are_collected_through_a_server_or_in_a_directory(server: ScriptedServer, tmp_path: Path) -> None:
     result = run(server, "gc", "--unused-days", "8", "--dry-run")
     assert result.stdout.splitlines() == ["   2.0 KiB  8.5 days  /kv/ab", "1 folders with 2.0 KiB would be deleted"]
-    assert asked(server) == ("cache/gc", {"unused_days": 8.0, "is_trial": True})
+    assert asked(server) == ("cache/gc", {"unused_days": 8.0, "dry_run": True})
     assert run(server, "gc", "--cache-dir", str(tmp_path)).exit_code == 2
     with ChunkStore(tmp_path, {"model": "m"}, chunk_bytes=4096, capacity_bytes=1 << 20) as store:
         pass

@@ -19,9 +19,9 @@ from click.testing import CliRunner
 import ragcache_core
 from ragcache_core._version import __version__
 from ragcache_core.cli import cli
+from ragcache_core.cli.cli_wording import _AS_TYPED, to_cli_wording
 from ragcache_core.cli.command import Command, Group, print_json
 from ragcache_core.cli.commands.simulate import run as simulate
-from ragcache_core.cli.cures import _AS_TYPED, as_typed
 from ragcache_core.errors import EmptyStoreError, EngineStartError
 
 
@@ -187,8 +187,8 @@ assert not heavy, heavy
 
 
 def test_cures_of_the_library_are_given_as_options() -> None:
-    assert as_typed("3 were asked for: use a smaller k") == "3 were asked for: use a smaller --k"
-    assert as_typed("nothing to translate") == "nothing to translate"
+    assert to_cli_wording("3 were asked for: use a smaller k") == "3 were asked for: use a smaller --k"
+    assert to_cli_wording("nothing to translate") == "nothing to translate"
 
 
 @pytest.mark.parametrize("phrase", _AS_TYPED)

@@ -22,7 +22,7 @@ RECEIPT = ForgetReceipt(
     num_variants=2,
     num_blocks={"gpu": 4, "host": 4},
     num_bytes={"gpu": 4 << 20, "host": 8 << 20},
-    took_s=0.25,
+    duration_s=0.25,
 )
 
 

@@ -26,7 +26,7 @@ class Sent:
         self.sent_s = time.perf_counter()
         self.started_s: float | None = self.sent_s
         self.making_s = 0.0
-        self.is_claimable = self.is_claimed = self.has_documents = True
+        self.can_be_adopted = self.is_claimed = self.has_documents = True
         self.error: Exception | None = None
         self.is_cancelled = self.is_confirmed = False
         self._callbacks: list[Callable[[Any], None]] = []

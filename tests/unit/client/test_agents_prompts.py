@@ -153,7 +153,7 @@ def test_documents_of_a_tools_result_are_named_and_the_server_is_asked_once_for_
         plan(engine, again)
         plan(engine, again, tools=[SEARCH, {**SEARCH, "function": {**SEARCH["function"], "name": "other"}}])  # type: ignore[dict-item]
         assert len(server.tokenized) == 3, "other tools are rendered otherwise"
-        assert engine.stats().num_unnamed_chats == 0
+        assert engine.stats().num_server_rendered_chats == 0
 
 
 @pytest.mark.parametrize("template", [QWEN, LLAMA])
@@ -234,7 +234,7 @@ def test_a_server_that_does_not_say_is_left_to_render_and_not_asked_again() -> N
         server.tokenize = lambda _: None
         assert plan(engine) == plan(engine) == RequestPlan()
         assert len(server.tokenized) == 1
-        assert engine.stats().num_unnamed_chats == 2
+        assert engine.stats().num_server_rendered_chats == 2
 
 
 @pytest.mark.parametrize(

@@ -255,7 +255,7 @@ def test_a_reading_says_what_the_queue_and_speculation_did(
         "max_overtaken": 32,
         "num_requests": 24,
         "num_reordered_prompts": 6,
-        "num_later_turns": 4,
+        "num_followup_turns": 4,
         "num_speculative_requests": 9,
         "num_confirmed_speculations": 7,
         "num_speculative_tokens": 900,

@@ -25,7 +25,7 @@ RECEIPT = ForgetReceipt(
     num_requests=1,
     num_left=2,
     problems=("the disk tier is out of service",),
-    took_s=0.5,
+    duration_s=0.5,
 )
 
 
@@ -61,7 +61,7 @@ def test_more_ids_than_a_request_may_have_go_in_several_whose_receipts_are_added
     receipt = server.routes.forget([str(i) for i in range(MAX_DOCUMENTS + 1)], 0)
     assert [len(body["ids"]) for _, body, _ in server.asked] == [MAX_DOCUMENTS, 1]
     assert receipt.num_blocks == {"gpu": 6, "disk": 8}
-    assert (receipt.num_paths, receipt.num_variants, receipt.took_s) == (4, 2, 1.0)
+    assert (receipt.num_paths, receipt.num_variants, receipt.duration_s) == (4, 2, 1.0)
     assert (receipt.num_requests, receipt.num_left) == (1, 2), "of what is left now"
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ragcache_core.client.pipeline.histories import Histories, Learnt
-from ragcache_core.speculation import SettlingHistory
+from ragcache_core.client.pipeline.histories import Histories, SourceHistory
+from ragcache_core.speculation import StageStabilityStats
 
 WRONG, RIGHT = ("mars",), ("sun",)
 
@@ -28,8 +28,8 @@ def learn(
         history(histories, source).record(0, named, RIGHT, left_s)
 
 
-def history(histories: Histories, source: object = Named(), *settings: object) -> SettlingHistory:
-    return histories.of(source, settings, otherwise=Learnt()).history
+def history(histories: Histories, source: object = Named(), *settings: object) -> StageStabilityStats:
+    return histories.of(source, settings, otherwise=SourceHistory()).history
 
 
 def test_all_who_search_a_source_with_the_same_settings_learn_together(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_another_process_begins_with_what_was_learnt(tmp_path: Path) -> None:
     learn(Histories(tmp_path), WRONG)
     later = history(Histories(tmp_path))
     assert later.is_known(0)
-    assert not later.is_promising(0, is_idle=True)
+    assert not later.is_worthwhile(0, is_idle=True)
     assert not history(Histories(tmp_path), Named("/srv/other")).is_known(0)
 
 
@@ -52,11 +52,11 @@ def test_three_searches_are_kept_already_and_what_changes_later_too(tmp_path: Pa
     learn(histories, WRONG, searches=2)
     assert list(tmp_path.iterdir()) == []
     learn(histories, WRONG, searches=1)
-    assert not history(Histories(tmp_path)).is_promising(0, is_idle=True)
+    assert not history(Histories(tmp_path)).is_worthwhile(0, is_idle=True)
     learn(histories, RIGHT, searches=16)
-    assert history(Histories(tmp_path)).is_promising(0, is_idle=False)
+    assert history(Histories(tmp_path)).is_worthwhile(0, is_idle=False)
     learn(histories, RIGHT, searches=40, left_s=0.0)
-    assert not history(Histories(tmp_path)).is_promising(0, is_idle=True)
+    assert not history(Histories(tmp_path)).is_worthwhile(0, is_idle=True)
 
 
 def test_a_source_that_stays_as_it_is_writes_no_file_again(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_source_that_stays_as_it_is_writes_no_file_again(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("identity", [None, "", 7])
 def test_a_source_without_a_name_is_its_retrievers_own_business(tmp_path: Path, identity: object) -> None:
-    histories, own = Histories(tmp_path), Learnt()
+    histories, own = Histories(tmp_path), SourceHistory()
     assert histories.of(Named(identity), (), otherwise=own) is own
     assert histories.of(object(), (), otherwise=own) is own
 
@@ -107,7 +107,7 @@ def test_a_folder_that_cannot_be_written_to_is_done_without(tmp_path: Path) -> N
     (tmp_path / "file").write_text("no folder")
     histories = Histories(tmp_path / "file" / "stages")
     learn(histories, WRONG)
-    assert not history(histories).is_promising(0, is_idle=True)
+    assert not history(histories).is_worthwhile(0, is_idle=True)
 
 
 def test_a_file_names_no_store_and_is_its_owners_alone(tmp_path: Path) -> None:

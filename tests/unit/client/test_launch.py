@@ -319,8 +319,8 @@ def test_an_engine_that_is_about_to_end_is_waited_for_before_its_memory_is_misse
         return Memory(64 * GIB, 2 * GIB if ends and looks > 4 else GIB)
 
     monkeypatch.setattr("ragcache_core.config.read_memory", read)
-    monkeypatch.setattr("ragcache_core.client.launch.launch._LOOKS_EVERY_S", 0.01)
-    monkeypatch.setattr("ragcache_core.client.launch.launch._ENDING_S", 30.0 if ends else 0.1)
+    monkeypatch.setattr("ragcache_core.client.launch.launch._HEALTH_CHECK_INTERVAL_S", 0.01)
+    monkeypatch.setattr("ragcache_core.client.launch.launch._SHUTDOWN_TIMEOUT_S", 30.0 if ends else 0.1)
     monkeypatch.setattr("ragcache_core.client.launch.launch.sweep_shared_memory", lambda: [Path("left")])
     if ends:
         owner.launch(CacheConfig(host_bytes="2GiB"))

@@ -242,7 +242,7 @@ def test_an_answer_that_stops_in_the_middle_is_not_taken_for_a_whole_one() -> No
 
 
 def test_an_engine_tells_its_restarts_until_it_stays_dead(demo_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner = SimpleNamespace(run=3, health=lambda: Health.READY, why_gone=lambda: "it died three times")
+    owner = SimpleNamespace(run=3, health=lambda: Health.READY, exit_reason=lambda: "it died three times")
     with ScriptedServer(root=demo_model) as server, Engine.connect(server.url) as engine:
         assert engine.num_restarts() == 0
         with monkeypatch.context() as patched:

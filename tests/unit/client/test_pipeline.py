@@ -19,7 +19,7 @@ from ragcache_core.client.pipeline import run as search_run
 from ragcache_core.client.pipeline.run import PipelineEvent, run_pipeline
 from ragcache_core.client.speculation.client import EngineLoad
 from ragcache_core.errors import SearchError, SearchTimeoutError
-from ragcache_core.speculation import SettlingHistory
+from ragcache_core.speculation import StageStabilityStats
 from ragcache_core.types import Document, RetrievalUpdate
 from tests.unit.client.pipeline_scene import (
     STEP_S,
@@ -37,7 +37,7 @@ from tests.unit.client.pipeline_scene import (
 
 
 async def test_a_source_that_is_never_right_before_its_end_is_believed_no_more() -> None:
-    speculator, history, door = ScriptedSpeculator(), SettlingHistory(), ScriptedDoor()
+    speculator, history, door = ScriptedSpeculator(), StageStabilityStats(), ScriptedDoor()
     for _ in range(15):
         result = await run(Source("ab", "cd", "ef"), door, speculator, history=history)
     num_sent, num_asked = len(speculator.sent), door.num_asked
@@ -51,7 +51,7 @@ async def test_a_source_that_is_never_right_before_its_end_is_believed_no_more()
 
 
 async def test_a_source_that_nobody_knows_yet_is_sent_ahead_of_where_the_engine_is_idle() -> None:
-    speculator, history = ScriptedSpeculator(), SettlingHistory()
+    speculator, history = ScriptedSpeculator(), StageStabilityStats()
     assert (await run(Source("ab", "ab"), ScriptedDoor(), speculator, history=history)).report.is_confirmed
     source, door = Source("ab", "ab", "ab", "ab", "ab"), ScriptedDoor(2)
     source.between[2] = lambda: setattr(door, "num_pending", 0)
@@ -66,7 +66,7 @@ async def test_searches_side_by_side_try_a_source_that_nobody_knows_yet_once_eac
         source = Source("ab", "cd", "ef", "gh")
         await run_pipeline(source.updates(), ScriptedDoor(), speculator, history=history)
 
-    history, alone, beside = SettlingHistory(), ScriptedSpeculator(), ScriptedSpeculator()
+    history, alone, beside = StageStabilityStats(), ScriptedSpeculator(), ScriptedSpeculator()
     await asked(alone)
     assert len(alone.sent) == 3
     await asyncio.gather(asked(beside), asked(beside))
@@ -75,7 +75,7 @@ async def test_searches_side_by_side_try_a_source_that_nobody_knows_yet_once_eac
 
 
 async def test_a_search_that_fails_or_is_left_runs_no_more() -> None:
-    history = SettlingHistory()
+    history = StageStabilityStats()
 
     async def failing() -> AsyncIterator[RetrievalUpdate]:
         yield update("a")
@@ -92,7 +92,7 @@ async def test_a_search_that_fails_or_is_left_runs_no_more() -> None:
 
 
 async def test_what_a_busy_engine_shows_of_a_sources_stages_is_learnt_without_sending_anything() -> None:
-    speculator, history, door = ScriptedSpeculator(), SettlingHistory(), ScriptedDoor(2)
+    speculator, history, door = ScriptedSpeculator(), StageStabilityStats(), ScriptedDoor(2)
     for _ in range(3):
         result = await run(Source("ab", "ab", "ab", "ab", "ab"), door, speculator, history=history)
     assert speculator.num_calls == 0
@@ -144,7 +144,7 @@ async def test_changed_candidates_cancel_what_was_sent_and_send_anew() -> None:
 
 async def test_of_a_prefill_it_is_told_with_the_final_documents_what_was_hidden() -> None:
     speculator, source = ScriptedSpeculator(), Source("ab", "ab")
-    source.between[1] = lambda: setattr(speculator.sent[0], "is_claimable", False)
+    source.between[1] = lambda: setattr(speculator.sent[0], "can_be_adopted", False)
     events: list[PipelineEvent] = []
     result = await run(source, ScriptedDoor(), speculator, on_event=events.append)
     assert (events[-1].kind, events[-1].hidden_search_s) == ("confirm", result.report.hidden_search_s)
@@ -154,7 +154,7 @@ async def test_of_a_prefill_it_is_told_with_the_final_documents_what_was_hidden(
 
 async def test_a_prefill_that_fails_after_all_hid_nothing() -> None:
     speculator, source = ScriptedSpeculator(), Source("ab", "ab")
-    source.between[1] = lambda: vars(speculator.sent[0]).update(is_claimable=False, is_claimed=False)
+    source.between[1] = lambda: vars(speculator.sent[0]).update(can_be_adopted=False, is_claimed=False)
     result = await run(source, ScriptedDoor(), speculator)
     assert result.settled_report().is_confirmed
     speculator.sent[0].fail()
@@ -200,7 +200,7 @@ async def test_until_the_engine_has_told_when_it_began_nothing_counts_as_hidden(
     assert result.settled_report() == result.report, "it began when the search was over"
     sent.started_s, sent.is_claimed = result.began_s, False
     assert (result.settled_report().is_confirmed, result.settled_report().hidden_search_s) == (False, 0.0)
-    sent.is_claimable = False
+    sent.can_be_adopted = False
     assert result.settled_report().unhidden_search_s == 0.0, "nobody joins what only prefills"
 
 
@@ -239,13 +239,15 @@ arranged_or_not = pytest.mark.parametrize(
 NEW_TEXT, NEW_METADATA = {"text": "new text"}, {"metadata": {"page": 2}}
 
 
-@pytest.mark.parametrize(("fields", "is_claimable"), [(NEW_TEXT, True), (NEW_METADATA, False)], ids=["text", "warmed"])
+@pytest.mark.parametrize(
+    ("fields", "can_be_adopted"), [(NEW_TEXT, True), (NEW_METADATA, False)], ids=["text", "warmed"]
+)
 @arranged_or_not
 async def test_documents_that_were_written_anew_meanwhile_are_other_documents(
-    fields: dict[str, Any], is_claimable: bool, arrange: Callable[[Sequence[Document]], Sequence[Document]] | None
+    fields: dict[str, Any], can_be_adopted: bool, arrange: Callable[[Sequence[Document]], Sequence[Document]] | None
 ) -> None:
     speculator = ScriptedSpeculator()
-    updates = anew(fields, lambda: setattr(speculator.sent[0], "is_claimable", is_claimable))
+    updates = anew(fields, lambda: setattr(speculator.sent[0], "can_be_adopted", can_be_adopted))
     result = await run_pipeline(updates, ScriptedDoor(), speculator, arrange=arrange)
     assert sorted(result.documents, key=lambda d: d.doc_id) == [replace(document(d), **fields) for d in "ab"]
     assert result.speculation is None
@@ -274,7 +276,7 @@ async def test_whether_the_prompt_shows_new_metadata_the_request_says(
 
 
 async def test_the_scheduler_says_whether_there_is_room_and_not_the_number_of_prefills() -> None:
-    speculator, door, history = ScriptedSpeculator(), ScriptedDoor(0), SettlingHistory()
+    speculator, door, history = ScriptedSpeculator(), ScriptedDoor(0), StageStabilityStats()
     door.has_room = False
     result = await run(Source("a", "a", "a"), door, speculator)
     assert speculator.num_calls == 0
@@ -285,7 +287,7 @@ async def test_the_scheduler_says_whether_there_is_room_and_not_the_number_of_pr
     door.has_room, door.num_pending = True, 5
     for named in "aaabbbb":
         history.record(0, named, "a", 1.0)
-    assert not history.is_promising(0, is_idle=False)
+    assert not history.is_worthwhile(0, is_idle=False)
     assert (await run(Source("a", "a"), door, speculator, history=history)).report.is_confirmed
 
 

@@ -20,7 +20,7 @@ import pytest
 
 from ragcache_core import memory
 from ragcache_core.client import Engine, Fleet
-from ragcache_core.client.http.joined_server import JoinedServer
+from ragcache_core.client.http.remote_server import RemoteServerMonitor
 from ragcache_core.client.launch import process, ranks
 from ragcache_core.client.launch.launch import LaunchedServer
 from ragcache_core.client.launch.ranks import launch_ranks, plan_ranks
@@ -216,7 +216,7 @@ class Machine:
         return launch_ranks(self.start, LaunchSettings(**given), len(self.fates))
 
 
-class Watch(JoinedServer):
+class Watch(RemoteServerMonitor):
     """What an engine owns of a server."""
 
     def __init__(self, server: ScriptedServer, on_close: Callable[[], object]) -> None:

@@ -18,7 +18,7 @@ from ragcache_core.client.ray_serve.front import Front
 from ragcache_core.client.ray_serve.known_replicas import Ask, KnownReplicas
 from ragcache_core.errors import RequestRejectedError
 from ragcache_core.ordering import PathChange, encode_changes, static_prefix_digest
-from ragcache_core.routing.load import AskedPrompt
+from ragcache_core.routing.load import PromptInfo
 from ragcache_core.runtime.api_keys import hashed
 from ragcache_core.stats import ForgetReceipt
 from ragcache_core.types import Document, SegmentKind
@@ -96,10 +96,10 @@ def idlest(handle: ScriptedHandle) -> str:
     return handle.known.choose(list(handle.replicas), Ask("GET", "/", [], b""))[0]
 
 
-def home_of(handle: ScriptedHandle, shown: RenderedPrompt) -> str:
+def rendezvous_replica(handle: ScriptedHandle, shown: RenderedPrompt) -> str:
     """Return who would get a question about documents that nobody has."""
     names = tuple(segment.doc_id or "" for segment in shown.segments if segment.kind is SegmentKind.DOCUMENT)
-    ask = Ask("POST", "/", [], b"", AskedPrompt(names, (), 0, 100, None, f"None\0{names[0]}"))
+    ask = Ask("POST", "/", [], b"", PromptInfo(names, (), 0, 100, None, f"None\0{names[0]}"))
     handle.remote(ask)
     ask.end()
     assert ask.sent_to is not None
@@ -334,7 +334,7 @@ def test_tokens_pass_as_they_come_and_who_hangs_up_ends_the_request(
 ) -> None:
     for server in servers:
         server.rules = [lambda request: Reply(" ".join(["word"] * 200), token_wait_s=0.05)]
-    home = next(name for name in NAMES if home_of(handle, prompt(engine, name)) == "replica-0")
+    home = next(name for name in NAMES if rendezvous_replica(handle, prompt(engine, name)) == "replica-0")
     stream = engine.stream(prompt(engine, home), max_tokens=200)
     assert next(stream).text
     assert idlest(handle) != "replica-0"

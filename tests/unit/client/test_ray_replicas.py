@@ -20,7 +20,7 @@ from ragcache_core.client.ray_serve.engine_replica import own_settings
 from ragcache_core.client.ray_serve.known_replicas import Ask, KnownReplicas
 from ragcache_core.ordering import CachedPaths, PathChange
 from ragcache_core.routing.index import PathIndex
-from ragcache_core.routing.load import AskedPrompt
+from ragcache_core.routing.load import PromptInfo
 from ragcache_core.runtime.api_keys import hashed
 from tests.support.waiting import until
 
@@ -64,7 +64,7 @@ def known() -> KnownReplicas:
 
 
 def asking(document: str = "a", **more: Any) -> Ask:
-    return Ask("POST", "/v1/completions", [], b"", AskedPrompt((document,), (120,), 20, 130, PREFIX, document), **more)
+    return Ask("POST", "/v1/completions", [], b"", PromptInfo((document,), (120,), 20, 130, PREFIX, document), **more)
 
 
 def idlest(known: KnownReplicas) -> list[str]:

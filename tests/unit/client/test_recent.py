@@ -9,10 +9,10 @@ from contextlib import aclosing
 
 import pytest
 
-from ragcache_core.client.pipeline.histories import RECALLED_STAGE, RecentQuestions
+from ragcache_core.client.pipeline.histories import CACHED_RESULT_STAGE, RecentQuestions
 from ragcache_core.client.pipeline.run import run_pipeline
 from ragcache_core.errors import UnknownDocumentError
-from ragcache_core.speculation import SettlingHistory
+from ragcache_core.speculation import StageStabilityStats
 from ragcache_core.types import Document, RetrievalUpdate
 from tests.unit.client.pipeline_scene import STEP_S, ScriptedDoor, ScriptedSpeculator, document, join_starts, update
 
@@ -52,7 +52,7 @@ async def ask(recent: RecentQuestions, store: Store, question: str = "Who?") -> 
 
 
 FIRST: Shown = [(0, "ab", True)]
-AGAIN: Shown = [(RECALLED_STAGE, "ab", False), (0, "ab", True)]
+AGAIN: Shown = [(CACHED_RESULT_STAGE, "ab", False), (0, "ab", True)]
 
 
 async def test_a_question_that_was_asked_before_has_its_documents_before_they_are_searched() -> None:
@@ -66,8 +66,8 @@ async def test_what_the_search_finds_is_final_and_is_what_is_recalled_the_next_t
     recent, store = RecentQuestions(), Store()
     await ask(recent, store)
     store.finds = "cd"
-    assert await ask(recent, store) == [(RECALLED_STAGE, "ab", False), (0, "cd", True)]
-    assert await ask(recent, store) == [(RECALLED_STAGE, "cd", False), (0, "cd", True)]
+    assert await ask(recent, store) == [(CACHED_RESULT_STAGE, "ab", False), (0, "cd", True)]
+    assert await ask(recent, store) == [(CACHED_RESULT_STAGE, "cd", False), (0, "cd", True)]
 
 
 async def test_a_deleted_document_is_no_candidate_and_a_changed_one_is_shown_as_it_is_now() -> None:
@@ -136,7 +136,7 @@ async def test_only_the_last_thousand_questions_are_remembered() -> None:
 
 
 async def test_an_engine_answers_a_repeated_question_while_its_search_of_one_stage_goes_on() -> None:
-    recent, store, history, speculator = RecentQuestions(), Store(), SettlingHistory(), ScriptedSpeculator()
+    recent, store, history, speculator = RecentQuestions(), Store(), StageStabilityStats(), ScriptedSpeculator()
     for is_again in (False, True):
         updates = recent.stages(store.search(), "Who?", store.read)
         result = await run_pipeline(updates, ScriptedDoor(), speculator, history=history)
@@ -147,5 +147,5 @@ async def test_an_engine_answers_a_repeated_question_while_its_search_of_one_sta
         await run_pipeline(
             recent.stages(store.search(), "Who?", store.read), ScriptedDoor(), speculator, history=history
         )
-    assert not history.is_promising(RECALLED_STAGE, is_idle=False), "a store that changes all the time is seen to"
+    assert not history.is_worthwhile(CACHED_RESULT_STAGE, is_idle=False), "a store that changes all the time is seen to"
     join_starts()

@@ -315,7 +315,7 @@ async def test_an_error_event_that_arrives_in_two_pieces_is_seen() -> None:
     transport, response = httpx.MockTransport(lambda _: httpx.Response(200, content=body())), BufferedResponse()
     request = httpx.Request("POST", "http://engine/v1/completions")
     with pytest.raises(EngineError, match="no"):
-        await receive(transport, request, response, is_promised=lambda: False)
+        await receive(transport, request, response, is_reserved=lambda: False)
     assert response.last_bytes() == pieces[0]
 
 

@@ -110,8 +110,8 @@ def test_an_engine_that_hangs_by_its_servers_word_is_killed_and_started_again(ow
     assert owner.health() is Health.READY
     server.hang = "VLLM::Worker is stopped again"
     assert until(lambda: owner.health() is Health.GONE)
-    assert "the engine hung: VLLM::Worker is stopped again" in owner.why_gone()
-    assert "restarted 1 times, the limit" in owner.why_gone()
+    assert "the engine hung: VLLM::Worker is stopped again" in owner.exit_reason()
+    assert "restarted 1 times, the limit" in owner.exit_reason()
 
 
 @pytest.mark.parametrize("hang_s", [1.0, None])
@@ -179,7 +179,7 @@ def test_restarts_that_keep_failing_end_at_the_limit_whatever_the_window(
     assert until(lambda: owner.health() is Health.GONE, 20)
     assert len(runs) == 1 + 3
     for said in ("exit status -9", "restarted 3 times", "the last restart failed: no GPU memory is free yet"):
-        assert said in owner.why_gone()
+        assert said in owner.exit_reason()
 
 
 def test_a_close_does_not_wait_for_the_next_restart(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +218,7 @@ def test_restarts_are_counted_within_a_window_and_not_for_ever(own: Own) -> None
     assert until(lambda: owner.run == 5)
     runs[-1].kill()
     assert until(lambda: owner.health() is Health.GONE), "the second one within the window"
-    assert "exit status -9" in owner.why_gone()
+    assert "exit status -9" in owner.exit_reason()
 
 
 def test_a_server_whose_own_process_stands_still_and_does_not_answer_is_started_again(

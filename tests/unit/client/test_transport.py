@@ -154,7 +154,7 @@ class FakeWatch:
     def stall_reason(self) -> str | None:
         return self.hang
 
-    def why_gone(self) -> str:
+    def exit_reason(self) -> str:
         return "the engine died and stays dead"
 
 

@@ -25,7 +25,7 @@ from tests.support.scripted_server import ScriptedServer
 ROOT = Path(__file__).resolve().parents[3]
 
 WORDS = ["_version", "types", "errors", "memory", "private_files", "config", "stats", "wire", "prompt"]
-FLOORS: dict[str, list[str]] = {
+LAYERS: dict[str, list[str]] = {
     "words": [f"ragcache_core.{name}" for name in WORDS],
     "algorithms": [
         f"ragcache_core.{name}"
@@ -67,16 +67,16 @@ for module in modules:
 """
 
 
-@pytest.mark.parametrize("floor", FLOORS)
+@pytest.mark.parametrize("floor", LAYERS)
 def test_a_floor_imports_with_everything_above_it_blocked(floor: str) -> None:
-    names = list(FLOORS)
-    above = [folder for name in names[names.index(floor) + 1 :] for folder in FLOORS[name]]
+    names = list(LAYERS)
+    above = [folder for name in names[names.index(floor) + 1 :] for folder in LAYERS[name]]
     blocked = [*above, *FOREIGN[floor], "vllm", "torch", "ragcache_core.vllm_plugin"]
     if floor == "top":
         blocked = ["vllm", "torch"]
     if floor == "integrations":  # the frameworks may import torch where it is installed; we do not
         blocked.remove("torch")
-    modules = [name for folder in FLOORS[floor] for name in _modules(folder)]
+    modules = [name for folder in LAYERS[floor] for name in _modules(folder)]
     code = _BLOCKED.format(blocked=blocked, modules=modules)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -138,7 +138,7 @@ def test_the_plugin_takes_nothing_of_the_client_and_the_product_nothing_of_the_t
         if "examples" not in path.parts:
             assert not {name for name in _imports(path) if name.split(".")[0] == "tests"}, path
         if "vllm_plugin" in path.parts:
-            above = (*FLOORS["client"], *FLOORS["top"], "ragcache_integrations")
+            above = (*LAYERS["client"], *LAYERS["top"], "ragcache_integrations")
             assert not {name for name in _imports(path) if name.startswith(above)}, path
 
 

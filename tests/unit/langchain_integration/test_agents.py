@@ -158,7 +158,7 @@ async def test_a_server_that_does_not_render_for_us_is_sent_nothing_ahead(
     await run(agent_of(llm, [search_tool(make(Stage("moon"), Stage("moon")))]), "ainvoke")
     assert warmed() == []
     assert [step.kv_transfer_params for step in generations()] == [{}, {}]
-    assert engine.stats().num_unnamed_chats == 2
+    assert engine.stats().num_server_rendered_chats == 2
 
 
 def test_the_documents_of_an_agents_step_are_in_its_statistics(make: Any, llm: ChatRAGCache) -> None:

@@ -6,12 +6,12 @@ from random import Random
 
 import pytest
 
-from ragcache_core.policy.returning import ReturningTurns
+from ragcache_core.policy.returning import NextTurnModel
 
 
-def observed(shares: dict[int, float], num_turns: int = 500, think_requests: int = 100) -> ReturningTurns:
+def observed(shares: dict[int, float], num_turns: int = 500, think_requests: int = 100) -> NextTurnModel:
     """Return what somebody knows who saw so many turns of each number, of which a share went on."""
-    returning = ReturningTurns()
+    returning = NextTurnModel()
     for turn, share in shares.items():
         for i in range(num_turns):
             returning.on_turn(turn)
@@ -28,7 +28,7 @@ def test_nothing_is_expected_before_a_conversation_has_gone_on() -> None:
 
 
 def test_the_first_conversation_that_goes_on_makes_every_turn_likely() -> None:
-    returning = ReturningTurns()
+    returning = NextTurnModel()
     returning.on_turn(1)
     returning.on_return(1, 7)
     returning.on_turn(2)
@@ -69,7 +69,7 @@ def test_what_was_learned_gives_way_to_what_happens_now() -> None:
 
 
 def test_the_median_think_time_is_found_within_a_power_of_two() -> None:
-    dice, returning = Random(1), ReturningTurns()
+    dice, returning = Random(1), NextTurnModel()
     for _ in range(3000):
         returning.on_turn(1)
         returning.on_return(1, round(dice.lognormvariate(5.0, 1.0)))
@@ -81,7 +81,7 @@ def test_the_median_think_time_is_found_within_a_power_of_two() -> None:
 
 @pytest.mark.parametrize("num_requests", [0, 1, 10**12])
 def test_every_think_time_counts(num_requests: int) -> None:
-    returning = ReturningTurns()
+    returning = NextTurnModel()
     returning.on_turn(1)
     returning.on_return(1, num_requests)
     assert 1.0 <= returning.think_requests < 2**24

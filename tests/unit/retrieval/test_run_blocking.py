@@ -12,7 +12,7 @@ from contextvars import ContextVar
 import pytest
 
 from ragcache_core.retrieval.threads import in_thread, run_blocking
-from ragcache_core.runtime.kept_threads import KeptThreads
+from ragcache_core.runtime.daemon_threads import DaemonThreadPool
 
 QUESTION: ContextVar[str] = ContextVar("QUESTION")
 
@@ -107,7 +107,7 @@ async def test_a_call_that_is_given_up_before_its_thread_runs_ends_without_a_wor
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     late: list[Callable[[], None]] = []
-    monkeypatch.setattr(KeptThreads, "run", lambda _, call: late.append(call))
+    monkeypatch.setattr(DaemonThreadPool, "run", lambda _, call: late.append(call))
     task = asyncio.ensure_future(in_thread(lambda: "found"))
     await asyncio.sleep(0)
     task.cancel()

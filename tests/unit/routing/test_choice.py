@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from ragcache_core.ordering import CachedPaths, PathChange, best_order
 from ragcache_core.routing import choice
-from ragcache_core.routing.choice import WAIT_PER_CACHED_TOKEN, KnownReplica, with_room
+from ragcache_core.routing.choice import WAIT_PER_CACHED_TOKEN, ReplicaState, below_load_limit
 from ragcache_core.routing.index import PathIndex
-from ragcache_core.routing.load import AskedPrompt, ReplicaLoad
+from ragcache_core.routing.load import PromptInfo, ReplicaLoad
 
 PREFIX = b"static"
 TOKENS = 100
@@ -29,12 +29,12 @@ def cached(paths: Paths) -> CachedPaths:
     return known
 
 
-def fleet(*caches: Paths | None) -> list[KnownReplica]:
+def fleet(*caches: Paths | None) -> list[ReplicaState]:
     mirrors = [None if paths is None else (cached(paths),) for paths in caches]
-    return [KnownReplica(f"replica-{i}", known, ReplicaLoad()) for i, known in enumerate(mirrors)]
+    return [ReplicaState(f"replica-{i}", known, ReplicaLoad()) for i, known in enumerate(mirrors)]
 
 
-def index_of(replicas: Sequence[KnownReplica]) -> PathIndex:
+def index_of(replicas: Sequence[ReplicaState]) -> PathIndex:
     index = PathIndex()
     for replica in replicas:
         for paths in replica.caches:
@@ -43,20 +43,20 @@ def index_of(replicas: Sequence[KnownReplica]) -> PathIndex:
     return index
 
 
-def choose_replica(replicas: Sequence[KnownReplica], prompt: AskedPrompt) -> KnownReplica:
+def choose_replica(replicas: Sequence[ReplicaState], prompt: PromptInfo) -> ReplicaState:
     return choice.choose_replica(index_of(replicas), replicas, prompt)
 
 
-def choose_order(replicas: Sequence[KnownReplica], documents: Sequence[str], **asked: Any) -> tuple[int, ...] | None:
+def choose_order(replicas: Sequence[ReplicaState], documents: Sequence[str], **asked: Any) -> tuple[int, ...] | None:
     return choice.choose_order(index_of(replicas), replicas, documents, **asked)
 
 
-def asking(*documents: str) -> AskedPrompt:
+def asking(*documents: str) -> PromptInfo:
     ends = tuple(10 + TOKENS * (n + 1) for n in range(len(documents)))
-    return AskedPrompt(documents, ends, 10, (ends or (10,))[-1] + 30, PREFIX, documents[0] if documents else "Hello")
+    return PromptInfo(documents, ends, 10, (ends or (10,))[-1] + 30, PREFIX, documents[0] if documents else "Hello")
 
 
-def choose(replicas: Sequence[KnownReplica], *documents: str) -> str:
+def choose(replicas: Sequence[ReplicaState], *documents: str) -> str:
     return choose_replica(replicas, asking(*documents)).name
 
 
@@ -127,7 +127,7 @@ def test_a_replica_that_has_everything_does_not_get_everything() -> None:
 
 
 def test_nobody_takes_requests_of_no_replicas() -> None:
-    assert with_room([]) == []
+    assert below_load_limit([]) == []
 
 
 @given(st.lists(PATHS, min_size=1, max_size=4), st.permutations("abcd"))

@@ -12,7 +12,7 @@ import pytest
 
 from ragcache_core.errors import ConfigError, TraceError
 from ragcache_core.policy import PrefillCostModel
-from ragcache_core.policy.returning import ReturningTurns
+from ragcache_core.policy.returning import NextTurnModel
 from ragcache_core.sim.blocks import BlockCache
 from ragcache_core.sim.options import SimulationOptions
 from ragcache_core.sim.simulator import simulate
@@ -96,7 +96,7 @@ def test_histories_are_kept_below_the_gpu_and_single_turns_leave_nothing_there(
 ) -> None:
     sizes = {"host_tokens": 1024 * BLOCK}
     found, _ = serve(talk(60, 3, num_apart=6), **sizes)
-    monkeypatch.setattr(ReturningTurns, "is_likely", lambda self, turn: False)
+    monkeypatch.setattr(NextTurnModel, "is_likely", lambda self, turn: False)
     without, _ = serve(talk(60, 3, num_apart=6), **sizes)
     assert sum(cached for cached, _ in found) > 1.1 * sum(cached for cached, _ in without)
     monkeypatch.undo()
@@ -114,9 +114,9 @@ def test_single_turns_about_documents_find_as_much_as_where_nobody_looks_for_con
     trace = make_trace(mmlu, 600, 3)
     sizes = {"gpu_tokens": 8_000, "host_tokens": 20_000, "disk_tokens": disk_tokens}
     learned = sum(cached for cached, _ in serve(trace, **sizes)[0])
-    monkeypatch.setattr(ReturningTurns, "is_likely", lambda self, turn: False)
+    monkeypatch.setattr(NextTurnModel, "is_likely", lambda self, turn: False)
     assert learned == sum(cached for cached, _ in serve(trace, **sizes)[0])
-    monkeypatch.setattr(ReturningTurns, "is_likely", lambda self, turn: True)
+    monkeypatch.setattr(NextTurnModel, "is_likely", lambda self, turn: True)
     if disk_tokens:
         assert learned > sum(cached for cached, _ in serve(trace, **sizes)[0]), "to keep everything costs documents"
 

@@ -86,11 +86,11 @@ def test_no_prefills_allowed_means_no_speculation() -> None:
 
 def test_candidates_that_are_not_promising_start_nothing_and_end_what_lives() -> None:
     search = pipeline()
-    assert search.on_stage("A", is_final=False, num_pending=0, is_promising=False) == []
+    assert search.on_stage("A", is_final=False, num_pending=0, is_worthwhile=False) == []
     assert search.on_load(0) == []
     search.on_stage("A", is_final=False, num_pending=0)
-    assert search.on_stage("A", is_final=False, num_pending=0, is_promising=False) == [], "it is sent already"
-    assert search.on_stage("B", is_final=False, num_pending=0, is_promising=False) == [Cancel(0)]
+    assert search.on_stage("A", is_final=False, num_pending=0, is_worthwhile=False) == [], "it is sent already"
+    assert search.on_stage("B", is_final=False, num_pending=0, is_worthwhile=False) == [Cancel(0)]
     assert search.on_load(0) == []
 
 
@@ -169,7 +169,7 @@ class Stage:
     candidates: str
     num_pending: int
     is_final: bool = False
-    is_promising: bool = True
+    is_worthwhile: bool = True
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class Engine:
     confirmed: list[int] = field(default_factory=list)
     generated: list[str] = field(default_factory=list)
     shown: str | None = None
-    is_promising: bool = False
+    is_worthwhile: bool = False
     is_final: bool = False
     is_closed: bool = False
 
@@ -222,12 +222,12 @@ class Engine:
         num_started = len(self.started)
         room = True
         match event:
-            case Stage(candidates, num_pending, is_final, is_promising):
+            case Stage(candidates, num_pending, is_final, is_worthwhile):
                 is_sent = any(self.started[n] == candidates for n in self.live)
-                self.is_promising = is_promising or is_sent
+                self.is_worthwhile = is_worthwhile or is_sent
                 self.shown, self.is_final, room = candidates, is_final, num_pending < search.max_prefill_bs
                 actions = search.on_stage(
-                    candidates, is_final=is_final, num_pending=num_pending, is_promising=is_promising
+                    candidates, is_final=is_final, num_pending=num_pending, is_worthwhile=is_worthwhile
                 )
             case Load(num_pending):
                 room = num_pending < search.max_prefill_bs
@@ -254,7 +254,7 @@ class Engine:
             assert self.generated == [self.shown]
         if self.is_over:
             assert self.live <= set(self.confirmed), "all that was started is confirmed, cancelled or failed"
-        elif room and self.is_promising and self.failed < self.max_failures:
+        elif room and self.is_worthwhile and self.failed < self.max_failures:
             assert self.live, "there was room, and the candidates stand"
 
     def act(self, action: Action[str]) -> None:
@@ -264,7 +264,7 @@ class Engine:
                 assert not self.is_over
                 assert number not in self.started
                 assert candidates == self.shown
-                assert self.is_promising
+                assert self.is_worthwhile
                 assert self.failed < self.max_failures
                 self.started[number] = candidates
                 self.live.add(number)
@@ -317,8 +317,8 @@ def searches(num_stages: int) -> Iterator[list[Event]]:
                 events: list[Event] = []
                 for i in range(num_stages):
                     is_final = i == num_stages - 1
-                    num_pending, is_promising = (NO_ROOM, False) if is_final else told[i]
-                    events.append(Stage(shown[i], num_pending, is_final, is_promising))
+                    num_pending, is_worthwhile = (NO_ROOM, False) if is_final else told[i]
+                    events.append(Stage(shown[i], num_pending, is_final, is_worthwhile))
                     events += between[i]
                 yield events
 
@@ -367,7 +367,7 @@ def _state(thing: SpeculativePipeline[str] | Engine) -> tuple[object, ...]:
         case Engine():
             live = tuple(thing.started[n] for n in thing.live)
             ends = thing.is_closed, bool(thing.confirmed), bool(thing.generated)
-            return thing.shown, thing.is_promising, thing.failed, live, *ends
+            return thing.shown, thing.is_worthwhile, thing.failed, live, *ends
         case _:
             own = sorted((name, value) for name, value in vars(thing).items() if name != "_num_started")
             return tuple(value.candidates if isinstance(value, Start) else value for _, value in own)

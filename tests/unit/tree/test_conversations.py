@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ragcache_core.policy import TournamentPolicy
-from ragcache_core.policy.returning import ReturningTurns
+from ragcache_core.policy.returning import NextTurnModel
 from ragcache_core.tree import KnowledgeTree, PathSegment, check_invariants
 from ragcache_core.tree.conversations import Conversations
 from ragcache_core.types import Tier
@@ -68,7 +68,7 @@ def test_a_prompt_that_only_begins_alike_is_no_turn(prompt: str) -> None:
 
 
 def test_a_turn_that_two_requests_go_on_from_returned_once() -> None:
-    returning = ReturningTurns()
+    returning = NextTurnModel()
     conversations = Conversations(returning)
     conversations.on_answered("a1", 1, 10)
     for _ in range(3):
@@ -77,7 +77,7 @@ def test_a_turn_that_two_requests_go_on_from_returned_once() -> None:
 
 
 def test_to_ask_which_turn_it_is_counts_nothing() -> None:
-    returning = ReturningTurns()
+    returning = NextTurnModel()
     conversations = Conversations(returning)
     conversations.on_answered("a1", 1, 10)
     assert conversations.turn_of(["q1", "a1", "q2"]) == 2

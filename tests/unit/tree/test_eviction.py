@@ -57,24 +57,24 @@ def test_pinned_node_survives_eviction_until_it_is_unpinned() -> None:
 def test_a_held_unit_keeps_all_before_it_and_lets_the_tail_go() -> None:
     tree = new_tree()
     (node,) = cache(tree, prompt("A", blocks=3))
-    tree.hold(node, 1 << 1, Tier.GPU)
+    tree.acquire_units(node, 1 << 1, Tier.GPU)
     assert [unit.unit for unit in tree.evict(Tier.GPU) or ()] == [2]
     assert tree.evict(Tier.GPU) is None
-    tree.let_go(node, 1 << 1, Tier.GPU)
+    tree.release_units(node, 1 << 1, Tier.GPU)
     assert [unit.unit for unit in tree.evict(Tier.GPU, 2) or ()] == [1, 0]
 
 
 def test_units_that_are_held_at_once_may_be_let_go_one_by_one() -> None:
     tree = new_tree()
     (node,) = cache(tree, prompt("A", blocks=5))
-    tree.hold(node, 0b01011, Tier.GPU)
-    tree.hold(node, 0b10100, Tier.GPU)
-    tree.let_go(node, 0b00110, Tier.GPU)
+    tree.acquire_units(node, 0b01011, Tier.GPU)
+    tree.acquire_units(node, 0b10100, Tier.GPU)
+    tree.release_units(node, 0b00110, Tier.GPU)
     assert tree.evict(Tier.GPU) is None
-    tree.let_go(node, 0b11000, Tier.GPU)
+    tree.release_units(node, 0b11000, Tier.GPU)
     assert [unit.unit for unit in tree.evict(Tier.GPU, 4) or ()] == [4, 3, 2, 1]
     assert tree.evict(Tier.GPU) is None
-    tree.let_go(node, 0b11111, Tier.GPU)
+    tree.release_units(node, 0b11111, Tier.GPU)
     assert [unit.unit for unit in tree.evict(Tier.GPU) or ()] == [0]
 
 
@@ -177,14 +177,14 @@ def test_transient_documents_go_first(policy: str) -> None:
 def test_the_last_resort_takes_what_nobody_holds() -> None:
     tree = new_tree()
     first, second = cache(tree, prompt("A", "B"))
-    tree.hold(second, 1 << 1, Tier.GPU)
+    tree.acquire_units(second, 1 << 1, Tier.GPU)
     assert tree.evict(Tier.GPU) is None
     unit = tree.evict_anything(Tier.GPU)
     assert unit is not None
     assert unit.node in (first, second)
-    tree.hold(second, 1 << 0, Tier.GPU)
+    tree.acquire_units(second, 1 << 0, Tier.GPU)
     for number in (0, 1):
-        tree.hold(first, 1 << number, Tier.GPU)
+        tree.acquire_units(first, 1 << number, Tier.GPU)
     assert tree.evict_anything(Tier.GPU) is None
 
 
@@ -227,7 +227,7 @@ def test_a_protected_node_goes_last_while_the_order_is_made_anew() -> None:
     first = tree.victim(Tier.GPU)
     assert first is nodes[0]
     for node in nodes[:16]:  # as many as are ranked at once
-        tree.hold(node, 0b1, Tier.GPU)
+        tree.acquire_units(node, 0b1, Tier.GPU)
     for node in nodes[16:32]:
         tree.protect(node.keys[0])
     assert [unit.node for unit in tree.evict(Tier.GPU, 28) or ()] == nodes[32:]
@@ -238,7 +238,7 @@ def test_a_protected_node_goes_last_while_the_order_is_made_anew() -> None:
 def test_up_to_as_many_as_can_go_are_evicted() -> None:
     tree = new_tree()
     first, _ = cache(tree, prompt("A", "B"))
-    tree.hold(first, 1 << 1, Tier.GPU)
+    tree.acquire_units(first, 1 << 1, Tier.GPU)
     assert [unit.node.doc_id for unit in tree.evict_up_to(Tier.GPU, 9)] == ["B", "B"]
     assert tree.evict_up_to(Tier.GPU, 9) == []
 
@@ -288,9 +288,9 @@ def test_the_victim_keeps_its_numbers_if_it_is_put_elsewhere_before_it_is_given_
     (dropped,) = cache(tree, prompt("B"))
     assert tree.victim(Tier.GPU) is moved
     tree.add(moved, moved.full_mask, Tier.HOST)
-    tree.give_up(moved, Tier.GPU)
+    tree.evict_node(moved, Tier.GPU)
     assert tree.victim(Tier.GPU) is dropped
-    tree.give_up(dropped, Tier.GPU)
+    tree.evict_node(dropped, Tier.GPU)
     assert (moved.frequency, dropped.frequency) == (1, 0)
     assert tree.resident_mask(moved, Tier.GPU) == tree.resident_mask(dropped, Tier.GPU) == 0
     assert tree.resident_mask(moved, Tier.HOST) == moved.full_mask

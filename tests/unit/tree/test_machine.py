@@ -206,14 +206,14 @@ class TreeMachine(RuleBasedStateMachine):
     def hold(self, tier: Tier, data: st.DataObject) -> None:
         if keys := sorted(self.resident[tier]):
             node, units, chosen = self._draw_units(keys, data)
-            self.tree.hold(node, units, tier)
+            self.tree.acquire_units(node, units, tier)
             self.held[tier] |= chosen
 
     @rule(tier=st.sampled_from(Tier), data=st.data())
-    def let_go(self, tier: Tier, data: st.DataObject) -> None:
+    def release_units(self, tier: Tier, data: st.DataObject) -> None:
         if keys := sorted(self.held[tier]):
             node, units, chosen = self._draw_units(keys, data)
-            self.tree.let_go(node, units, tier)
+            self.tree.release_units(node, units, tier)
             self.held[tier] -= chosen
 
     @precondition(lambda self: self.retained)
@@ -275,7 +275,7 @@ class TreeMachine(RuleBasedStateMachine):
         assert gone == units & {key for t in Tier for key in self.resident[t]}
         for tier in Tier:
             for node in [node for top in tops for node in top.below()]:
-                self.tree.let_go(node, node.full_mask, tier)
+                self.tree.release_units(node, node.full_mask, tier)
                 self.tree.remove(node, node.full_mask, tier)
             self.resident[tier] -= gone
             self.held[tier] -= gone

@@ -78,7 +78,7 @@ def test_a_full_tier_takes_nobody_below_his_share_while_another_has_more(
             before, over = owned(tree), shares.over()
             gone = Counter(unit.node.owner for unit in tree.evict_up_to(Tier.GPU, num_over))
             for victim, num_units in gone.items():
-                others = [other for other in over if other != victim and shares.surplus(other) > 0]
+                others = [other for other in over if other != victim and shares.excess(other) > 0]
                 assert before[victim] - num_units >= min(before[victim], CAPACITY // 3) or not others
         cache(tree, segments, is_checked=False)
         check_invariants(tree)

@@ -201,7 +201,7 @@ def test_there_is_no_room_where_everything_is_in_use() -> None:
     books = library()
     assert books.pin([capture(books, tokens(chunk)) for chunk in range(6)], "asks")
     assert reserve(books, tokens(7)) is None
-    assert books.counters.num_crowded_out_chunks == 1
+    assert books.counters.num_capacity_misses == 1
     assert books.num_used_pages == NUM_PAGES
 
 

@@ -107,7 +107,7 @@ def test_what_stands_behind_the_documents_is_stored_once_conversations_go_on() -
     first, limit = talk(it, "first")
     assert limit == 8, "to the end of the document"
     go_on(it, "first", first)
-    assert it.report()["num_later_turns"] == 1
+    assert it.report()["num_followup_turns"] == 1
     assert talk(it, "second")[1] is None, "question and answer as well"
     for i in range(40):
         talk(it, f"single {i}")
@@ -134,10 +134,10 @@ def test_who_only_guesses_or_prefills_is_no_turn() -> None:
         it.on_new_request(name, metadata, more, 40, 0.0)
         it.on_admitted(name, more, {}, 0.0)
         it.on_finished(name)
-    assert it.report()["num_later_turns"] == 0
+    assert it.report()["num_followup_turns"] == 0
     assert it.tree.returning.probability(1) == 0.0
     assert it.confirm("s") == []
-    assert it.report()["num_later_turns"] == 1
+    assert it.report()["num_followup_turns"] == 1
 
 
 def test_a_request_longer_than_the_host_tier_stores_what_fits() -> None:

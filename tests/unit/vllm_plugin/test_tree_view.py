@@ -130,7 +130,7 @@ def test_a_salted_document_that_ends_in_a_block_with_the_answer_has_no_name_eith
     it.on_finished("r", 12.0)
     assert answer_of(it.contents.list("bytes", 10)) == {"documents": [], "total": 0}
     assert answer_of(it.contents.show(["secret"]))["documents"] == []
-    assert answer_of(it.pin(["secret"], is_trial=True))["unknown"] == ["secret"]
+    assert answer_of(it.pin(["secret"], dry_run=True))["unknown"] == ["secret"]
     assert view(it)["nodes"] == []
 
 

@@ -105,7 +105,7 @@ class ChunkCounters:
 
     ``num_refused_requests`` asked for reuse that is unsupported, and were answered exactly.
     ``num_mismatched_chunks`` were requested with other tokens than stored, ``num_too_long_chunks`` are longer than the
-    memory, ``num_crowded_out_chunks`` found no free page because the rest was in use; ``num_dropped_chunks`` were not
+    memory, ``num_capacity_misses`` found no free page because the rest was in use; ``num_dropped_chunks`` were not
     written to disk. Of those on disk ``num_corrupt_chunks`` were damaged or missing when they were read (counted for
     each worker), ``num_lost_chunks`` were deleted for this or another reason.
     """
@@ -120,7 +120,7 @@ class ChunkCounters:
     num_evicted_chunks: int = 0
     num_mismatched_chunks: int = 0
     num_too_long_chunks: int = 0
-    num_crowded_out_chunks: int = 0
+    num_capacity_misses: int = 0
     num_dropped_chunks: int = 0
     num_corrupt_chunks: int = 0
     num_lost_chunks: int = 0

@@ -79,13 +79,13 @@ class ChunkEviction:
             node = location.node
         for tier in _TIERS:
             if not any(variant.is_in(tier) for variant in variants):
-                self._tree.let_go(node, _ONLY_UNIT, tier)
+                self._tree.release_units(node, _ONLY_UNIT, tier)
                 self._tree.remove(node, _ONLY_UNIT, tier)
                 continue
             if any(variant.num_idle_pages(tier) for variant in variants):
-                self._tree.let_go(node, _ONLY_UNIT, tier)
+                self._tree.release_units(node, _ONLY_UNIT, tier)
             else:
-                self._tree.hold(node, _ONLY_UNIT, tier)
+                self._tree.acquire_units(node, _ONLY_UNIT, tier)
             self._tree.add(node, _ONLY_UNIT, tier)
 
     def lowest(self, tier: Tier) -> ChunkKey:
@@ -100,7 +100,7 @@ class ChunkEviction:
             return
         location = self._tree.locate(chunk.key)
         assert location is not None
-        self._tree.give_up(location.node, tier)
+        self._tree.evict_node(location.node, tier)
 
     def _node(self, key: ChunkKey, num_tokens: int) -> TreeNode:
         return self._tree.insert([PathSegment((key,), num_tokens, key.hex())])[0]

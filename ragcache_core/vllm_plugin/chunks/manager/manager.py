@@ -188,7 +188,7 @@ class ChunkManager:
             self.counters.num_too_long_chunks += 1
             return None
         if not self._stock.has_room(num_pages):
-            self.counters.num_crowded_out_chunks += 1
+            self.counters.num_capacity_misses += 1
             return None
         self._stock.chunks[key] = chunk
         number, self._num_reservations = self._num_reservations, self._num_reservations + 1
@@ -218,7 +218,7 @@ class ChunkManager:
             return None
         chunk = self._stock.chunks[reservation.key]
         if not self._make_way(chunk, reservation.context):
-            self.counters.num_crowded_out_chunks += 1
+            self.counters.num_capacity_misses += 1
             self._give_back(reservation)
             return None
         del chunk.reserved[reservation.number]

@@ -45,7 +45,7 @@ from ragcache_core.vllm_plugin.chunks.page_layout import (
 )
 
 logger = logging.getLogger(f"vllm.{__name__}")
-_CURE = "see to that disk and start again, nothing was deleted; or delete the folder"
+_HINT = "see to that disk and start again, nothing was deleted; or delete the folder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class DiskPlace:
     directory: Path
     identity: Mapping[str, str | int]
     capacity_bytes: int
-    kin: tuple[str, ...] = ()
+    match_keys: tuple[str, ...] = ()
     """Entries of the identity that older ones of the same engine share, whose chunks may be deleted for room."""
     key_file: Path | None = None
     """Holds the key that encrypts them, as :func:`load_keys` finds it."""
@@ -98,7 +98,7 @@ class ChunkDisk:
             identity,
             chunk_bytes=chunk_bytes,
             capacity_bytes=num_slots * slot_bytes,
-            kin=place.kin,
+            match_keys=place.match_keys,
             keys=keys,
         )
 
@@ -125,7 +125,7 @@ class ChunkDisk:
             if chunk is not None and all(page in self._pages for page in self._page_keys_of(chunk.variant)):
                 found.append(chunk)
         if self._statistics.stats.num_read_errors - num_errors_before >= len(notes) > 1:
-            raise CacheTierError(f"none of the {len(notes)} chunks in {self._statistics.path} can be read: {_CURE}")
+            raise CacheTierError(f"none of the {len(notes)} chunks in {self._statistics.path} can be read: {_HINT}")
         self._delete_all_but({(chunk.variant.key, chunk.variant.number) for chunk in found})
         return found
 

@@ -46,7 +46,7 @@ _AS_TYPED = {
 """A phrase of the library that is reworded without this table stays as it is."""
 
 
-def as_typed(message: str) -> str:
+def to_cli_wording(message: str) -> str:
     """Return ``message`` with its cures as they are typed."""
     for in_the_library, typed in _AS_TYPED.items():
         message = message.replace(in_the_library, typed)
@@ -54,7 +54,7 @@ def as_typed(message: str) -> str:
 
 
 @contextmanager
-def options_as_typed(command: click.Command) -> Iterator[None]:
+def options_in_cli_wording(command: click.Command) -> Iterator[None]:
     """Let an error that names settings name the options of ``command``."""
     names = {str(option.name): option.opts[0] for option in command.params}
     try:

@@ -14,21 +14,21 @@ from functools import partial
 
 import pytest
 
-from ragcache_core.runtime import kept_threads
-from ragcache_core.runtime.kept_threads import KeptThreads
+from ragcache_core.runtime import daemon_threads
+from ragcache_core.runtime.daemon_threads import DaemonThreadPool
 from tests.support.waiting import until
 
 PATIENCE_S = 20
 
 
 @pytest.fixture
-def threads(request: pytest.FixtureRequest) -> Iterator[KeptThreads]:
-    kept = KeptThreads(request.node.name)
+def threads(request: pytest.FixtureRequest) -> Iterator[DaemonThreadPool]:
+    kept = DaemonThreadPool(request.node.name)
     yield kept
     assert until(lambda: kept.num_busy == 0, PATIENCE_S)
 
 
-def made(threads: KeptThreads) -> threading.Thread:
+def made(threads: DaemonThreadPool) -> threading.Thread:
     """Return the thread that makes a call, when that has been made."""
     calls: list[threading.Thread] = []
     assert threads.run(lambda: calls.append(threading.current_thread()))
@@ -36,13 +36,13 @@ def made(threads: KeptThreads) -> threading.Thread:
     return calls[0]
 
 
-def test_a_call_after_another_is_made_by_the_same_thread(threads: KeptThreads) -> None:
+def test_a_call_after_another_is_made_by_the_same_thread(threads: DaemonThreadPool) -> None:
     first = made(threads)
     assert {made(threads) for _ in range(20)} == {first}
     assert first.daemon
 
 
-def test_calls_that_last_hold_up_no_other(threads: KeptThreads) -> None:
+def test_calls_that_last_hold_up_no_other(threads: DaemonThreadPool) -> None:
     end = threading.Event()
     for _ in range(5):
         threads.run(lambda: end.wait(PATIENCE_S) and None)
@@ -54,7 +54,7 @@ def test_calls_that_last_hold_up_no_other(threads: KeptThreads) -> None:
 
 
 def test_no_more_calls_are_made_than_may_be() -> None:
-    threads, end = KeptThreads("few", most=2), threading.Event()
+    threads, end = DaemonThreadPool("few", most=2), threading.Event()
     calls: list[int] = []
     assert [threads.run(lambda: end.wait(PATIENCE_S) and None) for _ in range(3)] == [True, True, False]
     end.set()
@@ -63,7 +63,7 @@ def test_no_more_calls_are_made_than_may_be() -> None:
     assert until(lambda: calls == [1], PATIENCE_S)
 
 
-def test_a_call_has_the_context_of_who_asks_for_it_and_leaves_none_behind(threads: KeptThreads) -> None:
+def test_a_call_has_the_context_of_who_asks_for_it_and_leaves_none_behind(threads: DaemonThreadPool) -> None:
     said: ContextVar[str] = ContextVar("said", default="nothing")
     heard: list[str] = []
 
@@ -80,7 +80,7 @@ def test_a_call_has_the_context_of_who_asks_for_it_and_leaves_none_behind(thread
     assert heard == ["question", "nothing"]
 
 
-def test_a_thread_that_is_kept_keeps_nothing_alive_that_a_call_was_about(threads: KeptThreads) -> None:
+def test_a_thread_that_is_kept_keeps_nothing_alive_that_a_call_was_about(threads: DaemonThreadPool) -> None:
     class Thing:
         def touch(self) -> None:
             pass
@@ -94,15 +94,15 @@ def test_a_thread_that_is_kept_keeps_nothing_alive_that_a_call_was_about(threads
 
 
 def test_a_thread_that_nobody_needs_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_threads, "_KEPT_S", 0.05)
-    threads = KeptThreads("soon gone")
+    monkeypatch.setattr(daemon_threads, "_KEPT_S", 0.05)
+    threads = DaemonThreadPool("soon gone")
     first = made(threads)
     assert until(lambda: not first.is_alive(), PATIENCE_S)
     assert made(threads).name == "soon gone"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_call_that_raises_takes_its_thread_with_it_and_no_other_call(threads: KeptThreads) -> None:
+def test_a_call_that_raises_takes_its_thread_with_it_and_no_other_call(threads: DaemonThreadPool) -> None:
     first = made(threads)
     assert threads.run(lambda: 1 // 0 and None)
     first.join(PATIENCE_S)
@@ -111,8 +111,8 @@ def test_a_call_that_raises_takes_its_thread_with_it_and_no_other_call(threads: 
 
 
 def test_calls_at_the_moment_at_which_threads_end_are_all_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_threads, "_KEPT_S", 1e-4)
-    threads = KeptThreads("at once")
+    monkeypatch.setattr(daemon_threads, "_KEPT_S", 1e-4)
+    threads = DaemonThreadPool("at once")
     calls: list[int] = []
     for number in range(2000):
         assert threads.run(partial(calls.append, number))
@@ -124,7 +124,7 @@ def test_a_system_without_threads_says_so_and_is_asked_again(monkeypatch: pytest
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    threads = KeptThreads("none", most=1)
+    threads = DaemonThreadPool("none", most=1)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         for _ in range(2):
@@ -134,7 +134,7 @@ def test_a_system_without_threads_says_so_and_is_asked_again(monkeypatch: pytest
     assert made(threads).name == "none"
 
 
-def test_a_fork_has_threads_of_its_own(threads: KeptThreads) -> None:
+def test_a_fork_has_threads_of_its_own(threads: DaemonThreadPool) -> None:
     made(threads)
     child = multiprocessing.get_context("fork").Process(target=made, args=(threads,))
     child.start()
@@ -145,9 +145,9 @@ def test_a_fork_has_threads_of_its_own(threads: KeptThreads) -> None:
 def test_a_call_that_never_returns_does_not_hold_up_the_end_of_the_process() -> None:
     code = """
 import threading
-from ragcache_core.runtime.kept_threads import KeptThreads
+from ragcache_core.runtime.daemon_threads import DaemonThreadPool
 begun = threading.Event()
-KeptThreads("stuck").run(lambda: begun.set() or threading.Event().wait())
+DaemonThreadPool("stuck").run(lambda: begun.set() or threading.Event().wait())
 assert begun.wait(10)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)

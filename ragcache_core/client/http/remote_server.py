@@ -58,7 +58,7 @@ _DEFAULTS: dict[str, FirstTokenTimeout] = {
 }
 
 
-class JoinedServer:
+class RemoteServerMonitor:
     """A :class:`~ragcache_core.client.http.attempt.ServerWatch` of a server with another owner.
 
     Its thread runs while requests wait. All methods may be called by any thread; a fork begins with no thread.
@@ -100,7 +100,7 @@ class JoinedServer:
         self._look()
         return self._hang
 
-    def why_gone(self) -> str:
+    def exit_reason(self) -> str:
         raise AssertionError("only its owner knows that a server does not come back")
 
     def close(self, grace_s: float = 0.0) -> None:

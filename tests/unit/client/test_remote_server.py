@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ragcache_core.client import Engine
-from ragcache_core.client.http.joined_server import JoinedServer
+from ragcache_core.client.http.remote_server import RemoteServerMonitor
 from ragcache_core.errors import ConfigError, EngineHungError, EngineUnreachableError
 from tests.support.scripted_server import ENGINE_DEAD, Reply, ScriptedServer, rest_of
 from tests.support.waiting import until
@@ -91,9 +91,9 @@ async def test_an_engine_that_hangs_ends_what_waits_for_it_with_an_error_that_sa
 
 
 def test_a_server_that_says_nothing_at_all_hangs(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ragcache_core.client.http.joined_server._TIMEOUT_S", 0.1)
+    monkeypatch.setattr("ragcache_core.client.http.remote_server._TIMEOUT_S", 0.1)
     server.health_wait_s = 5.0
-    watch = JoinedServer(f"{server.url}/health", retry_timeout_s=1.0, hang_timeout_s=0.3)
+    watch = RemoteServerMonitor(f"{server.url}/health", retry_timeout_s=1.0, hang_timeout_s=0.3)
     try:
         assert until(lambda: watch.stall_reason() is not None)
         assert "has not said" in (watch.stall_reason() or "")

@@ -14,10 +14,10 @@ from weakref import WeakSet
 
 _KEPT_S = 30.0
 
-_all: WeakSet[KeptThreads] = WeakSet()
+_all: WeakSet[DaemonThreadPool] = WeakSet()
 
 
-class KeptThreads:
+class DaemonThreadPool:
     """Runs each call in a thread of its own, which is kept for a later call.
 
     The start of a thread blocks its caller until the system runs it: 4 ms beside busy processes, in which an event loop
