@@ -28,7 +28,7 @@ from ragcache_core.memory import Memory, has_gpu, read_memory
 from ragcache_core.private_files import make_private_folder
 from ragcache_core.types import SelectionName
 
-PolicyName = Literal["pgdsf", "gdsf", "lru", "lfu", "s3fifo", "arc", "tournament"]
+PolicyName = Literal["pgdsf", "gdsf", "lru", "lfu", "s3fifo", "arc", "mixture"]
 """What decides which document leaves a full tier."""
 QueueOrder = Literal["cache_aware", "fifo"]
 """Which waiting request is next: the one with the most cached tokens, or the one that came first."""
@@ -256,11 +256,11 @@ class CacheConfig(_Settings):
     """A TOML file of tenants and collections: whose API key is whose, who shares KV, and how much of a tier is whose.
     Without it who has the server's key is everybody. From a TOML file, a relative path is relative to that file."""
 
-    policy: PolicyName = "tournament"
+    policy: PolicyName = "mixture"
     """What decides which document leaves a full tier: ``pgdsf`` by uses, cost of a recomputation and size (RAGCache
     §5.1), ``gdsf`` the same with the cost of the document alone, ``lru`` by the last use, ``lfu`` by the uses,
-    ``s3fifo`` and ``arc`` as their papers have it; ``tournament`` tries several half-lives on the
-    side and follows the best of them."""
+    ``s3fifo`` and ``arc`` as their papers have it; ``mixture`` by the expected uses, learned
+    online from frequencies over several half-lives."""
 
     max_cached_documents: Annotated[int, Field(ge=1, le=_LARGEST, strict=True)] | None = None
     """The number of documents of a prompt that are cached, from the first one on; ``None`` caches all."""

@@ -145,7 +145,7 @@ def simulated(baseline: Baseline, host_bytes: int, options: Mapping[str, Any]) -
     has_disk = bool(disk_bytes) and baseline.uses_host
     disk_tokens = disk_bytes // bytes_per_token if baseline.is_ragcache else _UNLIMITED_TOKENS
     return LabOptions(
-        policy="tournament" if baseline.is_ragcache else baseline.eviction or "lru",
+        policy="mixture" if baseline.is_ragcache else baseline.eviction or "lru",
         order=baseline.order,
         queue="cache-aware" if baseline.is_ragcache else "fifo",
         knows_documents=baseline.is_ragcache,

@@ -64,7 +64,6 @@ class DocumentCache:
         self._tree = KnowledgeTree(
             _make_policy(options, cost, trace),
             keeps_frequency=options.keeps_frequency,
-            shadow_tokens=host_tokens or options.gpu_tokens,  # as the engine has it
             moves_down=True,
         )
         self._is_host_selective = self._tree.policy.is_selective and not disk_tokens

@@ -83,7 +83,6 @@ class _Engine:
             self.controller = CacheController(
                 PluginSettings(),
                 tokens_per_block=_BLOCK,
-                shadow_blocks=num_blocks // groups.blocks_per_unit,
                 prefill_cost=PrefillCostModel.default(),
                 tiers={Tier.GPU: TierReport(num_blocks, 1)},
                 groups=groups,

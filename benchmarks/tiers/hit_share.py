@@ -47,12 +47,12 @@ def measure_share(plan: Plan) -> Part:
     stock, ours, ratios, times = [], [], [], []
     for seed in seeds:
         plain = _answers(plan, None, seed)
-        tree = _answers(plan, "tournament", seed)
+        tree = _answers(plan, "mixture", seed)
         times += [a.total_s for a in tree]
         stock.append(cached_share(plain))
         ours.append(cached_share(tree))
         ratios.append(ours[-1] / stock[-1])
-    tiers = _answers(plan, "tournament", plan.seed, has_tiers=True)
+    tiers = _answers(plan, "mixture", plan.seed, has_tiers=True)
     p50, p99 = percentiles_ms(times)
     spread = f"seeds {', '.join(f'{r:.2f}' for r in ratios)}"
     figures = (

@@ -120,7 +120,7 @@ _CACHE_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] =
     click.option(
         "--policy",
         type=click.Choice(get_args(PolicyName)),
-        help="What decides which document leaves a full tier. [default: tournament]",
+        help="What decides which document leaves a full tier. [default: mixture]",
     ),
     click.option(
         "--max-cached-documents", type=int, metavar="N", help="Keep the first N documents of a prompt. [default: all]"

@@ -222,7 +222,7 @@ def _simulated(stats: EngineStats, tokens: Mapping[str, int], system_tokens: int
         given = {"chunk_reuse": _REUSED, "chunk_share": num_chunk / (host + num_chunk)}
         host += num_chunk
     return SimulationOptions(
-        policy=stats.policy if stats.policy in POLICIES else "tournament",
+        policy=stats.policy if stats.policy in POLICIES else "mixture",
         gpu_tokens=tokens["gpu"],
         host_tokens=host,
         disk_tokens=tokens.get("disk", 0) if host else 0,

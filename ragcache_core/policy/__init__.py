@@ -5,14 +5,13 @@ from collections.abc import Callable
 from ragcache_core.errors import ConfigError
 from ragcache_core.policy.arc import ARCPolicy
 from ragcache_core.policy.base import NodeStats, ReplacementPolicy
-from ragcache_core.policy.candidate import CandidatePolicy, DecayedFrequencyPolicy, SelfClockedGDSFPolicy
 from ragcache_core.policy.gdsf import GDSFPolicy
 from ragcache_core.policy.lfu import LFUPolicy
 from ragcache_core.policy.lru import LRUPolicy
+from ragcache_core.policy.mixture import MixturePolicy
 from ragcache_core.policy.pgdsf import PGDSFPolicy
 from ragcache_core.policy.prefill_cost import PrefillCost, PrefillCostModel
 from ragcache_core.policy.s3fifo import S3FIFOPolicy
-from ragcache_core.policy.tournament import TournamentPolicy
 
 POLICIES: dict[str, Callable[[PrefillCost], ReplacementPolicy]] = {
     "pgdsf": lambda _: PGDSFPolicy(),
@@ -21,7 +20,7 @@ POLICIES: dict[str, Callable[[PrefillCost], ReplacementPolicy]] = {
     "lfu": lambda _: LFUPolicy(),
     "s3fifo": lambda _: S3FIFOPolicy(),
     "arc": lambda _: ARCPolicy(),
-    "tournament": lambda cost: TournamentPolicy(prefill_cost=cost),
+    "mixture": lambda _: MixturePolicy(),
 }
 """Every policy by the name that configurations use."""
 
@@ -40,18 +39,15 @@ def make_policy(name: str, prefill_cost: PrefillCost | None = None) -> Replaceme
 __all__ = [
     "POLICIES",
     "ARCPolicy",
-    "CandidatePolicy",
-    "DecayedFrequencyPolicy",
     "GDSFPolicy",
     "LFUPolicy",
     "LRUPolicy",
+    "MixturePolicy",
     "NodeStats",
     "PGDSFPolicy",
     "PrefillCost",
     "PrefillCostModel",
     "ReplacementPolicy",
     "S3FIFOPolicy",
-    "SelfClockedGDSFPolicy",
-    "TournamentPolicy",
     "make_policy",
 ]

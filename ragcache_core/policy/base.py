@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
 from ragcache_core.policy.prefill_cost import PrefillCost
+from ragcache_core.types import DocId
 
 
 class NodeStats:
@@ -22,17 +24,23 @@ class NodeStats:
         last_request: the number of requests that the tree had seen when it was last retrieved.
         is_transient: it must not be kept when anything else wants its place (a document beyond
             ``max_cached_documents``).
+        parent: the node before it on its path; None for the root.
+        doc_id: the document, if it is one.
         turn: the number of the latest turn of the one conversation that has it as its history; 0 for all others.
     """
 
     __slots__ = (
-        "frequency", "id", "is_transient", "last_request", "num_computed", "num_expected", "num_tokens", "total_cost_s",
-        "turn",
+        "doc_id", "frequency", "id", "is_transient", "last_request", "num_computed", "num_expected", "num_tokens",
+        "parent", "total_cost_s", "turn",
     )  # fmt: skip
 
-    def __init__(self, node_id: int, num_tokens: int) -> None:
+    def __init__(
+        self, node_id: int, num_tokens: int, parent: NodeStats | None = None, doc_id: DocId | None = None
+    ) -> None:
         self.id = node_id
         self.num_tokens = num_tokens
+        self.parent = parent
+        self.doc_id = doc_id
         self.frequency = 0
         self.total_cost_s = 0.0
         self.num_computed = 0
@@ -74,6 +82,8 @@ class ReplacementPolicy(ABC):
     uses_clock: ClassVar[bool] = False
     """Whether a rank depends on the tier's clock; one that does not may be computed again at any time. A tree reads
     this and :attr:`copy_discount` once, when it is built."""
+    rank_ages: ClassVar[Sequence[int]] = ()
+    """Requests since a node's last access at which it is ranked again, where its rank falls faster than others'."""
     is_selective: ClassVar[bool] = False
     """Whether a full host tier takes in only what ranks above that which would have to go. Only where ranks need no
     clock."""
@@ -103,6 +113,12 @@ class ReplacementPolicy(ABC):
 
     def on_split(self, stats: NodeStats, lower: NodeStats) -> None:  # noqa: B027
         """Give ``lower``, a new node that was cut off ``stats``, the same numbers of the policy's own."""
+
+    def on_removed(self, stats: NodeStats) -> None:  # noqa: B027
+        """Observe that a node leaves the tree; its id may be given to another."""
+
+    def on_document_removed(self, doc_id: DocId) -> None:  # noqa: B027
+        """Observe that the last node of a document has left the tree."""
 
     def on_arrival(self, stats: NodeStats) -> None:  # noqa: B027
         """Observe that a first tier holds a node; its access was before that."""

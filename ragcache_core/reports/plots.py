@@ -33,10 +33,10 @@ _COLOURS = (
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
 _DASHES = ("-", "--", ":", "-.")
 _BY_HAND = (
-    {"tournament": 0, "pgdsf": 1, "gdsf": 2, "lru": 3, "lfu": 4, "hybrid": 5, "belady": 6, "infinite": 7}
+    {"mixture": 0, "pgdsf": 1, "gdsf": 2, "lru": 3, "lfu": 4, "hybrid": 5, "belady": 6, "infinite": 7}
     | {"s3fifo": 8, "arc": 9}
     | {"ragcache": 0, "vllm": 1, "ragcache-cache-aware": 2, "vllm-host-lru": 3, "vllm-host-arc": 4, "no-cache": 7}
-    | {"sglang": 4, "ragcache with dsp": 2, "our default": 6, "our default (tournament)": 0, "paper's pgdsf": 7}
+    | {"sglang": 4, "ragcache with dsp": 2, "our default": 6, "our default (mixture)": 0, "paper's pgdsf": 7}
     | {"no dsp": 7, "dsp": 1, "first come": 7, "reordered": 0, "retrieval": 0, "canonical": 1, "cache_aware": 2}
     | {"whole_chunks": 0, "cache_craft": 1, "prefix caching": 2, "full recompute": 7}
 )

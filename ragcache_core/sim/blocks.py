@@ -112,7 +112,6 @@ class BlockCache:
         self._tree = KnowledgeTree(
             self._make_policy(options, cost, trace),
             keeps_frequency=options.keeps_frequency,
-            shadow_tokens=(num_host or num_gpu) * self.block_size,
         )
         self._gpu = GPUBlocks(self._tree, num_gpu, self.block_size)
         disk = DiskBlocks(self._tree, num_disk) if num_disk else None

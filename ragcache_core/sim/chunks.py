@@ -89,7 +89,6 @@ class _ChunkStore:
         self._tree = KnowledgeTree(
             make_policy("lru" if options.policy == INFINITE else options.policy, cost),
             keeps_frequency=options.keeps_frequency,
-            shadow_tokens=num_disk or num_host,
             moves_down=True,
         )
 

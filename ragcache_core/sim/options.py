@@ -54,7 +54,7 @@ class SimulationOptions:
 
     routings: ClassVar[tuple[str, ...]] = ROUTINGS
 
-    policy: str = "tournament"
+    policy: str = "mixture"
     order: DocumentOrder = "retrieval"
     gpu_tokens: int = 40_960
     host_tokens: int = 65_536

@@ -70,7 +70,7 @@ def pick_paths(
     children: dict[tuple[DocId, ...], list[tuple[DocId, ...]]] = {}
     for doc_ids in counted:
         children.setdefault(doc_ids[:-1], []).append(doc_ids)
-    charge = make_policy("tournament").cost_per_token_s  # what a hit saves
+    charge = make_policy("mixture").cost_per_token_s  # what a hit saves
 
     def worth(doc_ids: tuple[DocId, ...]) -> float:
         *before, own = counted[doc_ids].doc_tokens

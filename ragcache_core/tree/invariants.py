@@ -40,7 +40,6 @@ def check_invariants(tree: KnowledgeTree, *, is_connected: bool = True) -> None:
                 assert not _gaps(tree, node, tier), (node, tier)
     _check_documents(tree)
     _check_protection(tree)
-    _check_shadows(tree)
     for tier in Tier:
         state = tree.tiers[tier]
         assert state.num_units == sum(state.resident[n.id].bit_count() for n in tree.nodes())
@@ -92,17 +91,6 @@ def _check_protection(tree: KnowledgeTree) -> None:
     assert {node.id: len(node.keys) for node in replicated} == tree.replicated
     assert all(tree.resident_mask(node, Tier.GPU) for node in replicated)
     assert tree.tiers[Tier.HOST].protected == counts + Counter(node.id for node in replicated)
-
-
-def _check_shadows(tree: KnowledgeTree) -> None:
-    for shadow in tree.shadows:
-        assert shadow.num_tokens <= shadow.capacity_tokens
-        assert shadow.num_tokens == sum(shadow.held_tokens[node.id] for node in tree.nodes())
-        for parent in (tree.root, *tree.nodes()):
-            num_held = sum(1 for child in parent.iter_children() if shadow.held_tokens[child.id])
-            assert shadow.num_children[parent.id] == num_held, parent
-            if shadow.held_tokens[parent.id] and not num_held:
-                assert shadow.is_candidate(parent), parent
 
 
 def _gaps(tree: KnowledgeTree, node: TreeNode, tier: Tier) -> int:

@@ -6,11 +6,10 @@ from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterable, Sequence
 
 from ragcache_core.policy.base import ReplacementPolicy
+from ragcache_core.policy.mixture import MixturePolicy
 from ragcache_core.policy.returning import NextTurnModel
-from ragcache_core.policy.tournament import TournamentPolicy
 from ragcache_core.tree.conversations import Conversations
 from ragcache_core.tree.node import PathSegment, PrefixMatch, TreeNode
-from ragcache_core.tree.shadow import ShadowTournament
 from ragcache_core.tree.tiered_tree import TieredTree
 from ragcache_core.types import DocId, Tier
 
@@ -27,7 +26,6 @@ class KnowledgeTree(TieredTree):
     object. Not thread-safe.
 
     Attributes:
-        shadows: of a :class:`TournamentPolicy`'s candidates; none where none run.
         renamed: ids of nodes that got a name after they entered a tier below the GPU; the tier that stores names
             removes them.
         conversations: which requests are whose next turns.
@@ -35,10 +33,9 @@ class KnowledgeTree(TieredTree):
 
     Args:
         policy: ranks the nodes.
-        ghost_size: how many evicted documents keep their numbers in the tree, and their places in shadows.
+        ghost_size: how many evicted documents keep their numbers in the tree.
         keeps_frequency: whether a document's statistics survive its eviction ("ghost" counts). Without, they restart
             when it has left the last tier (RAGCache's text leaves it open).
-        shadow_tokens: tokens that each shadow of a :class:`TournamentPolicy` holds; 0 runs none.
         moves_down: whether the caller puts what leaves a tier into the next one.
         replicated_units: units of the most used upper nodes (a prompt's prefix and first document) that host memory
             evicts last while they lie on the GPU; 0 for none.
@@ -50,24 +47,20 @@ class KnowledgeTree(TieredTree):
         *,
         ghost_size: int = 100_000,
         keeps_frequency: bool = True,
-        shadow_tokens: int = 0,
         moves_down: bool = False,
         replicated_units: int = 0,
     ) -> None:
         self._max_replicated = replicated_units
         self._fewest_uses = 0
         self.is_regrown = False
-        self._tournament: ShadowTournament | None = None
-        if isinstance(policy, TournamentPolicy) and shadow_tokens > 0:
-            self._tournament = ShadowTournament(policy, shadow_tokens)
-        self.shadows = self._tournament.shadows if self._tournament is not None else ()
         self._ghost_size = ghost_size
         self._keeps_frequency = keeps_frequency
         self._ghosts: OrderedDict[int, None] = OrderedDict()
         self._retained: dict[Hashable, int] = {}
         self.rekeyed: set[int] = set()
-        self.returning = policy.returning if isinstance(policy, TournamentPolicy) else NextTurnModel()
+        self.returning = policy.returning if isinstance(policy, MixturePolicy) else NextTurnModel()
         self.conversations = Conversations(self.returning)
+        self._due: dict[int, list[tuple[int, int, int]]] = {}
         super().__init__(policy, moves_down=moves_down)
 
     # Asking: changes nothing
@@ -182,13 +175,11 @@ class KnowledgeTree(TieredTree):
             self._claim(path, turn)
         self.record_prefill(path, num_hit_units=num_hit_units, cost_per_token_s=cost_per_token_s)
         self._count_uses(path)
+        self._rank_aged()
         for state in self.tiers:
             state.compact(self._nodes)
         if self._max_replicated:
             self._replicate_upper(path)
-        if self._tournament is not None and self._tournament.observe(path, self._nodes):
-            for state in self.tiers:
-                state.rerank()
 
     def record_prefill(self, path: Sequence[TreeNode], *, num_hit_units: int, cost_per_token_s: float) -> None:
         """Charge ``path`` with a prefill ahead of the request that it is for, which will count as the use of it.
@@ -256,6 +247,22 @@ class KnowledgeTree(TieredTree):
                 state.update_rank(node)
             if node.id in self._ghosts:
                 self._ghosts.move_to_end(node.id)
+            self._rank_later(node, 0)
+
+    def _rank_later(self, node: TreeNode, age: int) -> None:
+        """Have a node ranked again at the policy's ``age``, counted from 0, unless it is retrieved before."""
+        ages = self.policy.rank_ages
+        if age < len(ages) and not node.turn:
+            at = node.last_request + ages[age]
+            self._due.setdefault(at, []).append((node.id, node.last_request, age))
+
+    def _rank_aged(self) -> None:
+        for node_id, last_request, age in self._due.pop(self.num_requests, ()):
+            node = self._nodes[node_id]
+            if node is not None and node.last_request == last_request:
+                for state in self.tiers:
+                    state.rank_again(node)
+                self._rank_later(node, age + 1)
 
     def _set_frequency(self, node: TreeNode, frequency: int) -> None:
         node.frequency = frequency
@@ -276,11 +283,6 @@ class KnowledgeTree(TieredTree):
             is_own = is_own or node.turn > 0 or (is_first and i >= num_before)
             node.turn = turn if is_own and (is_first or 0 < node.turn < turn) else 0
 
-    def _on_new_ids(self, num_ids: int) -> None:
-        super()._on_new_ids(num_ids)
-        for shadow in self.shadows:
-            shadow.add_columns(num_ids)
-
     def _on_split(self, node: TreeNode, lower: TreeNode) -> None:
         self._ghosts.pop(lower.id, None)
         if node.id in self.rekeyed:
@@ -289,8 +291,6 @@ class KnowledgeTree(TieredTree):
             lower.num_users = sum(self._retained.get(key, 0) for key in lower.keys)
             node.num_users -= lower.num_users
         super()._on_split(node, lower)
-        for shadow in self.shadows:
-            shadow.split(node, lower)
         self._note_if_ghost(lower)
 
     def _on_arrived(self, node: TreeNode) -> None:
@@ -373,10 +373,11 @@ class KnowledgeTree(TieredTree):
             self.changes.note(node)
         for state in self.tiers:
             state.clear_column(node.id)
-        for shadow in self.shadows:
-            shadow.drop(node)
+        self.policy.on_removed(node)
         self.rekeyed.discard(node.id)
         parent = self._remove_node(node)
+        if node.doc_id is not None and not self.nodes_of(node.doc_id):
+            self.policy.on_document_removed(node.doc_id)
         if parent is not self.root:
             self._note_if_ghost(parent)
 

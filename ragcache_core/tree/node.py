@@ -46,7 +46,6 @@ class TreeNode(NodeStats):
         keys: of its units, in order.
         start: number of units on the path before it.
         children: by the first key of the child; None where there are none.
-        doc_id: the document, if the run has a name.
         other_ids: documents with the same tokens, and those that lie in its first unit as a whole.
         owner: tenant or collection that owns it, or None. A node without a name has its parent's owner.
         num_pins: while positive, no tier may evict it.
@@ -57,19 +56,17 @@ class TreeNode(NodeStats):
     """
 
     __slots__ = (
-        *("children", "doc_id", "is_private", "keys", "num_pins", "num_users", "other_ids", "owner", "parent", "start"),
-        *("stored_s", "updated"),
-    )
+        "children", "is_private", "keys", "num_pins", "num_users", "other_ids", "owner", "start", "stored_s", "updated"
+    )  # fmt: skip
+    parent: TreeNode | None
 
     def __init__(
         self, node_id: int, parent: TreeNode | None, keys: list[Hashable], num_tokens: int, doc_id: DocId | None
     ) -> None:
-        super().__init__(node_id, num_tokens)
-        self.parent = parent
+        super().__init__(node_id, num_tokens, parent, doc_id)
         self.keys = keys
         self.start: int = 0 if parent is None else parent.start + len(parent.keys)
         self.children: dict[Hashable, TreeNode] | None = None
-        self.doc_id = doc_id
         self.other_ids = NO_IDS
         self.owner: str | None = None if parent is None else parent.owner
         self.num_pins = 0

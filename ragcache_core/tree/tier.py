@@ -12,7 +12,6 @@ from ragcache_core.policy.base import ReplacementPolicy
 from ragcache_core.tree.node import TreeNode, runs_of
 from ragcache_core.tree.shares import Owner, Shares
 
-_MIGRATED_AT_ONCE: Final = 4
 _MIN_ENTRIES: Final = 1024
 
 _Entry = tuple[float, int, int]
@@ -65,7 +64,6 @@ class TierState:
         self.num_evicted_units = 0
         self.shares = Shares()
         self._heaps: dict[tuple[Owner, int], list[_Entry]] = {}
-        self._stale: list[_Entry] = []
         self._aside: set[int] = set()
         self._is_offered = bytearray()
         self._is_copied = bytearray()
@@ -181,7 +179,7 @@ class TierState:
             alive = [entry for entry in heap if self._keep(entry, nodes) is not None]
             heapify(alive)
             self._heaps[bucket] = alive
-        self.num_entries = sum(len(heap) for heap in (*self._heaps.values(), self._stale))
+        self.num_entries = sum(len(heap) for heap in self._heaps.values())
         self._max_entries = _MIN_ENTRIES + 2 * self.num_entries
 
     def candidate(
@@ -191,12 +189,7 @@ class TierState:
 
         A protected one only where there is no other. It is one of ``owners``, if they are given; O(owners).
         """
-        while True:
-            if self._stale:
-                self._migrate(nodes)
-            best = self._best(nodes, num_requests, owners)
-            if best is not None or not self._stale:
-                break
+        best = self._best(nodes, num_requests, owners)
         return best if best is not None or not self._aside else self._first_aside(nodes, num_requests, owners)
 
     def _best(
@@ -221,22 +214,14 @@ class TierState:
         """Return whether :meth:`candidate` will come to this node; O(entries)."""
         if node.id in self._aside:
             return self.is_evictable(node)
-        entries = [entry for heap in (*self._heaps.values(), self._stale) for entry in heap]
+        entries = [entry for heap in self._heaps.values() for entry in heap]
         return any(self._node_of(entry, {node.id: node}) is node for entry in entries if entry[2] == node.id)
 
-    def rerank(self) -> None:
-        """Rank all candidates again, a few at a time, after the policy changed its ranking.
-
-        The candidates with the lowest old ranks come first, so what is evicted meanwhile is the lowest of them by the
-        new order.
-        """
-        heaps = [*self._heaps.values(), self._stale]
-        self._stale = max(heaps, key=len)
-        others = [entry for heap in heaps if heap is not self._stale for entry in heap]
-        if others:
-            self._stale.extend(others)
-            heapify(self._stale)
-        self._heaps = {}
+    def rank_again(self, node: TreeNode) -> None:
+        """Update the rank of a candidate that has aged."""
+        if self._is_offered[node.id] and node.id not in self._aside:
+            self._is_offered[node.id] = 0
+            self.offer(node)
 
     def has_bases(self, node: TreeNode) -> bool:
         """Return whether any unit of ``node`` may be a base: without, :meth:`is_base` need not be asked."""
@@ -309,15 +294,6 @@ class TierState:
     def _keep(self, entry: _Entry, nodes: Sequence[TreeNode | None]) -> TreeNode | None:
         """Return the node of a valid entry; of another, note that it has to be offered again."""
         node = self._node_of(entry, nodes)
-        if node is None and (now := nodes[entry[2]]) is not None and now.updated == entry[1]:
-            self._is_offered[entry[2]] = 0
+        if node is None and (now := nodes[entry[2]]) is not None and entry[:2] == (self.ranks[now.id], now.updated):
+            self._is_offered[now.id] = 0
         return node
-
-    def _migrate(self, nodes: Sequence[TreeNode | None]) -> None:
-        migrated = 0
-        while self._stale and (migrated < _MIGRATED_AT_ONCE or not self._heaps):
-            self.num_entries -= 1
-            if (node := self._keep(heappop(self._stale), nodes)) is not None:
-                self._is_offered[node.id] = 0
-                self.offer(node)
-                migrated += 1

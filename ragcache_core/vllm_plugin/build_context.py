@@ -85,7 +85,6 @@ class BuildContext:
         self.controller = CacheController(
             settings,
             tokens_per_block=tokens_per_hash,
-            shadow_blocks=max(num_blocks, 0 if host is None else host.num_blocks) // groups.blocks_per_unit,
             prefill_cost=measured or PrefillCostModel.default(),
             is_profiled=measured is not None,
             tiers=tiers,

@@ -39,7 +39,7 @@ class PluginSettings(CacheConfig):
     either, and is held against an engine that does what it does."""
 
     ghost_size: int = 100_000
-    """Evicted documents whose uses are remembered; with few a tournament has little to judge by. Each takes 0.7 KiB,
+    """Evicted documents whose uses are remembered; with few, a returning document counts as new. Each takes 0.7 KiB,
     and 0.2 KiB for each of its blocks."""
 
     @model_validator(mode="after")

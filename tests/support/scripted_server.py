@@ -72,7 +72,7 @@ _PATIENCE_S = 0.5
 BLOCK_SIZE = 16
 BYTES_PER_TOKEN = 1024
 THREE_TIERS: JsonObject = {
-    "policy": "tournament", "num_ignored_metadata": 1,
+    "policy": "mixture", "num_ignored_metadata": 1,
     "num_corrupt_chunks": 2, "num_lost_chunks": 3, "num_dropped_chunks": 4,
     "tiers": [
         {"name": "gpu", "capacity_bytes": 1 << 30, "used_bytes": 1 << 29, "num_blocks": 512, "num_evicted_blocks": 9,

@@ -66,7 +66,7 @@ class Listed(click.ParamType):  # type: ignore[type-arg]
     cls=Command,
     short_help="Simulate many policies, orders and capacities.",
     examples=[
-        "ragcache simulate sweep mmlu.jsonl --policies pgdsf,tournament,belady --output sweep.json --plot sweep.png",
+        "ragcache simulate sweep mmlu.jsonl --policies pgdsf,mixture,belady --output sweep.json --plot sweep.png",
         "ragcache simulate sweep a.jsonl b.jsonl --host-tokens 65536,262144,1048576 --jobs 4 --output sweep.json",
         "ragcache simulate sweep mmlu.jsonl --replicas 1,2,4,8 --routing round-robin,joint --orders cache_aware",
         "ragcache simulate sweep mmlu.jsonl --orders retrieval,cache_aware --plot sweep.html",
@@ -76,7 +76,7 @@ class Listed(click.ParamType):  # type: ignore[type-arg]
 @click.option(
     "--policies",
     type=Listed(SIMULATED_POLICIES),
-    default="pgdsf,lru,tournament",
+    default="pgdsf,lru,mixture",
     show_default=True,
     metavar="P,P,...",
     help=f"What a full tier evicts: {', '.join(SIMULATED_POLICIES)}.",

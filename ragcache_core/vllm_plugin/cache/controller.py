@@ -90,7 +90,6 @@ class CacheController:
     Args:
         settings: what the engine was started with.
         tokens_per_block: tokens that one key stands for.
-        shadow_blocks: blocks of the larger tier, GPU or host, which a tournament's shadows imitate.
         prefill_cost: seconds of a prefill.
         is_profiled: whether they were measured.
         tiers: GPU and host; :meth:`add_tier` adds a disk when its store is open.
@@ -117,7 +116,6 @@ class CacheController:
         settings: PluginSettings,
         *,
         tokens_per_block: int,
-        shadow_blocks: int,
         prefill_cost: PrefillCostModel,
         is_profiled: bool = False,
         tiers: Mapping[Tier, TierReport] | None = None,
@@ -136,7 +134,6 @@ class CacheController:
             make_policy(settings.policy, prefill_cost),
             ghost_size=settings.ghost_size,
             keeps_frequency=settings.keeps_frequency,
-            shadow_tokens=shadow_blocks * tokens_per_block,
             replicated_units=int(settings.replicated_share * num_host_units),
         )
         self.tree.now_s = now_s

@@ -57,7 +57,6 @@ class Scene:
         self.controller = CacheController(
             PluginSettings(policy="pgdsf", **settings),
             tokens_per_block=BLOCK,
-            shadow_blocks=8,
             prefill_cost=PrefillCostModel.default(),
             groups=groups,
         )

@@ -58,7 +58,6 @@ class Host:
         self.controller = CacheController(
             PluginSettings(policy=self.policy_name, ghost_size=2),
             tokens_per_block=BLOCK,
-            shadow_blocks=self.num_chunks,
             prefill_cost=PrefillCostModel.default(),
             tiers={Tier.HOST: TierReport(self.num_chunks, 1)},
         )

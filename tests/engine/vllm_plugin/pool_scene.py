@@ -42,7 +42,7 @@ from ragcache_core.wire import RequestMetadata
 
 BLOCK = 4
 LENGTHS = {"A": 6, "B": 12, "C": 9, "D": 20}
-POLICIES = ("pgdsf", "lru", "lfu", "tournament")
+POLICIES = ("pgdsf", "lru", "lfu", "mixture")
 init_none_hash(sha256)
 
 
@@ -116,7 +116,6 @@ class Pool:
         self.controller = CacheController(
             PluginSettings(policy=self.policy, ghost_size=3, max_cached_documents=self.max_cached_documents),
             tokens_per_block=BLOCK,
-            shadow_blocks=self.num_blocks,
             prefill_cost=PrefillCostModel.default(),
             tiers={Tier.GPU: TierReport(self.num_blocks, 1)},
             groups=groups,

@@ -51,7 +51,6 @@ class Host:
         self.controller = CacheController(
             PluginSettings(policy=policy, ghost_size=2),
             tokens_per_block=BLOCK,
-            shadow_blocks=num_chunks,
             prefill_cost=PrefillCostModel.default(),
             tiers={Tier.HOST: TierReport(num_chunks, 1)},
             groups=GROUPS,
@@ -103,9 +102,9 @@ class Host:
 class GroupChunksMachine(RuleBasedStateMachine):
     """Requests look up, load, store and end, in a tier that is too small for them."""
 
-    @initialize(num_chunks=st.integers(1, 24), policy=st.sampled_from(("pgdsf", "lru", "tournament")))
+    @initialize(num_chunks=st.integers(1, 24), policy=st.sampled_from(("pgdsf", "lru", "mixture")))
     def build(self, num_chunks: int, policy: str) -> None:
-        self.it = Host(num_chunks, policy, is_selective=policy == "tournament")
+        self.it = Host(num_chunks, policy, is_selective=policy == "mixture")
         self.requests: list[Request] = []
         self.stores: list[tuple[Request, list[OffloadKey]]] = []
         self.loads: list[tuple[Request, list[OffloadKey]]] = []
@@ -196,9 +195,9 @@ def test_of_windows_and_states_only_what_a_hit_may_need_is_stored() -> None:
     assert host.here(request, WINDOW) == [1, 2, 6, 7, 8], "and one more where a prompt ends"
 
 
-@pytest.mark.parametrize("policy", ["pgdsf", "tournament"])
+@pytest.mark.parametrize("policy", ["pgdsf", "mixture"])
 def test_a_document_takes_its_windows_and_states_along(policy: str) -> None:
-    host = Host(18, policy, is_selective=policy == "tournament")
+    host = Host(18, policy, is_selective=policy == "mixture")
     old = host.stored("D")
     for _ in range(2):
         host.stored("B")
@@ -211,7 +210,7 @@ def test_a_document_takes_its_windows_and_states_along(policy: str) -> None:
 
 
 def test_a_state_that_is_offered_alone_is_taken_in_for_what_is_worth_less() -> None:
-    host = Host(9, "tournament", is_selective=True)
+    host = Host(9, "mixture", is_selective=True)
     host.stored("C")
     for _ in range(9):
         popular = host.ask("B")

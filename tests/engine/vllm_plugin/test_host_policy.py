@@ -21,9 +21,9 @@ from tests.engine.vllm_plugin.host_scene import Asker, Host
 class HostPolicyMachine(RuleBasedStateMachine):
     """Requests look up, load, store and end, in a tier that is too small for them."""
 
-    @initialize(num_chunks=st.integers(1, 14), policy=st.sampled_from(("pgdsf", "lru", "lfu", "tournament")))
+    @initialize(num_chunks=st.integers(1, 14), policy=st.sampled_from(("pgdsf", "lru", "lfu", "mixture")))
     def build(self, num_chunks: int, policy: str) -> None:
-        self.it = Host(num_chunks, policy, is_selective=policy == "tournament")
+        self.it = Host(num_chunks, policy, is_selective=policy == "mixture")
         self.askers: list[Asker] = []
         self.stores: list[tuple[Asker, list[OffloadKey]]] = []
         self.loads: list[tuple[Asker, list[OffloadKey]]] = []
@@ -124,7 +124,7 @@ def test_a_document_gives_up_its_last_chunks_first() -> None:
 
 
 def test_a_selective_tier_takes_in_only_what_is_worth_more_than_what_would_go() -> None:
-    host = Host(4, "tournament", is_selective=True)
+    host = Host(4, "mixture", is_selective=True)
     for _ in range(3):
         popular = stored(host, "B")
     rare = host.ask("D")
@@ -259,7 +259,7 @@ def test_an_adapters_chunks_do_not_outlive_the_engine_whoever_stored_and_lost_th
 @pytest.mark.parametrize("is_selective", [False, True])
 def test_a_quota_of_host_memory_is_kept_by_giving_up_ones_own(*, is_selective: bool) -> None:
     """Those without a tenant are a party like any other."""
-    it = Host(14, "tournament", is_selective=True)
+    it = Host(14, "mixture", is_selective=True)
     it.tier._is_selective = is_selective
     shares = it.tree.tiers[Tier.HOST].shares
     shares.divide(14, {None: 1.0}, {None: 5})
@@ -276,7 +276,7 @@ def test_a_quota_of_host_memory_is_kept_by_giving_up_ones_own(*, is_selective: b
 
 
 def test_a_quota_of_host_memory_is_kept_by_what_comes_from_a_tier_below() -> None:
-    it = Host(14, "tournament", is_selective=True)
+    it = Host(14, "mixture", is_selective=True)
     it.tier._is_selective = False
     shares = it.tree.tiers[Tier.HOST].shares
     shares.divide(14, {None: 1.0}, {None: 5})

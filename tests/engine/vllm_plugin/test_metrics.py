@@ -39,7 +39,6 @@ class Engine:
         self.controller = CacheController(
             PluginSettings(policy="lru"),
             tokens_per_block=4,
-            shadow_blocks=4,
             prefill_cost=PrefillCostModel.default(),
             tiers={Tier.GPU: TierReport(1000, 100)},
             chunks=chunks,

@@ -44,7 +44,6 @@ class Machine:
         self.controller = CacheController(
             PluginSettings(policy="pgdsf", max_age=max_age),
             tokens_per_block=BLOCK,
-            shadow_blocks=8,
             prefill_cost=PrefillCostModel.default(),
             is_profiled=is_profiled,
             now_s=time.time(),

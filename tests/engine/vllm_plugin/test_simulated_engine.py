@@ -144,7 +144,7 @@ def start_with(monkeypatch: pytest.MonkeyPatch, **settings: object) -> None:
     ("policy", "max_cached_documents", "num_disk_blocks"),
     [
         ("pgdsf", 1, 0),
-        ("tournament", None, 100),
+        ("mixture", None, 100),
     ],  # every value of each setting once: an engine for each combination finds nothing more
 )
 def test_the_simulator_and_the_engine_find_the_same_tokens_in_the_same_tiers(

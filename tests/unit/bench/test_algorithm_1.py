@@ -156,7 +156,7 @@ def test_thousands_of_requests_find_what_algorithm_1_left_them(documents: int, n
     assert result.summary.hits_by_tier["host"] > 0
 
 
-POLICIES = ["pgdsf", "gdsf", "lru", "lfu", "s3fifo", "arc", "tournament", "belady", "infinite"]
+POLICIES = ["pgdsf", "gdsf", "lru", "lfu", "s3fifo", "arc", "mixture", "belady", "infinite"]
 
 
 @settings(max_examples=150, deadline=None)

@@ -168,7 +168,7 @@ REQUESTS = st.lists(
 @given(
     requests=REQUESTS,
     gaps=st.lists(st.floats(0.0, 1.0), min_size=25, max_size=25),
-    policy=st.sampled_from(("lru", "tournament", "pgdsf", "arc")),
+    policy=st.sampled_from(("lru", "mixture", "pgdsf", "arc")),
     gpu=st.integers(20, 40),  # the longest request takes 18 blocks
     tiers=st.sampled_from(((0, 0), (7, 0), (30, 0), (30, 45))),
     queue=st.sampled_from(("fifo", "cache-aware")),

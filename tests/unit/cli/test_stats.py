@@ -53,7 +53,7 @@ def test_the_table_shows_each_tier_with_its_bytes_and_hits(server: ScriptedServe
     assert re.fullmatch(rf"server           {server.base_url}, \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d", lines[0])
     assert "TTFT, mean       - of 0 answers" in lines
     assert "found in cache   4,096 of 8,192 tokens (50.0%)" in lines
-    assert "policy           tournament" in lines
+    assert "policy           mixture" in lines
     assert "ignored          metadata of 1 requests" in lines
     assert "disk chunks      2 corrupt, 3 lost, 4 dropped" in lines
     assert "queue            0 requests served early, a waiting one overtaken 0 times at most" in lines
@@ -252,7 +252,7 @@ def test_a_watch_shows_what_happened_since_the_last_reading_within_64_by_16(
     shown = second.splitlines()[:14]
     assert all(len(line) < 64 for line in shown if not line.startswith("0 running"))
     assert re.fullmatch(rf"\d\d:\d\d:\d\d  {server.base_url}", shown[0])
-    assert shown[1].startswith("0 running, 0 waiting, KV 0% full; policy tournament; ")
+    assert shown[1].startswith("0 running, 0 waiting, KV 0% full; policy mixture; ")
     table = {cells[0]: cells[1:] for line in shown[2:13] if len(cells := re.split(r"\s{2,}", line.strip())) > 1}
     assert table["answers begun"] == ["0.3/s", "4"]
     assert table["prompt tokens"] == ["400/s", "12,192"]
@@ -334,7 +334,7 @@ def test_a_watch_on_a_terminal_waits_for_a_server_that_is_started_again(server: 
         leave(server)
         said = read_until(watch.terminal, lambda text: "went away and is waited for" in text)
         said += read_until(watch.terminal, lambda text: HOME in text)
-        assert "policy tournament" in said, "what it last said stays"
+        assert "policy mixture" in said, "what it last said stays"
         with ScriptedServer(api_key="secret", root=server.root, cache=THREE_TIERS, port=port) as again:
             again.counters["prompt"] = 123
             shown = read_until(watch.terminal, lambda text: "last reading" in text and "123" in text)

@@ -237,7 +237,7 @@ def test_a_reading_has_the_tiers_and_the_hottest_documents(
     engine.generate(MESSAGES)
     stats = read(engine)
     assert stats.num_prompt_tokens == server.counters["prompt"] > 0
-    assert (stats.policy, stats.num_ignored_metadata) == ("tournament", 1)
+    assert (stats.policy, stats.num_ignored_metadata) == ("mixture", 1)
     assert (stats.num_corrupt_chunks, stats.num_lost_chunks, stats.num_dropped_chunks) == (2, 3, 4)
     assert [t.name for t in stats.tiers] == ["gpu", "host", "disk"]
     assert [t.is_enabled for t in stats.tiers] == [True, True, False]

@@ -226,7 +226,7 @@ def test_the_hub_is_asked_for_what_a_user_names(server: ScriptedServer, monkeypa
 
 def test_who_asks_for_figures_only_needs_no_tokenizer(server: ScriptedServer, caplog: pytest.LogCaptureFixture) -> None:
     with Engine.connect(server.url, api_key="secret", tokenizer=False) as engine:
-        assert engine.stats().policy == "tournament"
+        assert engine.stats().policy == "mixture"
         with pytest.raises(TokenizerUnavailableError, match="tokenizer=False"):
             engine.tokenize("Zorval")
     assert server.tokenizer_questions == []

@@ -16,7 +16,7 @@ from matplotlib.transforms import Bbox
 from ragcache_core.errors import ConfigError
 from ragcache_core.reports.plots import _SETTINGS, Plot, bars, beside, cdfs, lines, log_ticks, styles_of
 
-SERIES = {"pgdsf": [(8.0, 2.0), (32.0, 1.3)], "tournament": [(8.0, 1.7), (32.0, 1.2)]}
+SERIES = {"pgdsf": [(8.0, 2.0), (32.0, 1.3)], "mixture": [(8.0, 1.7), (32.0, 1.2)]}
 
 
 def three() -> list[Plot]:
@@ -32,7 +32,7 @@ def test_the_same_data_gives_the_same_svg(number: int) -> None:
     assert three()[number].svg() == three()[number].svg()
 
 
-@pytest.mark.parametrize(("number", "texts"), [(0, ["TTFT", "host GiB", "pgdsf", "tournament", "8", "32"]),
+@pytest.mark.parametrize(("number", "texts"), [(0, ["TTFT", "host GiB", "pgdsf", "mixture", "8", "32"]),
                                                (1, ["distribution", "vllm", "ragcache"]),
                                                (2, ["hit rate", "lru", "lfu", "8 GiB", "32 GiB"])])  # fmt: skip
 def test_a_plot_names_what_it_shows(number: int, texts: list[str]) -> None:
@@ -56,7 +56,7 @@ def test_plots_can_be_drawn_from_nothing() -> None:
 
 def test_a_known_name_looks_the_same_in_every_company() -> None:
     alone = styles_of(["pgdsf"])["pgdsf"]
-    names = ["something", "else", "lru", "pgdsf", "tournament", "belady"]
+    names = ["something", "else", "lru", "pgdsf", "mixture", "belady"]
     assert styles_of(names)["pgdsf"] == styles_of(names[::-1])["pgdsf"] == alone
 
 

@@ -71,7 +71,7 @@ def test_the_bound_lies_between_the_policies_and_endless_memory(order: str) -> N
     bound = [token_hit_rate("belady", size) for size in sizes]
     assert bound == sorted(bound)
     assert bound[-1] <= token_hit_rate("infinite", 1)
-    for policy in ("lru", "tournament"):
+    for policy in ("lru", "mixture"):
         for size, best in zip(sizes, bound, strict=True):
             assert token_hit_rate(policy, size) < best
 
@@ -81,9 +81,9 @@ def test_the_histories_of_conversations_are_foreseen() -> None:
     options = SimulationOptions(block_size=128, system_tokens=870, gpu_tokens=262_144, host_tokens=0)
     found = {
         policy: simulate(trace, replace(options, policy=policy)).summary.token_hit_rate
-        for policy in ("belady", "tournament", "infinite")
+        for policy in ("belady", "mixture", "infinite")
     }
-    assert 2 * found["tournament"] < found["belady"] <= found["infinite"]
+    assert 2 * found["mixture"] < found["belady"] <= found["infinite"]
 
 
 def test_endless_memory_misses_each_path_once_and_moves_nothing() -> None:
@@ -99,9 +99,9 @@ def test_a_policy_that_comes_out_better_than_the_bound_is_explained() -> None:
             "", "mmlu.jsonl", SimulationOptions(policy=policy).to_dict(),
             {"token_hit_rate": rate, "mean_ttft_s": 1.0}, (), 0.0,
         )
-        for policy, rate in (("belady", 0.5), ("tournament", 0.6))
+        for policy, rate in (("belady", 0.5), ("mixture", 0.6))
     )  # fmt: skip
     (why,) = above_belady([ours, bound])
-    assert why.startswith("tournament came out better than belady (token_hit_rate 0.600 against 0.500; mmlu.jsonl")
+    assert why.startswith("mixture came out better than belady (token_hit_rate 0.600 against 0.500; mmlu.jsonl")
     assert above_belady([bound, replace(ours, summary=bound.summary)]) == []
     assert above_belady([bound, replace(ours, options={**ours.options, "gpu_tokens": 1})]) == []

@@ -127,7 +127,7 @@ def test_without_slower_tiers_what_is_left_is_always_a_usable_prefix(
         check_invariants(it.tree)
 
 
-@given(requests=REQUESTS, host=st.sampled_from((0, 30)), policy=st.sampled_from(("pgdsf", "tournament")))
+@given(requests=REQUESTS, host=st.sampled_from((0, 30)), policy=st.sampled_from(("pgdsf", "mixture")))
 @settings(max_examples=50, deadline=None)
 def test_asking_changes_nothing(requests: list[TracedRequest], host: int, policy: str) -> None:
     asked_often, quiet = cache(25, host, policy=policy), cache(25, host, policy=policy)

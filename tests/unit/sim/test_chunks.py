@@ -196,7 +196,7 @@ def test_every_token_is_cached_or_reused_or_computed_and_only_exact_ones_are_cac
 
 def test_what_is_reused_says_where_it_was() -> None:
     trace = make_trace(WORKLOADS["nq-small"], 60, seed=3)
-    options = replace(REUSE, policy="tournament", gpu_tokens=16_384, host_tokens=32_768, disk_tokens=65_536)
+    options = replace(REUSE, policy="mixture", gpu_tokens=16_384, host_tokens=32_768, disk_tokens=65_536)
     summary = simulate(trace, options).summary
     prompts = int(trace.doc_tokens.sum()) + int(trace.question_tokens.sum())
     cached = sum(summary.hit_tokens_by_tier.values())

@@ -16,7 +16,7 @@ def test_the_command_line_has_every_option_with_its_default() -> None:
 
 
 def test_uses_count_beyond_eviction_except_in_the_papers_policy() -> None:
-    assert SimulationOptions(policy="tournament").keeps_frequency
+    assert SimulationOptions(policy="mixture").keeps_frequency
     assert not SimulationOptions(policy="pgdsf").keeps_frequency
 
 

@@ -101,7 +101,7 @@ def test_a_line_that_was_cut_off_costs_its_own_run_alone(trace: Path, tmp_path: 
 
 
 def test_runs_in_processes_say_what_one_run_here_says(trace: Path) -> None:
-    runs = plan([trace], BASE, policies=["lru", "tournament"], host_tokens=[0, 40_000])
+    runs = plan([trace], BASE, policies=["lru", "mixture"], host_tokens=[0, 40_000])
     counted: list[int] = []
     kept: list[FinishedRun] = []
     done = run_all(runs, jobs=2, keep=kept.append, report=counted.append)

@@ -77,7 +77,7 @@ def test_nothing_fits_beside_a_prefix_that_is_longer_than_the_budget() -> None:
     assert pick_paths(trace_of("a"), 100, COST, system_tokens=50) == []
 
 
-@pytest.mark.parametrize(("policy", "reuse"), [("tournament", None), ("pgdsf", 0.3)])
+@pytest.mark.parametrize(("policy", "reuse"), [("mixture", None), ("pgdsf", 0.3)])
 def test_a_warmed_start_is_forecast_to_be_faster_than_a_cold_one(policy: str, reuse: float | None) -> None:
     trace = make_trace(WORKLOADS["mmlu"], 200, seed=1)
     options = SimulationOptions(policy=policy, gpu_tokens=60_000, host_tokens=120_000, chunk_reuse=reuse)

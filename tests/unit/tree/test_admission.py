@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.policy import TournamentPolicy
+from ragcache_core.policy import MixturePolicy
 from ragcache_core.tree import KnowledgeTree, PathSegment, TreeNode, admit, check_invariants
 from ragcache_core.types import Tier
 
@@ -43,7 +43,7 @@ def offer(tree: KnowledgeTree, keys: list[tuple[str, ...]], capacity: int, prote
 
 
 def new_tree() -> KnowledgeTree:
-    return KnowledgeTree(TournamentPolicy())
+    return KnowledgeTree(MixturePolicy())
 
 
 def test_what_is_free_is_for_everybody() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ragcache_core.policy import TournamentPolicy
+from ragcache_core.policy import MixturePolicy
 from ragcache_core.policy.returning import NextTurnModel
 from ragcache_core.tree import KnowledgeTree, PathSegment, check_invariants
 from ragcache_core.tree.conversations import Conversations
@@ -16,7 +16,7 @@ class Chat:
     """Requests to a tree, whose words are units of one token: documents in capitals, all else in small letters."""
 
     def __init__(self) -> None:
-        self.tree = KnowledgeTree(TournamentPolicy(), shadow_tokens=100)
+        self.tree = KnowledgeTree(MixturePolicy())
 
     def ask(self, prompt: str, answer: str = "") -> int:
         """Serve a prompt, and return which turn it was; all of it lies on the GPU then."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
-from ragcache_core.policy import POLICIES, PGDSFPolicy, PrefillCostModel, TournamentPolicy, make_policy
-from ragcache_core.tree import KnowledgeTree, PathSegment, check_invariants
+from ragcache_core.policy import POLICIES, LRUPolicy, MixturePolicy, PGDSFPolicy, PrefillCostModel, make_policy
+from ragcache_core.tree import KnowledgeTree, PathSegment, TreeNode, check_invariants
 from ragcache_core.types import Tier
 from tests.unit.tree.scene import BLOCK, cache, chain, new_tree, prompt
 
@@ -120,7 +122,7 @@ def evicted_documents(tree: KnowledgeTree, num_units: int) -> set[str | None]:
 
 
 def test_what_the_host_holds_as_well_goes_first() -> None:
-    tree = KnowledgeTree(TournamentPolicy())
+    tree = KnowledgeTree(MixturePolicy())
     for _ in range(3):
         (copied,) = cache(tree, prompt("A"))
     cache(tree, prompt("B"))
@@ -136,7 +138,7 @@ def test_what_the_host_holds_as_well_goes_first() -> None:
 
 
 def test_what_is_worth_far_more_stays_although_the_host_holds_it_as_well() -> None:
-    tree = KnowledgeTree(TournamentPolicy())
+    tree = KnowledgeTree(MixturePolicy())
     for _ in range(40):
         (popular,) = cache(tree, prompt("A"))
     tree.add(popular, popular.full_mask, Tier.HOST)
@@ -154,7 +156,7 @@ def test_policies_with_a_clock_do_not_look_at_the_tier_below() -> None:
 
 
 def test_a_copy_below_is_a_copy_of_the_parts_of_a_document_that_was_cut() -> None:
-    tree = KnowledgeTree(TournamentPolicy())
+    tree = KnowledgeTree(MixturePolicy())
     (node,) = cache(tree, prompt("A", blocks=4))
     tree.add(node, 0b0011, Tier.HOST)
     keys = prompt("A", blocks=4)[0].keys
@@ -188,50 +190,68 @@ def test_the_last_resort_takes_what_nobody_holds() -> None:
     assert tree.evict_anything(Tier.GPU) is None
 
 
-def test_the_tournament_adopts_the_memory_that_fits_the_traffic() -> None:
-    policy = TournamentPolicy(half_lives=(5.0, 1e6), window=50)
-    tree = KnowledgeTree(policy, shadow_tokens=8 * BLOCK)
-    for i in range(400):  # one favourite among many that come once: a long memory is right
-        cache(tree, prompt("favourite" if i % 12 == 0 else f"once {i}"), is_checked=i % 50 == 0)
-        if tree.tiers[Tier.GPU].num_units > 8:
-            tree.evict(Tier.GPU, tree.tiers[Tier.GPU].num_units - 8)
-    assert policy.ruling == 1
-    for i in range(1200):  # a new favourite every 30 requests: a short memory is right
-        cache(tree, prompt(f"fashion {i // 30}.{i % 3}"), is_checked=i % 50 == 0)
-        if tree.tiers[Tier.GPU].num_units > 8:
-            tree.evict(Tier.GPU, tree.tiers[Tier.GPU].num_units - 8)
-    assert policy.ruling == 0
+def node_of(tree: KnowledgeTree, doc_id: str) -> TreeNode:
+    (node,) = tree.nodes_of(doc_id)
+    return node
 
 
-def victim(tree: KnowledgeTree) -> str | None:
-    node = tree.victim(Tier.GPU)
-    return node.doc_id if node is not None else None
+def served(documents: Iterable[str], *, num_blocks: int = 8) -> KnowledgeTree:
+    """Return the tree of a small GPU that served one document a request."""
+    tree = KnowledgeTree(MixturePolicy())
+    for i, doc_id in enumerate(documents):
+        cache(tree, prompt(doc_id), is_checked=i % 50 == 0)
+        if (num_over := tree.tiers[Tier.GPU].num_units - num_blocks) > 0:
+            tree.evict(Tier.GPU, num_over)
+    return tree
 
 
-def test_when_another_candidate_takes_over_the_tiers_are_ranked_anew() -> None:
-    """Also what nobody has retrieved since."""
-    policy = TournamentPolicy(half_lives=(1.0, 1e6), window=12)
-    tree = KnowledgeTree(policy, shadow_tokens=4 * BLOCK)
-    for doc_id in "AAAABB":
-        cache(tree, prompt(doc_id))
-    for doc_id in "CDCDCD":  # only a memory that lets go of A serves them
-        assert (policy.ruling, victim(tree)) == (1, "B"), "it is the less frequent"
-        tree.record_access(tree.insert(prompt(doc_id)), num_hit_units=0, cost_per_token_s=1e-3)
-    assert (policy.ruling, victim(tree)) == (0, "A"), "it is the older"
+def test_stationary_traffic_is_ranked_by_uses_and_drifting_traffic_by_the_last_ones() -> None:
+    """An old favourite and a new document: the same uses of both rank by what earlier traffic was like."""
+    ends = [*["favourite"] * 12, *(f"between {i}" for i in range(40)), "new", "new"]
+    stationary = [f"document {i % 7}" if i % 3 else f"once {i}" for i in range(1200)]
+    drifting = [f"fashion {i // 30}.{i % 3}" for i in range(1200)]
+    worth = {}
+    for name, earlier in (("stationary", stationary), ("drifting", drifting)):
+        tree = served([*earlier, *ends])
+        old, new = (
+            tree.tiers[Tier.GPU].worth(node_of(tree, doc_id), tree.num_requests) for doc_id in ("favourite", "new")
+        )
+        worth[name] = old - new
+    assert worth["drifting"] < worth["stationary"]
+    assert worth["stationary"] > 0
 
 
-def test_a_protected_node_goes_last_while_the_order_is_made_anew() -> None:
-    tree = KnowledgeTree(TournamentPolicy(), shadow_tokens=1)
+@pytest.mark.parametrize("num_held", [0, 30])
+def test_a_large_tier_evicts_no_node_that_is_much_used(num_held: int) -> None:
+    """Of more nodes than a draw looks at, some of them held."""
+    tree = KnowledgeTree(MixturePolicy())
+    popular = [cache(tree, prompt(f"popular {i}", blocks=1))[0] for i in range(100)]
+    for _ in range(20):
+        for i in range(100):
+            tree.record_access(tree.insert(prompt(f"popular {i}", blocks=1)), num_hit_units=1, cost_per_token_s=0.0)
+    rare = [cache(tree, prompt(f"rare {i}", blocks=1))[0] for i in range(100)]
+    for node in (*popular[:num_held], *rare[:num_held]):
+        tree.acquire_units(node, 0b1, Tier.GPU)
+    gone = {unit.node for unit in tree.evict(Tier.GPU, 40) or ()}
+    assert len(gone) == 40
+    assert not gone & set(rare[:num_held])
+    assert gone <= set(rare)
+    check_invariants(tree)
+    assert len(tree.evict_up_to(Tier.GPU, 500)) == 160 - 2 * num_held
+    assert tree.evict(Tier.GPU) is None
+
+
+@pytest.mark.parametrize("policy", ["lru", "mixture"])
+def test_protected_nodes_go_last_and_held_ones_not_at_all(policy: str) -> None:
+    tree = KnowledgeTree(make_policy(policy))
     nodes = [cache(tree, prompt(f"document {i}", blocks=1))[0] for i in range(60)]
-    tree.tiers[Tier.GPU].rerank()
-    first = tree.victim(Tier.GPU)
-    assert first is nodes[0]
-    for node in nodes[:16]:  # as many as are ranked at once
+    assert tree.victim(Tier.GPU) is nodes[0] or policy == "mixture"
+    for node in nodes[:16]:
         tree.acquire_units(node, 0b1, Tier.GPU)
     for node in nodes[16:32]:
         tree.protect(node.keys[0])
-    assert [unit.node for unit in tree.evict(Tier.GPU, 28) or ()] == nodes[32:]
-    assert [unit.node for unit in tree.evict(Tier.GPU, 16) or ()] == nodes[16:32]
+    assert {unit.node for unit in tree.evict(Tier.GPU, 28) or ()} == {*nodes[32:]}
+    assert {unit.node for unit in tree.evict(Tier.GPU, 16) or ()} == {*nodes[16:32]}
     assert tree.evict(Tier.GPU) is None
 
 
@@ -256,7 +276,7 @@ def test_a_unit_that_counts_for_several_makes_room_for_as_many_and_no_more_go_th
 
 
 def test_entries_do_not_pile_up_where_nothing_is_ever_evicted() -> None:
-    tree = KnowledgeTree(TournamentPolicy(), shadow_tokens=10**6)
+    tree = KnowledgeTree(LRUPolicy())
     for i in range(20_000):
         path = tree.insert(prompt(f"d{i % 50}"))
         tree.record_access(path, num_hit_units=2, cost_per_token_s=0.0)

@@ -36,7 +36,6 @@ class TreeMachine(RuleBasedStateMachine):
             POLICIES[policy](PrefillCostModel.default()),
             ghost_size=ghost_size,
             keeps_frequency=keeps,
-            shadow_tokens=8,
             replicated_units=replicated_units,
         )
         self.max_replicated = replicated_units
@@ -187,11 +186,6 @@ class TreeMachine(RuleBasedStateMachine):
             assert location is not None
             assert self.tree.key_before(location) == key[:-1]
             self._add(location, Tier.GPU)
-
-    @rule(tier=st.sampled_from(Tier))
-    def rerank(self, tier: Tier) -> None:
-        """The policy has changed its mind, as a tournament may."""
-        self.tree.tiers[tier].rerank()
 
     def _draw_units(self, keys: list[Key], data: st.DataObject) -> tuple[TreeNode, int, set[Key]]:
         """Return a node, and some of its units that are among ``keys``, as a mask and as keys."""

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 
 import pytest
 
-from ragcache_core.policy import POLICIES, LRUPolicy, PrefillCostModel, TournamentPolicy
+from ragcache_core.policy import POLICIES, LRUPolicy, PrefillCostModel
 from ragcache_core.tree import KnowledgeTree, NodeChanges, PathSegment, TreeNode, check_invariants
 from ragcache_core.types import Tier
 
@@ -142,20 +142,6 @@ def test_every_tier_heeds_protection() -> None:
     assert [evict_all(tree, tier) for tier in Tier] == ["BA"] * 3
 
 
-def test_a_shadow_ignores_protection() -> None:
-    trees = [KnowledgeTree(TournamentPolicy(), shadow_tokens=4 * BLOCK) for _ in range(2)]
-    for doc_id in "AB":
-        for tree in trees:
-            cache(tree, document(doc_id))
-    trees[0].protect(("A", 1))
-    shadows = []
-    for tree in trees:
-        cache(tree, document("C"))
-        shadows.append([[n.doc_id for n in tree.nodes() if s.held_tokens[n.id]] for s in tree.shadows])
-    assert shadows[0] == shadows[1]
-    assert ["B", "C"] in shadows[0]
-
-
 def test_a_protected_run_can_be_cut() -> None:
     """A document learned later: what the waiting request hits stays protected, what follows does not."""
     for key, expected in ((("A", 0), "BCA"), (("A", "B", 1), "CBA")):
@@ -219,12 +205,3 @@ def test_whoever_wants_to_know_is_told_which_nodes_changed() -> None:
     assert len(first) == 2, "both halves"
     assert told(first) == {"B"}
     assert told(second) == {"A", "B"}, "a reader that comes late misses nothing"
-
-
-def test_what_shadows_hold_is_no_change() -> None:
-    tree = KnowledgeTree(TournamentPolicy(), shadow_tokens=4 * BLOCK)
-    tree.changes = NodeChanges()
-    changed = tree.changes.subscribe()
-    path = tree.insert([document("A")])
-    tree.record_access(path, num_hit_units=0, cost_per_token_s=1e-5)
-    assert not changed

@@ -47,7 +47,7 @@ paths = st.lists(st.sampled_from("xyz"), min_size=1, max_size=3, unique=True)
 requests = st.lists(st.tuples(st.sampled_from(TENANTS), paths), min_size=1, max_size=40)
 
 
-@given(requests, st.sampled_from(["lru", "pgdsf", "tournament"]))
+@given(requests, st.sampled_from(["lru", "pgdsf", "mixture"]))
 def test_nobody_matches_what_another_tenant_has_cached(asked: list[tuple[str | None, list[str]]], policy: str) -> None:
     tree = KnowledgeTree(make_policy(policy, PrefillCostModel.default()))
     divided(tree)
@@ -124,7 +124,7 @@ def test_what_waiting_requests_will_hit_protects_nobody_from_giving_back(*, is_p
 
 def test_who_has_less_than_his_share_is_taken_in_whatever_the_other_is_worth() -> None:
     """A selective host tier asks what is worth more: who came first, and is asked often, would keep it for ever."""
-    tree = KnowledgeTree(make_policy("tournament", PrefillCostModel.default()))
+    tree = KnowledgeTree(make_policy("mixture", PrefillCostModel.default()))
     divided(tree, Tier.HOST)
     for i in range(12):
         for _ in range(5):

@@ -21,7 +21,6 @@ def controller(
     return CacheController(
         PluginSettings(**{"policy": "pgdsf", **settings}),
         tokens_per_block=BLOCK,
-        shadow_blocks=8,
         prefill_cost=PrefillCostModel.default(),
         tiers=tiers,
         max_protected_units=max_protected_units,

@@ -456,7 +456,7 @@ def test_uses_are_noted_on_disk_now_and_then() -> None:
     assert note.uses[0][2:] == (2.0, 2.0)
 
 
-@pytest.mark.parametrize("policy", ["tournament", "arc", "lru"])
+@pytest.mark.parametrize("policy", ["mixture", "arc", "lru"])
 def test_any_order_of_events_keeps_the_books_sound(policy: str) -> None:
     class Machine(LibraryMachine):
         def __init__(self) -> None:

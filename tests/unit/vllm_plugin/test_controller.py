@@ -125,7 +125,7 @@ def test_a_speculation_counts_as_a_request_only_once_somebody_asks() -> None:
     assert counts() == [3, 30, 3]
 
 
-@pytest.mark.parametrize("policy", ["pgdsf", "tournament"])
+@pytest.mark.parametrize("policy", ["pgdsf", "mixture"])
 def test_a_document_is_charged_as_the_policy_says(policy: str) -> None:
     it = controller(policy=policy)
     it.on_new_request("r", RequestMetadata(segments(("a", 8), (None, 10))), keys(2), 10, 10.0)

@@ -219,7 +219,7 @@ def test_a_tree_grows_again_from_what_was_noted_with_its_blocks() -> None:
     assert [unit.key for unit in again.tree.evict(Tier.DISK, 5) or ()] == keys(5)[::-1]
 
 
-@pytest.mark.parametrize("policy", ["pgdsf", "gdsf", "lru", "lfu", "s3fifo", "arc", "tournament"])
+@pytest.mark.parametrize("policy", ["pgdsf", "gdsf", "lru", "lfu", "s3fifo", "arc", "mixture"])
 def test_what_grew_again_gives_way_in_the_order_of_its_numbers(policy: str) -> None:
     it = controller(policy=policy)
     entries = [

@@ -25,7 +25,6 @@ class ChunkEviction:
     Args:
         policy: as the tiers have, but an object of its own.
         prefill_cost: what it costs to compute a chunk.
-        shadow_tokens: what each shadow of a tournament holds.
         ghost_size, keeps_frequency: how long uses are remembered of a chunk that is nowhere.
     """
 
@@ -34,13 +33,10 @@ class ChunkEviction:
         policy: ReplacementPolicy,
         prefill_cost: PrefillCost,
         *,
-        shadow_tokens: int,
         ghost_size: int,
         keeps_frequency: bool,
     ) -> None:
-        self._tree = KnowledgeTree(
-            policy, ghost_size=ghost_size, keeps_frequency=keeps_frequency, shadow_tokens=shadow_tokens
-        )
+        self._tree = KnowledgeTree(policy, ghost_size=ghost_size, keeps_frequency=keeps_frequency)
         self._prefill_cost = prefill_cost
 
     def record_hit(self, key: ChunkKey, num_tokens: int) -> None:

@@ -62,7 +62,6 @@ class ChunkManager:
         self._ranks = ChunkEviction(
             policy,
             prefill_cost,
-            shadow_tokens=num_pages * tokens_per_page,
             ghost_size=ghost_size,
             keeps_frequency=keeps_frequency,
         )
