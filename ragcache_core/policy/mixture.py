@@ -43,7 +43,7 @@ _IDS_AHEAD: Final = 64
 
 
 class MixturePolicy(ReplacementPolicy):
-    """Ranks a node by its expected uses per request: a mixture of frequencies with several memories.
+    """Ranks a node by its expected uses per request, a mixture of frequencies with several memories.
 
     ::
 
@@ -58,6 +58,9 @@ class MixturePolicy(ReplacementPolicy):
     expectation maximisation of a Poisson rate: each use observed the memories by their part in the node's rate.
     The prior says what a path alone is too rare to say: whether its last document is popular. ``k`` falls to 0 where
     new paths show new documents.
+
+    Ranks are of ``rate * N_inf``: the order is the same, and a node that has just been used does not rank lower than an
+    equal one that was ranked some requests ago.
 
     A conversation's history ranks by its expected turns (:class:`~ragcache_core.policy.returning.NextTurnModel`).
 
@@ -172,7 +175,7 @@ class MixturePolicy(ReplacementPolicy):
         if not stats.turn:
             return rank
         fading = math.log(2.0) / (_THINK_TIMES * self.returning.think_requests)
-        rate = self.returning.expected_turns(stats.turn) * fading
+        rate = self.returning.expected_turns(stats.turn) * fading * self._norms[-1]
         discount = stats.last_request - rank
         return math.log(max(rate, _LEAST_RATE)) - (num_requests - stats.last_request) * fading - discount
 
@@ -200,12 +203,13 @@ class MixturePolicy(ReplacementPolicy):
             / (sum(expected[i] for expected in self._expected) + 0.1)
             for i in range(len(_START))
         ]
+        whole = self._norms[-1]
         for kind in _CLASSES:
             observed, expected = self._observed[kind], self._expected[kind]
             factors = self._factors[kind]
             for i, mean in enumerate(means):
                 factors[i] = (observed[i] + _SHRINKAGE * mean) / (expected[i] + _SHRINKAGE)
-            self._weights[kind] = [factor / norm for factor, norm in zip(factors, self._norms, strict=True)]
+            self._weights[kind] = [factor * whole / norm for factor, norm in zip(factors, self._norms, strict=True)]
 
     def _credit(self, stats: NodeStats, faded: list[float]) -> None:
         """Credit each memory by its part in the rate of a node that is used."""

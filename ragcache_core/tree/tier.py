@@ -13,6 +13,8 @@ from ragcache_core.tree.node import TreeNode, runs_of
 from ragcache_core.tree.shares import Owner, Shares
 
 _MIN_ENTRIES: Final = 1024
+_NUM_RANKED_AT_ONCE: Final = 32
+"""Of so few entries, a policy whose ranks age has all ranked again: they turn over before they reach its first age."""
 
 _Entry = tuple[float, int, int]
 """(rank, sequence number of the node's last update, node id): valid while both numbers are still the node's."""
@@ -69,6 +71,8 @@ class TierState:
         self._is_copied = bytearray()
         self.num_entries = 0
         self._max_entries = _MIN_ENTRIES
+        self._has_ages = bool(policy.rank_ages)
+        self._ranked_at = 0
 
     def add_columns(self, num_columns: int) -> None:
         """Grow for nodes of the next ids."""
@@ -198,6 +202,9 @@ class TierState:
         """Return the first of the buckets' first nodes, or None; protected ones are put aside."""
         best: TreeNode | None = None
         best_score = math.inf
+        if self._has_ages and num_requests != self._ranked_at and self.num_entries <= _NUM_RANKED_AT_ONCE:
+            self._ranked_at = num_requests
+            self._rank_all(nodes)
         if len(self._heaps) == 1 and owners is None:
             (bucket,) = self._heaps
             return self._first(bucket, nodes)
@@ -209,6 +216,14 @@ class TierState:
             if best is None or score < best_score:
                 best, best_score = node, score
         return best
+
+    def _rank_all(self, nodes: Sequence[TreeNode | None]) -> None:
+        entries = [entry for heap in self._heaps.values() for entry in heap]
+        self._heaps, self.num_entries = {}, 0
+        for entry in entries:
+            if (node := self._keep(entry, nodes)) is not None:
+                self._is_offered[node.id] = 0
+                self.offer(node)
 
     def is_candidate(self, node: TreeNode) -> bool:
         """Return whether :meth:`candidate` will come to this node; O(entries)."""
