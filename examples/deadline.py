@@ -110,7 +110,7 @@ def share_in_time(ttft_slo_s: float, questions: Sequence[Sequence[str]], ways: s
         num_in_time += report.is_in_time is True
         shown = [doc_ids[i] for i in option.order or range(len(doc_ids))]
         prefix = static_prefix_digest(token_ids, segments) or b""
-        if option.alpha is None:  # what was reused approximately is nobody else's
+        if option.alpha is None:  # no other request hits approximate KV
             for end in range(len(shown) + 1):
                 cached.set(PathChange(prefix, tuple(shown[:end]), NUM_STATIC + end * NUM_TOKENS))
         places = [(s.start, s.end) for s in segments if s.kind is SegmentKind.DOCUMENT]

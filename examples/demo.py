@@ -2,7 +2,7 @@
 
 ``make demo`` runs it. Every question is asked twice in a row: the first time its documents have to be read (cold), the
 second time their KV is in the cache (warm). Then all of them are asked once more, when the KV of most has left the GPU
-for host memory and disk, and twice by an engine that was started anew on the same disk. The results are printed and
+for host memory and disk, and twice by an engine that was restarted on the same disk. The results are printed and
 written to ``build/demo.json``::
 
     {"questions": 40, "correct": 39, "model": ..., "results": [

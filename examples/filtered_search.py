@@ -1,6 +1,6 @@
 """Filters and MMR: only documents that may be found, and not the same thing twice, in every stage of a search.
 
-The demo documents say in their metadata what they are about, as ``{"kind": "city"}``. A question about somebody is
+The demo documents say in their metadata what they are about, as ``{"kind": "city"}``. A question about a person is
 asked of the documents about people alone, a question about a place of cities and countries, and its documents are
 chosen to differ from each other. Run it with ``python -m examples.filtered_search``.
 """

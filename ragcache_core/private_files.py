@@ -68,7 +68,7 @@ def make_private_folder(folder: Path) -> None:
     """Make a folder that is its owner's alone, and so the parents that are missing; one that is there is left as it is.
 
     Raises:
-        OSError: also in a world-writable directory such as /tmp, if a user other than root owns the folder.
+        OSError: also in a world-writable directory such as /tmp, if another user than root owns the folder.
     """
     make_folders(folder)
     parent = folder.parent.stat().st_mode

@@ -42,11 +42,11 @@ _SHARES = (0.25, 0.5, 0.75, 0.95)
 _TRUNCATED_TOKENS = 2_048
 
 _WHY_RATES = (
-    "both ends of a range depend on the rates that are tried, and the paper's are not in its text: at low rates nobody "
-    "waits and TTFT gains what is not computed, near the baseline's limit the queue multiplies it"
+    "both ends of a range depend on the rates that are tried, and the paper's are not in its text: at low rates "
+    "nothing waits and TTFT gains what is not computed, near the baseline's limit the queue multiplies it"
 )
 _WHY_SPECULATION = (
-    "RAGCache with DSP: candidates that turn out wrong are computed in an iteration that nobody interrupts, a whole "
+    "RAGCache with DSP: candidates that turn out wrong are computed in an uninterrupted iteration, a whole "
     "prompt without chunked prefill. With a quarter of the searches settling in each stage (assumed, the paper does "
     "not say) that costs far more than the 80 ms of a search; so DSP stands beside and is in Figure 19"
 )
@@ -93,7 +93,7 @@ def figure_14(runs: PaperRuns) -> PaperFigure:
         (
             _WHY_RATES,
             "Natural Questions' documents repeat less than MMLU's (§3.2), and here far less: an hour asks for eight "
-            "times as much as Table 2's host memory seems to hold all of (see there). What nobody asks for again no "
+            "times as much as Table 2's host memory seems to hold all of (see there). What no request needs again no "
             "cache saves",
             _WHY_SPECULATION,
         ),

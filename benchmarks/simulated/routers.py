@@ -23,10 +23,10 @@ _BALANCE_REL_THRESHOLD = 1.5
 class VllmRouter:
     """The ``cache_aware`` policy of vllm-router, which is that of SGLang's: a tree of the prompts that it has sent.
 
-    Whoever was sent the longest beginning of a prompt last gets it, if that is more than 0.3 of it; else, and where the
+    The replica that was last sent the longest prefix of a prompt gets it, if that is more than 0.3; else, and where the
     busiest has more than 64 requests and half as many again as the idlest, the one with the fewest requests. Of several
     with as few that is the one that was sent the fewest tokens; theirs takes the first, which is one for all while
-    nobody waits. Our tree has documents where theirs has characters, and forgets nothing, as theirs in runs like these.
+    no request waits. Our tree has documents where theirs has characters, and forgets nothing, as theirs in such runs.
     """
 
     def __init__(self) -> None:

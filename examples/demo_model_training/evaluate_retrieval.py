@@ -24,7 +24,7 @@ NUM_CORPORA: Final = 5
 
 
 def evaluate(model_folder: Path) -> dict[str, float | int]:
-    """Return the share of right answers to the single-hop questions of `NUM_CORPORA` corpora that nobody trained on."""
+    """Return the share of right answers to the single-hop questions of `NUM_CORPORA` unseen corpora."""
     torch.set_num_threads(1)
     model, vocabulary = load_exported(model_folder), Vocabulary()
     num_questions = num_found = num_right = 0

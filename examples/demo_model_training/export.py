@@ -23,7 +23,7 @@ from examples.demo_model_training.train import load_model
 
 MAX_NUM_TOKENS: Final = 4096
 KEPT_FILES: Final = ("README.md", "evaluation.json")
-"""Written by hand or by `evaluate`; carried over when the weights are exported anew."""
+"""Written by hand or by `evaluate`; carried over when the weights are exported again."""
 
 _CHAT_TEMPLATE: Final = Path(__file__).with_name("chat_template.jinja")
 _OUTER_NAMES: Final = {

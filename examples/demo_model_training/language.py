@@ -118,7 +118,7 @@ class WritingStyle:
 
     pronoun_share: float = 0.5
     split_share: float = 0.0
-    """Share of entries cut into documents of which all but the first say only "It", "He" or "She"."""
+    """Share of entries cut into documents that, but for the first, say only "It", "He" or "She"."""
     max_pieces: int = 2
     """Of an entry that is cut, the most documents; each has a fact at least."""
     heading_share: float = 0.5
@@ -172,7 +172,7 @@ def _leads_to_entity(relation: Relation) -> bool:
 def draw_chained_entities(
     rng: random.Random, names: Names, num_entities: int, num_facts: int, chain_length: int = 3
 ) -> list[Entity]:
-    """Return entities of which the first `chain_length` are a chain: a value of each is the next one."""
+    """Return entities; the first `chain_length` are a chain: a value of each is the next one."""
     kind = rng.choices(ENTITY_KINDS, ENTITY_KIND_WEIGHTS)[0]
     name = _new_name(names, kind)
     chain: list[Entity] = []

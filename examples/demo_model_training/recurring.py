@@ -71,7 +71,7 @@ class Entry:
 def single_hop(
     rng: random.Random, num_documents: int = NUM_DOCUMENTS, num_facts: tuple[int, int] = NUM_FACTS
 ) -> Iterator[Question]:
-    """Yield single-hop questions over so many documents of at least and at most so many facts, without end."""
+    """Yield single-hop questions over documents with bounded numbers of facts, without end."""
     entries = _entries(rng, _same_kind_entities(rng, _NUM_ENTRIES, num_facts), _WHOLE)
     while True:
         entry = _draw(rng, entries)
@@ -103,9 +103,9 @@ def two_hop(rng: random.Random) -> Iterator[Question]:
 def continued(
     rng: random.Random, num_documents: int = NUM_DOCUMENTS, num_facts: tuple[int, int] = NUM_FACTS
 ) -> Iterator[Question]:
-    """Yield questions whose answer the second half of an entry tells, over so many documents, without end.
+    """Yield questions whose answer the second half of an entry tells, without end.
 
-    An entry, of which a document is a half, has at least and at most so many facts.
+    A document is half of an entry; the number of an entry's facts is bounded.
     """
     num_entries = max(_NUM_ENTRIES // 2, len(ENTITY_KINDS) * num_documents)
     entries = _entries(rng, _same_kind_entities(rng, num_entries, num_facts), _SPLIT)
@@ -168,7 +168,7 @@ DEEP_KINDS: Final = {**KINDS, "three-hop": three_hop, "continued two-hop": conti
 def recurring_questions(
     num_questions: int, seed: int = SEED, kinds: Mapping[str, Callable[[random.Random], Iterator[Question]]] = KINDS
 ) -> list[Question]:
-    """Return so many questions of each kind, one kind after the other."""
+    """Return the questions of each kind, one kind after the other."""
     questions = []
     for number, draw in enumerate(kinds.values()):
         drawn = draw(random.Random(seed + number))
@@ -189,7 +189,7 @@ def _same_kind_entities(rng: random.Random, num_entities: int, num_facts: tuple[
 
 
 def _chained_entries(rng: random.Random, style: WritingStyle) -> list[Entry]:
-    """Return entries of which each three are a chain."""
+    """Return entries; each three of them are a chain."""
     names = Names(rng)
     chains = [
         draw_chained_entities(rng, names, _CHAIN_LENGTH, num_facts=4) for _ in range(_NUM_ENTRIES // _CHAIN_LENGTH)
