@@ -18,10 +18,10 @@ from ragcache_core.stats import ChunkStats, EngineStats, PipelineReport, TierSta
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs"
-ARCHITECTURE = (DOCS / "architecture.md").read_text(encoding="utf-8")
-HOW_IT_WORKS = (DOCS / "how-it-works.md").read_text(encoding="utf-8")
-OVERLAP = (DOCS / "overlap.md").read_text(encoding="utf-8")
-PAGES = [ROOT / "README.md", *DOCS.glob("*.md")]
+ARCHITECTURE = (DOCS / "dev" / "architecture.md").read_text(encoding="utf-8")
+HOW_IT_WORKS = (DOCS / "concepts" / "caching.md").read_text(encoding="utf-8")
+OVERLAP = (DOCS / "concepts" / "overlap.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", *DOCS.rglob("*.md")]
 PICTURES = sorted((DOCS / "pictures").glob("*.svg"))
 MAX_PICTURE_BYTES = 20_000
 
