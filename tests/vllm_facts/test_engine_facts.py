@@ -41,9 +41,8 @@ def test_what_is_private_becomes_less_and_not_more() -> None:
 
 
 def test_every_parser_of_tool_calls_that_the_docs_name_is_there(facts: dict[str, Any]) -> None:
-    tools = (
-        (ROOT / "docs" / "concepts" / "caching.md").read_text(encoding="utf-8").split("## Tools")[1].split("\n## ")[0]
-    )
+    page = (ROOT / "docs" / "guides" / "tools.md").read_text(encoding="utf-8")
+    tools = page.split("## Parsers")[1].split("\n## ")[0]
     rows = [line.split("|")[2] for line in tools.splitlines() if line.startswith("| ")][1:]
     named = {name for row in rows for name in re.findall(r"`([\w-]+)`", row)}
     assert len(named) > 10

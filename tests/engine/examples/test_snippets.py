@@ -53,7 +53,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("results", "pictures"))
     (tmp_path / "cache.toml").write_text(
-        next(block for block in blocks(ROOT / "docs" / "concepts" / "caching.md", "toml") if "[cache]" in block)
+        next(block for block in blocks(ROOT / "docs" / "reference" / "configuration.md", "toml") if "[cache]" in block)
     )
     monkeypatch.chdir(tmp_path)
     return tmp_path
