@@ -25,7 +25,6 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUN = [
     "index docs/ --store my-store",
     'ask "When does the office open?" --store my-store --url http://localhost:8000',
-    "trace make --workload mmlu --requests 15000 --output mmlu.jsonl",
     "trace make --workload mmlu --requests 15000 --seed 1 --output mmlu.jsonl",
     "trace show mmlu.jsonl",
 ]
