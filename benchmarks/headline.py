@@ -1,4 +1,4 @@
-"""``make bench-headline``: the first page of docs/benchmarks.md again; ``build/bench-headline.json``.
+"""``make bench-headline``: docs/evaluate/index.md again; ``build/bench-headline.json``.
 
 Parts of the other benchmarks as they are there, but for four that are smaller: the engines side by side, the disk, the
 policy against the bound, and what the cache costs where nothing comes again.
@@ -104,7 +104,7 @@ GOALS: dict[str, Goal] = {
 
 main = benchmark(
     "bench-headline",
-    "Measure the first page of docs/benchmarks.md again, smaller.",
+    "Measure docs/evaluate/index.md again, smaller.",
     PARTS,
     GOALS,
     """  python -m examples.demo_model_training.recurring --out build/recurring-questions.jsonl

@@ -261,7 +261,7 @@ class EngineClient(Handle, ABC):
                 ``n`` above 1 the stream holds the first answer; :meth:`generate` refuses it.
 
         Raises:
-            PromptTooLongError, RequestRejectedError, EngineDiedError, EngineUnreachableError, ...
+            PromptTooLongError, RequestRejectedError, EngineDiedError, EngineUnreachableError: the request failed.
             ConfigError: ``chunk_reuse`` is something else, or the prompt or a setting cannot be sent: text that is no
                 Unicode, a number that is not finite or beyond 64 bits, a setting that there is not.
         """

@@ -163,7 +163,7 @@ class StoreReader:
         """Raise unless the store holds ``k`` documents. A search with a larger ``k`` returns all documents.
 
         Raises:
-            SearchError, EmptyStoreError, TooFewDocumentsError
+            SearchError, EmptyStoreError, TooFewDocumentsError: ``k`` is no positive number, or the store holds fewer.
         """
         self._check_open()
         num_wanted, num_documents = check_k(k), len(self._snapshot.documents)

@@ -2,7 +2,7 @@
 
 vLLM's internals move from release to release. A new vLLM means: change this file (and ``api_server.py``, which starts
 the server), ``SUPPORTED_VLLM`` in ``release.py``, and the facts in ``tests/vllm_facts/``, which say what each name is
-for. See ``docs/vllm-versions.md``.
+for. See ``docs/dev/vllm-versions.md``.
 """
 
 from __future__ import annotations

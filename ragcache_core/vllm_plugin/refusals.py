@@ -1,6 +1,6 @@
 """Engines that RAGCache does not support: each is rejected by the model's or setting's name, with a reason and a hint.
 
-``docs/refusals.md`` lists the lines, and those that other modules raise.
+``docs/reference/errors.md`` lists the lines, and those that other modules raise.
 """
 
 from __future__ import annotations

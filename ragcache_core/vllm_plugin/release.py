@@ -51,7 +51,7 @@ def settings_in_force(extra_config: Mapping[str, Any]) -> PluginSettings:
     if settings.max_age is not None:
         raise ConfigError(
             f"CacheConfig.max_age is {settings.max_age:g}, which needs RAGCache's own scheduler, and this vLLM is not "
-            "one that it knows: leave max_age out, or install the vLLM that docs/vllm-versions.md names"
+            "one that it knows: leave max_age out, or install the vLLM that docs/reference/support.md names"
         )
     return settings.model_copy(update={"queue": "fifo", "max_prefill_bs": 0, "chunk_reuse": None})
 

@@ -26,7 +26,7 @@ def facts(all_facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_this_is_a_supported_vllm(release: str, facts: dict[str, Any]) -> None:
-    assert release in SUPPORTED_VLLM, "follow docs/vllm-versions.md"
+    assert release in SUPPORTED_VLLM, "follow docs/dev/vllm-versions.md"
     assert facts["missing"] == [], "an engine checks these when it starts, and has no tiers without them"
 
 
@@ -41,7 +41,8 @@ def test_what_is_private_becomes_less_and_not_more() -> None:
 
 
 def test_every_parser_of_tool_calls_that_the_docs_name_is_there(facts: dict[str, Any]) -> None:
-    tools = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8").split("## Tools")[1].split("\n## ")[0]
+    page = (ROOT / "docs" / "guides" / "tools.md").read_text(encoding="utf-8")
+    tools = page.split("## Parsers")[1].split("\n## ")[0]
     rows = [line.split("|")[2] for line in tools.splitlines() if line.startswith("| ")][1:]
     named = {name for row in rows for name in re.findall(r"`([\w-]+)`", row)}
     assert len(named) > 10

@@ -1,4 +1,4 @@
-"""Headers by which any proxy before several servers keeps together what belongs together; ``docs/proxies.md``.
+"""Headers by which any proxy before several servers keeps together what belongs together; ``docs/operate/proxies.md``.
 
 A proxy that hashes :data:`~ragcache_core.wire.SESSION_HEADER` sends a document, or a conversation, always to the same
 server; one that keeps a table of :data:`~ragcache_core.wire.SPECULATION_HEADER` and

@@ -169,7 +169,7 @@ def _of_openai(error: Exception) -> RAGCacheError:
                 "the engine was started without tools: start it with --enable-auto-tool-choice --tool-call-parser and "
                 "the parser of the model's family, `ragcache serve MODEL -- --enable-auto-tool-choice "
                 "--tool-call-parser hermes` or Engine.launch(MODEL, enable_auto_tool_choice=True, "
-                "tool_call_parser='hermes'); docs/how-it-works.md names the parsers"
+                "tool_call_parser='hermes'); docs/guides/tools.md names the parsers"
             )
         case openai.BadRequestError() | openai.NotFoundError() | openai.UnprocessableEntityError():
             return RequestRejectedError(f"the engine refused the request: {message}")

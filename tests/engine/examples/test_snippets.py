@@ -21,11 +21,10 @@ from ragcache_core.cli import cli
 from ragcache_core.client import Engine
 from tests.conftest import DEMO_MODEL, ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUN = [
     "index docs/ --store my-store",
     'ask "When does the office open?" --store my-store --url http://localhost:8000',
-    "trace make --workload mmlu --requests 15000 --output mmlu.jsonl",
     "trace make --workload mmlu --requests 15000 --seed 1 --output mmlu.jsonl",
     "trace show mmlu.jsonl",
 ]
@@ -53,7 +52,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("results", "pictures"))
     (tmp_path / "cache.toml").write_text(
-        next(block for block in blocks(ROOT / "docs" / "how-it-works.md", "toml") if "[cache]" in block)
+        next(block for block in blocks(ROOT / "docs" / "reference" / "configuration.md", "toml") if "[cache]" in block)
     )
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -108,7 +107,9 @@ def test_the_readme_runs_from_top_to_bottom_twice_and_finds_its_documents_cached
     assert {arguments["model"] for arguments in launched} == {"examples/demo_model", "my-model"}
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES[1:] if blocks(p, "python")], ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES[1:] if blocks(p, "python")], ids=lambda p: p.relative_to(ROOT).with_suffix("").as_posix()
+)
 def test_a_page_of_the_docs_runs_twice_on_what_the_readme_begins_with(
     page: Path, folder: Path, launched: list[dict[str, Any]]
 ) -> None:

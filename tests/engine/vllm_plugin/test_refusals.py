@@ -1,6 +1,7 @@
 """What RAGCache refuses to serve: each line names the model or setting, the reason, and the cure.
 
-The table has a row for each refusal of a model, a setting or a machine; ``docs/refusals.md`` lists the same lines.
+The table has a row for each refusal of a model, a setting or a machine; the same lines are
+in ``docs/reference/errors.md``.
 """
 
 from __future__ import annotations
@@ -241,7 +242,7 @@ def test_vllm_still_takes_no_connector_with_expandable_segments(monkeypatch: pyt
 
 
 def test_the_page_on_refusals_has_each_line() -> None:
-    page = re.sub(r"\s+", " ", Path(ROOT / "docs" / "refusals.md").read_text())
+    page = re.sub(r"\s+", " ", Path(ROOT / "docs" / "reference" / "errors.md").read_text())
     for what, refusal in REFUSALS.items():
         assert refusal.reason in page, what
 

@@ -22,7 +22,7 @@ from ragcache_core.vllm_plugin.server.middleware import OPEN_PATHS
 ROOT = Path(__file__).resolve().parents[3]
 DEPLOYMENT = ROOT / "examples" / "deployment"
 IMAGES = sorted(DEPLOYMENT.glob("Dockerfile*"))
-CONTAINERS_PAGE = (ROOT / "docs" / "containers.md").read_text(encoding="utf-8")
+CONTAINERS_PAGE = (ROOT / "docs" / "operate" / "containers.md").read_text(encoding="utf-8")
 COMPOSE = yaml.safe_load((DEPLOYMENT / "compose.yaml").read_text(encoding="utf-8"))
 STATEFUL_SET = yaml.safe_load((DEPLOYMENT / "kubernetes" / "engine.yaml").read_text(encoding="utf-8"))
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

@@ -1,4 +1,4 @@
-"""docs/kernels.md names every operation and every file of the kernels."""
+"""docs/dev/kernels.md names every operation and every file of the kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from ragcache_kernels.check.__main__ import _parser
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGE = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "dev" / "kernels.md").read_text(encoding="utf-8")
 SHELF = ROOT / "kernels" / "ragcache_kernels"
 
 
