@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.engines import BLOCK_SIZE, block_bytes, launch
-from benchmarks.report import Figure, Part, Plan, percentiles_ms
+from benchmarks.report import BenchmarkPlan, Figure, Part, percentiles_ms
 from benchmarks.searches import DocumentTexts, SlowedSearch, UnsettledSearch, Vectors, make_store
 from ragcache_core.client import Engine
 from ragcache_core.client.pipeline.histories import HISTORIES
@@ -52,7 +52,7 @@ class Asked:
     text: str
 
 
-def measure_overlap(plan: Plan) -> Part:
+def measure_overlap(plan: BenchmarkPlan) -> Part:
     """Ask at a low rate, with searches of several lengths, and with one as long as a prefill."""
     num_queries = plan.sized(24, 3)
     num_documents = plan.sized(2_000, 300)
@@ -122,7 +122,7 @@ async def ask_in_turn(
     return answers
 
 
-def measure_never_settles(plan: Plan) -> Part:
+def measure_never_settles(plan: BenchmarkPlan) -> Part:
     """Load the engine to 95 % of what it can serve, with searches whose candidates are wrong until the end.
 
     Every run has new retrievers: of a source that was searched before, as after a restart, and of a ``new`` one.
@@ -197,7 +197,7 @@ async def _open_loop(answering: SpeculativeRAG, name: str, gaps_s: Sequence[floa
     return [task.result() for task in tasks]
 
 
-def launch_engine(plan: Plan) -> Engine:
+def launch_engine(plan: BenchmarkPlan) -> Engine:
     """Return an engine whose prefills are as short as steps of 512 tokens."""
     cache = CacheConfig(kv_cache_bytes=_GPU_BLOCKS * block_bytes(plan.model), block_size=BLOCK_SIZE, host_bytes=0)
     plan.report("starting the engine")

@@ -94,11 +94,11 @@ def _read_type(declared: Any) -> Any:
     return Annotated[float, Field(ge=0, allow_inf_nan=False)] | None if declared == float | None else declared
 
 
-# The engine's answer about one request; what it leaves out is unknown.
-_REQUEST_STATS = create_model(
-    "_REQUEST_STATS",
-    **{name: (_read_type(kind), None) for name, kind in get_type_hints(RequestStats).items() if name in _OF_A_REQUEST},
-)
+_READ: dict[str, Any] = {
+    name: (_read_type(kind), None) for name, kind in get_type_hints(RequestStats).items() if name in _OF_A_REQUEST
+}
+_REQUEST_STATS = create_model("_REQUEST_STATS", **_READ)
+"""The engine's answer about one request; what it leaves out is unknown."""
 _ENGINE_STATS = TypeAdapter(EngineStats)
 
 

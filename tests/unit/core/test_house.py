@@ -148,6 +148,22 @@ def test_no_imports_go_in_circles() -> None:
     order.prepare()  # raises CycleError, with the circle
 
 
+def test_no_class_name_is_used_twice() -> None:
+    """But one of each framework's integration, where applications import it by the framework."""
+    named: dict[str, list[str]] = {}
+    for path in SOURCES + sorted((ROOT / "benchmarks").rglob("*.py")):
+        if "examples" not in path.parts:
+            for node in ast.parse(path.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    named.setdefault(node.name, []).append(_name(path))
+    twice = {name: homes for name, homes in named.items() if len(homes) > 1}
+    assert twice.pop("RAGCacheRetriever") == [
+        "ragcache_integrations.langchain.retriever",
+        "ragcache_integrations.llamaindex.retriever",
+    ]
+    assert twice == {}
+
+
 def test_unpickling_happens_nowhere() -> None:
     for path in SOURCES:
         assert not {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"} & _imports(path), path

@@ -20,7 +20,7 @@ from ragcache_core.errors import ConfigError, TraceError
 from ragcache_core.sim import sweep
 from ragcache_core.sim.options import SimulationOptions
 from ragcache_core.sim.simulator import simulate
-from ragcache_core.sim.sweep import FinishedRun, Journal, Run, plan, run_all
+from ragcache_core.sim.sweep import FinishedRun, Journal, SweepRun, plan, run_all
 from ragcache_core.sim.traces.trace import read_trace, write_trace
 from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
 
@@ -34,7 +34,7 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def finished(run: Run, mean_ttft_s: float = 1.0) -> FinishedRun:
+def finished(run: SweepRun, mean_ttft_s: float = 1.0) -> FinishedRun:
     return FinishedRun(run.key, str(run.trace), run.options.to_dict(), {"mean_ttft_s": mean_ttft_s}, (), 0.5)
 
 
