@@ -118,6 +118,8 @@ BROKEN: dict[str, tuple[str | bytes, str]] = {
     "a length beyond all": (changed(doc_tokens=[1904, 2**31]), "from 1 to 2147483647"),
     "a negative question": (changed(question_tokens=-1), "'question_tokens' holds -1"),
     "no answer": (changed(output_tokens=0), "'output_tokens' holds 0"),
+    "a conversation below 0": (changed(conversation=-1), "'conversation' is"),
+    "a conversation that is no number": (changed(conversation="seven"), "'conversation' is"),
     "without a time": (json.dumps({name: value for name, value in LINE.items() if name != "t"}), "'t'"),
 }
 
