@@ -34,5 +34,5 @@ def test_no_two_statistics_share_a_metric_and_each_of_an_engine_has_one_source()
 
 
 def test_a_summary_adds_up_the_tokens_of_every_origin() -> None:
-    assert TOKENS_BY_ORIGIN == tuple(f"num_{origin}_tokens" for origin in ("gpu", "host", "disk", "shared"))
+    assert tuple(f"num_{origin}_tokens" for origin in ("gpu", "host", "disk", "shared")) == TOKENS_BY_ORIGIN
     assert set(TOKENS_BY_ORIGIN) <= {each.name for each in fields(CacheSummary)}
