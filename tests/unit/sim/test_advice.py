@@ -27,7 +27,7 @@ def request(number: int, *docs: str) -> TracedRequest:
 
 @pytest.fixture(scope="module")
 def trace() -> Trace:
-    return make_trace(replace(WORKLOADS["mmlu"], mean_tokens=600.0, most_tokens=1_500), 100, seed=3)
+    return make_trace(replace(WORKLOADS["mmlu"], mean_tokens=600.0, most_tokens=1_500), 60, seed=3)
 
 
 @pytest.fixture(scope="module")
