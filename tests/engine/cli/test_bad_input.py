@@ -197,7 +197,7 @@ def test_one_clear_error_and_nothing_is_lost(scene: Scene, case: Case, error: ty
 def test_a_disk_that_is_full_while_saving_loses_nothing(scene: Scene) -> None:
     assert run(scene.index).status == 0
     scene.write("new.txt", "What was stored of this file is to be replaced.")
-    scene.write("large.txt", " ".join(f"{WORDS[i % 10]}{i}" for i in range(100_000)))
+    scene.write("large.txt", " ".join(f"{WORDS[i % 10]}{i}" for i in range(30_000)))
     before = scene.fingerprint()
     done = run([*scene.index, "--update"], largest_file_bytes=100_000)
     check_error(done, StoreFullError)
@@ -209,7 +209,7 @@ def test_a_disk_that_is_full_while_saving_loses_nothing(scene: Scene) -> None:
 
 
 def test_a_disk_that_is_full_leaves_no_half_made_store(scene: Scene) -> None:
-    scene.write("large.txt", " ".join(f"{WORDS[i % 10]}{i}" for i in range(100_000)))
+    scene.write("large.txt", " ".join(f"{WORDS[i % 10]}{i}" for i in range(30_000)))
     new = scene.folder / "new.store"
     done = run(["index", str(scene.notes), "--store", str(new)], largest_file_bytes=100_000)
     check_error(done, StoreFullError)
