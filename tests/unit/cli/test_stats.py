@@ -261,7 +261,7 @@ def test_counters_that_began_anew_are_not_subtracted() -> None:
     assert earlier.since(replace(earlier, policy=None, tiers=())) == earlier, "its cache was not known then"
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(50, 120), (16, 64), (6, 40)])
+@pytest.mark.parametrize(("rows", "columns"), [(50, 120), (6, 40)])
 def test_a_watch_fills_a_terminal_within_its_size_and_leaves_the_last_reading(
     server: ScriptedServer, rows: int, columns: int
 ) -> None:
