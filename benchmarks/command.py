@@ -11,7 +11,7 @@ from typing import Any
 import click
 from tqdm import tqdm
 
-from benchmarks.report import Goals, Part, Plan, merged, read_report, table, to_json
+from benchmarks.report import BenchmarkPlan, Goals, Part, merged, read_report, table, to_json
 from ragcache_core.reports.machine import machine
 
 _MINUTES_HELP = "Start no part that could end later; at least one runs."
@@ -20,7 +20,7 @@ _MINUTES_HELP = "Start no part that could end later; at least one runs."
 def benchmark(
     name: str,
     summary: str,
-    parts: Mapping[str, Callable[[Plan], Part]],
+    parts: Mapping[str, Callable[[BenchmarkPlan], Part]],
     goals: Goals,
     examples: str,
     *,
@@ -75,7 +75,7 @@ def benchmark(
         found = _figures(part for each, part in measured.items() if each not in missing)
         left_out: Sequence[str] = ()
         with tqdm(total=len(missing), desc=name, bar_format="{desc} {n}/{total} [{elapsed}]", disable=None) as bar:
-            plan = Plan(model, corpus, seed, quick, bar.set_description_str, kept_at, found)
+            plan = BenchmarkPlan(model, corpus, seed, quick, bar.set_description_str, kept_at, found)
             for number, part_name in enumerate(missing):
                 if number and latest_start_s is not None and time.monotonic() > latest_start_s:
                     left_out = missing[number:]

@@ -17,7 +17,7 @@ from benchmarks.fleet.__main__ import GOALS as FLEET
 from benchmarks.fleet.virtual import measure as measure_fleet
 from benchmarks.pipeline.__main__ import GOALS as PIPELINE
 from benchmarks.pipeline.overlap import measure_overlap
-from benchmarks.report import Figure, Goal, Part, Plan, PlanProgress
+from benchmarks.report import BenchmarkPlan, Figure, Goal, Part, PlanProgress
 from benchmarks.simulation.__main__ import GOALS as SIMULATION
 from benchmarks.simulation.__main__ import measure_bound
 from benchmarks.tiers.__main__ import GOALS as TIERS
@@ -37,7 +37,7 @@ _RATES_RPS = (2.3, 3.5)
 COMPARISON = Path("build/bench-headline-compare.json")
 
 
-def measure_side_by_side(plan: Plan) -> Part:
+def measure_side_by_side(plan: BenchmarkPlan) -> Part:
     """Put the same load on four engines; draws ``build/bench-headline-compare.html`` and its pictures as well."""
     options = BenchOptions(
         compare=(*_OTHERS, _OURS),
@@ -77,7 +77,7 @@ def _key(baseline: str, rate: int) -> str:
     return f"sooner_than_{baseline.replace('-', '_')}_{_RATES_RPS[rate]:g}"
 
 
-PARTS: dict[str, Callable[[Plan], Part]] = {
+PARTS: dict[str, Callable[[BenchmarkPlan], Part]] = {
     "exactness": measure_exactness,
     "side-by-side": measure_side_by_side,
     "disk-ttft": partial(measure_disk_ttft, waiting=(1, 8)),

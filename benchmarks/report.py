@@ -61,7 +61,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BenchmarkPlan:
     """What every measurement is told.
 
     Attributes:
@@ -85,7 +85,7 @@ class Plan:
 class PlanProgress:
     """Progress of a comparison of engines in the bar of a benchmark."""
 
-    def __init__(self, plan: Plan, name: str) -> None:
+    def __init__(self, plan: BenchmarkPlan, name: str) -> None:
         self._plan, self._name = plan, name
         self._num_done = self._num_requests = 0
 

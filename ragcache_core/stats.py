@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ragcache_core.types import DocId, PromptSegment, SegmentKind, Swap, Tier
 
@@ -31,17 +31,59 @@ class Series:
     is_gauge: bool = False
 
 
+# A statistic is declared once, as a field: its name is the key in JSON and on the wire. The metadata says who reports
+# it ("series": RAGCache's engine, also on /metrics; "vllm": vLLM on /metrics; "reported": RAGCache's engine, in its
+# answers alone), whether it only grows, and how the values of several engines become one.
+
+
 def series_of(stats: type) -> dict[str, Series]:
     """Return which of the fields of ``stats`` are series of the server's ``/metrics``."""
     return {each.name: each.metadata["series"] for each in fields(stats) if "series" in each.metadata}
+
+
+def vllm_series_of(stats: type) -> dict[str, str]:
+    """Return which of the fields of ``stats`` are vLLM's own series, and the names of these."""
+    return {each.name: each.metadata["vllm"] for each in fields(stats) if "vllm" in each.metadata}
+
+
+def reported_fields(stats: type, *, required: bool = False) -> list[str]:
+    """Return the fields of ``stats`` that RAGCache's engine reports; with ``required``, those that it always does."""
+    reported = (each for each in fields(stats) if {"series", "reported"} & each.metadata.keys())
+    return [each.name for each in reported if not required or each.metadata.get("reported") == "always"]
+
+
+def fields_merged_by(merge: str, stats: type) -> list[str]:
+    """Return the fields of ``stats`` whose values of several engines become one by ``merge``, ``max`` or ``mean``."""
+    return [each.name for each in fields(stats) if each.metadata.get("merge") == merge]
 
 
 def _counter(name: str, text: str, default: Any = 0) -> Any:
     return field(default=default, metadata={"series": Series(name, text)})
 
 
-def _gauge(name: str, text: str, default: Any = MISSING) -> Any:
-    return field(default=default, metadata={"series": Series(name, text, is_gauge=True)})
+def _gauge(name: str, text: str, default: Any = MISSING, *, merge: str = "sum") -> Any:
+    return field(default=default, metadata={"series": Series(name, text, is_gauge=True), "merge": merge})
+
+
+def _of_vllm(name: str, default: Any = MISSING, *, is_gauge: bool = False, merge: str = "sum") -> Any:
+    return field(default=default, metadata={"vllm": f"vllm:{name}", "is_gauge": is_gauge, "merge": merge})
+
+
+_REPORTED = {"reported": "if known"}
+_ALWAYS_REPORTED = {"reported": "always"}
+_ORIGIN = {**_REPORTED, "is_origin": True}
+
+
+def _counters_of(stats: type) -> list[str]:
+    series = {name: shown.is_gauge for name, shown in series_of(stats).items()}
+    return [each.name for each in fields(stats) if not series.get(each.name, each.metadata.get("is_gauge", True))]
+
+
+_Stats = TypeVar("_Stats", "EngineStats", "TierStats")
+
+
+def _growth(later: _Stats, earlier: _Stats) -> dict[str, Any]:
+    return {name: getattr(later, name) - getattr(earlier, name) for name in _counters_of(type(later))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,14 +186,14 @@ class RequestStats:
     ttft_s: float | None
     total_s: float
     documents: tuple[DocumentStats, ...] = ()
-    num_gpu_tokens: int | None = None
-    num_host_tokens: int | None = None
-    num_disk_tokens: int | None = None
-    num_shared_tokens: int | None = None
-    num_loaded_bytes: int | None = None
-    num_stored_bytes: int | None = None
-    queue_s: float | None = None
-    chunk_reuse: ChunkReuseStats | None = None
+    num_gpu_tokens: int | None = field(default=None, metadata=_ORIGIN)
+    num_host_tokens: int | None = field(default=None, metadata=_ORIGIN)
+    num_disk_tokens: int | None = field(default=None, metadata=_ORIGIN)
+    num_shared_tokens: int | None = field(default=None, metadata=_ORIGIN)
+    num_loaded_bytes: int | None = field(default=None, metadata=_REPORTED)
+    num_stored_bytes: int | None = field(default=None, metadata=_REPORTED)
+    queue_s: float | None = field(default=None, metadata=_REPORTED)
+    chunk_reuse: ChunkReuseStats | None = field(default=None, metadata=_REPORTED)
     deadline: DeadlineReport | None = None
     num_resumes: int = 0
     is_resampled: bool = False
@@ -168,6 +210,10 @@ class RequestStats:
                 "num_computed_tokens": self.num_computed_tokens}  # fmt: skip
         del data["deadline"]
         return data if self.deadline is None else {**data, "deadline": self.deadline.to_dict()}
+
+
+TOKENS_BY_ORIGIN = tuple(each.name for each in fields(RequestStats) if each.metadata.get("is_origin"))
+"""Statistics of a request that say which tier its cached tokens came from."""
 
 
 def document_stats(segments: Iterable[PromptSegment], num_cached_tokens: int) -> tuple[DocumentStats, ...]:
@@ -515,12 +561,6 @@ def _summed(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
     return {name: one.get(name, 0) + other.get(name, 0) for name in {**one, **other}}
 
 
-_COUNTED = (
-    *("num_prompt_tokens", "num_output_tokens", "num_prefix_query_tokens", "num_prefix_hit_tokens"),
-    *("num_preemptions", "num_first_tokens", "sum_ttft_s", "num_speculative_requests", "num_confirmed_speculations"),
-)
-
-
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """A reading of the server's counters since it started.
@@ -550,30 +590,30 @@ class EngineStats:
     ``chunks`` is ``None`` in an engine without chunk reuse.
     """
 
-    num_running: int
-    num_waiting: int
-    kv_cache_usage: float
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_prefix_query_tokens: int
-    num_prefix_hit_tokens: int
-    num_preemptions: int
-    num_first_tokens: int = 0
-    sum_ttft_s: float = 0.0
+    num_running: int = _of_vllm("num_requests_running", is_gauge=True)
+    num_waiting: int = _of_vllm("num_requests_waiting", is_gauge=True)
+    kv_cache_usage: float = _of_vllm("kv_cache_usage_perc", is_gauge=True, merge="mean")
+    num_prompt_tokens: int = _of_vllm("prompt_tokens_total")
+    num_output_tokens: int = _of_vllm("generation_tokens_total")
+    num_prefix_query_tokens: int = _of_vllm("prefix_cache_queries_total")
+    num_prefix_hit_tokens: int = _of_vllm("prefix_cache_hits_total")
+    num_preemptions: int = _of_vllm("num_preemptions_total")
+    num_first_tokens: int = _of_vllm("time_to_first_token_seconds_count", 0)
+    sum_ttft_s: float = _of_vllm("time_to_first_token_seconds_sum", 0.0)
     num_restarts: int = 0
     num_server_rendered_chats: int = 0
-    policy: str | None = None
-    tiers: tuple[TierStats, ...] = ()
-    hottest_documents: tuple[DocumentUse, ...] = ()
+    policy: str | None = field(default=None, metadata=_ALWAYS_REPORTED)
+    tiers: tuple[TierStats, ...] = field(default=(), metadata=_ALWAYS_REPORTED)
+    hottest_documents: tuple[DocumentUse, ...] = field(default=(), metadata=_ALWAYS_REPORTED)
     num_requests: int = _counter("ragcache_requests", "Requests that were asked for and admitted.")
     num_ignored_metadata: int = _counter(
         "ragcache_ignored_metadata", "Requests whose documents contradicted their prompt."
     )
-    num_corrupt_chunks: int = 0
+    num_corrupt_chunks: int = field(default=0, metadata=_REPORTED)
     num_lost_chunks: int = _counter(
         "ragcache_lost_chunks", "Chunks found cut off, or without their prefix, at the start."
     )
-    num_dropped_chunks: int = 0
+    num_dropped_chunks: int = field(default=0, metadata=_REPORTED)
     num_shared_failures: int = _counter(
         "ragcache_shared_failures", "How often the shared store failed, or did not answer in time."
     )
@@ -581,7 +621,7 @@ class EngineStats:
         "ragcache_reordered_requests", "Requests that were served before an earlier one."
     )
     max_overtaken: int = _gauge(
-        "ragcache_max_overtaken", "The most later requests that were served before a waiting one.", 0
+        "ragcache_max_overtaken", "The most later requests that were served before a waiting one.", 0, merge="max"
     )
     num_reordered_prompts: int = _counter(
         "ragcache_reordered_prompts", "Requests whose documents do not stand as retrieved."
@@ -599,7 +639,7 @@ class EngineStats:
         "ragcache_speculative_tokens", "Prompt tokens computed before anybody asked for them."
     )
     num_wasted_tokens: int = _gauge("ragcache_wasted_tokens", "Of those, the ones that no request used.", 0)
-    chunks: ChunkStats | None = None
+    chunks: ChunkStats | None = field(default=None, metadata=_REPORTED)
 
     @property
     def prefix_hit_rate(self) -> float:
@@ -621,20 +661,13 @@ class EngineStats:
 
         If the server's counters were reset in between, all that it has counted since.
         """
-        spent = {name: getattr(self, name) - getattr(earlier, name) for name in _COUNTED}
         before = {tier.name: tier for tier in earlier.tiers}
-        tiers = [
-            replace(
-                tier,
-                num_hit_tokens=tier.num_hit_tokens - before[tier.name].num_hit_tokens,
-                num_evicted_blocks=tier.num_evicted_blocks - before[tier.name].num_evicted_blocks,
-            )
-            for tier in self.tiers
-            if tier.name in before
-        ]
-        counts = [*spent.values(), *(t.num_hit_tokens for t in tiers), *(t.num_evicted_blocks for t in tiers)]
-        if len(tiers) < len(self.tiers) or min(counts) < 0:
+        if not before.keys() >= {tier.name for tier in self.tiers}:
             return self
+        spent, of_tiers = _growth(self, earlier), [_growth(tier, before[tier.name]) for tier in self.tiers]
+        if min(count for growth in (spent, *of_tiers) for count in growth.values()) < 0:
+            return self
+        tiers = (replace(tier, **growth) for tier, growth in zip(self.tiers, of_tiers, strict=True))
         return replace(self, **spent, tiers=tuple(tiers))
 
     @property
@@ -657,6 +690,17 @@ class EngineStats:
             "mean_ttft_s": self.mean_ttft_s,
             "reordered_share": self.reordered_share,
         }
+
+
+ENGINE_SERIES = {
+    "num_prompt_tokens": Series("ragcache_prompt_tokens", "Prompt tokens of requests that were asked for."),
+    "num_loaded_bytes": Series("ragcache_loaded_bytes", "Bytes of KV copied into GPU memory."),
+    "num_stored_bytes": Series("ragcache_stored_bytes", "Bytes of KV copied out of GPU memory."),
+    **series_of(EngineStats),
+}
+"""Series of the engine's report; the first three are sums over requests, which a client reads of each response."""
+TIER_SERIES = series_of(TierStats)
+CHUNK_SERIES = series_of(ChunkStats)
 
 
 def request_stats_from_dict(data: Mapping[str, object]) -> RequestStats:
@@ -687,6 +731,9 @@ def _deadline_from(data: Mapping[str, Any]) -> DeadlineReport:
     return DeadlineReport(**{**data, "options": tuple(PlannedPrompt(**option) for option in data["options"])})
 
 
+_MAXIMA = fields_merged_by("max", EngineStats)
+
+
 def merged_report(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return one report for those of several engines, which have the same settings: figures add up.
 
@@ -702,7 +749,7 @@ def merged_report(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
         shared[kind] = {name: _merged([each[name] for each in by_name if name in each]) for name in names}
     return {
         **total,
-        "max_overtaken": max(report["max_overtaken"] for report in reports),
+        **{name: max(report[name] for report in reports) for name in _MAXIMA},
         **{kind: by_name for kind, by_name in shared.items() if by_name},
     }
 

@@ -11,7 +11,7 @@ from benchmarks.chunks.answers import measure_answers, measure_curve
 from benchmarks.chunks.load import measure_load
 from benchmarks.chunks.ttft import measure_ttft
 from benchmarks.command import benchmark
-from benchmarks.report import Goal, Part, Plan
+from benchmarks.report import BenchmarkPlan, Goal, Part
 
 _MOST_COMPUTED = Goal("<=", 0.49)
 _MOST_LOST = Goal("<=", 0.02)
@@ -30,7 +30,7 @@ GOALS: dict[str, Goal] = {
     "load_throughput_ratio": Goal(">=", 1.6),
 }
 
-PARTS: dict[str, Callable[[Plan], Part]] = {
+PARTS: dict[str, Callable[[BenchmarkPlan], Part]] = {
     "answers": measure_answers,
     "ttft": measure_ttft,
     "load": measure_load,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.engines import BLOCK_SIZE
-from benchmarks.report import Figure, Part, Plan
+from benchmarks.report import BenchmarkPlan, Figure, Part
 from ragcache_core.config import CacheConfig
 from ragcache_core.quality import (
     FULL,
@@ -38,7 +38,7 @@ _KINDS = {"": "all", "_single": "single-hop", "_two_hop": "two-hop", "_cont": "c
 WARM_UP = "none: every engine starts empty, and what fills it is counted; naive reuse has read each document alone"
 
 
-def measure_answers(plan: Plan) -> Part:
+def measure_answers(plan: BenchmarkPlan) -> Part:
     """Answer with everything computed, with prefix caching, with naive reuse, and with whole chunks mended."""
     (chunks,) = chunk_methods("whole_chunks", [ALPHA])
     by_method = _summaries(plan, [FULL, PREFIX, NAIVE, chunks])
@@ -50,7 +50,7 @@ def measure_answers(plan: Plan) -> Part:
     return Part(WARM_UP, tuple(figures), details)
 
 
-def measure_curve(plan: Plan) -> Part:
+def measure_curve(plan: BenchmarkPlan) -> Part:
     """Answer with several alphas of our selection and of Cache-Craft's: how quality grows with what is computed.
 
     Draws ``build/bench-chunks-curve.png`` as well.
@@ -112,7 +112,7 @@ def _figures(
     )
 
 
-def _summaries(plan: Plan, methods: Sequence[Method]) -> dict[str, dict[str, QualitySummary]]:
+def _summaries(plan: BenchmarkPlan, methods: Sequence[Method]) -> dict[str, dict[str, QualitySummary]]:
     """Return by method and kind what the methods came to.
 
     Raises:
@@ -126,7 +126,7 @@ def _summaries(plan: Plan, methods: Sequence[Method]) -> dict[str, dict[str, Qua
 
 
 def asked(
-    plan: Plan, model: str, questions: Sequence[Question], methods: Sequence[Method]
+    plan: BenchmarkPlan, model: str, questions: Sequence[Question], methods: Sequence[Method]
 ) -> Iterator[tuple[Method, list[ScoredAnswer]]]:
     """Yield each method's answers by the model, all methods with engines of the same sizes."""
     options = {

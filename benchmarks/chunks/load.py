@@ -14,7 +14,7 @@ from statistics import fmean
 
 from benchmarks.chunks.ttft import HISTORY, HOST_BYTES, RECOMPUTED, REUSE, SCALE, condensed
 from benchmarks.engines import BLOCK_SIZE
-from benchmarks.report import Figure, Part, Plan, PlanProgress, percentiles_ms
+from benchmarks.report import BenchmarkPlan, Figure, Part, PlanProgress, percentiles_ms
 from ragcache_core.bench.comparison import Amounts, Comparison, run_comparison
 from ragcache_core.bench.engines import BASELINES, Baseline, Setup
 from ragcache_core.bench.options import KV_TOKENS
@@ -32,7 +32,7 @@ OUTPUT_TOKENS = 16
 _BASELINE, _CHUNKS = "vllm", "ragcache-chunks"
 
 
-def measure_load(plan: Plan) -> Part:
+def measure_load(plan: BenchmarkPlan) -> Part:
     """Put all engines under each rate, one engine after the other; what is finished is kept in ``plan.kept_at``."""
     num_history, num_recent, num_timed = plan.sized(HISTORY, 8), plan.sized(16, 2), plan.sized(48, 3)
     model = str(random_model())

@@ -18,7 +18,7 @@ from statistics import fmean, median
 from typing import Any
 
 from benchmarks.engines import BLOCK_SIZE, launch
-from benchmarks.report import Figure, Part, Plan, percentiles_ms
+from benchmarks.report import BenchmarkPlan, Figure, Part, percentiles_ms
 from benchmarks.token_client import TokenAnswer, TokenClient
 from ragcache_core.bench.prompts import TracedPrompts, scaled
 from ragcache_core.config import CacheConfig, ChunkReuse
@@ -64,7 +64,7 @@ class TtftLoad:
     launch_args: Mapping[str, Any] = field(default_factory=dict)
 
 
-def measure_ttft(plan: Plan, load: TtftLoad = TtftLoad()) -> Part:
+def measure_ttft(plan: BenchmarkPlan, load: TtftLoad = TtftLoad()) -> Part:
     """Ask both engines for the same requests of the ``sysx`` workload, one at a time, in turn."""
     num_recent = num_timed = load.num_requests or plan.sized(60, 12)
     model, num_history = load.model or str(random_model()), load.num_history

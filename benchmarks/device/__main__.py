@@ -18,7 +18,7 @@ from benchmarks.device.host_hits import measure_host_hits
 from benchmarks.device.processor_time import measure_request
 from benchmarks.device.sizes import PART_MINUTES
 from benchmarks.device.steps import measure_steps
-from benchmarks.report import Goal, Part, Plan
+from benchmarks.report import BenchmarkPlan, Goal, Part
 from benchmarks.tiers.exactness import measure_exactness, measure_exactness_bf16
 
 GOALS: dict[str, Goal] = {
@@ -36,14 +36,14 @@ GOALS: dict[str, Goal] = {
 }
 
 
-def measure_speculation(plan: Plan) -> Part:
+def measure_speculation(plan: BenchmarkPlan) -> Part:
     """Load LangChain, LlamaIndex and Faiss for this part alone: a GPU machine may be without them."""
     from benchmarks.pipeline.exactness import measure_pipeline_exactness
 
     return measure_pipeline_exactness(plan)
 
 
-PARTS: dict[str, Callable[[Plan], Part]] = {
+PARTS: dict[str, Callable[[BenchmarkPlan], Part]] = {
     "steps": measure_steps,
     "request": measure_request,
     "host-hits": measure_host_hits,

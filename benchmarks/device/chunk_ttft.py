@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from benchmarks.chunks.ttft import TtftLoad, measure_ttft
 from benchmarks.device.sizes import model_8b
-from benchmarks.report import Part, Plan
+from benchmarks.report import BenchmarkPlan, Part
 
 _NUM_HISTORY = 400
 _NUM_REQUESTS = 40
 _WINDOW = 24_576
 
 
-def measure_chunks(plan: Plan) -> Part:
+def measure_chunks(plan: BenchmarkPlan) -> Part:
     """Measure whole prompts of ``sysx``, 3,600 tokens on average; on a CPU or with --quick, the small benchmark model.
 
     Both engines are on the GPU at once: 2 x 16 GiB of weights and 2 x 6 GiB of KV.

@@ -10,7 +10,7 @@ from statistics import fmean
 
 from benchmarks.device.sizes import GRAPHS, model_8b
 from benchmarks.engines import BLOCK_SIZE
-from benchmarks.report import Figure, Part, Plan, PlanProgress, percentiles_ms
+from benchmarks.report import BenchmarkPlan, Figure, Part, PlanProgress, percentiles_ms
 from ragcache_core.bench.comparison import Amounts, Session, measure
 from ragcache_core.bench.engines import BASELINES, Setup
 from ragcache_core.bench.options import HOST_TOKENS, KV_TOKENS, window
@@ -26,12 +26,12 @@ _SMALL_SCALE = 0.05
 _DTYPE_ARGS = ("--no-enforce-eager", *GRAPHS, "--load-format=dummy")
 
 
-def parts() -> dict[str, Callable[[Plan], Part]]:
+def parts() -> dict[str, Callable[[BenchmarkPlan], Part]]:
     """Return a part for each engine; plain vLLM, which the others are compared with, is the first."""
     return {f"compare-{name}": partial(_measure, name) for name in COMPARED}
 
 
-def _measure(name: str, plan: Plan) -> Part:
+def _measure(name: str, plan: BenchmarkPlan) -> Part:
     model, baseline = model_8b(plan), BASELINES[name]
     scale = _SMALL_SCALE if model.is_small else 1.0
     amounts = Amounts(plan.sized(300, 4), plan.sized(150, 4))
@@ -58,7 +58,7 @@ def _measure(name: str, plan: Plan) -> Part:
     return Part(f"{amounts.num_warm_up} requests", _figures(plan, name, run), run.to_dict())
 
 
-def _figures(plan: Plan, name: str, run: TimedRun) -> tuple[Figure, ...]:
+def _figures(plan: BenchmarkPlan, name: str, run: TimedRun) -> tuple[Figure, ...]:
     key = f"compare_{name.replace('-', '_')}"
     note = f"{len(run.ttft_s)} requests of {_WORKLOAD} at {run.requests_per_s:g} a second, mean"
     ttft_ms, tpot_ms = (round(1e3 * fmean(times), 3) for times in (run.ttft_s, run.tpot_s))

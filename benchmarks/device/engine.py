@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engines import BLOCK_SIZE, block_bytes, has_gpu, launch
-from benchmarks.report import Figure, Part, Plan
-from benchmarks.tiers.idle_overhead import Load, random_texts, unique_requests
+from benchmarks.report import BenchmarkPlan, Figure, Part
+from benchmarks.tiers.idle_overhead import IdleLoad, random_texts, unique_requests
 from benchmarks.token_client import TokenClient
 from ragcache_core.config import CacheConfig
 from ragcache_core.profiles.random_model import ModelShape, random_model
@@ -23,12 +23,12 @@ _KERNEL_CHECK = Path(__file__).parents[3] / "kernels" / "gpu_check.py"
 _COST_MODEL = Path("build") / "gpu-cost-model.json"
 _LARGE = ModelShape(hidden_size=2048, num_layers=24, num_heads=16, num_kv_heads=8, intermediate_size=8192)
 """1.5 billion parameters, 96 KiB of KV a token in bfloat16."""
-_COPIED = Load("copies", 1900, 1, 16)
+_COPIED = IdleLoad("copies", 1900, 1, 16)
 _COPY_GPU_REQUESTS = 20
 """Prompts that the GPU holds: those of a batch are evicted by the next."""
 
 
-def check_kernels(plan: Plan) -> Part:
+def check_kernels(plan: BenchmarkPlan) -> Part:
     """Run ``kernels/gpu_check.py`` in a process of its own; all that it found is in the details."""
     plan.report("kernels: built, checked and timed")
     with tempfile.TemporaryDirectory(prefix="ragcache-gpu-check-") as folder:
@@ -50,7 +50,7 @@ def check_kernels(plan: Plan) -> Part:
     return Part("each kernel ran once", figures, found)
 
 
-def measure_copies(plan: Plan) -> Part:
+def measure_copies(plan: BenchmarkPlan) -> Part:
     """Have prompts stored in host memory and loaded from there, and hold the rates against the pinned link's.
 
     Three batches of prompts take turns; the GPU holds one of them, host memory all.

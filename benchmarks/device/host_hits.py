@@ -8,7 +8,7 @@ from statistics import median
 
 from benchmarks.device.sizes import DeviceModel, PartTime, model_8b
 from benchmarks.engines import BLOCK_SIZE, TokenTexts, block_bytes, launch
-from benchmarks.report import Figure, Part, Plan, percentiles_ms
+from benchmarks.report import BenchmarkPlan, Figure, Part, percentiles_ms
 from benchmarks.tiers.idle_overhead import random_texts
 from benchmarks.token_client import TokenAnswer, TokenClient
 from ragcache_core.bench.prompts import TokenRequest
@@ -34,7 +34,7 @@ class _Times:
     hit_shares: list[float] = field(default_factory=list)
 
 
-def measure_host_hits(plan: Plan) -> Part:
+def measure_host_hits(plan: BenchmarkPlan) -> Part:
     """Ask for new prompts of each length, evict them from the GPU by long ones, and ask for them again."""
     model = model_8b(plan)
     lengths = [length // 16 if model.is_small else length for length in _LENGTHS]
@@ -64,7 +64,9 @@ def _launch(side: str, model: DeviceModel, lengths: Sequence[int]) -> Engine:
     return launch(model.path, VLLMOffload(host_bytes), kv_cache_memory_bytes=kv_bytes, **arguments)
 
 
-def _measure(plan: Plan, clock: PartTime, side: str, client: TokenClient, lengths: Sequence[int]) -> dict[int, _Times]:
+def _measure(
+    plan: BenchmarkPlan, clock: PartTime, side: str, client: TokenClient, lengths: Sequence[int]
+) -> dict[int, _Times]:
     texts, is_plain = random_texts(plan.seed, 0), side != "ragcache"
     fillers = [_request(texts, 1_000 + i, lengths[-1]) for i in range(_NUM_FILLERS)]
     times = {length: _Times() for length in lengths}

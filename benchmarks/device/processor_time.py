@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from benchmarks.report import Figure, Part, Plan
+from benchmarks.report import BenchmarkPlan, Figure, Part
 from benchmarks.server_cost.engines import EngineName
 from benchmarks.server_cost.measure import ServerCost, compare, group_engines
 
 _ENGINES: tuple[EngineName, ...] = ("vllm", "vllm-offload", "ragcache-host")
 
 
-def measure_request(plan: Plan) -> Part:
+def measure_request(plan: BenchmarkPlan) -> Part:
     """Run ``benchmarks.server_cost`` with a host tier; the baseline of a figure is vLLM's own offloading.
 
     On a GPU the engine core waits for the device in a loop, so its processor time contains the model's time.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.engines import has_gpu
-from benchmarks.report import Plan
+from benchmarks.report import BenchmarkPlan
 from ragcache_core.profiles.random_model import LLAMA_3_8B, random_model
 
 PART_MINUTES = 4.0
@@ -34,7 +34,7 @@ class DeviceModel:
     launch_args: Mapping[str, Any] = field(default_factory=dict)
 
 
-def model_30m(plan: Plan) -> DeviceModel:
+def model_30m(plan: BenchmarkPlan) -> DeviceModel:
     """Return a Llama of 30 million random weights in bfloat16."""
     if plan.is_quick or not has_gpu():
         return DeviceModel(plan.model, "float32", is_small=True)
@@ -43,7 +43,7 @@ def model_30m(plan: Plan) -> DeviceModel:
     )
 
 
-def model_8b(plan: Plan) -> DeviceModel:
+def model_8b(plan: BenchmarkPlan) -> DeviceModel:
     """Return a model of Llama-3.1-8B's shape with random weights in bfloat16."""
     if plan.is_quick or not has_gpu():
         return DeviceModel(plan.model, "float32", is_small=True)

@@ -8,8 +8,8 @@ from statistics import median
 
 from benchmarks.device.sizes import DeviceModel, PartTime, model_30m
 from benchmarks.engines import BLOCK_SIZE, ONE_CORE, block_bytes, launch
-from benchmarks.report import Figure, Part, Plan, percentiles_ms
-from benchmarks.tiers.idle_overhead import Load, random_texts, unique_requests
+from benchmarks.report import BenchmarkPlan, Figure, Part, percentiles_ms
+from benchmarks.tiers.idle_overhead import IdleLoad, random_texts, unique_requests
 from benchmarks.token_client import TokenClient
 from ragcache_core.client import Engine
 from ragcache_core.client.launch.settings import VLLMOffload
@@ -22,7 +22,7 @@ _NUM_ROUNDS = 7
 _HOST_BYTES = 4 << 30
 
 
-def measure_steps(plan: Plan) -> Part:
+def measure_steps(plan: BenchmarkPlan) -> Part:
     """Answer 32 and 256 requests at once on three engines; a batch's time is that of its last answer.
 
     Documents never return: what differs from plain vLLM is the cost of a step.
@@ -38,14 +38,14 @@ def measure_steps(plan: Plan) -> Part:
             clients[side] = TokenClient(running.enter_context(_launch(plan, side, model, most, max_tokens)))
         for name in _BATCHES:
             batch = plan.sized(name, name * most // max(_BATCHES))
-            load = Load("steps", _DOCUMENT_TOKENS, max_tokens, batch)
+            load = IdleLoad("steps", _DOCUMENT_TOKENS, max_tokens, batch)
             times_s = _time_batches(plan, clock, clients, load)
             figures += _figures(name, batch, times_s)
             details[f"batches_s_{name}"] = times_s
     return Part("1 batch of each size on each engine", tuple(figures), details)
 
 
-def _launch(plan: Plan, side: str, model: DeviceModel, most: int, max_tokens: int) -> Engine:
+def _launch(plan: BenchmarkPlan, side: str, model: DeviceModel, most: int, max_tokens: int) -> Engine:
     blocks = -(-(2 * _DOCUMENT_TOKENS + max_tokens) // BLOCK_SIZE) + 2
     kv_bytes = most * blocks * block_bytes(model.path, model.dtype)
     host_bytes = plan.sized(_HOST_BYTES, 2 * kv_bytes)
@@ -58,7 +58,7 @@ def _launch(plan: Plan, side: str, model: DeviceModel, most: int, max_tokens: in
 
 
 def _time_batches(
-    plan: Plan, clock: PartTime, clients: Mapping[str, TokenClient], load: Load
+    plan: BenchmarkPlan, clock: PartTime, clients: Mapping[str, TokenClient], load: IdleLoad
 ) -> Mapping[str, Sequence[float]]:
     """Return the seconds of each batch by engine; those of one number ran one after the other."""
     texts = random_texts(plan.seed, load.batch)

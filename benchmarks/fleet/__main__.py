@@ -12,7 +12,7 @@ from collections.abc import Callable
 from benchmarks.command import benchmark
 from benchmarks.fleet.exactness import measure_exactness
 from benchmarks.fleet.virtual import measure, measure_curve
-from benchmarks.report import Goal, Part, Plan
+from benchmarks.report import BenchmarkPlan, Goal, Part
 
 _SIZES = (8, 64)
 _WORKLOADS = ("mmlu", "sysx")
@@ -33,7 +33,7 @@ GOALS: dict[str, Goal] = {
     "exact_restarts": Goal(">=", 4),
 }
 
-PARTS: dict[str, Callable[[Plan], Part]] = {
+PARTS: dict[str, Callable[[BenchmarkPlan], Part]] = {
     **{f"{workload}_{num}": measure(workload, num) for num in _SIZES for workload in _WORKLOADS},
     "curve": measure_curve,
     "exactness": measure_exactness,

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from benchmarks.engines import BLOCK_SIZE, ONE_CORE, block_bytes, kill_engine_core, launch, side_by_side
-from benchmarks.report import Figure, Part, Plan
+from benchmarks.report import BenchmarkPlan, Figure, Part
 from benchmarks.tiers.exactness import mismatches, plain_answers
 from benchmarks.token_client import TokenAnswer, TokenClient
 from ragcache_core import CacheConfig, Engine, Fleet
@@ -27,7 +27,7 @@ _RESTARTED_WITHIN_S = 240.0
 _GPU_BLOCKS, _HOST_BLOCKS = 72, 48
 
 
-def measure_exactness(plan: Plan) -> Part:
+def measure_exactness(plan: BenchmarkPlan) -> Part:
     """Ask a fleet what plain vLLM was asked: every third request streamed, from two engines that are killed by turns.
 
     At first their cores alone are killed, then all their processes. With each answer an object in their store is
@@ -69,7 +69,7 @@ def measure_exactness(plan: Plan) -> Part:
 
 
 def _ask(
-    plan: Plan,
+    plan: BenchmarkPlan,
     fleet: Fleet,
     engines: Sequence[Engine],
     requests: Sequence[TokenRequest],

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.report import Figure, Part, Plan
+from benchmarks.report import BenchmarkPlan, Figure, Part
 from benchmarks.simulated import simulate_runs
 from benchmarks.simulated.laboratory import LabOptions, Routing
 from ragcache_core.bench.summary import Estimate
 from ragcache_core.reports.plots import Plot, beside, lines
-from ragcache_core.sim.sweep import Run
+from ragcache_core.sim.sweep import SweepRun
 from ragcache_core.sim.sweep import plan as plan_runs
 from ragcache_core.sim.traces.trace import Trace, write_trace
 from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
@@ -39,10 +39,10 @@ _OPTIONS = LabOptions(order="cache_aware")
 Summary = dict[str, Any]
 
 
-def measure(workload: str, num_replicas: int) -> Callable[[Plan], Part]:
+def measure(workload: str, num_replicas: int) -> Callable[[BenchmarkPlan], Part]:
     """Return the part that compares every way to choose a replica on one workload."""
 
-    def part(plan: Plan) -> Part:
+    def part(plan: BenchmarkPlan) -> Part:
         num_seeds = plan.sized(3 if num_replicas <= 8 else 1, 1)
         seeds = [_FIRST_SEED + plan.seed + i for i in range(num_seeds)]
         found = [compare(plan, workload, num_replicas, seed, OTHERS, is_light_too=True) for seed in seeds]
@@ -60,7 +60,7 @@ def measure(workload: str, num_replicas: int) -> Callable[[Plan], Part]:
     return part
 
 
-def measure_curve(plan: Plan) -> Part:
+def measure_curve(plan: BenchmarkPlan) -> Part:
     """Let a fleet grow: what is found beside one cache as large as all, and what it serves, on mmlu.
 
     Draws ``build/bench-fleet-curve.png`` as well. Beyond the largest that is simulated, the share that is not found and
@@ -118,7 +118,13 @@ def _power(points: Sequence[tuple[float, float]]) -> Callable[[float], float]:
 
 
 def compare(
-    plan: Plan, workload: str, num_replicas: int, seed: int, others: Sequence[Routing], *, is_light_too: bool = False
+    plan: BenchmarkPlan,
+    workload: str,
+    num_replicas: int,
+    seed: int,
+    others: Sequence[Routing],
+    *,
+    is_light_too: bool = False,
 ) -> dict[str, Any]:
     """Return the summaries of a fleet's choice, of the others, of the pooled cache, and how requests arrived.
 
@@ -147,11 +153,11 @@ def compare(
     return {"pooled": pooled, **found, "light": light}
 
 
-def _run(plan: Plan, name: str, trace: Trace, options: Sequence[LabOptions]) -> list[Summary]:
+def _run(plan: BenchmarkPlan, name: str, trace: Trace, options: Sequence[LabOptions]) -> list[Summary]:
     with TemporaryDirectory(prefix="ragcache-fleet-") as folder:
         path = Path(folder) / "trace.jsonl"
         write_trace(trace, path)
-        runs: list[Run] = [run for each in options for run in plan_runs([path], each)]
+        runs: list[SweepRun] = [run for each in options for run in plan_runs([path], each)]
         done = simulate_runs(plan, name, runs, len(trace) * len(runs))
     return [dict(run.summary) for run in done]
 

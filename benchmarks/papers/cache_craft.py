@@ -9,7 +9,7 @@ from statistics import fmean
 from benchmarks.papers.figure import PaperFigure, Row
 from benchmarks.papers.published import CACHE_CRAFT
 from benchmarks.papers.ratios import Ratio
-from benchmarks.papers.runs import Case, PaperRuns, Summaries
+from benchmarks.papers.runs import PaperCase, PaperRuns, Summaries
 from benchmarks.simulated.laboratory import LabOptions
 from ragcache_core.reports.page import Table
 from ragcache_core.sim.traces.workload import WORKLOADS
@@ -48,7 +48,7 @@ def figure_22(runs: PaperRuns) -> PaperFigure:
     """Return throughput and response time against load."""
     from ragcache_core.reports.plots import lines
 
-    (limit_rps,) = runs.capacities_rps([Case(WORKLOADS["sysx"], _PREFIX)])
+    (limit_rps,) = runs.capacities_rps([PaperCase(WORKLOADS["sysx"], _PREFIX)])
     rates = [round(share * limit_rps, 4) for share in _SHARES]
     systems = {"prefix caching": _PREFIX, **{name: _reusing(alpha) for name, alpha in _RECOMPUTED.items()}}
     cases = {(name, rate): _case(runs, options, rate) for name, options in systems.items() for rate in rates}
@@ -114,9 +114,9 @@ def figure_24(runs: PaperRuns) -> PaperFigure:
     )
 
 
-def _case(runs: PaperRuns, options: LabOptions, requests_per_s: float) -> Case:
+def _case(runs: PaperRuns, options: LabOptions, requests_per_s: float) -> PaperCase:
     warm_up = min(_WARM_UP, (runs.num_requests or _NUM_REQUESTS) // 4)
-    return Case(WORKLOADS["sysx"], replace(options, warm_up=warm_up), _NUM_REQUESTS).at(requests_per_s)
+    return PaperCase(WORKLOADS["sysx"], replace(options, warm_up=warm_up), _NUM_REQUESTS).at(requests_per_s)
 
 
 def _reusing(fraction: float) -> LabOptions:

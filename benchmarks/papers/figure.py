@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, Literal
 
-from benchmarks.papers.published import Published
+from benchmarks.papers.published import PublishedResult
 from ragcache_core.reports.page import Table
 
 if TYPE_CHECKING:
@@ -37,14 +37,14 @@ class Row:
     what: str
     low: float
     high: float
-    paper: Published | None
+    paper: PublishedResult | None
     unit: str = ""
     spread: float | None = None
     is_ours: bool = False
 
     @classmethod
     def of_seeds(
-        cls, what: str, values: Sequence[float], paper: Published | None, unit: str = "", *, is_ours: bool = False
+        cls, what: str, values: Sequence[float], paper: PublishedResult | None, unit: str = "", *, is_ours: bool = False
     ) -> Row:
         """Return the mean of a number over the seeds."""
         spread = stdev(values) if len(values) > 1 else None
@@ -52,7 +52,7 @@ class Row:
 
     @classmethod
     def of_range(
-        cls, what: str, values: Iterable[float], paper: Published | None, unit: str = "", *, is_ours: bool = False
+        cls, what: str, values: Iterable[float], paper: PublishedResult | None, unit: str = "", *, is_ours: bool = False
     ) -> Row:
         """Return the range of several numbers."""
         several = list(values)

@@ -15,7 +15,7 @@ from benchmarks.papers.request_rate import (
     slo_s,
     throughputs_of,
 )
-from benchmarks.papers.runs import LLAMA2_70B, MIXTRAL, Case, PaperRuns, workload
+from benchmarks.papers.runs import LLAMA2_70B, MIXTRAL, PaperCase, PaperRuns, workload
 from ragcache_core.bench.summary import SLO_FACTOR
 
 _RATES_RPS = {MIXTRAL: (0.5, 1.0, 1.5, 2.0, 2.5), LLAMA2_70B: (0.5, 1.0, 1.5, 2.0)}
@@ -26,7 +26,7 @@ def figure_16(runs: PaperRuns) -> PaperFigure:
     """Return TTFT against rate on MMLU for the large models."""
     systems = {**PAPERS, **OURS}
     cases = {
-        (model, name, rate): Case(workload("mmlu", rate), options(model))
+        (model, name, rate): PaperCase(workload("mmlu", rate), options(model))
         for model, rates in _RATES_RPS.items()
         for name, options in systems.items()
         for rate in rates

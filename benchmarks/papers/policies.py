@@ -16,7 +16,7 @@ from benchmarks.papers.published import (
     POLICY_RATE_RPS,
 )
 from benchmarks.papers.ratios import DEFAULT_POLICY, Ratio
-from benchmarks.papers.runs import MISTRAL, Case, PaperRuns, Summaries, default, ragcache, workload
+from benchmarks.papers.runs import MISTRAL, PaperCase, PaperRuns, Summaries, default, ragcache, workload
 from benchmarks.simulated.laboratory import LabOptions
 from ragcache_core.errors import ConfigError
 from ragcache_core.reports.page import Table
@@ -92,11 +92,11 @@ def table_2(runs: PaperRuns) -> PaperFigure:
     done = _measure(runs)
     pgdsf = {gib: ragcache(MISTRAL, gib) for gib in HOST_GIB}
     varied = {
-        (f"documents of {tokens:,.0f} tokens", gib): Case(_load("mmlu", tokens), pgdsf[gib])
+        (f"documents of {tokens:,.0f} tokens", gib): PaperCase(_load("mmlu", tokens), pgdsf[gib])
         for tokens in _MEAN_TOKENS
         for gib in HOST_GIB
-    } | {("one request at a time", gib): Case(_load("mmlu"), replace(pgdsf[gib], max_batch=1)) for gib in HOST_GIB}
-    small = {gib: Case(_load("nq-small"), pgdsf[gib]) for gib in HOST_GIB}
+    } | {("one request at a time", gib): PaperCase(_load("mmlu"), replace(pgdsf[gib], max_batch=1)) for gib in HOST_GIB}
+    small = {gib: PaperCase(_load("nq-small"), pgdsf[gib]) for gib in HOST_GIB}
     others = runs.summaries([*varied.values(), *small.values()])
     rows = [
         Row.of_seeds(f"{name}, {gib} GiB, {policy}", _ttft_s(done[name, gib, policy]), paper, "s")
@@ -165,7 +165,7 @@ _Measured = Mapping[tuple[str, int, str], Summaries]
 
 def _measure(runs: PaperRuns) -> _Measured:
     cases = {
-        (name, gib, system): Case(_load(name), _options(system, gib))
+        (name, gib, system): PaperCase(_load(name), _options(system, gib))
         for name in _WORKLOADS
         for gib in HOST_GIB
         for system in _SYSTEMS
@@ -187,7 +187,9 @@ def _load(name: str, mean_tokens: float = 1_900.0) -> Workload:
     return workload(name, POLICY_RATE_RPS, mean_tokens=mean_tokens)
 
 
-def _best_length(done: _Measured, varied: Mapping[tuple[str, int], Case], others: Mapping[Case, Summaries]) -> str:
+def _best_length(
+    done: _Measured, varied: Mapping[tuple[str, int], PaperCase], others: Mapping[PaperCase, Summaries]
+) -> str:
     """Return a clause that says for which lengths ours is near the paper's PGDSF on MMLU."""
     paper = {gib: MEAN_TTFT_S["mmlu", gib, "PGDSF"].low for gib in HOST_GIB}
     ratios = {

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublishedResult:
     """A number, or the range of several, and its place in the paper; ``high`` is infinite for "more than"."""
 
     low: float
@@ -21,7 +21,7 @@ class Published:
     place: str
 
     @classmethod
-    def exactly(cls, value: float, place: str) -> Published:
+    def exactly(cls, value: float, place: str) -> PublishedResult:
         """Return a single number."""
         return cls(value, value, place)
 
@@ -51,9 +51,9 @@ _TABLE_2 = {
     },
 }
 
-MEAN_TTFT_S: Mapping[tuple[str, int, str], Published] = MappingProxyType(
+MEAN_TTFT_S: Mapping[tuple[str, int, str], PublishedResult] = MappingProxyType(
     {
-        (workload, gib, policy): Published.exactly(value, "Table 2")
+        (workload, gib, policy): PublishedResult.exactly(value, "Table 2")
         for workload, by_size in _TABLE_2.items()
         for gib, values in by_size.items()
         for policy, value in zip(POLICIES, values, strict=True)
@@ -68,9 +68,9 @@ _TABLE_3 = {
     "nq": ((67.7, 105.8), (72.9, 163.4), (94.2, 282.5), (145.0, 446.1)),
 }
 
-UNHIDDEN_SEARCH_MS: Mapping[tuple[str, float], Published] = MappingProxyType(
+UNHIDDEN_SEARCH_MS: Mapping[tuple[str, float], PublishedResult] = MappingProxyType(
     {
-        (workload, share): Published.exactly(row[0], "Table 3")
+        (workload, share): PublishedResult.exactly(row[0], "Table 3")
         for workload, rows in _TABLE_3.items()
         for share, row in zip(SEARCHED_SHARES, rows, strict=True)
     }
@@ -86,35 +86,35 @@ SEARCH_MS: Mapping[tuple[str, float], float] = MappingProxyType(
 )
 """Without speculation (Table 3, No DSP): nothing is hidden, so this is how long a search takes."""
 
-SCHEDULING_MS: Mapping[float, Published] = MappingProxyType(
+SCHEDULING_MS: Mapping[float, PublishedResult] = MappingProxyType(
     {
-        rate: Published.exactly(value, "Table 4")
+        rate: PublishedResult.exactly(value, "Table 4")
         for rate, value in ((0.5, 0.880), (1.0, 0.872), (1.5, 0.902), (2.0, 0.906))
     }
 )
 """By requests a second, on MMLU with Mistral-7B."""
 
-CLAIMS: Mapping[str, Published] = MappingProxyType(
+CLAIMS: Mapping[str, PublishedResult] = MappingProxyType(
     {
-        "ttft over vllm": Published(1.2, 4.0, "§7.1, Figures 13 and 14"),
-        "ttft over sglang": Published(1.1, 3.5, "§7.1, Figures 13 and 14"),
-        "throughput over vllm": Published(1.3, 2.1, "§7.1, Figures 13 and 14"),
-        "throughput over sglang": Published(1.2, 1.8, "§7.1, Figures 13 and 14"),
-        "gap of mistral over llama2": Published(1.0, math.inf, "§7.1"),
-        "top-k ttft over vllm": Published(1.7, 3.1, "§7.2, Figure 15"),
-        "top-k ttft over sglang": Published(1.2, 2.5, "§7.2, Figure 15"),
-        "hits over GDSF": Published(1.02, 1.32, "§7.3, Figure 17"),
-        "hits over LRU": Published(1.06, 1.62, "§7.3, Figure 17"),
-        "hits over LFU": Published(1.06, 1.75, "§7.3, Figure 17"),
-        "ttft over policies": Published(1.05, 1.29, "§7.3, Table 2"),
-        "reordering": Published(1.2, 2.1, "§7.3, Figure 18"),
-        "speculation": Published.exactly(1.6, "§7.3, Figure 19: up to"),
-        "unhidden search": Published(1.5, 4.3, "§7.3, Table 3"),
-        "large ttft over vllm": Published(1.4, 2.1, "§7.2, Figure 16"),
-        "large ttft over sglang": Published(1.2, 2.6, "§7.2, Figure 16"),
-        "large ttft": Published(0.0, 1.4, "§7.2, Figure 16"),
-        "vllm serves Mixtral-8x7B": Published.exactly(2.0, "§7.2, Figure 16"),
-        "vllm serves LLaMA2-70B": Published.exactly(1.5, "§7.2, Figure 16"),
+        "ttft over vllm": PublishedResult(1.2, 4.0, "§7.1, Figures 13 and 14"),
+        "ttft over sglang": PublishedResult(1.1, 3.5, "§7.1, Figures 13 and 14"),
+        "throughput over vllm": PublishedResult(1.3, 2.1, "§7.1, Figures 13 and 14"),
+        "throughput over sglang": PublishedResult(1.2, 1.8, "§7.1, Figures 13 and 14"),
+        "gap of mistral over llama2": PublishedResult(1.0, math.inf, "§7.1"),
+        "top-k ttft over vllm": PublishedResult(1.7, 3.1, "§7.2, Figure 15"),
+        "top-k ttft over sglang": PublishedResult(1.2, 2.5, "§7.2, Figure 15"),
+        "hits over GDSF": PublishedResult(1.02, 1.32, "§7.3, Figure 17"),
+        "hits over LRU": PublishedResult(1.06, 1.62, "§7.3, Figure 17"),
+        "hits over LFU": PublishedResult(1.06, 1.75, "§7.3, Figure 17"),
+        "ttft over policies": PublishedResult(1.05, 1.29, "§7.3, Table 2"),
+        "reordering": PublishedResult(1.2, 2.1, "§7.3, Figure 18"),
+        "speculation": PublishedResult.exactly(1.6, "§7.3, Figure 19: up to"),
+        "unhidden search": PublishedResult(1.5, 4.3, "§7.3, Table 3"),
+        "large ttft over vllm": PublishedResult(1.4, 2.1, "§7.2, Figure 16"),
+        "large ttft over sglang": PublishedResult(1.2, 2.6, "§7.2, Figure 16"),
+        "large ttft": PublishedResult(0.0, 1.4, "§7.2, Figure 16"),
+        "vllm serves Mixtral-8x7B": PublishedResult.exactly(2.0, "§7.2, Figure 16"),
+        "vllm serves LLaMA2-70B": PublishedResult.exactly(1.5, "§7.2, Figure 16"),
     }
 )
 """What the text says of its figures: how many times lower a TTFT is, or how many times higher a rate."""
@@ -131,16 +131,16 @@ MEAN_CORPUS_TOKENS = 3_718.0
 HOST_LARGE_GIB = 384
 MIXTRAL_MAX_BATCH = 8
 
-CACHE_CRAFT: Mapping[str, Published] = MappingProxyType(
+CACHE_CRAFT: Mapping[str, PublishedResult] = MappingProxyType(
     {
-        "throughput, none recomputed": Published.exactly(1.9, "§5.3.1, Figure 22: up to"),
-        "throughput, 30 % recomputed": Published.exactly(1.6, "§5.3.1, Figure 22"),
-        "response, none recomputed": Published.exactly(3.3, "§5.3.1, Figure 22: up to"),
-        "response, 30 % recomputed": Published.exactly(2.1, "§5.3.1, Figure 22"),
-        "ttft": Published.exactly(2.5, "§5.4.1, Figure 23(a)"),
-        "p99 ttft": Published.exactly(3.0, "§5.4.1, Figure 24"),
-        "computed": Published.exactly(0.49, "§5.4.1, Figure 24"),
-        "exact prefix": Published.exactly(0.18, "§5.4.1"),
+        "throughput, none recomputed": PublishedResult.exactly(1.9, "§5.3.1, Figure 22: up to"),
+        "throughput, 30 % recomputed": PublishedResult.exactly(1.6, "§5.3.1, Figure 22"),
+        "response, none recomputed": PublishedResult.exactly(3.3, "§5.3.1, Figure 22: up to"),
+        "response, 30 % recomputed": PublishedResult.exactly(2.1, "§5.3.1, Figure 22"),
+        "ttft": PublishedResult.exactly(2.5, "§5.4.1, Figure 23(a)"),
+        "p99 ttft": PublishedResult.exactly(3.0, "§5.4.1, Figure 24"),
+        "computed": PublishedResult.exactly(0.49, "§5.4.1, Figure 24"),
+        "exact prefix": PublishedResult.exactly(0.18, "§5.4.1"),
     }
 )
 """What Cache-Craft's text says of reuse at any position against prefix caching, on Sys-X with LLaMA-3-8B."""

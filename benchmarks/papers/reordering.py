@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from benchmarks.papers.figure import PaperFigure, Row
 from benchmarks.papers.published import CLAIMS, REORDERING_HOST_GIB, REORDERING_RATE_RPS
 from benchmarks.papers.ratios import Ratio
-from benchmarks.papers.runs import MISTRAL, Case, PaperRuns, Summaries, ragcache, reordered, workload
+from benchmarks.papers.runs import MISTRAL, PaperCase, PaperRuns, Summaries, ragcache, reordered, workload
 from ragcache_core.reports.page import Table
 from ragcache_core.sim.options import INFINITE
 
@@ -26,13 +26,13 @@ _Key = tuple[str, int | str]
 
 def figure_18(runs: PaperRuns) -> PaperFigure:
     """Return how many times lower TTFT is, at the paper's rates and just above what our engine serves."""
-    first_come: dict[_Key, Case] = {
-        (name, gib): Case(workload(name, rate), ragcache(MISTRAL, gib))
+    first_come: dict[_Key, PaperCase] = {
+        (name, gib): PaperCase(workload(name, rate), ragcache(MISTRAL, gib))
         for name, rate in REORDERING_RATE_RPS.items()
         for gib in REORDERING_HOST_GIB
     }
-    everything: dict[_Key, Case] = {
-        (name, _EVERYTHING): Case(workload(name, rate), replace(ragcache(MISTRAL), policy=INFINITE))
+    everything: dict[_Key, PaperCase] = {
+        (name, _EVERYTHING): PaperCase(workload(name, rate), replace(ragcache(MISTRAL), policy=INFINITE))
         for name, rate in REORDERING_RATE_RPS.items()
     }
     both = first_come | everything
@@ -81,7 +81,7 @@ def figure_18(runs: PaperRuns) -> PaperFigure:
     )
 
 
-def _reordered(case: Case) -> Case:
+def _reordered(case: PaperCase) -> PaperCase:
     return replace(case, options=reordered(case.options))
 
 
@@ -94,7 +94,7 @@ def _cells(before: Summaries, after: Summaries) -> list[str]:
     return [f"{_mean(of, key):.3g}" for key in keys for of in (before, after)]
 
 
-def _plot(done: Mapping[Case, Summaries], cases: Mapping[_Key, Case]) -> Plot:
+def _plot(done: Mapping[PaperCase, Summaries], cases: Mapping[_Key, PaperCase]) -> Plot:
     from ragcache_core.reports.plots import bars
 
     groups = {

@@ -11,14 +11,14 @@ from benchmarks.papers.published import (
     CLAIMS,
     SCHEDULING_MS,
     TOP_K,
-    Published,
+    PublishedResult,
 )
 from benchmarks.papers.ratios import Ratio
 from benchmarks.papers.runs import (
     LLAMA2,
     MISTRAL,
-    Case,
     Model,
+    PaperCase,
     PaperRuns,
     Summaries,
     default,
@@ -107,7 +107,7 @@ def _overall(
     systems = {**PAPERS, **_SPECULATING, **OURS}
     models = (MISTRAL, LLAMA2)
     cases = {
-        (model, system, rate): Case(workload(dataset, rate), options(model))
+        (model, system, rate): PaperCase(workload(dataset, rate), options(model))
         for model in models
         for system, options in systems.items()
         for rate in rates_rps
@@ -151,9 +151,9 @@ def figure_15(runs: PaperRuns) -> PaperFigure:
         k: workload("mmlu", 1.0, documents_per_request=k, **({"most_tokens": _TRUNCATED_TOKENS} if k == 5 else {}))
         for k in TOP_K
     }
-    limits = dict(zip(TOP_K, runs.capacities_rps([Case(of, vllm(MISTRAL)) for of in loads.values()]), strict=True))
+    limits = dict(zip(TOP_K, runs.capacities_rps([PaperCase(of, vllm(MISTRAL)) for of in loads.values()]), strict=True))
     cases = {
-        (k, name, share): Case(of, options(MISTRAL)).at(round(share * limits[k], 4))
+        (k, name, share): PaperCase(of, options(MISTRAL)).at(round(share * limits[k], 4))
         for k, of in loads.items()
         for name, options in systems.items()
         for share in _SHARES
@@ -192,7 +192,7 @@ def figure_15(runs: PaperRuns) -> PaperFigure:
 
 def table_4(runs: PaperRuns) -> PaperFigure:
     """Return the real time that decisions take."""
-    cases = {rate: Case(workload("mmlu", rate), PAPERS["RAGCache"](MISTRAL)) for rate in SCHEDULING_MS}
+    cases = {rate: PaperCase(workload("mmlu", rate), PAPERS["RAGCache"](MISTRAL)) for rate in SCHEDULING_MS}
     done = runs.summaries(cases.values())
     rows = []
     for rate, paper in SCHEDULING_MS.items():
@@ -232,7 +232,7 @@ def _times_lower(title: str, curves: Curves, over_vllm: str, over_sglang: str) -
 def _times_higher(title: str, throughputs: Mapping[str, Sequence[float]]) -> list[Row]:
     rows = []
     for baseline in ("vLLM", "SGLang"):
-        claim: Published = CLAIMS[f"throughput over {baseline.lower()}"]
+        claim: PublishedResult = CLAIMS[f"throughput over {baseline.lower()}"]
         for system, rates in throughputs.items():
             if system in ("vLLM", "SGLang"):
                 continue

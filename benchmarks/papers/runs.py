@@ -28,14 +28,14 @@ Summaries = tuple[Mapping[str, Any], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class PaperCase:
     """One engine under one load. ``num_requests`` None: as many as arrive in an hour, as the paper has it (§7)."""
 
     workload: Workload
     options: LabOptions
     num_requests: int | None = None
 
-    def at(self, requests_per_s: float) -> Case:
+    def at(self, requests_per_s: float) -> PaperCase:
         """Return the same under another load."""
         return replace(self, workload=replace(self.workload, requests_per_s=requests_per_s))
 
@@ -74,9 +74,9 @@ class PaperRuns:
         self._journal = journal
         self._on_plan = on_plan
         self._on_requests = on_requests
-        self._done: dict[Case, Summaries] = {}
+        self._done: dict[PaperCase, Summaries] = {}
 
-    def summaries(self, cases: Iterable[Case]) -> Mapping[Case, Summaries]:
+    def summaries(self, cases: Iterable[PaperCase]) -> Mapping[PaperCase, Summaries]:
         """Return the summaries of at least these cases.
 
         Raises:
@@ -107,7 +107,7 @@ class PaperRuns:
         self._done.update({case: tuple(by_key[case, seed] for seed in self._seeds()) for case in to_do})
         return self._done
 
-    def capacities_rps(self, cases: Sequence[Case]) -> list[float]:
+    def capacities_rps(self, cases: Sequence[PaperCase]) -> list[float]:
         """Return what each engine serves in a second where far more arrives, the mean over the seeds."""
         pressed = [replace(case.at(_MANY_RPS), num_requests=_CAPACITY_REQUESTS) for case in cases]
         done = self.summaries(pressed)
@@ -121,11 +121,11 @@ class PaperRuns:
     def _seeds(self) -> range:
         return range(FIRST_SEED, FIRST_SEED + self.num_seeds)
 
-    def _size(self, case: Case) -> int:
+    def _size(self, case: PaperCase) -> int:
         hour = max(round(case.workload.requests_per_s * _HOUR_S), _FEWEST)
         return self.num_requests or case.num_requests or hour
 
-    def _write_traces(self, cases: Iterable[Case], folder: Path) -> dict[tuple[Workload, int, int], Path]:
+    def _write_traces(self, cases: Iterable[PaperCase], folder: Path) -> dict[tuple[Workload, int, int], Path]:
         paths: dict[tuple[Workload, int, int], Path] = {}
         for workload, size in dict.fromkeys((case.workload, self._size(case)) for case in cases):
             for seed in self._seeds():

@@ -16,7 +16,7 @@ from benchmarks.papers.published import (
     UNHIDDEN_SEARCH_MS,
 )
 from benchmarks.papers.ratios import Ratio
-from benchmarks.papers.runs import MISTRAL, Case, PaperRuns, Summaries, ragcache, speculating, workload
+from benchmarks.papers.runs import MISTRAL, PaperCase, PaperRuns, Summaries, ragcache, speculating, workload
 from benchmarks.simulated.laboratory import LabOptions
 
 _WORKLOADS = ("mmlu", "nq")
@@ -124,7 +124,7 @@ def figure_19(runs: PaperRuns) -> PaperFigure:
 
 def _measure(runs: PaperRuns) -> _Measured:
     cases = {
-        (name, share, kind): Case(workload(name, SEARCH_RATE_RPS), _options(kind, SEARCH_MS[name, share] / 1000))
+        (name, share, kind): PaperCase(workload(name, SEARCH_RATE_RPS), _options(kind, SEARCH_MS[name, share] / 1000))
         for name in _WORKLOADS
         for share in SEARCHED_SHARES
         for kind in (_NO_DSP, _BATCHED_NO_DSP, *_PAIRS)

@@ -12,7 +12,7 @@ from benchmarks.command import benchmark
 from benchmarks.pipeline.exactness import measure_pipeline_exactness
 from benchmarks.pipeline.overlap import measure_never_settles, measure_overlap
 from benchmarks.pipeline.queue import measure_reordering
-from benchmarks.report import Goal, Part, Plan
+from benchmarks.report import BenchmarkPlan, Goal, Part
 
 GOALS: dict[str, Goal] = {
     "unhidden_search_ratio": Goal(">=", 4.0),
@@ -27,7 +27,7 @@ GOALS: dict[str, Goal] = {
     "tasks_left": Goal("=", 0),
 }
 
-PARTS: dict[str, Callable[[Plan], Part]] = {
+PARTS: dict[str, Callable[[BenchmarkPlan], Part]] = {
     "overlap": measure_overlap,
     "never-settles": measure_never_settles,
     "reordering": measure_reordering,

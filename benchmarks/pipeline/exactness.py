@@ -21,7 +21,7 @@ from benchmarks.engines import kill_engine_core, launch
 from benchmarks.pipeline.answer_tap import AnswerTap, HandedOver
 from benchmarks.pipeline.entry_points import BLOCKING, WAYS, Over
 from benchmarks.pipeline.overlap import launch_engine
-from benchmarks.report import Figure, Part, Plan
+from benchmarks.report import BenchmarkPlan, Figure, Part
 from benchmarks.searches import DocumentTexts, DrawnSearch, SlowedSearch, UnsettledSearch, Vectors, make_store
 from ragcache_core.client import Engine
 from ragcache_core.ordering import DocumentOrder
@@ -42,7 +42,7 @@ _RECORD = re.compile(r"Record (\d+)\. ")
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class ExactnessCase:
     """Questions that are asked in one way over one search."""
 
     way: str
@@ -115,14 +115,16 @@ class DeadlySearch:
         yield replace(final, stage=1)
 
 
-def measure_pipeline_exactness(plan: Plan) -> Part:
+def measure_pipeline_exactness(plan: BenchmarkPlan) -> Part:
     """Compare every answer with plain vLLM's, and look what is left when all have ended."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragcache-bench-")))
         texts = DocumentTexts(plan.corpus, _WORDS)
         cases = _cases(plan, texts, folder, stack)
         last = [
-            Case(way, DrawnSearch(texts, _NUM_DOCUMENTS, _SEARCH_S), (f"Who is the last, {way}?",), num_tokens=_LONG)
+            ExactnessCase(
+                way, DrawnSearch(texts, _NUM_DOCUMENTS, _SEARCH_S), (f"Who is the last, {way}?",), num_tokens=_LONG
+            )
             for way in _ORDERED
         ]
         with launch_engine(plan) as engine:
@@ -158,7 +160,7 @@ def measure_pipeline_exactness(plan: Plan) -> Part:
     return Part("none", figures, {"unlike": unlike, "num_restarts": num_restarts})
 
 
-def _cases(plan: Plan, texts: DocumentTexts, folder: Path, stack: ExitStack) -> list[Case]:
+def _cases(plan: BenchmarkPlan, texts: DocumentTexts, folder: Path, stack: ExitStack) -> list[ExactnessCase]:
     """Return every way over two searches, then every order over documents that many questions share."""
     count, num_ordered = plan.sized(10, 5), plan.sized(16, 5)
     vectors = Vectors.draw(_NUM_DOCUMENTS, len(WAYS) * count, plan.seed)
@@ -175,13 +177,13 @@ def _cases(plan: Plan, texts: DocumentTexts, folder: Path, stack: ExitStack) -> 
     shared = DrawnSearch(texts, _NUM_SHARED, _SEARCH_S)
     orders: tuple[DocumentOrder, ...] = ("canonical", "cache_aware")
     return [
-        *(Case(way, slowed, questions) for way, questions in zip(WAYS, settled, strict=True)),
-        *(Case(way, unsettled, some(count)) for way in WAYS),
-        *(Case(way, shared, some(num_ordered), k=3, order=order) for order in orders for way in _ORDERED),
+        *(ExactnessCase(way, slowed, questions) for way, questions in zip(WAYS, settled, strict=True)),
+        *(ExactnessCase(way, unsettled, some(count)) for way in WAYS),
+        *(ExactnessCase(way, shared, some(num_ordered), k=3, order=order) for order in orders for way in _ORDERED),
     ]
 
 
-def _as_shown(case: Case, ours: Mapping[str, HandedOver]) -> Case:
+def _as_shown(case: ExactnessCase, ours: Mapping[str, HandedOver]) -> ExactnessCase:
     """Return a case for plain vLLM, which cannot choose an order by its cache: it gets the one that was chosen."""
     questions = tuple(case.awaited())
     if case.order != "cache_aware":
@@ -198,7 +200,7 @@ def _shown(answer: HandedOver) -> list[str]:
     return [f"document-{number}" for number in _RECORD.findall(answer.prompt)]
 
 
-async def _ask_all(engine: Engine, cases: Sequence[Case], *, speculate: bool) -> int:
+async def _ask_all(engine: Engine, cases: Sequence[ExactnessCase], *, speculate: bool) -> int:
     """Ask everything, a few questions at once; return the tasks that are left in the loop then."""
     before = asyncio.all_tasks()
     turn = asyncio.Semaphore(_AT_ONCE)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.engines import BLOCK_SIZE, block_bytes, launch
-from benchmarks.report import Figure, Part, Plan, percentiles_ms
+from benchmarks.report import BenchmarkPlan, Figure, Part, percentiles_ms
 from benchmarks.searches import DocumentTexts, SlowedSearch, UnsettledSearch, Vectors, make_store
 from ragcache_core.client import Engine
 from ragcache_core.client.pipeline.histories import HISTORIES
@@ -40,7 +40,7 @@ _MAX_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredRequest:
+class OverlapAnswer:
     """One question: seconds from asking to the first token, of its search, and of the search that was not hidden.
 
     What is hidden is told by the pipeline; the time to the first token is measured at the reader.
@@ -52,7 +52,7 @@ class MeasuredRequest:
     text: str
 
 
-def measure_overlap(plan: Plan) -> Part:
+def measure_overlap(plan: BenchmarkPlan) -> Part:
     """Ask at a low rate, with searches of several lengths, and with one as long as a prefill."""
     num_queries = plan.sized(24, 3)
     num_documents = plan.sized(2_000, 300)
@@ -89,7 +89,7 @@ def measure_overlap(plan: Plan) -> Part:
 
 
 def _overlap_figures(
-    share: float | None, plain: Sequence[MeasuredRequest], ours: Sequence[MeasuredRequest]
+    share: float | None, plain: Sequence[OverlapAnswer], ours: Sequence[OverlapAnswer]
 ) -> list[Figure]:
     ttft = fmean(a.ttft_s for a in plain) / fmean(a.ttft_s for a in ours)
     p50, p99 = percentiles_ms([a.ttft_s for a in ours])
@@ -112,9 +112,9 @@ def _overlap_figures(
 
 async def ask_in_turn(
     chains: tuple[SpeculativeRAG, SpeculativeRAG], questions: Sequence[str]
-) -> tuple[list[MeasuredRequest], list[MeasuredRequest]]:
+) -> tuple[list[OverlapAnswer], list[OverlapAnswer]]:
     """Ask one question of one chain and the next of the other; the first four warm up."""
-    answers: tuple[list[MeasuredRequest], list[MeasuredRequest]] = ([], [])
+    answers: tuple[list[OverlapAnswer], list[OverlapAnswer]] = ([], [])
     for i, question in enumerate(questions):
         side = (i + i // 2) % 2  # who goes first alternates
         asked = await ask(chains[side], question)
@@ -124,7 +124,7 @@ async def ask_in_turn(
     return answers
 
 
-def measure_never_settles(plan: Plan) -> Part:
+def measure_never_settles(plan: BenchmarkPlan) -> Part:
     """Load the engine to 95 % of what it can serve, with searches whose candidates are wrong until the end.
 
     Every run has new retrievers: of a source that was searched before, as after a restart, and of a ``new`` one.
@@ -189,7 +189,7 @@ def _capacity(answering: SpeculativeRAG, count: int) -> float:
     return count / (time.perf_counter() - began_s - _UNSETTLED_SEARCH_S)
 
 
-async def _open_loop(answering: SpeculativeRAG, name: str, gaps_s: Sequence[float]) -> list[MeasuredRequest]:
+async def _open_loop(answering: SpeculativeRAG, name: str, gaps_s: Sequence[float]) -> list[OverlapAnswer]:
     """Ask each question when its time has come, whatever became of those before."""
     tasks = []
     async with asyncio.TaskGroup() as group:
@@ -199,7 +199,7 @@ async def _open_loop(answering: SpeculativeRAG, name: str, gaps_s: Sequence[floa
     return [task.result() for task in tasks]
 
 
-def launch_engine(plan: Plan) -> Engine:
+def launch_engine(plan: BenchmarkPlan) -> Engine:
     """Return an engine whose prefills are as short as steps of 512 tokens."""
     cache = CacheConfig(kv_cache_bytes=_GPU_BLOCKS * block_bytes(plan.model), block_size=BLOCK_SIZE, host_bytes=0)
     plan.report("starting the engine")
@@ -217,7 +217,7 @@ def chain(
     )
 
 
-async def ask(answering: SpeculativeRAG, question: str) -> MeasuredRequest:
+async def ask(answering: SpeculativeRAG, question: str) -> OverlapAnswer:
     """Stream one answer, and return its times."""
     began_s = time.perf_counter()
     first_s: float | None = None
@@ -229,4 +229,4 @@ async def ask(answering: SpeculativeRAG, question: str) -> MeasuredRequest:
         text += str(chunk.content)
         report = (chunk.response_metadata.get("ragcache") or {}).get("pipeline") or report
     assert first_s is not None, f"no token came for {question!r}"
-    return MeasuredRequest(first_s, float(report["search_s"]), float(report["unhidden_search_s"]), text)
+    return OverlapAnswer(first_s, float(report["search_s"]), float(report["unhidden_search_s"]), text)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.engines import BLOCK_SIZE, TokenTexts, block_bytes, launch
-from benchmarks.report import Figure, Part, Plan, percentiles_ms
+from benchmarks.report import BenchmarkPlan, Figure, Part, percentiles_ms
 from benchmarks.token_client import TokenAnswer, TokenClient
 from ragcache_core.bench.prompts import TokenRequest
 from ragcache_core.client import Engine
@@ -32,7 +32,7 @@ _MAX_SEQS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class QueueRun:
     """Seconds to the first token of every request, in the order of arrival, and how the queue behaved."""
 
     ttft_s: tuple[float, ...]
@@ -41,7 +41,7 @@ class Run:
     cached_share: float
 
 
-def measure_reordering(plan: Plan) -> Part:
+def measure_reordering(plan: BenchmarkPlan) -> Part:
     """Serve the same arrivals first in, first out, and in the order the cache likes."""
     count, seeds = plan.sized(400, 20), plan.sized(3, 1)
     plan.report("reordering: what first in, first out can serve")
@@ -83,7 +83,7 @@ def measure_reordering(plan: Plan) -> Part:
     return Part(f"{_num_warm_up(plan)} requests", figures, details)
 
 
-def _serve(plan: Plan, engine: Engine, seed: int, gaps_s: Sequence[float]) -> Run:
+def _serve(plan: BenchmarkPlan, engine: Engine, seed: int, gaps_s: Sequence[float]) -> QueueRun:
     client = TokenClient(engine)
     requests = _requests(plan, engine, seed, _num_warm_up(plan) + len(gaps_s))
     client.ask_all(requests[: _num_warm_up(plan)], in_flight=_MAX_SEQS)
@@ -91,7 +91,7 @@ def _serve(plan: Plan, engine: Engine, seed: int, gaps_s: Sequence[float]) -> Ru
     stats = engine.stats()
     cached = sum(a.num_cached_tokens for a in answers) / sum(a.num_prompt_tokens for a in answers)
     ttft_s = tuple(_known(a.ttft_s) for a in answers)
-    return Run(ttft_s, stats.num_reordered_requests, stats.max_overtaken, cached)
+    return QueueRun(ttft_s, stats.num_reordered_requests, stats.max_overtaken, cached)
 
 
 def _open_loop(client: TokenClient, requests: Sequence[TokenRequest], gaps_s: Sequence[float]) -> list[TokenAnswer]:
@@ -106,7 +106,7 @@ def _open_loop(client: TokenClient, requests: Sequence[TokenRequest], gaps_s: Se
         return [future.result() for future in futures]
 
 
-def _capacity(plan: Plan, count: int) -> float:
+def _capacity(plan: BenchmarkPlan, count: int) -> float:
     with _launch(plan, "fifo") as engine:
         client = TokenClient(engine)
         requests = _requests(plan, engine, plan.seed + 1000, _num_warm_up(plan) + count)
@@ -116,7 +116,7 @@ def _capacity(plan: Plan, count: int) -> float:
         return count / (time.perf_counter() - began_s)
 
 
-def _launch(plan: Plan, queue: Any) -> Engine:
+def _launch(plan: BenchmarkPlan, queue: Any) -> Engine:
     tokens = int(document_tokens(WORKLOAD, plan.seed).sum())
     cache = CacheConfig(
         kv_cache_bytes=tokens // BLOCK_SIZE // 5 * block_bytes(plan.model),
@@ -128,7 +128,7 @@ def _launch(plan: Plan, queue: Any) -> Engine:
     return launch(plan.model, cache, max_num_seqs=_MAX_SEQS, max_num_batched_tokens=1024)
 
 
-def _requests(plan: Plan, engine: Engine, seed: int, count: int) -> list[TokenRequest]:
+def _requests(plan: BenchmarkPlan, engine: Engine, seed: int, count: int) -> list[TokenRequest]:
     texts = TokenTexts.read(plan.corpus, engine.tokenizer)
     sizes = document_tokens(WORKLOAD, plan.seed).tolist()
     return [
@@ -137,7 +137,7 @@ def _requests(plan: Plan, engine: Engine, seed: int, count: int) -> list[TokenRe
     ]
 
 
-def _num_warm_up(plan: Plan) -> int:
+def _num_warm_up(plan: BenchmarkPlan) -> int:
     return plan.sized(100, 8)
 
 

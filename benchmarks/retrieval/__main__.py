@@ -9,7 +9,7 @@ import click
 from tqdm import tqdm
 
 from benchmarks.retrieval.searches import (
-    Comparison,
+    SearchComparison,
     compare_filtered_search,
     compare_staged_search,
     settled_shares,
@@ -32,7 +32,7 @@ Examples:
 @click.option("--output", default="build/bench.json", show_default=True, help="Where to write the figures.")
 def main(vectors: int, dimension: int, pairs: int, seed: int, output: str) -> None:
     """Measure staged search against plain search, and what filters cost."""
-    results: dict[str, list[Comparison]] = {}
+    results: dict[str, list[SearchComparison]] = {}
     with tqdm(desc="bench", bar_format="{desc} [{elapsed}]", disable=None) as bar:
         results["staged search"] = compare_staged_search(
             vectors, dimension, pairs=pairs, seed=seed, report=bar.set_description_str

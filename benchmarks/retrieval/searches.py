@@ -23,7 +23,7 @@ SHARES = (0.5, 0.1, 0.01)
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class SearchComparison:
     """Times of a baseline and of its rival in seconds, pair by pair: ``baseline_s[i]`` ran next to ``rival_s[i]``."""
 
     name: str
@@ -49,7 +49,7 @@ class Comparison:
 
 def compare(
     name: str, baseline: Callable[[int], object], rival: Callable[[int], object], *, pairs: int, warm_up: int = 3
-) -> Comparison:
+) -> SearchComparison:
     """Run both with 0, 1, 2, ... in turn, the first of each pair alternating, and return their times."""
     for i in range(warm_up):
         baseline(i)
@@ -61,10 +61,10 @@ def compare(
             started_s = time.perf_counter()
             (baseline, rival)[side](i)
             times[side].append(time.perf_counter() - started_s)
-    return Comparison(name, tuple(times[0]), tuple(times[1]))
+    return SearchComparison(name, tuple(times[0]), tuple(times[1]))
 
 
-def table(rows: Sequence[Comparison], baseline: str, rival: str) -> str:
+def table(rows: Sequence[SearchComparison], baseline: str, rival: str) -> str:
     """Return a table of comparisons."""
     line = "{:<44}  {:>6}  {:>12}  {:>12}  {:>12}  {:>12}  {:>7}"
     heads = ("", "pairs", f"{baseline} p50", "p99 ms", f"{rival} p50", "p99 ms", "ratio")
@@ -95,7 +95,7 @@ def default_cuts(index: StagedIndex) -> tuple[float, ...]:
 
 def compare_staged_search(
     num_vectors: int, dimension: int, *, pairs: int, seed: int, report: Callable[[str], None]
-) -> list[Comparison]:
+) -> list[SearchComparison]:
     """Return comparisons for each kind of index: plain search, and the same search in default stages and in four."""
     faiss.omp_set_num_threads(1)
     vectors = clustered_vectors(num_vectors, dimension, seed)
@@ -130,7 +130,7 @@ def compare_staged_search(
 
 def compare_filtered_search(
     num_vectors: int, dimension: int, *, pairs: int, seed: int, report: Callable[[str], None]
-) -> dict[str, list[Comparison]]:
+) -> dict[str, list[SearchComparison]]:
     """Return two comparisons for each kind of index and share of documents that a filter selects.
 
     The search among them in its default stages, against Faiss's own with a selector, and against the same search of

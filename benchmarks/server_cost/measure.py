@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import psutil
 
 from benchmarks.server_cost.engines import CpuTimes, EngineName, MeasuredEngine, launch_engine
-from benchmarks.server_cost.scenes import SCENES, Scene
+from benchmarks.server_cost.scenes import SCENES, ServerScenario
 from ragcache_core.client import Engine
 from ragcache_core.memory import has_gpu
 
@@ -122,7 +122,7 @@ def _launched(engines: Sequence[EngineName], num_requests: int) -> Iterator[dict
 
 
 def _measure(
-    running: dict[EngineName, MeasuredEngine], scene: Scene, num_requests: int, on_slice: Callable[[str], None]
+    running: dict[EngineName, MeasuredEngine], scene: ServerScenario, num_requests: int, on_slice: Callable[[str], None]
 ) -> dict[EngineName, list[_Slice]]:
     slices: dict[EngineName, list[_Slice]] = {name: [] for name in running}
     for engine in running.values():
@@ -140,7 +140,7 @@ def _slice_sizes(num_requests: int) -> list[int]:
     return [min(_SLICE, num_requests - start) for start in range(0, num_requests, _SLICE)]
 
 
-def _ask(engine: MeasuredEngine, scene: Scene, numbers: range) -> _Slice:
+def _ask(engine: MeasuredEngine, scene: ServerScenario, numbers: range) -> _Slice:
     requests = [scene.make_request(number) for number in numbers]
     is_plain = not (engine.sends_documents and scene.sends_documents)
     before, cached = engine.cpu_times(), 0
@@ -152,7 +152,7 @@ def _ask(engine: MeasuredEngine, scene: Scene, numbers: range) -> _Slice:
     return _Slice(CpuTimes(used.api_server / count, used.engine_core / count), cached / count)
 
 
-def _rows(scene: Scene, slices: dict[EngineName, list[_Slice]], num_requests: int) -> list[ServerCost]:
+def _rows(scene: ServerScenario, slices: dict[EngineName, list[_Slice]], num_requests: int) -> list[ServerCost]:
     base = next(iter(slices.values()))
     return [
         ServerCost(

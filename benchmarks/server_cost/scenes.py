@@ -17,7 +17,7 @@ _TOKENS = range(10, 1000)
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class ServerScenario:
     """Requests of one kind.
 
     Args:
@@ -51,7 +51,7 @@ def _random_tokens(seed: str, count: int) -> list[int]:
 
 # New prompts come first: they fill the GPU KV cache, so that each further one evicts one.
 SCENES = (
-    Scene("new", is_cached=False, num_warm_up=40),
-    Scene("hit", is_cached=True, num_warm_up=4),
-    Scene("hit, no documents", is_cached=True, num_warm_up=4, sends_documents=False),
+    ServerScenario("new", is_cached=False, num_warm_up=40),
+    ServerScenario("hit", is_cached=True, num_warm_up=4),
+    ServerScenario("hit, no documents", is_cached=True, num_warm_up=4, sends_documents=False),
 )

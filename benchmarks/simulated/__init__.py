@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from ragcache_core.sim.sweep import FinishedRun, Journal, Run, run_all
+from ragcache_core.sim.sweep import FinishedRun, Journal, SweepRun, run_all
 
 
 class RunPlan(Protocol):
@@ -24,7 +24,7 @@ class RunPlan(Protocol):
         ...
 
 
-def simulate_runs(plan: RunPlan, name: str, runs: Sequence[Run], num_requests: int) -> list[FinishedRun]:
+def simulate_runs(plan: RunPlan, name: str, runs: Sequence[SweepRun], num_requests: int) -> list[FinishedRun]:
     """Simulate what is not finished yet, in as many processes as there are cores, and return all runs in their order.
 
     Args:

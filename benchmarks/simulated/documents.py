@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from ragcache_core.ordering import CachedPaths, PathChange, arrange
 from ragcache_core.policy import NodeStats, PrefillCost, ReplacementPolicy, make_policy
 from ragcache_core.sim.belady import BeladyPolicy, Foreseen
-from ragcache_core.sim.chunks import StoredChunks
+from ragcache_core.sim.chunks import SimulatedChunks
 from ragcache_core.sim.engine import NO_REUSE, NO_STATIC_PREFIX, Served
 from ragcache_core.sim.options import BELADY, INFINITE, SimulationOptions
 from ragcache_core.sim.traces.trace import Trace, TracedRequest
@@ -59,7 +59,7 @@ class DocumentCache:
         self._capacities = (gpu_tokens, host_tokens, disk_tokens)
         self._num_tokens = [0, 0, 0]
         self._cost = cost
-        self._chunks = None if options.chunk_reuse is None else StoredChunks(options, cost)
+        self._chunks = None if options.chunk_reuse is None else SimulatedChunks(options, cost)
         self._system_tokens = options.system_tokens
         self._tree = KnowledgeTree(
             _make_policy(options, cost, trace),

@@ -13,7 +13,7 @@ from benchmarks.simulated.vllm_host import VLLMHostBlocks
 from ragcache_core.ordering import arrange
 from ragcache_core.policy import PrefillCost
 from ragcache_core.queueing import CacheAwareQueue, order_priority
-from ragcache_core.sim.blocks import BlockCache, Run
+from ragcache_core.sim.blocks import BlockCache, BlockRun
 from ragcache_core.sim.engine import Job
 from ragcache_core.sim.options import SimulationOptions
 from ragcache_core.sim.result import Recorder, SimulationResult
@@ -119,11 +119,11 @@ class SteppedCache(BlockCache):
         if not knows_documents and self._host is not None and not options.disk_tokens:
             self._vllm_host = VLLMHostBlocks(self._host.num_blocks, is_arc=options.policy == "arc")
             self._host = self._vllm_host
-        self._begun: list[Run] = []
-        self._again: dict[Run, int] = {}
-        self._found: dict[Run, set[Hashable]] = {}
+        self._begun: list[BlockRun] = []
+        self._again: dict[BlockRun, int] = {}
+        self._found: dict[BlockRun, set[Hashable]] = {}
 
-    def try_begin(self, run: Run, max_tokens: int = sys.maxsize) -> bool:
+    def try_begin(self, run: BlockRun, max_tokens: int = sys.maxsize) -> bool:
         """Begin a request, or return False where it must wait.
 
         It waits until its whole prompt finds free blocks beside what those that have begun will take for theirs.
@@ -137,50 +137,50 @@ class SteppedCache(BlockCache):
         self._begun.append(run)
         return True
 
-    def load(self, run: Run) -> None:
+    def load(self, run: BlockRun) -> None:
         self._found.setdefault(run, set()).update(run.promised)
         super().load(run)
 
-    def end(self, run: Run) -> None:
+    def end(self, run: BlockRun) -> None:
         super().end(run)
         self._again.pop(run, None)
         found = self._found.pop(run, set())
         if self._vllm_host is not None:
             self._vllm_host.on_answered(run.prompt.keys, set(run.stored), found)
 
-    def preempt(self, run: Run) -> None:
+    def preempt(self, run: BlockRun) -> None:
         """Take a request's blocks away; it waits again, and hits what is left of them when it begins again."""
         self._free(run)
         self._again[run] = max(self.num_recomputed(run), run.num_answered)
 
-    def num_recomputed(self, run: Run) -> int:
+    def num_recomputed(self, run: BlockRun) -> int:
         """Return the tokens of its answer that were on the GPU when a request was preempted."""
         return self._again.get(run, 0)
 
-    def num_missing_blocks(self, run: Run, num_tokens: int) -> int:
+    def num_missing_blocks(self, run: BlockRun, num_tokens: int) -> int:
         """Return how many free blocks are missing to compute more tokens, of the prompt or the answer."""
         num_needed = -(-(run.num_computed + run.num_answered + num_tokens) // self.block_size)
         return num_needed - run.held.num_blocks - self._gpu.num_free
 
-    def _num_missing(self, run: Run) -> int:
+    def _num_missing(self, run: BlockRun) -> int:
         """Return how many blocks a request does not have yet for its prompt, and what it had answered before."""
         num_tokens = run.prompt.num_prompt_tokens + self.num_recomputed(run)
         return max(-(-num_tokens // self.block_size) - run.held.num_blocks, 0)
 
-    def _store(self, run: Run, keys: Sequence[int]) -> None:
+    def _store(self, run: BlockRun, keys: Sequence[int]) -> None:
         num_before = len(run.stored)
         super()._store(run, keys)
         self._found.setdefault(run, set()).update(set(keys).difference(run.stored[num_before:]))
 
-    def _free(self, run: Run) -> None:
+    def _free(self, run: BlockRun) -> None:
         super()._free(run)
         self._begun.remove(run)
 
-    def _protect(self, run: Run, keys: Sequence[int]) -> None:
+    def _protect(self, run: BlockRun, keys: Sequence[int]) -> None:
         if self._knows_documents:
             super()._protect(run, keys)
 
-    def _num_storable_blocks(self, run: Run) -> int:
+    def _num_storable_blocks(self, run: BlockRun) -> int:
         if self._knows_documents or self._host is None:
             return super()._num_storable_blocks(run)
         return min(len(run.prompt.keys), self._host.num_blocks)
@@ -224,7 +224,7 @@ class StepEngine:
         window = options.window if options.queue == "cache-aware" else 0
         self.queue: CacheAwareQueue[Job] = CacheAwareQueue(self._priority, window=window)
         self._is_ordered = bool(window)
-        self._runs: dict[Job, Run] = {}
+        self._runs: dict[Job, BlockRun] = {}
         self._loading: list[tuple[float, Job]] = []
         self._disk_free_s = self._link_free_s = 0.0
         self._num_to_store = 0
@@ -295,7 +295,7 @@ class StepEngine:
         self._loading = [(self.now_s if math.isnan(at_s) else at_s, job) for at_s, job in self._loading]
         return self._end_step(computed)
 
-    def _begin(self, job: Job, run: Run, max_tokens: int) -> bool:
+    def _begin(self, job: Job, run: BlockRun, max_tokens: int) -> bool:
         started_ns = perf_counter_ns()
         has_begun = self.cache.try_begin(run, max_tokens)
         job.decision_ns += perf_counter_ns() - started_ns
@@ -303,7 +303,7 @@ class StepEngine:
             job.served = self.cache.served(run)
         return has_begun
 
-    def _load(self, job: Job, run: Run) -> float:
+    def _load(self, job: Job, run: BlockRun) -> float:
         """Begin to load what a request hit below the GPU; return the seconds that this step waits for it."""
         costs = self._costs
         num_tokens = len(run.promised) * self.cache.block_size
@@ -327,7 +327,7 @@ class StepEngine:
             self.cache.load(self._runs[job])
         return job
 
-    def _compute(self, job: Job, run: Run, num_tokens: int) -> float:
+    def _compute(self, job: Job, run: BlockRun, num_tokens: int) -> float:
         """Compute tokens of a request, and return the seconds that they add to the step."""
         costs, num_context = self._costs, run.num_computed + run.num_answered
         if not run.num_left:

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.command import benchmark
 from benchmarks.papers.ratios import DEFAULT_POLICY, Ratio, Summary
-from benchmarks.report import Figure, Goal, Part, Plan
+from benchmarks.report import BenchmarkPlan, Figure, Goal, Part
 from benchmarks.simulated import simulate_runs
 from benchmarks.simulated.laboratory import LabOptions
 from benchmarks.simulation import rivals
@@ -105,31 +105,31 @@ def workload(name: str) -> Workload:
     return replace(of, documents_per_request=2, requests_per_s=0.8)
 
 
-def measure_mmlu(plan: Plan) -> Part:
+def measure_mmlu(plan: BenchmarkPlan) -> Part:
     """Compare policies, and orders of documents, where few documents get most requests."""
     results = _compare(plan, ["mmlu"], [ALGORITHM_1, KEPT_ORDER, CACHE_AWARE, BOUND])
     return _part(plan, [*_against_baseline(results), *_orders(results)], results)
 
 
-def measure_nq(plan: Plan) -> Part:
+def measure_nq(plan: BenchmarkPlan) -> Part:
     """Compare policies where popularity is spread over more documents."""
     results = _compare(plan, ["nq"], [ALGORITHM_1, KEPT_ORDER, BOUND])
     return _part(plan, _against_baseline(results), results)
 
 
-def measure_bound(plan: Plan) -> Part:
+def measure_bound(plan: BenchmarkPlan) -> Part:
     """Compare the default policy with the bound alone, on fewer seeds: a part of ``make bench-headline``."""
     results = _compare(plan, ["mmlu", "nq"], [KEPT_ORDER, BOUND], num_seeds=_NUM_SEEDS_OF_BOUND)
     return _part(plan, [_of_bound(setting, of) for setting, of in results.items()], results)
 
 
-def measure_drift(plan: Plan) -> Part:
+def measure_drift(plan: BenchmarkPlan) -> Part:
     """Compare policies where what is popular changes: the worst of all capacities."""
     results = _compare(plan, ["drift", "nq-drift"], [ALGORITHM_1, KEPT_ORDER])
     return _part(plan, _worst("drift_ttft_ratio", KEPT_ORDER, ALGORITHM_1, results), results)
 
 
-def measure_canonical(plan: Plan) -> Part:
+def measure_canonical(plan: BenchmarkPlan) -> Part:
     """Compare the two orders of documents that are not the search's: the worst of all workloads and capacities."""
     results = _compare(plan, ["mmlu", "nq", "drift"], [CANONICAL, CACHE_AWARE])
     return _part(plan, _worst("order_vs_canonical", CACHE_AWARE, CANONICAL, results), results)
@@ -146,7 +146,7 @@ def _worst(key: str, ours: System, other: System, results: Results) -> list[Figu
     ]
 
 
-def measure_load(plan: Plan) -> Part:
+def measure_load(plan: BenchmarkPlan) -> Part:
     """Compare queues where 1.05 times as many requests arrive as Algorithm 1 can serve first come, first served.
 
     Both queues reorder as the paper has it, in a window of 32. The paper's runs over its own policy, ours over the
@@ -203,7 +203,7 @@ def _versus(key: str, unit: str, of: Mapping[System, Sequence[Summary]], ours: S
 
 
 def _compare(
-    plan: Plan,
+    plan: BenchmarkPlan,
     workloads: Sequence[str],
     systems: Sequence[System],
     load: float | None = None,
@@ -235,7 +235,7 @@ def _options(system: System, setting: Setting, warm_up: int) -> LabOptions:
 
 
 def _write_traces(
-    plan: Plan, settings: Sequence[Setting], seeds: Sequence[int], folder: Path
+    plan: BenchmarkPlan, settings: Sequence[Setting], seeds: Sequence[int], folder: Path
 ) -> dict[tuple[Setting, int], Path]:
     """Return the trace of each setting and seed: that of the workload, at the setting's load where it has one."""
     num_requests, warm_up = plan.sized(_NUM_REQUESTS, 200), plan.sized(_NUM_WARM_UP, 50)
@@ -263,7 +263,7 @@ def _write_traces(
     return paths
 
 
-def _part(plan: Plan, figures: Sequence[Figure], results: Results) -> Part:
+def _part(plan: BenchmarkPlan, figures: Sequence[Figure], results: Results) -> Part:
     keys = ("mean_ttft_s", "p50_ttft_s", "p99_ttft_s", "token_hit_rate", "document_hit_rate", "reordered_share")
     details = {
         str(setting): {
@@ -276,7 +276,7 @@ def _part(plan: Plan, figures: Sequence[Figure], results: Results) -> Part:
     return Part(warm_up, tuple(figures), details)
 
 
-PARTS: dict[str, Callable[[Plan], Part]] = {
+PARTS: dict[str, Callable[[BenchmarkPlan], Part]] = {
     "mmlu": measure_mmlu,
     "nq": measure_nq,
     "drift": measure_drift,

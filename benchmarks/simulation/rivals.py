@@ -15,10 +15,10 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from benchmarks.papers.ratios import DEFAULT_POLICY, Summary
-from benchmarks.report import Figure, Goal, Part, Plan
+from benchmarks.report import BenchmarkPlan, Figure, Goal, Part
 from benchmarks.simulated import simulate_runs
 from benchmarks.simulated.laboratory import LabOptions
-from ragcache_core.sim.sweep import Run
+from ragcache_core.sim.sweep import SweepRun
 from ragcache_core.sim.sweep import plan as plan_runs
 from ragcache_core.sim.traces.reuse import reuse_of
 from ragcache_core.sim.traces.trace import Trace, read_trace, write_trace
@@ -49,10 +49,10 @@ def goals() -> dict[str, Goal]:
     }
 
 
-def measure_policies(plan: Plan) -> Part:
+def measure_policies(plan: BenchmarkPlan) -> Part:
     """Compare the default policy with the best of its rivals at every capacity, on GPU alone and on three tiers."""
     num_requests = plan.sized(_NUM_REQUESTS, 200)
-    runs: dict[tuple[str, str, float], list[Run]] = {}
+    runs: dict[tuple[str, str, float], list[SweepRun]] = {}
     num_to_do = 0
     with TemporaryDirectory(prefix="ragcache-rivals-") as folder:
         for name, trace in _traces(num_requests, _FIRST_SEED + plan.seed):

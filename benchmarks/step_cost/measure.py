@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from benchmarks.step_cost.loop import EngineLoop
-from benchmarks.step_cost.scenes import SCENES, Load, RequestFactory, fill_cache
+from benchmarks.step_cost.scenes import SCENES, RequestFactory, StepLoad, fill_cache
 from benchmarks.step_cost.schedulers import EngineName, is_ragcache, make_scheduler
 
 
@@ -91,7 +91,7 @@ def profile(scene_name: str, engine: EngineName, num_rounds: int, num_lines: int
 @contextmanager
 def _started(
     engine: EngineName, scene_name: str, profiler: cProfile.Profile | None = None
-) -> Iterator[tuple[EngineLoop, Load]]:
+) -> Iterator[tuple[EngineLoop, StepLoad]]:
     scene = SCENES[scene_name]
     with make_scheduler(engine, scene.spec) as scheduler:
         loop, requests = EngineLoop(scheduler, profiler), RequestFactory(with_documents=is_ragcache(engine))

@@ -57,7 +57,7 @@ def _random_tokens(seed: int, count: int) -> list[int]:
     return [dice.randrange(10, 30_000) for _ in range(count)]
 
 
-class Load(Protocol):
+class StepLoad(Protocol):
     """Work that is timed in slices."""
 
     def run(self, count: int) -> None:
@@ -127,7 +127,7 @@ def fill_cache(loop: EngineLoop, requests: RequestFactory, num_blocks: int) -> N
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class StepScenario:
     """A load, the engine that it runs on, and how it is cut into slices.
 
     Args:
@@ -137,28 +137,28 @@ class Scene:
     """
 
     spec: SchedulerSpec
-    start: Callable[[EngineLoop, RequestFactory], Load]
+    start: Callable[[EngineLoop, RequestFactory], StepLoad]
     unit: str = "step"
     slice_size: int = 16
     is_full: bool = False
 
 
-SCENES: dict[str, Scene] = {
-    "decode 1": Scene(SchedulerSpec(20_000), lambda loop, make: Decode(loop, make, 1)),
-    "decode 32": Scene(SchedulerSpec(20_000), lambda loop, make: Decode(loop, make, 32)),
-    "decode 256": Scene(SchedulerSpec(20_000), lambda loop, make: Decode(loop, make, 256)),
-    "decode 256, full": Scene(SchedulerSpec(12_000), lambda loop, make: Decode(loop, make, 256), is_full=True),
-    "decode 256, windows": Scene(
+SCENES: dict[str, StepScenario] = {
+    "decode 1": StepScenario(SchedulerSpec(20_000), lambda loop, make: Decode(loop, make, 1)),
+    "decode 32": StepScenario(SchedulerSpec(20_000), lambda loop, make: Decode(loop, make, 32)),
+    "decode 256": StepScenario(SchedulerSpec(20_000), lambda loop, make: Decode(loop, make, 256)),
+    "decode 256, full": StepScenario(SchedulerSpec(12_000), lambda loop, make: Decode(loop, make, 256), is_full=True),
+    "decode 256, windows": StepScenario(
         SchedulerSpec(24_000, ("full", "window")), lambda loop, make: Decode(loop, make, 256), is_full=True
     ),
-    "mixed 256, full": Scene(SchedulerSpec(20_000), lambda loop, make: Mixed(loop, make, 256), is_full=True),
-    "prompt 4000, new": Scene(
+    "mixed 256, full": StepScenario(SchedulerSpec(20_000), lambda loop, make: Mixed(loop, make, 256), is_full=True),
+    "prompt 4000, new": StepScenario(
         SchedulerSpec(20_000), lambda loop, make: Prompts(loop, make, is_cached=False), "request", 4
     ),
-    "prompt 4000, new, full": Scene(
+    "prompt 4000, new, full": StepScenario(
         SchedulerSpec(12_000), lambda loop, make: Prompts(loop, make, is_cached=False), "request", 4, is_full=True
     ),
-    "prompt 4000, GPU hit": Scene(
+    "prompt 4000, GPU hit": StepScenario(
         SchedulerSpec(20_000), lambda loop, make: Prompts(loop, make, is_cached=True), "request", 4
     ),
 }

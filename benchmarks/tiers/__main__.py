@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from benchmarks.command import benchmark
-from benchmarks.report import Goal, Part, Plan
+from benchmarks.report import BenchmarkPlan, Goal, Part
 from benchmarks.tiers.disk_ttft import measure_disk_ttft
 from benchmarks.tiers.exactness import measure_exactness
 from benchmarks.tiers.group_share import measure_share_by_groups
@@ -36,7 +36,7 @@ GOALS: dict[str, Goal] = {
     "shared_dead_excess_s": Goal("<=", 0.2),
 }
 
-PARTS: dict[str, Callable[[Plan], Part]] = {
+PARTS: dict[str, Callable[[BenchmarkPlan], Part]] = {
     "exactness": measure_exactness,
     "share": measure_share,
     "share-by-groups": measure_share_by_groups,

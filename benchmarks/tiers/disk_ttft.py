@@ -16,7 +16,7 @@ from statistics import fmean, median
 from typing import Any
 
 from benchmarks.engines import BLOCK_SIZE, TokenTexts, block_bytes, launch
-from benchmarks.report import Figure, Part, Plan, percentiles_ms
+from benchmarks.report import BenchmarkPlan, Figure, Part, percentiles_ms
 from benchmarks.token_client import TokenAnswer, TokenClient
 from ragcache_core.bench.prompts import TokenRequest
 from ragcache_core.client import Engine
@@ -43,7 +43,7 @@ class _Rounds:
     num_mismatches: int = 0
 
 
-def measure_disk_ttft(plan: Plan, waiting: Sequence[int] = _WAITING) -> Part:
+def measure_disk_ttft(plan: BenchmarkPlan, waiting: Sequence[int] = _WAITING) -> Part:
     """Measure each number of concurrent requests."""
     num_rounds = {num_waiting: plan.sized(max(24 // num_waiting, 4), 1) for num_waiting in waiting}
     num_stored = 1 + sum(num_waiting * rounds for num_waiting, rounds in num_rounds.items())
@@ -89,7 +89,7 @@ def _request(texts: TokenTexts, number: int) -> TokenRequest:
     return texts.request([(number, _DOCUMENT_TOKENS)], "Who founded it?", max_tokens=1)
 
 
-def _launch(plan: Plan, cache: CacheConfig) -> Engine:
+def _launch(plan: BenchmarkPlan, cache: CacheConfig) -> Engine:
     return launch(plan.model, cache, max_model_len=_MAX_MODEL_LEN, max_num_seqs=_MAX_SEQS)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engines import BLOCK_SIZE, TokenTexts, block_bytes, kill_engine_core, launch
-from benchmarks.report import Figure, Part, Plan, percentiles_ms
+from benchmarks.report import BenchmarkPlan, Figure, Part, percentiles_ms
 from benchmarks.token_client import TokenAnswer, TokenClient
 from ragcache_core.bench.prompts import TokenRequest
 from ragcache_core.client import Engine
@@ -63,14 +63,14 @@ def mismatches(answers: Sequence[TokenAnswer], expected: Sequence[TokenAnswer]) 
     return [i for i, (a, b) in enumerate(zip(answers, expected, strict=True)) if a.token_ids != b.token_ids]
 
 
-def measure_exactness(plan: Plan) -> Part:
+def measure_exactness(plan: BenchmarkPlan) -> Part:
     """Answer every request with plain vLLM, then with all tiers, killed once and restarted once, and compare."""
     requests, expected = plain_answers(plan, enable_prefix_caching=False)
     answers, counts = _answers_of_all_tiers(plan, requests)
     return _part(requests, answers, expected, mismatches(answers, expected), counts)
 
 
-def measure_exactness_bf16(plan: Plan) -> Part:
+def measure_exactness_bf16(plan: BenchmarkPlan) -> Part:
     """Do the same in bfloat16, where a token that is computed in another batch may come out another one in vLLM, too.
 
     So what is held against the tiers is how many answers vLLM's own prefix caching changes.
@@ -89,7 +89,7 @@ def measure_exactness_bf16(plan: Plan) -> Part:
 
 
 def plain_answers(
-    plan: Plan, *, dtype: str = "float32", **vllm_args: object
+    plan: BenchmarkPlan, *, dtype: str = "float32", **vllm_args: object
 ) -> tuple[list[TokenRequest], list[TokenAnswer]]:
     """Return the requests of a measurement, and plain vLLM's answers to them."""
     num_requests = plan.sized(520, 24)
@@ -104,7 +104,7 @@ def plain_answers(
 
 
 def _answers_of_all_tiers(
-    plan: Plan, requests: Sequence[TokenRequest], dtype: str = "float32"
+    plan: BenchmarkPlan, requests: Sequence[TokenRequest], dtype: str = "float32"
 ) -> tuple[list[TokenAnswer], Counter[str]]:
     counts: Counter[str] = Counter()
     size = block_bytes(plan.model, dtype)
@@ -127,12 +127,12 @@ def _answers_of_all_tiers(
     return answers, counts
 
 
-def _launch(plan: Plan, cache: CacheConfig, dtype: str) -> Engine:
+def _launch(plan: BenchmarkPlan, cache: CacheConfig, dtype: str) -> Engine:
     return launch(plan.model, cache, dtype=dtype, max_model_len=_MAX_MODEL_LEN, max_num_batched_tokens=_BATCHED_TOKENS)
 
 
 def _answers_of_a_killed_engine(
-    plan: Plan, cache: CacheConfig, dtype: str, requests: Sequence[TokenRequest], counts: Counter[str]
+    plan: BenchmarkPlan, cache: CacheConfig, dtype: str, requests: Sequence[TokenRequest], counts: Counter[str]
 ) -> list[TokenAnswer]:
     plan.report("exactness: starting the engine with all tiers")
     half = len(requests) // 2

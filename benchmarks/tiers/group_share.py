@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
-from benchmarks.report import Figure, Part, Plan
+from benchmarks.report import BenchmarkPlan, Figure, Part
 from benchmarks.tiers.hit_share import WORKLOAD
 from ragcache_core.policy import PrefillCostModel
 from ragcache_core.sim.traces.workload import document_tokens, draw_retrievals
@@ -165,7 +165,7 @@ def _prompts(seed: int, count: int) -> list[tuple[list[int], list[PromptSegment]
     return prompts
 
 
-def measure_share_by_groups(plan: Plan) -> Part:
+def measure_share_by_groups(plan: BenchmarkPlan) -> Part:
     """Compare the default policy with vLLM's own order, model by model and seed by seed."""
     init_none_hash(sha256)
     count = plan.sized(2000, 60)

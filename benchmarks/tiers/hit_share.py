@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.engines import BLOCK_SIZE, TokenTexts, block_bytes, launch
-from benchmarks.report import Figure, Part, Plan, percentiles_ms
+from benchmarks.report import BenchmarkPlan, Figure, Part, percentiles_ms
 from benchmarks.token_client import TokenAnswer, TokenClient
 from ragcache_core.bench.prompts import TokenRequest
 from ragcache_core.config import CacheConfig
@@ -41,7 +41,7 @@ def cached_share(answers: Sequence[TokenAnswer]) -> float:
     return sum(a.num_cached_tokens for a in answers) / sum(a.num_prompt_tokens for a in answers)
 
 
-def measure_share(plan: Plan) -> Part:
+def measure_share(plan: BenchmarkPlan) -> Part:
     """Compare the default policy with plain vLLM seed by seed, on the GPU tier alone, then with host and disk."""
     seeds = range(plan.seed, plan.seed + plan.sized(3, 1))
     stock, ours, ratios, times = [], [], [], []
@@ -70,7 +70,7 @@ def measure_share(plan: Plan) -> Part:
     return Part(f"{_count(plan)} requests before as many that count", figures, details)
 
 
-def _answers(plan: Plan, policy: str | None, seed: int, *, has_tiers: bool = False) -> list[TokenAnswer]:
+def _answers(plan: BenchmarkPlan, policy: str | None, seed: int, *, has_tiers: bool = False) -> list[TokenAnswer]:
     """Return the answers that count of one engine; without ``policy`` it is plain vLLM."""
     size, gpu_blocks, count = block_bytes(plan.model), _gpu_blocks(seed), _count(plan)
     name = policy or "plain vLLM"
@@ -92,7 +92,7 @@ def _answers(plan: Plan, policy: str | None, seed: int, *, has_tiers: bool = Fal
             return client.ask_all(requests[count:], in_flight=IN_FLIGHT, is_plain=cache is None)
 
 
-def _launch(plan: Plan, cache: CacheConfig | None, **vllm_args: object) -> Any:
+def _launch(plan: BenchmarkPlan, cache: CacheConfig | None, **vllm_args: object) -> Any:
     return launch(plan.model, cache, max_model_len=_MAX_MODEL_LEN, max_num_seqs=_MAX_SEQS, **vllm_args)
 
 
@@ -101,7 +101,7 @@ def _gpu_blocks(seed: int) -> int:
     return int(document_tokens(WORKLOAD, seed).sum()) // BLOCK_SIZE // 5
 
 
-def _count(plan: Plan) -> int:
+def _count(plan: BenchmarkPlan) -> int:
     return plan.sized(400, 60)
 
 

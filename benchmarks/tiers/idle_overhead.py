@@ -15,7 +15,7 @@ from zlib import crc32
 import numpy as np
 
 from benchmarks.engines import BLOCK_SIZE, TokenTexts, block_bytes, launch
-from benchmarks.report import Figure, Part, Plan, percentiles_ms
+from benchmarks.report import BenchmarkPlan, Figure, Part, percentiles_ms
 from benchmarks.token_client import TokenClient
 from ragcache_core.bench.prompts import TokenRequest
 from ragcache_core.config import CacheConfig
@@ -33,7 +33,7 @@ _NUM_BATCHES = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class IdleLoad:
     """Prompts of two documents of ``document_tokens`` each, and answers of ``max_tokens``."""
 
     name: str
@@ -42,14 +42,14 @@ class Load:
     batch: int
 
 
-LOADS = (Load("prefill", 360, 2, 48), Load("decode", 24, 384, 16))
+LOADS = (IdleLoad("prefill", 360, 2, 48), IdleLoad("decode", 24, 384, 16))
 """All requests of ``decode`` are in flight at once: where clients come late, because two cores are busy, it is that
 which would be measured, and in plain vLLM, too, a batch takes up to five times as long then."""
-_LOADS_LARGE = (Load("prefill", 360, 2, 16), Load("decode", 24, 96, 16))
+_LOADS_LARGE = (IdleLoad("prefill", 360, 2, 16), IdleLoad("decode", 24, 96, 16))
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class EngineStart:
     """Seconds of each batch of one load, by side, between one start of the three engines and the next.
 
     Batches of one number ran one after another: a machine that is slow for a minute is slow for all three.
@@ -74,7 +74,7 @@ def geometric_mean(ratios: Sequence[float]) -> float:
     return float(np.exp(np.mean(np.log(ratios))))
 
 
-def unique_requests(texts: TokenTexts, load: Load, first: int, count: int) -> list[TokenRequest]:
+def unique_requests(texts: TokenTexts, load: IdleLoad, first: int, count: int) -> list[TokenRequest]:
     """Return requests that share no document; ``first`` is the number of the first one."""
     size = load.document_tokens
     return [
@@ -93,19 +93,21 @@ def random_texts(seed: int, load: int) -> TokenTexts:
     return TokenTexts(tuple(drawn[:8]), tuple(drawn), encode)
 
 
-def measure_idle(plan: Plan, num_starts: int = _NUM_STARTS, num_batches: int = _NUM_BATCHES) -> Part:
+def measure_idle(plan: BenchmarkPlan, num_starts: int = _NUM_STARTS, num_batches: int = _NUM_BATCHES) -> Part:
     """Run the default configuration and plain vLLM, twice, side by side, batch by batch in turn."""
     return _measure(plan, plan.model, LOADS, "idle_throughput_ratio", num_starts, num_batches)
 
 
-def measure_idle_large(plan: Plan) -> Part:
+def measure_idle_large(plan: BenchmarkPlan) -> Part:
     """Do the same with the benchmark model of 30 million parameters, whose steps take longer."""
     return _measure(plan, str(random_model()), _LOADS_LARGE, "idle_throughput_ratio_30m", _NUM_STARTS, _NUM_BATCHES)
 
 
-def _measure(plan: Plan, model: str, loads: Sequence[Load], name: str, num_starts: int, num_batches: int) -> Part:
+def _measure(
+    plan: BenchmarkPlan, model: str, loads: Sequence[IdleLoad], name: str, num_starts: int, num_batches: int
+) -> Part:
     num_starts, num_batches = plan.sized(num_starts, 1), plan.sized(num_batches, 1)
-    starts: dict[str, list[Start]] = {load.name: [] for load in loads}
+    starts: dict[str, list[EngineStart]] = {load.name: [] for load in loads}
     num_stored = num_loaded = 0.0
     for i in range(num_starts):
         plan.report(f"idle throughput, start {i + 1} of {num_starts}: starting two plain vLLM and ours")
@@ -142,8 +144,13 @@ def _start(running: ExitStack, model: str, side: str) -> TokenClient:
 
 
 def _time_batches(
-    plan: Plan, load: Load, texts: TokenTexts, clients: Mapping[str, TokenClient], where: str, num_batches: int
-) -> Start:
+    plan: BenchmarkPlan,
+    load: IdleLoad,
+    texts: TokenTexts,
+    clients: Mapping[str, TokenClient],
+    where: str,
+    num_batches: int,
+) -> EngineStart:
     batches_s: dict[str, list[float]] = {side: [] for side in _SIDES}
     for i in range(-1, num_batches):
         plan.report(f"idle throughput, {where}, batch {i + 1} of {num_batches}")
@@ -154,18 +161,18 @@ def _time_batches(
             clients[side].ask_all(requests, in_flight=_IN_FLIGHT, is_plain=side != "ours")
             if i >= 0:
                 batches_s[side].append(time.perf_counter() - started_s)
-    return Start(batches_s)
+    return EngineStart(batches_s)
 
 
-def _of_ours(key: str, load: Load, starts: Sequence[Start]) -> Figure:
+def _of_ours(key: str, load: IdleLoad, starts: Sequence[EngineStart]) -> Figure:
     return _figure(key, load, starts, "ours", [start.throughput_ratio for start in starts])
 
 
-def _of_twin(key: str, load: Load, starts: Sequence[Start]) -> Figure:
+def _of_twin(key: str, load: IdleLoad, starts: Sequence[EngineStart]) -> Figure:
     return _figure(key, load, starts, "twin", [start.twin_ratio for start in starts])
 
 
-def _figure(key: str, load: Load, starts: Sequence[Start], side: str, ratios: Sequence[float]) -> Figure:
+def _figure(key: str, load: IdleLoad, starts: Sequence[EngineStart], side: str, ratios: Sequence[float]) -> Figure:
     """Return the mean of the starts' ratios; the note says how far they lay apart."""
     times_ms, plain_ms = (percentiles_ms([t for s in starts for t in s.batches_s[which]]) for which in (side, "plain"))
     note = f"{min(ratios):.3f} to {max(ratios):.3f} in {len(starts)} starts of {len(starts[0].batches_s[side])} "

@@ -11,7 +11,7 @@ import time
 from statistics import median
 
 from benchmarks.engines import BLOCK_SIZE, TokenTexts, launch
-from benchmarks.report import Figure, Part, Plan, percentiles_ms
+from benchmarks.report import BenchmarkPlan, Figure, Part, percentiles_ms
 from benchmarks.tiers.idle_overhead import random_texts
 from benchmarks.token_client import TokenAnswer, TokenClient
 from ragcache_core.bench.prompts import TokenRequest
@@ -28,7 +28,7 @@ _QUIET_S = 1.0
 _KILLED_AFTER_S = 0.03
 
 
-def measure_shared_ttft(plan: Plan) -> Part:
+def measure_shared_ttft(plan: BenchmarkPlan) -> Part:
     """Measure some documents of each kind, and what the store's death costs."""
     num_documents, num_killed = plan.sized(10, 2), plan.sized(4, 1)
     model = str(random_model(_SHAPE))

@@ -14,7 +14,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 _TESTBEDS = "a10g-mistral-7b, a10g-llama2-7b, h800-mixtral-8x7b, h800-llama2-70b, h100-llama3-8b"
 
 
-class Shares(click.ParamType[Any]):
+class ShareList(click.ParamType[Any]):
     """Numbers with commas between them."""
 
     name = "shares"
@@ -66,7 +66,9 @@ _SETTINGS: Mapping[str, _Setting] = {
     "speculation": _Setting(
         click.Choice(get_args(Speculation)), None, "Prefill a search's candidates before it has ended."
     ),
-    "settle_shares": _Setting(Shares(), "P,P,...", "Searches whose candidates are the final ones from each stage on."),
+    "settle_shares": _Setting(
+        ShareList(), "P,P,...", "Searches whose candidates are the final ones from each stage on."
+    ),
     "chunk_reuse": _Setting(
         float,
         "FRACTION",
@@ -93,7 +95,7 @@ def simulation_options(*names: str) -> Callable[[_Command], _Command]:
             kind, metavar, text = _SETTINGS[name]
             default = defaults[name]
             flag = "--" + name.replace("_", "-")
-            if isinstance(kind, Shares):
+            if isinstance(kind, ShareList):
                 default = ",".join(map(str, SimulationOptions().settle_shares))
             if kind is bool:
                 flag = "--overlap-transfers/--no-overlap-transfers"

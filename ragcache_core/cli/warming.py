@@ -48,7 +48,7 @@ class Expected:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class WarmingPlan:
     """What is to be warmed: the documents by their ids, the paths, of how many tokens, and what that should bring."""
 
     documents: Mapping[DocId, Document]
@@ -149,7 +149,7 @@ def plan_of(
     layout: PromptLayout,
     budget_bytes: int | None,
     cost_model: str,
-) -> Plan:
+) -> WarmingPlan:
     """Return what of ``expected`` an engine is to prefill, with the layout bound to it.
 
     Raises:
@@ -202,7 +202,7 @@ def plan_of(
     with counting_requests("simulating", 2 * min(len(trace), NUM_FIRST)) as progress:
         found = forecast(trace, options, paths, progress=progress)
     num_tokens = system_tokens + sum(path.doc_tokens[-1] for path in paths)
-    return Plan(documents, paths, num_tokens, budget_tokens, sizes.bytes_per_token, found, testbed.name)
+    return WarmingPlan(documents, paths, num_tokens, budget_tokens, sizes.bytes_per_token, found, testbed.name)
 
 
 def _question_tokens(question: str | int) -> int:
@@ -252,7 +252,7 @@ def warm_store(store: DocumentStore, url: str, api_key: str | None) -> tuple[dic
     return told, [*lines_of(plan, expected), receipt_line(receipt, plan)]
 
 
-def warm_engine(engine: Engine, plan: Plan) -> WarmingReceipt:
+def warm_engine(engine: Engine, plan: WarmingPlan) -> WarmingReceipt:
     """Prefill what was planned; what ends it before says what was done until then.
 
     Raises:
@@ -280,14 +280,14 @@ def warm_engine(engine: Engine, plan: Plan) -> WarmingReceipt:
             raise type(error)(f"{_so_far(receipt, plan)} ({error})") from error
 
 
-def _so_far(receipt: WarmingReceipt, plan: Plan) -> str:
+def _so_far(receipt: WarmingReceipt, plan: WarmingPlan) -> str:
     return (
         f"{receipt.num_done:,} of {len(plan.paths):,} paths are done, {receipt.num_warmed:,} of them prefilled now: "
         "run it again to go on"
     )
 
 
-def lines_of(plan: Plan, expected: Expected) -> list[str]:
+def lines_of(plan: WarmingPlan, expected: Expected) -> list[str]:
     """Return a plan as a person reads it."""
     cold, warmed = plan.forecast.cold, plan.forecast.warm
     num_documents = len({path.doc_ids[-1] for path in plan.paths})
@@ -304,7 +304,7 @@ def lines_of(plan: Plan, expected: Expected) -> list[str]:
     return lines
 
 
-def receipt_line(receipt: WarmingReceipt, plan: Plan) -> str:
+def receipt_line(receipt: WarmingReceipt, plan: WarmingPlan) -> str:
     """Return a receipt as a person reads it."""
     left_out = f", {receipt.num_left_out:,} left out that do not fit the context window" * bool(receipt.num_left_out)
     return (
@@ -314,7 +314,7 @@ def receipt_line(receipt: WarmingReceipt, plan: Plan) -> str:
     )
 
 
-def plan_to_dict(plan: Plan, expected: Expected) -> dict[str, object]:
+def plan_to_dict(plan: WarmingPlan, expected: Expected) -> dict[str, object]:
     """Return plain JSON data."""
     return {
         "source": expected.source,

@@ -31,14 +31,14 @@ _LOGGED_DTYPE = re.compile(r"Initializing a V1 LLM engine.*?\bdtype=torch\.(\w+)
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TimedAnswer:
     """How long a prompt took, and how many of its tokens were in the engine's own KV memory."""
 
     time_s: float
     num_cached_tokens: int
 
 
-Ask = Callable[[Sequence[int]], Answer]
+Ask = Callable[[Sequence[int]], TimedAnswer]
 """Sends a prompt of token ids, and lets one token be generated."""
 
 
@@ -149,10 +149,10 @@ def read_facts(engine: Engine) -> EngineFacts:
 def asker(engine: Engine) -> Ask:
     """Return what asks ``engine``."""
 
-    def ask(token_ids: Sequence[int]) -> Answer:
+    def ask(token_ids: Sequence[int]) -> TimedAnswer:
         stats = engine.generate(RenderedPrompt((), "", tuple(token_ids), ()), max_tokens=1).stats
         in_kv_memory = stats.num_cached_tokens if stats.num_gpu_tokens is None else stats.num_gpu_tokens
-        return Answer(stats.total_s, in_kv_memory)
+        return TimedAnswer(stats.total_s, in_kv_memory)
 
     return ask
 

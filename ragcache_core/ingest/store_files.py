@@ -25,14 +25,14 @@ _DAMAGED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class FileOrigin:
     """A file: the absolute path of the directory that was read, and its name below it."""
 
     folder: str
     name: str
 
     @classmethod
-    def of(cls, file: SourceFile) -> Origin:
+    def of(cls, file: SourceFile) -> FileOrigin:
         """Return where a file is."""
         folder = file.path.absolute().parents[file.name.count("/")]
         return cls(os.path.realpath(folder), file.name)
@@ -52,7 +52,7 @@ class Origin:
         return Path(self.folder, self.name).is_relative_to(os.path.realpath(folder))
 
 
-def read_origins(store: Path) -> dict[DocId, Origin]:
+def read_origins(store: Path) -> dict[DocId, FileOrigin]:
     """Return where the documents of the store at ``store`` came from; nothing, where none came from a file.
 
     Raises:
@@ -64,7 +64,7 @@ def read_origins(store: Path) -> dict[DocId, Origin]:
         if content["format"] != _FORMAT:
             raise ValueError(f"format {content['format']!r}")
         return {
-            str(doc_id): Origin(folder, name)
+            str(doc_id): FileOrigin(folder, name)
             for folder, files in content["folders"].items()
             for name, doc_ids in files.items()
             for doc_id in doc_ids
@@ -78,7 +78,7 @@ def read_origins(store: Path) -> dict[DocId, Origin]:
         ) from error
 
 
-def write_origins(store: Path, origins: Mapping[DocId, Origin]) -> None:
+def write_origins(store: Path, origins: Mapping[DocId, FileOrigin]) -> None:
     """Save where documents came from. The caller holds the store's lock and has changed the store before.
 
     After a crash between both, the origins of the last documents are missing, and no others are wrong.

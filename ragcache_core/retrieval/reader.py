@@ -11,7 +11,7 @@ from typing import Any
 from ragcache_core.errors import EmptyStoreError, StoreError, TooFewDocumentsError, UnknownDocumentError
 from ragcache_core.retrieval.base import IndexKind, Metric
 from ragcache_core.retrieval.embedders.base import Embedder, check_query
-from ragcache_core.retrieval.search import MMR, Filter, Question, Search, SearchQuery, check_k
+from ragcache_core.retrieval.search import MMR, Filter, Search, SearchQuery, SearchQuestion, check_k
 from ragcache_core.retrieval.storage.snapshot import Snapshot, StoreStats
 from ragcache_core.retrieval.threads import SearchThreads, closed_error
 from ragcache_core.types import DocId, Document, RetrievalUpdate
@@ -98,7 +98,7 @@ class StoreReader:
         """
         snapshot, _ = self.begin_search()
         demand = SearchQuery.of(snapshot, k, where, score_threshold, mmr)
-        return Search(snapshot, Question.of(snapshot, query), demand).run()
+        return Search(snapshot, SearchQuestion.of(snapshot, query), demand).run()
 
     def search_vector(
         self,
@@ -112,7 +112,7 @@ class StoreReader:
         """Return the ``k`` documents nearest to a vector ``[dimension]``, by vectors alone. See :meth:`search`."""
         snapshot, _ = self.begin_search()
         demand = SearchQuery.of(snapshot, k, where, score_threshold, mmr)
-        return Search(snapshot, Question(check_query(vector, snapshot.manifest.dimension)), demand).run()
+        return Search(snapshot, SearchQuestion(check_query(vector, snapshot.manifest.dimension)), demand).run()
 
     async def search_staged(
         self,
@@ -154,7 +154,7 @@ class StoreReader:
         """Yield what the search knows after each stage. See :meth:`search_staged`."""
         snapshot, threads = self.begin_search()
         demand = SearchQuery.of(snapshot, k, where, score_threshold, mmr)
-        question = Question(check_query(vector, snapshot.manifest.dimension))
+        question = SearchQuestion(check_query(vector, snapshot.manifest.dimension))
         async with aclosing(threads.updates(snapshot, question, demand, stages)) as updates:
             async for update in updates:
                 yield update

@@ -123,14 +123,14 @@ class SearchQuery:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class SearchQuestion:
     """The vector ``[dimension]`` of a question and, where words count, its words."""
 
     vector: Vectors
     words: Sequence[str] | None = None
 
     @classmethod
-    def of(cls, snapshot: Snapshot, text: object) -> Question:
+    def of(cls, snapshot: Snapshot, text: object) -> SearchQuestion:
         """Return the embedded question.
 
         Raises:
@@ -151,7 +151,7 @@ class Search:
         SearchError: a filter that no document can pass.
     """
 
-    def __init__(self, snapshot: Snapshot, question: Question, query: SearchQuery) -> None:
+    def __init__(self, snapshot: Snapshot, question: SearchQuestion, query: SearchQuery) -> None:
         assert snapshot.index is not None, "SearchQuery.of has checked it"
         self._index: StagedIndex = snapshot.index
         self._documents = snapshot.documents

@@ -19,7 +19,7 @@ import numpy as np
 from ragcache_core.errors import StoreError
 from ragcache_core.retrieval.base import Cancellation, SearchThroughput, Stage, faiss, stage_cuts
 from ragcache_core.retrieval.lexical import words_of
-from ragcache_core.retrieval.search import Question, Search, SearchQuery
+from ragcache_core.retrieval.search import Search, SearchQuery, SearchQuestion
 from ragcache_core.retrieval.storage.snapshot import Snapshot
 from ragcache_core.runtime.daemon_threads import DaemonThreadPool
 from ragcache_core.types import RetrievalUpdate
@@ -73,16 +73,16 @@ class SearchThreads:
         the result of the words alone while the question is embedded.
         """
 
-        def embed() -> Question:
+        def embed() -> SearchQuestion:
             began_s = self._clock_s()
-            question = Question.of(snapshot, text)
+            question = SearchQuestion.of(snapshot, text)
             self._embedding_s = self._clock_s() - began_s
             return question
 
         embedding, num_early = self.submit(embed), 0
         has_words = snapshot.manifest.options.word_weight and query.mmr is None and not callable(query.where)
         if has_words and self._embedding_s >= _LEAST_EMBEDDING_S and isinstance(text, str):
-            words = Question(np.zeros(0, np.float32), words_of(text))
+            words = SearchQuestion(np.zeros(0, np.float32), words_of(text))
             early = await self.run(lambda: Search(snapshot, words, query).run_words())
             if early.documents and not embedding.done():
                 yield early
@@ -93,7 +93,7 @@ class SearchThreads:
                 yield replace(update, stage=update.stage + num_early) if num_early else update
 
     async def updates(
-        self, snapshot: Snapshot, question: Question, query: SearchQuery, stages: int | Sequence[float] | None
+        self, snapshot: Snapshot, question: SearchQuestion, query: SearchQuery, stages: int | Sequence[float] | None
     ) -> AsyncGenerator[RetrievalUpdate, None]:
         """Yield the result of each stage. Each stage is one call of the executor, awaited in between.
 

@@ -38,7 +38,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class AdviceOutcome:
     """The result of a change.
 
     Attributes:
@@ -82,8 +82,8 @@ class DocumentCost:
 class Advice:
     """The engine as it is ``now``, the changes to it, and the documents that cost most now, most expensive first."""
 
-    now: Outcome
-    outcomes: tuple[Outcome, ...]
+    now: AdviceOutcome
+    outcomes: tuple[AdviceOutcome, ...]
     documents: tuple[DocumentCost, ...]
     notes: tuple[str, ...]
 
@@ -165,9 +165,9 @@ def _with_fewer_documents(trace: Trace, num_fewer: int) -> Trace:
     return Trace.from_requests(map(shortened, trace))
 
 
-def _outcome(change: Change, result: SimulationResult) -> Outcome:
+def _outcome(change: Change, result: SimulationResult) -> AdviceOutcome:
     summary = result.summary
-    return Outcome(
+    return AdviceOutcome(
         change,
         mean_ttft_s=summary.mean_ttft_s,
         p99_ttft_s=summary.p99_ttft_s,

@@ -12,7 +12,7 @@ from ragcache_core.ordering import CachedPaths, DocPath, PathChange, arrange
 from ragcache_core.policy import PrefillCost, ReplacementPolicy, make_policy
 from ragcache_core.sim.belady import BeladyPolicy, Foreseen
 from ragcache_core.sim.block_tiers import DiskBlocks, GPUBlocks, HeldBlocks, HostBlocks
-from ragcache_core.sim.chunks import StoredChunks
+from ragcache_core.sim.chunks import SimulatedChunks
 from ragcache_core.sim.engine import NO_REUSE, NO_STATIC_PREFIX, Reuse, Served
 from ragcache_core.sim.options import BELADY, INFINITE, SimulationOptions
 from ragcache_core.sim.prompt_blocks import History, PromptBlocks, cut_into_blocks
@@ -25,7 +25,7 @@ _UNBOUNDED_TOKENS = 1 << 40
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class BlockRun:
     """A request on its way through the engine.
 
     Attributes:
@@ -103,7 +103,7 @@ class BlockCache:
         self._cost = cost
         self._chunks = None
         if options.chunk_reuse is not None:
-            self._chunks = StoredChunks(options, cost, page_tokens=options.block_size)
+            self._chunks = SimulatedChunks(options, cost, page_tokens=options.block_size)
         num_chunk_host, num_chunk_disk = options.chunk_tokens
         gpu_tokens = _UNBOUNDED_TOKENS if is_infinite else options.gpu_tokens
         num_gpu = self._num_blocks("gpu_tokens", gpu_tokens, least=2)
@@ -170,7 +170,7 @@ class BlockCache:
         run.expected_uses = expected_uses
         self._serve(run)
 
-    def _serve(self, run: Run) -> Served:
+    def _serve(self, run: BlockRun) -> Served:
         self.begin(run)
         self.load(run)
         self.compute(run, run.num_left)
@@ -186,7 +186,7 @@ class BlockCache:
 
     # A request's way
 
-    def enter(self, request: TracedRequest, number: int | None) -> Run:
+    def enter(self, request: TracedRequest, number: int | None) -> BlockRun:
         """Return a request that waits: what it will hit is evicted last. Without a number it is documents alone.
 
         Raises:
@@ -195,7 +195,7 @@ class BlockCache:
         prompt = self._cut(request, number)
         self._check_fits(prompt, number)
         self._tree.insert(prompt.path)
-        run = Run(prompt, request, number)
+        run = BlockRun(prompt, request, number)
         if prompt.path:
             self._tree.retain(prompt.path[-1].keys[-1])
         keys = prompt.keys[: prompt.num_prompt_tokens // self.block_size]
@@ -203,7 +203,7 @@ class BlockCache:
             self._protect(run, keys)
         return run
 
-    def begin(self, run: Run, max_tokens: int = sys.maxsize) -> None:
+    def begin(self, run: BlockRun, max_tokens: int = sys.maxsize) -> None:
         """Give a request its blocks, those of ``max_tokens`` to compute at most.
 
         It is to :meth:`load` next, and then to :meth:`compute` what is left.
@@ -231,7 +231,7 @@ class BlockCache:
         self._unprotect(run)
         self._count_access(run)
 
-    def load(self, run: Run) -> None:
+    def load(self, run: BlockRun) -> None:
         """Note that what a request hit below the GPU is there now."""
         if run.promised:
             assert self._host is not None
@@ -239,7 +239,7 @@ class BlockCache:
             run.promised = ()
             self._name(run, len(run.tiers))
 
-    def compute(self, run: Run, num_tokens: int) -> None:
+    def compute(self, run: BlockRun, num_tokens: int) -> None:
         """Compute tokens of the prompt, and copy it to the host when it is whole."""
         num_prompt_tokens = run.prompt.num_prompt_tokens
         run.num_computed += num_tokens
@@ -251,7 +251,7 @@ class BlockCache:
             last = min(run.num_storable, num_prompt_tokens // self.block_size)
             self._store(run, run.prompt.keys[first:last])
 
-    def answer(self, run: Run) -> None:
+    def answer(self, run: BlockRun) -> None:
         """Compute a token of the answer: the one that the step before gave; the last one's KV is never needed."""
         size, num_tokens = self.block_size, run.prompt.num_prompt_tokens
         run.num_answered += 1
@@ -262,7 +262,7 @@ class BlockCache:
         if self._host is not None and num_tokens // size < num_full <= run.num_storable:
             self._store(run, run.prompt.keys[num_full - 1 : num_full])
 
-    def _store(self, run: Run, keys: Sequence[int]) -> None:
+    def _store(self, run: BlockRun, keys: Sequence[int]) -> None:
         assert self._host is not None
         run.stored += self._host.store(keys)
 
@@ -271,7 +271,7 @@ class BlockCache:
         if self._host is not None:
             self._host.settle()
 
-    def end(self, run: Run) -> None:
+    def end(self, run: BlockRun) -> None:
         """Note that a request was answered."""
         prompt = run.prompt
         if prompt.answer_key is not None:
@@ -282,35 +282,35 @@ class BlockCache:
         if run.request.conversation is not None:
             self._histories[run.request.conversation] = prompt.history
 
-    def _free(self, run: Run) -> None:
+    def _free(self, run: BlockRun) -> None:
         self._gpu.free(run.held)
         run.held = HeldBlocks()
 
-    def _protect(self, run: Run, keys: Sequence[int]) -> None:
+    def _protect(self, run: BlockRun, keys: Sequence[int]) -> None:
         if len(keys) <= self._num_protectable:
             self._tree.protect(keys[-1])
             run.num_protected = len(keys)
             self._num_protectable -= len(keys)
 
-    def _unprotect(self, run: Run) -> None:
+    def _unprotect(self, run: BlockRun) -> None:
         if run.num_protected:
             self._tree.unprotect(run.prompt.keys[run.num_protected - 1])
             self._num_protectable += run.num_protected
             run.num_protected = 0
 
-    def _fill(self, run: Run, num_tokens: int) -> None:
+    def _fill(self, run: BlockRun, num_tokens: int) -> None:
         """Give a request blocks for the first ``num_tokens`` of its prompt."""
         self._gpu.take(run.held, max(-(-num_tokens // self.block_size) - run.held.num_blocks, 0))
         self._name(run, num_tokens // self.block_size)
 
-    def _reuse(self, run: Run) -> None:
+    def _reuse(self, run: BlockRun) -> None:
         """Take what chunks have; blocks from the first approximate token on are keyed for no other request."""
         if self._chunks is not None:
             run.reuse = self._chunks.serve(run.request, len(run.tiers) * self.block_size)
         if run.reuse.first_token is not None:
             run.num_exact = run.reuse.first_token // self.block_size
 
-    def _count_access(self, run: Run) -> None:
+    def _count_access(self, run: BlockRun) -> None:
         num_cached = len(run.tiers) * self.block_size + run.reuse.num_tokens
         num_missed = run.prompt.num_prompt_tokens - num_cached
         policy, path = self._tree.policy, self._tree.insert(run.prompt.path)
@@ -331,12 +331,12 @@ class BlockCache:
         full = range((first // size + 1) * size, last + 1, size)
         return sorted({num_tokens - first for num_tokens in (*begun, *full)})
 
-    def _name(self, run: Run, num_full: int) -> None:
+    def _name(self, run: BlockRun, num_full: int) -> None:
         num_full = min(num_full, run.num_exact)
         self._gpu.name(run.held, run.prompt.keys, run.num_named, num_full)
         run.num_named = max(run.num_named, num_full)
 
-    def _num_storable_blocks(self, run: Run) -> int:
+    def _num_storable_blocks(self, run: BlockRun) -> int:
         """Return how many of its blocks a request is worth storing below the GPU."""
         assert self._host is not None
         prompt = run.prompt
@@ -360,7 +360,7 @@ class BlockCache:
         known = self._histories.get(request.conversation, History())
         return known if known.num_tokens == num_tokens else History(((num_tokens, b"overtaken"),))
 
-    def served(self, run: Run) -> Served:
+    def served(self, run: BlockRun) -> Served:
         """Return what a request found when it began."""
         prompt, tiers = run.prompt, run.tiers
         by_tier = tuple(tiers.count(tier) * self.block_size for tier in Tier)

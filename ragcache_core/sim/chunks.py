@@ -16,7 +16,7 @@ from ragcache_core.types import Tier
 _UNBOUNDED = 1 << 62
 
 
-class StoredChunks:
+class SimulatedChunks:
     """Chunks on the host and on disk, one version of each, reused wherever a prompt shows them.
 
     Of each reused document the same fraction is recomputed. A document that was computed is stored, where the policy

@@ -37,7 +37,7 @@ _POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SweepRun:
     """One simulation that is to be done: a trace's file, the digest of what is in it, and the options."""
 
     trace: Path
@@ -123,7 +123,7 @@ def plan(
     disk_tokens: Sequence[int] = (),
     replicas: Sequence[int] = (),
     routings: Sequence[str] = (),
-) -> list[Run]:
+) -> list[SweepRun]:
     """Return a run for each trace with each combination of values; what is not given is as in ``base``.
 
     A plan of several runs has no ``belady`` where there is no such bound: with the order ``cache_aware``, or replicas.
@@ -148,7 +148,7 @@ def plan(
     ]
     options = [replace(base, **of) for of in possible or settings]  # type: ignore[arg-type]
     digests = {trace: _digest(trace) for trace in traces}
-    runs = (Run(trace, digest, of, cost_sha256) for trace, digest in digests.items() for of in options)
+    runs = (SweepRun(trace, digest, of, cost_sha256) for trace, digest in digests.items() for of in options)
     return list({(run.trace, run.key): run for run in runs}.values())
 
 
@@ -157,7 +157,7 @@ def _is_without_bound(settings: Mapping[str, object]) -> bool:
 
 
 def run_all(
-    runs: Sequence[Run],
+    runs: Sequence[SweepRun],
     *,
     jobs: int,
     finished: Mapping[str, FinishedRun] | None = None,
@@ -249,7 +249,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _simulate(run: Run, simulate: Callable[..., SimulationResult] | None) -> FinishedRun:
+def _simulate(run: SweepRun, simulate: Callable[..., SimulationResult] | None) -> FinishedRun:
     if simulate is None:
         from ragcache_core.sim import simulator
 

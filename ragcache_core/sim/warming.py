@@ -102,7 +102,7 @@ def _paths(request: TracedRequest, *, anywhere: bool) -> Iterator[tuple[tuple[Do
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartForecast:
     """How the first requests after a start fare; ``cached_share`` is that of their prompts' tokens."""
 
     mean_ttft_s: float
@@ -114,8 +114,8 @@ class Forecast:
     """The first ``num_requests`` of a trace on an engine that starts empty, and on one that starts warmed."""
 
     num_requests: int
-    cold: Start
-    warm: Start
+    cold: StartForecast
+    warm: StartForecast
 
     def to_dict(self) -> dict[str, object]:
         """Return plain JSON data."""
@@ -152,11 +152,11 @@ def forecast(
     warmed = [(prompt, expected_uses) for prompt, expected_uses in prompts if _num_tokens(prompt) <= most]
     num_tokens = int((first.document_tokens() + first.question_tokens + options.system_tokens).sum())
 
-    def start(prompts: Sequence[tuple[TracedRequest, int]]) -> Start:
+    def start(prompts: Sequence[tuple[TracedRequest, int]]) -> StartForecast:
         result = simulate(first, options, progress=progress, keeps_requests=True, warmed=prompts)
         num_cached = sum(record.cached_tokens for record in result.requests or ())
         num_cached += result.summary.chunk_reused_tokens
-        return Start(result.summary.mean_ttft_s, num_cached / max(num_tokens, 1))
+        return StartForecast(result.summary.mean_ttft_s, num_cached / max(num_tokens, 1))
 
     return Forecast(len(first), start([]), start(warmed))
 

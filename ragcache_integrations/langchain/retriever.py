@@ -33,7 +33,7 @@ from ragcache_integrations.langchain.callbacks import async_dispatcher, dispatch
 from ragcache_integrations.langchain.documents import RANK_KEY, VIEW, to_core, to_langchain
 from ragcache_integrations.langchain.vectorstore import MetadataFilter, StagedFAISS, as_where, relevance_of
 from ragcache_integrations.rag.handles import HoldsHandles
-from ragcache_integrations.rag.search import AskAhead, Listener, Rerank, SearchOptions, StagedSearch, history_of
+from ragcache_integrations.rag.search import AskAhead, Listener, Rerank, RetrieverSearch, SearchOptions, history_of
 
 SearchType = Literal["similarity", "similarity_score_threshold", "mmr"]
 
@@ -211,7 +211,7 @@ class RAGCacheRetriever(HoldsHandles, BaseRetriever):
         reranker = None if self.compressor is None else (type(self.compressor).__name__, self.num_candidates)
         known = (settings["k"], self.stages, self.search_type, reranker, options.order_key())
         is_named = isinstance(store, DocumentStore) and not callable(settings["filter"])
-        search = StagedSearch(
+        search = RetrieverSearch(
             query=query,
             k=settings["k"],
             stages=lambda k: self._updates(query, {**settings, "k": k}),

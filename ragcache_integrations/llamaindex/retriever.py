@@ -41,7 +41,7 @@ from ragcache_integrations.llamaindex.events import publish
 from ragcache_integrations.llamaindex.nodes import document_from_node, node_from_document, shown_documents, where_of
 from ragcache_integrations.llamaindex.vector_store import StagedFAISSVectorStore
 from ragcache_integrations.rag.handles import check_engine
-from ragcache_integrations.rag.search import AskAhead, DocumentView, Rerank, SearchOptions, StagedSearch, history_of
+from ragcache_integrations.rag.search import AskAhead, DocumentView, Rerank, RetrieverSearch, SearchOptions, history_of
 
 _OF_LLAMAINDEX = {"object_map", "objects", "verbose"}
 """Arguments of every retriever of LlamaIndex."""
@@ -184,7 +184,7 @@ class RAGCacheRetriever(BaseRetriever):
         rerankers = tuple(type(p).__name__ for p in self._postprocessors), self._num_candidates
         known = (k, self._stages, self._mmr is not None, rerankers, self._options.order_key())
         asked = (query.query_str, *query.embedding_strs, repr(self._where), repr(self._mmr))
-        search = StagedSearch(
+        search = RetrieverSearch(
             query=query.query_str,
             k=k,
             stages=partial(self._updates, query, embed, found),

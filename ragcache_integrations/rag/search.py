@@ -62,7 +62,7 @@ class Rerank:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StagedSearch(Generic[Shown]):
+class RetrieverSearch(Generic[Shown]):
     """One search for a question.
 
     Attributes:

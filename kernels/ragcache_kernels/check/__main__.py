@@ -60,7 +60,7 @@ def _run(options: argparse.Namespace) -> int:
     from ragcache_kernels.check import report
     from ragcache_kernels.check.agreement import SHAPES, check_all
     from ragcache_kernels.check.ceilings import measure_ceilings
-    from ragcache_kernels.check.speeds import TILES, Workload, measure_speeds, measure_tiles
+    from ragcache_kernels.check.speeds import TILES, KernelWorkload, measure_speeds, measure_tiles
     from ragcache_kernels.check.stock import find_stock
     from ragcache_kernels.check.timing import Stopwatch
 
@@ -77,7 +77,7 @@ def _run(options: argparse.Namespace) -> int:
     limits = measure_ceilings(stopwatch, num_bytes=1 << 20, width=64) if small else measure_ceilings(stopwatch)
     _say(report.ceilings(limits))
     stock, why_not = find_stock() if not small else (None, "not in the interpreter")
-    workload = Workload.tiny() if small else Workload.llama()
+    workload = KernelWorkload.tiny() if small else KernelWorkload.llama()
     failures: list[str] = []
     speeds = list(_progress(measure_speeds(stopwatch, workload, stock, failures.append), 11))
     if small:  # nothing there is measured against a goal

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ragcache_kernels.check.cases import TOLERANCE, Case, Shape, largest_error, make_case
+from ragcache_kernels.check.cases import TOLERANCE, KernelCase, Shape, largest_error, make_case
 from ragcache_kernels.chunk_mass import chunk_attention_mass, naive_chunk_attention_mass
 from ragcache_kernels.rotate_into_cache import naive_rotate_into_cache, rotate_into_cache
 from ragcache_kernels.scattered_attention import naive_scattered_attention, scattered_attention
@@ -50,7 +50,7 @@ def check_all(device: torch.device, shapes: tuple[Shape, ...] = SHAPES) -> Itera
             yield _compared(name, compare, shape, device)
 
 
-def compare_rotate(case: Case) -> float:
+def compare_rotate(case: KernelCase) -> float:
     """Return the error of :func:`rotate_into_cache` against its reference, skipped tokens included."""
     shape, num_tokens = case.shape, _num_tokens(case)
     keys, values = (case.random(num_tokens + 5, shape.num_kv_heads, shape.head_dim) for _ in range(2))
@@ -64,7 +64,7 @@ def compare_rotate(case: Case) -> float:
     return max(map(largest_error, ours, theirs))
 
 
-def compare_unrotate(case: Case) -> float:
+def compare_unrotate(case: KernelCase) -> float:
     """Return the error of :func:`unrotate_from_cache` against its reference, unwritten rows included."""
     shape, num_tokens = case.shape, _num_tokens(case)
     rows, positions = _rows(case, num_tokens), case.scattered(num_tokens)
@@ -78,7 +78,7 @@ def compare_unrotate(case: Case) -> float:
     return max(largest_error(keys, twin_keys), largest_error(values, twin_values))
 
 
-def compare_mass(case: Case) -> float:
+def compare_mass(case: KernelCase) -> float:
     """Return the error of :func:`chunk_attention_mass`: for chunks with gaps, of one token and of no tokens."""
     shape, num_keys = case.shape, case.shape.num_keys
     positions = case.scattered(_num_tokens(case))
@@ -90,7 +90,7 @@ def compare_mass(case: Case) -> float:
     return largest_error(chunk_attention_mass(*arguments), naive_chunk_attention_mass(*arguments))
 
 
-def compare_attention(case: Case) -> float:
+def compare_attention(case: KernelCase) -> float:
     """Return the error of :func:`scattered_attention` on two sequences of different lengths."""
     shape = case.shape
     first, second = case.scattered(_num_tokens(case)), case.scattered(7)
@@ -104,7 +104,7 @@ def compare_attention(case: Case) -> float:
     return largest_error(ours, naive_scattered_attention(*arguments, query_starts=starts))
 
 
-COMPARISONS: dict[str, Callable[[Case], float]] = {
+COMPARISONS: dict[str, Callable[[KernelCase], float]] = {
     "rotate_into_cache": compare_rotate,
     "unrotate_from_cache": compare_unrotate,
     "chunk_attention_mass": compare_mass,
@@ -112,7 +112,7 @@ COMPARISONS: dict[str, Callable[[Case], float]] = {
 }
 
 
-def _compared(name: str, compare: Callable[[Case], float], shape: Shape, device: torch.device) -> Agreement:
+def _compared(name: str, compare: Callable[[KernelCase], float], shape: Shape, device: torch.device) -> Agreement:
     tolerance = TOLERANCE[shape.dtype]
     try:
         return Agreement(name, str(shape), compare(make_case(shape, device)), tolerance)
@@ -120,10 +120,10 @@ def _compared(name: str, compare: Callable[[Case], float], shape: Shape, device:
         return Agreement(name, str(shape), float("inf"), tolerance, f"{type(error).__name__}: {error}")
 
 
-def _num_tokens(case: Case) -> int:
+def _num_tokens(case: KernelCase) -> int:
     return case.shape.num_keys * 2 // 3
 
 
-def _rows(case: Case, num_tokens: int) -> torch.Tensor:
+def _rows(case: KernelCase, num_tokens: int) -> torch.Tensor:
     device = case.key_cache.device
     return torch.randperm(num_tokens + 5, generator=case.generator, device=device)[:num_tokens]

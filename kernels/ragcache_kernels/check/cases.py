@@ -40,7 +40,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class KernelCase:
     """A sequence in a paged cache whose blocks lie in no order, and where everything of it is."""
 
     shape: Shape
@@ -74,7 +74,7 @@ class Case:
         return slots_of(positions, self.block_table, self.shape.block_size)
 
 
-def make_case(shape: Shape, device: torch.device, seed: int = 0) -> Case:
+def make_case(shape: Shape, device: torch.device, seed: int = 0) -> KernelCase:
     """Return a case with random keys and values, laid out as vLLM lays them: [blocks, heads, tokens, K and V]."""
     generator = torch.Generator(device).manual_seed(seed)
     num_blocks = -(-shape.num_keys // shape.block_size)
@@ -84,7 +84,7 @@ def make_case(shape: Shape, device: torch.device, seed: int = 0) -> Case:
     key_cache, value_cache = cache.transpose(1, 2).split(shape.head_dim, dim=-1)
     block_table = torch.randperm(num_blocks + 3, generator=generator, device=device)[:num_blocks].to(torch.int32)
     table = make_table(shape.num_keys, rotary_dim, device, shape)
-    return Case(shape, table, key_cache, value_cache, block_table, generator)
+    return KernelCase(shape, table, key_cache, value_cache, block_table, generator)
 
 
 def make_table(num_positions: int, rotary_dim: int, device: torch.device, shape: Shape) -> RotaryTable:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - as everywhere
 
-from ragcache_kernels.check.cases import TOLERANCE, Case, Shape, largest_error, make_case
+from ragcache_kernels.check.cases import TOLERANCE, KernelCase, Shape, largest_error, make_case
 from ragcache_kernels.check.stock import Stock
 from ragcache_kernels.check.timing import Stopwatch
 from ragcache_kernels.chunk_mass import chunk_attention_mass, naive_chunk_attention_mass
@@ -31,7 +31,7 @@ TILES = tuple(
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class KernelWorkload:
     """Chunks behind one another, 30 % of their tokens recomputed in runs of each length of ``runs``.
 
     Rows are moved for ``num_layers`` at a time, attention is that of one.
@@ -43,12 +43,12 @@ class Workload:
     runs: tuple[int, ...]
 
     @classmethod
-    def llama(cls) -> Workload:
+    def llama(cls) -> KernelWorkload:
         """Return Llama-3-8B's, in bf16, with five chunks of 1,000 tokens."""
         return cls(Shape(32, 8, 128, 5000, dtype=torch.bfloat16), 32, 1000, (1, 2, 4, 8, 16, 32))
 
     @classmethod
-    def tiny(cls) -> Workload:
+    def tiny(cls) -> KernelWorkload:
         """Return one that the interpreter gets through."""
         return cls(Shape(4, 2, 16, 37, dtype=torch.bfloat16), 1, 20, (1, 4))
 
@@ -79,7 +79,7 @@ class Speed:
 
 
 def measure_speeds(
-    stopwatch: Stopwatch, workload: Workload, stock: Stock | None, on_failure: Callable[[str], None]
+    stopwatch: Stopwatch, workload: KernelWorkload, stock: Stock | None, on_failure: Callable[[str], None]
 ) -> Iterator[Speed]:
     """Yield what each kernel takes; of one that fails ``on_failure`` is told, and the others go on."""
     measures: list[tuple[str, Callable[[], Speed]]] = [
@@ -100,7 +100,7 @@ def measure_speeds(
             on_failure(f"{name} was not measured: {type(error).__name__}: {error}".splitlines()[0])
 
 
-def _rotate(stopwatch: Stopwatch, workload: Workload, stock: Stock | None, *, on_host: bool = False) -> Speed:
+def _rotate(stopwatch: Stopwatch, workload: KernelWorkload, stock: Stock | None, *, on_host: bool = False) -> Speed:
     layers, shape = _layers(stopwatch, workload)
     num_tokens = shape.num_keys
     positions = torch.arange(num_tokens, device=stopwatch.device)
@@ -138,7 +138,7 @@ def _rotate(stopwatch: Stopwatch, workload: Workload, stock: Stock | None, *, on
     )
 
 
-def _unrotate(stopwatch: Stopwatch, workload: Workload, *, on_host: bool = False) -> Speed:
+def _unrotate(stopwatch: Stopwatch, workload: KernelWorkload, *, on_host: bool = False) -> Speed:
     layers, shape = _layers(stopwatch, workload)
     num_tokens = shape.num_keys
     positions = torch.arange(num_tokens, device=stopwatch.device)
@@ -165,7 +165,7 @@ def _unrotate(stopwatch: Stopwatch, workload: Workload, *, on_host: bool = False
     return _timed(stopwatch, speed, with_each(unrotate_from_cache), twin_s=with_each(naive_unrotate_from_cache))
 
 
-def _mass(stopwatch: Stopwatch, workload: Workload) -> Speed:
+def _mass(stopwatch: Stopwatch, workload: KernelWorkload) -> Speed:
     case = make_case(workload.shape, stopwatch.device)
     shape = workload.shape
     positions = torch.arange(shape.num_keys, dtype=torch.int32, device=stopwatch.device)
@@ -188,7 +188,7 @@ def _mass(stopwatch: Stopwatch, workload: Workload) -> Speed:
     )
 
 
-def _attention(stopwatch: Stopwatch, workload: Workload, stock: Stock | None, run: int) -> Speed:
+def _attention(stopwatch: Stopwatch, workload: KernelWorkload, stock: Stock | None, run: int) -> Speed:
     shape = workload.shape
     case = make_case(shape, stopwatch.device)
     positions = case.in_runs(int(RECOMPUTED * shape.num_keys), run)
@@ -223,7 +223,7 @@ def _attention(stopwatch: Stopwatch, workload: Workload, stock: Stock | None, ru
 
 
 def measure_tiles(
-    stopwatch: Stopwatch, workload: Workload, tiles: Sequence[Tiles], on_failure: Callable[[str], None]
+    stopwatch: Stopwatch, workload: KernelWorkload, tiles: Sequence[Tiles], on_failure: Callable[[str], None]
 ) -> Iterator[tuple[Tiles, float]]:
     """Yield the seconds of single scattered queries in each kind of tile that can be built."""
     shape = workload.shape
@@ -240,7 +240,7 @@ def measure_tiles(
             on_failure(f"{each}: {type(error).__name__}: {error}".splitlines()[0])
 
 
-def _masked_sdpa(case: Case, query: torch.Tensor, positions: torch.Tensor) -> Callable[[], torch.Tensor]:
+def _masked_sdpa(case: KernelCase, query: torch.Tensor, positions: torch.Tensor) -> Callable[[], torch.Tensor]:
     # PyTorch's own fused attention, given the mask as a matrix and the keys in one piece.
     shape = case.shape
     group = shape.num_heads // shape.num_kv_heads
@@ -255,17 +255,17 @@ def _masked_sdpa(case: Case, query: torch.Tensor, positions: torch.Tensor) -> Ca
     return lambda: F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
 
 
-def _layers(stopwatch: Stopwatch, workload: Workload) -> tuple[list[Case], Shape]:
+def _layers(stopwatch: Stopwatch, workload: KernelWorkload) -> tuple[list[KernelCase], Shape]:
     cases = [make_case(workload.shape, stopwatch.device, seed) for seed in range(workload.num_layers)]
     first = cases[0]  # one block table for all layers, as in vLLM
     return [replace(case, block_table=first.block_table, table=first.table) for case in cases], workload.shape
 
 
-def _layers_of(workload: Workload, on_host: bool) -> str:
+def _layers_of(workload: KernelWorkload, on_host: bool) -> str:
     return f"{workload.num_layers} layers{', rows in pinned host memory' if on_host else ''}"
 
 
-def _rows(case: Case, num_tokens: int, on_host: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows(case: KernelCase, num_tokens: int, on_host: bool) -> tuple[torch.Tensor, torch.Tensor]:
     shape = num_tokens, case.shape.num_kv_heads, case.shape.head_dim
     keys, values = case.random(*shape), case.random(*shape)
     if on_host and keys.is_cuda:

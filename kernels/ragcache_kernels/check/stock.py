@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ragcache_kernels.check.cases import Case
+from ragcache_kernels.check.cases import KernelCase
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Stock:
     attention_version: int
 
     def rotate_into_cache(
-        self, case: Case, stored: tuple[torch.Tensor, torch.Tensor], rows: torch.Tensor, slots: torch.Tensor
+        self, case: KernelCase, stored: tuple[torch.Tensor, torch.Tensor], rows: torch.Tensor, slots: torch.Tensor
     ) -> Callable[[], Any]:
         """Return a gather, a rotation to positions 0, 1, ... and a write, in four of PyTorch's and vLLM's kernels."""
         positions = torch.arange(len(rows), device=rows.device)
@@ -37,7 +37,7 @@ class Stock:
 
         return call
 
-    def scattered_attention(self, case: Case, query: torch.Tensor, positions: torch.Tensor) -> Callable[[], Any]:
+    def scattered_attention(self, case: KernelCase, query: torch.Tensor, positions: torch.Tensor) -> Callable[[], Any]:
         """Return attention in which each run of neighbours is a sequence of its own."""
         begins = torch.ones(len(positions), dtype=torch.bool, device=positions.device)
         begins[1:] = positions[1:] != positions[:-1] + 1

@@ -24,7 +24,7 @@ from ragcache_core.errors import EngineError
 
 if TYPE_CHECKING:
     from ragcache_core.reports.page import Report, Table
-    from ragcache_core.sim.advice import Advice, Outcome
+    from ragcache_core.sim.advice import Advice, AdviceOutcome
 
 _WARM_UP_SHARE = 0.2
 """Of the requests, at the beginning, while an empty cache fills; they do not count."""
@@ -163,11 +163,11 @@ def page(advice: Advice, log: str, num_requests: int) -> Report:
     )
 
 
-def _best_first(advice: Advice) -> list[Outcome]:
+def _best_first(advice: Advice) -> list[AdviceOutcome]:
     return sorted(advice.outcomes, key=lambda outcome: outcome.mean_ttft_s)
 
 
-def _cells(outcome: Outcome, now: Outcome, has_price: bool) -> Iterator[str]:
+def _cells(outcome: AdviceOutcome, now: AdviceOutcome, has_price: bool) -> Iterator[str]:
     change = outcome.change
     yield change.name
     yield f"{outcome.mean_ttft_s:.3f} s"

@@ -30,7 +30,7 @@ from ragcache_core.errors import ConfigError, DocumentError, DuplicateDocumentEr
 from ragcache_core.runtime.terminal import Bar
 
 if TYPE_CHECKING:
-    from ragcache_core.ingest import Changes, FileLimits, FileReading, FoundFiles, Origin, Splitting
+    from ragcache_core.ingest import Changes, FileLimits, FileOrigin, FileReading, FoundFiles, Splitting
     from ragcache_core.retrieval import DocumentStore
     from ragcache_core.retrieval.base import Encoding, IndexKind, Metric
     from ragcache_core.types import DocId
@@ -150,7 +150,7 @@ def index(
     """
     from ragcache_core.ingest import (
         FileLimits,
-        Origin,
+        FileOrigin,
         compare,
         read_origins,
         write_chunking,
@@ -168,8 +168,8 @@ def index(
         _opened(store, embedder, options, rebuild_index) as target,
     ):
         origins = read_origins(target.path)
-        whole = {Origin.of(reading.file) for reading in readings if reading.is_whole}
-        read = {document.doc_id: Origin.of(reading.file) for reading in readings for document in reading.documents}
+        whole = {FileOrigin.of(reading.file) for reading in readings if reading.is_whole}
+        read = {document.doc_id: FileOrigin.of(reading.file) for reading in readings for document in reading.documents}
         former = [doc_id for doc_id, origin in origins.items() if origin in whole]
         gone = set(_gone(origins, paths) if prune else ())
         former += gone
@@ -183,7 +183,7 @@ def index(
             )
         _store(target, changes)
         stored = set(target.ids())
-        bad = {Origin.of(file) for file in files.files} - whole
+        bad = {FileOrigin.of(file) for file in files.files} - whole
         kept = [
             doc_id
             for doc_id, origin in origins.items()
@@ -225,7 +225,7 @@ def index(
         click.get_current_context().exit(EXIT_ERROR)
 
 
-def _gone(origins: Mapping[DocId, Origin], paths: Iterable[Path]) -> list[DocId]:
+def _gone(origins: Mapping[DocId, FileOrigin], paths: Iterable[Path]) -> list[DocId]:
     """Return the stored documents of files that were in one of the directories, and are not there any more."""
     folders = {os.path.realpath(path) for path in paths if path.is_dir()}
     return [doc_id for doc_id, origin in origins.items() if origin.folder in folders and origin.is_gone()]
@@ -293,7 +293,7 @@ def _check_options(store: DocumentStore, options: dict[str, str]) -> None:
             )
 
 
-def _check_origins(changes: Changes, origins: Mapping[DocId, Origin], read: Mapping[DocId, Origin]) -> None:
+def _check_origins(changes: Changes, origins: Mapping[DocId, FileOrigin], read: Mapping[DocId, FileOrigin]) -> None:
     """Refuse to replace the document of one file by that of another one: both are there, and have the same name."""
     for document in changes.changed:
         before, now = origins.get(document.doc_id, read[document.doc_id]), read[document.doc_id]

@@ -16,7 +16,7 @@ from ragcache_core.cli.output import printable
 from ragcache_core.errors import ConfigError, UnknownDocumentError
 
 if TYPE_CHECKING:
-    from ragcache_core.ingest import Origin
+    from ragcache_core.ingest import FileOrigin
     from ragcache_core.retrieval import DocumentStore
     from ragcache_core.stats import ForgetReceipt
     from ragcache_core.types import DocId, Document
@@ -139,7 +139,7 @@ def prune(
     with forgetting(forget_urls, api_key) as forget_documents, _opened(store, read_only=dry_run) as opened:
         stored = set(opened.ids())
         origins = read_origins(opened.path)
-        by_folder: dict[str, dict[DocId, Origin]] = {}
+        by_folder: dict[str, dict[DocId, FileOrigin]] = {}
         for doc_id, origin in origins.items():
             if doc_id in stored:
                 by_folder.setdefault(origin.folder, {})[doc_id] = origin
@@ -178,7 +178,7 @@ def _opened(path: Path, *, read_only: bool = False) -> DocumentStore:
     return DocumentStore.open(path, embedder=stand_in, read_only=read_only)
 
 
-def _remove(store: DocumentStore, doc_ids: Collection[DocId], origins: dict[DocId, Origin]) -> None:
+def _remove(store: DocumentStore, doc_ids: Collection[DocId], origins: dict[DocId, FileOrigin]) -> None:
     from ragcache_core.ingest import write_origins
 
     store.delete(doc_ids)
@@ -208,7 +208,7 @@ def _report(
     check_complete(receipts)
 
 
-def _as_json(document: Document, origin: Origin | None) -> dict[str, object]:
+def _as_json(document: Document, origin: FileOrigin | None) -> dict[str, object]:
     return {
         "id": document.doc_id,
         "num_chars": len(document.text),

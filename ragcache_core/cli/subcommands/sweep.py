@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ragcache_core.reports.page import Report, Table
     from ragcache_core.reports.plots import Plot
     from ragcache_core.sim.options import SimulationOptions
-    from ragcache_core.sim.sweep import FinishedRun, Journal, Run
+    from ragcache_core.sim.sweep import FinishedRun, Journal, SweepRun
 
 _TIERS = {"host_tokens": "host memory", "gpu_tokens": "GPU", "disk_tokens": "disk"}
 _CAPACITIES = tuple(_TIERS)
@@ -204,7 +204,7 @@ def _count_requests(traces: Sequence[Path], base: SimulationOptions) -> dict[Pat
 
 
 def _run(
-    runs: Sequence[Run],
+    runs: Sequence[SweepRun],
     finished: Mapping[str, FinishedRun],
     journal: Journal | None,
     num_requests: Mapping[Path, int],

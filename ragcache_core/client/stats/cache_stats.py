@@ -15,40 +15,36 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any
+from dataclasses import fields, replace
+from typing import Annotated, Any, get_type_hints
 from urllib.parse import quote
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError, create_model
 
 from ragcache_core.client.http.network import finish
 from ragcache_core.client.http.resume import ResumedAnswers
 from ragcache_core.client.server_api import Call, ServerAPI, as_it_is, json_object
 from ragcache_core.client.tracing import RequestTraces
 from ragcache_core.errors import EngineError, EngineTimeoutError
-from ragcache_core.stats import ChunkReuseStats, EngineStats, RequestStats, document_stats, series_of
+from ragcache_core.stats import (
+    TOKENS_BY_ORIGIN,
+    EngineStats,
+    RequestStats,
+    document_stats,
+    fields_merged_by,
+    reported_fields,
+    vllm_series_of,
+)
 from ragcache_core.types import PromptSegment
 
-_COUNTERS = {
-    "num_running": "vllm:num_requests_running",
-    "num_waiting": "vllm:num_requests_waiting",
-    "num_prompt_tokens": "vllm:prompt_tokens_total",
-    "num_output_tokens": "vllm:generation_tokens_total",
-    "num_prefix_query_tokens": "vllm:prefix_cache_queries_total",
-    "num_prefix_hit_tokens": "vllm:prefix_cache_hits_total",
-    "num_preemptions": "vllm:num_preemptions_total",
-    "num_first_tokens": "vllm:time_to_first_token_seconds_count",
-}
 _TIMEOUT_S = 2.0
 _PAUSE_S = 10.0
 """After a request that was not answered in time none is sent for so long: the engine is busy."""
 _UNSUPPORTED_PAUSE_S = 60.0
 _RETRYABLE_STATUSES = frozenset((408, 425, 429))
 
-_Count = Annotated[int, Field(ge=0)] | None
-_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
 _logger = logging.getLogger(__name__)
 
 
@@ -67,14 +63,13 @@ def parse_metrics(page: str, *, num_restarts: int = 0) -> EngineStats:
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
             totals[sample.name].append(sample.value)
-    usage = totals["vllm:kv_cache_usage_perc"]
-    counts: dict[str, Any] = {field: int(sum(totals[name])) for field, name in _COUNTERS.items()}
-    return EngineStats(
-        **counts,
-        kv_cache_usage=sum(usage) / len(usage) if usage else 0.0,
-        sum_ttft_s=sum(totals["vllm:time_to_first_token_seconds_sum"]),
-        num_restarts=num_restarts,
-    )
+    read: dict[str, Any] = {}
+    for field, name in vllm_series_of(EngineStats).items():
+        read[field] = sum(totals[name]) if field.endswith("_s") else int(sum(totals[name]))
+    for field in fields_merged_by("mean", EngineStats):
+        of_engines = totals[vllm_series_of(EngineStats)[field]]
+        read[field] = sum(of_engines) / len(of_engines) if of_engines else 0.0
+    return EngineStats(**read, num_restarts=num_restarts)
 
 
 def _kv_memory(response: httpx.Response) -> tuple[int, int]:
@@ -89,26 +84,22 @@ KV_MEMORY = Call("/metrics", _kv_memory)
 """The block size, and how many tokens fit into the KV memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class _RequestFigures:
-    """The engine's answer about one request; what it leaves out is unknown."""
-
-    num_gpu_tokens: _Count = None
-    num_host_tokens: _Count = None
-    num_disk_tokens: _Count = None
-    num_shared_tokens: _Count = None
-    num_loaded_bytes: _Count = None
-    num_stored_bytes: _Count = None
-    queue_s: _Seconds = None
-    ttft_s: _Seconds = None
-    chunk_reuse: ChunkReuseStats | None = None
+_OF_A_REQUEST = [*reported_fields(RequestStats), "ttft_s"]
 
 
-_TOKENS_BY_TIER = ("num_gpu_tokens", "num_host_tokens", "num_disk_tokens", "num_shared_tokens")
-_REQUEST_FIGURES = TypeAdapter(_RequestFigures)
+def _read_type(declared: Any) -> Any:
+    """Return the type that a reported statistic is read as: a count or a time is 0 or more."""
+    if declared == int | None:
+        return Annotated[int, Field(ge=0)] | None
+    return Annotated[float, Field(ge=0, allow_inf_nan=False)] | None if declared == float | None else declared
+
+
+_READ: dict[str, Any] = {
+    name: (_read_type(kind), None) for name, kind in get_type_hints(RequestStats).items() if name in _OF_A_REQUEST
+}
+_REQUEST_STATS = create_model("_REQUEST_STATS", **_READ)
+"""The engine's answer about one request; what it leaves out is unknown."""
 _ENGINE_STATS = TypeAdapter(EngineStats)
-_ALWAYS_SAID = ("policy", "tiers", "hottest_documents")
-_SUMS_OF_TIERS = ("num_corrupt_chunks", "num_dropped_chunks")
 
 
 class CacheStatsRoutes:
@@ -185,8 +176,9 @@ class CacheStatsRoutes:
         ttft_s: float | None = None
         if said is not None:
             with self._suppress_stats_errors():
-                read = _REQUEST_FIGURES.validate_python(json_object(said) or {})
-                stats, ttft_s = _with_figures(stats, read, segments), read.ttft_s
+                read = dict(_REQUEST_STATS.model_validate(json_object(said) or {}))
+                ttft_s = read.pop("ttft_s")
+                stats = _with_figures(stats, read, ttft_s, segments)
         stats = self._resumed.mark(response_id, stats)
         self._traces.complete(response_id, stats, ttft_s)
         return stats
@@ -219,28 +211,27 @@ class CacheStatsRoutes:
             _logger.debug("no cache statistics for an answer: %s: %s", type(error).__name__, error)
 
 
-def _with_figures(stats: RequestStats, read: _RequestFigures, segments: Sequence[PromptSegment]) -> RequestStats:
-    figures: dict[str, Any] = {name: getattr(read, name) for name in _RequestFigures.__dataclass_fields__}
-    engine_ttft_s = figures.pop("ttft_s")
+def _with_figures(
+    stats: RequestStats, read: dict[str, Any], engine_ttft_s: float | None, segments: Sequence[PromptSegment]
+) -> RequestStats:
     if not stats.num_cached_tokens:  # the usage may lack it, or the answer the usage
-        num_served = sum(figures[name] or 0 for name in _TOKENS_BY_TIER)
+        num_served = sum(read[name] or 0 for name in TOKENS_BY_ORIGIN)
         num_cached = min(num_served, stats.num_prompt_tokens)
         stats = replace(
             stats, num_cached_tokens=num_cached, documents=document_stats(segments, num_cached) or stats.documents
         )
-    if read.chunk_reuse is not None:  # what was computed for it was handed to vLLM, which takes it for cached
-        num_cached = max(stats.num_cached_tokens - read.chunk_reuse.num_computed_tokens, 0)
+    if (reuse := read["chunk_reuse"]) is not None:  # vLLM takes what was computed for it for cached
+        num_cached = max(stats.num_cached_tokens - reuse.num_computed_tokens, 0)
         stats = replace(stats, num_cached_tokens=num_cached)
-    return replace(stats, **figures, ttft_s=engine_ttft_s if stats.ttft_s is None else stats.ttft_s)
+    return replace(stats, **read, ttft_s=engine_ttft_s if stats.ttft_s is None else stats.ttft_s)
 
 
 def _with_cache(stats: EngineStats, answer: Mapping[str, object] | None) -> EngineStats:
     if answer is None:
         return stats
-    said = {
-        name: 0 if answer.get(name) is None else answer[name] for name in _ALWAYS_SAID
-    }  # 0 is of none of their types
-    said |= {name: answer[name] for name in (*series_of(EngineStats), *_SUMS_OF_TIERS, "chunks") if name in answer}
+    said = {name: answer[name] for name in reported_fields(EngineStats) if name in answer}
+    for name in reported_fields(EngineStats, required=True):
+        said[name] = 0 if answer.get(name) is None else answer[name]  # 0 is of none of their types
     before = {each.name: getattr(stats, each.name) for each in fields(stats)}
     try:
         return _ENGINE_STATS.validate_python({**before, **said})

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from ragcache_core.runtime.handle import Handle
-from ragcache_core.stats import RequestStats
+from ragcache_core.stats import TOKENS_BY_ORIGIN, RequestStats
 from ragcache_core.types import DocId
 
-_SUMMED_ALWAYS = ("num_output_tokens", "num_loaded_bytes", "num_stored_bytes")
-# The shares of a prompt whose length is not known are in no sum.
-_SUMMED = (
-    *("num_prompt_tokens", "num_cached_tokens"),
-    *("num_gpu_tokens", "num_host_tokens", "num_disk_tokens", "num_shared_tokens"),
-    *_SUMMED_ALWAYS,
-)
-"""Statistics of a request that are summed up under their own names; what the engine did not tell counts as nothing."""
 _NUM_TIMES_KEPT = 10_000
 
 
@@ -121,6 +113,13 @@ class CacheSummary:
         return line + (f", {self.num_unfinished:,} unfinished" if self.num_unfinished else "")
 
 
+# Statistics of a request that are summed up under their own names; what the engine did not report counts as nothing.
+# The shares of a prompt whose length is not known are in no sum.
+_SUMS = {each.name for each in fields(CacheSummary) if each.default == 0}
+_SUMMED = {each.name for each in fields(RequestStats)} & _SUMS
+_OF_A_PROMPT = {"num_prompt_tokens", "num_cached_tokens", *TOKENS_BY_ORIGIN}
+
+
 class CacheTally(Handle):
     """Adds up what happens to a :class:`CacheSummary`. May be shared by threads and by event loops."""
 
@@ -141,7 +140,7 @@ class CacheTally(Handle):
         """Add a request that ran to its end."""
         with self._lock:
             self._sums["num_requests"] += 1
-            summed = _SUMMED if stats.num_prompt_tokens else _SUMMED_ALWAYS
+            summed = _SUMMED if stats.num_prompt_tokens else _SUMMED - _OF_A_PROMPT
             self._sums.update({name: getattr(stats, name) or 0 for name in summed})
             if (reuse := stats.chunk_reuse) is not None:
                 self._sums["num_reused_chunks"] += reuse.num_chunks

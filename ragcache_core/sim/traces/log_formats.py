@@ -55,7 +55,7 @@ class Retrieval:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class LoggedAnswer:
     """How long a model's answer was, and which runs it belongs to. ``time_s`` is the time of its request."""
 
     time_s: float
@@ -106,7 +106,7 @@ def vllm_retrievals(row: Row) -> Iterator[Retrieval]:
         )
 
 
-def langchain_retrievals(row: Row) -> Iterator[Retrieval | Answer]:
+def langchain_retrievals(row: Row) -> Iterator[Retrieval | LoggedAnswer]:
     """Yield every retriever's and model's run of a line: a run, or a tree of them, as tracers and LangSmith export it.
 
     A document is known by its id, else by its metadata (an id, or its source and the place in it), else by its text.
@@ -145,19 +145,19 @@ def question_of(row: Row) -> tuple[float | None, str] | None:
     return None if _first(row, _TIMES) is None else _time_s(row), question.strip()
 
 
-READERS: Mapping[LogFormat, Callable[[Row], Iterator[Retrieval | Answer]]] = {
+READERS: Mapping[LogFormat, Callable[[Row], Iterator[Retrieval | LoggedAnswer]]] = {
     "vllm": vllm_retrievals,
     "langchain": langchain_retrievals,
     "plain": plain_retrievals,
 }
 
 
-def _runs(run: Row, root: Row, depth: int) -> Iterator[Retrieval | Answer]:
+def _runs(run: Row, root: Row, depth: int) -> Iterator[Retrieval | LoggedAnswer]:
     trace_id = next(
         (str(found) for found in (run.get("trace_id"), root.get("trace_id"), root.get("id")) if found), None
     )
     if run.get("run_type") in ("llm", "chat_model") and (tokens := _answer_tokens(run)) is not None:
-        yield Answer(_time_s(run), trace_id, tokens)
+        yield LoggedAnswer(_time_s(run), trace_id, tokens)
     if run.get("run_type") == "retriever":
         outputs = run.get("outputs")
         if isinstance(outputs, Mapping):  # one that failed has none

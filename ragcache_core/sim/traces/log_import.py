@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ragcache_core.errors import ConfigError, TraceError
-from ragcache_core.sim.traces.log_formats import READERS, Answer, LogFormat, Retrieval, format_of, question_of
+from ragcache_core.sim.traces.log_formats import READERS, LogFormat, LoggedAnswer, Retrieval, format_of, question_of
 from ragcache_core.sim.traces.published import (
     PUBLISHED_READERS,
     PublishedFormat,
@@ -24,7 +24,7 @@ from ragcache_core.sim.traces.trace import Trace, TracedRequest, are_lengths, ch
 
 ImportedFormat = LogFormat | PublishedFormat
 _APART_S = 10.0  # between questions whose file has no times: none waits for another
-_Reader = Callable[[Mapping[str, Any]], Iterator[Retrieval | Answer]]
+_Reader = Callable[[Mapping[str, Any]], Iterator[Retrieval | LoggedAnswer]]
 _READERS: Mapping[str, _Reader] = dict[str, _Reader]((*READERS.items(), *PUBLISHED_READERS.items()))
 
 
@@ -76,7 +76,7 @@ def import_log(path: Path | str, assumed: Assumptions, log_format: ImportedForma
     path = Path(path)
     requests: list[TracedRequest] = []
     found: list[tuple[int, Retrieval]] = []
-    answers: dict[str, list[Answer]] = {}
+    answers: dict[str, list[LoggedAnswer]] = {}
     num_passed_over = num_speculative = num_estimated = 0
     for number, row in _rows(path):
         log_format = log_format or format_of(row) or published_format_of(row)
@@ -84,7 +84,7 @@ def import_log(path: Path | str, assumed: Assumptions, log_format: ImportedForma
         try:
             for retrieval in _READERS[log_format](row) if log_format else ():
                 is_about_another = False
-                if isinstance(retrieval, Answer):
+                if isinstance(retrieval, LoggedAnswer):
                     answers.setdefault(retrieval.trace_id or f"line {number}", []).append(retrieval)
                 elif retrieval.is_speculative and not assumed.counts_speculative:
                     num_speculative += 1
@@ -242,7 +242,7 @@ def _request(retrieval: Retrieval, assumed: Assumptions) -> TracedRequest:
     return replace(request, arrival_s=retrieval.time_s)
 
 
-def _answered(retrieval: Retrieval, answers: Sequence[Answer]) -> Retrieval:
+def _answered(retrieval: Retrieval, answers: Sequence[LoggedAnswer]) -> Retrieval:
     """Return a retrieval with the length of the next answer in its trace."""
     if retrieval.output_tokens is not None or not answers:
         return retrieval

@@ -104,7 +104,7 @@ class _Offer:
     num_provided: int
 
 
-class ChunkReuse(KVConnectorBase_V1):
+class ChunkReuseConnector(KVConnectorBase_V1):
     """What chunk reuse adds to a connector, on both sides."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -407,7 +407,7 @@ def _progress(output: SchedulerOutput) -> Mapping[str, tuple[int, int]]:
     return {request_id: (start, start + scheduled[request_id]) for request_id, start in starts.items()}
 
 
-class ChunkRAGCacheConnector(ChunkReuse, RAGCacheConnector):
+class ChunkRAGCacheConnector(ChunkReuseConnector, RAGCacheConnector):
     """GPU, host and disk, with chunk reuse."""
 
     @classmethod
@@ -415,5 +415,5 @@ class ChunkRAGCacheConnector(ChunkReuse, RAGCacheConnector):
         return ChunkDocumentConnector
 
 
-class ChunkDocumentConnector(ChunkReuse, DocumentConnector):
+class ChunkDocumentConnector(ChunkReuseConnector, DocumentConnector):
     """The GPU tier alone, with chunk reuse."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.vllm_plugin.chunks.connector import ChunkReuse
+from ragcache_core.vllm_plugin.chunks.connector import ChunkReuseConnector
 from ragcache_core.vllm_plugin.compat import connector_of_this_worker, platform_worker
 from ragcache_core.vllm_plugin.rendezvous import MeetingInOwnFolder
 from ragcache_core.vllm_plugin.scheduler.seeded_prefill import EarlyRefusal, SparingSeeds
@@ -22,7 +22,7 @@ class _Attaching:
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         connector = connector_of_this_worker()
-        if not isinstance(connector, ChunkReuse):
+        if not isinstance(connector, ChunkReuseConnector):
             raise ConfigError(
                 "RAGCacheWorker needs a connector with chunk reuse: set --kv-transfer-config as Engine.launch does, or "
                 "leave --worker-cls out"

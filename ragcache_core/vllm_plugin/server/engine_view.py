@@ -10,8 +10,7 @@ from typing import Any
 
 from ragcache_core.config import ChunkReuseRequest
 from ragcache_core.runtime.tenant_entries import TenantEntries
-from ragcache_core.stats import merged_report
-from ragcache_core.vllm_plugin.server.metrics.series import ENGINE
+from ragcache_core.stats import ENGINE_SERIES, merged_report
 from ragcache_core.vllm_plugin.server.notifier import Notifier
 from ragcache_core.vllm_plugin.server.several_engines import response_id_of
 from ragcache_core.vllm_plugin.settings import PluginSettings
@@ -72,7 +71,7 @@ class Received:
         self._indices = sorted(engines)
         if observe is not None:
             self._observe = observe
-        zeros = dict.fromkeys(ENGINE, 0)
+        zeros = dict.fromkeys(ENGINE_SERIES, 0)
         self._max_prefill_bs = settings.max_prefill_bs
         self._settings = settings
         self._before_the_first = {

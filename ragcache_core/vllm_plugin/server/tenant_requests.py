@@ -12,8 +12,8 @@ from fastapi.responses import JSONResponse
 
 from ragcache_core.errors import ConfigError, quoted
 from ragcache_core.runtime.tenants import MAX_SALT_CHARS, Tenants, salt_of, speculation_of
+from ragcache_core.stats import ENGINE_SERIES
 from ragcache_core.vllm_plugin.beside import extra_config
-from ragcache_core.vllm_plugin.server.metrics.series import ENGINE
 from ragcache_core.vllm_plugin.server.middleware import TENANT
 from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.wire import KEY
@@ -89,7 +89,7 @@ def report_for(tenant: str, report: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a tenant may see of the engine's report: his own figures, in its form."""
     own = report.get("tenants", {}).get(tenant, {})
     nothing = {"num_nodes": 0, "tiers": [], "hottest_documents": []}
-    return {**dict.fromkeys(ENGINE, 0), **nothing, "policy": report["policy"], **own}
+    return {**dict.fromkeys(ENGINE_SERIES, 0), **nothing, "policy": report["policy"], **own}
 
 
 class TenantRequests:

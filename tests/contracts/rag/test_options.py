@@ -34,7 +34,7 @@ def measured(server: ScriptedServer) -> None:
     server.costs, server.load = {"prefill": times.to_dict(), "chunk_reuse": None}, IDLE
 
 
-@pytest.mark.parametrize("option", [None, True, False, "store", {"max_recompute": 0.3}])
+@pytest.mark.parametrize("option", [None, False, {"max_recompute": 0.3}])
 async def test_a_model_and_a_call_say_how_chunks_are_reused(
     framework: Framework, ask: str, server: ScriptedServer, option: Any
 ) -> None:

@@ -9,22 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.device.__main__ import main as gpu_check
-from benchmarks.server_cost.__main__ import main as server_cost
 
 pytestmark = pytest.mark.benchmark
-
-
-def test_each_scene_is_what_it_says_and_costs_both_processes_time(tmp_path: Path) -> None:
-    output = tmp_path / "server-cost.json"
-    engines = ("--engine", "vllm", "--engine", "ragcache-host")
-    done = CliRunner().invoke(server_cost, ["--requests", "2", *engines, "--output", str(output)])
-    assert done.exit_code == 0, done.output
-    rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
-    assert len(rows) == 6
-    for row in rows:
-        assert row["cached_tokens"] == (0 if row["scene"] == "new" else 3840)
-        assert all(row[process]["time_ms"] > 0.5 for process in ("api_server", "engine_core"))
-    assert [row["api_server"]["ratio"] for row in rows if row["engine"] == "vllm"] == [1.0] * 3
 
 
 def test_the_first_parts_of_gpu_check_run_on_a_cpu(tmp_path: Path) -> None:

@@ -1,10 +1,7 @@
 """``ChatRAGCache`` on the real engine: what only a real engine can show."""
 
-import asyncio
 import json
-from collections.abc import Callable, Generator
-from time import monotonic, sleep
-from typing import Any, cast
+from typing import cast
 from uuid import uuid4
 
 import pytest
@@ -13,7 +10,6 @@ from langchain_core.tools import tool
 
 from ragcache_core import Document, PromptLayout
 from ragcache_core.client import Engine
-from ragcache_core.errors import EngineAuthError, EngineUnreachableError, PromptTooLongError, RequestRejectedError
 from ragcache_integrations.langchain import (
     CacheStatsCallbackHandler,
     ChatRAGCache,
@@ -32,13 +28,6 @@ def documents(count: int = 3) -> list[Document]:
 def asked(shown: list[Document], question: str) -> list[BaseMessage]:
     values = {"context": format_documents(shown), "question": question}
     return prompt_from_layout().invoke(values).to_messages()
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    deadline_s = monotonic() + 20.0
-    while not condition() and monotonic() < deadline_s:
-        sleep(0.02)
-    return condition()
 
 
 @pytest.fixture
@@ -88,48 +77,7 @@ def test_token_ids_of_the_plan_are_those_of_the_server(llm: ChatRAGCache, engine
     assert plain.content == planned.content
 
 
-def test_an_asynchronous_answer_is_the_blocking_one(llm: ChatRAGCache) -> None:
-    messages = asked(documents(), "Who founded it?")
-    blocking = llm.invoke(messages).content
-
-    async def ask() -> list[object]:
-        streamed = "".join([str(c.content) async for c in llm.astream(messages)])
-        return [(await llm.ainvoke(messages)).content, streamed, *[a.content for a in await llm.abatch([messages] * 2)]]
-
-    assert asyncio.run(ask()) == [blocking] * 4
-
-
 # Closing early
-
-LONG: dict[str, Any] = {"max_tokens": 1500, "temperature": 1.0, "extra_body": {"ignore_eos": True, "n": 4}}
-"""Four answers of 1,500 tokens each: seconds of work, also for a model that needs a millisecond for a step."""
-
-
-def test_closing_a_stream_leaves_no_running_request(engine: Engine) -> None:
-    llm = ChatRAGCache(engine=engine, **LONG)
-    chunks = cast("Generator[AIMessageChunk]", llm.stream("Tell me about Nalna."))
-    while not next(chunks).content:
-        pass
-    chunks.close()
-    assert eventually(lambda: engine.stats().num_running == 0)
-
-
-async def test_leaving_an_asynchronous_stream_leaves_no_running_request(engine: Engine) -> None:
-    llm = ChatRAGCache(engine=engine, **LONG)
-    async for chunk in llm.astream("Tell me about Nalna."):
-        if chunk.content:
-            break
-    assert await asyncio.to_thread(eventually, lambda: engine.stats().num_running == 0)
-
-
-async def test_a_cancelled_task_leaves_no_running_request(engine: Engine) -> None:
-    llm = ChatRAGCache(engine=engine, **LONG)
-    task = asyncio.create_task(llm.ainvoke("Tell me about Nalna."))
-    await asyncio.sleep(0.5)  # it takes seconds, and a busy server may be as long in saying that it runs
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert await asyncio.to_thread(eventually, lambda: engine.stats().num_running == 0)
 
 
 # Structure and tools
@@ -164,29 +112,3 @@ def test_the_demo_model_calls_the_tool_it_was_trained_for(engine: Engine, stream
 
 
 # Errors
-
-
-def test_errors_of_a_real_server_are_ours(engine: Engine) -> None:
-    with pytest.raises(EngineAuthError):
-        ChatRAGCache(base_url=engine.base_url, api_key="wrong").invoke("hello")
-    with pytest.raises(EngineUnreachableError):
-        ChatRAGCache(base_url="http://127.0.0.1:9", api_key="x").invoke("hello")
-    with pytest.raises(RequestRejectedError):
-        ChatRAGCache(engine=engine, model="another-model").invoke("hello")
-    with pytest.raises(RequestRejectedError):
-        ChatRAGCache(engine=engine, temperature=-1).invoke("hello")
-
-
-def test_a_prompt_or_an_answer_that_does_not_fit_is_too_long(engine: Engine) -> None:
-    with pytest.raises(PromptTooLongError):
-        ChatRAGCache(engine=engine).invoke("word " * 5000)
-    with pytest.raises(PromptTooLongError):
-        ChatRAGCache(engine=engine, max_tokens=5000).invoke("hello")
-    with pytest.raises(PromptTooLongError):
-        list(ChatRAGCache(engine=engine, max_tokens=5000).stream("hello"))
-
-
-def test_a_model_joins_the_engine_by_its_address(engine: Engine) -> None:
-    llm = ChatRAGCache(base_url=engine.base_url, api_key=engine.api_key, max_tokens=4)
-    assert llm.invoke("hello").response_metadata["model_name"] == engine.model
-    llm.close()

@@ -445,12 +445,3 @@ def test_a_reset_amid_a_store_lets_go_of_host_memory_at_once(opening: Opening, m
     scene.settle()
     scene.close()
     assert opening().num_hits("D") == 0
-
-
-def test_closing_twice_is_no_error_and_waits_for_what_is_on_its_way(opening: Opening) -> None:
-    scene = opening()
-    keys = scene.announce("D")
-    scene.submit_store(keys)
-    scene.tier.shutdown()
-    scene.tier.shutdown()
-    assert opening().hits(keys) == keys

@@ -76,16 +76,6 @@ def test_chunks_are_not_there_before_they_are_on_the_disk(opening: Opening, monk
     scene.check()
 
 
-def test_a_job_larger_than_the_buffers_is_stored_in_full(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_io.DiskIO.__init__, "__kwdefaults__", {"num_buffered_bytes": 2 * CHUNK_BYTES})
-    scene = opening()
-    keys = scene.store("DBDD")
-    assert scene.hits(keys) == keys
-    assert scene.controller.counters.num_dropped_chunks == 0
-    assert scene.load(keys) == set(keys)
-    scene.check()
-
-
 def test_what_is_there_already_is_not_written_again(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
     scene = opening()
     scene.store("B")

@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ragcache_core import CacheConfig, Document, PromptLayout, RequestStats
 from ragcache_core.client import Engine
 from ragcache_core.client.generation import Generation, whole
-from ragcache_core.errors import EngineError, EngineStartError, RequestRejectedError
+from ragcache_core.errors import EngineError, RequestRejectedError
 from ragcache_core.prompt import RenderedPrompt
 from ragcache_core.types import Tier
 from ragcache_core.wire import tile
@@ -524,23 +524,6 @@ def test_a_consumer_of_its_kv_events_knows_what_the_engine_holds(
     assert min(holds().values()) > 10
     assert tiers.forget(["events-0"]).is_complete
     assert until(is_told, PATIENCE_S), "without any request"
-
-
-@pytest.mark.slow
-def test_a_second_engine_on_the_same_directory_does_not_start(
-    tiers: Engine, cache: CacheConfig, kv_events: KVEvents, tmp_path: Path
-) -> None:
-    assert tiers.stats().num_restarts == 0
-    again: dict[str, Any] = {**ENGINE_ARGS, "cache": cache, "log_path": tmp_path / "log"}
-    again["kv_events_config"] = {"enable_kv_cache_events": True, "endpoint": kv_events.endpoint}
-    refused = "is the cache directory of another engine .*: stop that one, or give"
-    with pytest.raises(EngineStartError, match=refused):
-        Engine.launch(str(DEMO_MODEL), **again, env={"VLLM_SERVER_DEV_MODE": "1"})
-    assert not (tmp_path / "log").exists(), "launched in the same way, it is refused before it starts"
-    with pytest.raises(EngineStartError, match=refused):
-        Engine.launch(str(DEMO_MODEL), **again)
-    assert (tmp_path / "log").exists(), "launched in another way, when it knows that it would keep the same KV"
-    assert tiers.stats().tiers[-1].is_enabled
 
 
 def kill_the_core(engine: Engine) -> None:

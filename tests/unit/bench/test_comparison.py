@@ -46,16 +46,6 @@ def test_requests_before_a_rate_are_run_through_whether_they_were_measured_or_no
     assert AMOUNTS.count(Session(PLAIN, 0, 0, (1, 2))) == 18
 
 
-@pytest.mark.parametrize(
-    ("host_bytes", "rates"), [((64, 32), (1.0,)), ((64,), ()), ((64,), (1.0, 1.0)), ((0,), (1.0,))]
-)
-def test_a_comparison_of_nothing_is_rejected(host_bytes: tuple[int, ...], rates: tuple[float, ...]) -> None:
-    with pytest.raises(ConfigError):
-        Comparison((OURS,), host_bytes, rates, False, (0,), AMOUNTS)
-    with pytest.raises(ConfigError):
-        Comparison((OURS, OURS), (64,), (1.0,), False, (0,), AMOUNTS)
-
-
 def test_finished_runs_are_in_the_file_and_a_new_machine_is_named(tmp_path: Path) -> None:
     path = tmp_path / "new" / "out.json"
     results = Results.open(path, {"seeds": 2, "rates": (1.0, 2.0)}, MACHINE)

@@ -74,15 +74,6 @@ def test_each_engine_is_what_its_name_says(launched: list[dict[str, Any]], tmp_p
     assert "ragcache-chunks" not in BenchOptions().compare, "an approximate engine is compared where it is named"
 
 
-def test_whoever_has_host_memory_has_the_disk_as_well(launched: list[dict[str, Any]], tmp_path: Path) -> None:
-    setup = replace(SETUP, disk_bytes=1 << 30)
-    BASELINES["vllm-host-lru"].launch(setup, 64 << 20, tmp_path)
-    BASELINES["ragcache"].launch(setup, 64 << 20, tmp_path)
-    assert launched[0]["cache"].directory == tmp_path
-    assert launched[1]["cache"].directory == tmp_path
-    assert launched[1]["cache"].disk_bytes == 1 << 30
-
-
 class Silent:
     """Progress that nothing shows."""
 
@@ -115,15 +106,6 @@ def test_what_chunk_reuse_computes_on_the_way_is_not_cached(name: str, num_cache
     assert [set(run.tokens_by_tier) for run in runs] == [{"gpu", "host", "disk"}]
 
 
-def test_memory_is_scaled_as_the_lengths_are(tmp_path: Path) -> None:
-    facts = prepare(SMALL).facts
-    assert facts["scale"] == 0.125
-    assert facts["kv_memory_bytes"] == 40 << 20
-    assert facts["host_memory_bytes"] == [256 << 20]
-    assert facts["max_model_len"] % 32 == 0
-    assert "api_key" not in facts
-
-
 def test_the_random_model_of_8_billion_is_loaded_without_weights_and_asked_whole_prompts(
     launched: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,34 +118,6 @@ def test_the_random_model_of_8_billion_is_loaded_without_weights_and_asked_whole
     assert prepared.facts["kv_bytes_per_token"] == 128 << 10
     assert launched[0]["extra_args"] == ("--load-format=dummy", "--seed=1")
     assert launched[0]["max_num_batched_tokens"] == 8_192
-
-
-def test_every_seed_has_requests_for_every_rate() -> None:
-    prepared = prepare(replace(SMALL, seeds=2, first_seed=7, rates=(0.5, 2.0), are_shares=True))
-    assert set(prepared.prompts) == {7, 8}
-    assert all(len(of_seed) == 2 + 4 * 2 for of_seed in prepared.prompts.values())
-    assert prepared.prompts[7].request(0) != prepared.prompts[8].request(0)
-    assert prepared.prompts[7].request(0) == prepare(replace(SMALL, seeds=1, first_seed=7)).prompts[7].request(0)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"compare": ("vllm", "sglang")}, "no engine 'sglang'"),
-        ({"scale": 4.0}, "lower --scale"),
-        ({"scale": -1.0}, "above 0"),
-        ({"kv_memory": "1MiB"}, "raise --kv-memory"),
-        ({"kv_memory": "0"}, "the KV memory holds 0: .*raise --kv-memory"),
-        ({"kv_memory": "much"}, "--kv-memory is 'much'"),
-        ({"host_memory": ("1KiB",)}, "a block"),
-        ({"host_memory": ("256MiB", "64MiB")}, "ascending"),
-        ({"model": "/nowhere/at/all"}, "cannot be read"),
-        ({"rates": (2.0, 1.0)}, "ascending"),
-    ],
-)
-def test_what_cannot_work_is_refused_before_an_engine_starts(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        prepare(replace(SMALL, **change))
 
 
 def test_results_of_another_trace_or_version_are_not_gone_on_with(

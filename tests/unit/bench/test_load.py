@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from ragcache_core.bench.load import Answered, Load, poisson_arrivals
+from ragcache_core.bench.load import Load, poisson_arrivals
 from ragcache_core.bench.prompts import TracedPrompts
 from ragcache_core.client import Engine
 from ragcache_core.errors import ConfigError, RequestRejectedError
@@ -79,8 +79,3 @@ def test_a_request_that_is_not_answered_ends_the_load(demo_model: str, answer: R
         server.script(answer)
         with pytest.raises(RequestRejectedError, match=rf"rejected request \d \({answer.status}\)"):
             Load(engine, PROMPTS).replay(range(4), [0.0] * 4)
-
-
-def test_time_per_output_token_needs_two_of_them() -> None:
-    assert Answered(0, 0.5, 0.8, 10, 0, 4, False).tpot_s == pytest.approx(0.1)
-    assert Answered(0, 0.5, 0.5, 10, 0, 1, False).tpot_s is None

@@ -92,13 +92,6 @@ def test_the_tables_have_each_engine_and_size_at_each_rate(tmp_path: Path) -> No
     assert "[" not in others[1].text()
 
 
-def test_one_seed_has_no_interval(tmp_path: Path) -> None:
-    results, summary = measured(tmp_path / "out.json", seeds=1)
-    assert not any("[" in cell for table in tables(summary, results.rates_rps) for row in table.rows for cell in row)
-    (page, *_) = write_report(tmp_path / "report.html", results)
-    assert "one seed gives no interval" in page.read_text(encoding="utf-8")
-
-
 def test_a_comparison_that_was_interrupted_early_has_a_page(tmp_path: Path) -> None:
     results, _ = measured(tmp_path / "out.json")
     del results.runs[1:]

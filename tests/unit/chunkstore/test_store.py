@@ -13,7 +13,7 @@ import pytest
 
 from ragcache_core.chunkstore import ChunkEntry, ChunkNote, ChunkStore, ChunkWrite, list_namespaces
 from ragcache_core.chunkstore.slotfile import SlotFile
-from ragcache_core.errors import CacheCapacityError, CacheDirectoryError, CacheTierError
+from ragcache_core.errors import CacheDirectoryError, CacheTierError
 
 from .conftest import CHUNK_BYTES, IDENTITY, Opening, aligned, keys, payload, read, writes
 
@@ -40,15 +40,6 @@ def test_where_the_file_system_has_no_direct_input_and_output_it_is_buffered(
         assert not store.is_direct
         store.write_many(writes(keys(2)))
         assert read(store, b"key 1") == payload(b"key 1")
-
-
-def test_a_chunk_is_read_as_it_was_written(store: ChunkStore) -> None:
-    assert store.write_many(writes(keys(5))) == keys(5)
-    assert [read(store, key) for key in keys(5)] == [payload(key) for key in keys(5)]
-    assert read(store, b"another") is None
-    assert len(store) == 5
-    assert b"key 3" in store
-    assert b"key 5" not in store
 
 
 def test_many_chunks_are_read_in_any_order_and_misses_are_among_them(store: ChunkStore) -> None:
@@ -85,29 +76,6 @@ def test_a_batch_that_no_single_system_call_takes_is_written_and_read(opening: O
     assert targets == [payload(key, 100) for key in keys(700)]
 
 
-def test_a_chunk_that_is_there_is_not_written_again(store: ChunkStore) -> None:
-    store.write_many(writes(keys(2)))
-    again = [
-        ChunkWrite(b"key 1", payload(b"x")),
-        ChunkWrite(b"new", payload(b"new")),
-        ChunkWrite(b"new", payload(b"y")),
-    ]
-    assert store.write_many(again) == [b"new"]
-    assert read(store, b"key 1") == payload(b"key 1")
-    assert read(store, b"new") == payload(b"new")
-    assert store.num_free_slots == 13
-
-
-def test_everything_is_there_after_closing_and_opening(opening: Opening) -> None:
-    with opening() as store:
-        store.write_many(writes(keys(6)))
-        store.delete_many([b"key 2"])
-    store = opening()
-    assert [read(store, key) for key in keys(6)] == [None if k == b"key 2" else payload(k) for k in keys(6)]
-    assert store.num_free_slots == 11
-    assert store.stats.num_resets == store.stats.num_damaged == store.stats.num_missing == 0
-
-
 def test_entries_come_with_their_notes_parents_first(opening: Opening) -> None:
     noted = [
         ChunkWrite(b"leaf", payload(b"leaf"), ChunkNote(b"root", "Straße 7", 1, 2.5, 0.25)),
@@ -141,37 +109,6 @@ def test_a_list_that_was_left_half_way_does_not_keep_the_store_from_opening_agai
     assert len(opening(3000, chunk_bytes=16)) == 2500
     with pytest.raises(CacheTierError, match="closed"):
         list(listed)
-
-
-def test_deleted_chunks_are_gone_and_their_slots_are_used_again(store: ChunkStore) -> None:
-    store.write_many(writes(keys(16)))
-    assert store.num_free_slots == 0
-    assert store.delete_many([b"key 3", b"key 4", b"none", b"key 3"]) == 2
-    assert read(store, b"key 3") is None
-    store.write_many(writes([b"a", b"b"]))
-    assert read(store, b"a") == payload(b"a")
-    assert [read(store, key) for key in keys(3)] == [payload(key) for key in keys(3)]
-    assert (store.path / "chunks.data").stat().st_size == 16 * store.slot_bytes
-
-
-def test_without_room_for_all_none_is_written(store: ChunkStore) -> None:
-    store.write_many(writes(keys(14)))
-    with pytest.raises(CacheCapacityError, match="3 chunks are new, 2 of the 16 slots"):
-        store.write_many(writes(keys(3, first=100)))
-    assert len(store) == 14
-    assert store.write_many(writes(keys(2, first=100))) == keys(2, first=100)
-
-
-def test_a_full_store_accepts_what_it_holds(store: ChunkStore) -> None:
-    store.write_many(writes(keys(16)))
-    assert store.write_many(writes(keys(16))) == []
-
-
-def test_frequency_and_cost_can_be_updated(opening: Opening) -> None:
-    with opening() as store:
-        store.write_many(writes(keys(3)))
-        assert store.update_notes([(b"key 0", 9.0, 4.0), (b"none", 1.0, 1.0), (b"key 2", 3.0, 2.0)]) == 2
-    assert [(e.frequency, e.cost, e.position) for e in opening().entries()] == [(9, 4, 0), (1, 0.5, 1), (3, 2, 2)]
 
 
 def test_clear_forgets_everything_and_gives_the_space_back(opening: Opening) -> None:

@@ -44,25 +44,3 @@ def test_json_is_the_same_as_what_is_written(log: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     result = run("--log", log, "--json", "--output", out)
     assert json.loads(result.stdout) == json.loads(out.read_text())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--host-tokens", "-1"), "--host-tokens"),
-        (("--warm-up", "60"), "--warm-up"),
-        (("--cost-model", "nothing"), "nothing"),
-        (("--url", "http://127.0.0.1:1"), "127.0.0.1:1"),
-    ],
-)
-def test_what_cannot_work_is_refused_with_the_cure(log: Path, arguments: tuple[str, ...], words: str) -> None:
-    result = run("--log", log, *arguments)
-    assert result.exit_code in (1, 2)
-    assert words in result.output
-
-
-def test_an_empty_log_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "empty.jsonl").touch()
-    result = run("--log", tmp_path / "empty.jsonl")
-    assert result.exit_code == 1
-    assert "empty.jsonl: the trace is empty: it must hold one request a line" in result.output

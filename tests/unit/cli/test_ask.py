@@ -96,12 +96,6 @@ def test_a_streamed_answer_is_the_same_text(server: ScriptedServer, store: Path)
     assert ask(server, store, "--stream").stdout == ask(server, store).stdout
 
 
-def test_documents_are_shown_on_request(server: ScriptedServer, store: Path) -> None:
-    result = ask(server, store, "--show-documents", "--k", "3")
-    assert "[mel.txt] distance " in result.stderr
-    assert "  It ends in Tar.\n" in result.stderr
-
-
 def test_the_layout_of_the_prompt_can_be_chosen(server: ScriptedServer, store: Path, demo_model: str) -> None:
     options = [
         "--static-prefix",
@@ -117,36 +111,10 @@ def test_the_layout_of_the_prompt_can_be_chosen(server: ScriptedServer, store: P
     assert tokens & set(sent(server).body["prompt"])
 
 
-def test_a_layout_without_its_placeholder_is_refused(server: ScriptedServer, store: Path) -> None:
-    result = ask(server, store, "--document-format", "Document")
-    assert result.exit_code == 1
-    assert "must hold {text} once" in result.stderr
-
-
 def test_the_key_comes_from_the_option_or_the_environment(server: ScriptedServer, store: Path) -> None:
     result = ask(server, store, "--api-key", "wrong")
     assert result.exit_code == 1
     assert "pass the server's with --api-key" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ([], "either --model"),
-        (["--model", "m", "--url", "http://u"], "either --model"),
-        (["--url", "http://u", "--json", "--stream"], "one of them"),
-        (["--url", "http://u", "--", "--max-model-len", "8"], "takes no options of vLLM"),
-        (["--url", "http://u", "--cache-config", "cache.toml"], "leave out --cache-config"),
-        (["--model", "m", "--", "--port=8"], "--port after '--'"),
-        (["--model", "m", "--", "--api_key", "8"], "--api-key after '--'"),
-        (["--model", "m", "what?"], "unexpected argument 'what?'"),
-        (["--model", "m", "--k", "0"], "0 is not in the range"),
-    ],
-)
-def test_options_that_contradict_each_other_are_wrong_usage(store: Path, options: list[str], message: str) -> None:
-    result = CliRunner().invoke(cli, ["ask", QUESTION, "--store", str(store), *options])
-    assert result.exit_code == 2
-    assert message in result.stderr
 
 
 def test_a_store_that_cannot_answer_is_known_before_a_model_is_loaded(
@@ -159,12 +127,6 @@ def test_a_store_that_cannot_answer_is_known_before_a_model_is_loaded(
     result = CliRunner().invoke(cli, ["ask", QUESTION, "--store", str(store), "--model", "m", "--k", "4"])
     assert result.exit_code == 1
     assert "4 documents were asked for, the store holds 3: use a smaller --k" in result.stderr
-
-
-def test_a_store_of_one_document_answers_from_that_one(server: ScriptedServer, tmp_path: Path) -> None:
-    with DocumentStore.create(tmp_path / "one.store", index="flat") as made:
-        made.add([Document("mel.txt", "Mel is a river.")])
-    assert len(json.loads(ask(server, tmp_path / "one.store", "--json").stdout)["documents"]) == 1
 
 
 def test_an_engine_that_was_launched_is_closed_whatever_happens(

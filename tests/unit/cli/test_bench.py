@@ -27,34 +27,6 @@ def on(server: ScriptedServer, path: Path) -> list[str]:
     return ["--engine", server.url, "--scale", "0.125", *amounts, "--output", str(path)]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "message"),
-    [
-        (["--rates", "fast"], 2, "'fast' is no list of numbers"),
-        (["--rates", "auto:a"], 2, "no list of numbers"),
-        (["--workload", "trivia"], 2, "'trivia' is not one of"),
-        (["--seeds", "0"], 2, "--seeds"),
-        (["--engine", "http://127.0.0.1:9", "--model", "m"], 2, "leave out --model"),
-        (["--compare", "vllm,sglang"], 1, "ragcache: error: there is no engine 'sglang'"),
-        (["--rates", "2,1"], 1, "ragcache: error: rates 2, 1: give finite numbers above 0 in ascending order"),
-        (["--rates", "0"], 1, "ragcache: error: rates 0"),
-        (["--rates", "1,inf"], 1, "ragcache: error: rates 1, inf: give finite numbers above 0"),
-        (["--rates", "auto:nan"], 1, "ragcache: error: rates nan: give finite numbers above 0"),
-        (["--scale", "0"], 1, "ragcache: error: lengths times 0: the scale must be above 0"),
-        (["--scale", "inf"], 1, "ragcache: error: lengths times inf: the scale must be above 0 and finite"),
-        (["--trace", "missing.jsonl"], 1, "missing.jsonl"),
-        (["--model", "/nowhere"], 1, "ragcache: error: the configuration of '/nowhere' cannot be read"),
-        (["--engine", "http://127.0.0.1:9"], 1, "ragcache: error: no engine answers at http://127.0.0.1:9"),
-    ],
-)
-def test_a_mistake_is_one_clear_error(arguments: list[str], status: int, message: str, tmp_path: Path) -> None:
-    done = bench("--output", str(tmp_path / "out.json"), *arguments)
-    assert done.exit_code == status, done.output
-    assert message in done.stderr
-    assert status == 2 or len(done.stderr.splitlines()) == 1
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("option", ["--output", "--html"])
 def test_a_file_that_cannot_be_written_or_is_read_is_refused_before_anything_runs(tmp_path: Path, option: str) -> None:
     kept, trace = tmp_path / "kept.json", tmp_path / "trace.jsonl"
@@ -94,23 +66,6 @@ def test_a_report_is_made_again_without_measuring(tmp_path: Path) -> None:
     assert [point["engine"] for point in points[:2]] == ["no-cache", "vllm"]
 
 
-@pytest.mark.parametrize("content", ["{}", "[1]", "text", '{"version": "0.1.0", "runs": []}'])
-def test_a_report_of_another_file_says_which_it_wants(tmp_path: Path, content: str) -> None:
-    other = tmp_path / "sweep.json"
-    other.write_text(content, encoding="utf-8")
-    said = bench("report", str(other)).stderr
-    assert f"ragcache: error: {other} is not the file of a comparison" in said
-    assert said.endswith(": name one that 'ragcache bench' wrote\n")
-
-
-def test_one_file_for_figures_and_page_is_refused(tmp_path: Path) -> None:
-    one = tmp_path / "one.html"
-    done = bench("--engine", "http://127.0.0.1:9", "--output", str(one), "--html", str(one))
-    assert done.exit_code == 1
-    assert f"--output and --html are both {one}" in done.stderr
-    assert not one.exists()
-
-
 def test_an_interruption_keeps_what_is_finished_and_resume_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,10 +95,3 @@ def test_an_interruption_keeps_what_is_finished_and_resume_goes_on(
     runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
     assert runs[:2] == kept
     assert [(run["seed"], run["rate"]) for run in runs[2:]] == [(1, 0), (1, 1)]
-
-
-def test_help_has_examples_and_room_for_commands() -> None:
-    done = bench("--help")
-    assert done.exit_code == 0
-    assert "ragcache bench --workload mmlu" in done.stdout
-    assert "--resume" in done.stdout

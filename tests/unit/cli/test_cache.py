@@ -111,11 +111,6 @@ def test_pins_are_told_with_their_limit_and_what_cannot_be_pinned_is_an_error(se
     assert "the limit is 4.0 MiB" in result.stderr
 
 
-def test_what_is_read_ahead_is_told(server: ScriptedServer) -> None:
-    told = run(server, "prefetch", "terms.md").stdout
-    assert told == "4,096 tokens on 2 paths are being read from disk; 1 paths are too long for host memory\n"
-
-
 def test_nothing_is_purged_that_nobody_has_confirmed(server: ScriptedServer) -> None:
     result = run(server, "purge")
     assert result.exit_code == 2

@@ -19,10 +19,10 @@ from click.testing import CliRunner
 import ragcache_core
 from ragcache_core._version import __version__
 from ragcache_core.cli import cli
-from ragcache_core.cli.cli_wording import _AS_TYPED, to_cli_wording
+from ragcache_core.cli.cli_wording import _AS_TYPED
 from ragcache_core.cli.command import Command, Group, print_json
 from ragcache_core.cli.commands.simulate import run as simulate
-from ragcache_core.errors import EmptyStoreError, EngineStartError
+from ragcache_core.errors import EmptyStoreError
 
 
 def invoke(raises: BaseException, *arguments: str) -> tuple[int, str, str]:
@@ -57,11 +57,6 @@ def test_json_errors_are_an_object_on_standard_output_as_well() -> None:
     status, out, err = invoke(EmptyStoreError("nothing there: add"), "--json")
     assert json.loads(out) == {"error": {"type": "EmptyStoreError", "message": "nothing there: add"}}
     assert (status, err) == (1, "ragcache: error: nothing there: add\n")
-
-
-def test_the_log_of_a_server_that_did_not_start_follows_its_error() -> None:
-    _, _, err = invoke(EngineStartError("it ended. Log x ends with\none\ntwo"))
-    assert err == "ragcache: error: it ended. Log x ends with\n  one\n  two\n"
 
 
 def test_the_systems_errors_are_reported_like_ours() -> None:
@@ -111,12 +106,6 @@ def test_ctrl_c_is_status_130_and_sigterm_143() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_command_that_cannot_be_understood_is_status_2() -> None:
-    result = CliRunner().invoke(cli, ["index", "--stroe", "x"])
-    assert result.exit_code == 2
-    assert "No such option" in result.stderr
-
-
 @pytest.mark.parametrize("arguments", [["ask", "q", "--json"], ["nosuch", "--json"], ["stats", "--json", "--url"]])
 def test_with_json_a_command_that_cannot_be_understood_says_so_in_json_as_well(arguments: list[str]) -> None:
     result = CliRunner().invoke(cli, arguments)
@@ -129,22 +118,7 @@ def test_what_follows_two_dashes_asks_nothing_of_us() -> None:
     assert CliRunner().invoke(cli, ["ask", "q", "--", "--json"]).stdout == ""
 
 
-@pytest.mark.parametrize("number", ["nan", "inf"])
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["ask", "q", "--store", "s", "--model", "m", "--temperature"],
-        ["serve", "m", "--startup-timeout"],
-        ["stats", "--url", "http://127.0.0.1:1", "--watch", "--every"],
-    ],
-)
-def test_what_is_no_number_is_wrong_usage_before_anything_is_launched(arguments: list[str], number: str) -> None:
-    result = CliRunner().invoke(cli, [*arguments, number])
-    assert result.exit_code == 2
-    assert f"{number} is " in result.stderr
-
-
-@pytest.mark.parametrize("command", ["index", "ask", "serve", "stats"])
+@pytest.mark.parametrize("command", ["index", "ask", "serve", "stats", "profile"])
 def test_the_help_of_every_command_ends_with_examples_that_name_real_options(command: str) -> None:
     text = CliRunner().invoke(cli, [command, "--help"], terminal_width=100).stdout
     described, _, examples = text.partition("\nExamples:\n")
@@ -156,17 +130,11 @@ def test_the_help_of_every_command_ends_with_examples_that_name_real_options(com
     assert all(re.search(rf"{flag}\b", described) for flag in used), used
 
 
-def test_the_help_names_every_command_and_every_exit_status() -> None:
-    text = " ".join(CliRunner().invoke(cli, ["--help"]).stdout.split())
-    for word in ("index", "ask", "serve", "stats", "--version", "0 done", "1 error", "2 wrong usage", "130", "143"):
-        assert word in text
-
-
 def test_the_version_is_the_packages() -> None:
     assert __version__ in CliRunner().invoke(cli, ["--version"]).stdout
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["index", "--help"], ["ask", "--help"], ["serve", "--help"]])
+@pytest.mark.parametrize("arguments", [["ask", "--help"], ["profile", "--help"]])
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     code = f"""
 import sys
@@ -186,16 +154,11 @@ assert not heavy, heavy
     assert "Usage:" in run.stdout
 
 
-def test_cures_of_the_library_are_given_as_options() -> None:
-    assert to_cli_wording("3 were asked for: use a smaller k") == "3 were asked for: use a smaller --k"
-    assert to_cli_wording("nothing to translate") == "nothing to translate"
-
-
-@pytest.mark.parametrize("phrase", _AS_TYPED)
-def test_every_cure_that_is_translated_is_still_one_of_the_librarys(phrase: str) -> None:
+def test_every_cure_that_is_translated_is_still_one_of_the_librarys() -> None:
     root = Path(ragcache_core.__file__).parent
     sources = "".join(p.read_text() for p in root.rglob("*.py") if p.parent.name != "cli")
-    assert phrase in re.sub(r'"\n\s+f?"', "", sources)
+    joined = re.sub(r'"\n\s+f?"', "", sources)
+    assert [phrase for phrase in _AS_TYPED if phrase not in joined] == []
 
 
 def commands(group: click.Group) -> Iterator[click.Command]:

@@ -139,14 +139,6 @@ def test_the_documents_of_a_file_that_is_damaged_now_stay(notes: Path) -> None:
     assert "mel.txt" in stored(notes)
 
 
-def test_the_error_counts_the_stored_documents_that_stay(notes: Path) -> None:
-    index(notes)
-    (notes / "mel.txt").write_bytes(b"\xff")
-    error = index(notes).stderr.splitlines()[-1]
-    assert "error: 1 document could not be read; 1 former document of bad files kept: " in error
-    assert "not stored" not in error
-
-
 def test_an_unreadable_directory_is_left_out_and_its_documents_stay(notes: Path) -> None:
     private = notes / "private"
     private.mkdir()
@@ -172,21 +164,6 @@ def index_without_root(notes: Path, *options: str) -> subprocess.CompletedProces
     drop = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all"] if os.geteuid() == 0 else []
     command = [sys.executable, "-m", "ragcache_core", "index", str(notes), "--store", str(store_of(notes)), *options]
     return subprocess.run([*drop, *command], capture_output=True, text=True, check=False)
-
-
-def test_a_number_that_json_has_not_is_told_with_its_line_and_left_out(notes: Path) -> None:
-    line = '{{"id": "{0}", "text": "{0}", "metadata": {{"a": {1}}}}}\n'
-    (notes / "faq.jsonl").write_text(line.format("faq-1", "NaN") + line.format("faq-2", 1))
-    assert "line 1 of 'faq.jsonl' has a number in 'metadata' that is not finite" in index(notes).stderr
-    assert "1 bad left out" in index(notes, "--skip-errors").stdout
-    assert "faq-2" in stored(notes)
-
-
-def test_metadata_of_ones_own_is_kept_whatever_its_name(notes: Path) -> None:
-    (notes / "faq.jsonl").write_text('{"id": "faq-1", "text": "One.", "metadata": {"chunk": 9}}\n')
-    index(notes)
-    with DocumentStore.open(store_of(notes)) as store:
-        assert store.get(["faq-1"])[0].metadata["chunk"] == 9
 
 
 def test_a_store_is_not_made_among_other_files(notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,14 +211,6 @@ def test_bad_documents_are_left_out_and_reported_with_exit_code_1_unless_accepte
     ]
     assert [line[:40] for line in result.stderr.splitlines()] == reported[: 2 if is_accepted else 3]
     assert len(stored(notes)) == 4
-
-
-def test_the_longest_file_is_an_option(notes: Path) -> None:
-    result = index(notes, "--max-file-bytes", "50")
-    assert result.exit_code == 1
-    assert "'faq.jsonl' has 61 bytes, the limit is 50: raise --max-file-bytes\n" in result.stderr
-    assert index(notes, "--max-file-bytes", "1KiB").exit_code == 0
-    assert "'much' is no size" in index(notes, "--max-file-bytes", "much").stderr
 
 
 def test_nothing_but_bad_documents_is_an_error(notes: Path) -> None:
@@ -337,19 +306,3 @@ def test_progress_moves_while_the_embedder_learns_and_every_few_documents(
     assert calls == sorted(calls)
     assert calls[-1] == 1
     assert max(after - before for before, after in pairwise([0, *calls])) <= 0.07
-
-
-def test_what_is_left_out_is_not_told_to_be_left_out_again(notes: Path) -> None:
-    (notes / "bad.txt").write_bytes(b"\xff")
-    result = index(notes, "--skip-errors")
-    assert "left out: file 'bad.txt' is not UTF-8 (byte 0xff at offset 0): save it as text in UTF-8\n" in result.stderr
-    long = index(notes, "--skip-errors", "--max-file-bytes", "60")
-    assert "the limit is 60: raise --max-file-bytes\n" in long.stderr
-
-
-@pytest.mark.parametrize("seconds", ["nan", "inf", "0"])
-def test_a_time_limit_that_cannot_be_kept_is_refused(notes: Path, seconds: str) -> None:
-    result = index(notes, "--max-file-seconds", seconds)
-    assert result.exit_code == 1
-    assert "error: --max-file-seconds is" in result.stderr
-    assert not store_of(notes).exists()

@@ -96,30 +96,6 @@ def test_a_tokenizer_that_counts_otherwise_is_refused_and_a_copy_is_not(notes: P
     assert "pass --tokenizer with a folder" in index(notes).stderr
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--chunk-tokens", "100"), "name it with --tokenizer MODEL"),
-        (("--tokenizer", str(MODEL), "--chunk-chars", "100"), "by characters or by tokens"),
-        (("--tokenizer", str(MODEL), "--chunk-tokens", "8"), "give 32 or more"),
-        (("--tokenizer", str(MODEL), "--chunk-overlap-tokens", "512"), "0 <= overlap < smallest <= largest"),
-        (("--tokenizer", "/nowhere"), "no tokenizer can be loaded from '/nowhere'"),
-    ],
-)
-def test_what_cannot_be_split_so_is_refused_before_anything_is_stored(
-    notes: Path, options: tuple[str, ...], said: str
-) -> None:
-    result = index(notes, *options)
-    assert result.exit_code == 1
-    assert said in result.stderr
-    assert not (notes.parent / "store").exists()
-
-
-def test_a_store_that_is_a_file_is_refused(notes: Path) -> None:
-    (notes.parent / "store").write_text("")
-    assert "is a file" in index(notes).stderr
-
-
 def test_a_damaged_note_of_the_lengths_names_its_cure(notes: Path) -> None:
     index(notes)
     (notes.parent / "store" / "chunking.json").write_text("[]")

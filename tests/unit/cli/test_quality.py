@@ -135,16 +135,6 @@ def test_questions_that_leave_nothing_to_exchange_are_refused_before_anything_is
     assert not runs
 
 
-@pytest.mark.parametrize(
-    "wrong", [["--max-score-loss", "1"], ["--max-score-loss", "nan"], ["--document-order", "best"]]
-)
-def test_an_audit_that_cannot_be_is_wrong_usage(
-    runs: list[QualityRun], demo_model: str, questions: str, wrong: list[str]
-) -> None:
-    assert run("quality", demo_model, "--questions", questions, *wrong).exit_code == 2
-    assert not runs
-
-
 def test_what_was_calibrated_is_kept_and_chooses_the_cheapest_alpha(
     runs: list[QualityRun], demo_model: str, questions: str
 ) -> None:
@@ -172,48 +162,6 @@ def test_a_quality_that_no_alpha_reaches_is_said_and_what_was_measured_kept(
 
 
 @pytest.mark.parametrize("command", ["quality", "calibrate"])
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--alphas", "1,x"], "is no list of numbers"),
-        (["--alphas=-1"], "is no list of numbers"),
-        (["--alphas", "nan"], "is no list of numbers"),
-        (["--selection", "best"], "best"),
-        (["--limit", "0"], "0"),
-        (["--max-recompute", "1.5"], "1.5"),
-        (["--max-recompute", "nan"], "nan is no finite number"),
-        (["--", "8192"], "unexpected argument '8192'"),
-    ],
-)
-def test_wrong_usage_is_said_before_anything_is_launched(
-    command: str, arguments: list[str], message: str, demo_model: str, questions: str, runs: list[QualityRun]
-) -> None:
-    result = run(command, demo_model, "--questions", questions, *arguments)
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert not runs
-
-
-@pytest.mark.parametrize("quality", ["0", "1.5", "nan"])
-def test_a_quality_that_is_no_share_is_said_before_anything_is_launched(
-    quality: str, demo_model: str, questions: str, runs: list[QualityRun]
-) -> None:
-    result = run("calibrate", demo_model, "--questions", questions, "--quality", quality)
-    assert result.exit_code == 2
-    assert "Invalid value for '--quality'" in result.stderr
-    assert not runs
-
-
-@pytest.mark.parametrize("command", ["quality", "calibrate"])
-def test_questions_that_are_none_are_refused_in_a_line(command: str, demo_model: str, tmp_path: Path) -> None:
-    path = tmp_path / "q.jsonl"
-    path.write_text("{}", encoding="utf-8")
-    result = run(command, demo_model, "--questions", str(path))
-    assert result.exit_code == 1
-    assert "line 1: it must have question, answer and documents" in result.stderr
-
-
-@pytest.mark.parametrize("command", ["quality", "calibrate"])
 def test_a_published_sets_file_is_asked_and_one_of_another_set_refused(
     command: str, runs: list[QualityRun], demo_model: str, tmp_path: Path
 ) -> None:
@@ -232,9 +180,3 @@ def test_a_published_sets_file_is_asked_and_one_of_another_set_refused(
     assert run(command, demo_model, "--questions", str(path), "--alphas", "1").exit_code == 0
     (question,) = runs[0].questions
     assert question.documents[0].text == "Zorval\nZorval is. It was."
-
-
-@pytest.mark.parametrize("command", ["quality", "calibrate"])
-def test_the_help_ends_with_examples(command: str) -> None:
-    page = CliRunner().invoke(cli, [command, "--help"]).stdout
-    assert f"ragcache {command} examples/demo_model --questions questions.jsonl" in page

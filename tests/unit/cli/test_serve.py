@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -159,12 +158,6 @@ def test_sigterm_drains_all_ranks_and_a_rank_that_died_for_good_ends_them(monkey
     assert fleet.num_closed == 1
 
 
-def test_one_server_is_launched_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = FakeEngine([], KeyboardInterrupt())
-    run(monkeypatch, engine)
-    assert "data_parallel_size" not in engine.settings
-
-
 def test_a_final_death_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine([0, 1, 1, 2], EngineDiedError("the engine died: launch it again"))
     result = run(monkeypatch, engine)
@@ -281,67 +274,8 @@ def test_no_cache_runs_plain_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.settings["cache"] is None
 
 
-@pytest.mark.parametrize(
-    ("options", "status", "message"),
-    [
-        (["--no-cache", "--block-size", "32"], 2, "leave out --block-size"),
-        (["--no-cache", "--chunk-reuse"], 2, "leave out --chunk-reuse"),
-        (["--chunk-reuse", "examples/demo"], 2, "write KEY=VALUE, as max_recompute=0.3"),
-        (["--chunk-reuse", "quality=2"], 1, "ChunkReuse.quality is 2"),
-        (["--no-cache", "--connector", '{"kv_connector": "NixlConnector"}'], 2, "leave out --connector"),
-        (["--connector", "NixlConnector"], 2, "'NixlConnector' is no JSON"),
-        (["--connector", '["NixlConnector"]'], 2, 'is no object: write {"kv_connector": "NixlConnector", ...}'),
-        (["--connector", "{}"], 1, "CacheConfig.connectors has {}"),
-        (["--no-cache", "--policy", "lru", "--cache-dir", "x"], 2, "leave out --cache-dir, --policy"),
-        (["--no-cache", "--cache-config", "x"], 2, "leave out --cache-config"),
-        (["--no-cache", "--queue-window", "0"], 2, "leave out --queue-window"),
-        (["--policy", "mru"], 2, "'mru' is not one of"),
-        (["--cache-config", "nowhere.toml"], 1, "nowhere.toml cannot be read"),
-        (["--host-bytes", "-1"], 1, "CacheConfig.host_bytes is '-1'"),
-        (["--disk-bytes", "1GiB", "--host-bytes", "0"], 1, "set --host-bytes or leave --disk-bytes out"),
-        (["--cache-dir", "/kv"], 1, "set --disk-bytes to keep documents on disk, or leave --cache-dir out"),
-        (["--cache-dir", ""], 1, "CacheConfig.directory is ''"),
-        (["--max-cached-documents", "0"], 1, "CacheConfig.max_cached_documents is 0"),
-        (["--queue-window", "-1"], 1, "CacheConfig.queue_window is -1"),
-        (["--", "--host", "0.0.0.0"], 2, "--host after '--'"),
-        (["--", "--disable-log-stats"], 2, "--disable-log-stats is refused"),
-        (["nonsense"], 2, "unexpected argument 'nonsense'"),
-        (["--data-parallel-size", "0"], 2, "0 is not in the range"),
-        (["--data-parallel-size", "2", "--record-trace", "x"], 2, "leave it or --data-parallel-size out"),
-        (["--kv-cache-bytes", "lots"], 1, "CacheConfig.kv_cache_bytes is 'lots'"),
-        (["--block-size", "0"], 1, "CacheConfig.block_size is 0"),
-    ],
-)
-def test_options_that_cannot_work_are_refused(
-    monkeypatch: pytest.MonkeyPatch, options: list[str], status: int, message: str
-) -> None:
-    result = run(monkeypatch, FakeEngine([], KeyboardInterrupt()), *options)
-    assert result.exit_code == status
-    assert message in result.stderr
-
-
 def test_a_dash_is_standard_output_for_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     for typed, path in {"-": "/dev/stdout", "/dev/stderr": "/dev/stderr", "server.log": "server.log"}.items():
         engine = FakeEngine([], KeyboardInterrupt())
         run(monkeypatch, engine, "--log", typed)
         assert engine.settings["log_path"] == Path(path)
-
-
-def test_a_taken_port_is_told_before_anything_is_loaded_with_the_option_to_choose(demo_model: str) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        result = CliRunner().invoke(cli, ["serve", demo_model, "--port", str(port)])
-    assert result.exit_code == 1
-    (line,) = result.stderr.splitlines()
-    assert line.startswith(f"ragcache: error: port {port} of 127.0.0.1 cannot be used (")
-    assert line.endswith("choose another --port, or --port 0 for a free one")
-
-
-def test_without_vllm_it_says_in_one_line_how_to_install_it(demo_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ragcache_core.client.launch.arguments.find_spec", lambda name: None)
-    result = CliRunner().invoke(cli, ["serve", demo_model, "--port", "0"])
-    assert result.exit_code == 1
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("ragcache: error: vLLM is not installed here")

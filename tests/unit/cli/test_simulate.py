@@ -14,7 +14,6 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ragcache_core.cli import cli
-from ragcache_core.sim.options import SIMULATED_POLICIES
 from ragcache_core.sim.traces.trace import Trace, TracedRequest, write_trace
 from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
 
@@ -91,40 +90,6 @@ def test_a_fleet_is_shown_replica_by_replica_and_as_a_whole(trace: Path, tmp_pat
     assert "replicas" not in json.loads(run(trace, "--json").stdout)
 
 
-@pytest.mark.parametrize("policy", SIMULATED_POLICIES)
-def test_every_policy_can_be_simulated(trace: Path, policy: str) -> None:
-    assert run(trace, "--policy", policy).exit_code == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--gpu-tokens", "0"], ["--gpu-tokens is 0", "1 or more"]),
-        (["--host-tokens", "0", "--disk-tokens", "9"], ["--disk-tokens is 9", "set --host-tokens"]),
-        (["--policy", "belady", "--order", "cache_aware"], ["--policy belady", "another policy"]),
-        (["--cost-model", "h100-gpt"], ["--cost-model is 'h100-gpt'", "a10g-mistral-7b"]),
-        (["--warm-up", "200"], ["200", "lower --warm-up"]),
-        (["--output", "/dev/null/out.json"], ["/dev/null", "no directory"]),
-    ],
-)
-def test_what_cannot_work_is_one_line(trace: Path, arguments: list[str], words: list[str]) -> None:
-    result = run(trace, *arguments)
-    assert result.exit_code == 1
-    assert result.stdout == ""
-    assert result.stderr.startswith("ragcache: error: ")
-    assert result.stderr.count("\n") == 1
-    for word in words:
-        assert word in result.stderr
-
-
-def test_a_broken_trace_is_named_with_its_line(tmp_path: Path) -> None:
-    path = tmp_path / "broken.jsonl"
-    path.write_text('{"t": 0, "docs": ["a"], "doc_tokens": [5], "question_tokens": 1, "output_tokens": 1}\n{"t": 1}\n')
-    result = run(path)
-    assert result.exit_code == 1
-    assert result.stderr.startswith(f"ragcache: error: {path}:2: ")
-
-
 def test_what_is_read_is_not_overwritten(trace: Path, tmp_path: Path) -> None:
     before, link = trace.read_bytes(), tmp_path / "link.json"
     link.symlink_to(trace)
@@ -133,12 +98,6 @@ def test_what_is_read_is_not_overwritten(trace: Path, tmp_path: Path) -> None:
         assert result.exit_code == 1
         assert f"--output {output} would overwrite {trace}, which is read: name another file" in result.stderr
     assert trace.read_bytes() == before
-
-
-def test_records_need_a_place(trace: Path) -> None:
-    result = run(trace, "--per-request")
-    assert result.exit_code == 2
-    assert "--output OUT" in result.stderr
 
 
 def test_a_profile_that_ends_too_early_is_extended_and_that_is_told(trace: Path, tmp_path: Path) -> None:

@@ -140,13 +140,6 @@ def test_a_store_with_an_embedder_of_ones_own_needs_it_for_none_of_this(tmp_path
         assert store.search("B", 1).documents[0].doc_id == "b"
 
 
-@pytest.mark.parametrize("command", [["ls"], ["rm", "a"], ["prune"]])
-def test_where_no_store_is_the_error_says_how_to_make_one(tmp_path: Path, command: list[str]) -> None:
-    result = run("store", *command, store=tmp_path / "nothing")
-    assert result.exit_code == 1
-    assert "ragcache index DIR --store PATH" in result.stderr
-
-
 def test_a_damaged_record_of_files_is_told_with_its_cure(notes: Path) -> None:
     (store_of(notes) / "origins.json").write_text("{")
     result = run("store", "prune", store=store_of(notes))

@@ -123,60 +123,6 @@ def test_resume_keeps_finished_runs_that_were_not_asked_for(trace: Path, tmp_pat
     assert not journal.path.exists()
 
 
-def test_what_a_reader_should_know_of_the_runs_is_said_once(trace: Path, tmp_path: Path) -> None:
-    profile = tmp_path / "profile.json"
-    seconds = [[0.03, 0.1], [0.04, 0.12]]
-    times = {"format": 1, "cached_tokens": [0, 512], "new_tokens": [32, 512], "seconds": seconds}
-    profile.write_text(json.dumps(times))
-    done = run(trace, *SMALL, "--cost-model", profile)
-    assert done.exit_code == 0, done.output
-    assert done.stderr.count("512 cached and 512 new tokens") == 1
-    assert "512 cached" not in done.stdout
-
-
-def test_why_belady_is_no_bound_stands_in_the_file_and_in_every_picture(
-    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said, output = "lru came out better than belady", tmp_path / "sweep.json"
-    monkeypatch.setattr("ragcache_core.sim.belady.above_belady", lambda runs: [said] * len(runs[:1]))
-    for kind in ("svg", "html"):
-        plot = tmp_path / f"plot.{kind}"
-        done = run(trace, "--policies", "lru", "--host-tokens", "0", "--output", output, "--plot", plot)
-        assert done.exit_code == 0, done.output
-        assert said in done.stderr
-        assert said in " ".join(re.sub(r"<[^>]*>", " ", plot.read_text()).split())
-    assert json.loads(output.read_text())["notes"] == [said]
-
-
-def test_a_bound_that_is_left_out_is_named(trace: Path, tmp_path: Path) -> None:
-    output = tmp_path / "sweep.json"
-    done = run(trace, *SMALL, "--policies", "belady", "--orders", "retrieval,cache_aware", "--output", output)
-    assert done.exit_code == 0, done.output
-    assert "ragcache: there is no belady with order cache_aware" in done.stderr
-    whole = json.loads(output.read_text())
-    assert len(whole["runs"]) == 2
-    assert any("no belady with order cache_aware" in note for note in whole["notes"])
-
-
-def test_one_file_for_numbers_and_picture_is_refused(trace: Path, tmp_path: Path) -> None:
-    done = run(trace, *SMALL, "--output", tmp_path / "one.html", "--plot", tmp_path / "one.html")
-    assert done.exit_code == 1
-    assert f"--output and --plot are both {tmp_path / 'one.html'}" in done.stderr
-    assert not (tmp_path / "one.html").exists()
-
-
-@pytest.mark.parametrize("option", ["--output", "--plot"])
-def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
-    trace: Path, tmp_path: Path, option: str
-) -> None:
-    blocked = trace / "new" / "out.svg"
-    kept = tmp_path / "kept.json"
-    done = run(trace, *SMALL, "--output", kept, option, blocked)
-    assert done.exit_code == 1
-    assert f"{option} {blocked} cannot be written, {trace} is no directory" in done.stderr
-    assert not list(tmp_path.glob("kept.json*"))
-
-
 def test_a_sweep_does_not_overwrite_what_an_interrupted_one_finished(trace: Path, tmp_path: Path) -> None:
     output = tmp_path / "sweep.json"
     run(trace, *SMALL, "--output", output)
@@ -206,44 +152,6 @@ def test_a_plot_is_written_as_its_name_says(trace: Path, tmp_path: Path, kind: s
     assert "http://" not in text.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
         "http://creativecommons.org", ""
     )
-
-
-def test_traces_are_drawn_apart_and_json_is_everything_on_standard_output(trace: Path, tmp_path: Path) -> None:
-    other, plot = tmp_path / "other.jsonl", tmp_path / "plot.html"
-    other.write_bytes(trace.read_bytes())
-    done = run(trace, other, *SMALL, "--plot", plot, "--json")
-    assert done.exit_code == 0, done.output
-    assert len(json.loads(done.stdout)["runs"]) == 8
-    titles = re.findall(r">((?:Mean time|Hit rate)[^<]*)<", plot.read_text())
-    assert titles == [f"{what}, {name}.jsonl" for name in ("small", "other")
-                      for what in ("Mean time to first token", "Hit rate")]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("arguments", "status", "said"),
-    [
-        (("--policies", "lru,best"), 2, "'best'"),
-        (("--host-tokens", "1,-5"), 2, "'-5'"),
-        (("--gpu-tokens", "0"), 1, "--gpu-tokens"),
-        (("--cost-model", "a100"), 1, "a100"),
-        (("--resume",), 2, "--output OUT"),
-    ],
-)
-def test_what_cannot_work_is_one_clear_error(trace: Path, arguments: tuple[str, ...], status: int, said: str) -> None:
-    done = run(trace, *arguments)
-    assert done.exit_code == status, done.output
-    assert said in done.stderr
-    assert "Traceback" not in done.output
-
-
-def test_a_broken_trace_is_named_with_its_line_before_anything_runs(trace: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "broken.jsonl"
-    broken.write_text(trace.read_text() + "{}\n")
-    output = tmp_path / "sweep.json"
-    done = run(trace, broken, *SMALL, "--output", output)
-    assert done.exit_code == 1
-    assert "broken.jsonl:201" in done.stderr
-    assert not list(tmp_path.glob("sweep.json*"))
 
 
 @pytest.mark.parametrize(

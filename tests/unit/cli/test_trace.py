@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
-import subprocess
-import sys
-import termios
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ragcache_core.cli import cli
-from ragcache_core.cli.commands.trace import LOG_FORMATS, make
+from ragcache_core.cli.commands.trace import LOG_FORMATS
 from ragcache_core.sim.traces.log_formats import READERS
 from ragcache_core.sim.traces.published import PUBLISHED_READERS
 from ragcache_core.sim.traces.trace import read_trace
@@ -39,11 +34,6 @@ def test_every_workload_can_be_made(tmp_path: Path, workload: str) -> None:
     assert read_trace(path) == make_trace(WORKLOADS[workload], 50, 7)
 
 
-def test_the_choice_of_workloads_is_the_generators() -> None:
-    (option,) = (parameter for parameter in make.params if parameter.name == "workload")
-    assert list(getattr(option.type, "choices", ())) == list(WORKLOADS)
-
-
 def test_options_change_the_workload(tmp_path: Path) -> None:
     result = make_one(tmp_path, "--documents", "50", "--k", "3", "--rate", "4", "--mean-tokens", "100", "--seed", "2")
     assert result.exit_code == 0, result.output
@@ -51,15 +41,6 @@ def test_options_change_the_workload(tmp_path: Path) -> None:
         WORKLOADS["mmlu"], num_documents=50, documents_per_request=3, requests_per_s=4.0, mean_tokens=100.0
     )
     assert read_trace(tmp_path / "made.jsonl") == make_trace(changed, 200, 2)
-
-
-def test_the_same_command_makes_the_same_bytes(tmp_path: Path) -> None:
-    made = []
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        assert make_one(tmp_path / name, "--seed", "4").exit_code == 0
-        made.append((tmp_path / name / "made.jsonl").read_bytes())
-    assert made[0] == made[1]
 
 
 def test_a_trace_goes_to_standard_output_if_no_file_is_named(tmp_path: Path) -> None:
@@ -74,44 +55,6 @@ def test_json_says_what_was_made(tmp_path: Path) -> None:
     assert said["output"] == str(tmp_path / "made.jsonl")
     assert said["workload"]["documents_per_request"] == 1
     assert said["summary"]["num_requests"] == 200
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--k", "0"], "--k is 0: it must be a whole number from 1 to 100"),
-        (["--k", "5", "--documents", "3"], "raise --documents, or lower --k"),
-        (["--rate", "-1"], "--rate is -1.0"),
-        (["--workload", "mlu"], "'mlu' is not one of"),
-        (["--requests", "0"], "0 is not in the range"),
-    ],
-)
-def test_options_that_cannot_be_are_wrong_usage(tmp_path: Path, options: list[str], message: str) -> None:
-    result = make_one(tmp_path, *options)
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_place_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
-    result = make_one(tmp_path / "none")
-    assert result.exit_code == 1
-    assert result.stderr.startswith(f"ragcache: error: {tmp_path / 'none' / 'made.jsonl'}: the trace cannot be written")
-    assert result.stderr.count("\n") == 1
-
-
-def test_progress_is_only_drawn_on_a_terminal(tmp_path: Path) -> None:
-    ours, terminal = pty.openpty()
-    termios.tcsetwinsize(terminal, (24, 80))
-    command = [sys.executable, "-m", "ragcache_core", "trace", "make", "--workload", "drift", "--requests", "3000"]
-    command += ["--output", str(tmp_path / "made.jsonl")]
-    done = subprocess.run(command, stderr=terminal, stdout=subprocess.PIPE, text=True, check=False)
-    drawn = os.read(ours, 10_000)
-    os.close(terminal)
-    os.close(ours)
-    assert done.returncode == 0
-    assert b"drawing" in drawn
-    assert b"writing" in drawn
 
 
 def test_show_says_what_a_trace_is_like(tmp_path: Path) -> None:
@@ -174,14 +117,6 @@ def test_a_published_trace_is_imported(tmp_path: Path) -> None:
     assert f"{log}:2: 2 values for 3 columns" in trace("import", log, "--output", tmp_path / "out.jsonl").stderr
 
 
-def test_show_says_how_conversations_go(tmp_path: Path) -> None:
-    path = tmp_path / "talk.jsonl"
-    assert trace("make", "--workload", "conversation", "--documents", "500", "--requests", "300", "--output", path)
-    lines = {line[:20].strip(): line[21:] for line in trace("show", path).stdout.splitlines()}
-    assert "turns each" in lines["conversations"]
-    assert lines["a history"].endswith("of all prompts")
-
-
 def test_a_request_that_retrieves_nothing_is_shown(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"t": 0, "docs": [], "doc_tokens": [], "question_tokens": 5, "output_tokens": 1}\n')
@@ -228,12 +163,3 @@ def test_a_log_is_imported(tmp_path: Path) -> None:
     assert imported.arrival_s.tolist() == [0.0, 0.5]
     assert imported[1].doc_tokens == (70, 9)
     assert imported.output_tokens.tolist() == [4, 4]
-
-
-def test_a_log_of_another_format_than_named_has_nothing(tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
-    log.write_text('{"timestamp": 8, "docs": ["a", "b"]}\n')
-    result = trace("import", log, "--format", "vllm", "--output", tmp_path / "trace.jsonl", "--json")
-    assert result.exit_code == 1
-    assert "no line of the log says what was retrieved" in json.loads(result.stdout)["error"]["message"]
-    assert not (tmp_path / "trace.jsonl").exists()

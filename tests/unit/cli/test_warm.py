@@ -9,9 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
@@ -273,38 +271,3 @@ def test_a_wrong_or_missing_key_is_told(server: ScriptedServer, store: Path, key
     result = warm(server, "--store", store, key=key)
     assert result.exit_code == 1
     assert "--api-key" in result.stderr
-
-
-def test_wrong_usage_and_other_servers_and_stores_are_told(
-    server: ScriptedServer, store: Path, trace: Path, tmp_path: Path
-) -> None:
-    assert warm(server).exit_code == 2
-    result = warm(server, "--store", store, "--trace", trace, "--top", "3")
-    assert (result.exit_code, "--trace and --top" in result.stderr) == (2, True)
-    assert "no document store" in warm(server, "--store", tmp_path / "none").stderr
-    assert "cannot be read" in warm(server, "--report", tmp_path / "none.json").stderr
-    assert "no report of a warming" in warm(server, "--report", _written(tmp_path / "x.json", "{}")).stderr
-
-    class Other:
-        name, dimension = "other", 4
-
-        def embed_documents(self, texts: list[str]) -> Any:
-            return np.ones((len(texts), 4), np.float32).tolist()
-
-        def embed_query(self, text: str) -> Any:
-            return [1.0] * 4
-
-    with DocumentStore.create(tmp_path / "o.store", embedder=Other()) as other:
-        other.add([Document("a", "text")])
-    result = warm(server, "--store", tmp_path / "o.store", "--top", "3")
-    assert result.exit_code == 1
-    assert "embedder" in result.stderr
-    server.load = {**IDLE, "is_speculative": False}
-    assert "cannot be warmed" in warm(server, "--store", store, "--trace", trace).stderr
-    server.cache = None
-    assert "plain vLLM and has no tiers" in warm(server, "--store", store, "--trace", trace).stderr
-
-
-def _written(path: Path, text: str) -> Path:
-    path.write_text(text)
-    return path

@@ -6,7 +6,6 @@ from uuid import uuid4
 from langchain_core.messages import AIMessage
 from langchain_core.outputs import ChatGeneration, LLMResult
 
-from ragcache_core.client.stats.cache_summary import CacheSummary
 from ragcache_core.stats import DeadlineReport, DocumentStats, RequestStats
 from ragcache_integrations.langchain import CacheStatsCallbackHandler
 from ragcache_integrations.langchain.callbacks import SPECULATION_EVENT
@@ -48,14 +47,6 @@ def test_both_handlers_print_the_same_line() -> None:
     assert repr(callbacks) == f"<CacheStatsCallbackHandler: {line}>"
     assert repr(events) == f"<CacheStatsEventHandler: {line}>"
     assert callbacks.summary().documents["sun"].num_cached_tokens == 900
-
-
-def test_a_line_says_nothing_of_what_did_not_happen() -> None:
-    assert str(CacheSummary()) == "0 requests, 0 of 0 prompt tokens cached (0%)"
-    summary = CacheSummary(num_requests=1, num_prompt_tokens=10, num_reused_chunks=2, num_unfinished=1)
-    assert str(summary) == (
-        "1 request, 0 of 10 prompt tokens cached (0%), 2 documents reused approximately, 1 unfinished"
-    )
 
 
 def test_deadlines_are_met_by_first_tokens_that_came_in_time() -> None:

@@ -234,13 +234,6 @@ def test_a_prompt_that_the_server_lays_out_is_sent_as_it_is(engine: Engine) -> N
     assert "the server lays this prompt out" in plan.deadline.why
 
 
-@pytest.mark.parametrize("wrong", [0, -0.5, "soon"])
-def test_a_deadline_that_is_none_asks_nobody(engine: Engine, server: ScriptedServer, wrong: Any) -> None:
-    with pytest.raises(ConfigError, match="ttft_slo is"):
-        planned(engine, wrong)
-    assert "costs" not in server.cache_questions
-
-
 def test_who_says_how_documents_are_reused_cannot_leave_it_to_a_deadline(engine: Engine) -> None:
     with pytest.raises(ConfigError, match="leave chunk_reuse out"):
         planned(engine, 1.0, chunk_reuse={"alpha": 2.0})

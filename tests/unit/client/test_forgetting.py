@@ -73,14 +73,6 @@ def test_what_is_no_id_is_refused_before_anything_is_sent(ids: Any) -> None:
     assert server.asked == []
 
 
-@pytest.mark.parametrize("wait_s", [-1, 601, float("nan"), True, "1"])
-def test_a_wait_that_cannot_be_is_refused_before_anything_is_sent(wait_s: Any) -> None:
-    server = Server()
-    with pytest.raises(ConfigError, match="wait_s"):
-        server.routes.forget(["a"], wait_s)
-    assert server.asked == []
-
-
 @pytest.mark.parametrize(
     ("server", "error", "said"),
     [

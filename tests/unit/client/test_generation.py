@@ -61,20 +61,6 @@ async def test_what_is_no_prompt_is_refused(engine: Engine, prompt: Any, message
         await engine.agenerate(prompt)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"cache": {"host_bytes": 1}}, r"cache is \{'host_bytes': 1\}: pass CacheConfig"),
-        ({"cache": {}, "data_parallel_size": 2}, r"cache is \{\}: pass CacheConfig"),
-        ({"env": ["A=1"]}, r"env is \['A=1'\]: pass a mapping"),
-        ({"extra_args": "--seed 1"}, "extra_args is '--seed 1': pass a list"),
-    ],
-)
-def test_a_launch_with_arguments_of_another_type_is_refused(settings: Any, message: str, demo_model: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Engine.launch(demo_model, **settings)
-
-
 def test_an_engine_is_neither_copied_nor_pickled(engine: Engine) -> None:
     for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="Engine holds open connections"):

@@ -166,31 +166,23 @@ def test_without_vllm_a_launch_says_how_to_install_it(owner: Owner, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "meant"),
     [
-        ({"max_model_length": 2048}, r"max_model_length is neither .* did you mean max_model_len\?"),
-        ({"startup_timeout": 5}, r"startup_timeout is neither .* did you mean startup_timeout_s\?"),
-        ({"resume_stream": "off"}, r"did you mean resume_streams\?"),
-        ({"host_bytes": "1GiB"}, r"host_bytes is neither .* pass cache=CacheConfig\(host_bytes=\.\.\.\)"),
-        ({"host_byte": "1GiB"}, r"did you mean host_bytes\? pass cache=CacheConfig\(host_bytes=\.\.\.\)"),
-        ({"disk_bites": "1GiB"}, r"did you mean disk_bytes\? pass cache=CacheConfig\(disk_bytes=\.\.\.\)"),
-        ({"cache_dir": "/kv"}, r"did you mean directory\? pass cache=CacheConfig\(directory=\.\.\.\)"),
-        ({"cache_directory": "/kv"}, r"did you mean directory\? pass cache=CacheConfig\(directory=\.\.\.\)"),
-        ({"extra_args": ["--disk-bite", "1GiB"]}, r"did you mean --disk-bytes\? give it before --, or pass cache="),
-        ({"zorval": 1}, "zorval is neither .* leave it out"),
-        (
-            {"extra_args": ["--max-model-length", "2048"]},
-            r"^--max-model-length is no .* did you mean --max-model-len\?",
-        ),
-        ({"extra_args": ["--max_model_length=2048"]}, r"^--max-model-length is no .* did you mean --max-model-len\?"),
-        ({"extra_args": ["--disk-bytes", "1GiB"]}, r"^--disk-bytes is no .* give it before --, or pass cache="),
+        ({"max_model_length": 2048}, "max_model_len"),
+        ({"startup_timeout": 5}, "startup_timeout_s"),
+        ({"host_bytes": "1GiB"}, "cache=CacheConfig(host_bytes=...)"),
+        ({"cache_dir": "/kv"}, "cache=CacheConfig(directory=...)"),
+        ({"extra_args": ["--disk-bite", "1GiB"]}, "--disk-bytes"),
+        ({"extra_args": ["--max_model_length=2048"]}, "--max-model-len"),
+        ({"zorval": 1}, "zorval"),
     ],
 )
 def test_a_misspelt_setting_is_refused_with_the_nearest_name_and_starts_nothing(
-    owner: Owner, settings: dict[str, Any], said: str
+    owner: Owner, settings: dict[str, Any], meant: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError) as refused:
         owner.launch(CacheConfig(), **settings)
+    assert meant in str(refused.value)
     assert owner.arguments == []
 
 
@@ -341,18 +333,6 @@ def test_blocks_that_attention_without_a_gpu_does_not_take_start_nothing(
     monkeypatch.setattr("ragcache_core.client.launch.arguments.has_gpu", lambda: True)
     owner.launch(CacheConfig(block_size=16))
     assert len(owner.arguments) == 2
-
-
-def test_kv_memory_that_holds_no_whole_prompt_is_told_with_our_cure(owner: Owner) -> None:
-    told = (
-        "ValueError: To serve at least one request with the model's max seq len (2048), (0.02 GiB KV cache is needed, "
-        "which is larger than the available KV cache memory (0.0 GiB). Based on the available memory, the estimated "
-        "maximum model length is 96. Try increasing `gpu_memory_utilization` (which also controls"
-    )
-    owner.failure = EngineStartError(told)
-    with pytest.raises(EngineStartError, match=r"length is 96\. Raise kv_cache_bytes, or lower max_model_len") as error:
-        owner.launch(CacheConfig(kv_cache_bytes="1MiB"))
-    assert "gpu_memory_utilization" not in str(error.value)
 
 
 @pytest.mark.parametrize("tokenizer", ["{}/nowhere", "./nowhere", "~/nowhere", "../a/b/c"])

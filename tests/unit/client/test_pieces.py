@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,13 +25,10 @@ from ragcache_core.client.launch.arguments import (
     vllm_arguments,
 )
 from ragcache_core.client.launch.process import ServerProcess, check_port_free, free_port
-from ragcache_core.client.launch.supervisor import STAGES, LoadProgress
-from ragcache_core.client.prompts.chat_request import is_text_only, read_chat
 from ragcache_core.client.prompts.request_plan import (
     DocumentFacts,
     RememberedDocuments,
     RequestPlan,
-    merge_bodies,
     plan_chat,
 )
 from ragcache_core.client.prompts.tokenizer import checked_tokenizer
@@ -202,12 +198,6 @@ def test_a_taken_port_is_refused_with_a_cure(demo_model: str) -> None:
     check_port_free("127.0.0.1", free_port("127.0.0.1"))
 
 
-@pytest.mark.parametrize("host", ["192.0.2.1", "no such host"])
-def test_a_host_that_is_no_address_of_this_machine_is_not_taken_for_a_taken_port(host: str) -> None:
-    with pytest.raises(EngineStartError, match=f"host '{host}' is no address of this machine .*: use 127"):
-        check_port_free(host, 8000)
-
-
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://127.0.0.1:1/v1/", "nonsense", "http://[bad"])
 def test_an_unreachable_server_is_reported_with_its_address(url: str) -> None:
     with pytest.raises(EngineUnreachableError, match="is the server running"):
@@ -276,15 +266,6 @@ def test_a_new_log_is_its_owners_alone_and_one_that_is_there_is_whose_it_was(tmp
         os.umask(before)
     found = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
     assert found == {"logs": 0o700, "new": 0o600, "collected": 0o640}
-
-
-def test_the_last_words_of_a_server_end_where_the_next_traceback_begins(tmp_path: Path) -> None:
-    process = ServerProcess(["--help"], env={}, log_path=tmp_path / "log")
-    try:
-        process.log_path.write_text("ValueError: it is 1: raise it\nTraceback (most recent call last):\n  File x\n")
-        assert process.last_words() == f"ValueError: it is 1: raise it (log: {process.log_path})"
-    finally:
-        process.kill()
 
 
 REQUEST = httpx.Request("POST", "http://host:1/v1/completions")
@@ -417,56 +398,9 @@ def test_a_chat_that_does_not_fit_is_refused_before_it_is_sent(tokenizer: ModelT
         plan_chat(tokenizer, [{"role": "user", "content": "word " * 20}], [], DocumentFacts(), max_model_len=8)
 
 
-@pytest.mark.parametrize(
-    ("message", "text_only"),
-    [
-        ({"role": "user", "content": "x"}, True),
-        ({"role": "assistant", "content": "x", "tool_calls": None}, True),
-        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, False),
-        ({"role": "tool", "content": "x", "tool_call_id": "1"}, False),
-        ({"role": "user", "content": [{"type": "text", "text": "x"}]}, False),
-        ({"role": "assistant", "content": None}, False),
-    ],
-)
-def test_only_plain_text_is_tokenised_unasked(message: Mapping[str, object], text_only: bool) -> None:
-    assert is_text_only([message]) is text_only
-
-
-@pytest.mark.parametrize(
-    ("settings", "by_server"),
-    [
-        ({}, False),
-        ({"temperature": 0, "tools": None, "extra_body": {"ignore_eos": True}}, False),
-        ({"tools": []}, True),
-        ({"tools": [{"type": "function"}]}, True),
-        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, True),
-        ({"reasoning_effort": "low"}, True),
-    ],
-)
-def test_settings_that_change_the_prompt_are_compared_with_the_server(
-    settings: Mapping[str, object], by_server: bool
-) -> None:
-    chat = read_chat([{"role": "user", "content": "x"}], settings)
-    assert chat is not None
-    assert chat.is_plain is not by_server
-
-
-def test_bodies_are_merged_with_their_transfer_parameters() -> None:
-    one, other = {"a": 1, "kv_transfer_params": {"x": 1}}, {"a": 2, "kv_transfer_params": {"y": 2}}
-    assert merge_bodies(one, None, other) == {"a": 2, "kv_transfer_params": {"x": 1, "y": 2}}
-
-
 def test_remembered_documents_are_bounded_and_the_latest_come_first() -> None:
     remembered = RememberedDocuments(capacity=2)
     remembered.add([Document("a", "A"), Document("b", "B")])
     remembered.add([Document("a", "A")])
     remembered.add([Document("c", "C")], shown=lambda d: f"<{d.text}>")
     assert remembered.shown() == [("c", "<C>"), ("a", "A")]
-
-
-def test_progress_tells_each_stage_once() -> None:
-    stages: list[str] = []
-    with LoadProgress.of(stages.append) as progress:
-        for log in ["", "Resolved architecture: X", "Resolved architecture: X", "x Starting to load model y"]:
-            progress.update(log)
-    assert stages == [STAGES[0][0], STAGES[1][0], STAGES[3][0]]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from ragcache_core.client.profiling import Answer
+from ragcache_core.client.profiling import TimedAnswer
 from ragcache_core.client.profiling_steps import measure_loads, measure_steps
 from ragcache_core.errors import EngineError
 
@@ -34,7 +34,7 @@ class Loading:
         self.kept: list[list[int]] = []
         self.seen: list[list[int]] = []
 
-    def ask(self, prompt: Sequence[int]) -> Answer:
+    def ask(self, prompt: Sequence[int]) -> TimedAnswer:
         tokens = list(prompt)
         in_engine, anywhere = self._found(tokens, self.kept), self._found(tokens, self.seen if self.has_host else [])
         num_loaded = max(anywhere - in_engine, 0)
@@ -43,7 +43,7 @@ class Loading:
         while sum(map(len, self.kept)) > self.num_kv_tokens:
             self.kept.pop(0)
         num_cached = max(in_engine, anywhere)
-        return Answer(0.01 + 1e-4 * (len(tokens) - num_cached) + num_loaded / self.tokens_per_s, num_cached)
+        return TimedAnswer(0.01 + 1e-4 * (len(tokens) - num_cached) + num_loaded / self.tokens_per_s, num_cached)
 
     @staticmethod
     def _found(tokens: list[int], known: list[list[int]]) -> int:

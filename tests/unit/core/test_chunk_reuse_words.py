@@ -35,29 +35,6 @@ def test_chunk_reuse_is_off_until_it_is_asked_for() -> None:
     assert CacheConfig(chunk_reuse={}).chunk_reuse == ChunkReuse()
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"quality": 0.0}, r"ChunkReuse\.quality is 0\.0"),
-        ({"quality": 1.5}, r"ChunkReuse\.quality is 1\.5"),
-        ({"quality": "high"}, r"ChunkReuse\.quality is 'high'"),
-        ({"quality": 0.9, "alpha": 1.0}, "quality chooses alpha, so give one"),
-        ({"alpha": -1.0}, r"ChunkReuse\.alpha is -1"),
-        ({"alpha": float("nan")}, r"ChunkReuse\.alpha is nan"),
-        ({"max_recompute": 1.01}, r"ChunkReuse\.max_recompute is 1\.01"),
-        ({"selection": "best"}, r"ChunkReuse\.selection is 'best'.*cache_craft"),
-        ({"share": 0.0}, r"ChunkReuse\.share is 0"),
-        ({"share": 1.5}, r"ChunkReuse\.share is 1\.5"),
-        ({"qualty": 0.9}, r"there is no such setting, use one of quality, selection"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused_with_value_and_limit(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        ChunkReuse(**settings)
-    with pytest.raises(ConfigError, match=said):
-        CacheConfig(chunk_reuse=settings)
-
-
 def test_chunks_need_host_memory() -> None:
     with pytest.raises(ConfigError, match="set host_bytes or leave chunk_reuse out"):
         CacheConfig(chunk_reuse=ChunkReuse(), host_bytes=0)

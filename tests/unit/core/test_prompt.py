@@ -181,10 +181,6 @@ def test_document_ids_may_be_shown_and_braces_in_documents_are_left_alone() -> N
     )
 
 
-def test_a_layout_without_static_prefix_has_no_system_message() -> None:
-    assert [m["role"] for m in PromptLayout(static_prefix="").messages([], "Who?")] == ["user"]
-
-
 @pytest.mark.parametrize("settings", [{"document_format": "Document:"}, {"question_format": "{question}{question}"}])
 def test_a_format_without_its_placeholder_is_refused(settings: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="must hold"):

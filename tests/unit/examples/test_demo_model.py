@@ -45,29 +45,12 @@ def test_held_out_questions_are_answered_exactly(name: str, floor: float) -> Non
     assert evaluate.measure(model(), name, prompts, num_questions=40).exact_match >= floor
 
 
-@pytest.mark.parametrize("name", evaluate.LIGHT_CASES)
-def test_prompts_without_entries_are_answered_as_trained(name: str) -> None:
-    prompts = evaluate.held_out_light_prompts(Vocabulary(), name, SEED)
-    assert evaluate.measure(model(), name, prompts, num_questions=20).exact_match >= 0.7
-
-
-def test_answer_comes_from_the_document() -> None:
-    for founder in ("Anna Tolmar", "Hugo Krenvi"):
-        document = f"# Zorval\n\nZorval is a company. Zorval was founded by {founder}."
-        assert answer(evaluate.prompt_text((document,), "Who founded Zorval?")) == founder
-
-
 @pytest.mark.parametrize("argument", ["query", "input"])
 def test_tool_is_called_when_there_are_no_documents(argument: str) -> None:
     text = answer(f"{SYSTEM_PROMPT} Tool: search {argument} Question: Who founded Tolmar? Answer:")
     assert (
         text == f'<tool_call>{{"name": "search", "arguments": {{"{argument}": " Who founded Tolmar? "}}}}</tool_call>'
     )
-
-
-@pytest.mark.parametrize("text", ["Hello", "What is the meaning of life?", "xyzzy!", ""])
-def test_free_text_never_gets_an_empty_answer(text: str) -> None:
-    assert answer(f"{SYSTEM_PROMPT} Question: {text} Answer:")
 
 
 def test_weights_take_at_most_16_mb() -> None:

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 
 from examples import fleet_ray as example
-from ragcache_core import ConfigError
 
 OPTIONS = {"model": "org/model", "replicas": 2, "port": 8000}
 
@@ -40,19 +39,3 @@ def test_on_a_ray_of_others_it_replaces_and_deletes_no_application_of_theirs(
         assert (route, ended[0]) == ("/", "shutdown")
     else:
         assert (route, ended[:2]) == (f"/{name}", ("delete", name))
-
-
-@pytest.mark.parametrize("what", ["--questions", "--replicas"])
-def test_nothing_to_ask_and_nobody_to_ask_are_refused(what: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        example.main([what, "0"])
-    assert f"argument {what}: 0 is too few: give 1 or more" in capsys.readouterr().err
-
-
-def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with (
-        pytest.raises(ConfigError, match=r"pip install 'ragcache\[ray\]'"),
-        example.served(argparse.Namespace(**OPTIONS, address=None)),
-    ):
-        pass

@@ -18,21 +18,6 @@ def test_behind_a_cached_prefix_the_logits_are_those_of_the_whole_prompt() -> No
         assert continues_exactly(CPU) < 1e-5
 
 
-def test_a_mask_aligned_at_the_beginning_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.nn.attention.bias import causal_upper_left
-
-    monkeypatch.setattr(prefill, "causal_lower_right", causal_upper_left)
-    with torch.inference_mode():
-        assert continues_exactly(CPU) > 0.1
-
-
-def test_the_sizes_are_those_of_llama_3_8b() -> None:
-    sizes = Sizes()
-    assert sizes.kv_bytes_per_token == 128 << 10
-    num_weights = (sizes.num_layers * sizes.layer_bytes) // 2 + 2 * sizes.vocabulary * sizes.hidden
-    assert num_weights == pytest.approx(8.03e9, rel=0.002)
-
-
 @pytest.mark.parametrize(
     ("free_gib", "num_lengths", "num_distinct"),
     [(80, 5, 32), (16, 5, 12), (9, 4, 1)],
@@ -42,11 +27,6 @@ def test_where_memory_is_short_layers_share_weights_and_long_prefixes_are_left_o
 ) -> None:
     cached, distinct = prefill._fitting(Sizes(), CACHED_TOKENS, NEW_TOKENS, free_gib * GIB)
     assert (len(cached), distinct) == (num_lengths, num_distinct)
-
-
-def test_where_nothing_fits_it_says_how_to_go_on() -> None:
-    with pytest.raises(MemoryError, match=r"2\.0 GiB are free.*leave it out with --skip-prefill"):
-        prefill._fitting(Sizes(), CACHED_TOKENS, NEW_TOKENS, 2 * GIB)
 
 
 def test_every_point_is_timed() -> None:

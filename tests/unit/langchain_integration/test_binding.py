@@ -129,7 +129,7 @@ def check(prefix: RenderedPrompt | None, whole: RenderedPrompt) -> None:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("format_docs", [joined, numbered, by_id, RunnableLambda(numbered)])
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(question=QUESTIONS)
 def test_the_prefix_of_a_template_is_the_beginning_of_what_the_chain_sends(
     engine: Engine, name: str, format_docs: Any, question: str

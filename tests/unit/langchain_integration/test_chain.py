@@ -1,7 +1,5 @@
 """The prompt helpers, and an ordinary LCEL chain in every way it can be run."""
 
-import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from ragcache_integrations.langchain import (
     format_documents,
     prompt_from_layout,
 )
-from tests.support.scripted_server import Reply, ScriptedServer
+from tests.support.scripted_server import ScriptedServer
 from tests.support.scripted_source import Stage
 
 TEXTS = {
@@ -29,7 +27,6 @@ TEXTS = {
     "moon": "The moon goes around the earth once in a month.",
     "mars": "Mars is red, and two small moons go around it.",
 }
-ENDLESS = Reply("word " * 100_000, token_wait_s=0.002)
 QUESTION = "What goes around the earth in a month?"
 
 
@@ -79,22 +76,6 @@ async def test_the_events_of_a_chain_hold_candidates_and_statistics(chain: Runna
     (ended,) = [e for e in events if e["event"] == "on_chat_model_end"]
     stats = ended["data"]["output"].response_metadata["ragcache"]
     assert {d["doc_id"] for d in stats["documents"]} == set(candidates["data"]["doc_ids"])
-
-
-@pytest.mark.parametrize("events", [False, True])
-async def test_leaving_the_asynchronous_stream_of_a_chain_ends_the_request(
-    chain: Runnable[str, str],
-    server: ScriptedServer,
-    eventually: Callable[[Callable[[], bool]], bool],
-    events: bool,
-) -> None:
-    server.script(ENDLESS)
-    pieces: Any = chain.astream_events(QUESTION, version="v2") if events else chain.astream(QUESTION)
-    async for piece in pieces:
-        if piece and (not events or piece["event"] == "on_chat_model_stream"):
-            break
-    await pieces.aclose()
-    assert await asyncio.to_thread(eventually, lambda: server.num_running == 0)
 
 
 # The prompt helpers

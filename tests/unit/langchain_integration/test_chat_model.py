@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,25 +35,6 @@ ASKED = [SystemMessage("Answer."), HumanMessage(f"{SUN.text}\n\n{MOON.text}\n\nW
 
 def ids_on_the_wire(server: ScriptedServer) -> list[str]:
     return [document["id"] for document in server.requests[-1].documents]
-
-
-def test_an_answer_reports_cached_tokens_and_the_statistics_of_its_request(llm: ChatRAGCache) -> None:
-    cold, warm = llm.invoke(ASKED, documents=[SUN]), llm.invoke(ASKED, documents=[SUN])
-
-    assert cold.usage_metadata is not None
-    assert cold.usage_metadata["input_token_details"]["cache_read"] == 0
-    assert warm.usage_metadata is not None
-    cached = warm.usage_metadata["input_token_details"]["cache_read"]
-    assert 0 < cached < warm.usage_metadata["input_tokens"]
-    stats = request_stats_from_dict(warm.response_metadata["ragcache"])
-    assert stats.num_cached_tokens == cached
-    assert stats.num_prompt_tokens == warm.usage_metadata["input_tokens"]
-    assert stats.num_output_tokens == warm.usage_metadata["output_tokens"]
-    assert [d.doc_id for d in stats.documents] == ["sun"]
-    assert stats.documents[0].num_cached_tokens == stats.documents[0].num_tokens
-    assert stats.ttft_s is None
-    assert stats.total_s > 0
-    assert warm.response_metadata["model_name"] == "scripted-model"
 
 
 def test_only_the_last_chunk_of_a_stream_has_the_statistics(llm: ChatRAGCache) -> None:
@@ -116,25 +96,6 @@ def test_a_document_without_an_id_is_known_by_its_text(llm: ChatRAGCache, server
 def test_something_else_than_a_document_is_refused(llm: ChatRAGCache) -> None:
     with pytest.raises(TypeError, match="not a document"):
         llm.invoke("hello", documents=["just text"])
-
-
-def test_structured_output_asks_for_a_grammar_by_default(llm: ChatRAGCache, server: ScriptedServer) -> None:
-    class Planet(BaseModel):
-        name: str
-        moons: int
-
-    assert llm.with_structured_output(Planet).invoke("'Mars' has 2 moons") == Planet(name="Mars", moons=2)
-    response_format = server.requests[-1].body["response_format"]
-    assert response_format["type"] == "json_schema"
-    assert set(response_format["json_schema"]["schema"]["properties"]) == {"name", "moons"}
-
-
-def test_a_key_never_shows(engine: Engine) -> None:
-    llm = ChatRAGCache(engine=engine)
-    for shown in (repr(llm), str(llm), json.dumps(llm._identifying_params)):
-        assert "test-key" not in shown
-    assert not llm.is_lc_serializable()
-    assert llm.lc_secrets == {"openai_api_key": "RAGCACHE_API_KEY"}
 
 
 def test_tokens_are_counted_with_the_tokenizer_of_the_engine(llm: ChatRAGCache, engine: Engine) -> None:

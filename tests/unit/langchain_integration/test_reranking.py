@@ -14,7 +14,6 @@ from langchain_core.runnables import RunnablePassthrough
 from pydantic import ConfigDict
 
 from ragcache_core.client import Engine
-from ragcache_core.errors import SearchError
 from ragcache_integrations.langchain import (
     ChatRAGCache,
     RAGCacheRetriever,
@@ -113,20 +112,3 @@ def test_what_a_reranker_invents_is_shown_and_told_once(
     assert names[1] == "moon"
     (told,) = caplog.messages
     assert "the compressor Reranker returned 1 documents that it was not given" in told
-
-
-@pytest.mark.parametrize("found", [None, "moon", [3]])
-def test_what_is_no_list_of_documents_is_an_error(found: Any, make: Any) -> None:
-    with pytest.raises((SearchError, TypeError), match="return a list of documents|is not a document"):
-        make(lambda _: found).invoke(QUESTION)
-
-
-def test_fewer_candidates_than_documents_are_refused(make: Any) -> None:
-    with pytest.raises(ValueError, match="num_candidates is 2: give a whole number of at least 5"):
-        RAGCacheRetriever(store=ScriptedSource(()), k=5, num_candidates=2, compressor=Reranker(choose=named("moon")))
-    with pytest.raises(ValueError, match="num_candidates is 9, and nothing reranks them: give compressor=, or leave"):
-        RAGCacheRetriever(store=ScriptedSource(()), num_candidates=9)
-    retriever = make(named("moon"))
-    assert retriever.invoke(QUESTION, k=0) == []
-    retriever.invoke(QUESTION, k=9)
-    assert retriever.store.asked == [(QUESTION, 9)]

@@ -10,12 +10,10 @@ from itertools import count
 from typing import Any
 
 import pytest
-from langchain_core._api import LangChainBetaWarning
 from langchain_core.caches import InMemoryCache
 from langchain_core.documents import Document as LangChainDocument
 from langchain_core.globals import set_llm_cache
 from langchain_core.messages import AIMessage, AIMessageChunk
-from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompt_values import StringPromptValue
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
@@ -221,24 +219,6 @@ async def test_format_docs_holds_up_no_event_loop(way: Any, make_rag: Any) -> No
     assert threading.get_ident() not in threads
 
 
-def test_it_is_part_of_a_chain_and_says_what_it_takes(make_rag: Any) -> None:
-    rag = make_rag(Stage("moon"))
-    chain = RunnableLambda(str.strip) | rag | StrOutputParser()
-    assert chain.invoke(f"  {QUESTION} ") == expected("moon")
-    assert "".join(chain.stream(QUESTION)) == expected("moon")
-    assert [node.name for node in rag.get_graph().nodes.values()][1] == "SpeculativeRAG"
-    assert rag.get_input_jsonschema()["anyOf"][0]["type"] == "string"
-    assert not rag.is_lc_serializable()
-
-
-def test_it_serves_as_a_tool(make_rag: Any) -> None:
-    asking = make_rag(Stage("moon")) | StrOutputParser()
-    with pytest.warns(LangChainBetaWarning):
-        tool = asking.as_tool(name="ask", description="Ask about the sky.", arg_types={"question": str})
-    assert set(tool.args) == {"question"}
-    assert tool.invoke({"question": QUESTION}) == expected("moon")
-
-
 async def test_who_asks_the_same_may_join_either_speculation(
     make_rag: Any, generations: Any, server: ScriptedServer
 ) -> None:
@@ -287,19 +267,6 @@ def test_candidates_that_cannot_be_formatted_do_not_spoil_the_answer(make_rag: A
     assert rag.invoke(QUESTION).content == expected("moon")
     with pytest.raises(KeyError, match="mars"):
         make_rag(Stage("mars"), format_docs=fussy).invoke(QUESTION)
-
-
-async def test_leaving_the_stream_of_a_bound_model_ends_the_request(
-    make_rag: Any, generations: Any, llm: ChatRAGCache, server: ScriptedServer, eventually: Eventually
-) -> None:
-    server.rules = (lambda _: ENDLESS,)
-    rag = make_rag(Stage("moon"), Stage("moon", once=lambda: bool(generations())), llm=llm.bind(temperature=0.5))
-    chunks = rag.astream(QUESTION)
-    async for chunk in chunks:
-        if chunk.content:
-            break
-    await chunks.aclose()
-    assert await asyncio.to_thread(eventually, lambda: server.num_running == 0)
 
 
 async def test_a_speculation_that_the_request_does_not_match_ends_with_its_first_token(

@@ -1,5 +1,3 @@
-import inspect
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -69,15 +67,6 @@ async def test_diverse_results_differ_from_the_nearest(tmp_path: Path) -> None:
     assert store.max_marginal_relevance_search("star", k=0) == []
 
 
-def test_documents_survive_in_their_folder(tmp_path: Path) -> None:
-    path, embedding = tmp_path / "store", DeterministicFakeEmbedding(size=8)
-    documents = [Document(text, id=f"{i}", metadata={"n": i}) for i, text in enumerate(TEXTS)]
-    StagedFAISS.from_documents(documents, embedding, path=path)
-    again = StagedFAISS.open(path, embedding)
-    assert again.get_by_ids(["2", "x", "0"]) == [documents[2], documents[0]]
-    assert again.similarity_search(TEXTS[3], k=1) == [documents[3]]
-
-
 def test_a_store_without_a_folder_lives_as_long_as_its_object() -> None:
     store = StagedFAISS.from_texts(TEXTS, TfidfSvdEmbeddings(TEXTS))
     folder = store.store.path
@@ -85,32 +74,6 @@ def test_a_store_without_a_folder_lives_as_long_as_its_object() -> None:
     assert len(store.similarity_search("star", k=2)) == 2
     store.close()
     assert not folder.exists()
-
-
-def test_the_same_text_twice_is_two_documents_unless_it_has_the_same_id(tmp_path: Path) -> None:
-    store = StagedFAISS.create(tmp_path / "store", DeterministicFakeEmbedding(size=8))
-    ids = store.add_texts(["same", "same"])
-    assert len(set(ids)) == 2
-    assert store.add_texts(["same", "other"], ids=["x", "x"]) == ["x", "x"]
-    assert [d.page_content for d in store.get_by_ids(["x"])] == ["other"]
-    assert len(store.store) == 3
-
-
-def test_mismatched_metadata_and_ids_are_refused(store: StagedFAISS) -> None:
-    with pytest.raises(ValueError, match="2 texts"):
-        store.add_texts(["one", "two"], metadatas=[{}])
-    with pytest.raises(ValueError, match="2 texts"):
-        store.add_texts(["one", "two"], ids=["one"])
-
-
-def test_what_the_core_refuses_is_refused(store: StagedFAISS) -> None:
-    with pytest.raises(RAGCacheError):
-        store.add_texts(["text"], metadatas=[{"key": object()}])
-    with pytest.raises(RAGCacheError):
-        store.similarity_search_by_vector([float("nan")] * 128)
-    with pytest.raises(ConfigError):
-        StagedFAISS.create(store.store.path / "x", metric="cosine")
-    assert np.isfinite([s for _, s in store.similarity_search_with_score("star")]).all()
 
 
 @pytest.mark.parametrize(
@@ -243,20 +206,6 @@ async def test_a_store_is_made_alike_by_methods_that_are_awaited(tmp_path: Path)
         assert made.similarity_search("Which star?", 4) == expected
 
 
-def test_no_method_that_is_awaited_needs_more_arguments_than_its_counterpart() -> None:
-    def needed(method: Callable[..., object]) -> set[str]:
-        return {
-            name
-            for name, parameter in inspect.signature(method).parameters.items()
-            if parameter.default is parameter.empty and parameter.kind.name not in ("VAR_KEYWORD", "VAR_POSITIONAL")
-        }
-
-    awaited = [name for name in dir(StagedFAISS) if name.startswith("a") and hasattr(StagedFAISS, name[1:])]
-    assert len(awaited) > 10
-    for name in awaited:
-        assert needed(getattr(StagedFAISS, name)) <= needed(getattr(StagedFAISS, name[1:])), name
-
-
 def test_a_store_is_opened_or_made(tmp_path: Path) -> None:
     path, embedding = tmp_path / "store", DeterministicFakeEmbedding(size=8)
     for run, text in enumerate(TEXTS):
@@ -267,31 +216,6 @@ def test_a_store_is_opened_or_made(tmp_path: Path) -> None:
         StagedFAISS.open_or_create(path, embedding, metric="l2")
     with pytest.raises(StoreExistsError, match="open_or_create"):
         StagedFAISS.from_texts(TEXTS, embedding, path=path)
-
-
-def test_an_embedding_that_is_missing_or_wrong_is_named_as_langchain_names_it(tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    StagedFAISS.from_texts(TEXTS, DeterministicFakeEmbedding(size=8), path=path).close()
-    fitted = TfidfSvdEmbeddings(TEXTS)
-    for open_it in (
-        lambda: StagedFAISS.open(path),
-        lambda: StagedFAISS.open(path, "model"),
-        lambda: StagedFAISS.open(path, DeterministicFakeEmbedding),
-        lambda: StagedFAISS.open(path, fitted),
-        lambda: StagedFAISS.open_or_create(path),
-        lambda: StagedFAISS.create(tmp_path / "other", "model"),
-    ):
-        with pytest.raises(RAGCacheError) as raised:
-            open_it()
-        assert "embedder=" not in str(raised.value)
-        assert not str(raised.value).startswith("embedder")
-
-
-@pytest.mark.parametrize("make", [StagedFAISS.create, StagedFAISS.open, StagedFAISS.open_or_create])
-def test_the_core_name_of_the_embedding_is_rejected(tmp_path: Path, make: Callable[..., StagedFAISS]) -> None:
-    with pytest.raises(ConfigError, match="no argument embedder: pass the embedding as embedding="):
-        make(tmp_path / "store", embedder=DeterministicFakeEmbedding(size=4))
-    assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize("argument", ["engine", "k", "filter"])

@@ -80,7 +80,7 @@ def check(prefix: RenderedPrompt | None, whole: RenderedPrompt) -> None:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(question=QUESTIONS)
 def test_the_prefix_of_a_template_is_the_beginning_of_what_is_sent(scripted: Engine, name: str, question: str) -> None:
     bound = scripted.bind_prompt(TEMPLATES[name], format_nodes, **NAMES)

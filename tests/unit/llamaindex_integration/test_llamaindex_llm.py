@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Iterator
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,16 +25,11 @@ from ragcache_core.errors import (
 from ragcache_core.stats import request_stats_from_dict
 from ragcache_integrations.llamaindex import (
     CacheStatsEvent,
-    CacheStatsEventHandler,
     RAGCacheLLM,
-    RAGCacheQueryEngine,
-    RAGCacheRetriever,
-    StagedFAISSVectorStore,
 )
 from tests.contracts.rag.frameworks import LlamaIndex
 from tests.support.scripted_server import Refusal, Reply, ScriptedServer
-from tests.support.scripted_source import ScriptedSource
-from tests.unit.llamaindex_integration.conftest import MODEL, EventLog
+from tests.unit.llamaindex_integration.conftest import EventLog
 
 
 async def test_llm_takes_model_limits_and_key_from_the_engine(llm: RAGCacheLLM, scripted: Engine) -> None:
@@ -70,17 +61,6 @@ async def test_event_of_a_stream_comes_after_its_last_token(llm: RAGCacheLLM, ev
     told = kinds.index(CacheStatsEvent)
     tokens = [e for e in event_log.of(LLMChatInProgressEvent) if e.response.delta]
     assert event_log.events.index(tokens[-1]) < told < kinds.index(LLMChatEndEvent)
-
-
-async def test_stream_of_a_server_without_token_counts_still_ends_with_statistics(
-    scripted: Engine, event_log: EventLog
-) -> None:
-    llm = RAGCacheLLM(scripted, additional_kwargs={"stream_options": {"include_usage": False}})
-    for num_asked, way in enumerate(("stream_chat", "astream_chat"), 1):
-        answer = await LlamaIndex(scripted).ask(way, llm, QUESTION)
-        assert answer.text == f"You said: {QUESTION}"
-        assert answer.stats["ttft_s"] is not None
-        assert len(event_log.of(CacheStatsEvent)) == num_asked
 
 
 async def test_model_without_a_chat_template_is_asked_as_text(scripted: Engine, server: ScriptedServer) -> None:
@@ -150,28 +130,9 @@ async def test_calls_that_come_in_one_chunk_are_all_there(
     assert len({call.tool_id for call in calls}) == 2
 
 
-async def test_key_is_neither_shown_nor_published(
-    server: ScriptedServer, scripted: Engine, event_log: EventLog
-) -> None:
-    with Engine.connect(server.url, api_key="the-secret-key", tokenizer=MODEL) as engine:
-        llm = RAGCacheLLM(engine)
-        llm.complete("Hello?")
-        shown = [repr(llm), str(llm.to_dict()), llm.to_json(), str(llm.to_payload()), str(event_log.events)]
-    assert not any("the-secret-key" in text for text in shown)
-    with pytest.raises(TypeError, match="engine"):
-        pickle.dumps(llm)
-    assert all(a.timestamp <= b.timestamp for a, b in pairwise(event_log.of(CacheStatsEvent)))
-
-
 async def test_prompt_with_tools_that_is_too_long_is_refused_by_the_server(llm: RAGCacheLLM) -> None:
     with pytest.raises(PromptTooLongError, match="2048"):
         llm.chat_with_tools([FunctionTool.from_defaults(add)], user_msg="word " * 3000)
-
-
-@pytest.mark.parametrize("name", ["temprature", "top_k", "stop", "extra_body"])
-def test_an_argument_that_would_be_without_effect_is_refused(name: str, scripted: Engine) -> None:
-    with pytest.raises(ConfigError, match=f"RAGCacheLLM knows no '{name}': .* additional_kwargs="):
-        RAGCacheLLM(scripted, **{name: {"cache_salt": "tenant-a"}})
 
 
 async def test_what_openai_like_knows_is_taken(scripted: Engine, server: ScriptedServer) -> None:
@@ -195,26 +156,6 @@ def test_an_llm_is_made_again_from_what_it_says_of_itself(llm: RAGCacheLLM, scri
     joined = RAGCacheLLM.from_dict(described)
     assert joined.engine.base_url == scripted.base_url
     joined.close()
-
-
-def test_shallow_copies_share_and_others_are_refused_by_name(llm: RAGCacheLLM, tmp_path: Path) -> None:
-    retriever = RAGCacheRetriever(ScriptedSource([]), llm.engine)
-    with StagedFAISSVectorStore(tmp_path / "store").client as store:
-        objects: list[tuple[Any, str]] = [
-            (llm, "RAGCacheLLM"),
-            (retriever, "Engine"),
-            (RAGCacheQueryEngine(retriever, llm), "Engine|RAGCacheLLM"),
-            (StagedFAISSVectorStore(store), "StagedFAISSVectorStore"),
-            (store, "DocumentStore"),
-            (RAGCacheRetriever(store), "DocumentStore"),
-            (CacheStatsEventHandler(), "CacheTally"),
-        ]
-        for each, name in objects:
-            for duplicate in (copy.deepcopy, pickle.dumps):
-                with pytest.raises(TypeError, match=f"({name}) holds"):
-                    duplicate(each)
-    assert llm.model_copy(update={"temperature": 0.5}).engine is llm.engine
-    assert copy.copy(llm).engine is llm.engine
 
 
 @pytest.mark.parametrize("settings", [{"n": 2}, {"extra_body": {"n": 2}}])

@@ -16,11 +16,10 @@ from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from llama_index.core.tools import QueryEngineTool
 from llama_index.core.workflow import Context, Event, StartEvent, StopEvent, Workflow, step
 
-from ragcache_core.errors import ConfigError, EngineAuthError, PromptError, PromptTooLongError
+from ragcache_core.errors import ConfigError
 from ragcache_core.prompt import PromptLayout
 from ragcache_integrations.llamaindex import CacheStatsEvent, RAGCacheLLM, RAGCacheQueryEngine
-from tests.support.scripted_server import Reply, ScriptedServer
-from tests.support.waiting import until
+from tests.support.scripted_server import ScriptedServer
 from tests.unit.llamaindex_integration.conftest import EventLog
 
 pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning")  # workflows' own
@@ -179,19 +178,6 @@ async def test_query_publishes_each_event_once(query_engine: RAGCacheQueryEngine
             assert len(event_log.of(kind)) == 1, kind
 
 
-def test_errors_are_the_cores_own(
-    query_engine: RAGCacheQueryEngine, retriever: ListRetriever, server: ScriptedServer
-) -> None:
-    with pytest.raises(PromptError, match="empty"):
-        query_engine.query("  ")
-    server.api_key = "another"
-    with pytest.raises(EngineAuthError):
-        query_engine.query(QUESTION)
-    retriever.nodes = (TextNode(text="word " * 4000),)
-    with pytest.raises(PromptTooLongError, match="2048"):
-        query_engine.query(QUESTION)
-
-
 # As a tool
 
 
@@ -258,17 +244,6 @@ async def test_workflow_streams_what_was_found_and_every_token(streaming_engine:
     assert [n.node.node_id for n in found[0].nodes] == list(TEXTS)
     assert "".join(e.text for e in events if isinstance(e, Token)) == str(response) == f"You said: {_prompt()}"
     assert response.metadata["ragcache"]["ttft_s"] is not None
-
-
-async def test_cancelled_workflow_leaves_no_request_running(
-    streaming_engine: RAGCacheQueryEngine, server: ScriptedServer
-) -> None:
-    server.script(Reply("word " * 1000, token_wait_s=0.01))
-    run = Answering(streaming_engine).run(question=QUESTION)
-    async for event in run.stream_events():
-        if isinstance(event, Token):
-            await run.cancel_run()
-    assert until(lambda: server.num_running == 0)
 
 
 def test_settings_of_a_query_engine_are_those_of_its_llms_requests(

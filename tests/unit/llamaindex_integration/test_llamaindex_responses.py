@@ -13,7 +13,7 @@ from llama_index.core.llms.mock import MockLLM
 from llama_index.core.response_synthesizers import ResponseMode, get_response_synthesizer
 from llama_index.core.schema import NodeWithScore, TextNode
 
-from ragcache_core.errors import ConfigError, RAGCacheError
+from ragcache_core.errors import RAGCacheError
 from ragcache_integrations.llamaindex import (
     CacheStatsEvent,
     RAGCacheLLM,
@@ -105,13 +105,3 @@ async def test_a_query_engine_answers_with_the_default_llm(default_llm: RAGCache
     other = MockLLM()
     assert RAGCacheQueryEngine.from_args(retriever, llm=other).llm is other
     assert RAGCacheQueryEngine.from_args(retriever, other).retriever is retriever
-
-
-def test_what_a_query_engine_cannot_take_is_refused(llm: RAGCacheLLM) -> None:
-    retriever = RAGCacheRetriever(ScriptedSource([]), llm.engine)
-    with pytest.raises(ConfigError, match="knows no 'response_mode', only retriever, llm, layout"):
-        RAGCacheQueryEngine.from_args(retriever, llm, response_mode="refine")
-    with pytest.raises(ConfigError, match="llm is 'gpt': pass a LLM"):
-        RAGCacheQueryEngine(retriever, "gpt")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="retriever is None: pass a BaseRetriever"):
-        RAGCacheQueryEngine(None, llm)  # type: ignore[arg-type]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -19,7 +18,7 @@ from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from llama_index.core.vector_stores import FilterOperator, MetadataFilter, MetadataFilters
 
 from ragcache_core.client import Engine
-from ragcache_core.errors import ConfigError, SearchError, SearchTimeoutError
+from ragcache_core.errors import ConfigError, SearchTimeoutError
 from ragcache_core.retrieval import MMR, DocumentStore
 from ragcache_core.types import Document, RetrievalUpdate
 from ragcache_integrations.llamaindex import (
@@ -54,16 +53,6 @@ async def both_ways(retriever: RAGCacheRetriever, query: str | QueryBundle) -> l
     return nodes
 
 
-async def test_retrieves_the_nearest_documents_as_nodes(store: DocumentStore) -> None:
-    first, second = await both_ways(RAGCacheRetriever(store), "Who is a pilot born in Nalna?")
-    assert (first.node.node_id, first.node.get_content()) == ("mel", TEXTS["mel"])
-    assert first.node.metadata == {"page": 1}
-    assert first.score is not None
-    assert second.score is not None
-    assert first.score > second.score
-    assert store.search("Who is a pilot born in Nalna?", 2).scores == (first.score, second.score)
-
-
 async def test_filters_decide_whose_nodes_are_found(store: DocumentStore) -> None:
     last = MetadataFilters(filters=[MetadataFilter(key="page", operator=FilterOperator.GT, value=1)])
     for query in ("Who is a pilot?", QueryBundle("Who?", embedding=store.embedder.embed_query("pilot").tolist())):
@@ -77,28 +66,6 @@ async def test_filters_decide_whose_nodes_are_found(store: DocumentStore) -> Non
         RAGCacheRetriever(ScriptedSource(()), mmr=MMR())
     with pytest.raises(ConfigError, match="pass LlamaIndex's MetadataFilters"):
         RAGCacheRetriever(store, filters={"page": 1})
-
-
-@pytest.mark.parametrize("unknown", ["filter", "search_kwargs", "top_k"])
-def test_arguments_of_another_framework_are_refused_with_the_right_names(store: DocumentStore, unknown: str) -> None:
-    with pytest.raises(ConfigError, match=rf"knows no {unknown}: .* similarity_top_k, .* filters="):
-        RAGCacheRetriever(store, **{unknown: {"tenant": "a"}})
-
-
-def test_impossible_settings_and_questions_say_why(store: DocumentStore) -> None:
-    with pytest.raises(ConfigError, match="similarity_top_k is 0"):
-        RAGCacheRetriever(store, similarity_top_k=0)
-    for unusable in ("3", 2.5, None):
-        with pytest.raises(ConfigError, match=f"similarity_top_k is {unusable!r}: give a whole number"):
-            RAGCacheRetriever(store, similarity_top_k=unusable)  # type: ignore[arg-type]
-    with pytest.raises(SearchError, match="ask something"):
-        RAGCacheRetriever(store).retrieve(" ")
-    with pytest.raises(SearchError, match="stages"):
-        RAGCacheRetriever(store, stages=(0.5, 0.2)).retrieve("sea")
-    with pytest.raises(ConfigError, match="document_order is 'best': choose one of retrieval, canonical, cache_aware"):
-        RAGCacheRetriever(store, document_order="best")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="stages is 4, but ScriptedSource cuts its search itself"):
-        RAGCacheRetriever(ScriptedSource((Stage("moon"),)), stages=4)
 
 
 async def test_nodes_that_llamaindex_embedded_are_found_with_its_model(tmp_path: Path, llm: RAGCacheLLM) -> None:
@@ -171,14 +138,6 @@ class Reranker(BaseNodePostprocessor):
         return self.choose(list(nodes))
 
 
-def named(*doc_ids: str) -> Callable[[list[NodeWithScore]], list[NodeWithScore]]:
-    def choose(nodes: list[NodeWithScore]) -> list[NodeWithScore]:
-        by_id = {n.node.node_id: n.node for n in nodes}
-        return [NodeWithScore(node=by_id[doc_id], score=9.0 - rank) for rank, doc_id in enumerate(doc_ids)]
-
-    return choose
-
-
 @pytest.fixture
 def make(scripted: Engine) -> Callable[..., RAGCacheRetriever]:
     """Makes a retriever that reranks three nodes, of which one stage names all."""
@@ -203,32 +162,9 @@ def test_llamaindexs_own_cutoff_leaves_out_what_is_not_near(make: Any, scripted:
     ) == ["moon"]
 
 
-def test_what_a_reranker_invents_is_returned_and_told_once(make: Any, caplog: pytest.LogCaptureFixture) -> None:
-    invented = NodeWithScore(node=TextNode(id_="summary", text="All of them are in the sky."), score=1.0)
-    retriever = make(lambda nodes: [invented, nodes[0]])
-    with caplog.at_level(logging.WARNING, "ragcache_core"):
-        found = [ids_of(retriever.retrieve(QUESTION)) for _ in range(2)]
-    assert found == [["summary", "moon"]] * 2
-    (told,) = caplog.messages
-    assert "Reranker returned 1 documents that it was not given, 'summary' first" in told
-
-
 def test_a_changed_text_is_returned_with_its_nodes_id(make: Any) -> None:
     def shorten(nodes: list[NodeWithScore]) -> list[NodeWithScore]:
         return [NodeWithScore(node=TextNode(id_=n.node.node_id, text=n.node.get_content()[:9])) for n in nodes]
 
     node = make(shorten).retrieve(QUESTION)[0].node
     assert (node.node_id, node.get_content()) == ("moon", DOCUMENTS["moon"].text[:9])
-
-
-@pytest.mark.parametrize("found", [None, "moon", [3]])
-def test_what_is_no_list_of_nodes_is_an_error(found: Any, make: Any) -> None:
-    with pytest.raises(SearchError, match="return a list of NodeWithScore"):
-        make(lambda _: found).retrieve(QUESTION)
-
-
-def test_fewer_candidates_than_nodes_are_refused(make: Any) -> None:
-    with pytest.raises(ConfigError, match="num_candidates is 1: give a whole number of at least 2"):
-        make(named("moon"), num_candidates=1)
-    with pytest.raises(ConfigError, match="num_candidates is 9, and nothing reranks them: give node_postprocessors="):
-        RAGCacheRetriever(ScriptedSource(()), num_candidates=9)

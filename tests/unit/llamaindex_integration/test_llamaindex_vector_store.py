@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from datetime import UTC, datetime
 from pathlib import Path
 
-import numpy as np
 import pytest
 from llama_index.core import Document as LlamaDocument
 from llama_index.core import StorageContext, VectorStoreIndex, load_index_from_storage
@@ -29,10 +27,6 @@ from llama_index.core.vector_stores.types import (
 from ragcache_core.errors import (
     ConfigError,
     EmbedderMismatchError,
-    RAGCacheError,
-    SearchError,
-    StoreCorruptError,
-    StoreLockedError,
 )
 from ragcache_core.retrieval import DocumentStore
 from ragcache_core.types import Document
@@ -206,24 +200,6 @@ async def test_query_finds_the_nearest_that_pass_the_filters(
     assert (nearest.ids or []) == (result.ids or [])[:1]
 
 
-@pytest.mark.parametrize(
-    ("condition", "why"),
-    [
-        (_EQ(key="missing", value=1), "'missing' eq 1: no document has this field; the fields are author, doc_id"),
-        (_EQ(key="rank", value="1"), "'rank' eq '1': it wants text, this field holds number"),
-        (_EQ(key="rank", value="1", operator=_OP.IN), "'rank' in '1': give a list of values"),
-        (_EQ(key="rank", value="1", operator=_OP.TEXT_MATCH), "'rank' text_match '1': it wants text"),
-    ],
-)
-async def test_a_filter_that_no_node_could_pass_says_so(
-    condition: MetadataFilter, why: str, filled: StagedFAISSVectorStore
-) -> None:
-    with pytest.raises(RAGCacheError, match=why):
-        filled.query(query_of(filters=where(condition)))
-    with pytest.raises(RAGCacheError, match=why):
-        await filled.aquery(query_of(filters=where(condition)))
-
-
 async def test_mmr_finds_nodes_that_differ(filled: StagedFAISSVectorStore) -> None:
     assert (await both_ways(filled, query_of(2))).ids == ["east", "north-east"]
     mode = VectorStoreQueryMode.MMR
@@ -257,39 +233,6 @@ async def test_query_keeps_to_given_nodes_and_documents(filled: StagedFAISSVecto
     assert (await both_ways(filled, query_of(doc_ids=["deep"]))).ids == ["north-east", "up"]
     assert (await both_ways(filled, query_of(doc_ids=["deep"], node_ids=["east", "up"]))).ids == ["up"]
     assert len((await both_ways(filled, query_of(node_ids=[], doc_ids=[]))).ids or ()) == 4
-
-
-async def test_impossible_queries_say_why(filled: StagedFAISSVectorStore) -> None:
-    for query, message in (
-        (query_of(mode=VectorStoreQueryMode.HYBRID), "hybrid"),
-        (VectorStoreQuery(similarity_top_k=1), "neither an embedding nor a text"),
-        (VectorStoreQuery(query_embedding=[1.0], similarity_top_k=1), "3"),
-    ):
-        with pytest.raises(SearchError, match=message):
-            filled.query(query)
-        with pytest.raises(SearchError, match=message):
-            await filled.aquery(query)
-    with pytest.raises(ConfigError, match="no embedder"):
-        filled.query(VectorStoreQuery(query_str="Where?", similarity_top_k=1))
-
-
-def test_nodes_are_there_after_opening_the_folder_again(tmp_path: Path) -> None:
-    first = StagedFAISSVectorStore(tmp_path / "store", index="flat", metric="l2")
-    first.add(make_nodes())
-    first.persist(str(tmp_path / "ignored"))
-    with pytest.raises(StoreLockedError):
-        StagedFAISSVectorStore(tmp_path / "store")
-    first.close()
-
-    again = StagedFAISSVectorStore(tmp_path / "store")
-    assert without_embedding(again.get_nodes()) == without_embedding(make_nodes())
-    assert again.query(query_of(2)).similarities == pytest.approx([1 / 1.18, 1 / 1.26])
-    again.close()
-    with pytest.raises(ConfigError, match="nlist"):
-        StagedFAISSVectorStore(tmp_path / "store", nlist=4)
-    (tmp_path / "store" / "manifest.json").write_text("{}")
-    with pytest.raises(StoreCorruptError):
-        StagedFAISSVectorStore(tmp_path / "store")
 
 
 def test_open_store_is_shared_and_stays_open(tmp_path: Path) -> None:
@@ -337,20 +280,6 @@ def test_an_upsert_of_a_changed_document_beside_a_blank_one_keeps_both_versions_
         assert sorted(node.get_content() for node in store.get_nodes()) == ["Closes at five.", "Opens at ten."]
         pipeline.run(documents=[page(1, ""), page(3, "Closes at five.")])
         assert [node.get_content() for node in store.get_nodes()] == ["Closes at five."]
-
-
-def test_metadata_that_json_has_no_form_for_is_stored_in_a_plain_form(vector_store: StagedFAISSVectorStore) -> None:
-    at, count = datetime(2026, 5, 4, tzinfo=UTC), np.int64(3)
-    source = RelatedNodeInfo(node_id="source", metadata={"at": at, "count": count})
-    relationships = {NodeRelationship.SOURCE: source}
-    node = TextNode(text="text", embedding=[1.0], metadata={"at": at, "count": count}, relationships=relationships)
-    vector_store.add([node])
-    plain = {"at": "2026-05-04T00:00:00+00:00", "count": 3}
-    (stored,) = vector_store.get_nodes()
-    assert stored.metadata == plain
-    assert stored.source_node is not None
-    assert stored.source_node.metadata == plain
-    assert node.metadata["at"] is at, "the caller's node stays as it is"
 
 
 DOCUMENTS = [

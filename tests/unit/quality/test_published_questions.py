@@ -10,7 +10,6 @@ import pytest
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.quality import Question, read_questions
-from ragcache_core.quality.published import NUM_SQUAD_DOCUMENTS
 from ragcache_core.types import QuestionFormat
 
 SQUAD = {
@@ -135,15 +134,6 @@ def test_squad_shows_a_paragraph_among_its_neighbours_and_leaves_out_what_is_imp
     (question,) = read(tmp_path, FILES["squad"])
     assert (question.text, question.answers) == ("Who founded Zorval?", ("Anna Krenvi", "Krenvi"))
     assert texts(question) == ["Zorval\nZorval was founded by Anna Krenvi in Tolmar.", "Zorval\nIt makes clocks."]
-
-
-def test_paragraphs_of_squad_come_in_changing_company_and_the_asked_one_is_always_there(tmp_path: Path) -> None:
-    asked = [{"question": f"Q{number}?", "answers": [{"text": "x", "answer_start": 0}]} for number in range(7)]
-    paragraphs = [{"context": f"Paragraph {number}.", "qas": asked} for number in range(12)]
-    questions = read(tmp_path, json.dumps({"data": [{"title": "", "paragraphs": paragraphs}]}))
-    assert {len(question.documents) for question in questions} == {NUM_SQUAD_DOCUMENTS}
-    assert all(f"Paragraph {place // 7}." in texts(question) for place, question in enumerate(questions))
-    assert len({tuple(texts(question)) for question in questions[6 * 7 : 7 * 7]}) == NUM_SQUAD_DOCUMENTS
 
 
 @pytest.mark.parametrize("are_lines", [True, False], ids=["lines", "a list"])
@@ -280,10 +270,3 @@ def test_what_is_none_is_refused_with_its_place_and_what_was_expected(
 ) -> None:
     with pytest.raises(ConfigError, match=f"questions.json.*{message}"):
         read(tmp_path, text, name)
-
-
-def test_a_corpus_is_for_our_own_format_alone(tmp_path: Path) -> None:
-    path = tmp_path / "q.json"
-    path.write_text(FILES["hotpotqa"], encoding="utf-8")
-    with pytest.raises(ConfigError, match="hold their documents, as hotpotqa does: leave the corpus out"):
-        read_questions(path, tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from weakref import ref
 
 import pytest
@@ -52,13 +51,6 @@ def test_what_the_cache_helps_most_goes_first() -> None:
     assert queue.max_overtaken == 2
 
 
-@pytest.mark.parametrize("window", [0, 1, 32])
-def test_equal_priorities_are_served_as_they_arrived(window: int) -> None:
-    queue = queue_of(*(Waiting(name, 7) for name in "abcdef"), window=window)
-    assert drain(queue) == "abcdef"
-    assert queue.num_reordered == queue.max_overtaken == 0
-
-
 def test_without_a_window_the_queue_is_first_come_first_served() -> None:
     items = [Waiting(name, n) for n, name in enumerate("abcd")]
     queue = queue_of(*items, window=0)
@@ -67,137 +59,10 @@ def test_without_a_window_the_queue_is_first_come_first_served() -> None:
     assert not any(item.num_asked for item in items), "nobody needs their priorities"
 
 
-def test_a_request_without_cache_is_overtaken_as_often_as_the_window_allows() -> None:
-    queue = queue_of(Waiting("cold"), window=3)
-    served = []
-    for number in range(6):
-        queue.add(Waiting(f"hot {number}", 100))
-        served.append(queue.pop().name)
-    assert served == ["hot 0", "hot 1", "hot 2", "cold", "hot 3", "hot 4"]
-    assert queue.max_overtaken == 3
-
-
-def test_the_oldest_of_those_that_waited_long_enough_goes_first() -> None:
-    queue = queue_of(Waiting("a", 1), Waiting("b", 2), Waiting("c", 3), Waiting("d", 4), Waiting("e", 5), window=2)
-    assert drain(queue) == "edabc"
-
-
-def test_what_was_peeked_is_popped_whatever_happens_in_between() -> None:
-    cold, hot = Waiting("cold", 1), Waiting("hot", 2)
-    queue = queue_of(cold, hot)
-    assert queue.peek() is hot
-    cold.num_cached_tokens = 90
-    queue.touch(cold)
-    queue.add(Waiting("hottest", 99))
-    assert queue.peek() is hot
-    assert drain(queue) == "hot" + "hottest" + "cold"
-
-
-def test_a_new_step_chooses_anew() -> None:
-    cold, hot = Waiting("cold", 1), Waiting("hot", 2)
-    queue = queue_of(cold, hot)
-    assert queue.peek() is hot
-    cold.num_cached_tokens = 90
-    queue.touch(cold)
-    queue.reconsider()
-    assert queue.peek() is cold
-
-
-def test_a_preempted_request_goes_before_what_was_peeked() -> None:
-    queue = queue_of(Waiting("a"), Waiting("b"))
-    preempted = queue.pop()
-    assert queue.peek().name == "b"
-    queue.put_first(preempted)
-    assert queue.peek() is preempted
-
-
-def test_of_the_preempted_requests_the_last_one_comes_first() -> None:
-    queue = queue_of(Waiting("a", 9), window=0)
-    for name in "xyz":
-        queue.put_first(Waiting(name))
-    assert [item.name for item in queue] == ["z", "y", "x", "a"]
-    assert drain(queue) == "zyxa"
-    assert queue.max_overtaken == queue.num_reordered == 0, "a preempted request had its turn before"
-
-
-def test_requests_that_the_scheduler_skips_keep_their_order() -> None:
-    """As vLLM does: what it pops and cannot serve yet, it prepends in the end, the last one first."""
-    queue = queue_of(Waiting("a", 1), Waiting("b", 2), Waiting("c", 3), Waiting("d", 4))
-    arrived = list(queue)
-    skipped: deque[Waiting] = deque()
-    for _ in range(3):
-        skipped.appendleft(queue.pop())
-    for item in skipped:
-        queue.give_back(item)
-    assert list(queue) == arrived
-    assert queue.num_reordered == queue.max_overtaken == 0
-    assert drain(queue) == "dcba"
-
-
-def test_preempted_requests_that_are_skipped_keep_their_order() -> None:
-    queue = queue_of(Waiting("a", 1))
-    for name in "xyz":
-        queue.put_first(Waiting(name))
-    skipped = [queue.pop(), queue.pop()]
-    for item in reversed(skipped):
-        queue.give_back(item)
-    assert drain(queue) == "zyxa"
-
-
-def test_a_request_that_was_never_served_overtook_nobody() -> None:
-    queue = queue_of(Waiting("a"), window=1)
-    loading = Waiting("loading", 100)
-    queue.add(loading)
-    for _ in range(5):
-        assert queue.pop() is loading
-        assert queue.peek().name == "a"
-        queue.give_back(loading)
-        assert queue.max_overtaken == 0
-    assert queue.pop() is loading
-    assert queue.num_reordered == queue.max_overtaken == 1
-
-
-def test_one_that_could_not_be_served_in_its_turn_is_not_overtaken() -> None:
-    queue = queue_of(Waiting("loading", 9), window=1)
-    for number in range(4):
-        loading = queue.pop()
-        queue.add(Waiting(f"{number}"))
-        assert queue.pop().name == f"{number}"
-        queue.give_back(loading)
-    assert queue.max_overtaken == 0
-
-
-def test_one_that_is_given_back_has_been_overtaken_as_often_as_before() -> None:
-    cold = Waiting("cold")
-    queue = queue_of(cold, window=1)
-    queue.add(Waiting("hot", 9))
-    queue.pop()
-    assert queue.pop() is cold
-    queue.add(Waiting("hotter", 99))
-    queue.give_back(cold)
-    assert queue.peek() is cold
-
-
 def test_one_whose_place_is_not_known_is_put_first() -> None:
     queue = queue_of(Waiting("a", 9), Waiting("b", 9))
     queue.give_back(Waiting("stranger"))
     assert [item.name for item in queue] == ["stranger", "a", "b"]
-
-
-def test_a_request_can_leave_from_anywhere() -> None:
-    items = [Waiting(name, n) for n, name in enumerate("abcde")]
-    queue = queue_of(*items, window=1)
-    queue.put_first(first := Waiting("x"))
-    assert queue.remove(first)
-    assert queue.peek() is items[4]
-    assert queue.remove(items[4])
-    assert queue.pop() is items[3]
-    assert queue.remove(items[0]), "it was next, because it had been overtaken"
-    assert not queue.remove(items[0])
-    assert not queue.remove(items[3])
-    assert items[0] not in queue
-    assert items[1] in queue
-    assert drain(queue) == "bc"
 
 
 def test_a_window_that_is_never_reached_leaves_all_to_the_priorities() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -14,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.reports.plots import _SETTINGS, Plot, bars, beside, cdfs, lines, log_ticks, styles_of
+from ragcache_core.reports.plots import _SETTINGS, Plot, bars, beside, cdfs, lines
 
 SERIES = {"pgdsf": [(8.0, 2.0), (32.0, 1.3)], "mixture": [(8.0, 1.7), (32.0, 1.2)]}
 
@@ -40,44 +39,9 @@ def test_a_plot_names_what_it_shows(number: int, texts: list[str]) -> None:
     assert set(texts) <= shown
 
 
-def test_a_png_is_written_and_is_wider_with_more_panels(tmp_path: Path) -> None:
-    single, both = tmp_path / "1.png", tmp_path / "2.png"
-    three()[0].save_png(single)
-    beside("both", three()[:2]).save_png(both)
-    widths = [int.from_bytes(path.read_bytes()[16:20], "big") for path in (single, both)]
-    assert single.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert widths[1] == 2 * widths[0]
-
-
 def test_plots_can_be_drawn_from_nothing() -> None:
     for plot in (lines("a", "x", "y", {}), cdfs("b", "x", {"none": []}), bars("c", "y", {})):
         assert plot.svg().startswith("<?xml")
-
-
-def test_a_known_name_looks_the_same_in_every_company() -> None:
-    alone = styles_of(["pgdsf"])["pgdsf"]
-    names = ["something", "else", "lru", "pgdsf", "mixture", "belady"]
-    assert styles_of(names)["pgdsf"] == styles_of(names[::-1])["pgdsf"] == alone
-
-
-def test_no_two_of_a_palette_full_of_names_have_the_same_colour() -> None:
-    names = [f"series {i}" for i in range(12)]
-    assert len({style.colour for style in styles_of(names).values()}) == 12
-    assert len(styles_of([f"series {i}" for i in range(40)])) == 40
-
-
-def test_a_spread_without_a_pair_for_each_point_is_refused() -> None:
-    with pytest.raises(ValueError, match="1 pairs for 2 points"):
-        lines("a", "x", "y", SERIES, spread={"pgdsf": [(1.0, 2.0)]})
-
-
-def test_the_users_own_settings_of_matplotlib_change_nothing_and_stay_as_they_are() -> None:
-    import matplotlib
-
-    plain = three()[0].svg()
-    with matplotlib.rc_context({"font.size": 30.0, "axes.facecolor": "black"}):
-        assert three()[0].svg() == plain
-        assert matplotlib.rcParams["font.size"] == 30.0
 
 
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,38 +123,3 @@ def test_everything_lies_within_the_picture(number: int) -> None:
             assert min(box.x0, box.y0) >= 0
             assert box.x1 <= figure.bbox.x1
             assert box.y1 <= figure.bbox.y1
-
-
-def test_points_at_the_edge_are_not_cut_in_half() -> None:
-    assert not any(line.get_clip_on() for axes in drawn(crowded()[1]).axes for line in axes.lines)
-
-
-@pytest.mark.parametrize(("low", "high"), [(0.4, 0.7), (0.3, 9.0), (0.002, 130.0), (1.0, 1.3)])
-def test_a_logarithmic_axis_has_plain_round_numbers(low: float, high: float) -> None:
-    ticks = log_ticks(low, high)
-    assert len(ticks) >= 3
-    assert all(low <= tick <= high and len(f"{tick:g}".replace(".", "").strip("0")) <= 3 for tick in ticks)
-    plot = lines("TTFT", "requests/s", "s", {"vllm": [(1.0, low), (2.0, high)]}, log_y=True)
-    (axes,) = drawn(plot).axes
-    shown = [label.get_text() for label in axes.get_yticklabels()]
-    assert len(shown) >= 3
-    assert all(float(text) > 0 for text in shown), "no 6 x 10^-1"
-
-
-def test_a_bar_that_is_a_lower_bound_has_an_arrow_and_a_sign() -> None:
-    plot = bars("throughput", "requests/s", {"": {"vllm": 4.0, "ragcache": 9.0}}, at_least={"ragcache"})
-    (axes,) = drawn(plot).axes
-    assert [text.get_text() for text in axes.texts] == ["4", "\u2191\n\u2265 9"]
-
-
-def test_names_that_agree_up_to_a_comma_have_one_colour_and_other_dashes() -> None:
-    styles = styles_of(["lru, retrieval", "lru, cache_aware", "pgdsf, retrieval"])
-    first, second, other = styles.values()
-    assert first.colour == second.colour != other.colour
-    assert first.dashes != second.dashes
-    assert first.dashes == other.dashes == "-"
-
-
-def test_what_a_figure_was_made_of_stands_below_it() -> None:
-    plot = beside("both", three()[:2], "trace mmlu.jsonl, cost model a10g-mistral-7b")
-    assert "trace mmlu.jsonl, cost model a10g-mistral-7b" in plot.svg()

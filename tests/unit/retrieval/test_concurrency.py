@@ -227,7 +227,7 @@ def test_a_store_can_be_opened_at_any_moment_of_a_change(folder: Path) -> None:
 
     reader = threading.Thread(target=read)
     reader.start()
-    for i in range(5, 100):
+    for i in range(5, 40):
         store.add(make_documents(1, i), embeddings=vectors[i : i + 1])
     stop.set()
     reader.join()
@@ -272,7 +272,7 @@ def test_a_search_for_more_documents_than_remain_returns_those_that_remain(folde
     readers = [threading.Thread(target=search) for _ in range(2)]
     for reader in readers:
         reader.start()
-    for _ in range(60):
+    for _ in range(20):
         store.delete([document.doc_id for document in documents[1:]])
         store.delete(["doc-1", "doc-0-unknown"], missing_ok=True)
         store.put(documents[1:], embeddings=vectors[1:])

@@ -107,15 +107,6 @@ def test_documents_come_back_as_they_were_stored(store: DocumentStore, folder: P
         assert 5 not in again
 
 
-def test_a_document_can_be_deleted_and_added_again(store: DocumentStore) -> None:
-    store.delete(["doc-4"])
-    assert len(store) == 19
-    assert "doc-4" not in store
-    store.add([Document("doc-4", "Person4 has moved to Zyx.")])
-    assert store.get(["doc-4"])[0].text.endswith("Zyx.")
-    assert store.search("Who has moved to Zyx?", 1).documents[0].doc_id == "doc-4"
-
-
 def test_put_replaces_what_is_stored_and_adds_the_rest(store: DocumentStore, folder: Path) -> None:
     changed = [Document("doc-4", "Person4 has moved to Zyx."), Document("new", "Quux lives in Zyx, too.")]
     assert store.put(changed) == ["doc-4", "new"]
@@ -125,23 +116,6 @@ def test_put_replaces_what_is_stored_and_adds_the_rest(store: DocumentStore, fol
     store.close()
     with DocumentStore.open(folder) as again:
         assert again.get(["doc-4", "new"]) == changed
-
-
-def test_all_documents_can_be_deleted_and_others_added(store: DocumentStore, folder: Path) -> None:
-    store.delete(store.ids())
-    assert len(store) == 0
-    assert store.ids() == []
-    store.close()
-    with DocumentStore.open(folder) as again:
-        again.add(make_documents(3, first=100))
-        assert again.search("Person101", 1).documents[0].doc_id == "doc-101"
-
-
-def test_nothing_to_add_or_delete_changes_nothing(store: DocumentStore) -> None:
-    generation = store.stats().generation
-    assert store.add([]) == []
-    store.delete([])
-    assert store.stats().generation == generation
 
 
 def test_ivf_is_flat_until_it_can_be_trained_and_is_retrained_as_it_grows(folder: Path) -> None:

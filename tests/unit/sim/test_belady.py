@@ -11,14 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.policy import NodeStats
-from ragcache_core.sim.belady import BeladyPolicy, Foreseen, above_belady, next_uses
+from ragcache_core.sim.belady import BeladyPolicy, Foreseen, next_uses
 from ragcache_core.sim.options import SimulationOptions
 from ragcache_core.sim.simulator import simulate
-from ragcache_core.sim.sweep import FinishedRun
 from ragcache_core.sim.traces.trace import Trace, TracedRequest
 from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
 
-MMLU = make_trace(WORKLOADS["mmlu"], 300, seed=21)
+MMLU = make_trace(WORKLOADS["mmlu"], 150, seed=21)
 BLOCK = 4
 
 
@@ -67,7 +66,7 @@ def test_the_bound_lies_between_the_policies_and_endless_memory(order: str) -> N
         options = SimulationOptions(policy=policy, order=order, gpu_tokens=gpu_tokens, host_tokens=0)  # type: ignore[arg-type]
         return simulate(MMLU, options).summary.token_hit_rate
 
-    sizes = [40_960, 163_840]
+    sizes = [20_480, 81_920]
     bound = [token_hit_rate("belady", size) for size in sizes]
     assert bound == sorted(bound)
     assert bound[-1] <= token_hit_rate("infinite", 1)
@@ -77,7 +76,7 @@ def test_the_bound_lies_between_the_policies_and_endless_memory(order: str) -> N
 
 
 def test_the_histories_of_conversations_are_foreseen() -> None:
-    trace = make_trace(WORKLOADS["conversation"], 300, seed=1)
+    trace = make_trace(WORKLOADS["conversation"], 150, seed=1)
     options = SimulationOptions(block_size=128, system_tokens=870, gpu_tokens=262_144, host_tokens=0)
     found = {
         policy: simulate(trace, replace(options, policy=policy)).summary.token_hit_rate
@@ -91,17 +90,3 @@ def test_endless_memory_misses_each_path_once_and_moves_nothing() -> None:
     paths = {request.doc_ids[:end] for request in MMLU for end in (1, 2)}
     assert sum(summary.hits_by_tier.values()) == 2 * len(MMLU) - len(paths)
     assert summary.swapped_out_tokens == summary.loaded_tokens == 0
-
-
-def test_a_policy_that_comes_out_better_than_the_bound_is_explained() -> None:
-    bound, ours = (
-        FinishedRun(
-            "", "mmlu.jsonl", SimulationOptions(policy=policy).to_dict(),
-            {"token_hit_rate": rate, "mean_ttft_s": 1.0}, (), 0.0,
-        )
-        for policy, rate in (("belady", 0.5), ("mixture", 0.6))
-    )  # fmt: skip
-    (why,) = above_belady([ours, bound])
-    assert why.startswith("mixture came out better than belady (token_hit_rate 0.600 against 0.500; mmlu.jsonl")
-    assert above_belady([bound, replace(ours, summary=bound.summary)]) == []
-    assert above_belady([bound, replace(ours, options={**ours.options, "gpu_tokens": 1})]) == []

@@ -253,32 +253,12 @@ def test_the_same_prompt_computed_again_leaves_no_block_behind() -> None:
     assert it.serve(request, 0).num_cached_tokens == 28
 
 
-def test_an_infinite_cache_gives_nothing_up() -> None:
-    it = cache(8, policy=INFINITE)
-    for number, documents in enumerate(("ab", "fe", "ef", "ba")):
-        it.serve(asked(documents), number)
-    assert it.serve(asked("ab"), 9).tiers == (Tier.GPU, Tier.GPU)
-    assert not it.tree.tiers[Tier.GPU].num_evicted_units
-
-
 def test_a_request_that_never_fits_is_refused_with_the_capacity_it_needs() -> None:
     it = cache(9)
     it.serve(asked("f", 8), 0)
     with pytest.raises(ConfigError, match=r"request 7 .* needs 9 blocks of 4 tokens, the GPU has 8 .* to 40 or more"):
         it.serve(asked("f", 8, 2), 7)
     assert it.serve(asked("f", 8), 1).tiers == (Tier.GPU,), "nothing was changed"
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"gpu_tokens": 7}, "gpu_tokens is 7; blocks hold 4 tokens, and 2 must fit: set it to 8 or more"),
-        ({"host_tokens": 3}, "host_tokens is 3; blocks hold 4 tokens, and 1 must fit: set it to 4 or more"),
-    ],
-)
-def test_a_tier_smaller_than_a_block_is_refused(given: dict[str, int], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        cache(20, **given)
 
 
 def test_an_id_may_be_any_text_of_json() -> None:

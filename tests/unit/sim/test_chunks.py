@@ -110,7 +110,7 @@ def test_computing_everything_again_is_no_reuse() -> None:
 
 
 def test_documents_that_recur_with_other_neighbours_are_computed_less_often() -> None:
-    trace = make_trace(WORKLOADS["sysx"], 200, seed=2)
+    trace = make_trace(WORKLOADS["sysx"], 80, seed=2)
     exact = SimulationOptions(host_tokens=262_144)
     few = [simulate(trace, replace(exact, chunk_reuse=fraction)).summary for fraction in (0.0, 0.15, 0.3)]
     computed = [summary.computed_tokens for summary in few]

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ragcache_core.errors import ConfigError, TraceError
+from ragcache_core.errors import ConfigError
 from ragcache_core.policy import PrefillCostModel
 from ragcache_core.policy.returning import NextTurnModel
 from ragcache_core.sim.blocks import BlockCache
 from ragcache_core.sim.options import SimulationOptions
 from ragcache_core.sim.simulator import simulate
-from ragcache_core.sim.traces.reuse import summarize
 from ragcache_core.sim.traces.trace import Trace, TracedRequest, read_trace, write_trace
 from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
 from ragcache_core.tree import check_invariants
@@ -43,15 +42,6 @@ def test_a_trace_of_conversations_is_read_as_it_was_written(tmp_path: Path) -> N
     assert read_trace(tmp_path / "talk.jsonl") == TALK
     assert '"conversation": 7' in (tmp_path / "talk.jsonl").read_text().splitlines()[0]
     assert "conversation" not in (tmp_path / "talk.jsonl").read_text().splitlines()[1]
-
-
-@pytest.mark.parametrize("value", ["-1", '"seven"', "1.5", "true", "[]", str(2**40)])
-def test_a_conversation_that_is_no_number_is_refused_with_its_line(tmp_path: Path, value: str) -> None:
-    line = '{"t": 0, "docs": [], "doc_tokens": [], "question_tokens": 3, "output_tokens": 1, "conversation": %s}'
-    path = tmp_path / "broken.jsonl"
-    path.write_text(line % 3 + "\n" + line % value + "\n")
-    with pytest.raises(TraceError, match=r"broken.jsonl:2.*'conversation' is"):
-        read_trace(path)
 
 
 def serve(trace: Trace, **settings: Any) -> tuple[list[tuple[int, int]], BlockCache]:
@@ -173,16 +163,3 @@ def test_the_conversation_workload_is_like_the_production_trace_it_was_fitted_to
     made = histogram(make_trace(WORKLOADS["conversation"], 12_031, 3))
     for name, value in published.items():
         assert made[name] == pytest.approx(value, rel=0.2), name
-
-
-def test_a_longer_trace_of_conversations_begins_with_the_shorter() -> None:
-    workload = replace(WORKLOADS["conversation"], num_documents=1_000)
-    assert make_trace(workload, 3_000, 5).head(400) == make_trace(workload, 400, 5)
-    assert make_trace(workload, 400, 6) != make_trace(workload, 400, 5)
-
-
-def test_a_summary_says_how_conversations_go() -> None:
-    summary = summarize(TALK)
-    assert (summary.num_conversations, summary.turns_per_conversation) == (1, 3.0)
-    assert summary.median_think_s == 1.5
-    assert summary.history_share == pytest.approx(260 / (74 + 37 + 116 + 213))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ragcache_core.errors import ConfigError, TraceError
+from ragcache_core.errors import TraceError
 from ragcache_core.sim.traces.log_formats import LogFormat
 from ragcache_core.sim.traces.log_import import Assumptions, ImportedLog, import_log, read_lengths
 from ragcache_core.sim.traces.trace import TracedRequest
@@ -279,9 +279,3 @@ def test_lengths_are_read_from_a_file(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(TraceError, match=message):
             read_lengths(path)
-
-
-@pytest.mark.parametrize("setting", [{"mean_tokens": 0}, {"question_tokens": -1}, {"output_tokens": 1.5}])
-def test_an_assumption_that_cannot_be_is_named(setting: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(setting))):
-        Assumptions(**setting)

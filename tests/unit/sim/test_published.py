@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 
@@ -74,14 +73,6 @@ def test_a_published_trace_tells_whose_it_is_and_is_read(tmp_path: Path, name: I
     assert log.log_format == name
     assert list(log.trace) == TRACES[name]
     assert (log.num_passed_over, log.num_estimated) == (0, 0)
-
-
-@pytest.mark.parametrize("name", SAMPLES)
-def test_a_published_trace_may_be_packed_and_named(tmp_path: Path, name: ImportedFormat) -> None:
-    imported(tmp_path, SAMPLES[name])
-    path = tmp_path / "log.gz"
-    path.write_bytes(gzip.compress("\n".join(SAMPLES[name]).encode()))
-    assert list(import_log(path, Assumptions(), name).trace) == TRACES[name]
 
 
 BROKEN: dict[str, tuple[ImportedFormat, str, str]] = {

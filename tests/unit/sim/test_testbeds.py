@@ -30,24 +30,6 @@ def test_the_formula_is_what_the_default_profile_samples() -> None:
             assert formula.estimate_s(num_cached_tokens, num_new_tokens) == pytest.approx(expected, rel=1e-12)
 
 
-def test_loading_a_prefix_leaves_a_hit_nearly_four_times_faster_on_llama() -> None:
-    testbed = TESTBEDS["a10g-llama2-7b"]
-    hit_s = testbed.cost.estimate_s(4_096, 32) + testbed.transfer_s(4_096, 0)
-    assert testbed.cost.estimate_s(0, 4_128) / hit_s == pytest.approx(3.9, abs=0.2)
-
-
-@pytest.mark.parametrize(("name", "requests_per_s"), [("h800-mixtral-8x7b", 2.0), ("h800-llama2-70b", 1.5)])
-def test_large_models_saturate_just_above_the_rates_at_which_vllm_failed(name: str, requests_per_s: float) -> None:
-    most = 1 / TESTBEDS[name].cost.estimate_s(0, 2 * 1_900 + 32)
-    assert requests_per_s < most < 1.1 * requests_per_s
-
-
-def test_decoding_reads_the_weights_and_the_context() -> None:
-    testbed = TESTBEDS["a10g-mistral-7b"]
-    assert testbed.decode_s(0) == testbed.base_s
-    assert testbed.decode_s(4_000) > testbed.base_s
-
-
 def test_what_comes_from_disk_passes_through_the_host() -> None:
     testbed = TESTBEDS["a10g-mistral-7b"]
     assert testbed.transfer_s(8_192, 0) == pytest.approx(1 / 11.5)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -75,24 +74,6 @@ def test_other_fields_and_blank_lines_are_passed_over(tmp_path: Path) -> None:
     assert [request.arrival_s for request in read_trace(path)] == [12.5, 13.0]
 
 
-def test_columns_hold_documents_by_their_first_appearance() -> None:
-    trace = Trace.from_requests(THREE)
-    assert trace.doc_ids == ("a", "b", "c")
-    assert trace.docs.tolist() == [0, 1, 1, 2, 1]
-    assert trace.first.tolist() == [0, 2, 2, 5]
-    assert trace.doc_tokens.tolist() == [10, 20, 20, 30, 25]
-    assert [trace.docs.dtype, trace.first.dtype, trace.arrival_s.dtype] == [np.int32, np.int64, np.float64]
-    with pytest.raises(ValueError, match="read-only"):
-        trace.docs[0] = 5
-
-
-def test_requests_are_found_by_number() -> None:
-    trace = Trace.from_requests(THREE)
-    assert [trace[0], trace[1], trace[-1]] == THREE
-    with pytest.raises(IndexError):
-        trace[3]
-
-
 def test_a_head_is_the_trace_of_the_first_requests() -> None:
     trace = Trace.from_requests(THREE)
     for count in range(5):
@@ -137,6 +118,8 @@ BROKEN: dict[str, tuple[str | bytes, str]] = {
     "a length beyond all": (changed(doc_tokens=[1904, 2**31]), "from 1 to 2147483647"),
     "a negative question": (changed(question_tokens=-1), "'question_tokens' holds -1"),
     "no answer": (changed(output_tokens=0), "'output_tokens' holds 0"),
+    "a conversation below 0": (changed(conversation=-1), "'conversation' is"),
+    "a conversation that is no number": (changed(conversation="seven"), "'conversation' is"),
     "without a time": (json.dumps({name: value for name, value in LINE.items() if name != "t"}), "'t'"),
 }
 
@@ -193,15 +176,6 @@ def test_requests_that_cannot_be_are_named_by_number() -> None:
         Trace.from_requests([THREE[0], TracedRequest(1.0, (), (), -2, 1)])
     with pytest.raises(ConfigError, match="request 1 of the trace: 't' is 0.5 after 4.0"):
         Trace.from_requests([THREE[2], THREE[0]])
-
-
-@pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
-def test_the_same_trace_gives_the_same_bytes(tmp_path: Path, name: str) -> None:
-    write_trace(Trace.from_requests(THREE), tmp_path / name)
-    first = (tmp_path / name).read_bytes()
-    (tmp_path / "sub").mkdir()
-    write_trace(Trace.from_requests(THREE), tmp_path / "sub" / name)
-    assert (tmp_path / "sub" / name).read_bytes() == first
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:

@@ -62,92 +62,10 @@ def test_a_changed_order_is_another_prompt() -> None:
     assert search.on_stage((2, 1), is_final=True, num_pending=0) == [Cancel(0), Generate((2, 1))]
 
 
-def test_a_superseded_speculation_ends_even_if_there_is_no_room_for_the_next() -> None:
-    search = pipeline()
-    search.on_stage("A", is_final=False, num_pending=0)
-    assert search.on_stage("B", is_final=False, num_pending=NO_ROOM) == [Cancel(0)]
-    assert search.on_stage("A", is_final=False, num_pending=NO_ROOM) == []
-    assert search.on_load(0) == [Start(1, "A")], "the last candidates, not those that were deferred first"
-
-
-def test_a_repeated_stage_starts_what_there_was_no_room_for() -> None:
-    search = pipeline()
-    search.on_stage("A", is_final=False, num_pending=NO_ROOM)
-    assert search.on_stage("A", is_final=False, num_pending=0) == [Start(0, "A")]
-    assert search.on_stage("A", is_final=False, num_pending=0) == []
-
-
-def test_no_prefills_allowed_means_no_speculation() -> None:
-    search = pipeline(max_prefill_bs=0)
-    assert search.on_stage("A", is_final=False, num_pending=0) == []
-    assert search.on_load(0) == []
-    assert search.on_stage("A", is_final=True, num_pending=0) == [Generate("A")]
-
-
-def test_candidates_that_are_not_promising_start_nothing_and_end_what_lives() -> None:
-    search = pipeline()
-    assert search.on_stage("A", is_final=False, num_pending=0, is_worthwhile=False) == []
-    assert search.on_load(0) == []
-    search.on_stage("A", is_final=False, num_pending=0)
-    assert search.on_stage("A", is_final=False, num_pending=0, is_worthwhile=False) == [], "it is sent already"
-    assert search.on_stage("B", is_final=False, num_pending=0, is_worthwhile=False) == [Cancel(0)]
-    assert search.on_load(0) == []
-
-
-def test_the_room_may_become_known_during_the_search() -> None:
-    search = pipeline(max_prefill_bs=0)
-    search.on_stage("A", is_final=False, num_pending=0)
-    search.max_prefill_bs = 1
-    assert search.on_load(0) == [Start(0, "A")]
-
-
 # Failures
 
 
-def test_a_failed_speculation_is_started_again_when_there_is_room_until_too_many_failed() -> None:
-    search = pipeline(max_failures=2)
-    search.on_stage("A", is_final=False, num_pending=0)
-    assert search.on_failed(0) == []
-    assert search.on_load(0) == [Start(1, "A")]
-    assert search.on_failed(1) == []
-    assert not search.is_deferred
-    assert search.on_load(0) == []
-    assert search.on_stage("B", is_final=False, num_pending=0) == []
-    assert search.on_stage("B", is_final=True, num_pending=0) == [Generate("B")]
-
-
-def test_a_speculation_that_failed_is_not_confirmed() -> None:
-    search = pipeline()
-    search.on_stage("A", is_final=False, num_pending=0)
-    search.on_failed(0)
-    assert search.on_stage("A", is_final=True, num_pending=0) == [Generate("A")]
-
-
-def test_the_late_failure_of_a_cancelled_speculation_is_no_failure() -> None:
-    search = pipeline(max_failures=1)
-    search.on_stage("A", is_final=False, num_pending=0)
-    search.on_stage("B", is_final=False, num_pending=0)
-    search.on_failed(0)
-    assert search.on_stage("B", is_final=True, num_pending=0) == [Confirm(1)]
-
-
-def test_a_confirmed_speculation_that_fails_generates_nothing_twice() -> None:
-    search = pipeline()
-    search.on_stage("A", is_final=False, num_pending=0)
-    search.on_stage("A", is_final=True, num_pending=0)
-    assert search.on_failed(0) == []
-    assert search.on_closed() == []
-
-
 # The end
-
-
-def test_closing_cancels_what_lives_once() -> None:
-    search = pipeline()
-    search.on_stage("A", is_final=False, num_pending=0)
-    assert search.on_closed() == [Cancel(0)]
-    assert search.on_closed() == []
-    assert search.on_load(0) == []
 
 
 @pytest.mark.parametrize("end", ["final", "closed"])
@@ -323,7 +241,7 @@ def searches(num_stages: int) -> Iterator[list[Event]]:
                 yield events
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize("num_stages", [1, 2])
 @pytest.mark.parametrize("max_failures", [1, 2])
 def test_every_short_search_keeps_every_promise(num_stages: int, max_failures: int) -> None:
     ends = [play(events, max_failures=max_failures) for events in searches(num_stages)]
@@ -381,7 +299,7 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     events=st.lists(EVENTS, max_size=18),
     end=st.sampled_from([Stage("A", 0, is_final=True), Stage("B", 9, is_final=True), Close()]),

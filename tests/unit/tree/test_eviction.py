@@ -56,30 +56,6 @@ def test_pinned_node_survives_eviction_until_it_is_unpinned() -> None:
     assert tree.evict(Tier.GPU) is not None
 
 
-def test_a_held_unit_keeps_all_before_it_and_lets_the_tail_go() -> None:
-    tree = new_tree()
-    (node,) = cache(tree, prompt("A", blocks=3))
-    tree.acquire_units(node, 1 << 1, Tier.GPU)
-    assert [unit.unit for unit in tree.evict(Tier.GPU) or ()] == [2]
-    assert tree.evict(Tier.GPU) is None
-    tree.release_units(node, 1 << 1, Tier.GPU)
-    assert [unit.unit for unit in tree.evict(Tier.GPU, 2) or ()] == [1, 0]
-
-
-def test_units_that_are_held_at_once_may_be_let_go_one_by_one() -> None:
-    tree = new_tree()
-    (node,) = cache(tree, prompt("A", blocks=5))
-    tree.acquire_units(node, 0b01011, Tier.GPU)
-    tree.acquire_units(node, 0b10100, Tier.GPU)
-    tree.release_units(node, 0b00110, Tier.GPU)
-    assert tree.evict(Tier.GPU) is None
-    tree.release_units(node, 0b11000, Tier.GPU)
-    assert [unit.unit for unit in tree.evict(Tier.GPU, 4) or ()] == [4, 3, 2, 1]
-    assert tree.evict(Tier.GPU) is None
-    tree.release_units(node, 0b11111, Tier.GPU)
-    assert [unit.unit for unit in tree.evict(Tier.GPU) or ()] == [0]
-
-
 @pytest.mark.parametrize("tier", Tier)
 def test_a_node_is_offered_again_when_a_cut_leaves_nothing_cached_below_it(tier: Tier) -> None:
     tree = new_tree()
@@ -94,27 +70,6 @@ def test_a_node_is_offered_again_when_a_cut_leaves_nothing_cached_below_it(tier:
     tree.remove(lower.node, 0b11, tier)
     check_invariants(tree, is_connected=False)
     assert [(unit.node, unit.unit) for unit in tree.evict(tier) or ()] == [(above, 2)]
-
-
-def test_protected_keys_stay_for_this_eviction_only() -> None:
-    tree = new_tree()
-    cache(tree, prompt("A"))
-    cache(tree, prompt("B"))
-    keys = prompt("A")[0].keys
-    assert {unit.node.doc_id for unit in tree.evict(Tier.GPU, 2, protected=tree.units_of(keys)) or ()} == {"B"}
-    assert tree.evict(Tier.GPU, 1, protected=tree.units_of(keys)) is None
-    assert tree.evict(Tier.GPU, 1) is not None
-
-
-def test_what_a_slower_tier_stands_on_stays() -> None:
-    tree = new_tree()
-    first, second = cache(tree, prompt("A", "B"))
-    tree.add(second, second.full_mask, Tier.HOST)
-    assert [unit.node for unit in tree.evict(Tier.GPU, 2) or ()] == [second, second]
-    assert tree.evict(Tier.GPU) is None, "B on the host stands on A on the GPU"
-    tree.add(first, first.full_mask, Tier.HOST)
-    assert tree.evict(Tier.GPU) is not None
-    check_invariants(tree)
 
 
 def evicted_documents(tree: KnowledgeTree, num_units: int) -> set[str | None]:
@@ -253,14 +208,6 @@ def test_protected_nodes_go_last_and_held_ones_not_at_all(policy: str) -> None:
     assert {unit.node for unit in tree.evict(Tier.GPU, 28) or ()} == {*nodes[32:]}
     assert {unit.node for unit in tree.evict(Tier.GPU, 16) or ()} == {*nodes[16:32]}
     assert tree.evict(Tier.GPU) is None
-
-
-def test_up_to_as_many_as_can_go_are_evicted() -> None:
-    tree = new_tree()
-    first, _ = cache(tree, prompt("A", "B"))
-    tree.acquire_units(first, 1 << 1, Tier.GPU)
-    assert [unit.node.doc_id for unit in tree.evict_up_to(Tier.GPU, 9)] == ["B", "B"]
-    assert tree.evict_up_to(Tier.GPU, 9) == []
 
 
 def test_a_unit_that_counts_for_several_makes_room_for_as_many_and_no_more_go_than_have_to() -> None:

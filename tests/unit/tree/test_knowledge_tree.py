@@ -10,14 +10,6 @@ from ragcache_core.types import Tier
 from tests.unit.tree.scene import BLOCK, cache, chain, new_tree, prompt
 
 
-def test_a_prompt_matches_as_far_as_its_documents_come_in_the_same_order() -> None:
-    tree = new_tree()
-    cache(tree, prompt("A", "B", "C"))
-    assert tree.match_prefix(prompt("A", "B", "D")).num_units == 4
-    assert tree.match_prefix(prompt("B", "A")).num_units == 0
-    assert tree.match_prefix(prompt("A", "B", "C")).num_tokens == 6 * BLOCK
-
-
 def test_matching_changes_nothing() -> None:
     tree = new_tree()
     path = cache(tree, prompt("A", "B"))
@@ -28,14 +20,6 @@ def test_matching_changes_nothing() -> None:
     assert len(tree) == 2
 
 
-def test_the_same_document_after_other_documents_is_another_node() -> None:
-    tree = new_tree()
-    first = cache(tree, prompt("A", "C"))
-    second = cache(tree, prompt("B", "C"))
-    assert first[1] is not second[1]
-    assert first[1].doc_id == second[1].doc_id == "C"
-
-
 def test_another_text_under_the_same_name_is_another_node() -> None:
     tree = new_tree()
     cache(tree, [PathSegment(chain("A.0", "A.1"), 32, "A")])
@@ -43,15 +27,6 @@ def test_another_text_under_the_same_name_is_another_node() -> None:
     assert tree.match_prefix(changed).num_units == 1
     cache(tree, changed)
     assert tree.match_prefix(prompt("A")).num_units == 2
-
-
-def test_runs_that_share_a_beginning_share_a_node() -> None:
-    tree = new_tree()
-    keys = chain("a", "b", "c", "d")
-    cache(tree, [PathSegment(keys, 64)])
-    path = cache(tree, [PathSegment([*keys[:2], ("a", "b", "x")], 48)])
-    assert [len(n.keys) for n in path] == [2, 1]
-    assert tree.match_prefix([PathSegment(keys, 64)]).num_units == 4
 
 
 @pytest.mark.parametrize("doc_ids", [(None, "B"), ("B", None), ("B", "B"), ("A", "B")])
@@ -84,18 +59,6 @@ def test_locations_are_grouped_by_node() -> None:
     assert masks_of(places) == {first: 0b111, second: 0b111}
     assert masks_of([places[4], places[0], places[2], places[3]]) == {second: 0b011, first: 0b101}
     assert masks_of(()) == {}
-
-
-def test_a_location_follows_its_unit_when_its_node_is_cut() -> None:
-    tree = new_tree()
-    keys = chain(*"ABCDEF")
-    tree.insert([PathSegment(keys, 6 * BLOCK)])
-    tree.retain(keys[-1])
-    places = tree.locate_all(keys)
-    tree.insert([PathSegment(keys[:2], 2 * BLOCK), PathSegment(keys[2:4], 2 * BLOCK)])
-    assert tree.locate_all(keys) == places
-    assert [(place.node.keys[place.unit]) for place in places if place is not None] == keys
-    check_invariants(tree)
 
 
 def test_each_token_is_counted_in_the_fastest_tier_that_holds_it() -> None:
@@ -162,21 +125,6 @@ def test_a_nameless_run_is_forgotten_once_it_is_evicted() -> None:
     assert [n.doc_id for n in tree.nodes()] == ["A"]
 
 
-def test_a_retained_node_stays_even_when_it_is_cut() -> None:
-    tree = new_tree(ghost_size=0)
-    keys = chain("a", "b", "c")
-    tree.insert([PathSegment(keys, 48)])
-    tree.retain(keys[2])
-    tree.insert([PathSegment([keys[0], ("a", "x")], 32)])
-    tree.insert([])
-    assert tree.locate(keys[2]) is not None
-    assert tree.locate(("a", "x")) is None
-    tree.release(keys[2])
-    tree.insert([])
-    assert len(tree) == 0
-    check_invariants(tree)
-
-
 def test_the_path_of_a_retained_prompt_is_what_inserting_it_again_returns() -> None:
     tree = new_tree()
     segments = prompt("A", "B", question="why?")
@@ -209,32 +157,6 @@ def test_an_answer_grows_the_last_nameless_leaf() -> None:
     check_invariants(tree)
 
 
-def test_a_tree_grows_again_from_stored_units() -> None:
-    tree, copy = new_tree(), new_tree()
-    cache(tree, prompt("A", "B", blocks=3, question="?"))
-    cache(tree, prompt("A", "C", blocks=3))
-    stored = sorted(
-        (
-            (
-                n.start + i,
-                key,
-                n.keys[i - 1] if i else (n.parent.keys[-1] if n.parent and n.parent.keys else None),
-                n.doc_id,
-            )
-            for n in tree.nodes()
-            for i, key in enumerate(n.keys)
-        ),
-        key=lambda unit: unit[0],
-    )
-    for _, key, after, doc_id in stored:
-        assert copy.attach(after, key, BLOCK, doc_id) is not None
-    check_invariants(copy)
-    assert sorted((n.doc_id or "", n.start, len(n.keys)) for n in copy.nodes()) == sorted(
-        (n.doc_id or "", n.start, len(n.keys)) for n in tree.nodes()
-    )
-    assert copy.attach(("unknown",), ("unknown", "x"), BLOCK, None) is None
-
-
 @pytest.mark.parametrize("stored", [(5, 2, 3), (3, 5, 2)])
 def test_the_highest_of_the_counts_stored_with_a_documents_units_wins(stored: tuple[int, ...]) -> None:
     """Only its first unit is noted again after later uses."""
@@ -244,17 +166,6 @@ def test_the_highest_of_the_counts_stored_with_a_documents_units_wins(stored: tu
         assert node is not None
         tree.restore(node, frequency=frequency, cost_s=frequency * 1e-3)
     assert (node.frequency, node.avg_cost_s) == (5, 5e-3)
-
-
-def test_clearing_a_tier_leaves_the_others() -> None:
-    tree = new_tree()
-    path = cache(tree, prompt("A", "B"))
-    for node in path:
-        tree.add(node, node.full_mask, Tier.HOST)
-    tree.clear_tier(Tier.GPU)
-    match = tree.match_prefix(prompt("A", "B"))
-    assert match.num_tokens_by_tier == (0, 4 * BLOCK, 0)
-    check_invariants(tree)
 
 
 def test_a_pinned_node_cannot_be_cut() -> None:

@@ -155,30 +155,6 @@ def test_a_protected_run_can_be_cut() -> None:
         assert evict_all(tree) == expected
 
 
-def test_a_protected_node_stays_in_the_tree_until_it_is_unprotected() -> None:
-    tree = KnowledgeTree(LRUPolicy(), ghost_size=0)
-    tree.insert([document("A")])
-    tree.protect(("A", 1))
-    tree.insert([])
-    assert len(tree) == 1
-    tree.unprotect(("A", 1))
-    tree.insert([])
-    assert len(tree) == 0
-    check_invariants(tree)
-
-
-@pytest.mark.parametrize("num_evicted", range(4))
-def test_leading_tokens_are_counted_up_to_the_first_gap_in_all_tiers(num_evicted: int) -> None:
-    tree = KnowledgeTree(LRUPolicy())
-    first, second = cache(tree, document("A"), document("B", "A"))
-    tree.evict_up_to(Tier.GPU, num_evicted)
-    assert tree.num_leading_tokens(second) == (4 - num_evicted) * BLOCK
-    assert tree.num_leading_tokens(first) == min(4 - num_evicted, 2) * BLOCK
-    tree.add(second, second.full_mask, Tier.DISK)
-    assert tree.num_leading_tokens(second) == (4 if num_evicted < 3 else 4 - num_evicted) * BLOCK
-    assert tree.num_leading_tokens(tree.root) == 0
-
-
 def told(changed: set[TreeNode]) -> set[Hashable]:
     """Return the documents of the nodes that changed, and forget them."""
     names: set[Hashable] = {node.doc_id for node in changed}

@@ -122,14 +122,6 @@ def test_what_is_written_is_read_back(opening: Opening) -> None:
     assert not scene.memory[11].any()
 
 
-def test_results_are_handed_out_once(opening: Opening) -> None:
-    scene = opening()
-    scene.write(keys(2))
-    scene.settle()
-    assert (list(scene.io.take_copied()), scene.written()[0]) == ([1], keys(2))
-    assert (list(scene.io.take_copied()), scene.written()) == ([], ([], [], []))
-
-
 def test_host_memory_is_free_before_the_disk_has_it(opening: Opening, gate: threading.Event) -> None:
     scene = opening()
     scene.write(keys(3))
@@ -184,29 +176,6 @@ def test_no_more_than_the_buffers_is_allocated(opening: Opening, monkeypatch: py
     assert 1 <= most <= 3
 
 
-def test_a_disk_that_is_too_slow_drops_the_rest_of_a_job_and_what_stands_on_it(
-    opening: Opening, gate: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(disk_io, "_PATIENCE_S", 0.05)
-    scene = opening(num_buffers=3)
-    scene.write(keys(5))
-    scene.write(keys(2, "child"), job_id=2, parent=b"k4")
-    monkeypatch.setattr(disk_io, "_PATIENCE_S", 30.0)
-    scene.write(keys(2, "grandchild"), job_id=3, parent=b"child1")
-    scene.write(keys(2, "other"), job_id=4)
-    copied: list[int] = []
-    assert until(lambda: copied.extend(scene.io.take_copied()) or len(copied) == 3)
-    assert copied == [1, 2, 3], "host memory is let go"
-    assert scene.written() == ([], [b"k3", b"k4", *keys(2, "child"), *keys(2, "grandchild")], [])
-    scene.write([b"k3", b"k4"], job_id=5, parent=b"k2")
-    scene.write(keys(2, "child"), job_id=6, parent=b"k4")
-    gate.set()
-    scene.settle()
-    assert scene.written() == ([*keys(3), *keys(2, "other"), b"k3", b"k4", *keys(2, "child")], [], [])
-    (message,) = [record.getMessage() for record in caplog.records]
-    assert "slower than what is computed: 2 chunks are not written" in message
-
-
 def test_a_slow_disk_that_gets_on_is_given_time_for_what_waits(
     opening: Opening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,17 +187,6 @@ def test_a_slow_disk_that_gets_on_is_given_time_for_what_waits(
     scene.write(keys(6))
     scene.settle()
     assert scene.written() == (keys(6), [], []), "twelve times the patience, and less than a chunk a second needs"
-
-
-def test_more_jobs_wait_until_half_of_host_memory_is_held(opening: Opening, gate: threading.Event) -> None:
-    scene = opening(num_buffers=1)
-    assert scene.io.has_room_for(NUM_ROWS), "alone a job may be of any size"
-    scene.write(keys(NUM_ROWS // 2 - 1))
-    assert scene.io.has_room_for(1)
-    assert not scene.io.has_room_for(2)
-    gate.set()
-    assert scene.io.finish_writes(30)
-    assert scene.io.has_room_for(2)
 
 
 def test_draining_lets_go_of_host_memory_without_the_disk(
@@ -287,14 +245,6 @@ def test_what_is_forgotten_leaves_its_slot_to_what_is_stored_later(opening: Open
     load = scene.read(keys(4), [0, 1, 2, 3])
     scene.settle()
     assert found(load) == [True, False, True, False]
-
-
-def test_a_job_of_nothing_is_done_too(opening: Opening) -> None:
-    scene = opening()
-    scene.io.store(9, [], [])
-    scene.settle()
-    assert list(scene.io.take_copied()) == [9]
-    assert scene.written() == ([], [], [])
 
 
 def test_a_write_error_half_way_reports_exactly_what_is_stored(
@@ -388,41 +338,6 @@ def test_what_is_not_there_leaves_memory_alone(opening: Opening) -> None:
     assert (scene.memory[6] == 0xEE).all()
 
 
-def test_a_read_error_is_a_miss_of_the_batch(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = opening()
-    scene.write(keys(2))
-    scene.settle()
-
-    def fail(*args: object) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(SlotFile, "read", fail)
-    scene.memory[:] = 0xEE
-    load = scene.read(keys(2), [5, 6])
-    scene.settle()
-    assert found(load) == [False, False]
-    assert (scene.memory == 0xEE).all()
-
-
-def test_a_reader_that_comes_too_late_writes_nothing(opening: Opening, gate: threading.Event) -> None:
-    scene = opening()
-    gate.set()
-    scene.write(keys(3))
-    scene.settle()
-    gate.clear()
-    scene.memory[:] = 0xEE
-    load = scene.read(keys(3), [0, 1, 2])
-    assert not load.is_ended()
-    load.abandon()
-    assert load.is_ended()
-    load.abandon()
-    assert found(load) == [False] * 3
-    gate.set()
-    scene.settle()
-    assert found(load) == [False] * 3
-    assert (scene.memory == 0xEE).all()
-
-
 def test_a_reader_that_was_faster_is_not_abandoned(opening: Opening) -> None:
     scene = opening()
     scene.write(keys(2))
@@ -474,17 +389,6 @@ def test_draining_waits_for_reads_and_writes(opening: Opening, gate: threading.E
     with waiting(scene.settle):
         gate.set()
     assert scene.written()[0] == keys(1) + keys(1, "w")
-
-
-def test_clearing_empties_the_store(opening: Opening) -> None:
-    scene = opening()
-    scene.write(keys(3))
-    scene.settle()
-    scene.io.clear()
-    scene.settle()
-    load = scene.read(keys(3), [0, 1, 2])
-    scene.settle()
-    assert found(load) == [False] * 3
 
 
 def test_closing_finishes_what_was_asked_for_and_can_be_done_twice(opening: Opening, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ class ForgottenChunks:
 
 
 @dataclass(slots=True)
-class Transfer:
+class ChunkTransfer:
     """A variant in flight to or from disk, and how many workers are done with it."""
 
     chunk: StoredVariants

@@ -14,7 +14,7 @@ from ragcache_core.chunk.types import ChunkKey, ChunkVariant
 from ragcache_core.chunkstore.slots import SlotMap
 from ragcache_core.tree.node import MAX_OTHER_IDS
 from ragcache_core.types import Tier
-from ragcache_core.vllm_plugin.chunks.manager.entries import ChunkCounters, StoredVariants, Transfer, Variant
+from ragcache_core.vllm_plugin.chunks.manager.entries import ChunkCounters, ChunkTransfer, StoredVariants, Variant
 from ragcache_core.vllm_plugin.chunks.manager.eviction import ChunkEviction
 from ragcache_core.vllm_plugin.chunks.messages import (
     DropChunks,
@@ -76,7 +76,7 @@ class ChunkResidency:
         self._free = SlotMap(num_pages)
         self._num_idle_pages = self._num_idle_disk_pages = self._num_writing_pages = 0
         self._next_command = 0
-        self._transfers: dict[int, Transfer] = {}
+        self._transfers: dict[int, ChunkTransfer] = {}
         self._commands: list[MemoryCommand] = []
         self._uses: dict[int, ChunkVariant] = {}
         self._scrubs: dict[int, int] = {}
@@ -333,10 +333,10 @@ class ChunkResidency:
 
     def _begin(self, chunk: StoredVariants, stored: Variant) -> int:
         command_id, self._next_command = self._next_command, self._next_command + 1
-        self._transfers[command_id] = Transfer(chunk, stored)
+        self._transfers[command_id] = ChunkTransfer(chunk, stored)
         return command_id
 
-    def _finish(self, transfer: Transfer) -> None:
+    def _finish(self, transfer: ChunkTransfer) -> None:
         chunk, stored = transfer.chunk, transfer.stored
         is_lost = stored.is_loading and bool(transfer.num_failed)
         with self.changing(chunk, stored):

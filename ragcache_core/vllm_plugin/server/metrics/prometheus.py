@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ragcache_core.stats import Series
+from ragcache_core.stats import CHUNK_SERIES, ENGINE_SERIES, TIER_SERIES, Series
 from ragcache_core.vllm_plugin.compat import (
     KVConnectorPromMetrics,
     OffloadPromMetrics,
@@ -17,7 +17,6 @@ from ragcache_core.vllm_plugin.compat import (
 )
 from ragcache_core.vllm_plugin.release import settings_in_force, why_alone
 from ragcache_core.vllm_plugin.server.engine_view import received
-from ragcache_core.vllm_plugin.server.metrics.series import CHUNKS, ENGINE, TIER
 
 
 class RAGCachePromMetrics(KVConnectorPromMetrics):
@@ -42,8 +41,8 @@ class RAGCachePromMetrics(KVConnectorPromMetrics):
             if "spec_name" in extra_config and why_alone() is None
             else None
         )
-        chunks = CHUNKS if settings.chunk_reuse is not None else {}
-        shown = [(ENGINE, labelnames), (TIER, [*labelnames, "tier"]), (chunks, labelnames)]
+        chunks = CHUNK_SERIES if settings.chunk_reuse is not None else {}
+        shown = [(ENGINE_SERIES, labelnames), (TIER_SERIES, [*labelnames, "tier"]), (chunks, labelnames)]
         index, _ = front_end_of(vllm_config)
         self._engine_series, self._tier_series, self._chunk_series = (
             {} if index else {key: self._metric(series, labels) for key, series in table.items()}
@@ -64,11 +63,11 @@ class RAGCachePromMetrics(KVConnectorPromMetrics):
         if not report:
             return
         labels = self.per_engine_labelvalues[engine_idx]
-        self._show(ENGINE, self._engine_series, report, "", labels, engine_idx)
+        self._show(ENGINE_SERIES, self._engine_series, report, "", labels, engine_idx)
         for tier in report["tiers"]:
-            self._show(TIER, self._tier_series, tier, tier["name"], [*labels, tier["name"]], engine_idx)
+            self._show(TIER_SERIES, self._tier_series, tier, tier["name"], [*labels, tier["name"]], engine_idx)
         if chunks := report.get("chunks"):
-            self._show(CHUNKS, self._chunk_series, chunks, "chunks", labels, engine_idx)
+            self._show(CHUNK_SERIES, self._chunk_series, chunks, "chunks", labels, engine_idx)
 
     def _show(
         self,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ragcache_kernels.check.cases import Case, Shape, make_case
+from ragcache_kernels.check.cases import KernelCase, Shape, make_case
 
 
 @pytest.fixture
@@ -18,10 +18,10 @@ def device() -> torch.device:
 
 
 @pytest.fixture
-def make(device: torch.device) -> Callable[..., Case]:
+def make(device: torch.device) -> Callable[..., KernelCase]:
     """A case of 23 tokens in float32, two heads of keys with two of queries each; whatever is named is different."""
 
-    def made(**changes: Any) -> Case:
+    def made(**changes: Any) -> KernelCase:
         return make_case(
             Shape(**{"num_heads": 4, "num_kv_heads": 2, "head_dim": 22, "num_keys": 23, **changes}), device
         )

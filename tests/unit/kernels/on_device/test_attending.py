@@ -8,36 +8,36 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ragcache_kernels.check.cases import Case, largest_error
+from ragcache_kernels.check.cases import KernelCase, largest_error
 from ragcache_kernels.chunk_mass import chunk_attention_mass
 from ragcache_kernels.scattered_attention import Tiles, attention_probabilities, scattered_attention
 
-Make = Callable[..., Case]
+Make = Callable[..., KernelCase]
 SCALE = 0.2
 TILES = Tiles(16, 16)  # fewer programs than a GPU would like: the interpreter's time goes by programs
 
 
-def _query(case: Case, positions: torch.Tensor) -> torch.Tensor:
+def _query(case: KernelCase, positions: torch.Tensor) -> torch.Tensor:
     return case.random(len(positions), case.shape.num_heads, case.shape.head_dim)
 
 
-def _attend(case: Case, query: torch.Tensor, positions: torch.Tensor, **options: object) -> torch.Tensor:
+def _attend(case: KernelCase, query: torch.Tensor, positions: torch.Tensor, **options: object) -> torch.Tensor:
     caches = case.key_cache, case.value_cache
     options = {"tiles": TILES, **options}
     return scattered_attention(query, positions, *caches, case.block_table, SCALE, **options)  # type: ignore[arg-type]  # by name
 
 
-def _mass(case: Case, query: torch.Tensor, positions: torch.Tensor, edges: list[int]) -> torch.Tensor:
+def _mass(case: KernelCase, query: torch.Tensor, positions: torch.Tensor, edges: list[int]) -> torch.Tensor:
     starts, ends = (torch.tensor(each, dtype=torch.int32, device=query.device) for each in (edges[:-1], edges[1:]))
     where = case.key_cache, case.block_table, starts, ends, SCALE
     return chunk_attention_mass(query, positions, *where, tiles=TILES)
 
 
-def _all(case: Case) -> torch.Tensor:
+def _all(case: KernelCase) -> torch.Tensor:
     return torch.arange(case.shape.num_keys, device=case.key_cache.device)
 
 
-def _cached(case: Case, cache: torch.Tensor) -> torch.Tensor:
+def _cached(case: KernelCase, cache: torch.Tensor) -> torch.Tensor:
     return cache[case.block_table.long()].flatten(0, 1)[: case.shape.num_keys].transpose(0, 1)
 
 

@@ -7,29 +7,29 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ragcache_kernels.check.cases import TOLERANCE, Case, largest_error
+from ragcache_kernels.check.cases import TOLERANCE, KernelCase, largest_error
 from ragcache_kernels.rotary import RotaryTable, rotate, unrotate
 from ragcache_kernels.rotate_into_cache import rotate_into_cache
 from ragcache_kernels.unrotate_from_cache import unrotate_from_cache
 
-Make = Callable[..., Case]
+Make = Callable[..., KernelCase]
 
 
-def _rows(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows(case: KernelCase) -> tuple[torch.Tensor, torch.Tensor]:
     shape = case.shape.num_keys, case.shape.num_kv_heads, case.shape.head_dim
     return case.random(*shape), case.random(*shape)
 
 
-def _positions(case: Case) -> torch.Tensor:
+def _positions(case: KernelCase) -> torch.Tensor:
     return torch.arange(case.shape.num_keys, device=case.key_cache.device)
 
 
-def _into_cache(case: Case, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+def _into_cache(case: KernelCase, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
     positions = _positions(case)
     rotate_into_cache(keys, values, positions, positions, slots, case.table, case.key_cache, case.value_cache)
 
 
-def _in_cache(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+def _in_cache(case: KernelCase) -> tuple[torch.Tensor, torch.Tensor]:
     slots = case.slots(_positions(case))
     blocks, offsets = slots // case.shape.block_size, slots % case.shape.block_size
     return case.key_cache[blocks, offsets], case.value_cache[blocks, offsets]
