@@ -18,6 +18,7 @@ import yaml
 from ragcache_core.cli import cli
 from ragcache_core.client.launch.process import GRACE_S
 from ragcache_core.vllm_plugin.server.middleware import OPEN_PATHS
+from tests.installation.serving_requirements import needed, serving_lines
 
 ROOT = Path(__file__).resolve().parents[3]
 DEPLOYMENT = ROOT / "examples" / "deployment"
@@ -84,12 +85,10 @@ def distributions(requirements: list[str]) -> set[str]:
 def installed_on(dockerfile: Path) -> set[str]:
     """Return the distributions of ours and our extras that an image installs."""
     run = dockerfile.read_text(encoding="utf-8")
-    if "make setup" in run:  # installs the lock file
-        return distributions(
-            re.findall(r"^([\w.-]+)==", (ROOT / "requirements" / "lock.txt").read_text(), re.MULTILINE)
-        )
-    (extras,) = re.findall(r"pip install .*?/src(?:\[([\w,-]+)\])?", run)
-    return distributions([f"ragcache[{extras}]"] if extras else []) | distributions(PYPROJECT["dependencies"])
+    if locks := re.findall(r"make setup .*LOCK=(\S+)", run):
+        return distributions(re.findall(r"^([\w.-]+)==", (ROOT / locks[0]).read_text("utf-8"), re.MULTILINE))
+    (extras,) = re.findall(r'pip install "\$\(echo /wheels/\*\.whl\)\[([\w,-]+)\]"', run)
+    return distributions([f"ragcache[{extras}]"]) | distributions(PYPROJECT["dependencies"])
 
 
 @pytest.mark.parametrize("dockerfile", IMAGES, ids=lambda path: path.name)
@@ -98,8 +97,10 @@ def test_an_image_runs_a_command_that_is_understood_as_shipped(dockerfile: Path)
     entry, command = json.loads(parts["ENTRYPOINT"]), json.loads(parts.get("CMD", '["/models/my-model"]'))
     given = arguments_of(entry, command, "serve")
     assert (given["host"], given["log"]) == ("0.0.0.0", Path("/dev/stdout"))
-    if given["model"].startswith("/src/"):
-        assert (ROOT / given["model"].removeprefix("/src/")).is_dir()
+    copied = dict(re.findall(r"COPY --from=build /src/(\S+) (\S+)", dockerfile.read_text(encoding="utf-8")))
+    for source, target in copied.items():
+        assert given["model"] == target
+        assert (ROOT / source).is_dir()
 
 
 @pytest.mark.parametrize("dockerfile", IMAGES, ids=lambda path: path.name)
@@ -116,6 +117,22 @@ def test_an_image_installs_what_the_shipped_commands_need(dockerfile: Path, tmp_
     code = FEATURES.format(missing=missing, folder=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-1000:]
+
+
+@pytest.mark.parametrize("dockerfile", IMAGES, ids=lambda path: path.name)
+def test_an_image_names_its_base_by_an_argument_and_says_what_it_is(dockerfile: Path) -> None:
+    text = dockerfile.read_text(encoding="utf-8")
+    assert set(re.findall(r"^FROM (\S+)", text, re.MULTILINE)) == {"${BASE}"}
+    parts = instructions(dockerfile)
+    assert int(parts["USER"]) > 0
+    assert {"title", "licenses", "version", "revision"} <= set(
+        re.findall(r"org\.opencontainers\.image\.(\w+)=", parts["LABEL"])
+    )
+
+
+def test_images_install_what_a_server_needs_of_the_lock_and_no_more() -> None:
+    assert (ROOT / "requirements" / "serve.txt").read_text(encoding="utf-8") == serving_lines()
+    assert not {"pytest", "mypy", "langchain", "jupyter-client"} & needed()
 
 
 @pytest.mark.parametrize("dockerfile", IMAGES, ids=lambda path: path.name)
@@ -136,10 +153,10 @@ def test_containers_run_commands_that_are_understood_and_probe_what_answers_with
     for arguments, grace_s in zip((service["command"], container["args"]), graces, strict=True):
         given = arguments_of(entry, arguments, "serve")
         assert grace_s > given["drain"] + GRACE_S
-    (port,) = (mapping["containerPort"] for mapping in container["ports"])
-    assert port == given["port"]
+    (port,) = container["ports"]
+    assert port["containerPort"] == given["port"]
     probes = [container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")]
-    assert {probe["port"] for probe in probes} == {port}
+    assert {probe["port"] for probe in probes} == {port["name"]}
     paths = {probe["path"] for probe in probes}
     paths |= set(re.findall(r"127\.0\.0\.1:8000(/\w+)", " ".join(service["healthcheck"]["test"])))
     assert paths == {"/ready", "/health"}
