@@ -45,6 +45,7 @@ cd "$IMAGE_ROOT"
 mount --bind . . && cd "$IMAGE_ROOT"
 mount -t proc proc proc
 mount --rbind /dev dev
+mount --bind /sys sys && mount -o remount,bind,ro sys
 mount -t tmpfs -o size=64m,mode=1777 tmpfs dev/shm
 mount -t tmpfs -o mode=1777,noexec tmpfs tmp
 mount --bind "$IMAGE_VOLUME" "./$VOLUME"

@@ -17,6 +17,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 
+from ragcache_core._version import __version__
 from ragcache_core.policy import PrefillCostModel, make_policy
 from ragcache_core.stats import ChunkReuseStats
 from ragcache_core.types import PromptSegment, SegmentKind, Tier
@@ -130,6 +131,14 @@ def test_the_series_are_what_the_engine_counted() -> None:
     assert server.value("ragcache_tier_enabled", tier="disk") == 0
     assert server.value("ragcache_requests_total") == 2
     assert b"# HELP ragcache_lost_chunks_total" in generate_latest(server.registry)
+
+
+def test_the_releases_and_the_policy_are_told_by_the_first_api_server() -> None:
+    builds = [Server(num_engines=2, index=index).registry.collect() for index in (0, 1)]
+    first, second = [[s for m in build if m.name == "ragcache_build_info" for s in m.samples] for build in builds]
+    assert [(s.labels["engine"], s.value) for s in first] == [("0", 1), ("1", 1)]
+    assert {(s.labels["version"], s.labels["policy"]) for s in first} == {(__version__, "tournament")}
+    assert second == []
 
 
 Begin = Callable[..., Awaitable[Any]]

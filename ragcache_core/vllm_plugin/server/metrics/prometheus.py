@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ragcache_core._version import __version__
 from ragcache_core.stats import Series
 from ragcache_core.vllm_plugin.compat import (
     KVConnectorPromMetrics,
@@ -18,6 +19,8 @@ from ragcache_core.vllm_plugin.compat import (
 from ragcache_core.vllm_plugin.release import settings_in_force, why_alone
 from ragcache_core.vllm_plugin.server.engine_view import received
 from ragcache_core.vllm_plugin.server.metrics.series import CHUNKS, ENGINE, TIER
+
+_BUILD = ("version", "vllm_version", "policy")
 
 
 class RAGCachePromMetrics(KVConnectorPromMetrics):
@@ -50,6 +53,17 @@ class RAGCachePromMetrics(KVConnectorPromMetrics):
             for table, labels in shown
         )
         self._seen: dict[tuple[int, str, str], int] = {}
+        if not index:
+            from vllm import __version__ as vllm_version
+
+            build = self._gauge_cls(
+                "ragcache_build_info",
+                "The releases that run and the cache's policy; always 1",
+                [*labelnames, *_BUILD],
+                multiprocess_mode="mostrecent",
+            )
+            for labels in per_engine_labelvalues.values():
+                build.labels(*labels, __version__, vllm_version, settings.policy).set(1)
 
     def _metric(self, series: Series, labels: list[str]) -> Any:
         if series.is_gauge:
