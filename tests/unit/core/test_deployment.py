@@ -17,6 +17,7 @@ import yaml
 
 from ragcache_core.cli import cli
 from ragcache_core.client.launch.process import GRACE_S
+from ragcache_core.runtime.probes import LIVE
 from ragcache_core.vllm_plugin.server.middleware import OPEN_PATHS
 from tests.installation.serving_requirements import needed, serving_lines
 
@@ -153,13 +154,14 @@ def test_containers_run_commands_that_are_understood_and_probe_what_answers_with
     for arguments, grace_s in zip((service["command"], container["args"]), graces, strict=True):
         given = arguments_of(entry, arguments, "serve")
         assert grace_s > given["drain"] + GRACE_S
-    (port,) = container["ports"]
-    assert port["containerPort"] == given["port"]
-    probes = [container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")]
-    assert {probe["port"] for probe in probes} == {port["name"]}
-    paths = {probe["path"] for probe in probes}
-    paths |= set(re.findall(r"127\.0\.0\.1:8000(/\w+)", " ".join(service["healthcheck"]["test"])))
-    assert paths == {"/ready", "/health"}
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    given = arguments_of(entry, container["args"], "serve")
+    assert ports == {"http": given["port"], "live": given["probe_port"]}
+    live, ready = (container[f"{kind}Probe"]["httpGet"] for kind in ("liveness", "readiness"))
+    assert (live["port"], live["path"]) == ("live", LIVE)
+    assert (ready["port"], ready["path"]) == ("http", "/ready")
+    paths = set(re.findall(r"127\.0\.0\.1:8000(/\w+)", " ".join(service["healthcheck"]["test"])))
+    assert paths == {"/ready"}
     assert paths <= OPEN_PATHS
 
 
