@@ -149,7 +149,7 @@ manifests: $(PUBLISH)/.ready ## write examples/deployment/kubernetes anew from t
 	$(PUBLISH)/bin/python -m tests.deployment.chart
 
 image-check: $(PUBLISH)/.ready ## build the images without a registry, start Dockerfile.cpu's and ask it; as root, with buildah and debootstrap
-	$(PUBLISH)/bin/python -m tests.deployment.image $(ARGS)
+	$(PUBLISH)/bin/python -m tests.deployment.image $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX)) $(ARGS)
 
 audit: $(PUBLISH)/.ready ## ask for known vulnerabilities of the packages that images install; without a network only a warning
 	@mkdir -p build

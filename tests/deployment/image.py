@@ -37,8 +37,6 @@ BASE_PACKAGES = "ca-certificates,python3,python3-pip,python3-venv"
 """What python:3.11-slim has and Debian's smallest base has not."""
 STARTUP_S = 300.0
 VERSION = ("ragcache", "--version")
-NO_INDEX = ("--build-arg", "TORCH_INDEX=")
-"""This machine's pip knows where PyTorch's builds for the CPU are."""
 ENTER = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-ec"]
 CONTAINER = """
 cd "$IMAGE_ROOT"
@@ -314,8 +312,9 @@ def check_bases(*, is_release: bool) -> None:
 @click.command()
 @click.option("--folder", type=click.Path(path_type=Path), default=ROOT / "build" / "images", show_default=True)
 @click.option("--base", help="An image in this folder's storage to build upon. [default: one that debootstrap makes]")
+@click.option("--torch-index", default="", help="An index with PyTorch's builds for the CPU. [default: pip's own]")
 @click.option("--release", is_flag=True, help="Reject base images without a digest.")
-def main(folder: Path, base: str | None, release: bool) -> None:
+def main(folder: Path, base: str | None, torch_index: str, release: bool) -> None:
     """Build the images of examples/deployment; start and ask what does not need a GPU."""
     check_bases(is_release=release)
     if missing := [each for each in ("buildah", "debootstrap", "unshare", "setpriv") if shutil.which(each) is None]:
@@ -323,15 +322,16 @@ def main(folder: Path, base: str | None, release: bool) -> None:
     if os.getuid() != 0:
         sys.exit("ragcache: error: image-check needs root, for chroot and mounts")
     builder = Builder(folder.resolve())
+    index = ("--build-arg", f"TORCH_INDEX={torch_index}")
     cpu, cuda = DEPLOYMENT / "Dockerfile.cpu", DEPLOYMENT / "Dockerfile"
     try:
         base = base or builder.base("localhost/ragcache-base:latest")
         began_s = time.monotonic()
-        image = builder.mounted(builder.build(cpu, "localhost/ragcache-cpu:check", base, *NO_INDEX))
+        image = builder.mounted(builder.build(cpu, "localhost/ragcache-cpu:check", base, *index))
         print(f"image-check: built {cpu.name} in {time.monotonic() - began_s:.0f} s", flush=True)
         check(image, folder)
         inventory(image, folder)
-        vllm = builder.build(cpu, "localhost/ragcache-vllm:check", base, *NO_INDEX, "--target", "build")
+        vllm = builder.build(cpu, "localhost/ragcache-vllm:check", base, *index, "--target", "build")
         version = output(builder.mounted(builder.build(cuda, "localhost/ragcache:check", vllm)), folder, VERSION)
         print(f"image-check: built {cuda.name} over vLLM for the CPU: {version.strip()}")
     finally:

@@ -29,6 +29,9 @@ COMPOSE = yaml.safe_load((DEPLOYMENT / "compose.yaml").read_text(encoding="utf-8
 STATEFUL_SET = yaml.safe_load((DEPLOYMENT / "kubernetes" / "engine.yaml").read_text(encoding="utf-8"))
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
+BY_NAME = {"pypa/gh-action-pypi-publish@release/v1"}
+"""Actions of which the commit of a release that takes today's metadata is not known."""
+
 FEATURES = """
 import importlib.abc, sys
 from pathlib import Path
@@ -182,3 +185,18 @@ def test_every_file_that_a_deployment_mounts_or_builds_from_is_there() -> None:
     assert [source for source in files if not (DEPLOYMENT / source).is_file()] == []
     listed = yaml.safe_load((DEPLOYMENT / "kubernetes" / "kustomization.yaml").read_text(encoding="utf-8"))["resources"]
     assert {*listed, "kustomization.yaml"} == {path.name for path in (DEPLOYMENT / "kubernetes").iterdir()}
+
+
+def test_workflows_name_actions_by_commit() -> None:
+    used = [
+        line
+        for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+        for line in re.findall(r"uses: (.*)", path.read_text(encoding="utf-8"))
+    ]
+    assert len(used) >= 10
+    by_name = {line for line in used if not re.fullmatch(r"[\w.-]+/[\w.-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line)}
+    assert by_name <= BY_NAME
+    commits = {}
+    for line in set(used) - by_name:
+        action, _, commit = line.partition("@")
+        assert commits.setdefault(action, commit) == commit, "one commit of an action everywhere"

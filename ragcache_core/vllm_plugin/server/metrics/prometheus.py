@@ -18,7 +18,8 @@ from ragcache_core.vllm_plugin.compat import (
 )
 from ragcache_core.vllm_plugin.release import settings_in_force, why_alone
 from ragcache_core.vllm_plugin.server.engine_view import received
-from ragcache_core.vllm_plugin.server.metrics.series import CHUNKS, ENGINE, TIER
+from ragcache_core.vllm_plugin.server.metrics.series import CHUNKS, ENGINE, TENANT, TENANT_TIER, TIER
+from ragcache_core.vllm_plugin.server.metrics.tenant_series import num_shown, shown_tenants
 
 _BUILD = ("version", "vllm_version", "policy")
 
@@ -46,9 +47,17 @@ class RAGCachePromMetrics(KVConnectorPromMetrics):
             else None
         )
         chunks = CHUNKS if settings.chunk_reuse is not None else {}
-        shown = [(ENGINE, labelnames), (TIER, [*labelnames, "tier"]), (chunks, labelnames)]
+        self._num_tenants = num_shown()
+        tenant, tenant_tier = (TENANT, TENANT_TIER) if self._num_tenants else ({}, {})
+        shown = [
+            (ENGINE, labelnames),
+            (TIER, [*labelnames, "tier"]),
+            (chunks, labelnames),
+            (tenant, [*labelnames, "tenant"]),
+            (tenant_tier, [*labelnames, "tenant", "tier"]),
+        ]
         index, _ = front_end_of(vllm_config)
-        self._engine_series, self._tier_series, self._chunk_series = (
+        self._engine_series, self._tier_series, self._chunk_series, self._tenant_series, self._tenant_tier_series = (
             {} if index else {key: self._metric(series, labels) for key, series in table.items()}
             for table, labels in shown
         )
@@ -83,6 +92,16 @@ class RAGCachePromMetrics(KVConnectorPromMetrics):
             self._show(TIER, self._tier_series, tier, tier["name"], [*labels, tier["name"]], engine_idx)
         if chunks := report.get("chunks"):
             self._show(CHUNKS, self._chunk_series, chunks, "chunks", labels, engine_idx)
+        if self._num_tenants:
+            self._show_tenants(report, labels, engine_idx)
+
+    def _show_tenants(self, report: Mapping[str, Any], labels: Sequence[object], engine_idx: int) -> None:
+        for name, figures in shown_tenants(report, self._num_tenants):
+            part = f"tenant {name}"
+            self._show(TENANT, self._tenant_series, figures, part, [*labels, name], engine_idx)
+            for tier in figures["tiers"]:
+                of_tier = [*labels, name, tier["name"]]
+                self._show(TENANT_TIER, self._tenant_tier_series, tier, f"{part} {tier['name']}", of_tier, engine_idx)
 
     def _show(
         self,
