@@ -80,7 +80,7 @@ class Built:
 
 
 class Builder:
-    """buildah with a storage of its own below a folder, which :meth:`close` unmounts."""
+    """buildah with a storage of its own below a folder. :meth:`close` leaves the base and downloaded packages there."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -88,12 +88,19 @@ class Builder:
         driver = "overlay" if can_overlay(folder) else "vfs"
         storage = ["--root", str(folder / "storage"), "--runroot", str(folder / "run"), "--storage-driver", driver]
         self._buildah = ["buildah", *storage]
-        self._containers: list[str] = []
+        self._environment = {**os.environ, "TMPDIR": str(folder / "tmp")}
+        self._tags: list[str] = []
+        (folder / "tmp").mkdir(exist_ok=True)
 
     def __call__(self, *arguments: str | Path) -> str:
         """Run a command of buildah, and return its output."""
         done = subprocess.run(
-            [*self._buildah, *map(str, arguments)], stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT
+            [*self._buildah, *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            cwd=ROOT,
+            env=self._environment,
         )
         return done.stdout.strip()
 
@@ -144,15 +151,16 @@ class Builder:
     def mounted(self, tag: str) -> Built:
         """Return an image with its files mounted."""
         container = self("from", "--pull-never", tag)
-        self._containers.append(container)
         facts = json.loads(self("inspect", "--type", "image", tag))
         return Built(Path(self("mount", container)), facts["OCIv1"]["config"])
 
     def close(self) -> None:
-        """Unmount and remove the containers; the images stay for the next run."""
-        for container in self._containers:
-            with suppress(subprocess.CalledProcessError):
-                self("rm", container)
+        """Remove containers and images, but for the base, and unmount the storage."""
+        with suppress(subprocess.CalledProcessError):
+            self("rm", "--all")
+            if self._tags:
+                self("rmi", "--force", *self._tags)
+        subprocess.run(["umount", self.folder / "storage" / "overlay"], stderr=subprocess.DEVNULL, check=False)
 
 
 def can_overlay(folder: Path) -> bool:
@@ -321,6 +329,7 @@ def main(folder: Path, base: str | None, torch_index: str, release: bool) -> Non
         sys.exit(f"ragcache: error: image-check needs {', '.join(missing)}: apt-get install buildah debootstrap")
     if os.getuid() != 0:
         sys.exit("ragcache: error: image-check needs root, for chroot and mounts")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is mounted is unmounted
     builder = Builder(folder.resolve())
     index = ("--build-arg", f"TORCH_INDEX={torch_index}")
     cpu, cuda = DEPLOYMENT / "Dockerfile.cpu", DEPLOYMENT / "Dockerfile"
@@ -331,7 +340,7 @@ def main(folder: Path, base: str | None, torch_index: str, release: bool) -> Non
         print(f"image-check: built {cpu.name} in {time.monotonic() - began_s:.0f} s", flush=True)
         check(image, folder)
         inventory(image, folder)
-        vllm = builder.build(cpu, "localhost/ragcache-vllm:check", base, *index, "--target", "build")
+        vllm = builder.as_base("localhost/ragcache-cpu:check", "localhost/vllm-cpu:check")
         version = output(builder.mounted(builder.build(cuda, "localhost/ragcache:check", vllm)), folder, VERSION)
         print(f"image-check: built {cuda.name} over vLLM for the CPU: {version.strip()}")
     finally:

@@ -123,7 +123,8 @@ class ReplicaFinder:
     def follow(self, replicas: ReplicaSet, served: Callable[[Engine], dict[str, Any]]) -> None:
         """Look now, then begin the thread. ``served`` returns what an engine serves, which is the same for all."""
         first = replicas.all[0].engine
-        self._look(replicas, first.base_url, served(first), served)
+        expected = served(first)
+        self._look(replicas, first.base_url, expected, served)
 
         def run() -> None:
             while not self._closed.wait(self._refresh_s):
@@ -132,7 +133,6 @@ class ReplicaFinder:
                 except Exception:
                     _logger.exception("looking for replicas of %s failed; it is tried again", self._source)
 
-        expected = served(first)
         self._thread = threading.Thread(target=run, name="ragcache-replica-finder", daemon=True)
         self._thread.start()
 
@@ -169,8 +169,8 @@ class ReplicaFinder:
         for engine in self._joined(address for address in addresses if address not in known):
             if self._closed.is_set():
                 engine.close()
-            elif why := difference(name, expected, engine.base_url, served_or_none(engine, served)):
-                self._report(engine.base_url.removesuffix("/v1"), why)
+            elif differs := difference(name, expected, engine.base_url, served_or_none(engine, served)):
+                self._report(engine.base_url.removesuffix("/v1"), differs)
                 engine.close()
             else:
                 replicas.add(engine)

@@ -28,8 +28,8 @@ def served(model: Path, folder: Path, *, num_asked: int) -> list[Generation]:
     with Engine.launch(str(model), max_restarts=0, **settings) as engine:
         prompt = PromptLayout().render(engine.tokenizer, DOCUMENTS, "Who founded Zorval?")
         answers = [engine.generate(prompt, max_tokens=8) for _ in range(num_asked)]
-        num_blocks = len(prompt.token_ids) // 32
-        assert until(lambda: sum(tier.num_blocks for tier in engine.stats().tiers if tier.name == "disk") >= num_blocks)
+        disk = lambda: next(tier for tier in engine.stats().tiers if tier.name == "disk")  # noqa: E731
+        assert until(lambda: 32 * disk().num_blocks > len(prompt.token_ids) // 2), disk()
     return answers
 
 
@@ -52,4 +52,4 @@ def test_new_weights_find_nothing_of_the_old_and_a_rollback_finds_all_of_it(tmp_
     shutil.copy2(old / "model.safetensors", model / "model.safetensors")
     (after,) = served(model, tmp_path, num_asked=1)
     assert after.text == before.text
-    assert after.stats.num_disk_tokens > 0.7 * len(DOCUMENTS[0].text.split())
+    assert (after.stats.num_disk_tokens or 0) > after.stats.num_prompt_tokens // 2
