@@ -145,7 +145,7 @@ check-deployment: $(PUBLISH)/.ready ## check images, Compose, the chart, Terrafo
 	$(PUBLISH)/bin/kubernetes-validate --strict --quiet $(filter-out %/kustomization.yaml,$(wildcard examples/deployment/kubernetes/*.yaml))
 	$(PUBLISH)/bin/python -m pytest --quiet --config-file /dev/null --rootdir . --confcutdir tests/deployment -p no:cacheprovider tests/deployment
 
-manifests: $(PUBLISH)/.ready ## write examples/deployment/kubernetes anew from the chart beside it
+manifests: $(PUBLISH)/.ready ## write examples/deployment/kubernetes from the chart beside it
 	$(PUBLISH)/bin/python -m tests.deployment.chart
 
 image-check: $(PUBLISH)/.ready ## build the images without a registry, start Dockerfile.cpu's and ask it; as root, with buildah and debootstrap

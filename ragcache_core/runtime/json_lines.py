@@ -25,7 +25,7 @@ def json_line(message: str, *, level: str | None = None, **fields: object) -> st
 
 
 class JSONLines:
-    """Turns a server's output into lines of JSON, as it comes in pieces."""
+    """Turns a server's output into lines of JSON. The output comes in pieces of any size."""
 
     def __init__(self) -> None:
         self._rest = b""

@@ -18,7 +18,7 @@ from tests.deployment.chart import CHART, DEPLOYMENT, PLAIN, VALUES, objects, pl
 
 TERRAFORM = DEPLOYMENT / "terraform"
 CORE = re.compile(r"^(v1|(apps|batch|autoscaling|policy|networking\.k8s\.io)/v\d)$")
-"""API groups of which kubernetes-validate has the schemas."""
+"""API groups with schemas in kubernetes-validate."""
 NODES = {"g5.2xlarge": (8, 32), "g6.2xlarge": (8, 32), "t3.large": (2, 8)}
 """CPUs and GiB of the instance types that the Terraform example names."""
 NODE_CPU, NODE_GIB = 0.5, 3.0

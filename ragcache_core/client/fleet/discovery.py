@@ -228,6 +228,6 @@ def difference(name: str, expected: dict[str, Any], other_name: str, other: dict
         if value is not None and other.get(what) is not None and other[what] != value:
             return (
                 f"{other_name} has another {what} than {name}, {other[what]!r:.80} and not {value!r:.80}: "
-                "a fleet is of replicas that answer alike"
+                "the replicas of a fleet serve the same model"
             )
     return None

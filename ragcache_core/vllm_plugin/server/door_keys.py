@@ -34,7 +34,7 @@ class DoorKeys:
 
     @property
     def is_unlocked(self) -> bool:
-        """Whether the server asks nobody for a key."""
+        """Whether no route needs a key."""
         return not self.operators and not self.has_tenants
 
     def is_operators(self, digest: bytes | None) -> bool:

@@ -26,7 +26,7 @@ OLD, NEW = "127.0.1.1", "127.0.1.2"
 LATER_TOWNS = [
     f"New {first}stead" for first in ("Ar", "Be", "Co", "Du", "Ev", "Fa", "Go", "Hu", "Il", "Jo", "Ka", "Lu")
 ]
-"""So many that a hash spreads them over two replicas."""
+"""Enough for a hash to spread them over two replicas."""
 TOWNS = [f"{first}{last}" for first in ("Ar", "Be", "Co") for last in ("ville", "ton", "ham", "berg")]
 
 

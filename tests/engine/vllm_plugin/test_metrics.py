@@ -143,7 +143,7 @@ def test_the_releases_and_the_policy_are_told_by_the_first_api_server() -> None:
 
 
 def of_tenants(**num_requests: int) -> dict[str, Any]:
-    """Return a report of an engine with a host tier and tenants, who have so many requests, tokens and bytes each."""
+    """Return a report of an engine with a host tier and tenants, with these numbers of requests."""
     data = Engine().stats().data
     tiers = ("gpu", "disk")
     data["engine"]["tenants"] = {

@@ -30,7 +30,7 @@ STATEFUL_SET = yaml.safe_load((DEPLOYMENT / "kubernetes" / "engine.yaml").read_t
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 BY_NAME = {"pypa/gh-action-pypi-publish@release/v1"}
-"""Actions of which the commit of a release that takes today's metadata is not known."""
+"""Actions without a known commit of a release that accepts metadata 2.4."""
 
 FEATURES = """
 import importlib.abc, sys
