@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,8 @@ DEPLOYMENT = ROOT / "examples" / "deployment"
 URL = "http://127.0.0.1:8000"
 KEY = "a-key-of-the-image-check"
 MIRROR = "http://deb.debian.org/debian"
-BASE_PACKAGES = "ca-certificates,python3,python3-pip,python3-venv"
-"""What python:3.11-slim has and Debian's smallest base has not."""
+BASE_PACKAGES = "ca-certificates,python3,python3-dev,python3-pip,python3-venv"
+"""What python:3.11-slim has and Debian's smallest base has not: headers, too, for code that is compiled at run time."""
 STARTUP_S = 300.0
 VERSION = ("ragcache", "--version")
 ENTER = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-ec"]
@@ -334,7 +335,7 @@ def main(folder: Path, base: str | None, torch_index: str, release: bool) -> Non
     index = ("--build-arg", f"TORCH_INDEX={torch_index}")
     cpu, cuda = DEPLOYMENT / "Dockerfile.cpu", DEPLOYMENT / "Dockerfile"
     try:
-        base = base or builder.base("localhost/ragcache-base:latest")
+        base = base or builder.base(f"localhost/ragcache-base:{sha256(BASE_PACKAGES.encode()).hexdigest()[:12]}")
         began_s = time.monotonic()
         image = builder.mounted(builder.build(cpu, "localhost/ragcache-cpu:check", base, *index))
         print(f"image-check: built {cpu.name} in {time.monotonic() - began_s:.0f} s", flush=True)

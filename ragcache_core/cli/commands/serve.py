@@ -220,7 +220,7 @@ class _State:
 
 def _probes(host: str, port: int | None, state: _State) -> AbstractContextManager[object]:
     """Return what answers liveness probes; nothing without a port."""
-    from ragcache_core.runtime.probes import ProbeServer
+    from ragcache_core.client.launch.probes import ProbeServer
 
     return nullcontext() if port is None else ProbeServer(host, port, state)
 

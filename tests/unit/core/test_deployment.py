@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from ragcache_core.cli import cli
+from ragcache_core.client.launch.probes import LIVE
 from ragcache_core.client.launch.process import GRACE_S
-from ragcache_core.runtime.probes import LIVE
 from ragcache_core.vllm_plugin.server.middleware import OPEN_PATHS
 from tests.installation.serving_requirements import needed, serving_lines
 

@@ -8,8 +8,8 @@ import threading
 import httpx
 import pytest
 
+from ragcache_core.client.launch.probes import ProbeServer
 from ragcache_core.errors import ConfigError
-from ragcache_core.runtime.probes import ProbeServer
 
 
 def test_it_says_the_state_as_it_is_and_ends_with_its_context() -> None:
