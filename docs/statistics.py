@@ -9,6 +9,8 @@ from pathlib import Path
 from ragcache_core.stats import (
     CHUNK_SERIES,
     ENGINE_SERIES,
+    TENANT_SERIES,
+    TENANT_TIER_SERIES,
     TIER_SERIES,
     EngineStats,
     Series,
@@ -17,6 +19,7 @@ from ragcache_core.stats import (
     vllm_series_of,
 )
 
+_SWITCH = "exist with `RAGCACHE_TENANT_METRICS`"
 PAGE = Path(__file__).parent / "reference" / "statistics.md"
 
 
@@ -33,6 +36,13 @@ def _lines() -> Iterator[str]:
         ("Engine", "the engine's report", "", ENGINE_SERIES),
         ("Tiers", "each of `tiers`", " They have the label `tier`.", TIER_SERIES),
         ("Chunk reuse", "`chunks`", " They exist only with chunk reuse.", CHUNK_SERIES),
+        ("Tenants", "each of `tenants`", f" They have the label `tenant`, and {_SWITCH}.", TENANT_SERIES),
+        (
+            "Tiers of tenants",
+            "each of a tenant's `tiers`",
+            " They have the labels `tenant` and `tier`.",
+            TENANT_TIER_SERIES,
+        ),
     ):
         yield from ("", f"## {title}", "")
         yield f"Keys of {part} in `GET /v1/ragcache/stats`, and their Prometheus metrics on `/metrics`.{labels}"

@@ -701,6 +701,15 @@ ENGINE_SERIES = {
 """Series of the engine's report; the first three are sums over requests, which a client reads of each response."""
 TIER_SERIES = series_of(TierStats)
 CHUNK_SERIES = series_of(ChunkStats)
+TENANT_SERIES = {
+    "num_requests": Series("ragcache_tenant_requests", "Requests of a tenant, without speculative ones."),
+    "num_prompt_tokens": Series("ragcache_tenant_prompt_tokens", "Prompt tokens of these requests."),
+}
+TENANT_TIER_SERIES = {
+    "num_hit_tokens": Series("ragcache_tenant_hit_tokens", "Prompt tokens of a tenant that came from this tier."),
+    "num_evicted_blocks": Series("ragcache_tenant_evicted_blocks", "Blocks of a tenant that were evicted."),
+    "used_bytes": Series("ragcache_tenant_used_bytes", "Bytes that a tenant has in this tier.", is_gauge=True),
+}
 
 
 def request_stats_from_dict(data: Mapping[str, object]) -> RequestStats:

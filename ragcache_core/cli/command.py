@@ -17,6 +17,7 @@ import click
 
 from ragcache_core.cli.cli_wording import to_cli_wording
 from ragcache_core.errors import RAGCacheError
+from ragcache_core.runtime.json_lines import json_line
 
 EXIT_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 130, 143
 _DEBUG = "ragcache.debug"
@@ -59,7 +60,7 @@ class Command(click.Command):
         except Exception as error:
             if ctx.meta.get(_DEBUG):
                 traceback.print_exc()
-            report(error, as_json=bool(ctx.params.get("as_json")))
+            report(error, as_json=bool(ctx.params.get("as_json")), as_lines=ctx.params.get("log_format") == "json")
             ctx.exit(EXIT_ERROR)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -109,11 +110,14 @@ def _keep_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> Non
     ctx.meta[_DEBUG] = value
 
 
-def report(error: Exception, *, as_json: bool) -> None:
-    """Print an error: one line, and what a server's log says below it."""
+def report(error: Exception, *, as_json: bool, as_lines: bool = False) -> None:
+    """Print an error: one line, and what a server's log says below it; ``as_lines``: one line of JSON for all."""
     message = to_cli_wording(str(error))
     if not isinstance(error, (RAGCacheError, OSError)):
         message = f"unexpected {type(error).__name__}: {message} (--debug shows where)"
+    if as_lines:
+        say(message, level="ERROR", as_json=True)
+        return
     first, *log_tail = message.strip().split("\n")
     click.echo(f"ragcache: error: {first}", err=True)
     for line in log_tail:  # a server that did not start says why in its log
@@ -122,11 +126,30 @@ def report(error: Exception, *, as_json: bool) -> None:
         print_json({"error": {"type": type(error).__name__, "message": message}})
 
 
+def say(message: str, *, level: str = "INFO", as_json: bool = False) -> None:
+    """Print a line about what the command does on standard error, as text or as JSON."""
+    shown = {"INFO": "", "WARNING": "warning: ", "ERROR": "error: "}[level]
+    text = json_line(message, level=level, source="ragcache") if as_json else f"ragcache: {shown}{message}"
+    click.echo(text, err=True)
+
+
 class _TypedWarnings(logging.Handler):
     """Shows a warning as one line on standard error, with its cures as they are typed."""
 
+    as_json = False
+
     def emit(self, record: logging.LogRecord) -> None:
-        click.echo(f"ragcache: warning: {to_cli_wording(record.getMessage())}", err=True)
+        say(to_cli_wording(record.getMessage()), level="WARNING", as_json=self.as_json)
+
+
+@contextmanager
+def warnings_in_json(is_wanted: bool) -> Iterator[None]:
+    """Show warnings as lines of JSON meanwhile, if that ``is_wanted``: whichever thread they come from."""
+    _TypedWarnings.as_json = is_wanted
+    try:
+        yield
+    finally:
+        _TypedWarnings.as_json = False
 
 
 @contextmanager

@@ -105,6 +105,7 @@ class Engine(EngineClient):
         first_token_timeout_s: FirstTokenTimeout = AUTO,
         resume_streams: ResumeStreams = "all",
         log_path: str | Path | None = None,
+        log_format: Literal["text", "json"] = "text",
         progress: bool | Callable[[str], None] | None = None,
         env: Mapping[str, str] | None = None,
         extra_args: Sequence[str] = (),
@@ -138,6 +139,7 @@ class Engine(EngineClient):
                 statistics say so (``num_resumes``, ``is_resampled``).
             log_path: the server's log, kept; by default a new file in the user's log folder, or standard error
                 where that cannot be written to.
+            log_format: ``"json"`` writes an object for each line: time, level, process and message.
             progress: draw a progress bar on stderr; by default on a terminal. A function is told each stage instead.
             env: variables added to the server's environment.
             extra_args: arguments of vLLM's server as they are, ``["--max-model-len", "2048"]``.

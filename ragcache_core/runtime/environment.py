@@ -19,3 +19,6 @@ RECORD_TRACE_ENV = "RAGCACHE_RECORD_TRACE"
 """Tells the server to record its requests as a trace: since when, in seconds since 1970, a colon, and the file."""
 HANG_TIMEOUT_ENV = "RAGCACHE_HANG_TIMEOUT_S"
 """Tells the server after how many seconds an engine hangs that answers nothing and uses no processor time; 0: never."""
+TENANT_METRICS_ENV = "RAGCACHE_TENANT_METRICS"
+"""Tells the server of how many tenants ``/metrics`` has series of their own, the first in their file; by default of
+none. All others are one series."""

@@ -94,7 +94,7 @@ IDLE: JsonObject = {"num_pending_prefills": 0, "max_prefill_bs": 4, "is_speculat
 
 @dataclass
 class ScriptedServer:
-    """A server of vLLM's protocol on ``127.0.0.1``; a context manager that owns its port and its threads.
+    """A server of vLLM's protocol on loopback; a context manager that owns its port and its threads.
 
     Set ``rules``, ``is_healthy`` or ``max_model_len`` at any time. ``root`` is where ``/v1/models`` says that the
     model lies, so that a client finds its tokenizer (``"examples/demo_model"``).
@@ -164,6 +164,7 @@ class ScriptedServer:
     """What such a stream says that the server adds to requests."""
     port: int = 0
     """Where to listen; 0 is a free one."""
+    host: str = "127.0.0.1"
     aborted: list[Seen] = field(default_factory=list)
     """Requests whose client hung up before the end."""
 
@@ -178,7 +179,7 @@ class ScriptedServer:
         self._connections: set[socket.socket] = set()
         self.counters = dict.fromkeys(("prompt", "output", "query", "hit", "first", "ttft_ms"), 0)
         self._http = ThreadingHTTPServer(
-            ("127.0.0.1", self.port), type("_BoundHandler", (_Handler,), {"server_of": self})
+            (self.host, self.port), type("_BoundHandler", (_Handler,), {"server_of": self})
         )
         self._http.daemon_threads = True
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,), name="scripted-server")
@@ -196,7 +197,7 @@ class ScriptedServer:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._http.server_address[1]}"
+        return f"http://{self.host}:{self._http.server_address[1]}"
 
     @property
     def base_url(self) -> str:

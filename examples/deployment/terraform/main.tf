@@ -1,40 +1,39 @@
-# A cluster on AWS with one GPU node for the engine of ../kubernetes, and an alarm on what it costs:
-#   terraform init && terraform apply
+# A cluster on AWS for the chart of ../helm, and an alarm on what it costs:
+#   terraform init && terraform apply -var alarm_email=you@example.org -var 'endpoint_cidrs=["203.0.113.7/32"]'
 #   aws eks update-kubeconfig --name ragcache
 #   helm install nvidia-device-plugin nvidia-device-plugin --repo https://nvidia.github.io/k8s-device-plugin
-#   kubectl apply --kustomize ../kubernetes
+#   helm install engine ../helm -f ../helm/values-one-gpu.yaml --set image.repository=your-registry/ragcache
+# Variants: -var-file three-replicas.tfvars, spot.tfvars, scale-to-zero.tfvars.
 terraform {
   required_version = ">= 1.6"
   required_providers {
     aws = {
       source  = "hashicorp/aws"
-      version = "~> 5.80"
+      version = "~> 5.95"
+    }
+    kubernetes = {
+      source  = "hashicorp/kubernetes"
+      version = "~> 2.30"
+    }
+    random = {
+      source  = "hashicorp/random"
+      version = "~> 3.6"
     }
   }
 }
 
-variable "region" {
-  type    = string
-  default = "eu-central-1"
-}
-
-variable "instance_type" {
-  description = "One GPU: an A10G with 24 GiB. Host memory of documents is RAM of the instance."
-  type        = string
-  default     = "g5.2xlarge"
-}
-
-variable "monthly_limit_usd" {
-  type    = number
-  default = 1500
-}
-
-variable "alarm_email" {
-  type = string
-}
-
 provider "aws" {
   region = var.region
+}
+
+provider "kubernetes" {
+  host                   = module.eks.cluster_endpoint
+  cluster_ca_certificate = base64decode(module.eks.cluster_certificate_authority_data)
+  exec {
+    api_version = "client.authentication.k8s.io/v1beta1"
+    command     = "aws"
+    args        = ["eks", "get-token", "--cluster-name", module.eks.cluster_name, "--region", var.region]
+  }
 }
 
 data "aws_availability_zones" "available" {
@@ -59,10 +58,12 @@ module "eks" {
   version = "~> 20.0"
 
   cluster_name                             = "ragcache"
-  cluster_version                          = "1.31"
+  cluster_version                          = var.kubernetes_version
   vpc_id                                   = module.vpc.vpc_id
   subnet_ids                               = module.vpc.private_subnets
-  cluster_endpoint_public_access           = true
+  cluster_endpoint_private_access          = true
+  cluster_endpoint_public_access           = length(var.endpoint_cidrs) > 0
+  cluster_endpoint_public_access_cidrs     = var.endpoint_cidrs
   enable_cluster_creator_admin_permissions = true
   cluster_addons = {
     coredns            = {}
@@ -72,17 +73,35 @@ module "eks" {
   }
 
   eks_managed_node_groups = {
+    # What the cluster itself runs: GPU nodes are for engines alone, and may scale to zero.
+    system = {
+      ami_type                     = "AL2023_x86_64_STANDARD"
+      instance_types               = ["t3.large"]
+      min_size                     = 1
+      max_size                     = 2
+      desired_size                 = 1
+      iam_role_additional_policies = local.volume_policies
+    }
     gpu = {
       ami_type       = "AL2023_x86_64_NVIDIA"
-      instance_types = [var.instance_type]
-      # A disk tier belongs to one engine, and lies in one zone.
+      instance_types = var.instance_types
+      capacity_type  = var.capacity_type
+      # A disk tier's volume lies in one zone, and a node in another zone cannot attach it.
       subnet_ids   = [module.vpc.private_subnets[0]]
-      min_size     = 1
-      max_size     = 1
-      desired_size = 1
-      iam_role_additional_policies = {
-        ebs = "arn:aws:iam::aws:policy/service-role/AmazonEBSCSIDriverPolicy"
+      min_size     = var.gpu_nodes.min
+      max_size     = var.gpu_nodes.max
+      desired_size = var.gpu_nodes.desired
+      # The image has 20 GB unpacked, and pulls need as much again.
+      block_device_mappings = {
+        root = {
+          device_name = "/dev/xvda"
+          ebs         = { volume_type = "gp3", volume_size = var.node_disk_gib, encrypted = true, delete_on_termination = true }
+        }
       }
+      taints = {
+        gpu = { key = "nvidia.com/gpu", value = "true", effect = "NO_SCHEDULE" }
+      }
+      iam_role_additional_policies = local.volume_policies
     }
   }
 }

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import click
 
-from ragcache_core.cli.command import Command, print_json
+from ragcache_core.cli.command import Command, print_json, say, warnings_in_json
 from ragcache_core.cli.options import (
     FiniteRange,
     api_key_option,
@@ -108,7 +109,21 @@ _POLL_S = 1.0
     metavar="FILE",
     help="Record requests as a trace for 'ragcache simulate': times, ids and lengths, no text.",
 )
+@click.option(
+    "--probe-port",
+    type=click.IntRange(1, 65535),
+    metavar="PORT",
+    help="Answer GET /live at this port from the beginning on, also while the model loads and while a dead engine is "
+    "started again: for the liveness probe of a container. [default: none]",
+)
 @log_option
+@click.option(
+    "--log-format",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    show_default=True,
+    help="json: the log, and what this command prints, as one JSON object a line.",
+)
 @vllm_args_argument
 def serve(
     model: str,
@@ -125,7 +140,9 @@ def serve(
     startup_timeout: float,
     drain: float,
     record_trace: Path | None,
+    probe_port: int | None,
     log: Path | None,
+    log_format: Literal["text", "json"],
     vllm_args: tuple[str, ...],
     as_json: bool,
     **cache_settings: Any,
@@ -144,37 +161,68 @@ def serve(
         raise click.UsageError("--record-trace needs the cache, which knows the documents: leave out --no-cache.")
     if data_parallel_size is not None and record_trace is not None:
         raise click.UsageError("--record-trace is one server's file: leave it or --data-parallel-size out.")
+    if probe_port is not None and port <= probe_port < max(port, 1) + (data_parallel_size or 1):
+        raise click.UsageError(f"--probe-port {probe_port} is a port of the server itself: choose another.")
     cache = None if no_cache else read_cache_config(cache_config, cache_settings)
     from ragcache_core.client import Engine
     from ragcache_core.runtime.trace_recorder import recording_in_server
 
+    in_json, state = log_format == "json", _State()
     settings: dict[str, Any] = {} if data_parallel_size is None else {"data_parallel_size": data_parallel_size}
-    engine: Engine | Fleet = Engine.launch(
-        model,
-        cache=cache,
-        host=host,
-        port=port or None,
-        api_key=api_key,
-        tokenizer=tokenizer,
-        startup_timeout_s=startup_timeout,
-        max_restarts=max_restarts,
-        restart_window_s=restart_window,
-        hang_timeout_s=hang_timeout or None,
-        log_path=log,
-        env=None if record_trace is None else recording_in_server(record_trace),
-        extra_args=vllm_args,
-        **settings,
-    )
-    with engine:
-        engines: Sequence[Engine] = getattr(engine, "engines", None) or (cast("Engine", engine),)
-        _announce(engines, as_json, has_page=cache is not None, shows_key=_shows_key(api_key, engines))
-        try:
-            _watch(engines)
-        except KeyboardInterrupt:  # the way to end a server: no error
-            click.echo("ragcache: stopping", err=True)
-        except SystemExit:  # SIGTERM
-            click.echo(f"ragcache: stopping: running requests have {drain:g} s", err=True)
-            engine.drain(drain)
+    with warnings_in_json(in_json), _probes(host, probe_port, state):
+        engine: Engine | Fleet = Engine.launch(
+            model,
+            cache=cache,
+            host=host,
+            port=port or None,
+            api_key=api_key,
+            tokenizer=tokenizer,
+            startup_timeout_s=startup_timeout,
+            max_restarts=max_restarts,
+            restart_window_s=restart_window,
+            hang_timeout_s=hang_timeout or None,
+            log_path=log,
+            log_format=log_format,
+            env=None if record_trace is None else recording_in_server(record_trace),
+            extra_args=vllm_args,
+            **settings,
+        )
+        with engine:
+            engines: Sequence[Engine] = getattr(engine, "engines", None) or (cast("Engine", engine),)
+            state.engines = engines
+            shows_key = _shows_key(api_key, engines, in_json=in_json)
+            _announce(engines, as_json or in_json, has_page=cache is not None, shows_key=shows_key)
+            try:
+                _watch(engines)
+            except KeyboardInterrupt:  # the way to end a server: no error
+                say("stopping", as_json=in_json)
+            except SystemExit:  # SIGTERM
+                state.is_stopping = True
+                say(f"stopping: running requests have {drain:g} s", as_json=in_json)
+                engine.drain(drain)
+
+
+class _State:
+    """What the command is about, as a liveness probe is told."""
+
+    def __init__(self) -> None:
+        self.engines: Sequence[Engine] = ()
+        self.is_stopping = False
+
+    def __call__(self) -> str:
+        if self.is_stopping:
+            return "stopping"
+        if not self.engines:
+            return "loading"
+        states = {engine.integration.watch.health().name.lower() for engine in self.engines}
+        return "ready" if states == {"ready"} else "restarting"
+
+
+def _probes(host: str, port: int | None, state: _State) -> AbstractContextManager[object]:
+    """Return what answers liveness probes; nothing without a port."""
+    from ragcache_core.client.launch.probes import ProbeServer
+
+    return nullcontext() if port is None else ProbeServer(host, port, state)
 
 
 def _flags_of(settings: dict[str, object]) -> list[str]:
@@ -185,7 +233,7 @@ def _flags_of(settings: dict[str, object]) -> list[str]:
     return [param.opts[0] for param in names]
 
 
-def _shows_key(api_key: str | None, engines: Sequence[Engine]) -> bool:
+def _shows_key(api_key: str | None, engines: Sequence[Engine], *, in_json: bool) -> bool:
     """Return whether to print the API key: only a generated one, and not into a container's log."""
     if api_key:
         return False
@@ -193,10 +241,8 @@ def _shows_key(api_key: str | None, engines: Sequence[Engine]) -> bool:
 
     if not any(is_stream(engine.log_path) for engine in engines if engine.log_path is not None):
         return True
-    click.echo(
-        f"ragcache: warning: the random API key is not printed into a log: set --api-key or {API_KEY_ENV}",
-        err=True,
-    )
+    hint = f"set --api-key or {API_KEY_ENV}"
+    say(f"the random API key is not printed into a log: {hint}", level="WARNING", as_json=in_json)
     return False
 
 

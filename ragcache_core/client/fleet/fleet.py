@@ -17,18 +17,21 @@ from pydantic import TypeAdapter
 from ragcache_core.client.cache import CacheRoutes, PrefetchRoute
 from ragcache_core.client.engine import Engine
 from ragcache_core.client.engine_client import EngineClient
+from ragcache_core.client.fleet.discovery import REFRESH_S, ReplicaFinder, ServiceName, difference
 from ragcache_core.client.fleet.replicas import HOME, FleetPrefixes, Replica, ReplicaSet
-from ragcache_core.client.http.attempt import AUTO, FirstTokenTimeout, RetryPolicy
+from ragcache_core.client.http.attempt import AUTO, FirstTokenTimeout, RetryPolicy, check_seconds
 from ragcache_core.client.http.remote_server import HANG_TIMEOUT_S, RESTART_TIMEOUT_S
 from ragcache_core.client.http.resume import ResumeStreams
 from ragcache_core.client.launch.process import GRACE_S
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 from ragcache_core.client.server_api import ServerAPI
-from ragcache_core.errors import ConfigError, EngineError
+from ragcache_core.errors import ConfigError, EngineError, EngineUnreachableError
 from ragcache_core.stats import EngineStats, ForgetReceipt, merged_report
 from ragcache_core.types import DocId
 
 _NO_KEY = "none"
+_MAX_FOUND = 64
+"""Replicas that a request tries where it is not known how many there will be."""
 _Answer = TypeVar("_Answer")
 _STATS = TypeAdapter(EngineStats)
 _logger = logging.getLogger(__name__)
@@ -58,9 +61,6 @@ class Fleet(EngineClient):
     another one, and streamed answers continue there. Fails only what no replica answers.
 
     ``stats``, ``forget``, ``prefetch`` and ``drain`` mean all of them. ``cache`` is each one's own.
-
-    Attributes:
-        engines: the replicas.
     """
 
     def __init__(
@@ -70,38 +70,49 @@ class Fleet(EngineClient):
         restart_timeout_s: float | None = RESTART_TIMEOUT_S,
         first_token_timeout_s: FirstTokenTimeout = AUTO,
         resume_streams: ResumeStreams = "all",
+        finder: ReplicaFinder | None = None,
     ) -> None:
         """Make a fleet of engines, launched or connected, which :meth:`close` ends.
 
         Where none answers, requests wait ``restart_timeout_s`` seconds for one. The rest is as of ``Engine.launch``.
+        A ``finder`` adds and removes replicas from then on: :meth:`connect` passes it.
 
         Raises:
             ConfigError: there are none, one is there twice, or they do not serve the same model in the same way.
         """
-        self.engines = tuple(engines)
-        _check_same_model(self.engines)
-        self._replicas = ReplicaSet(self.engines, restart_timeout_s)
+        first = tuple(engines)
+        _check_same_model(first)
+        self._replicas = ReplicaSet(first, restart_timeout_s)
+        self._finder = finder
         super().__init__(
             f"{HOME}/v1",
             _NO_KEY,
             self._replicas,
-            RetryPolicy(first_token_timeout_s, resume_streams, len(self.engines)),
+            RetryPolicy(first_token_timeout_s, resume_streams, len(first) if finder is None else _MAX_FOUND),
             replicas=self._replicas,
             cached_prefixes=FleetPrefixes(self._replicas),
         )
         self._prefetching = _EachPrefetches(self._api, self._replicas)
         self.cache = cast("CacheRoutes", _NoSharedCache())
         try:
-            self._handshake(lambda *_: cast("ModelTokenizer", self.engines[0].tokenizer))
+            self._handshake(lambda *_: cast("ModelTokenizer", first[0].tokenizer))
+            if finder is not None:
+                finder.follow(self._replicas, served_model_identity)
         except BaseException:
             self._close_connections()
             raise
 
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """The replicas, as they are known now."""
+        return tuple(replica.engine for replica in self._replicas.all)
+
     @classmethod
     def connect(
         cls,
-        urls: Sequence[str],
+        urls: Sequence[str] | str,
         *,
+        refresh_s: float | None = None,
         api_key: str | None = None,
         tokenizer: str | os.PathLike[str] | Literal[False] | None = None,
         timeout_s: float = 10.0,
@@ -110,38 +121,75 @@ class Fleet(EngineClient):
         first_token_timeout_s: FirstTokenTimeout = AUTO,
         resume_streams: ResumeStreams = "all",
     ) -> Self:
-        """Join servers that run already; the arguments are those of ``Engine.connect``, ``api_key`` is that of all.
+        """Join servers that run already, at a list of addresses or behind one name.
+
+        ``"dns+http://service:8000"`` names all servers at the addresses of ``service``, as of a headless service of
+        Kubernetes. The fleet begins with those that answer, looks the name up every ``refresh_s`` seconds, and adds and
+        removes replicas as they come and go. If none answers yet, it waits ``restart_timeout_s`` seconds for one. What
+        is found and cannot be used, as a server of another model, is left out with a warning.
+
+        All servers of a list must answer when the fleet is made. With ``refresh_s`` one is enough, and the others join
+        when they answer.
+
+        Args:
+            urls: the replicas' addresses, ``["http://a:8000", ...]``, or ``"dns+http://service:8000"``.
+            refresh_s: seconds between two looks for replicas; by default 5 for a name, and none for a list.
+            api_key: of all replicas.
+            tokenizer: as of ``Engine.connect``, and so are all others.
+            timeout_s: seconds in which a replica must answer.
+            restart_timeout_s: seconds that a request waits where no replica answers.
+            hang_timeout_s: seconds without any answer after which a replica hangs.
+            first_token_timeout_s: seconds after which a request without a token is sent to another replica.
+            resume_streams: which streamed answers continue at another replica.
 
         Raises:
             ConfigError: no address, one address twice, or servers of different models.
             EngineUnreachableError, EngineAuthError, EngineError: of one of them, as of ``Engine.connect``.
         """
-        if isinstance(urls, str) or not urls:
+        named = ServiceName.of(urls) if isinstance(urls, str) and urls.startswith("dns+") else None
+        if named is None and (isinstance(urls, str) or not urls):
             raise ConfigError(
-                f"urls is {urls!r:.80}: give a list of the replicas' addresses, ['http://a:8000', ...]; a proxy before "
-                "them is joined with Engine.connect(url)"
+                f"urls is {urls!r:.80}: give a list of the replicas' addresses, ['http://a:8000', ...], or a name that "
+                "resolves to them, 'dns+http://service:8000'; a proxy before them is joined with Engine.connect(url)"
             )
+        check_seconds("refresh_s", refresh_s)
+        check_seconds("restart_timeout_s", restart_timeout_s or None)
 
-        def join(place: int) -> Engine:
+        def join(url: str, brings_tokenizer: bool) -> Engine:
             return Engine.connect(
-                urls[place],
+                url,
                 api_key=api_key,
-                tokenizer=False if place else tokenizer,  # the first brings it
+                tokenizer=tokenizer if brings_tokenizer else False,
                 timeout_s=timeout_s,
                 restart_timeout_s=restart_timeout_s,
                 hang_timeout_s=hang_timeout_s,
             )
 
+        settings: dict[str, Any] = {
+            "restart_timeout_s": restart_timeout_s,
+            "first_token_timeout_s": first_token_timeout_s,
+            "resume_streams": resume_streams,
+        }
+        if named is None and refresh_s is None:
+            return cls._of_list(urls, join, settings)
+        source = named or _ListedAddresses(urls)
+        finder = ReplicaFinder(source, join, REFRESH_S if refresh_s is None else refresh_s)
+        first = finder.first(restart_timeout_s)
+        try:
+            return cls([first], finder=finder, **settings)
+        except BaseException:
+            finder.close()
+            first.close()
+            raise
+
+    @classmethod
+    def _of_list(cls, urls: Sequence[str], join: Callable[[str, bool], Engine], settings: dict[str, Any]) -> Self:
+        """Return a fleet of servers that all answer now."""
         asked: list[Future[Engine]] = []
         try:
             with ThreadPoolExecutor(len(urls)) as threads:
-                asked += [threads.submit(join, place) for place in range(len(urls))]
-            return cls(
-                [one.result() for one in asked],
-                restart_timeout_s=restart_timeout_s,
-                first_token_timeout_s=first_token_timeout_s,
-                resume_streams=resume_streams,
-            )
+                asked += [threads.submit(join, url, place == 0) for place, url in enumerate(urls)]
+            return cls([one.result() for one in asked], **settings)
         except BaseException:
             for one in asked:
                 if one.done() and one.exception() is None:
@@ -149,7 +197,7 @@ class Fleet(EngineClient):
             raise
 
     @classmethod
-    async def aconnect(cls, urls: Sequence[str], **settings: Any) -> Self:
+    async def aconnect(cls, urls: Sequence[str] | str, **settings: Any) -> Self:
         """Do :meth:`connect` without blocking the event loop."""
         return await asyncio.to_thread(cls.connect, urls, **settings)
 
@@ -168,7 +216,7 @@ class Fleet(EngineClient):
         """
         wanted = doc_ids if isinstance(doc_ids, str) else list(doc_ids)
         self._documents.begin(wanted, wait_s)  # what is kept here of answers goes first
-        receipts = _on_each(lambda engine: engine.forget(wanted, wait_s=wait_s), self.engines)
+        receipts = _on_each(lambda engine: engine.forget(wanted, wait_s=wait_s), self._some())
         merged: ForgetReceipt = reduce(ForgetReceipt.beside, receipts)
         return merged
 
@@ -183,11 +231,23 @@ class Fleet(EngineClient):
         """Close the connections, and every replica's; launched ones end. May be called again."""
         if self._process.is_forked:
             return
+        if self._finder is not None:
+            self._finder.close()
         self._close_connections()
         _on_each(lambda engine: engine.close(grace_s), self.engines)
 
     def __repr__(self) -> str:
         return f"Fleet(model={self.model!r}, replicas={self._replicas.names()})"
+
+    def _some(self) -> tuple[Engine, ...]:
+        """Return the replicas.
+
+        Raises:
+            EngineUnreachableError: none is known.
+        """
+        if not (engines := self.engines):
+            raise EngineUnreachableError("the fleet has no replica now: are the servers running?")
+        return engines
 
     def _of_each(self, ask: Callable[[Engine], _Answer]) -> list[_Answer]:
         """Return the answers of the replicas that give one.
@@ -203,6 +263,7 @@ class Fleet(EngineClient):
                 _logger.debug("replica %s does not answer: %s", replica.name, error)
                 return error
 
+        self._some()
         asked = self._replicas.ready() or self._replicas.all
         with ThreadPoolExecutor(len(asked)) as threads:  # one that hangs takes its time limit, and not once for each
             told = list(threads.map(one, asked))
@@ -266,7 +327,7 @@ class _EachPrefetches(PrefetchRoute):
 
 def _on_each(call: Callable[[Engine], _Answer], engines: Sequence[Engine]) -> list[_Answer]:
     """Return the results of a call on every engine; an error is raised after all calls have ended."""
-    with ThreadPoolExecutor(len(engines)) as threads:
+    with ThreadPoolExecutor(len(engines) or 1) as threads:
         futures = [threads.submit(call, engine) for engine in engines]
     return [future.result() for future in futures]
 
@@ -284,9 +345,12 @@ def _check_same_model(engines: Sequence[Engine]) -> None:
         raise ConfigError(f"{twice[0]} is named {names.count(twice[0])} times: name each replica once")
     told = _on_each(served_model_identity, engines)
     for engine, other in zip(engines[1:], told[1:], strict=True):
-        for what, value in told[0].items():
-            if value is not None and other[what] is not None and other[what] != value:
-                raise ConfigError(
-                    f"{engine.base_url} has another {what} than {names[0]}, {other[what]!r:.80} and not {value!r:.80}: "
-                    "a fleet needs replicas with equal answers"
-                )
+        if why := difference(names[0], told[0], engine.base_url, other):
+            raise ConfigError(why)
+
+
+class _ListedAddresses(list[str]):
+    """Addresses that are always the same."""
+
+    def __call__(self) -> list[str]:
+        return [url.rstrip("/").removesuffix("/v1") for url in self]

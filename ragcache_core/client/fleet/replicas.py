@@ -52,8 +52,10 @@ _logger = logging.getLogger(__name__)
 class Replica:
     """One server of a fleet. May be used by any thread."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, number: int) -> None:
+        """``number``: of this replica alone, as long as the fleet lives."""
         self.engine = engine
+        self.number = number
         self.name = engine.base_url
         self.load = ReplicaLoad()
         self.mirror = cast("CachedPrefixes", engine.integration.cached_prefixes)
@@ -94,7 +96,9 @@ class ReplicaSet:
     def __init__(self, engines: Sequence[Engine], retry_timeout_s: float | None) -> None:
         """``retry_timeout_s``: how long a request waits where no replica answers."""
         self.retry_timeout_s = retry_timeout_s
-        self.all = [Replica(engine) for engine in engines]
+        self.all: tuple[Replica, ...] = ()
+        self._num_added = 0
+        self._of_load: dict[ReplicaLoad, Replica] = {}
         self._process = OneProcess()
         self._lock = threading.Lock()
         self.index = PathIndex()
@@ -102,9 +106,30 @@ class ReplicaSet:
         self._speculations: OrderedDict[str, Replica] = OrderedDict()
         self._moved: OrderedDict[str, str] = OrderedDict()
         self._over: deque[InFlightRequest] = deque()
-        for replica in self.all:
+        for engine in engines:
+            self.add(engine)
+
+    def add(self, engine: Engine) -> None:
+        """Take one more replica."""
+        with self._counting():
+            replica = Replica(engine, self._num_added)
+            self._num_added += 1
+            self._of_load[replica.load] = replica
             deque(self.index.join(replica.load.expected), 0)
-            replica.mirror.keep_in(self.index, self._lock)
+        replica.mirror.keep_in(self.index, self._lock)
+        self.all = (*self.all, replica)
+
+    def remove(self, replica: Replica) -> None:
+        """Send a replica no more requests; it goes on with those that it has."""
+        self.all = tuple(each for each in self.all if each is not replica)
+
+    def forget(self, replica: Replica) -> None:
+        """Drop what is known of a removed replica, which answers nothing any more."""
+        with self._counting():
+            for speculation in [each for each, at in self._speculations.items() if at is replica]:
+                del self._speculations[speculation]
+            deque(self.index.leave(replica.load.expected), 0)
+            del self._of_load[replica.load]
 
     def ready(self) -> list[Replica]:
         """Return those that take requests."""
@@ -145,8 +170,8 @@ class ReplicaSet:
         if found := SPECULATION_ROUTE.search(request.url.path):
             with self._counting():
                 return self._speculations.get(found[1])
-        if (found := _response(request)) and int(found[2]) < len(self.all):
-            return self.all[int(found[2])]
+        if found := _response(request):
+            return next((replica for replica in self.all if replica.number == int(found[2])), None)
         return None
 
     def moved(self, name: str, new_name: str) -> None:
@@ -173,7 +198,7 @@ class ReplicaSet:
             httpx.ConnectError: none does.
         """
         if not known:
-            why = f"none of the {len(self.all)} replicas takes requests: {', '.join(self.names())}"
+            why = f"none of the {len(self.all)} replicas takes requests: {', '.join(self.names()) or 'none is known'}"
             raise httpx.ConnectError(why) from EngineUnreachableError(f"{why}: are the servers running?")
         return known
 
@@ -182,7 +207,7 @@ class ReplicaSet:
             return self._replica(min(self._some(known), key=lambda replica: replica.load.num_running))
 
     def _replica(self, known: ReplicaState) -> Replica:
-        return next(replica for replica in self.all if replica.load is known.load)
+        return self._of_load[known.load]
 
     def answered(self, sent: InFlightRequest) -> None:
         """Note that a request has its first token."""
@@ -222,8 +247,8 @@ class ReplicaSet:
     # A watch, as that of one server
 
     def health(self) -> Health:
-        is_gone = all(replica.engine.integration.watch.health() is Health.GONE for replica in self.all)
-        return Health.GONE if is_gone else Health.READY
+        states = {replica.engine.integration.watch.health() for replica in self.all}
+        return Health.GONE if states == {Health.GONE} else Health.READY
 
     def suspect(self, run: int) -> None:
         """Do nothing: the one that failed is known, and left alone."""
@@ -262,7 +287,7 @@ class RoutedRequest:
             if said and not (name and re.fullmatch(rf"{re.escape(said)}(-r\d+)+", name)):  # the name goes on elsewhere
                 name = said
             name = name or uuid.uuid4().hex
-            headers[_REQUEST_ID] = f"{name}-r{self._replicas.all.index(self._replica)}"
+            headers[_REQUEST_ID] = f"{name}-r{self._replica.number}"
             if _PLACED.search(name):
                 self._replicas.moved(name, headers[_REQUEST_ID])
         url = f"{root}{request.url.raw_path.decode('ascii')}"

@@ -204,7 +204,12 @@ def launch_server(settings: LaunchSettings) -> LaunchedServer:
     def start() -> ServerProcess:
         files.prepare()
         again = {STARTED_AGAIN_ENV: "1"} if next(runs) else {}
-        return ServerProcess(arguments, env={SOCKETS_ENV: str(files.sockets), **environment, **again}, log_path=log)
+        return ServerProcess(
+            arguments,
+            env={SOCKETS_ENV: str(files.sockets), **environment, **again},
+            log_path=log,
+            log_as_json=settings.log_format == "json",
+        )
 
     try:
         supervisor = Supervisor(

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from ragcache_core.errors import EngineStartError
 from ragcache_core.private_files import FILE_MODE, make_private_folder
+from ragcache_core.runtime.json_lines import JSONLines
 from ragcache_core.runtime.sessions import kill_session
 
 _STANDARD = re.compile(r"/dev/(?:std(?P<name>out|err)|fd/(?P<number>\d+))")
@@ -47,17 +48,18 @@ class ServerLog:
     from a thread of this process, which keeps the last 256 KiB of it.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Open the log, a file at its end.
+    def __init__(self, path: Path, *, as_json: bool = False) -> None:
+        """Open the log, a file at its end. ``as_json``: write an object for each line; :meth:`text` stays as it is.
 
         Raises:
             OSError: it cannot be written.
         """
         self.path = path.absolute()
         self._kept = bytearray()
+        self._lines = JSONLines() if as_json else None
         self._pump: threading.Thread | None = None
         self.descriptor, is_stream = _open(self.path)
-        if is_stream:
+        if is_stream or as_json:
             stream = self.descriptor
             source, self.descriptor = os.pipe()
             self._pump = threading.Thread(
@@ -89,7 +91,10 @@ class ServerLog:
         while data := os.read(source, _READ_BYTES):
             self._kept += data
             del self._kept[:-_KEPT_BYTES]
-            is_open = is_open and _write(stream, data)  # the server must not wait for a reader who has left
+            shown = data if self._lines is None else self._lines.feed(data)
+            is_open = is_open and _write(stream, shown)  # the server must not wait for a reader who has left
+        if self._lines is not None and is_open:
+            _write(stream, self._lines.end())
         os.close(source)
         os.close(stream)
 
@@ -151,7 +156,9 @@ def check_port_free(host: str, port: int) -> None:
 class ServerProcess:
     """One run of the server. Its output goes to ``log_path``, a file or a stream such as ``/dev/stdout``."""
 
-    def __init__(self, arguments: Sequence[str], *, env: Mapping[str, str], log_path: Path) -> None:
+    def __init__(
+        self, arguments: Sequence[str], *, env: Mapping[str, str], log_path: Path, log_as_json: bool = False
+    ) -> None:
         """Start the server.
 
         Raises:
@@ -160,7 +167,7 @@ class ServerProcess:
         self._owner_pid = os.getpid()
         self._is_gone = False
         try:
-            self._log = ServerLog(log_path)
+            self._log = ServerLog(log_path, as_json=log_as_json)
         except OSError as error:
             raise EngineStartError(f"cannot write the server's log {log_path}: {error}; set log_path") from error
         self.log_path = self._log.path

@@ -102,6 +102,7 @@ class LaunchSettings(BaseModel):
     first_token_timeout_s: FirstTokenTimeout = AUTO
     resume_streams: str = "all"
     log_path: Path | None = None
+    log_format: Literal["text", "json"] = "text"
     progress: bool | Callable[[str], None] | None = None
     env: dict[str, str] | None = None
     extra_args: tuple[str, ...] = ()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,14 +17,15 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.websockets import WebSocketClose
 
-from ragcache_core.runtime.api_keys import hashed, is_among, shown_digest
+from ragcache_core.runtime.api_keys import shown_digest
 from ragcache_core.runtime.connections import HeadTimeoutProtocol
-from ragcache_core.runtime.tenants import Tenants
 from ragcache_core.vllm_plugin.server.page.files import FILES, PAGE
 from ragcache_core.wire import HUNG
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from ragcache_core.vllm_plugin.server.door_keys import DoorKeys
 
 OPEN_PATHS = frozenset(
     {
@@ -90,16 +90,11 @@ class AuthMiddleware:
     (``ragcache_progress``), once there is an engine.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], work: Work, tenants: Tenants | None = None) -> None:
-        """``keys`` are the server's own, which are operators' where there are ``tenants``."""
+    def __init__(self, app: ASGIApp, keys: DoorKeys, work: Work) -> None:
+        """``keys`` may change while the server runs."""
         self._app = app
         self._work = work
-        self._digests = [hashed(key) for key in keys]
-        self._has_tenants = tenants is not None and tenants.have_keys
-        self._tenants: dict[bytes, str] = {}
-        if tenants is not None:
-            self._digests += tenants.operator_digests
-            self._tenants = dict(tenants.digests)
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -150,17 +145,15 @@ class AuthMiddleware:
 
     def _may_enter(self, scope: Scope) -> bool:
         path = _path(scope)
-        is_open = path in OPEN_PATHS and not (self._has_tenants and path in _OPERATORS_PATHS)
-        is_unlocked = not self._digests and not self._has_tenants
-        if is_unlocked or is_open:  # vLLM's CORS middleware answers a browser's preflight before
+        is_open = path in OPEN_PATHS and not (self._keys.has_tenants and path in _OPERATORS_PATHS)
+        if self._keys.is_unlocked or is_open:  # vLLM's CORS middleware answers a browser's preflight before
             return True
         shown = shown_digest(Headers(scope=scope).get("authorization", ""))
-        if is_among(shown, self._digests):
+        if self._keys.is_operators(shown):
             return True
-        for known, tenant in self._tenants.items():
-            if is_among(shown, [known]):
-                scope[TENANT] = tenant
-        return TENANT in scope
+        if (tenant := self._keys.tenant_of(shown)) is not None:
+            scope[TENANT] = tenant
+        return tenant is not None
 
 
 def _may_ask(scope: Scope) -> bool:

@@ -35,7 +35,7 @@ def tenants_of(args: Namespace, keys: Sequence[str]) -> Tenants | None:
     Raises:
         ConfigError: their file cannot be used, or one of the server's own ``keys`` is a tenant's.
     """
-    path = _file_of(getattr(args, "kv_transfer_config", None))
+    path = tenants_file(getattr(args, "kv_transfer_config", None))
     if path is None:
         return None
     tenants = Tenants.from_toml(path)
@@ -49,7 +49,7 @@ def check_door(transfer_config: object, tenants: Tenants | None) -> None:
     Raises:
         ConfigError: it is so.
     """
-    if tenants is None and (path := _file_of(transfer_config)) is not None:
+    if tenants is None and (path := tenants_file(transfer_config)) is not None:
         raise ConfigError(f"the server does not know the tenants of {path}: start it as 'ragcache serve' does")
 
 
@@ -68,7 +68,7 @@ def check_same(reports: Sequence[Mapping[str, Any] | None], tenants: Tenants | N
             )
 
 
-def _file_of(transfer_config: object) -> Path | None:
+def tenants_file(transfer_config: object) -> Path | None:
     """Return the file of tenants that vLLM's ``kv_transfer_config`` names."""
     return PluginSettings.from_extra_config(extra_config(transfer_config)).tenants
 

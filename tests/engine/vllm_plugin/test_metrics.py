@@ -17,6 +17,8 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 
+from ragcache_core._version import __version__
+from ragcache_core.errors import ConfigError
 from ragcache_core.policy import PrefillCostModel, make_policy
 from ragcache_core.stats import ChunkReuseStats
 from ragcache_core.types import PromptSegment, SegmentKind, Tier
@@ -129,6 +131,63 @@ def test_the_series_are_what_the_engine_counted() -> None:
     assert server.value("ragcache_tier_enabled", tier="disk") == 0
     assert server.value("ragcache_requests_total") == 2
     assert b"# HELP ragcache_lost_chunks_total" in generate_latest(server.registry)
+
+
+def test_the_releases_and_the_policy_are_told_by_the_first_api_server() -> None:
+    builds = [Server(num_engines=2, index=index).registry.collect() for index in (0, 1)]
+    first, second = [[s for m in build if m.name == "ragcache_build_info" for s in m.samples] for build in builds]
+    assert [(s.labels["engine"], s.value) for s in first] == [("0", 1), ("1", 1)]
+    assert {(s.labels["version"], s.labels["policy"]) for s in first} == {(__version__, "tournament")}
+    assert second == []
+
+
+def of_tenants(**num_requests: int) -> dict[str, Any]:
+    """Return a report of an engine with a host tier and tenants, with these numbers of requests."""
+    data = Engine().stats().data
+    tiers = ("gpu", "disk")
+    data["engine"]["tenants"] = {
+        name: {
+            "num_requests": num,
+            "num_prompt_tokens": 10 * num,
+            "tiers": [
+                {"name": tier, "num_hit_tokens": 2 * num, "num_evicted_blocks": num, "used_bytes": 100 * num}
+                for tier in tiers
+            ],
+        }
+        for name, num in num_requests.items()
+    }
+    return data
+
+
+def test_tenants_have_series_up_to_a_number_and_all_others_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAGCACHE_TENANT_METRICS", "2")
+    server = Server()
+    server.metrics.observe(of_tenants(acme=1, globex=2, initech=3, umbrella=4))
+    server.metrics.observe(of_tenants(acme=5, globex=2, initech=4, umbrella=4))
+    requests = {
+        name: server.value("ragcache_tenant_requests_total", tenant=name) for name in ("acme", "globex", "(others)")
+    }
+    assert requests == {"acme": 5, "globex": 2, "(others)": 8}
+    assert server.value("ragcache_tenant_requests_total", tenant="initech") is None
+    assert server.value("ragcache_tenant_prompt_tokens_total", tenant="(others)") == 80
+    assert server.value("ragcache_tenant_hit_tokens_total", tenant="acme", tier="disk") == 10
+    assert server.value("ragcache_tenant_used_bytes", tenant="(others)", tier="gpu") == 800
+    assert server.value("ragcache_tenant_evicted_blocks_total", tenant="globex", tier="gpu") == 2
+
+
+def test_tenants_have_no_series_unless_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAGCACHE_TENANT_METRICS", raising=False)
+    server = Server()
+    server.metrics.observe(of_tenants(acme=1))
+    assert b"ragcache_tenant" not in generate_latest(server.registry)
+    assert b"acme" not in generate_latest(server.registry)
+
+
+@pytest.mark.parametrize("number", ["many", "-1", "1001", "1.5"])
+def test_a_number_of_tenants_that_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch, number: str) -> None:
+    monkeypatch.setenv("RAGCACHE_TENANT_METRICS", number)
+    with pytest.raises(ConfigError, match=f"RAGCACHE_TENANT_METRICS is '{number}'"):
+        Server()
 
 
 Begin = Callable[..., Awaitable[Any]]

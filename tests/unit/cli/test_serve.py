@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 from click.testing import CliRunner, Result
 
 from ragcache_core.cli import cli
 from ragcache_core.client import Engine
+from ragcache_core.client.http.attempt import Health
 from ragcache_core.client.launch import process
 from ragcache_core.config import CacheConfig, ChunkReuse
-from ragcache_core.errors import EngineDiedError
+from ragcache_core.errors import EngineDiedError, EngineStartError
 from tests.support.waiting import until
 
 
@@ -116,6 +120,72 @@ def test_json_announces_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(announced) == {"url", "api_key", "page", "model", "max_model_len", "log", "pid"}
     announced = json.loads(run(monkeypatch, FakeEngine([], KeyboardInterrupt()), "--json", "--no-cache").stdout)
     assert "page" not in announced, "plain vLLM has none"
+
+
+def test_with_json_logs_everything_that_is_printed_is_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine([0], SystemExit(143), log_path=Path("/dev/stdout"))
+    launched: dict[str, Any] = {}
+
+    def launch(model: str, **given: Any) -> FakeEngine:
+        launched.update(given)
+        logging.getLogger("ragcache_core.client").warning("the engine died, restarting")
+        return engine
+
+    monkeypatch.setattr(Engine, "launch", launch)
+    monkeypatch.setattr("ragcache_core.cli.commands.serve._POLL_S", 0.0)
+    result = CliRunner().invoke(cli, ["serve", "demo", "--log-format", "json"])
+    assert launched["log_format"] == "json"
+    said = [json.loads(line) for line in result.stderr.splitlines()]
+    assert [(line["level"], line["message"].split(":")[0]) for line in said] == [
+        ("WARNING", "the engine died, restarting"),
+        ("WARNING", "the random API key is not printed into a log"),
+        ("INFO", "stopping"),
+    ]
+    assert json.loads(result.stdout)["url"] == engine.base_url
+    monkeypatch.setattr(Engine, "launch", lambda *_, **__: (_ for _ in ()).throw(EngineStartError("no model\nlog")))
+    (line,) = CliRunner().invoke(cli, ["serve", "demo", "--log-format", "json"]).stderr.splitlines()
+    assert json.loads(line)["message"] == "no model\nlog"
+    logging.getLogger("ragcache_core.client").warning("as text again")
+
+
+def test_a_liveness_probe_is_answered_while_the_engine_loads_and_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    port, said = process.free_port("127.0.0.1"), []
+    engine = FakeEngine([0, 0, 0], SystemExit(143))
+    watch = SimpleNamespace(health=lambda: Health.READY)
+    monkeypatch.setattr(engine, "integration", SimpleNamespace(watch=watch), raising=False)
+
+    def probe() -> None:
+        said.append(httpx.get(f"http://127.0.0.1:{port}/live").json()["state"])
+
+    def launch(*_: object, **__: object) -> FakeEngine:
+        probe()
+        return engine
+
+    def num_restarts() -> int:
+        probe()
+        if len(said) == 4:
+            raise SystemExit(143)
+        watch.health = lambda: Health.RESTARTING if len(said) == 2 else Health.READY
+        return 0
+
+    def drain(_: float) -> bool:
+        probe()
+        return True
+
+    monkeypatch.setattr(engine, "num_restarts", num_restarts)
+    monkeypatch.setattr(engine, "drain", drain)
+    monkeypatch.setattr(Engine, "launch", launch)
+    monkeypatch.setattr("ragcache_core.cli.commands.serve._POLL_S", 0.0)
+    result = CliRunner().invoke(cli, ["serve", "demo", "--probe-port", str(port)])
+    assert result.exit_code == 0, result.output
+    assert said == ["loading", "ready", "restarting", "ready", "stopping"]
+
+
+@pytest.mark.parametrize("options", [["--port", "8001"], ["--port", "8000", "--data-parallel-size", "2"]])
+def test_a_probe_port_that_a_server_has_is_refused(monkeypatch: pytest.MonkeyPatch, options: list[str]) -> None:
+    result = run(monkeypatch, FakeEngine([], KeyboardInterrupt()), "--probe-port", "8001", *options)
+    assert result.exit_code == 2
+    assert "--probe-port 8001" in result.stderr
 
 
 @dataclass

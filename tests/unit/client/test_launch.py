@@ -69,7 +69,7 @@ class Owner:
         extra: dict[str, Any] = config["kv_connector_extra_config"]
         return extra
 
-    def _start(self, arguments: list[str], *, env: dict[str, str], log_path: Path) -> None:
+    def _start(self, arguments: list[str], *, env: dict[str, str], log_path: Path, log_as_json: bool) -> None:
         self.arguments.append(arguments)
         self.environments.append(env)
 

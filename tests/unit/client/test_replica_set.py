@@ -7,7 +7,7 @@ import json
 import random
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from types import SimpleNamespace
 from typing import Any, cast
 from urllib.parse import quote
@@ -351,3 +351,44 @@ def test_a_request_keeps_the_id_that_its_body_names_where_a_header_can_hold_it(s
     assert name == f"{sent}{place}" if sent else len(name) == len(f"-r{place}") + 32
     figures = replicas.send(httpx.Request("GET", f"{HOME}/v1/ragcache/requests/cmpl-{name}"))
     assert figures.request.url.host == sending.request.url.host
+
+
+def test_replicas_that_come_and_go_under_requests_leave_no_count_and_no_cached_path() -> None:
+    replicas, spare = replica_set(2), replica_set(40)
+    answering = httpx.MockTransport(lambda _: httpx.Response(200, stream=AsyncBody()))
+    transport = Blocking(AsyncRoutedTransport(replicas, answering))
+    errors: list[BaseException] = []
+    is_over, has_paths = threading.Event(), threading.Event()
+
+    def run(seed: int) -> None:
+        chosen = random.Random(seed)
+        try:
+            while not is_over.is_set():
+                named = {"ragcache": {"documents": [{"id": chosen.choice("abcd"), "start": 10, "end": 30}]}}
+                request = asking(prompt=[*range(40)], kv_transfer_params=named)
+                with closing(transport.handle_request(request).stream) as stream:  # type: ignore[type-var]
+                    if len(replicas.index):
+                        has_paths.set()
+                    assert [*cast("httpx.SyncByteStream", stream)] == [b"one", b"two"]
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    assert has_paths.wait(20)
+    retired = []
+    for each in spare.all:
+        replicas.add(each.engine)
+        retired.append(replicas.all[0])
+        replicas.remove(replicas.all[0])
+    is_over.set()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert [replica.load.num_running for replica in retired] == [0] * 40
+    assert len({replica.number for replica in (*replicas.all, *retired)}) == 42
+    for replica in retired:
+        replicas.forget(replica)
+    assert len(replicas.index) == 0
+    assert load(replicas) == [0, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import subprocess
@@ -107,3 +108,15 @@ def test_a_log_that_cannot_be_written_is_refused_with_a_cure(tmp_path: Path) -> 
 
     with pytest.raises(EngineStartError, match="cannot write the server's log .*; set log_path"):
         ServerProcess([], env={}, log_path=tmp_path)
+
+
+@pytest.mark.parametrize("to_file", [False, True])
+def test_a_log_of_json_is_lines_of_json_and_its_text_is_known_as_it_was(tmp_path: Path, *, to_file: bool) -> None:
+    program = SERVER.replace("log_path=Path(sys.argv[1])", "log_path=Path(sys.argv[1]), log_as_json=True")
+    program = program.replace('print("done", flush=True)', "")
+    log = tmp_path / "server.log"
+    command = [sys.executable, "-c", program, str(log) if to_file else "/dev/stdout"]
+    done = subprocess.run(command, timeout=60, check=False, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    lines = (log.read_text() if to_file else done.stdout.decode()).splitlines()
+    assert "Beautiful is better than ugly." in [json.loads(line)["message"] for line in lines]

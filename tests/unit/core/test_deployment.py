@@ -16,8 +16,10 @@ import pytest
 import yaml
 
 from ragcache_core.cli import cli
+from ragcache_core.client.launch.probes import LIVE
 from ragcache_core.client.launch.process import GRACE_S
 from ragcache_core.vllm_plugin.server.middleware import OPEN_PATHS
+from tests.installation.serving_requirements import needed, serving_lines
 
 ROOT = Path(__file__).resolve().parents[3]
 DEPLOYMENT = ROOT / "examples" / "deployment"
@@ -26,6 +28,9 @@ CONTAINERS_PAGE = (ROOT / "docs" / "operate" / "containers.md").read_text(encodi
 COMPOSE = yaml.safe_load((DEPLOYMENT / "compose.yaml").read_text(encoding="utf-8"))
 STATEFUL_SET = yaml.safe_load((DEPLOYMENT / "kubernetes" / "engine.yaml").read_text(encoding="utf-8"))
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+BY_NAME = {"pypa/gh-action-pypi-publish@release/v1"}
+"""Actions without a known commit of a release that accepts metadata 2.4."""
 
 FEATURES = """
 import importlib.abc, sys
@@ -84,12 +89,10 @@ def distributions(requirements: list[str]) -> set[str]:
 def installed_on(dockerfile: Path) -> set[str]:
     """Return the distributions of ours and our extras that an image installs."""
     run = dockerfile.read_text(encoding="utf-8")
-    if "make setup" in run:  # installs the lock file
-        return distributions(
-            re.findall(r"^([\w.-]+)==", (ROOT / "requirements" / "lock.txt").read_text(), re.MULTILINE)
-        )
-    (extras,) = re.findall(r"pip install .*?/src(?:\[([\w,-]+)\])?", run)
-    return distributions([f"ragcache[{extras}]"] if extras else []) | distributions(PYPROJECT["dependencies"])
+    if locks := re.findall(r"make setup .*LOCK=(\S+)", run):
+        return distributions(re.findall(r"^([\w.-]+)==", (ROOT / locks[0]).read_text("utf-8"), re.MULTILINE))
+    (extras,) = re.findall(r'pip install "\$\(echo /wheels/\*\.whl\)\[([\w,-]+)\]"', run)
+    return distributions([f"ragcache[{extras}]"]) | distributions(PYPROJECT["dependencies"])
 
 
 @pytest.mark.parametrize("dockerfile", IMAGES, ids=lambda path: path.name)
@@ -98,8 +101,10 @@ def test_an_image_runs_a_command_that_is_understood_as_shipped(dockerfile: Path)
     entry, command = json.loads(parts["ENTRYPOINT"]), json.loads(parts.get("CMD", '["/models/my-model"]'))
     given = arguments_of(entry, command, "serve")
     assert (given["host"], given["log"]) == ("0.0.0.0", Path("/dev/stdout"))
-    if given["model"].startswith("/src/"):
-        assert (ROOT / given["model"].removeprefix("/src/")).is_dir()
+    copied = dict(re.findall(r"COPY --from=build /src/(\S+) (\S+)", dockerfile.read_text(encoding="utf-8")))
+    for source, target in copied.items():
+        assert given["model"] == target
+        assert (ROOT / source).is_dir()
 
 
 @pytest.mark.parametrize("dockerfile", IMAGES, ids=lambda path: path.name)
@@ -116,6 +121,22 @@ def test_an_image_installs_what_the_shipped_commands_need(dockerfile: Path, tmp_
     code = FEATURES.format(missing=missing, folder=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-1000:]
+
+
+@pytest.mark.parametrize("dockerfile", IMAGES, ids=lambda path: path.name)
+def test_an_image_names_its_base_by_an_argument_and_says_what_it_is(dockerfile: Path) -> None:
+    text = dockerfile.read_text(encoding="utf-8")
+    assert set(re.findall(r"^FROM (\S+)", text, re.MULTILINE)) == {"${BASE}"}
+    parts = instructions(dockerfile)
+    assert int(parts["USER"]) > 0
+    assert {"title", "licenses", "version", "revision"} <= set(
+        re.findall(r"org\.opencontainers\.image\.(\w+)=", parts["LABEL"])
+    )
+
+
+def test_images_install_what_a_server_needs_of_the_lock_and_no_more() -> None:
+    assert (ROOT / "requirements" / "serve.txt").read_text(encoding="utf-8") == serving_lines()
+    assert not {"pytest", "mypy", "langchain", "jupyter-client"} & needed()
 
 
 @pytest.mark.parametrize("dockerfile", IMAGES, ids=lambda path: path.name)
@@ -136,13 +157,14 @@ def test_containers_run_commands_that_are_understood_and_probe_what_answers_with
     for arguments, grace_s in zip((service["command"], container["args"]), graces, strict=True):
         given = arguments_of(entry, arguments, "serve")
         assert grace_s > given["drain"] + GRACE_S
-    (port,) = (mapping["containerPort"] for mapping in container["ports"])
-    assert port == given["port"]
-    probes = [container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")]
-    assert {probe["port"] for probe in probes} == {port}
-    paths = {probe["path"] for probe in probes}
-    paths |= set(re.findall(r"127\.0\.0\.1:8000(/\w+)", " ".join(service["healthcheck"]["test"])))
-    assert paths == {"/ready", "/health"}
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    given = arguments_of(entry, container["args"], "serve")
+    assert ports == {"http": given["port"], "live": given["probe_port"]}
+    live, ready = (container[f"{kind}Probe"]["httpGet"] for kind in ("liveness", "readiness"))
+    assert (live["port"], live["path"]) == ("live", LIVE)
+    assert (ready["port"], ready["path"]) == ("http", "/ready")
+    paths = set(re.findall(r"127\.0\.0\.1:8000(/\w+)", " ".join(service["healthcheck"]["test"])))
+    assert paths == {"/ready"}
     assert paths <= OPEN_PATHS
 
 
@@ -163,3 +185,18 @@ def test_every_file_that_a_deployment_mounts_or_builds_from_is_there() -> None:
     assert [source for source in files if not (DEPLOYMENT / source).is_file()] == []
     listed = yaml.safe_load((DEPLOYMENT / "kubernetes" / "kustomization.yaml").read_text(encoding="utf-8"))["resources"]
     assert {*listed, "kustomization.yaml"} == {path.name for path in (DEPLOYMENT / "kubernetes").iterdir()}
+
+
+def test_workflows_name_actions_by_commit() -> None:
+    used = [
+        line
+        for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+        for line in re.findall(r"uses: (.*)", path.read_text(encoding="utf-8"))
+    ]
+    assert len(used) >= 10
+    by_name = {line for line in used if not re.fullmatch(r"[\w.-]+/[\w.-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line)}
+    assert by_name <= BY_NAME
+    commits = {}
+    for line in set(used) - by_name:
+        action, _, commit = line.partition("@")
+        assert commits.setdefault(action, commit) == commit, "one commit of an action everywhere"

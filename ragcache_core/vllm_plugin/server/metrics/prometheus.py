@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ragcache_core.stats import CHUNK_SERIES, ENGINE_SERIES, TIER_SERIES, Series
+from ragcache_core._version import __version__
+from ragcache_core.stats import (
+    CHUNK_SERIES,
+    ENGINE_SERIES,
+    TENANT_SERIES,
+    TENANT_TIER_SERIES,
+    TIER_SERIES,
+    Series,
+)
 from ragcache_core.vllm_plugin.compat import (
     KVConnectorPromMetrics,
     OffloadPromMetrics,
@@ -17,6 +25,9 @@ from ragcache_core.vllm_plugin.compat import (
 )
 from ragcache_core.vllm_plugin.release import settings_in_force, why_alone
 from ragcache_core.vllm_plugin.server.engine_view import received
+from ragcache_core.vllm_plugin.server.metrics.tenant_series import num_shown, shown_tenants
+
+_BUILD = ("version", "vllm_version", "policy")
 
 
 class RAGCachePromMetrics(KVConnectorPromMetrics):
@@ -42,13 +53,32 @@ class RAGCachePromMetrics(KVConnectorPromMetrics):
             else None
         )
         chunks = CHUNK_SERIES if settings.chunk_reuse is not None else {}
-        shown = [(ENGINE_SERIES, labelnames), (TIER_SERIES, [*labelnames, "tier"]), (chunks, labelnames)]
+        self._num_tenants = num_shown()
+        tenant, tenant_tier = (TENANT_SERIES, TENANT_TIER_SERIES) if self._num_tenants else ({}, {})
+        shown = [
+            (ENGINE_SERIES, labelnames),
+            (TIER_SERIES, [*labelnames, "tier"]),
+            (chunks, labelnames),
+            (tenant, [*labelnames, "tenant"]),
+            (tenant_tier, [*labelnames, "tenant", "tier"]),
+        ]
         index, _ = front_end_of(vllm_config)
-        self._engine_series, self._tier_series, self._chunk_series = (
+        self._engine_series, self._tier_series, self._chunk_series, self._tenant_series, self._tenant_tier_series = (
             {} if index else {key: self._metric(series, labels) for key, series in table.items()}
             for table, labels in shown
         )
         self._seen: dict[tuple[int, str, str], int] = {}
+        if not index:
+            from vllm import __version__ as vllm_version
+
+            build = self._gauge_cls(
+                "ragcache_build_info",
+                "The releases that run and the cache's policy; always 1",
+                [*labelnames, *_BUILD],
+                multiprocess_mode="mostrecent",
+            )
+            for labels in per_engine_labelvalues.values():
+                build.labels(*labels, __version__, vllm_version, settings.policy).set(1)
 
     def _metric(self, series: Series, labels: list[str]) -> Any:
         if series.is_gauge:
@@ -68,6 +98,18 @@ class RAGCachePromMetrics(KVConnectorPromMetrics):
             self._show(TIER_SERIES, self._tier_series, tier, tier["name"], [*labels, tier["name"]], engine_idx)
         if chunks := report.get("chunks"):
             self._show(CHUNK_SERIES, self._chunk_series, chunks, "chunks", labels, engine_idx)
+        if self._num_tenants:
+            self._show_tenants(report, labels, engine_idx)
+
+    def _show_tenants(self, report: Mapping[str, Any], labels: Sequence[object], engine_idx: int) -> None:
+        for name, figures in shown_tenants(report, self._num_tenants):
+            part = f"tenant {name}"
+            self._show(TENANT_SERIES, self._tenant_series, figures, part, [*labels, name], engine_idx)
+            for tier in figures["tiers"]:
+                of_tier = [*labels, name, tier["name"]]
+                self._show(
+                    TENANT_TIER_SERIES, self._tenant_tier_series, tier, f"{part} {tier['name']}", of_tier, engine_idx
+                )
 
     def _show(
         self,

@@ -1,0 +1,98 @@
+{{- define "ragcache.name" -}}{{ .Release.Name | trunc 40 | trimSuffix "-" }}{{- end }}
+
+{{- define "ragcache.selector" -}}
+app.kubernetes.io/name: ragcache
+app.kubernetes.io/instance: {{ include "ragcache.name" . }}
+{{- end }}
+
+{{- define "ragcache.labels" -}}
+{{ include "ragcache.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+{{- end }}
+
+{{- define "ragcache.image" -}}
+{{- if .Values.image.digest -}}
+{{ .Values.image.repository }}@{{ .Values.image.digest }}
+{{- else -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end -}}
+{{- end }}
+
+{{- define "ragcache.model" -}}
+{{- if eq .Values.model.source "hub" }}{{ .Values.model.hub.name }}{{ else }}{{ .Values.model.path }}{{ end -}}
+{{- end }}
+
+{{/* KV memory of an engine without a GPU is host memory. */}}
+{{- define "ragcache.memoryMiB" -}}
+{{- $kv := ternary .Values.engine.kvCacheGiB 0 (eq (int .Values.engine.gpus) 0) -}}
+{{- $gib := addf .Values.engine.memoryGiB .Values.tiers.hostGiB .Values.engine.shmGiB $kv -}}
+{{- mulf $gib 1024 | ceil | int -}}
+{{- end }}
+
+{{- define "ragcache.hasModels" -}}
+{{- if has .Values.model.source (list "claim" "loader") }}true{{ end -}}
+{{- end }}
+
+{{/* The cache volume: disk tier with its margin, compiled code, downloads of the hub. */}}
+{{- define "ragcache.cacheGiB" -}}
+{{- addf (mulf .Values.tiers.disk.GiB 1.05) .Values.tiers.compiledGiB | ceil | int -}}
+{{- end }}
+
+{{- define "ragcache.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- define "ragcache.containerSecurity" -}}
+readOnlyRootFilesystem: true
+allowPrivilegeEscalation: false
+capabilities: {drop: [ALL]}
+{{- end }}
+
+{{- define "ragcache.apiKey" -}}
+- {name: RAGCACHE_API_KEY, valueFrom: {secretKeyRef: {name: {{ .Values.auth.apiKey.secret }}, key: {{ .Values.auth.apiKey.key }}}}}
+{{- end }}
+
+{{- define "ragcache.warmArgs" -}}
+--store {{ .Values.warm.store | squote }} --wait-ready{{ range .Values.warm.args }} {{ . | squote }}{{ end }}
+{{- end }}
+
+{{/* What the schema cannot say, in the words of the values. */}}
+{{- define "ragcache.check" -}}
+{{- $scales := ne .Values.autoscaling.kind "none" -}}
+{{- $several := or (gt (int .Values.replicas) 1) (and $scales (gt (int .Values.autoscaling.max) 1)) -}}
+{{- if and (eq (int .Values.engine.gpus) 0) (eq (float64 .Values.engine.kvCacheGiB) 0.0) -}}
+{{- fail "engine.gpus is 0 and engine.kvCacheGiB is 0: give the host memory for the KV cache of an engine without a GPU, e.g. engine.kvCacheGiB=4" -}}
+{{- end -}}
+{{- if and (eq .Values.model.source "hub") (not .Values.model.hub.name) -}}
+{{- fail "model.source is hub and model.hub.name is empty: name a model, e.g. model.hub.name=org/my-model" -}}
+{{- end -}}
+{{- if and (eq .Values.model.source "loader") (or (not .Values.model.loader.image) (not .Values.model.loader.command)) -}}
+{{- fail "model.source is loader: give model.loader.image and model.loader.command, which writes the weights below /models" -}}
+{{- end -}}
+{{- if and (eq .Values.model.source "claim") (eq .Values.model.claim.accessMode "ReadWriteOnce") $several -}}
+{{- fail "model.claim.accessMode is ReadWriteOnce, which one node can mount, and there are several replicas: use ReadOnlyMany or ReadWriteMany, or model.source hub or loader" -}}
+{{- end -}}
+{{- if and (eq .Values.warm.mode "job") $several -}}
+{{- fail "warm.mode is job, which warms one replica, and there are several: use warm.mode sidecar" -}}
+{{- end -}}
+{{- if and (ne .Values.warm.mode "none") (not (or (eq .Values.model.source "image") (hasPrefix "/models/" .Values.warm.store))) -}}
+{{- fail (printf "warm.store is %s: the container sees the volume of the weights below /models/" .Values.warm.store) -}}
+{{- end -}}
+{{- if and (ne .Values.warm.mode "none") (eq .Values.model.source "hub") -}}
+{{- fail "warm.mode needs a store of documents on the volume of the weights, and model.source hub has no such volume: run `ragcache warm` elsewhere" -}}
+{{- end -}}
+{{- if and .Values.auth.tenants.secret .Values.monitoring.serviceMonitor.enabled (not .Values.monitoring.serviceMonitor.token.secret) -}}
+{{- fail "auth.tenants.secret is set, so /metrics needs an operator's key: give monitoring.serviceMonitor.token.secret" -}}
+{{- end -}}
+{{- if and $scales (gt (int .Values.autoscaling.min) (int .Values.autoscaling.max)) -}}
+{{- fail (printf "autoscaling.min is %v and autoscaling.max is %v: min must not be larger" .Values.autoscaling.min .Values.autoscaling.max) -}}
+{{- end -}}
+{{- if and $scales (eq (int .Values.autoscaling.min) 0) (or (ne .Values.autoscaling.kind "keda") (not .Values.autoscaling.workingHours.start)) -}}
+{{- fail "autoscaling.min is 0: without a replica there is no metric that starts one: use autoscaling.kind keda with autoscaling.workingHours, or min 1" -}}
+{{- end -}}
+{{- end }}

@@ -1,0 +1,233 @@
+"""Find the replicas of a fleet behind a name, and follow them while they come and go."""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Self
+
+from ragcache_core.client.engine import Engine
+from ragcache_core.client.fleet.replicas import Replica, ReplicaSet
+from ragcache_core.errors import ConfigError, EngineError, EngineUnreachableError, RAGCacheError, quoted
+
+REFRESH_S = 5.0
+"""Default seconds between two look-ups of a name."""
+_MAX_AT_ONCE = 16
+_MAX_MISSED = 3
+"""Look-ups without the address of a replica that answers, after which the replica is removed."""
+_MAX_RETIRED_S = 900.0
+_CLOSE_S = 5.0
+_RETRY_S = 0.5
+_NAME = re.compile(
+    r"dns\+(?P<scheme>https?)://(?P<host>\[[0-9a-fA-F:.]+\]|[^/:@\s]+)(?::(?P<port>[0-9]{1,5}))?/?(?:v1/?)?"
+)
+
+_logger = logging.getLogger(__name__)
+
+
+class ServiceName:
+    """A DNS name that stands for several servers, as that of a headless service of Kubernetes."""
+
+    def __init__(self, url: str, host: str, port: int) -> None:
+        self.url = url
+        self._host = host
+        self._port = port
+
+    @classmethod
+    def of(cls, url: str) -> Self:
+        """Return the name in ``dns+http://host:port``; the port is 80 if it is left out.
+
+        Raises:
+            ConfigError: it is another kind of address, or HTTPS, whose certificates are for names.
+        """
+        found = _NAME.fullmatch(url)
+        if found is None or not 0 < (port := int(found["port"] or 80)) < 65536:
+            raise ConfigError(f"urls is {quoted(url)}: give a name with its port, 'dns+http://service:8000'")
+        if found["scheme"] == "https":
+            raise ConfigError(
+                f"urls is {quoted(url)}: a certificate is for a name, and dns+ connects to addresses: give a list of "
+                "the replicas' own names, ['https://a:8000', ...]"
+            )
+        return cls(url, found["host"].strip("[]"), port)
+
+    def __call__(self) -> list[str]:
+        """Return the servers' URLs, sorted.
+
+        Raises:
+            OSError: the name does not resolve now.
+        """
+        told = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        hosts = sorted({str(address[0]) for *_, address in told})
+        return [f"http://{f'[{host}]' if ':' in host else host}:{self._port}" for host in hosts]
+
+    def __repr__(self) -> str:
+        return self.url
+
+
+class ReplicaFinder:
+    """Looks for replicas every ``refresh_s`` seconds, in a thread of its own from :meth:`follow` to :meth:`close`.
+
+    A found address joins the fleet when it answers and serves what the others serve. A replica leaves the fleet when
+    its address is missing from what was found: at once if it does not answer, otherwise after three look-ups. What it
+    is answering it ends. Nothing leaves the fleet while the look-up itself fails or finds nothing.
+    """
+
+    def __init__(
+        self, source: Callable[[], Sequence[str]], connect: Callable[[str, bool], Engine], refresh_s: float
+    ) -> None:
+        """Look for nothing yet.
+
+        Args:
+            source: returns the addresses as they are now, or raises ``OSError``. Its text names it in warnings.
+            connect: returns an engine at an address; the second argument says whether it brings the tokenizer.
+            refresh_s: seconds between two look-ups.
+        """
+        self._source = source
+        self._connect = connect
+        self._refresh_s = refresh_s
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._missed: dict[Replica, int] = {}
+        self._retired: list[tuple[float, Replica]] = []
+        self._reported: dict[str, str] = {}
+        self._is_known = True
+
+    def first(self, timeout_s: float | None) -> Engine:
+        """Return the first engine that answers; look for one for ``timeout_s`` seconds, ``None`` without an end.
+
+        Raises:
+            EngineUnreachableError: none answers in time.
+            EngineError: a server answers, and refuses to be used, as with a wrong key.
+        """
+        ends_s = None if timeout_s is None else time.monotonic() + timeout_s
+        is_said = False
+        while True:
+            addresses, why = self._look_up()
+            for address in addresses:
+                try:
+                    return self._connect(address, True)
+                except EngineUnreachableError as error:
+                    why = str(error)
+            if ends_s is not None and time.monotonic() >= ends_s:
+                raise EngineUnreachableError(f"no replica of {self._source} answers: {why}")
+            if not is_said:
+                _logger.warning("no replica of %s answers yet (%s): waiting for one", self._source, why)
+                is_said = True
+            time.sleep(_RETRY_S)
+
+    def follow(self, replicas: ReplicaSet, served: Callable[[Engine], dict[str, Any]]) -> None:
+        """Look now, then begin the thread. ``served`` returns what an engine serves, which is the same for all."""
+        first = replicas.all[0].engine
+        expected = served(first)
+        self._look(replicas, first.base_url, expected, served)
+
+        def run() -> None:
+            while not self._closed.wait(self._refresh_s):
+                try:
+                    self._look(replicas, first.base_url, expected, served)
+                except Exception:
+                    _logger.exception("looking for replicas of %s failed; it is tried again", self._source)
+
+        self._thread = threading.Thread(target=run, name="ragcache-replica-finder", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, and close the replicas that have left the fleet. May be called again."""
+        self._closed.set()
+        if (thread := self._thread) is not None and thread is not threading.current_thread():
+            thread.join(_CLOSE_S)  # a look-up may wait for a name server
+        for _, replica in self._retired:
+            replica.engine.close()
+        self._retired.clear()
+
+    def _look_up(self) -> tuple[Sequence[str], str]:
+        try:
+            addresses = self._source()
+        except OSError as error:
+            return (), str(error)
+        return addresses, "" if addresses else "it has no addresses"
+
+    def _look(
+        self, replicas: ReplicaSet, name: str, expected: dict[str, Any], served: Callable[[Engine], dict[str, Any]]
+    ) -> None:
+        """Add the replicas that are new, and remove those that are gone."""
+        self._close_retired(replicas)
+        addresses, why = self._look_up()
+        if not addresses:
+            if self._is_known:
+                _logger.warning("%s finds no replica (%s): those that are known stay", self._source, why)
+            self._is_known = False
+            return
+        self._is_known = True
+        known = {replica.name.removesuffix("/v1"): replica for replica in replicas.all}
+        self._reported = {address: why for address, why in self._reported.items() if address in addresses}
+        for engine in self._joined(address for address in addresses if address not in known):
+            if self._closed.is_set():
+                engine.close()
+            elif differs := difference(name, expected, engine.base_url, served_or_none(engine, served)):
+                self._report(engine.base_url.removesuffix("/v1"), differs)
+                engine.close()
+            else:
+                replicas.add(engine)
+                _logger.info("replica %s has joined the fleet", engine.base_url)
+        self._remove([replica for address, replica in known.items() if address not in addresses], replicas)
+
+    def _joined(self, addresses: Iterable[str]) -> list[Engine]:
+        def join(address: str) -> Engine | None:
+            try:
+                return self._connect(address, False)
+            except EngineUnreachableError as error:  # as a replica that still loads
+                _logger.debug("replica %s does not answer yet: %s", address, error)
+            except RAGCacheError as error:
+                self._report(address, str(error))
+            return None
+
+        with ThreadPoolExecutor(_MAX_AT_ONCE, "ragcache-replica-finder") as threads:
+            return [engine for engine in threads.map(join, addresses) if engine is not None]
+
+    def _report(self, address: str, why: str) -> None:
+        """Warn once of a server that is found and cannot be used, and once more if the reason changes."""
+        if self._reported.get(address) != why:
+            _logger.warning("replica %s is left out of the fleet: %s", address, why)
+            self._reported[address] = why
+
+    def _remove(self, missing: Sequence[Replica], replicas: ReplicaSet) -> None:
+        self._missed = {replica: self._missed.get(replica, 0) + 1 for replica in missing}
+        for replica, num_missed in self._missed.items():
+            if num_missed >= _MAX_MISSED or not replica.is_ready():
+                replicas.remove(replica)
+                self._retired.append((time.monotonic(), replica))
+                _logger.info("replica %s has left the fleet", replica.name)
+
+    def _close_retired(self, replicas: ReplicaSet) -> None:
+        """Close the replicas that have answered what they were asked."""
+        for retired in list(self._retired):
+            since_s, replica = retired
+            if replica.load.num_running == 0 or time.monotonic() - since_s > _MAX_RETIRED_S:
+                self._retired.remove(retired)
+                replicas.forget(replica)
+                replica.engine.close()
+
+
+def served_or_none(engine: Engine, served: Callable[[Engine], dict[str, Any]]) -> dict[str, Any]:
+    """Return what an engine serves; nothing where it does not say so now."""
+    try:
+        return served(engine)
+    except EngineError:
+        return {}
+
+
+def difference(name: str, expected: dict[str, Any], other_name: str, other: dict[str, Any]) -> str | None:
+    """Return what makes one server no replica of another one; ``None``: nothing that is known."""
+    for what, value in expected.items():
+        if value is not None and other.get(what) is not None and other[what] != value:
+            return (
+                f"{other_name} has another {what} than {name}, {other[what]!r:.80} and not {value!r:.80}: "
+                "the replicas of a fleet serve the same model"
+            )
+    return None

@@ -1,0 +1,272 @@
+"""The chart renders what Kubernetes takes and what fits the nodes of the Terraform example, and refuses bad values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import hcl2
+import kubernetes_validate
+import pytest
+import yaml
+from helm_python.chart import lint
+from helm_python.errors import HelmError
+
+from tests.deployment.chart import CHART, DEPLOYMENT, PLAIN, VALUES, objects, plain_manifests, values_of
+
+TERRAFORM = DEPLOYMENT / "terraform"
+CORE = re.compile(r"^(v1|(apps|batch|autoscaling|policy|networking\.k8s\.io)/v\d)$")
+"""API groups with schemas in kubernetes-validate."""
+NODES = {"g5.2xlarge": (8, 32), "g6.2xlarge": (8, 32), "t3.large": (2, 8)}
+"""CPUs and GiB of the instance types that the Terraform example names."""
+NODE_CPU, NODE_GIB = 0.5, 3.0
+"""What system, kubelet and the cluster's own pods take of a node, generously."""
+WORKING_HOURS = {"timezone": "UTC", "start": "0 8 * * *", "end": "0 18 * * *"}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "loader": {
+        "model": {"source": "loader", "loader": {"image": "registry.example/loader:1", "command": ["fill", "/models"]}},
+        "warm": {"mode": "sidecar"},
+    },
+    "job": {"warm": {"mode": "job"}, "auth": {"tenants": {"secret": "tenants"}}},
+    "several-gpus": {"engine": {"gpus": 2, "vllmArgs": ["--max-model-len", "8192"], "args": ["--policy", "pgdsf"]}},
+    "hpa": {
+        "model": {"source": "hub", "hub": {"name": "org/model"}},
+        "autoscaling": {"kind": "hpa", "min": 2, "max": 4},
+        "tiers": {"disk": {"GiB": 0}, "shared": {"url": "s3://bucket/kv", "s3": {"secret": "bucket"}}},
+        "networkPolicy": {"enabled": True},
+    },
+    "scale-to-zero": {"autoscaling": {"kind": "keda", "min": 0, "max": 1, "workingHours": WORKING_HOURS}},
+}  # fmt: skip
+EVERY = {**{name: values_of(name) for name in VALUES}, **VARIANTS}
+
+
+@pytest.fixture(params=EVERY)
+def made(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return list(objects(EVERY[request.param]))
+
+
+def of_kind(made: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [each for each in made if each["kind"] == kind]
+
+
+def pods(made: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for each in (*of_kind(made, "StatefulSet"), *of_kind(made, "Job")):
+        yield each["spec"]["template"]
+
+
+def containers(pod: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"]]
+
+
+def mib(quantity: str) -> float:
+    number, unit = re.fullmatch(r"([\d.]+)(Mi|Gi)", quantity).groups()  # type: ignore[union-attr]
+    return float(number) * {"Mi": 1, "Gi": 1024}[unit]
+
+
+def size_gib(option: str, arguments: list[str]) -> float:
+    return float(arguments[arguments.index(option) + 1].removesuffix("GiB")) if option in arguments else 0.0
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_chart_has_no_lint(name: str) -> None:
+    report = lint(CHART, EVERY[name], strict=True)
+    assert report["errors"] == []
+    assert [each for each in report["messages"] if each["severity"] > 1] == []
+
+
+def test_kubernetes_takes_what_is_made(made: list[dict[str, Any]]) -> None:
+    checked = [each for each in made if CORE.match(each["apiVersion"])]
+    assert len(checked) >= 4
+    for each in checked:
+        kubernetes_validate.validate(each, "1.37", strict=True)
+
+
+def test_names_are_unique_and_all_that_is_referred_to_exists(made: list[dict[str, Any]]) -> None:
+    names = [(each["kind"], each["metadata"]["name"]) for each in made]
+    assert len(names) == len(set(names))
+    for pod in pods(made):
+        volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+        claimed = {
+            template["metadata"]["name"]
+            for each in of_kind(made, "StatefulSet")
+            for template in each["spec"]["volumeClaimTemplates"]
+        }
+        mounted = {mount["name"] for container in containers(pod) for mount in container["volumeMounts"]}
+        assert mounted <= volumes.keys() | claimed
+        assert volumes.keys() <= mounted
+        claims = [
+            volume["persistentVolumeClaim"]["claimName"]
+            for volume in volumes.values()
+            if "persistentVolumeClaim" in volume
+        ]
+        assert {("PersistentVolumeClaim", claim) for claim in claims} <= set(names)
+        assert ("ServiceAccount", pod["spec"]["serviceAccountName"]) in names
+    (engine,) = of_kind(made, "StatefulSet")
+    assert ("Service", engine["spec"]["serviceName"]) in names
+    labels = engine["spec"]["template"]["metadata"]["labels"]
+    selectors = [each["spec"]["selector"] for each in of_kind(made, "Service")]
+    selectors += [each["spec"]["selector"]["matchLabels"] for each in of_kind(made, "PodDisruptionBudget")]
+    selectors += [each["spec"]["podSelector"]["matchLabels"] for each in of_kind(made, "NetworkPolicy")]
+    for selector in [*selectors, engine["spec"]["selector"]["matchLabels"]]:
+        assert selector.items() <= labels.items()
+    for monitor in of_kind(made, "ServiceMonitor"):
+        wanted = monitor["spec"]["selector"]["matchLabels"].items()
+        (watched,) = [each for each in of_kind(made, "Service") if wanted <= each["metadata"]["labels"].items()]
+        assert monitor["spec"]["endpoints"][0]["port"] in {port["name"] for port in watched["spec"]["ports"]}
+    for scaler in (*of_kind(made, "HorizontalPodAutoscaler"), *of_kind(made, "ScaledObject")):
+        target = scaler["spec"]["scaleTargetRef"]
+        assert (target["kind"], target["name"]) in names
+        assert "replicas" not in engine["spec"], "an upgrade would undo the scaling"
+
+
+def test_pods_are_restricted(made: list[dict[str, Any]]) -> None:
+    """As of the Pod Security Standards' profile `restricted`, and with a read-only root."""
+    for pod in pods(made):
+        spec = pod["spec"]
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault"
+        for container in containers(pod):
+            security = container["securityContext"]
+            assert (security["readOnlyRootFilesystem"], security["allowPrivilegeEscalation"]) == (True, False)
+            assert security["capabilities"] == {"drop": ["ALL"]}
+            assert {"memory"} <= container["resources"]["limits"].keys()
+            writable = {mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
+            assert "/tmp" in writable
+
+
+def test_memory_and_volumes_hold_the_tiers(made: list[dict[str, Any]]) -> None:
+    (engine,) = of_kind(made, "StatefulSet")
+    (pod,) = pods([engine])
+    container = pod["spec"]["containers"][0]
+    arguments, resources = container["args"], container["resources"]
+    assert resources["requests"]["memory"] == resources["limits"]["memory"], "host memory is used: no overcommitment"
+    shm = next(volume["emptyDir"] for volume in pod["spec"]["volumes"] if volume["name"] == "shm")
+    kv_gib = 0.0 if "nvidia.com/gpu" in resources["limits"] else size_gib("--kv-cache-bytes", arguments)
+    tiers_mib = 1024 * (size_gib("--host-bytes", arguments) + kv_gib) + mib(shm["sizeLimit"])
+    assert mib(resources["limits"]["memory"]) >= tiers_mib + 1024, "the engine itself needs memory"
+    (claim,) = engine["spec"]["volumeClaimTemplates"]
+    storage_gib = mib(claim["spec"]["resources"]["requests"]["storage"]) / 1024
+    assert storage_gib >= size_gib("--disk-bytes", arguments) + 1
+
+
+def test_liveness_does_not_depend_on_the_engine_and_the_grace_period_fits_the_drain(made: list[dict[str, Any]]) -> None:
+    (pod,) = pods(of_kind(made, "StatefulSet"))
+    container = pod["spec"]["containers"][0]
+    arguments, ports = container["args"], {port["name"]: port["containerPort"] for port in container["ports"]}
+    live, ready = container["livenessProbe"]["httpGet"], container["readinessProbe"]["httpGet"]
+    assert (live["path"], ready["path"]) == ("/live", "/ready")
+    assert str(ports[live["port"]]) == arguments[arguments.index("--probe-port") + 1]
+    assert ports[ready["port"]] == 8000
+    delay_s = int(container["lifecycle"]["preStop"]["exec"]["command"][-1])
+    drain_s = float(arguments[arguments.index("--drain") + 1])
+    assert pod["spec"]["terminationGracePeriodSeconds"] > delay_s + drain_s + 20
+
+
+def test_rules_are_those_of_the_monitoring_example(made: list[dict[str, Any]]) -> None:
+    ours = yaml.safe_load((DEPLOYMENT.parent / "monitoring" / "ragcache-rules.yml").read_text(encoding="utf-8"))
+    for rules in of_kind(made, "PrometheusRule"):
+        assert rules["spec"] == ours
+
+
+@pytest.mark.parametrize(
+    ("values", "names"), [("one-gpu", ["spot", "scale-to-zero"]), ("three-replicas", ["three-replicas"])]
+)
+def test_requests_fit_the_nodes_of_terraform(values: str, names: list[str]) -> None:
+    made = list(objects(values_of(values)))
+    (pod,) = pods(of_kind(made, "StatefulSet"))
+    requests = [container["resources"]["requests"] for container in containers(pod)]
+    cpu, gib = sum(float(each["cpu"]) for each in requests), sum(mib(each["memory"]) for each in requests) / 1024
+    defaults = variables()
+    for variant in ({}, *(terraform(TERRAFORM / f"{name}.tfvars") for name in names)):
+        given = {**defaults, **variant}
+        for instance in given["instance_types"]:
+            node_cpu, node_gib = NODES[unquoted(instance)]
+            assert (cpu <= node_cpu - NODE_CPU, gib <= node_gib - NODE_GIB) == (True, True), instance
+    largest = max(
+        int(each["spec"].get("maxReplicaCount", 0)) for each in (*of_kind(made, "ScaledObject"), {"spec": {}})
+    )
+    given = {**defaults, **terraform(TERRAFORM / f"{names[0]}.tfvars")} if values == "three-replicas" else defaults
+    assert number(given["gpu_nodes"]["max"]) >= max(largest, values_of(values).get("replicas", 1))
+
+
+@pytest.mark.parametrize("name", ["one-gpu", "three-replicas"])
+def test_claims_ask_for_a_storage_class_of_terraform_and_a_mode_that_it_has(name: str) -> None:
+    (classes,) = [
+        each for each in terraform(TERRAFORM / "storage.tf")["resource"] if '"kubernetes_storage_class_v1"' in each
+    ]
+    (storage_class,) = classes['"kubernetes_storage_class_v1"'].values()
+    assert unquoted(storage_class["storage_provisioner"]) == "ebs.csi.aws.com"
+    made = list(objects(values_of(name)))
+    (engine,) = of_kind(made, "StatefulSet")
+    for claim in (*of_kind(made, "PersistentVolumeClaim"), *engine["spec"]["volumeClaimTemplates"]):
+        assert claim["spec"]["storageClassName"] == unquoted(storage_class["metadata"][0]["name"])
+        assert claim["spec"]["accessModes"] == ["ReadWriteOnce"], "EBS attaches a volume to one node"
+
+
+def test_terraform_makes_the_secret_that_the_chart_reads() -> None:
+    (secrets,) = [each for each in terraform(TERRAFORM / "secrets.tf")["resource"] if '"kubernetes_secret_v1"' in each]
+    (secret,) = secrets['"kubernetes_secret_v1"'].values()
+    wanted = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))["auth"]["apiKey"]
+    assert unquoted(secret["metadata"][0]["name"]) == wanted["secret"]
+    assert [unquoted(key) for key in secret["data"]] == [wanted["key"]]
+
+
+def test_plain_manifests_are_what_the_chart_makes() -> None:
+    assert {path.name: path.read_text(encoding="utf-8") for path in PLAIN.iterdir()} == plain_manifests(), (
+        "run: make manifests"
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"replica": 3}, "replica"),
+        ({"replicas": -1}, "minimum"),
+        ({"image": {"digest": "sha256:1234"}}, "digest"),
+        ({"auth": {"apiKey": {"secret": ""}}}, "secret"),
+        ({"model": {"source": "s3"}}, "source"),
+        ({"model": {"path": "my-model"}}, "path"),
+        ({"tiers": {"shared": {"url": "redis://:secret@redis:6379/0"}}}, "url"),
+        ({"tiers": {"hostGiB": "64GiB"}}, "hostGiB"),
+        ({"engine": {"gpus": 0}}, "engine.kvCacheGiB"),
+        ({"model": {"source": "hub"}}, "model.hub.name"),
+        ({"model": {"source": "loader"}}, "model.loader.image"),
+        ({"replicas": 2}, "ReadOnlyMany"),
+        ({"replicas": 2, "model": {"claim": {"accessMode": "ReadOnlyMany"}}, "warm": {"mode": "job"}}, "sidecar"),
+        ({"warm": {"mode": "sidecar", "store": "/stores/mine"}}, "/models/"),
+        ({"warm": {"mode": "job"}, "model": {"source": "hub", "hub": {"name": "org/model"}}}, "volume"),
+        ({"auth": {"tenants": {"secret": "tenants"}}, "monitoring": {"serviceMonitor": {"enabled": True}}}, "token"),
+        ({"autoscaling": {"kind": "hpa", "min": 3, "max": 1}}, "autoscaling.max"),
+        ({"autoscaling": {"kind": "hpa", "min": 0, "max": 1}}, "workingHours"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)  # fmt: skip
+def test_bad_values_are_refused_with_their_name(values: dict[str, Any], why: str) -> None:
+    with pytest.raises(HelmError, match=re.escape(why)):
+        list(objects(values))
+
+
+def terraform(path: Path) -> dict[str, Any]:
+    with path.open(encoding="utf-8") as file:
+        found: dict[str, Any] = hcl2.load(file)
+    return {name: value for name, value in found.items() if name != "__comments__"}
+
+
+def variables() -> dict[str, Any]:
+    """Return the defaults of the Terraform example's variables."""
+    return {
+        unquoted(name): facts.get("default")
+        for each in terraform(TERRAFORM / "variables.tf")["variable"]
+        for name, facts in each.items()
+    }
+
+
+def unquoted(text: str) -> str:
+    return text.strip('"')
+
+
+def number(value: object) -> int:
+    return int(str(value))
