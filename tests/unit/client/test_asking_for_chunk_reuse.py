@@ -118,7 +118,7 @@ def test_the_engine_says_which_chunks_it_keeps(engine: Engine, server: ScriptedS
     assert reading.chunks == ChunkStats(**CHUNKS)  # type: ignore[arg-type]  # as the engine sends them: numbers and a truth
     assert reading.to_dict()["chunks"] == CHUNKS
     lines = lines_of(reading)
-    tokens = "900 tokens reused, 300 computed anew, 70 in approximate prefixes"
+    tokens = "900 tokens reused, 300 recomputed, 70 in approximate prefixes"
     assert f"chunk reuse      5 chunks of 2 requests: {tokens}; 12 requests refused" in lines
     assert (
         "stored chunks    3 chunks, 4 variants; 1,500 of 8,000 tokens in host memory, 2,500 of 9,000 on disk "

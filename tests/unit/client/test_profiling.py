@@ -99,7 +99,7 @@ def test_a_prefix_that_was_pushed_out_is_put_back() -> None:
     ("engine", "reported"), [(ClockedEngine(keeps=False), "0, 0, 0"), (ClockedEngine(gpu_share=0.5), "8, 8, 8")]
 )
 def test_an_engine_that_does_not_serve_from_its_own_memory_is_refused(engine: ClockedEngine, reported: str) -> None:
-    with pytest.raises(EngineError, match=rf"16 tokens were put into the cache, and the engine found \[{reported}\]"):
+    with pytest.raises(EngineError, match=rf"16 tokens were put into the cache, and the engine hit \[{reported}\]"):
         measured(engine)
 
 
@@ -112,7 +112,7 @@ def test_the_facts_are_the_servers() -> None:
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
-        (ClockedEngine(num_running=2), "busy with 2 requests.*while it serves nobody"),
+        (ClockedEngine(num_running=2), "busy with 2 requests.*profile an idle engine"),
         (ClockedEngine(metrics=""), "does not say what its KV memory"),
         (ClockedEngine(metrics='vllm:cache_config_info{block_size="16",num_gpu_blocks="None"} 1.0\n'), "does not say"),
     ],

@@ -83,7 +83,7 @@ def test_a_file_that_may_not_be_taken_is_refused_with_a_cure(path: Path, tmp_pat
 def test_a_file_that_an_engine_records_into_is_not_taken_by_another(path: Path) -> None:
     recording_in_server(path)
     recorder = TraceRecorder(path, since_s=0.0)
-    with pytest.raises(TraceError, match="somebody else records into this file: name another one"):
+    with pytest.raises(TraceError, match="another process records into this file: choose another"):
         recording_in_server(path)
     recorder.close()
     recording_in_server(path)

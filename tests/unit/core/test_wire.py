@@ -101,7 +101,7 @@ def _metadata(*documents: object, version: object = 1, **more: object) -> dict[s
         (_metadata(speculation="../stats"), "1 to 64 letters"),
         (_metadata(speculation=7), "speculation of the ragcache metadata is 7"),
         (_metadata(reordered="yes"), "'reordered' of the ragcache metadata is 'yes'; it must be true or false"),
-        (_metadata(expected_uses=3), "expected_uses is 3 of a request that somebody asks"),
+        (_metadata(expected_uses=3), "expected_uses is 3 of a request with an answer"),
         (_metadata(prefill=True, expected_uses=0), "expected_uses is 0; it must be a whole number from 1 to 1000"),
         (_metadata(prefill=True, expected_uses=1001), "from 1 to 1000"),
         (_metadata(prefill=True, expected_uses=10**400), "from 1 to 1000"),

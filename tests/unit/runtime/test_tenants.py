@@ -66,9 +66,9 @@ def test_without_a_quota_a_tenant_has_what_others_leave_and_an_equal_share(tmp_p
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "names nobody: it needs"),
+        ("", "has no tenant: add"),
         ("no toml", "is not TOML"),
-        ("tenants = []", "names nobody"),
+        ("tenants = []", "has no tenant"),
         (table("a b"), r"tenants\.0\.name is 'a b': a name has 1 to 64 letters"),
         (table("x" * 65), "a name has 1 to 64"),
         (table(keys='"short"'), r"keys\.0: a key has 16 or more characters"),

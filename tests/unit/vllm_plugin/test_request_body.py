@@ -158,7 +158,7 @@ def test_a_body_nested_as_deep_as_it_likes_is_left_to_vllm() -> None:
     ("said", "why"),
     [
         ({"prefill": True, "expected_uses": 10**6}, "it must be a whole number from 1 to 1000"),
-        ({"expected_uses": 5}, "of a request that somebody asks"),
+        ({"expected_uses": 5}, "of a request with an answer"),
     ],
 )
 async def test_a_forecast_that_cannot_be_is_refused(said: dict[str, Any], why: str) -> None:
