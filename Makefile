@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up on first use. See README.md.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-quick test-engine test-slow test-parallel test-benchmarks test-install vllm-facts test-vllm lint format docs dist check-deployment bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks bench-fleet bench-headline bench-steps bench-papers bench-server pictures gpu-check clean
+.PHONY: help setup demo test test-quick test-engine test-slow test-parallel test-benchmarks test-install vllm-facts test-vllm lint format docs dist check-deployment bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks bench-fleet bench-headline bench-steps bench-papers bench-recognition bench-server pictures gpu-check clean
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -60,7 +60,7 @@ $(READY): pyproject.toml requirements/lock.txt
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-test test-quick test-engine test-slow test-parallel test-benchmarks test-install bench bench-tiers bench-pipeline bench-compare bench-chunks bench-fleet bench-headline bench-steps bench-papers bench-server pictures: export HF_HUB_OFFLINE = 1
+test test-quick test-engine test-slow test-parallel test-benchmarks test-install bench bench-tiers bench-pipeline bench-compare bench-chunks bench-fleet bench-headline bench-steps bench-papers bench-recognition bench-server pictures: export HF_HUB_OFFLINE = 1
 
 demo: $(READY) ## answer questions from documents through LangChain and LlamaIndex; writes build/demo.json
 	$(VENV)/bin/python -m examples.demo $(if $(MODEL),--model $(MODEL))
@@ -160,6 +160,9 @@ bench-headline: $(READY) ## measure the first page of docs/benchmarks.md again; 
 
 bench-steps: $(READY) ## measure a step's processor time in the scheduler, without a model; writes build/step-cost.json (four minutes)
 	$(VENV)/bin/python -m benchmarks.step_cost $(ARGS)
+
+bench-recognition: $(READY) ## measure which documents are recognised in prompts, without a model; writes build/bench-recognition.json (five minutes)
+	$(VENV)/bin/python -m benchmarks.recognition $(ARGS)
 
 bench-papers: $(READY) ## simulate the papers' figures and tables; writes build/bench-papers.* (hours)
 	$(VENV)/bin/python -m benchmarks.papers --plot build/bench-papers.html --resume $(ARGS)

@@ -31,6 +31,7 @@ FLOORS: dict[str, list[str]] = {
         f"ragcache_core.{name}"
         for name in ("policy", "tree", "chunk", "queueing", "ordering", "deadline", "swaps", "speculation", "routing")
     ],
+    "recognition": ["ragcache_core.recognition"],
     "simulation": ["ragcache_core.sim"],
     "machine": [
         f"ragcache_core.{name}" for name in ("chunkstore", "ingest", "retrieval", "answers", "runtime", "profiles")
@@ -45,6 +46,7 @@ FLOORS: dict[str, list[str]] = {
 FOREIGN: dict[str, list[str]] = {
     "words": ["numpy", "faiss", "httpx", "openai", "transformers"],
     "algorithms": ["numpy", "faiss", "httpx", "openai", "transformers"],
+    "recognition": ["faiss", "httpx", "openai", "transformers", "pydantic"],
     "simulation": ["faiss", "httpx", "openai", "transformers"],
     "machine": ["httpx", "openai", "transformers", "langchain_core", "llama_index"],
     "client": ["faiss", "sklearn", "scipy", "transformers", "langchain_core", "llama_index"],
