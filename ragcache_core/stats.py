@@ -359,6 +359,8 @@ class ForgetReceipt:
     num_left: int = 0
     problems: tuple[str, ...] = ()
     took_s: float = 0.0
+    unsearched: tuple[str, ...] = ()
+    """KV that is not known by document, with how to delete it: copies of a text that the server did not recognise."""
 
     @property
     def is_complete(self) -> bool:
@@ -378,6 +380,7 @@ class ForgetReceipt:
             num_left=other.num_left,
             problems=other.problems,
             took_s=self.took_s + other.took_s,
+            unsearched=tuple(dict.fromkeys(self.unsearched + other.unsearched)),
         )
 
     def beside(self, other: ForgetReceipt) -> ForgetReceipt:

@@ -48,9 +48,9 @@ async def forget(request: Request) -> dict[str, object]:
     began_s = time.monotonic()
     client = request.app.state.ragcache_engine_client
     recognition = recognition_of(request)
-    unsearched: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
     if recognition is not None:  # before the KV: a prompt that is recognised later would store it under the id again
-        unsearched = await recognition.forget(set(doc_ids))
+        problems = await recognition.forget(set(doc_ids))
     gone = await call_forget(client, doc_ids)
     if refused := next((each["refused"] for each in gone if "refused" in each), None):
         raise HTTPException(409, f"documents cannot be forgotten: {refused}. Start the engine anew instead")
@@ -60,7 +60,8 @@ async def forget(request: Request) -> dict[str, object]:
         gone += await call_forget(client, doc_ids)
         left = await wait_until_gone(client, began_s + wait_s)
     receipt = receipt_of(gone, left, doc_ids, began_s)
-    return replace(receipt, problems=receipt.problems + unsearched).to_dict()
+    unsearched = () if recognition is None else recognition.unsearched()
+    return replace(receipt, problems=receipt.problems + problems, unsearched=unsearched).to_dict()
 
 
 def receipt_of(

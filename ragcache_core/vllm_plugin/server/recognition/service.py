@@ -49,6 +49,7 @@ class RecognitionCounts:
         num_ambiguous: those of them whose text several ids have.
         num_unregistered: prompts without a registered document.
         num_private: prompts that share no KV, because they may show restricted text that is not recognised.
+        num_unknown: prompts with text that is no registered document, as questions and altered documents are.
         num_tokens: tokens that were looked up.
         num_ns: the processor time of it, in ns.
     """
@@ -58,6 +59,7 @@ class RecognitionCounts:
     num_ambiguous: int = 0
     num_unregistered: int = 0
     num_private: int = 0
+    num_unknown: int = 0
     num_tokens: int = 0
     num_ns: int = 0
 
@@ -245,6 +247,7 @@ class RecognitionService:
         self.counts.num_ambiguous += sum(each.is_ambiguous for each in found.documents)
         self.counts.num_unregistered += not found.documents
         self.counts.num_private += is_private
+        self.counts.num_unknown += not found.is_known
         self.on_counted()
 
     def is_restricted(self, tenant: str | None) -> bool:
@@ -263,6 +266,17 @@ class RecognitionService:
             return {**asdict(self.counts), "num_documents": num_documents}
         zeros = {each.name: 0 for each in fields(RecognitionCounts)}
         return {**zeros, "num_documents": 0, **self.total}
+
+    def unsearched(self) -> tuple[str, ...]:
+        """Return which KV a deletion by document cannot find, with how to delete it."""
+        num_unknown = self.figures()["num_unknown"]
+        if not num_unknown:
+            return ()
+        return (
+            f"{num_unknown} prompts of plain clients held text that was no registered document: KV of altered copies, "
+            "and of copies from before a registration that no later prompt has shown, is not known by document. "
+            "'ragcache cache purge' deletes it",
+        )
 
     # Registration
 
