@@ -402,6 +402,30 @@ class ForgetReceipt:
 
 
 @dataclass(frozen=True, slots=True)
+class RegistrationReceipt:
+    """What became of documents that were registered with a server.
+
+    ``errors`` say why documents could not be registered, ``warnings`` what to look at in others, by id.
+    """
+
+    num_registered: int = 0
+    errors: Mapping[DocId, str] = field(default_factory=dict)
+    warnings: Mapping[DocId, str] = field(default_factory=dict)
+
+    def plus(self, other: RegistrationReceipt) -> RegistrationReceipt:
+        """Return this and the receipt for other documents as one."""
+        return RegistrationReceipt(
+            self.num_registered + other.num_registered,
+            {**self.errors, **other.errors},
+            {**self.warnings, **other.warnings},
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain JSON data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
 class CachedPlace:
     """One path to a document: the documents that it stands ``behind``, and what of it lies where, in bytes by tier."""
 
