@@ -143,7 +143,7 @@ def answers(client: PlainClient, rng: Random) -> list[object]:
 def test_mixed_requests_of_plain_clients_are_answered_as_by_plain_vllm(
     num_requests: int, client: PlainClient, plain: Engine
 ) -> None:
-    other = PlainClient(plain)
+    other = PlainClient(plain, plain.api_key)
     for seed in range(num_requests):
         said = [_without_ids(each) for each in answers(client, Random(seed))]
         assert said == [_without_ids(each) for each in answers(other, Random(seed))], seed
