@@ -36,6 +36,8 @@ _MAX_USED = 10_000
 _POLL_S = 0.5
 _EVERYWHERE_S = 10.0
 _ALL = "every tenant"
+_ALIKE = "64 other documents differ from it in their first and last words alone: it is not told apart"
+_TOO_MANY = "more documents came at once than the server recognises: raise max_documents, or register fewer"
 _OF_A_RECORD = ("id", "text", "acl")
 
 
@@ -128,6 +130,7 @@ class RecognitionService:
         self._is_all_restricted = False
         self._last = 0
         self._used: dict[tuple[str | None, str], None] = {}
+        self._refused: set[tuple[str | None, str]] = set()
         self._lock = asyncio.Lock()
         self._registering = asyncio.Lock()
         self.counts = RecognitionCounts()
@@ -216,8 +219,8 @@ class RecognitionService:
             if data is None:
                 if (registry := self._registries.get(tenant)) is not None:
                     registry.forget(doc_id)
-            else:
-                self._registry_of(tenant).add(Registration.from_bytes(data))
+            elif not self._registry_of(tenant).add(Registration.from_bytes(data)):
+                self._refused.add((tenant, doc_id))
 
     def _registry_of(self, tenant: str | None) -> Registry:
         assert self._hashing is not None
@@ -299,6 +302,7 @@ class RecognitionService:
             for index, each in enumerate(read)
             if isinstance(each, _Document) and not registry.is_registered(each.doc_id, each.digest, each.acl)
         }
+        self._refused.clear()
         forms = await asyncio.to_thread(self._tokenize, [each.text for each in wanted.values()])
         taken: set[int] = set()
         made: dict[int, bytes] = {}
@@ -332,7 +336,8 @@ class RecognitionService:
             if isinstance(each, RegistrationResult):
                 results.append(each)
             elif each.doc_id not in registry:
-                why = "64 other documents differ from it in their first and last words alone: it is not told apart"
+                is_alike = (tenant, each.doc_id) in self._refused
+                why = _ALIKE if is_alike else _TOO_MANY
                 results.append(RegistrationResult(each.doc_id, is_registered=False, error=why))
             elif late and each.acl is not None:
                 results.append(RegistrationResult(each.doc_id, is_registered=False, error=late))
