@@ -205,7 +205,7 @@ ENGINE = {
     *("launch", "alaunch", "connect", "aconnect", "drain", "close", "aclose", "pid", "log_path", "num_restarts"),
     *("model", "base_url", "api_key", "max_model_len", "http_client", "http_async_client"),
     *("generate", "agenerate", "stream", "astream", "stats", "astats", "forget", "aforget"),
-    *("warm", "awarm", "warm_paths", "prefetch", "aprefetch", "cache"),
+    *("warm", "awarm", "warm_paths", "prefetch", "aprefetch", "cache", "register", "register_in_background"),
     *("tokenizer", "tokenize", "bind_prompt", "remember_documents", "arrange_documents"),
     "integration",
 }
