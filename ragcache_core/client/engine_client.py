@@ -518,9 +518,12 @@ class EngineClient(Handle, ABC):
 
         ``documents`` are those of one search, best first, and ``query`` is the question; ``shown`` returns a document's
         text as the prompt shows it. From the request that shows them the prompt's layout is learned, unless one is
-        bound.
+        bound. Once this client has registered documents, those that are remembered are registered in the background.
         """
-        self.integration.prompts.remembered.add(documents, shown, query=query)
+        found = list(documents)
+        self.integration.prompts.remembered.add(found, shown, query=query)
+        if self._registrations.is_used:
+            self.register_in_background(found)
 
     def bind_prompt(
         self,

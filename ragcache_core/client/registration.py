@@ -38,6 +38,9 @@ class DocumentRegistrations:
 
     Args:
         api: asks the server.
+
+    Attributes:
+        is_used: documents were registered here, so those that retrievers return are registered as well.
     """
 
     def __init__(self, api: ServerAPI) -> None:
@@ -47,11 +50,13 @@ class DocumentRegistrations:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_closed = self._is_warned = False
+        self.is_used = False
 
     def register(
         self, documents: Iterable[Document], progress: Callable[[int], object] | None = None
     ) -> RegistrationReceipt:
         """Register documents; see ``Engine.register``."""
+        self.is_used = True
         receipts = []
         for batch in _batches(documents):
             receipts.append(self._api.ask(_registering(batch)))
@@ -72,6 +77,7 @@ class DocumentRegistrations:
 
         Of more than 16,384 that wait, the newest are left out, and registered when they are given again.
         """
+        self.is_used = True
         for document in documents:
             with self._lock:
                 if self._is_closed or self._sent.get(document.doc_id) == _digest(document):

@@ -184,6 +184,7 @@ class Fleet(EngineClient):
             EngineError: a replica did not say that it has; the others have. Repeat the call when it is back.
         """
         batch = list(documents)
+        self._registrations.is_used = True
         receipts: list[RegistrationReceipt] = _on_each(lambda engine: engine.register(batch), self.engines)
         if progress is not None:
             progress(len(batch))
@@ -192,6 +193,7 @@ class Fleet(EngineClient):
 
     def register_in_background(self, documents: Iterable[Document]) -> None:
         batch = list(documents)
+        self._registrations.is_used = True
         for engine in self.engines:
             engine.register_in_background(batch)
 

@@ -12,11 +12,14 @@ from typing import Any
 import httpx
 import pytest
 
+from ragcache_core.client import Engine
 from ragcache_core.client.registration import DocumentRegistrations
 from ragcache_core.client.server_api import ServerAPI
 from ragcache_core.errors import EngineError, EngineUnreachableError, RequestRejectedError
 from ragcache_core.retrieval import DocumentStore
 from ragcache_core.types import Document
+from tests.conftest import DEMO_MODEL
+from tests.support.scripted_server import THREE_TIERS, ScriptedServer
 from tests.support.waiting import until
 
 TEXT = "A text that is long enough to be registered."
@@ -150,3 +153,20 @@ def test_a_bound_store_registers_what_it_holds_and_what_is_stored_later(tmp_path
     changes = [("register", ["a", "b"]), ("register", ["c"]), ("forget", ["a"]), ("register", ["a"]), ("forget", ["b"])]
     assert engine.told == changes
     assert other.told == [each for each in changes if each[0] == "forget"]
+
+
+def test_what_retrievers_return_is_registered_once_the_client_registers_documents() -> None:
+    with ScriptedServer(api_key="secret", root=str(DEMO_MODEL), cache=dict(THREE_TIERS)) as server:
+        server.cache_answers["documents/register"] = {"documents": [{"id": "a", "registered": True}]}
+        with Engine.connect(server.url, api_key="secret") as engine:
+            engine.remember_documents(documents("b"))
+            engine.register(documents("a"))
+            engine.remember_documents(documents("a", "c"))
+            assert until(lambda: len(sent_to(server)) == 2, 10)
+            assert sent_to(server) == [["a"], ["c"]]
+
+
+def sent_to(server: ScriptedServer) -> list[list[str]]:
+    """Return the ids of each registration that a server got."""
+    acts = [body for action, body in server.cache_requests if action == "documents/register"]
+    return [[record["id"] for record in body["documents"]] for body in acts]

@@ -11,15 +11,19 @@ from typing import Any
 
 import pytest
 
+from ragcache_core.errors import ConfigError
 from ragcache_core.recognition import MIN_TOKENS
 from ragcache_core.runtime.rights import joined_salt, rights_salt
 from ragcache_core.runtime.tenants import Tenants, salt_of
+from ragcache_core.vllm_plugin.registrations import KeptRegistrations
 from ragcache_core.vllm_plugin.server.rank_choice import RankChoice
 from ragcache_core.vllm_plugin.server.recognition.service import MAX_TEXT_CHARS
+from ragcache_core.vllm_plugin.server.recognition.start import start_recognition
 from ragcache_core.vllm_plugin.server.recognition.wrapper import Recogniser, attach
+from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.wire import KEY, encode_kv_transfer_params
 
-from .recognition_scene import ACME, OTHER, SUIT, SUN, WAGES, EngineClient, Server, document, shown
+from .recognition_scene import ACME, OTHER, SUIT, SUN, WAGES, EngineClient, Server, WordTokenizer, document, shown
 
 
 def run(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -408,3 +412,45 @@ def test_a_release_that_refuses_the_wrapper_is_told_once_and_left_as_it_is(
     assert client.generate == before
     assert len(warned) == 1
     assert "RC-RECOGNITION-OFF" in warned[0]
+
+
+def start(client: Any, known: Tenants | None, monkeypatch: pytest.MonkeyPatch, call: Any, **settings: Any) -> Any:
+    """Start recognition as the server does, with a way to the engine core's log."""
+    monkeypatch.setattr("ragcache_core.vllm_plugin.server.recognition.start.call_registrations", call)
+    parallel = SimpleNamespace(data_parallel_rank=0, _api_process_rank=0, _api_process_count=1)
+    client.vllm_config = SimpleNamespace(parallel_config=parallel)
+    client.renderer = SimpleNamespace(get_tokenizer=WordTokenizer)
+    return asyncio.run(start_recognition(client, PluginSettings(**settings), known, None))
+
+
+def test_a_server_whose_engine_keeps_no_registrations_runs_without_and_refuses_restricted_tenants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    log = SimpleNamespace(warning=lambda text, *args: said.append(text % args))
+    monkeypatch.setattr("ragcache_core.vllm_plugin.server.recognition.start.logger", log)
+
+    async def missing(*arguments: Any) -> dict[str, Any]:
+        raise RuntimeError("the engine core has no such method")
+
+    client = EngineClient()
+    before = client.generate
+    assert start(client, tenants(tmp_path), monkeypatch, missing) == (None, None)
+    assert client.generate == before
+    assert len(said) == 1
+    assert "RC-RECOGNITION-OFF" in said[0]
+    for settings in ({}, {"max_documents": 0}):
+        with pytest.raises(ConfigError, match="acme of the tenants' file are restricted"):
+            start(EngineClient(), tenants(tmp_path, is_restricted=True), monkeypatch, missing, **settings)
+
+
+def test_recognition_starts_with_the_file_beside_the_disk_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def kept(client: Any, action: str, body: dict[str, Any]) -> dict[str, Any]:
+        return log.act(action, body)
+
+    for _ in range(2):
+        log, client = KeptRegistrations(), EngineClient()
+        service, following = start(client, None, monkeypatch, kept, directory=tmp_path / "kv", disk_bytes=1 << 20)
+        assert service is not None
+        assert following is None
+    assert [path.suffix for path in (tmp_path / "kv").iterdir()] == [".journal"]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
 from vllm.logger import init_logger
 
+from ragcache_core.errors import ConfigError
 from ragcache_core.runtime.tenants import Tenants
 from ragcache_core.vllm_plugin.compat import call_registrations, front_end_of
 from ragcache_core.vllm_plugin.server.rank_choice import RankChoice
@@ -30,30 +31,57 @@ async def start_recognition(
     Returns:
         The registered documents, and the task that follows other API servers; ``None`` where there is nothing to do,
         or this vLLM cannot do it, which is logged.
+
+    Raises:
+        ConfigError: it cannot, and a tenant is restricted.
     """
-    if not settings.max_documents:
-        return None, None
-    try:
-        tokenizer = await asyncio.to_thread(DocumentTokenizer, engine_client.renderer.get_tokenizer())
-    except Exception as error:  # a model without a tokenizer, or another release
-        logger.warning("RC-RECOGNITION-OFF: documents are not recognised, the tokenizer cannot be used: %s", error)
-        return None, None
-    reader, num_readers = front_end_of(engine_client.vllm_config)
-    service = RecognitionService(
-        partial(call_registrations, engine_client),
-        tokenizer,
-        reader=reader,
-        num_readers=num_readers,
-        journal=_journal_of(engine_client.vllm_config, settings, tokenizer),
-        limit=settings.max_documents,
-        restricted=() if tenants is None else tenants.restricted,
-    )
-    await service.begin()
-    if not attach(engine_client, Recogniser(service, tenants, choice)):
+    restricted = frozenset() if tenants is None else tenants.restricted
+    service = await _begun(engine_client, settings, restricted) if settings.max_documents else None
+    if service is not None and not attach(engine_client, Recogniser(service, tenants, choice)):
+        service = None
+    if service is None and restricted:
+        named = ", ".join(sorted("operators" if name is None else name for name in restricted))
+        raise ConfigError(
+            f"{named} of the tenants' file are restricted, and this server recognises no documents: set max_documents "
+            "above 0, use a vLLM that docs/vllm-versions.md names, or leave restricted out"
+        )
+    if service is None:
         return None, None
     show_metrics(service)
-    following: Coroutine[Any, Any, None] = _follow(service, engine_client)
-    return service, asyncio.create_task(following) if num_readers > 1 else None
+    _, num_readers = front_end_of(engine_client.vllm_config)
+    return service, asyncio.create_task(_follow(service, engine_client)) if num_readers > 1 else None
+
+
+async def _begun(
+    engine_client: Any, settings: PluginSettings, restricted: Collection[str | None]
+) -> RecognitionService | None:
+    """Return the registered documents; ``None`` where this engine cannot keep any, which is logged.
+
+    Raises:
+        ConfigError: the first of several API servers does not begin.
+    """
+    reader, num_readers = front_end_of(engine_client.vllm_config)
+    try:
+        tokenizer = await asyncio.to_thread(DocumentTokenizer, engine_client.renderer.get_tokenizer())
+        service = RecognitionService(
+            partial(call_registrations, engine_client),
+            tokenizer,
+            reader=reader,
+            num_readers=num_readers,
+            journal=_journal_of(engine_client.vllm_config, settings, tokenizer),
+            limit=settings.max_documents,
+            restricted=restricted,
+        )
+        await service.begin()
+    except ConfigError:
+        raise
+    except Exception as error:  # a model without a tokenizer, another scheduler, another release
+        logger.warning(
+            "RC-RECOGNITION-OFF: documents of plain clients are not recognised, clients of RAGCache work as ever: %s",
+            error,
+        )
+        return None
+    return service
 
 
 async def _follow(service: RecognitionService, engine_client: Any) -> None:
