@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import takewhile
 
 from ragcache_core.recognition.registration import Registration
 from ragcache_core.types import DocId
@@ -49,7 +48,8 @@ class RegistrationLog:
     def __init__(self, limit: int = MAX_DOCUMENTS, tenant_limit: int = MAX_TENANT_DOCUMENTS) -> None:
         self._limit, self._tenant_limit = limit, min(limit, tenant_limit)
         self._entries: OrderedDict[Key, tuple[int, bytes]] = OrderedDict()
-        self._forgotten: deque[tuple[int, Key]] = deque()
+        self._keys: dict[int, Key] = {}  # by the number of the last change
+        self._forgotten: deque[int] = deque()
         self._oldest_known = 0
         self._by_use: dict[str | None, OrderedDict[DocId, None]] = {}
         self._read: dict[int, int] = {}
@@ -88,7 +88,10 @@ class RegistrationLog:
             known = self._entries.get(key)
             if known is not None and Registration.from_bytes(known[1]).is_same_text(registration):
                 continue
+            if known is not None:
+                del self._keys[known[0]]
             self.last += 1
+            self._keys[self.last] = key
             self._entries[key] = self.last, data
             self._entries.move_to_end(key)
             if len(used) > (self._limit if tenant is None else self._tenant_limit):
@@ -121,15 +124,19 @@ class RegistrationLog:
         if is_reset or not after:
             after = self._read[reader] = 0
             self._begun[reader] = self.last
-        found = [
-            LogChange(number, *key, data)
-            for key, (number, data) in takewhile(lambda each: each[1][0] > after, self._newest())
-        ]
-        if after:  # a reader that has nothing has nothing to forget
-            ended = takewhile(lambda each: each[0] > after, reversed(self._forgotten))
-            found += [LogChange(number, *key, None) for number, key in ended]
-        found.sort(key=lambda change: change.number)
-        return is_reset, found[:limit]
+        first = after + 1 if after else next(iter(self._entries.values()), (self.last + 1, b""))[0]
+        found: list[LogChange] = []
+        for number in range(first, self.last + 1):
+            key = self._keys.get(number)
+            if key is None:
+                continue
+            entry = self._entries.get(key)
+            is_live = entry is not None and entry[0] == number
+            if is_live or after:  # a reader that has nothing has nothing to forget
+                found.append(LogChange(number, *key, entry[1] if entry is not None and is_live else None))
+                if len(found) == limit:
+                    break
+        return is_reset, found
 
     def min_read(self, num_readers: int) -> int:
         """Return the number up to which every one of the readers has read."""
@@ -145,14 +152,13 @@ class RegistrationLog:
         """Return how many documents each tenant has."""
         return {tenant: len(used) for tenant, used in self._by_use.items() if used}
 
-    def _newest(self) -> Iterator[tuple[Key, tuple[int, bytes]]]:
-        return ((key, self._entries[key]) for key in reversed(self._entries))
-
     def _end(self, key: Key) -> None:
         tenant, doc_id = key
-        del self._entries[key]
+        del self._keys[self._entries.pop(key)[0]]
         del self._by_use[tenant][doc_id]
         self.last += 1
-        self._forgotten.append((self.last, key))
+        self._keys[self.last] = key
+        self._forgotten.append(self.last)
         while len(self._forgotten) > _MAX_FORGOTTEN:
-            self._oldest_known = self._forgotten.popleft()[0]
+            self._oldest_known = self._forgotten.popleft()
+            del self._keys[self._oldest_known]

@@ -97,6 +97,17 @@ def test_a_tenant_stays_restricted_when_its_documents_are_dropped() -> None:
     assert log.restricted == {"acme"}
 
 
+def test_a_new_reader_reads_no_more_than_there_is_however_much_was_replaced() -> None:
+    log = RegistrationLog()
+    for text in range(300):
+        log.append(None, [registration("one", text), registration(f"d{text % 3}", text)])
+    reader = Reader(log)
+    reader.read()
+    assert reader.known == held(log)
+    assert len(log.changes(0, 0, 1000)[1]) == len(log) == 4
+    assert log.changes(0, log.last, 1000) == (False, [])
+
+
 def test_what_every_reader_has_read_is_the_least_of_them() -> None:
     log = RegistrationLog()
     last = log.append(None, [registration("one")])

@@ -292,6 +292,24 @@ def test_registrations_survive_a_restart_and_forgotten_ones_do_not(tmp_path: Pat
     run(scene)
 
 
+def test_a_file_does_not_grow_with_texts_that_are_replaced(tmp_path: Path) -> None:
+    async def scene() -> None:
+        path = tmp_path / "registrations.journal"
+        server = await Server(path=path).begin()
+        sizes = []
+        for i in range(1200):
+            await server.register(document("sun", f"{SUN} Now it is {i} ."))
+            sizes.append(path.stat().st_size)
+        assert max(sizes) < 1100 * 250
+        assert sizes[-1] < max(sizes) / 2
+        again = Server(path=path)
+        again.tokenizer._ids = server.tokenizer._ids
+        await again.begin()
+        assert shown((await again.ask(f"{SUN} Now it is 1199 ."))[0]) == ["sun"]
+
+    run(scene)
+
+
 def test_a_damaged_file_keeps_plain_requests_apart(tmp_path: Path) -> None:
     async def scene() -> None:
         path = tmp_path / "registrations.journal"
