@@ -161,10 +161,11 @@ def test_unregistered_and_altered_texts_are_never_hit_across_groups() -> None:
         unsure = [text, altered, f"{SUN} \n {altered}", f"{altered} \n {SUN}", f"{SUN} \n {WAGES} \n {SUIT}", SUIT]
         salts = [(await server.ask(each))[0].prompt["cache_salt"] for each in unsure for _ in range(2)]
         assert len(set(salts)) == len(salts), "no two requests share KV"
+        assert (await server.ask(altered))[0].params["max_offload_tokens"] == 0, "nothing is stored for no reader"
         for sure in (SUN, f"{SUN} \n {SUN}", f"Read this. \n {SUN}"):
             assert "cache_salt" not in (await server.ask(sure))[0].prompt
         assert (await server.ask(text, salt="hr-app"))[0].prompt["cache_salt"] == "hr-app", "a salt says who shares"
-        assert server.services[0].figures()["num_private"] == len(salts)
+        assert server.services[0].figures()["num_private"] == len(salts) + 1
 
     run(scene)
 

@@ -29,6 +29,8 @@ logger = init_logger(f"vllm.{__name__}")
 REGISTER = "register"
 """In a request's ``kv_transfer_params.ragcache``: documents to register before the prompt is looked up."""
 _PARAMS = "kv_transfer_params"
+_MAX_OFFLOAD = "max_offload_tokens"
+"""vLLM's own parameter: how many tokens of a request are stored below the GPU."""
 _ARGUMENTS = ("prompt", "sampling_params", "request_id", "data_parallel_rank")
 
 
@@ -156,6 +158,9 @@ class Recogniser:
         new_salt = self._salt(salt, tenant, rights, is_private=is_private)
         if new_salt != salt:
             prompt = {**prompt, "cache_salt": new_salt}
+        if is_private:  # no other request reads its KV from a lower tier
+            params = {**params, _MAX_OFFLOAD: 0}
+            sampling_params = _with_params(sampling_params, params)
         if not is_plain or not found.documents:
             return PreparedRequest(prompt, sampling_params)
         documents = [
