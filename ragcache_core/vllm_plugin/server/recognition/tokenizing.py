@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,15 @@ import numpy as np
 from ragcache_core.recognition import bytes_of_tokens, count_edges, text_forms
 from ragcache_core.recognition.hashing import Tokens, as_tokens
 from ragcache_core.recognition.token_bytes import TokenKind
+
+_PARTS = ("normalizer", "pre_tokenizer", "decoder")
+_KINDS: dict[str, TokenKind] = {
+    '"ByteLevel"': "byte_level",
+    '"WordPiece"': "wordpiece",
+    "\\xe2\\x96\\x81": "sentencepiece",  # U+2581 as str() shows bytes
+    '"Metaspace"': "sentencepiece",
+}
+"""Vocabularies by what the JSON of a decoder holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +47,8 @@ class DocumentTokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = _own_copy(tokenizer)
         self.token_bytes = token_bytes_of(tokenizer)
-        vocabulary = sorted(tokenizer.get_vocab().items())
-        told = [vocabulary, _backend_of(tokenizer) or type(tokenizer).__name__]
-        self.sha256 = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
+        parts = [sorted(tokenizer.get_vocab().items()), *(str(_part(tokenizer, name)) for name in _PARTS)]
+        self.sha256 = hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
         self.control_ids = np.array(sorted(getattr(tokenizer, "all_special_ids", ())), np.int32)
 
     def encode(self, text: str) -> list[int]:
@@ -61,28 +68,19 @@ class DocumentTokenizer:
 
 def token_bytes_of(tokenizer: Any) -> list[bytes] | None:
     """Return the bytes of each token id; ``None`` where the tokenizer does not tell them."""
-    read: Callable[[Sequence[str | None], TokenKind], list[bytes]] = bytes_of_tokens
-    if (backend := _backend_of(tokenizer)) is None:
-        return None
-    said = json.loads(backend)
-    decoder = json.dumps(said.get("decoder"))
-    kinds: dict[str, TokenKind] = {
-        '"ByteLevel"': "byte_level",
-        '"WordPiece"': "wordpiece",
-        "\\u2581": "sentencepiece",
-        '"Metaspace"': "sentencepiece",
-    }
-    kind = next((kind for mark, kind in kinds.items() if mark in decoder), None)
-    return None if kind is None else read(tokenizer.convert_ids_to_tokens(list(range(len(tokenizer)))), kind)
+    tekken = getattr(tokenizer, "tokenizer", None)  # vLLM's wrapper of Mistral's
+    if hasattr(tekken, "id_to_byte_piece"):
+        num_special, num_tokens = tekken.num_special_tokens, tekken.n_words
+        return [b"" if i < num_special else tekken.id_to_byte_piece(i) for i in range(num_tokens)]
+    decoder = str(_part(tokenizer, "decoder"))
+    kind = next((kind for mark, kind in _KINDS.items() if mark in decoder), None)
+    return None if kind is None else bytes_of_tokens(tokenizer.convert_ids_to_tokens(list(range(len(tokenizer)))), kind)
 
 
-def _backend_of(tokenizer: Any) -> str | None:
-    """Return the ``tokenizer.json`` of a fast tokenizer of Hugging Face, without truncation and padding."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return None
-    said = json.loads(backend.to_str())
-    return json.dumps({**said, "truncation": None, "padding": None}, sort_keys=True)
+def _part(tokenizer: Any, name: str) -> object:
+    """Return the JSON of a part of a fast tokenizer of Hugging Face; ``None`` where there is none."""
+    part = getattr(getattr(tokenizer, "backend_tokenizer", None), name, None)
+    return None if part is None else part.__getstate__()
 
 
 def _own_copy(tokenizer: Any) -> Any:
