@@ -6,6 +6,7 @@ it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -136,7 +137,10 @@ def answers(client: PlainClient, rng: Random) -> list[object]:
                 },
             )
             assert "ragcache" not in streamed.text
-            return [part.split('"content":"')[-1].split('"')[0] for part in streamed.text.splitlines() if part]
+            lines = [line for line in streamed.text.splitlines() if line.startswith("data: {")]
+            events = [json.loads(line.removeprefix("data: ")) for line in lines]
+            deltas = [choice["delta"] for event in events for choice in event["choices"]]
+            return ["".join(delta.get("content") or "" for delta in deltas)]
 
 
 @pytest.mark.parametrize("num_requests", [60, pytest.param(500, marks=pytest.mark.slow)])
