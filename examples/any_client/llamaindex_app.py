@@ -12,7 +12,7 @@ from pathlib import Path
 from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.embeddings import MockEmbedding
-from llama_index.llms.openai_like import OpenAILike
+from llama_index.llms.openai_like import OpenAILike  # type: ignore[import-untyped]
 
 TEXTS = json.loads(Path(__file__).with_name("documents.json").read_text(encoding="utf-8"))["documents"]
 

@@ -69,7 +69,8 @@ class PolynomialHash:
             (own[ends] - own[starts]) % _P * inverses[starts] % _P
             for own, inverses in zip(sums, self._inverses, strict=True)
         )
-        return (one << np.uint64(32)) | other
+        hashes: NDArray[np.uint64] = (one << np.uint64(32)) | other
+        return hashes
 
     def range_hash(self, sums: Sums, start: int, end: int) -> int:
         """Return the 64-bit hash of one range."""

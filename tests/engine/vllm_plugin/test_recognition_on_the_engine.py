@@ -17,6 +17,7 @@ import pytest
 
 from ragcache_core import CacheConfig, PromptLayout
 from ragcache_core.client import Engine
+from ragcache_core.config import ChunkReuse
 from ragcache_core.types import Document
 from tests.conftest import DEMO_MODEL, ENGINE_ARGS
 
@@ -240,3 +241,16 @@ def test_restricted_texts_are_hit_by_their_groups_alone_after_a_restart_too(engi
         client = PlainClient(again, KEY)
         assert client.recognition()["num_documents"] > NUM_DOCUMENTS - 2
         check()
+
+
+@pytest.mark.slow
+def test_documents_of_a_plain_client_are_reused_in_another_order(tmp_path: Path) -> None:
+    reuse = ChunkReuse(share=1.0, selection="cache_craft", alpha=1.0, max_recompute=0.3)
+    cache = CacheConfig(kv_cache_bytes="24MiB", block_size=BLOCK, host_bytes="32MiB", chunk_reuse=reuse)
+    launch = {**settings(tmp_path), "cache": cache}
+    with Engine.launch(str(DEMO_MODEL), **launch) as running:
+        client = PlainClient(running, KEY)
+        register(client, DOCUMENTS)
+        for order in ((0, 1, 2), (3, 2, 1, 0), (2, 0, 3)):
+            client.chat("\n\n".join([*(DOCUMENTS[f"doc-{i}"] for i in order), "Who founded Zorval?"]))
+        assert client.get("/ragcache/stats")["chunks"]["num_reused_chunks"] > 0

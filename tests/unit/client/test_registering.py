@@ -61,7 +61,7 @@ def documents(*names: str) -> list[Document]:
 
 
 def test_documents_are_sent_in_bounded_requests_and_the_receipts_are_added() -> None:
-    server, done = Server(), []
+    server, done = Server(), list[int]()
     many = documents(*(f"d{i}" for i in range(600)), "bad", "odd")
     long = [Document(f"long{i}", "x" * (1 << 20)) for i in range(3)]
     receipt = server.registrations.register([*many, *long], progress=done.append)

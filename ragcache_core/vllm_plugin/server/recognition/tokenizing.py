@@ -68,7 +68,7 @@ class DocumentTokenizer:
 
 def token_bytes_of(tokenizer: Any) -> list[bytes] | None:
     """Return the bytes of each token id; ``None`` where the tokenizer does not tell them."""
-    tekken = getattr(tokenizer, "tokenizer", None)  # vLLM's wrapper of Mistral's
+    tekken: Any = getattr(tokenizer, "tokenizer", None)  # vLLM's wrapper of Mistral's
     if hasattr(tekken, "id_to_byte_piece"):
         num_special, num_tokens = tekken.num_special_tokens, tekken.n_words
         return [b"" if i < num_special else tekken.id_to_byte_piece(i) for i in range(num_tokens)]

@@ -146,7 +146,7 @@ class Recogniser:
         is_plain = KEY not in params
         if not is_plain and (not is_restricted or not self._is_unsalted(salt, tenant)):
             return PreparedRequest(prompt, sampling_params)
-        token_ids = prompt.get("prompt_token_ids")
+        token_ids = prompt.get("prompt_token_ids") or ()
         if not token_ids:
             found = Recognition((), frozenset(), MIN_TOKENS)
         else:
