@@ -180,6 +180,29 @@ def test_a_plain_client_has_hits_names_and_pins_by_document(client: PlainClient)
     assert {"doc-20", "doc-21"} & hottest
 
 
+def test_every_kind_of_response_has_its_statistics_where_they_are_asked_for(client: PlainClient) -> None:
+    text = f"{DOCUMENTS['doc-20']}\n\nWhere?"
+    chat = {"messages": [{"role": "user", "content": text}], "max_tokens": 2}
+    kinds: dict[str, dict[str, Any]] = {
+        "/chat/completions": chat,
+        "/completions": {"prompt": text, "max_tokens": 2},
+        "/responses": {"input": text, "max_output_tokens": 2},
+    }
+    for path, body in kinds.items():
+        body = {"model": client.model, **body}
+        told = client._http.post(path, json=body, headers={"x-ragcache-stats": "1"}).raise_for_status().json()
+        assert told["ragcache"]["num_gpu_tokens"] >= 0, path
+        assert "ragcache" not in client.post(path, **body)
+    streamed = client._http.post(
+        "/chat/completions",
+        json={"model": client.model, **chat, "stream": True},
+        headers={"x-ragcache-stats": "1"},
+    )
+    *_, last, end = [line for line in streamed.text.splitlines() if line]
+    assert json.loads(last.removeprefix("data: "))["ragcache"]["num_gpu_tokens"] > 0
+    assert end == "data: [DONE]"
+
+
 def test_our_client_and_a_plain_one_share_the_kv_of_a_document(engine: Engine, client: PlainClient) -> None:
     layout = PromptLayout(document_format="{text}")
     document = Document("doc-22", DOCUMENTS["doc-22"])
