@@ -47,7 +47,7 @@ class AnchorTable:
 
     def put(self, key: int, record: int) -> int:
         """Set the record of a key; return the previous one, or -1."""
-        if 4 * self._num_used >= len(self._keys):
+        if 2 * self._num_used >= len(self._keys):
             self._rebuild()
         slot = self._slot_of(key)
         before = int(self._heads[slot])
@@ -79,10 +79,10 @@ class AnchorTable:
         return slot
 
     def _rebuild(self) -> None:
-        """Move all records to a table in which they take a quarter of the slots at most."""
+        """Move all records to a table in which they take half of the slots at most."""
         kept = np.flatnonzero(self._heads >= _FIRST_RECORD)
         keys, heads = self._keys[kept], self._heads[kept]
-        self._allocate(max(_FEWEST_SLOTS, 1 << (4 * len(keys)).bit_length()))
+        self._allocate(max(_FEWEST_SLOTS, 1 << (2 * len(keys)).bit_length()))
         self._num_used = len(keys)
         self._filter[keys >> np.uint32(30 - self._bits)] = True
         slots, mask = self._slots_of(keys), len(self._keys) - 1

@@ -31,6 +31,7 @@ MIN_TOKENS = 6
 MAX_ALIKE = 64
 """Documents with the same interior, which differ in their first and last words alone. More are not registered."""
 _MAX_CHAIN = 64
+_LOW_BITS = 0xFFFFFFFF
 _ANCHOR_SIZES = (8, 4)
 _FIRST_RECORDS = 256
 _COLUMNS = {
@@ -75,7 +76,7 @@ class Registry:
         self._hashing = hashing
         self._token_bytes = token_bytes
         self._tables = {size: AnchorTable() for size in _ANCHOR_SIZES}
-        self._by_content: dict[int, int] = {}
+        self._contents = AnchorTable()
         self._documents: dict[DocId, tuple[bytes, tuple[int, ...]]] = {}
         self._acls: dict[DocId, tuple[str, ...]] = {}
         self._ids: list[tuple[DocId, ...]] = []
@@ -98,7 +99,7 @@ class Registry:
     def nbytes(self) -> int:
         """Bytes of the arrays: without the ids and Python's dictionaries."""
         arrays = sum(column.nbytes for column in self._columns.values()) + self._edges.nbytes
-        return arrays + sum(table.nbytes for table in self._tables.values())
+        return arrays + sum(table.nbytes for table in (*self._tables.values(), self._contents))
 
     def is_registered(self, doc_id: DocId, digest: bytes, acl: tuple[str, ...] | None) -> bool:
         """Return whether this text is registered by this id, with these access groups."""
@@ -147,9 +148,8 @@ class Registry:
         """
         doc_id = registration.doc_id
         self.forget(doc_id)
-        records = tuple(
-            dict.fromkeys(r for form in registration.forms if (r := self._add_form(doc_id, form)) is not None)
-        )
+        own = (doc_id,)  # one object for all forms
+        records = tuple(dict.fromkeys(r for form in registration.forms if (r := self._add_form(own, form)) is not None))
         if records:
             self._documents[doc_id] = registration.digest, records
             if registration.acl is not None:
@@ -166,14 +166,17 @@ class Registry:
                 self._drop(record)
         return known is not None
 
-    def _add_form(self, doc_id: DocId, form: DocumentForm) -> int | None:
+    def _add_form(self, own: tuple[DocId], form: DocumentForm) -> int | None:
         edges = _edge_row(form)
         num_alike = 0
-        for record in self._chain("alike", self._by_content.get(form.content, -1)):
+        key = form.content & _LOW_BITS
+        for record in self._chain("alike", self._contents.get(key)):
+            if self._columns["content"][record] != form.content:
+                continue
             num_alike += 1
             if np.array_equal(self._edges[record], edges):
-                if doc_id not in self._ids[record]:
-                    self._ids[record] += (doc_id,)
+                if own[0] not in self._ids[record]:
+                    self._ids[record] += own
                 return record
         if num_alike >= MAX_ALIKE:
             return None
@@ -182,9 +185,8 @@ class Registry:
             self._columns[name][record] = getattr(form, name)
         self._edges[record] = edges
         self._columns["next"][record] = self._tables[form.anchor_size].put(form.anchor_key, record)
-        self._columns["alike"][record] = self._by_content.get(form.content, -1)
-        self._by_content[form.content] = record
-        self._ids[record] = (doc_id,)
+        self._columns["alike"][record] = self._contents.put(key, record)
+        self._ids[record] = own
         return record
 
     def _drop(self, record: int) -> None:
@@ -192,11 +194,9 @@ class Registry:
         key = int(self._columns["anchor_key"][record])
         if (head := self._without("next", table.get(key), record)) is not None:
             table.replace(key, head)
-        content = int(self._columns["content"][record])
-        if (head := self._without("alike", self._by_content[content], record)) is not None:
-            self._by_content[content] = head
-            if head < 0:
-                del self._by_content[content]
+        key = int(self._columns["content"][record]) & _LOW_BITS
+        if (head := self._without("alike", self._contents.get(key), record)) is not None:
+            self._contents.replace(key, head)
         self._free.append(record)
 
     def _chain(self, links: str, record: int) -> Iterator[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ragcache_core.recognition import RegistrationLog
@@ -31,7 +31,7 @@ class KeptRegistrations:
         answer: dict[str, Any] = getattr(self, f"_{action}")(**body)
         return answer
 
-    def _begin(self, points: list[int] | None, limit: int = 0, restricted: list[str | None] = []) -> dict[str, Any]:  # noqa: B006
+    def _begin(self, points: list[int] | None, limit: int = 0, restricted: Sequence[str | None] = ()) -> dict[str, Any]:
         if self._points is None and points is not None:
             self._points = points
             self._log = RegistrationLog(limit)

@@ -223,6 +223,19 @@ def test_a_prompt_from_before_its_registration_is_named_by_the_next_one(client: 
     assert client.on_documents("show", ["late"])["documents"][0]["bytes"]
 
 
+def test_documents_in_a_request_are_registered_with_it_and_a_bad_one_rejects_it(client: PlainClient) -> None:
+    text = text_of(300)
+    inline = {"ragcache": {"register": [{"id": "inline", "text": text}]}}
+    client.chat(f"{text}\n\nWho?", kv_transfer_params=inline)
+    assert client.on_documents("show", ["inline"])["documents"][0]["uses"] == 1
+    messages = [{"role": "user", "content": text}]
+    for stream in (False, True):
+        bad = {"kv_transfer_params": {"ragcache": {"register": [{"id": "", "text": text}]}}, "stream": stream}
+        answer = client._http.post("/chat/completions", json={"model": client.model, "messages": messages, **bad})
+        assert "register[0]: id is ''" in answer.text
+        assert stream or answer.status_code == 400
+
+
 def test_a_forgotten_document_is_neither_cached_nor_recognised(client: PlainClient) -> None:
     text = DOCUMENTS["doc-23"]
     for question in ("Who?", "When?"):
