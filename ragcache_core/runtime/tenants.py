@@ -197,10 +197,10 @@ class Tenants:
                     f"{path} has {collection.name!r} twice: tenants and collections have names of their own"
                 )
             collections[collection.name] = collection
-        restricted = frozenset(tenant.name for tenant in file.tenants if tenant.restricted)
+        restricted: set[str | None] = {tenant.name for tenant in file.tenants if tenant.restricted}
         if file.operators.restricted:
-            restricted |= {None}
-        return cls(file.secret, by_name, operators, file.operators.weight, digests, collections, restricted)
+            restricted.add(None)
+        return cls(file.secret, by_name, operators, file.operators.weight, digests, collections, frozenset(restricted))
 
     def check_own_keys(self, keys: Iterable[str]) -> None:
         """Refuse the server's own ``keys`` where one is a tenant's.
