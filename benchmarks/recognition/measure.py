@@ -54,7 +54,7 @@ class Cost:
     """The cost of recognition with a number of documents, each in three forms.
 
     ``find_ms`` is processor time for a prompt, ``register_us`` for a document without its tokenising. A document takes
-    ``process_bytes``, of which ``array_bytes`` are in arrays.
+    ``process_bytes``; ``array_bytes`` of them are in arrays.
     """
 
     num_documents: int

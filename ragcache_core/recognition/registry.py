@@ -28,7 +28,7 @@ from ragcache_core.types import DocId
 
 MIN_TOKENS = 6
 """Tokens of the shortest document that is recognised. Shorter texts are in prompts by chance."""
-MAX_ALIKE = 64
+MAX_SAME_CONTENT = 64
 """Documents with the same interior, which differ in their first and last words alone. More are not registered."""
 _MAX_CHAIN = 64
 _LOW_BITS = 0xFFFFFFFF
@@ -41,7 +41,7 @@ _COLUMNS = {
     "anchor_key": np.uint32,
     "anchor_size": np.int8,
     "next": np.int32,
-    "alike": np.int32,
+    "same_content": np.int32,
     "is_head_cut": bool,
     "is_tail_cut": bool,
 }
@@ -168,24 +168,24 @@ class Registry:
 
     def _add_form(self, own: tuple[DocId], form: DocumentForm) -> int | None:
         edges = _edge_row(form)
-        num_alike = 0
+        num_same = 0
         key = form.content & _LOW_BITS
-        for record in self._chain("alike", self._contents.get(key)):
+        for record in self._chain("same_content", self._contents.get(key)):
             if self._columns["content"][record] != form.content:
                 continue
-            num_alike += 1
+            num_same += 1
             if np.array_equal(self._edges[record], edges):
                 if own[0] not in self._ids[record]:
                     self._ids[record] += own
                 return record
-        if num_alike >= MAX_ALIKE:
+        if num_same >= MAX_SAME_CONTENT:
             return None
         record = self._new_record()
         for name in ("content", "length", "anchor_at", "anchor_key", "anchor_size", "is_head_cut", "is_tail_cut"):
             self._columns[name][record] = getattr(form, name)
         self._edges[record] = edges
         self._columns["next"][record] = self._tables[form.anchor_size].put(form.anchor_key, record)
-        self._columns["alike"][record] = self._contents.put(key, record)
+        self._columns["same_content"][record] = self._contents.put(key, record)
         self._ids[record] = own
         return record
 
@@ -195,7 +195,7 @@ class Registry:
         if (head := self._without("next", table.get(key), record)) is not None:
             table.replace(key, head)
         key = int(self._columns["content"][record]) & _LOW_BITS
-        if (head := self._without("alike", self._contents.get(key), record)) is not None:
+        if (head := self._without("same_content", self._contents.get(key), record)) is not None:
             self._contents.replace(key, head)
         self._free.append(record)
 

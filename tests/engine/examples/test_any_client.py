@@ -1,4 +1,4 @@
-"""Plain clients of which only the base URL names RAGCache have hits, and their documents have names."""
+"""Plain clients, in which only the base URL names RAGCache, have hits, and their documents have names."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from ragcache_core.recognition import (
     find_documents,
     text_forms,
 )
-from ragcache_core.recognition.registry import MAX_ALIKE
+from ragcache_core.recognition.registry import MAX_SAME_CONTENT
 
 WORDS = [f"w{i}" for i in range(500)]
 
@@ -32,7 +32,7 @@ class Scene:
         self.tenant, self.operator = (Registry(self.hashing, self._bytes) for _ in range(2))
 
     def encode(self, text: str) -> list[int]:
-        """Return pairs of characters as tokens, after spaces anew: what follows a word changes its last token."""
+        """Return pairs of characters as tokens, from each space on: what follows a word changes its last token."""
         tokens = []
         for word in text.replace(" ", "\0 ").split("\0"):
             for i in range(0, len(word), 2):
@@ -99,7 +99,7 @@ def test_an_altered_or_unregistered_text_is_not_found_and_is_told_as_unknown() -
     assert not scene.find(f"{text} {text_of('question', 8)}").is_known
 
 
-def test_alike_documents_are_told_apart_by_their_first_and_last_words() -> None:
+def test_documents_with_the_same_interior_differ_by_their_first_and_last_words() -> None:
     scene = Scene()
     body = text_of("body", 40)
     for name in ("Anna", "Boris", "Clara"):
@@ -113,7 +113,7 @@ def test_alike_documents_are_told_apart_by_their_first_and_last_words() -> None:
 def test_more_documents_that_differ_at_their_edges_than_the_limit_are_not_registered() -> None:
     scene = Scene()
     body = text_of("body", 40)
-    taken = [scene.register(f"d{i}", f"{i:03d} {body}") for i in range(MAX_ALIKE + 5)]
+    taken = [scene.register(f"d{i}", f"{i:03d} {body}") for i in range(MAX_SAME_CONTENT + 5)]
     assert taken.count(False) in range(1, 6)
     assert len(scene.tenant) == taken.count(True)
 

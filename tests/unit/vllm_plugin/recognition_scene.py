@@ -19,7 +19,7 @@ from ragcache_core.wire import KEY
 
 ACME, OTHER = "a" * 32, "b" * 32
 SUN = "The sun is a star, and every planet goes around it in its own time and on its own way."
-WAGES = "Nobody at Zorval earns more than thirty times what the youngest one earns in a year."
+WAGES = "No employee of Zorval earns more than thirty times what the youngest one earns in a year."
 SUIT = "Zorval was sued in spring, and has offered to pay a third of what was asked of it then."
 
 

@@ -195,7 +195,7 @@ def test_a_client_of_ours_that_does_not_know_the_rights_has_their_salt() -> None
     run(scene)
 
 
-def test_tenants_have_documents_of_their_own_and_nobody_finds_anothers(tmp_path: Path) -> None:
+def test_tenants_have_documents_of_their_own_and_find_no_others(tmp_path: Path) -> None:
     async def scene() -> None:
         known = tenants(tmp_path)
         server = await Server(tenants=known).begin()
@@ -341,7 +341,7 @@ def test_of_too_many_documents_those_unseen_for_longest_are_dropped() -> None:
     run(scene)
 
 
-def test_documents_that_are_too_much_alike_are_told() -> None:
+def test_documents_that_differ_too_little_are_told() -> None:
     async def scene() -> None:
         server = await Server().begin()
         results = await server.register(

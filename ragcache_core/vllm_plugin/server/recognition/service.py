@@ -38,7 +38,7 @@ _POLL_S = 0.5
 _EVERYWHERE_S = 10.0
 _REWRITE_S = 30.0
 _ALL = "every tenant"
-_ALIKE = "64 other documents differ from it in their first and last words alone: it is not told apart"
+_SAME_CONTENT = "64 other documents differ from it in their first and last words alone: it is not told apart"
 _TOO_MANY = "more documents came at once than the server recognises: raise max_documents, or register fewer"
 _OF_A_RECORD = ("id", "text", "acl")
 
@@ -345,8 +345,8 @@ class RecognitionService:
             if isinstance(each, RegistrationResult):
                 results.append(each)
             elif each.doc_id not in registry:
-                is_alike = (tenant, each.doc_id) in self._refused
-                why = _ALIKE if is_alike else _TOO_MANY
+                has_same_content = (tenant, each.doc_id) in self._refused
+                why = _SAME_CONTENT if has_same_content else _TOO_MANY
                 results.append(RegistrationResult(each.doc_id, is_registered=False, error=why))
             elif late and each.acl is not None:
                 results.append(RegistrationResult(each.doc_id, is_registered=False, error=late))
