@@ -30,13 +30,15 @@ _HEAD = struct.Struct("<II")
 class StoredRegistrations:
     """What a journal says: points, restricted tenants, registrations by tenant and id, in order.
 
-    ``num_records`` counts the records of the journal, also those that others have replaced.
+    ``num_records`` counts the records of the journal, also those that others have replaced. A journal that ``is_cut``
+    must be rewritten before records are appended.
     """
 
     points: tuple[int, int]
     restricted: set[str | None] = field(default_factory=set)
     entries: dict[tuple[str | None, DocId], bytes] = field(default_factory=dict)
     num_records: int = 0
+    is_cut: bool = False
 
 
 def journal_head(points: tuple[int, int]) -> bytes:
@@ -83,6 +85,7 @@ def read_journal(data: bytes) -> StoredRegistrations:
                 raise ValueError(f"the record at byte {len(head) + 1 + at} has another checksum")
             _apply(record, stored)
             at += _HEAD.size + size
+        stored.is_cut = at < len(body)
     except (ValueError, KeyError, TypeError, struct.error) as error:
         raise ValueError(f"the journal of registrations is damaged: {error}") from error
     return stored

@@ -148,7 +148,9 @@ def test_a_journal_holds_what_was_registered_and_not_forgotten() -> None:
     assert stored.restricted == {"acme", "other"}, "what was restricted once stays so"
     assert list(stored.entries.items()) == [((None, "ünï"), other), ((None, "one"), one)]
     assert stored.num_records == 7
+    assert not stored.is_cut
     assert read_journal(data[:-3]).num_records == 6, "a record that was cut off is left out"
+    assert read_journal(data[:-3]).is_cut
 
 
 def test_a_damaged_journal_is_an_error() -> None:

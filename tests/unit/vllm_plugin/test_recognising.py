@@ -311,16 +311,36 @@ def test_a_file_does_not_grow_with_texts_that_are_replaced(tmp_path: Path) -> No
     run(scene)
 
 
+def test_a_file_that_a_crash_has_cut_off_loses_its_last_record_alone(tmp_path: Path) -> None:
+    async def scene() -> None:
+        path = tmp_path / "registrations.journal"
+        server = await Server(path=path).begin()
+        await server.register(document("sun", SUN))
+        await server.register(document("wages", WAGES))
+        path.write_bytes(path.read_bytes()[:-5])
+        for number, text in enumerate((SUIT, f"{SUIT} {SUN}")):
+            again = Server(path=path)
+            again.tokenizer._ids = server.tokenizer._ids
+            await again.begin()
+            assert shown((await again.ask(SUN))[0]) == ["sun"]
+            assert shown((await again.ask(WAGES))[0]) == []
+            assert shown((await again.ask(SUIT))[0]) == ["0"] * number
+            await again.register(document(str(number), text))
+
+    run(scene)
+
+
 def test_a_damaged_file_keeps_plain_requests_apart(tmp_path: Path) -> None:
     async def scene() -> None:
         path = tmp_path / "registrations.journal"
         server = await Server(path=path).begin()
         await server.register(document("wages", WAGES, "hr"))
-        path.write_bytes(path.read_bytes().replace(b"wages", b"wagez"))
+        path.write_bytes(damaged := path.read_bytes().replace(b"wages", b"wagez"))
         for _ in range(2):  # and so it stays
             again = await Server(path=path).begin()
             salts = {(await again.ask(f"{SUIT} \n Who?"))[0].prompt["cache_salt"] for _ in range(2)}
             assert len(salts) == 2
+        assert path.with_suffix(".damaged").read_bytes() == damaged
 
     run(scene)
 

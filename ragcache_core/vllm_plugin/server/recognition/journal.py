@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from vllm.logger import init_logger
@@ -39,7 +40,7 @@ class Journal:
         """Return what the file holds; ``None`` if there is none.
 
         Raises:
-            ValueError: it is damaged, or cannot be read.
+            ValueError: it is damaged, or cannot be read. A damaged file is kept under another name.
         """
         try:
             stored = read_journal(self._path.read_bytes())
@@ -47,6 +48,11 @@ class Journal:
             return None
         except OSError as error:
             raise ValueError(f"{self._path} cannot be read: {error}") from error
+        except ValueError as error:
+            kept = self._path.with_suffix(".damaged")
+            with suppress(OSError):
+                self._path.replace(kept)
+            raise ValueError(f"{error}; {kept} has it") from error
         self._num_records = stored.num_records
         return stored
 

@@ -173,7 +173,8 @@ class RecognitionService:
         entries = [] if stored is None else [(tenant, data) for (tenant, _), data in stored.entries.items()]
         for at in range(0, len(entries), _PAGE):
             await self._call("append", {"entries": entries[at : at + _PAGE]})
-        if self._journal is not None and (stored is None or self._journal.has_surplus(len(entries))):
+        is_whole = stored is not None and not stored.is_cut
+        if self._journal is not None and (not is_whole or self._journal.has_surplus(len(entries))):
             await asyncio.to_thread(self._journal.rewrite, self._hashing.points, restricted, entries)
         if entries:  # all of them are in the journal
             await self._read(is_written=True)
