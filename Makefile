@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up on first use. See README.md.
 .DEFAULT_GOAL := help
-.PHONY: help setup dependencies demo test test-quick test-engine test-slow test-parallel test-benchmarks test-install vllm-facts test-vllm lint format reference docs dist check-deployment manifests image-check audit bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks bench-fleet bench-headline bench-steps bench-papers bench-server pictures gpu-check clean
+.PHONY: help setup dependencies demo test test-quick test-engine test-slow test-parallel test-benchmarks test-install test-javascript vllm-facts test-vllm lint format reference docs dist check-deployment manifests image-check audit bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks bench-fleet bench-headline bench-steps bench-papers bench-recognition bench-server pictures gpu-check clean
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -69,7 +69,7 @@ $(READY): pyproject.toml $(DEPENDENCIES)
 	$(PIP) install --quiet --no-deps --no-build-isolation $(PROJECT)
 	@touch $@
 
-test test-quick test-engine test-slow test-parallel test-benchmarks test-install bench bench-tiers bench-pipeline bench-compare bench-chunks bench-fleet bench-headline bench-steps bench-papers bench-server pictures: export HF_HUB_OFFLINE = 1
+test test-quick test-engine test-slow test-parallel test-benchmarks test-install test-javascript bench bench-tiers bench-pipeline bench-compare bench-chunks bench-fleet bench-headline bench-steps bench-papers bench-recognition bench-server pictures: export HF_HUB_OFFLINE = 1
 
 demo: $(READY) ## answer questions from documents through LangChain and LlamaIndex; writes build/demo.json
 	$(VENV)/bin/python -m examples.demo $(if $(MODEL),--model $(MODEL))
@@ -100,6 +100,10 @@ test-install: $(READY) ## install the wheel with each extra into a clean environ
 	rm -rf build/lib build/install
 	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir build/install .
 	$(VENV)/bin/python -m tests.installation build/install/*.whl
+
+test-javascript: $(READY) ## a chat of npm's AI SDK on an engine; installs 20 MB into examples/any_client/javascript, and needs Node.js
+	npm ci --prefix examples/any_client/javascript --no-audit --no-fund --silent
+	$(call timed,a chat in JavaScript,$(VENV)/bin/python -m pytest tests/engine/examples/test_any_client.py -m slow)
 
 build/vllm-%: tests/vllm_facts/release.py | $(READY)
 	$(VENV)/bin/python -m tests.vllm_facts.release $* $@
@@ -187,6 +191,9 @@ bench-headline: $(READY) ## measure docs/evaluate/index.md again, smaller; write
 
 bench-steps: $(READY) ## measure a step's processor time in the scheduler, without a model; writes build/step-cost.json (four minutes)
 	$(VENV)/bin/python -m benchmarks.step_cost $(ARGS)
+
+bench-recognition: $(READY) ## measure which documents are recognised in prompts, without a model; writes build/bench-recognition.json (five minutes)
+	$(VENV)/bin/python -m benchmarks.recognition $(ARGS)
 
 bench-papers: $(READY) ## simulate the papers' figures and tables; writes build/bench-papers.* (hours)
 	$(VENV)/bin/python -m benchmarks.papers --plot build/bench-papers.html --resume $(ARGS)

@@ -403,6 +403,8 @@ class ForgetReceipt:
     num_left: int = 0
     problems: tuple[str, ...] = ()
     duration_s: float = 0.0
+    unsearched: tuple[str, ...] = ()
+    """KV that is not known by document, with how to delete it: copies of a text that the server did not recognise."""
 
     @property
     def is_complete(self) -> bool:
@@ -422,6 +424,7 @@ class ForgetReceipt:
             num_left=other.num_left,
             problems=other.problems,
             duration_s=self.duration_s + other.duration_s,
+            unsearched=tuple(dict.fromkeys(self.unsearched + other.unsearched)),
         )
 
     def beside(self, other: ForgetReceipt) -> ForgetReceipt:
@@ -440,6 +443,30 @@ class ForgetReceipt:
     def to_dict(self) -> dict[str, object]:
         """Return plain JSON data."""
         return {**asdict(self), "is_complete": self.is_complete}
+
+
+@dataclass(frozen=True, slots=True)
+class RegistrationReceipt:
+    """What became of documents that were registered with a server.
+
+    ``errors`` say why documents could not be registered, ``warnings`` what to look at in others, by id.
+    """
+
+    num_registered: int = 0
+    errors: Mapping[DocId, str] = field(default_factory=dict)
+    warnings: Mapping[DocId, str] = field(default_factory=dict)
+
+    def plus(self, other: RegistrationReceipt) -> RegistrationReceipt:
+        """Return this and the receipt for other documents as one."""
+        return RegistrationReceipt(
+            self.num_registered + other.num_registered,
+            {**self.errors, **other.errors},
+            {**self.warnings, **other.warnings},
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain JSON data."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,8 @@ REQUEST_ROUTE = re.compile(r"/v1/ragcache/requests/(.+)")
 """Route of the figures of a request that was answered, with the id of its response."""
 REPLICA_HEADER = "x-ragcache-replica"
 """How a server calls itself, on its answers; whose figures are asked for, where one is asked for a request's."""
+STATS_HEADER = "x-ragcache-stats"
+"""With ``1`` a response to a completion has a ``ragcache`` object with the request's cached tokens by tier."""
 MAX_DOCUMENTS = 4096
 MAX_DOC_ID_CHARS = 1024
 MAX_SPECULATION_CHARS = 64

@@ -202,7 +202,7 @@ def _listing(sort: str, limit: int) -> Call[CacheContents]:
 
 
 def _about(what: str, doc_ids: Iterable[DocId], kind: type[_Answer]) -> Call[_Answer]:
-    ids = read_doc_ids(_listed(doc_ids))
+    ids = read_doc_ids(listed(doc_ids))
     return _posting(f"documents/{what}", {"ids": ids}, partial(_read, kind))
 
 
@@ -218,7 +218,7 @@ def _purging(wait_s: float) -> Call[ForgetReceipt]:
 
 def _forgetting(doc_ids: Iterable[DocId], wait_s: float) -> Iterator[Call[ForgetReceipt]]:
     _check_wait(wait_s)
-    wanted = _listed(doc_ids)
+    wanted = listed(doc_ids)
     for start in range(0, len(wanted), MAX_DOCUMENTS):
         ids = read_doc_ids(wanted[start : start + MAX_DOCUMENTS])
         yield _posting("documents/forget", {"ids": ids, "wait_s": wait_s}, _read_receipt, wait_s)
@@ -250,7 +250,12 @@ def _timeout(wait_s: float) -> httpx.Timeout:
     return httpx.Timeout(wait_s + _BESIDES_S, connect=_CONNECT_S)
 
 
-def _listed(doc_ids: Iterable[DocId]) -> list[DocId]:
+def listed(doc_ids: Iterable[DocId]) -> list[DocId]:
+    """Return ids of documents, each once.
+
+    Raises:
+        ConfigError: it is one text.
+    """
     if isinstance(doc_ids, str):
         raise ConfigError(f"doc_ids is {doc_ids!r:.80}, a text: give a list of ids, [{doc_ids!r:.80}]")
     return list(dict.fromkeys(doc_ids))

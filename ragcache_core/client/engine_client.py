@@ -14,7 +14,7 @@ from weakref import WeakSet
 
 import httpx
 
-from ragcache_core.client.cache import CacheRoutes, DocumentRoutes, PrefetchRoute, StandsOnDocuments
+from ragcache_core.client.cache import CacheRoutes, DocumentRoutes, PrefetchRoute, StandsOnDocuments, listed
 from ragcache_core.client.deadline import DeadlineClient, DeadlineRoutes
 from ragcache_core.client.generation import (
     AnswerReader,
@@ -39,6 +39,7 @@ from ragcache_core.client.prompts.bound_prompt import BoundPrompt, FormatDocumen
 from ragcache_core.client.prompts.client import PromptClient
 from ragcache_core.client.prompts.request_plan import RequestPlan
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer, checked_tokenizer
+from ragcache_core.client.registration import DocumentRegistrations
 from ragcache_core.client.server_api import ModelCard, ServerAPI, importing_requests
 from ragcache_core.client.speculation.client import LoadRoute, SpeculationClient
 from ragcache_core.client.speculation.speculation import SpeculationManager
@@ -49,7 +50,7 @@ from ragcache_core.errors import ConfigError, TokenizerUnavailableError
 from ragcache_core.ordering import DocumentOrder
 from ragcache_core.prompt import ChatMessage, PromptTokenizer, RenderedPrompt, check_prompt_fits
 from ragcache_core.runtime.handle import Handle, OneProcess
-from ragcache_core.stats import EngineStats, ForgetReceipt
+from ragcache_core.stats import EngineStats, ForgetReceipt, RegistrationReceipt
 from ragcache_core.types import DocId, Document
 from ragcache_core.wire import ChunkReuseOption, check_sendable, check_text
 
@@ -126,6 +127,7 @@ class EngineClient(Handle, ABC):
         self._cache_stats = CacheStatsRoutes(self._api, traces, self._resumed)
         self.cache = CacheRoutes(self._api)
         self._documents = DocumentRoutes(self._api)
+        self._registrations = DocumentRegistrations(self._api)
         self._prefetching: PrefetchRoute = PrefetchRoute(self._api)
         self._cached_prefixes = cached_prefixes or CachedPrefixes(base_url, api_key)
 
@@ -219,6 +221,7 @@ class EngineClient(Handle, ABC):
         await self.aclose()
 
     def _close_connections(self) -> None:
+        self._registrations.close()
         self._cached_prefixes.close()
         self._speculations.close()
         self._async_transport.close()
@@ -341,11 +344,42 @@ class EngineClient(Handle, ABC):
             ConfigError: something that is no id. EngineUnreachableError, EngineDiedError, ...: nothing is sure to be
                 gone: ask again.
         """
+        doc_ids = listed(doc_ids)
+        self._registrations.forget(doc_ids)
         return self._documents.forget(doc_ids, wait_s)
 
     async def aforget(self, doc_ids: Iterable[DocId], *, wait_s: float = 30.0) -> ForgetReceipt:
         """Remove the KV of documents; see :meth:`forget`."""
+        doc_ids = listed(doc_ids)
+        self._registrations.forget(doc_ids)
         return await self._documents.aforget(doc_ids, wait_s)
+
+    def register(
+        self, documents: Iterable[Document], *, progress: Callable[[int], object] | None = None
+    ) -> RegistrationReceipt:
+        """Register documents with the server, which then recognises them in prompts of any client.
+
+        A text that is registered already is no change, so a registration that was interrupted can be repeated.
+
+        Args:
+            documents: with their ids, texts and access groups.
+            progress: is called with the number of documents of each request that was answered.
+
+        Returns:
+            How many are registered, and why others are not.
+
+        Raises:
+            RequestRejectedError: the server recognises no documents.
+            EngineUnreachableError, EngineDiedError, ...: some may be registered: repeat the call.
+        """
+        return self._registrations.register(documents, progress)
+
+    def register_in_background(self, documents: Iterable[Document]) -> None:
+        """Register documents that this client has not registered yet, without waiting; see :meth:`register`.
+
+        A failure is logged once.
+        """
+        self._registrations.register_in_background(documents)
 
     def warm(self, documents: Iterable[Document], prompt: Callable[[Document], Prompt] | None = None) -> int:
         """Prefill documents, each as the first of its prompt, and return how many: the next request finds them cached.
@@ -484,9 +518,12 @@ class EngineClient(Handle, ABC):
 
         ``documents`` are those of one search, best first, and ``query`` is the question; ``shown`` returns a document's
         text as the prompt shows it. From the request that shows them the prompt's layout is learned, unless one is
-        bound.
+        bound. Once this client has registered documents, those that are remembered are registered in the background.
         """
-        self.integration.prompts.remembered.add(documents, shown, query=query)
+        found = list(documents)
+        self.integration.prompts.remembered.add(found, shown, query=query)
+        if self._registrations.is_used:
+            self.register_in_background(found)
 
     def bind_prompt(
         self,

@@ -46,19 +46,23 @@ class CachesDocuments(Protocol):
         """Prefill documents."""
         ...
 
+    def register_in_background(self, documents: Iterable[Document]) -> object:
+        """Register documents, so that they are recognised in prompts of any client."""
+        ...
+
 
 class _BoundEngines:
     """Engines that delete the KV of replaced and deleted documents."""
 
     def __init__(self) -> None:
-        self._engines: list[tuple[CachesDocuments, Warming]] = []
+        self._engines: list[tuple[CachesDocuments, Warming, bool]] = []
 
     def __bool__(self) -> bool:
         return bool(self._engines)
 
-    def add(self, engine: CachesDocuments, warm: Warming) -> None:
+    def add(self, engine: CachesDocuments, warm: Warming, *, registers: bool) -> None:
         """Bind an engine."""
-        self._engines.append((engine, warm))
+        self._engines.append((engine, warm, registers))
 
     def remove(self, engine: CachesDocuments) -> None:
         """Undo :meth:`add`."""
@@ -66,10 +70,16 @@ class _BoundEngines:
 
     def forget(self, gone: Sequence[DocId], new: Sequence[Document] = ()) -> None:
         """Have the engines forget documents that are ``gone``, and prefill their ``new`` versions where that is set."""
-        for engine, warm in self._engines if gone else ():
+        for engine, warm, _ in self._engines if gone else ():
             engine.forget(gone)
             if warm and new:
                 engine.warm(new, None if warm is True else warm)
+
+    def register(self, documents: Sequence[Document]) -> None:
+        """Have the engines register documents where that is set."""
+        for engine, _, registers in self._engines if documents else ():
+            if registers:
+                engine.register_in_background(documents)
 
 
 class DocumentStore(Handle, StoreReader):
@@ -320,7 +330,7 @@ class DocumentStore(Handle, StoreReader):
         embeddings = None if embedding is None else [embedding]
         self._write([document], True, embeddings, False, 1, must_be_here=True)
 
-    def bind(self, engine: CachesDocuments, *, warm: Warming = False) -> None:
+    def bind(self, engine: CachesDocuments, *, warm: Warming = False, register: bool = False) -> None:
         """Have an engine forget the KV of documents that are replaced or deleted here from now on.
 
         It is told when the change is durable: :meth:`delete`, :meth:`put` and :meth:`replace` return when it has
@@ -330,9 +340,13 @@ class DocumentStore(Handle, StoreReader):
         Args:
             engine: an ``Engine``; several may be bound.
             warm: have it prefill the new version, with its bound prompt, or with the one that this function returns.
+            register: register the stored documents with the server in the background, and those that are stored from
+                now on, so that it recognises them in prompts of any client.
         """
         self._check_open()
-        self._engines.add(engine, warm)
+        self._engines.add(engine, warm, registers=register)
+        if register:
+            engine.register_in_background(self.get(self.ids()))
 
     def unbind(self, engine: CachesDocuments) -> None:
         """Undo :meth:`bind`."""
@@ -370,6 +384,7 @@ class DocumentStore(Handle, StoreReader):
                 )
                 self._snapshot = changed
         self._engines.forget(gone, [document for document in batch if document.doc_id in set(gone)])
+        self._engines.register(batch)
         return [document.doc_id for document in batch]
 
     def delete(self, doc_ids: Iterable[DocId], *, missing_ok: bool = False) -> None:

@@ -67,12 +67,17 @@ class Quota(_Table):
 
 
 class Tenant(_Table):
-    """A tenant, known by one of ``keys``. A full tier is shared by ``weight``; see :class:`Quota`."""
+    """A tenant, known by one of ``keys``. A full tier is shared by ``weight``; see :class:`Quota`.
+
+    A ``restricted`` tenant has documents that not everybody may read: its plain requests share no KV from the start,
+    and not only from the first registration of such a document on.
+    """
 
     name: Annotated[str, BeforeValidator(_check_name)]
     keys: Annotated[list[Annotated[str, BeforeValidator(_check_key)]], Field(min_length=1)]
     weight: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] = 1.0
     quota: Quota = Quota()
+    restricted: bool = False
 
 
 class Collection(_Table):
@@ -87,6 +92,7 @@ class Collection(_Table):
 class _Operators(_Table):
     keys: list[Annotated[str, BeforeValidator(_check_key)]] = []
     weight: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] = 1.0
+    restricted: bool = False
 
 
 def _check_secret(value: object) -> object:
@@ -133,6 +139,8 @@ class Tenants:
     operator_weight: float
     digests: Mapping[bytes, str]
     collections: Mapping[str, Collection]
+    restricted: frozenset[str | None] = frozenset()
+    """Tenants, and None for operators, that have documents which not everybody may read."""
 
     @property
     def have_keys(self) -> bool:
@@ -189,7 +197,10 @@ class Tenants:
                     f"{path} has {collection.name!r} twice: tenants and collections have names of their own"
                 )
             collections[collection.name] = collection
-        return cls(file.secret, by_name, operators, file.operators.weight, digests, collections)
+        restricted: set[str | None] = {tenant.name for tenant in file.tenants if tenant.restricted}
+        if file.operators.restricted:
+            restricted.add(None)
+        return cls(file.secret, by_name, operators, file.operators.weight, digests, collections, frozenset(restricted))
 
     def check_own_keys(self, keys: Iterable[str]) -> None:
         """Refuse the server's own ``keys`` where one is a tenant's.
@@ -271,8 +282,8 @@ def _problem(error: ValidationError) -> str:
     place = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         return (
-            f"there is no setting {place}: a tenant has name, keys, weight and quota = {{gpu, host, disk}}, a "
-            "collection ids instead of keys"
+            f"there is no setting {place}: a tenant has name, keys, weight and quota = {{gpu, host, "
+            "disk}, and may be restricted; a collection has ids instead of keys"
         )
     if first["type"] == "missing":
         return f"{place} is missing: each of [[tenants]] has a name and keys, each of [[collections]] a name and ids"

@@ -15,6 +15,7 @@ from uuid import uuid4
 
 from ragcache_core.vllm_plugin.beside import MODULE, children, is_own, own_stats
 from ragcache_core.vllm_plugin.engine_death import until_dead
+from ragcache_core.vllm_plugin.registrations import KeptRegistrations
 from ragcache_core.vllm_plugin.release import put_stand_ins, why_alone
 
 put_stand_ins(__file__)
@@ -106,6 +107,7 @@ _CONFIRM, _REPORT, _PATHS = "ragcache_confirm", "ragcache_report", "ragcache_cac
 _FORGET, _LEFT = "ragcache_forget", "ragcache_left"
 _PREFETCH = "ragcache_prefetch"
 _REQUESTS = "ragcache_requests"
+_REGISTRATIONS = "ragcache_registrations"
 _CACHE = "ragcache_act_on_cache"
 _OWN: dict[str, Any] = {
     name: getattr(EngineCore, name, None)
@@ -191,6 +193,7 @@ __all__ = [
     "call_left",
     "call_prefetch",
     "call_recent_requests",
+    "call_registrations",
     "call_report",
     "connector_of_this_worker",
     "front_end_of",
@@ -273,6 +276,13 @@ def attach_utilities() -> None:
         answer: dict[str, object] = core.scheduler.act_on_cache(action, body)
         return answer
 
+    def ragcache_registrations_of(core: EngineCore, action: str, body: dict[str, Any]) -> dict[str, object]:
+        kept = getattr(core, "ragcache_kept_registrations", None)
+        if kept is None:
+            kept = core.ragcache_kept_registrations = KeptRegistrations()
+        return kept.act(action, body)
+
+    setattr(EngineCore, _REGISTRATIONS, ragcache_registrations_of)
     setattr(EngineCore, _CACHE, ragcache_act_on_cache)
     setattr(EngineCore, _FORGET, ragcache_forget)
     setattr(EngineCore, _LEFT, ragcache_left)
@@ -424,6 +434,12 @@ async def call_cache(engine_client: Any, action: str, body: dict[str, Any]) -> l
         if all(answers) or any("refused" in answer for answer in answers):
             return answers
         body["keeps_answer"] = len(answers) > 1
+
+
+async def call_registrations(engine_client: Any, action: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Return what the log of registrations answers; every data-parallel engine keeps it, and the first one answers."""
+    answers: list[dict[str, Any]] = await _call_engines(engine_client, _REGISTRATIONS, action, body)
+    return answers[0]
 
 
 def prompt_of_keys(keys: Sequence[bytes], tokens_per_block: int) -> Request:

@@ -31,6 +31,7 @@ ASK_PLAIN = (
     "vllm_plugin/test_tiers_on_the_engine.py",
     "vllm_plugin/test_beside_on_the_engine.py",
     "vllm_plugin/test_unknown_release.py",
+    "vllm_plugin/test_recognition_on_the_engine.py",
     "client/test_plain_vllm.py",
 )
 """Files whose tests ask ``plain``: one process runs all of them, and starts it once."""

@@ -33,6 +33,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponseStreamChoice
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
@@ -49,6 +50,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 from vllm.v1.metrics import loggers
 from vllm.v1.metrics.stats import SchedulerStats
@@ -61,6 +63,7 @@ from ragcache_core.vllm_plugin.connector.gpu_connector import DocumentConnector
 from ragcache_core.vllm_plugin.facts import PRIVATE, missing_facts
 from ragcache_core.vllm_plugin.scheduler.block_pool import TreeFreeBlockQueue
 from ragcache_core.vllm_plugin.scheduler.request_queue import CacheAwareRequestQueue
+from ragcache_core.vllm_plugin.server.recognition.wrapper import why_refused
 
 _TOOL = {"type": "function", "function": {"strict": True, "parameters": {}, "name": "search"}}
 _ASKED = (
@@ -185,6 +188,16 @@ def facts() -> dict[str, object]:
             sets(compat.Scheduler, "finished_req_ids"),
         ],
         "is_sleeping": parameters(AsyncLLM.is_sleeping),
+        "wrapped_generate": [
+            why_refused(AsyncLLM.__new__(AsyncLLM)),
+            [
+                "self.engine_client.generate(" in inspect.getsource(handler)
+                for handler in (OpenAIServingChat, OpenAIServingCompletion, OpenAIServingResponses)
+            ],
+            '"kv_transfer_params"' in inspect.getsource(Request.__init__),
+            'cache_salt=decoder_input.get("cache_salt")' in inspect.getsource(InputProcessor),
+            [name for name in ("extra_args",) if name in SamplingParams.__struct_fields__],
+        ],
         "process_titles": [envs.VLLM_PROCESS_NAME_PREFIX, envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS],
         "chat_takes_metadata": "kv_transfer_params" in ChatCompletionRequest.model_fields,
         "completion_takes_metadata": "kv_transfer_params" in CompletionRequest.model_fields,

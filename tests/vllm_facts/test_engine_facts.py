@@ -53,6 +53,11 @@ def test_the_connector_has_every_method_that_vllm_asks_for(facts: dict[str, Any]
     assert facts["still_abstract"] == [], "implement the new abstract methods in connector/gpu_connector.py"
 
 
+def test_the_handlers_of_openais_protocol_generate_by_a_method_that_can_be_wrapped(facts: dict[str, Any]) -> None:
+    """``server/recognition/wrapper.py``: names and salts of documents are set there."""
+    assert facts["wrapped_generate"] == [None, [True, True, True], True, True, ["extra_args"]]
+
+
 def test_the_connectors_methods_have_the_arguments_we_implement(facts: dict[str, Any]) -> None:
     assert facts["signatures"] == {
         "on_new_request": ["self", "request"],

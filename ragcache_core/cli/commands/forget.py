@@ -89,7 +89,7 @@ def lines_of(receipt: ForgetReceipt) -> list[str]:
         f"forgotten {len(receipt.forgotten)} of {len(receipt.forgotten) + len(receipt.unknown)} documents on "
         f"{receipt.num_paths} paths in {receipt.duration_s:.2f} s: {', '.join(tiers) or 'nothing was cached'}{chunks}"
     ]
-    return [*lines, *lines_of_unknown(receipt.unknown)]
+    return [*lines, *lines_of_unknown(receipt.unknown), *(f"not searched: {each}" for each in receipt.unsearched)]
 
 
 def lines_of_unknown(doc_ids: Sequence[DocId]) -> list[str]:

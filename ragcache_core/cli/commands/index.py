@@ -24,6 +24,7 @@ from ragcache_core.cli.options import (
     read_size,
     store_option,
 )
+from ragcache_core.cli.output import printable
 from ragcache_core.cli.splitting import choose_splitting, splitting_options
 from ragcache_core.cli.warming import warm_store
 from ragcache_core.errors import ConfigError, DocumentError, DuplicateDocumentError, StoreError, StoreNotFoundError
@@ -33,8 +34,10 @@ if TYPE_CHECKING:
     from ragcache_core.ingest import Changes, FileLimits, FileOrigin, FileReading, FoundFiles, Splitting
     from ragcache_core.retrieval import DocumentStore
     from ragcache_core.retrieval.base import Encoding, IndexKind, Metric
+    from ragcache_core.stats import RegistrationReceipt
     from ragcache_core.types import DocId
 
+_DOCUMENTS_PER_READ = 1024
 _DOCUMENTS_PER_REPORT = 32
 """MiniLM embeds this many in two seconds on a CPU."""
 
@@ -80,6 +83,7 @@ def _count(number: int, noun: str) -> str:
         "ragcache index notes/ --store notes.store --update --prune",
         "ragcache index notes/ --store notes.store --update --prune --forget http://127.0.0.1:8000",
         "ragcache index notes/ --store notes.store --warm http://127.0.0.1:8000",
+        "ragcache index notes/ --store notes.store --register http://127.0.0.1:8000",
         "ragcache index notes/ --store notes.store --tokenizer my-model --chunk-tokens 512 --chunk-overlap-tokens 64",
         "ragcache index faq.jsonl guide.md --store help.store --index hnsw --chunk-chars 800 --json",
     ],
@@ -117,6 +121,13 @@ def _count(number: int, noun: str) -> str:
     metavar="URL",
     help="Afterwards have this server prefill what is likely to be asked, as 'ragcache warm' does.",
 )
+@click.option(
+    "--register",
+    "register_urls",
+    metavar="URL",
+    multiple=True,
+    help="Afterwards register the store's documents with this server, for clients without RAGCache; may be repeated.",
+)
 @api_key_option
 @click.option("--rebuild-index", is_flag=True, help="Rebuild the store's index from its vectors, if it is damaged.")
 def index(
@@ -133,6 +144,7 @@ def index(
     prune: bool,
     forget_urls: tuple[str, ...],
     warm_url: str | None,
+    register_urls: tuple[str, ...],
     api_key: str | None,
     rebuild_index: bool,
     as_json: bool,
@@ -205,12 +217,16 @@ def index(
             num_documents=len(target),
         )
         receipts = forget_documents(changes.replaced)
+        registered = {url: _register(target, url, api_key) for url in register_urls}
         warmed = None if warm_url is None else warm_store(target, warm_url, api_key)
     if as_json:
         forgotten = {"forgotten": {url: receipt.to_dict() for url, receipt in receipts.items()}} if forget_urls else {}
-        print_json({**asdict(summary), **forgotten, **({} if warmed is None else {"warmed": warmed[0]})})
+        others = {"registered": {url: each.to_dict() for url, each in registered.items()}} if registered else {}
+        print_json({**asdict(summary), **forgotten, **others, **({} if warmed is None else {"warmed": warmed[0]})})
     else:
         click.echo("\n".join([str(summary), *(f"{url}: {lines_of(each)[0]}" for url, each in receipts.items())]))
+        for url, receipt in registered.items():
+            click.echo(f"{url}: {_count(receipt.num_registered, 'document')} registered")
         click.echo("\n".join(warmed[1]) if warmed is not None else "", nl=warmed is not None)
     check_complete(receipts)
     if num_bad and not skip_errors:
@@ -223,6 +239,24 @@ def index(
             err=True,
         )
         click.get_current_context().exit(EXIT_ERROR)
+
+
+def _register(store: DocumentStore, url: str, api_key: str | None) -> RegistrationReceipt:
+    """Register the documents of a store with a server, and report those that cannot be.
+
+    What is registered already costs the server no more than its hash, so a run that was interrupted is repeated.
+    """
+    from ragcache_core.client import Engine
+
+    ids = store.ids()
+    starts = range(0, len(ids), _DOCUMENTS_PER_READ)
+    documents = (each for at in starts for each in store.get(ids[at : at + _DOCUMENTS_PER_READ]))
+    with Engine.connect(url, api_key=api_key, tokenizer=False) as engine, Bar("registering", len(ids)) as bar:
+        receipt = engine.register(documents, progress=bar.advance)
+    for what, said in (("not registered", receipt.errors), ("registered, but", receipt.warnings)):
+        for doc_id, why in said.items():
+            click.echo(f"ragcache: {what}: {printable(doc_id)}: {why}", err=True)
+    return receipt
 
 
 def _gone(origins: Mapping[DocId, FileOrigin], paths: Iterable[Path]) -> list[DocId]:

@@ -26,8 +26,8 @@ from ragcache_core.client.launch.process import GRACE_S
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 from ragcache_core.client.server_api import ServerAPI
 from ragcache_core.errors import ConfigError, EngineError, EngineUnreachableError
-from ragcache_core.stats import EngineStats, ForgetReceipt, merged_report
-from ragcache_core.types import DocId
+from ragcache_core.stats import EngineStats, ForgetReceipt, RegistrationReceipt, merged_report
+from ragcache_core.types import DocId, Document
 
 _NO_KEY = "none"
 _MAX_FOUND = 64
@@ -222,6 +222,28 @@ class Fleet(EngineClient):
 
     async def aforget(self, doc_ids: Iterable[DocId], *, wait_s: float = 30.0) -> ForgetReceipt:
         return await asyncio.to_thread(self.forget, doc_ids, wait_s=wait_s)
+
+    def register(
+        self, documents: Iterable[Document], *, progress: Callable[[int], object] | None = None
+    ) -> RegistrationReceipt:
+        """Register documents with every replica; see ``Engine.register``. Those count that all replicas registered.
+
+        Raises:
+            EngineError: a replica did not say that it has; the others have. Repeat the call when it is back.
+        """
+        batch = list(documents)
+        self._registrations.is_used = True
+        receipts: list[RegistrationReceipt] = _on_each(lambda engine: engine.register(batch), self.engines)
+        if progress is not None:
+            progress(len(batch))
+        total = reduce(RegistrationReceipt.plus, receipts)
+        return replace(total, num_registered=min(receipt.num_registered for receipt in receipts))
+
+    def register_in_background(self, documents: Iterable[Document]) -> None:
+        batch = list(documents)
+        self._registrations.is_used = True
+        for engine in self.engines:
+            engine.register_in_background(batch)
 
     def drain(self, timeout_s: float) -> bool:
         """Have every replica take no more requests, and return whether they answer none any more in time."""

@@ -27,11 +27,9 @@ from ragcache_core.client.prompts.request_plan import (
     RequestPlan,
     as_plain_text,
     changed_messages,
-    joined_salt,
     plan_chat,
     plan_rendered,
     plan_tokens,
-    salt_of,
 )
 from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer
@@ -47,6 +45,7 @@ from ragcache_core.prompt import (
     render_chat,
     texts_of,
 )
+from ragcache_core.runtime.rights import joined_salt, rights_salt
 from ragcache_core.types import DocId, Document, SegmentKind
 from ragcache_core.wire import ChunkReuseOption, check_sendable, read_chunk_reuse
 
@@ -253,7 +252,7 @@ class PromptClient:
         if self.facts.has_acls:
             found = [text for message in messages for text in texts_of(message.get("content"))]
         ids = {doc_id for doc_id, text in shown if text.strip() and any(text.strip() in each for each in found)}
-        salt = salt_of(self.facts.acls_of(ids))
+        salt = rights_salt(self.facts.acls_of(ids))
         return RequestPlan({**changed_messages(messages, sent), **({} if salt is None else {"cache_salt": salt})})
 
     def _shown(self, documents: Iterable[Document] | None, messages: Iterable[ChatMessage]) -> list[tuple[DocId, str]]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -16,35 +13,13 @@ from typing import Any
 from ragcache_core.client.prompts.chat_request import AskedChat
 from ragcache_core.errors import ConfigError, quoted
 from ragcache_core.prompt import ChatMessage, PromptTokenizer, RenderedPrompt, check_prompt_fits, render_chat
+from ragcache_core.runtime.rights import joined_salt, rights_salt
 from ragcache_core.stats import DeadlineReport, RequestStats, document_stats
 from ragcache_core.types import DocId, Document, PromptSegment, SegmentKind
 from ragcache_core.wire import ChunkReuseOption, encode_kv_transfer_params
 
 _MAX_REMEMBERED = 1 << 16
 """Documents, many times more than can be recognised in prompts at a time."""
-_SALT = re.compile(r"acl-[0-9a-f]{64}")
-
-
-def salt_of(acls: Iterable[tuple[str, ...]]) -> str | None:
-    """Return the salt of a prompt whose documents have these groups; ``None`` where everybody may read them.
-
-    The KV of a document depends on its whole prefix, so access rights are those of a whole prompt: it shares KV with
-    prompts of the same rights. The salt is made of the groups of each document, as a set of sets: a document for ``hr``
-    and one for ``legal`` give another salt than one document that both may read, which a reader in ``hr`` alone may
-    see.
-    """
-    groups = sorted(set(acls))
-    return f"acl-{hashlib.sha256(json.dumps(groups).encode()).hexdigest()}" if groups else None
-
-
-def joined_salt(salts: Iterable[str]) -> str | None:
-    """Return the salt of a request with several: the last, joined with that of its documents' rights."""
-    own = rights = None
-    for salt in salts:
-        own, rights = (own, salt) if isinstance(salt, str) and _SALT.fullmatch(salt) else (salt, rights)
-    if own is None or rights is None:
-        return own if rights is None else rights
-    return f"acl-{hashlib.sha256(json.dumps([own, rights]).encode()).hexdigest()}"
 
 
 class DocumentFacts:
@@ -98,7 +73,7 @@ class DocumentFacts:
 
     def body(self, segments: Iterable[PromptSegment], acls: frozenset[tuple[str, ...]] = frozenset()) -> dict[str, Any]:
         """Return what a request says of who may read the documents in it."""
-        salt = salt_of(acls | self.acls_of(segment.doc_id for segment in segments))
+        salt = rights_salt(acls | self.acls_of(segment.doc_id for segment in segments))
         return {} if salt is None else {"cache_salt": salt}
 
 

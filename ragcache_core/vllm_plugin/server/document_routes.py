@@ -25,6 +25,7 @@ from ragcache_core.errors import ConfigError, quoted
 from ragcache_core.stats import ForgetReceipt
 from ragcache_core.vllm_plugin.compat import call_cache, call_forget, call_left, call_report
 from ragcache_core.vllm_plugin.server.engine_view import received
+from ragcache_core.vllm_plugin.server.recognition.routes import recognition_of
 from ragcache_core.vllm_plugin.server.several_engines import merged_contents, merged_pins
 from ragcache_core.wire import read_doc_ids
 
@@ -46,12 +47,21 @@ async def forget(request: Request) -> dict[str, object]:
     doc_ids, wait_s = await _asked(request)
     began_s = time.monotonic()
     client = request.app.state.ragcache_engine_client
+    recognition = recognition_of(request)
+    problems: tuple[str, ...] = ()
+    if recognition is not None:  # before the KV: a prompt that is recognised later would store it under the id again
+        problems = await recognition.forget(set(doc_ids))
     gone = await call_forget(client, doc_ids)
     if refused := next((each["refused"] for each in gone if "refused" in each), None):
         raise HTTPException(409, f"documents cannot be forgotten: {refused}. Restart the engine instead")
     received.tell(await call_report(client))  # an idle engine takes no step, and its last report names the documents
     left = await wait_until_gone(client, began_s + wait_s)
-    return receipt_of(gone, left, doc_ids, began_s).to_dict()
+    if recognition is not None:  # a prompt may have been recognised before, and arrived in the engine after
+        gone += await call_forget(client, doc_ids)
+        left = await wait_until_gone(client, began_s + wait_s)
+    receipt = receipt_of(gone, left, doc_ids, began_s)
+    unsearched = () if recognition is None else recognition.unsearched()
+    return replace(receipt, problems=receipt.problems + problems, unsearched=unsearched).to_dict()
 
 
 def receipt_of(

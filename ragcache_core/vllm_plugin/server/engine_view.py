@@ -122,7 +122,7 @@ class Received:
         may be any tenant's.
         """
         with self._lock:
-            for candidate in (response_id, f"{response_id}-0", f"0_{response_id}"):
+            for candidate in (response_id, f"{response_id}-0", f"{response_id}_0", f"0_{response_id}"):
                 found = self._requests.find(candidate) if any_tenant else self._requests.get(tenant, candidate)
                 if found is not None:
                     return found

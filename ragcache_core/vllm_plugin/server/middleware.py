@@ -42,7 +42,10 @@ _TENANTS_ROUTES = {
         rf"/v1/models(/.+)?|{_OWN}(stats|cached_paths|load|costs|tokenizer(/[0-9a-f]+)?)"
         rf"|{_OWN}(requests|speculations)/[^/]+"
     ),
-    "POST": re.compile(rf"/v1/(chat/)?completions|/(de)?tokenize|{_OWN}prefetch|{_OWN}speculations/[^/]+/confirm"),
+    "POST": re.compile(
+        rf"/v1/(chat/)?completions|/(de)?tokenize|{_OWN}prefetch|{_OWN}speculations/[^/]+/confirm"
+        rf"|{_OWN}documents/register"
+    ),
 }
 """The routes that a tenant's key may use; all others are rejected, also routes that are added elsewhere."""
 TENANT = "ragcache_tenant"

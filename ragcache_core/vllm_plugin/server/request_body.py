@@ -27,6 +27,8 @@ _SUSPICIOUS = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]|[0-9]{19}|[eE]\+?[
 Letters may be written as escapes, and all of it in UTF-16 or 32, which has zeros; Python reads halves as bytes, too."""
 _METADATA = b"_transfer_params"
 """Stands in the name of all metadata: found at once, where the expression would read the prompt's tokens."""
+_PER_RECORD = "/v1/ragcache/documents/register"
+"""A route that rejects single records of a body, and not all of it."""
 _RANK = b"x-data-parallel-rank"
 """The header by which vLLM takes a request to one of several data-parallel engines."""
 
@@ -43,7 +45,7 @@ class RequestBodyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check the body of a POST; let everything else pass."""
-        if scope["type"] != "http" or scope["method"] != "POST":
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"].endswith(_PER_RECORD):
             await self._app(scope, receive, send)
             return
         messages = [await receive()]

@@ -35,8 +35,12 @@ from ragcache_core.vllm_plugin.server.middleware import AuthMiddleware, Work, re
 from ragcache_core.vllm_plugin.server.page.routes import router as page_router
 from ragcache_core.vllm_plugin.server.progress import EngineProgress, hang_timeout_s
 from ragcache_core.vllm_plugin.server.rank_choice import RankChoice
+from ragcache_core.vllm_plugin.server.recognition.routes import recognition_of
+from ragcache_core.vllm_plugin.server.recognition.routes import router as registration_router
+from ragcache_core.vllm_plugin.server.recognition.start import start_recognition
 from ragcache_core.vllm_plugin.server.request_body import RequestBodyCheck
 from ragcache_core.vllm_plugin.server.request_defaults import DefaultsHeader, replica_name, request_defaults
+from ragcache_core.vllm_plugin.server.response_stats import ResponseStats
 from ragcache_core.vllm_plugin.server.several_engines import joined_changes
 from ragcache_core.vllm_plugin.server.tenant_requests import (
     TenantRequests,
@@ -91,7 +95,10 @@ async def stats(request: Request) -> dict[str, Any]:
     if report is None:
         raise HTTPException(404, "this server runs without RAGCache")
     tenant = tenant_of(request)
-    return report if tenant is None else report_for(tenant, report)
+    if tenant is not None:
+        return report_for(tenant, report)
+    recognition = recognition_of(request)
+    return report if recognition is None else {**report, "recognition": recognition.figures()}
 
 
 @router.get("/cached_paths")
@@ -236,6 +243,7 @@ class RAGCacheEndpoint:
         app.include_router(router)
         app.include_router(probes)
         app.include_router(document_routes.router)
+        app.include_router(registration_router)
         app.include_router(page_router)
         app.include_router(cache_routes.router)
         keys = [key for key in app.state.args.api_key or [envs.VLLM_API_KEY] if key]
@@ -243,6 +251,7 @@ class RAGCacheEndpoint:
         app.add_middleware(TenantRequests)
         app.add_middleware(RequestBodyCheck)
         app.add_middleware(DefaultsHeader)
+        app.add_middleware(ResponseStats)
         if tenants is not None and tenants.have_keys:
             app.state.args.api_key = [""]  # vLLM's own check, which knows one kind of key: the door asks for all
         app.state.ragcache_work = Work()
@@ -279,6 +288,12 @@ class RAGCacheEndpoint:
                 )
             if received.num_engines > 1:
                 state.ragcache_rank_choice = RankChoice(received.num_engines)
+            state.ragcache_recognition, state.ragcache_recognition_task = await start_recognition(
+                engine_client,
+                settings,
+                getattr(state, "ragcache_tenants", None),
+                getattr(state, "ragcache_rank_choice", None),
+            )
             try:
                 reports = await call_report(engine_client)
             except Exception as error:  # another scheduler class: its first step reports

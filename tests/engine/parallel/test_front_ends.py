@@ -77,3 +77,20 @@ def test_both_tell_what_is_cached_and_how_long_a_speculation_waited(fronted: Eng
     assert fronted.generate(prompt, max_tokens=8).text
     assert not ahead.is_failed
     assert fronted.stats().num_confirmed_speculations == before + 1
+
+
+def test_both_recognise_what_was_registered_with_one_of_them(fronted: Engine) -> None:
+    headers = {"Authorization": f"Bearer {fronted.api_key}"}
+    text = "Zorval was founded in 1823 by Anna and Boris, who made clocks of wood and of brass in Tenrik for years."
+    record = {"id": "zorval", "text": text, "acl": ["hr"]}
+    url = f"{fronted.base_url}/ragcache/documents/register"
+    assert httpx.post(url, json={"documents": [record]}, headers=headers, timeout=60).json()["num_registered"] == 1
+    body = {"model": fronted.model, "prompt": f"{text} {text} {text}", "max_tokens": 2}
+    for _ in range(ENOUGH):
+        httpx.post(f"{fronted.base_url}/completions", json=body, headers=headers, timeout=60).raise_for_status()
+
+    def is_counted() -> bool:
+        told = [answer.json()["recognition"] for answer in get(fronted, "stats")]
+        return all((each["num_documents"], each["num_recognised"]) == (1, 3 * ENOUGH) for each in told)
+
+    assert until(is_counted, PATIENCE_S)

@@ -164,3 +164,17 @@ def test_one_that_fails_after_the_change_is_told_with_the_command_that_ends_it(
     assert f"ragcache forget mel.txt --url {server.url}" in result.stderr
     assert "1 document unchanged" not in result.stderr
     assert "3 unchanged" in index(notes).stdout, "the store has it"
+
+
+def test_index_registers_the_whole_store_and_reports_what_is_not_registered(
+    notes: Path, server: ScriptedServer
+) -> None:
+    index(notes)
+    said = [{"id": "mel.txt", "registered": True}, {"id": "tar.txt", "registered": False, "error": "it is too short"}]
+    server.cache_answers["documents/register"] = {"documents": said}
+    result = index(notes, "--register", server.url, "--api-key", "secret")
+    assert result.exit_code == 0
+    assert f"{server.url}: 1 document registered" in result.stdout
+    assert "not registered: tar.txt: it is too short" in result.stderr
+    told = json.loads(index(notes, "--register", server.url, "--api-key", "secret", "--json").stdout)
+    assert told["registered"][server.url]["num_registered"] == 1

@@ -269,6 +269,16 @@ def test_all_replicas_forget_and_unknown_is_what_none_knows(fleet: Fleet, server
     assert asyncio.run(fleet.aforget(["a", "b"])).forgotten == ("a",)
 
 
+def test_documents_are_registered_with_every_replica(fleet: Fleet, servers: list[ScriptedServer]) -> None:
+    good = {"id": "a", "registered": True}
+    bad = {"id": "b", "registered": False, "error": "it is too short"}
+    for place, server in enumerate(servers):
+        server.cache_answers["documents/register"] = {"documents": [good, bad if place == 1 else {**good, "id": "b"}]}
+    done: list[int] = []
+    receipt = fleet.register([Document("a", "A text."), Document("b", "Another.")], progress=done.append)
+    assert (receipt.num_registered, receipt.errors, done) == (1, {"b": "it is too short"}, [2])
+
+
 def test_answers_that_were_kept_for_a_fleet_are_dropped_with_their_documents(
     fleet: Fleet, servers: list[ScriptedServer]
 ) -> None:

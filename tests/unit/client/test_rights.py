@@ -17,11 +17,10 @@ from ragcache_core.client.prompts.bound_prompt import KVScope
 from ragcache_core.client.prompts.request_plan import (
     DocumentFacts,
     RememberedDocuments,
-    joined_salt,
     merge_bodies,
-    salt_of,
 )
 from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
+from ragcache_core.runtime.rights import joined_salt, rights_salt
 from tests.support.scripted_server import ScriptedServer
 
 LAYOUT = PromptLayout()
@@ -94,7 +93,9 @@ def test_two_prompts_have_the_same_salt_where_their_documents_ask_for_the_same_g
     def needed(lists: Any) -> set[frozenset[str]]:
         return {frozenset(groups) for groups in lists if groups is not None}
 
-    salts = [salt_of(tuple(sorted(set(groups))) for groups in lists if groups is not None) for lists in (one, other)]
+    salts = [
+        rights_salt(tuple(sorted(set(groups))) for groups in lists if groups is not None) for lists in (one, other)
+    ]
     assert (salts[0] == salts[1]) == (needed(one) == needed(other))
     assert (salts[0] is None) == (not needed(one))
 
@@ -114,7 +115,7 @@ def test_who_may_read_one_of_two_groups_shares_nothing_with_who_needs_both(engin
 
 
 def test_a_salt_of_ones_own_is_joined_with_that_of_the_rights_in_any_order() -> None:
-    rights = salt_of([("hr",)])
+    rights = rights_salt([("hr",)])
     assert rights is not None
     joined = joined_salt(["mine", rights])
     assert joined == joined_salt([rights, "mine"]) == joined_salt(["another", "mine", rights])
@@ -134,25 +135,25 @@ def test_a_prompt_that_is_laid_out_is_asked_prefetched_and_warmed_with_its_salt(
 ) -> None:
     prompt = LAYOUT.render(engine.tokenizer, [WAGES], "Who earns what?")
     engine.generate(prompt)
-    assert asked(server) == salt_of([("hr",)])
+    assert asked(server) == rights_salt([("hr",)])
     engine.generate(prompt, extra_body={"cache_salt": "mine"})
-    assert asked(server) == joined_salt(["mine", salt_of([("hr",)]) or ""])
+    assert asked(server) == joined_salt(["mine", rights_salt([("hr",)]) or ""])
     engine.generate(LAYOUT.render(engine.tokenizer, [SUN], "What is the sun?"))
     assert asked(server) is None
     bound = engine.bind_prompt(LAYOUT)
     prefix = bound.prefix([WAGES], [WAGES])
     assert prefix is not None
     captured = engine.integration.speculation.prepare_warm(prefix, scope=KVScope())._captured
-    assert salt_of([("hr",)]).encode() in captured.body  # type: ignore[union-attr]  # a salt there is
+    assert rights_salt([("hr",)]).encode() in captured.body  # type: ignore[union-attr]  # a salt there is
 
 
 def test_a_chat_that_shows_a_document_is_asked_with_its_salt(engine: Engine, server: ScriptedServer) -> None:
     engine.remember_documents([WAGES, SUN])
-    for text, salt in ((WAGES.text, salt_of([("hr",)])), (SUN.text, None), (f"{SUN.text} {SUIT.text}", None)):
+    for text, salt in ((WAGES.text, rights_salt([("hr",)])), (SUN.text, None), (f"{SUN.text} {SUIT.text}", None)):
         engine.generate([{"role": "user", "content": f"{text}\n\nWho?"}])
         assert asked(server) == salt
     plan = engine.integration.prompts.plan_chat([{"role": "user", "content": SUIT.text}], documents=[SUIT])
-    assert plan.extra_body["cache_salt"] == salt_of([("legal",)])
+    assert plan.extra_body["cache_salt"] == rights_salt([("legal",)])
 
 
 def test_a_chat_that_the_server_renders_is_asked_with_its_salt(demo_model: str) -> None:
@@ -162,7 +163,7 @@ def test_a_chat_that_the_server_renders_is_asked_with_its_salt(demo_model: str) 
     ):
         engine.remember_documents([WAGES, SUN])
         engine.generate([{"role": "user", "content": f"{WAGES.text}\n\nWho?"}])
-        assert asked(server) == salt_of([("hr",)])
+        assert asked(server) == rights_salt([("hr",)])
         engine.generate([{"role": "user", "content": f"{SUN.text}\n\nWho?"}])
         assert asked(server) is None
 

@@ -28,6 +28,7 @@ LAYERS: dict[str, list[str]] = {
         f"ragcache_core.{name}"
         for name in ("policy", "tree", "chunk", "queueing", "ordering", "deadline", "swaps", "speculation", "routing")
     ],
+    "recognition": ["ragcache_core.recognition"],
     "simulation": ["ragcache_core.sim"],
     "machine": [
         f"ragcache_core.{name}" for name in ("chunkstore", "ingest", "retrieval", "answers", "runtime", "profiles")
@@ -42,6 +43,7 @@ LAYERS: dict[str, list[str]] = {
 FOREIGN: dict[str, list[str]] = {
     "words": ["numpy", "faiss", "httpx", "openai", "transformers"],
     "algorithms": ["numpy", "faiss", "httpx", "openai", "transformers"],
+    "recognition": ["faiss", "httpx", "openai", "transformers", "pydantic"],
     "simulation": ["faiss", "httpx", "openai", "transformers"],
     "machine": ["httpx", "openai", "transformers", "langchain_core", "llama_index"],
     "client": ["faiss", "sklearn", "scipy", "transformers", "langchain_core", "llama_index"],
@@ -211,7 +213,7 @@ ENGINE = {
     *("launch", "alaunch", "connect", "aconnect", "drain", "close", "aclose", "pid", "log_path", "num_restarts"),
     *("model", "base_url", "api_key", "max_model_len", "http_client", "http_async_client"),
     *("generate", "agenerate", "stream", "astream", "stats", "astats", "forget", "aforget"),
-    *("warm", "awarm", "warm_paths", "prefetch", "aprefetch", "cache"),
+    *("warm", "awarm", "warm_paths", "prefetch", "aprefetch", "cache", "register", "register_in_background"),
     *("tokenizer", "tokenize", "bind_prompt", "remember_documents", "arrange_documents"),
     "integration",
 }

@@ -136,6 +136,13 @@ export function showQueue(stats, load, recent) {
     rows.push(["documents kept for reuse anywhere", count(stats.chunks.num_chunks)]);
     rows.push(["reused", count(stats.chunks.num_reused_chunks)]);
   }
+  if (stats.recognition) {
+    const { num_documents, num_prompts, num_recognised, num_ambiguous, num_unregistered } = stats.recognition;
+    rows.push(["registered documents", count(num_documents)]);
+    rows.push(["prompts of plain clients", count(num_prompts)]);
+    rows.push(["documents recognised in them", `${count(num_recognised)}, ${count(num_ambiguous)} ambiguous`]);
+    rows.push(["prompts without a registered document", count(num_unregistered)]);
+  }
   byId("queue").replaceChildren(
     el(
       "table",

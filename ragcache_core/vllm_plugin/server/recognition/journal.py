@@ -1,0 +1,99 @@
+"""The journal of registrations beside the disk tier: a file that its owner alone can read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from vllm.logger import init_logger
+
+from ragcache_core.private_files import make_private_folder, open_private, replacing
+from ragcache_core.recognition.files import (
+    StoredRegistrations,
+    forgotten_record,
+    journal_head,
+    read_journal,
+    registered_record,
+    restricted_record,
+)
+
+logger = init_logger(f"vllm.{__name__}")
+
+Change = tuple[str | None, str, bytes | None]
+"""Tenant, document and registration; without a registration its end."""
+
+
+class Journal:
+    """Appends changes of registrations to a file. Blocking; one call at a time.
+
+    A file that cannot be written is warned about once, and the server goes on without it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._is_broken = False
+        self._num_records = 0
+
+    def load(self) -> StoredRegistrations | None:
+        """Return what the file holds; ``None`` if there is none.
+
+        Raises:
+            ValueError: it is damaged, or cannot be read. A damaged file is kept under another name.
+        """
+        try:
+            stored = read_journal(self._path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise ValueError(f"{self._path} cannot be read: {error}") from error
+        except ValueError as error:
+            kept = self._path.with_suffix(".damaged")
+            with suppress(OSError):
+                self._path.replace(kept)
+            raise ValueError(f"{error}; {kept} has it") from error
+        self._num_records = stored.num_records
+        return stored
+
+    def rewrite(
+        self, points: tuple[int, int], restricted: Collection[str | None], entries: Iterable[tuple[str | None, bytes]]
+    ) -> None:
+        """Replace the file by one that holds these registrations alone."""
+        records = [restricted_record(restricted)] if restricted else []
+        records += [registered_record(tenant, data) for tenant, data in entries]
+        try:
+            make_private_folder(self._path.parent)
+            with replacing(self._path) as file:
+                file.write(journal_head(points) + b"".join(records))
+        except OSError as error:
+            self._break(error)
+        else:
+            self._num_records, self._is_broken = len(records), False
+
+    def append(self, changes: Iterable[Change]) -> None:
+        """Append changes; they are on disk at the return."""
+        if self._is_broken:
+            return
+        records = [
+            forgotten_record(tenant, doc_id) if data is None else registered_record(tenant, data)
+            for tenant, doc_id, data in changes
+        ]
+        try:
+            with open(self._path, "ab", opener=open_private) as file:
+                file.write(b"".join(records))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            self._break(error)
+        else:
+            self._num_records += len(records)
+
+    def has_surplus(self, num_documents: int) -> bool:
+        """Return whether most records of the file are replaced by others."""
+        return self._num_records > 2 * num_documents + 1000
+
+    def _break(self, error: OSError) -> None:
+        if not self._is_broken:
+            logger.warning("Registered documents are lost at the next restart, %s: %s", self._path, error)
+        self._is_broken = True

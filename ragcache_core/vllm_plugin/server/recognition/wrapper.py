@@ -1,0 +1,217 @@
+"""The wrapper of ``EngineClient.generate``: it names the documents of a prompt, and sets the salt of their rights.
+
+All of vLLM's OpenAI handlers call ``generate`` with the prompt's tokens. Salt and data-parallel engine can still be
+chosen there. In the engine core it is too late: the hashes of a request's blocks are computed when it is made.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.logger import init_logger
+
+from ragcache_core.recognition import MIN_TOKENS, Recognition
+from ragcache_core.runtime.rights import joined_salt, private_salt, rights_salt
+from ragcache_core.runtime.tenants import Tenants, mark_of, salt_of
+from ragcache_core.types import PromptSegment, SegmentKind
+from ragcache_core.vllm_plugin.server.rank_choice import RankChoice
+from ragcache_core.vllm_plugin.server.recognition.service import RecognitionService
+from ragcache_core.wire import KEY, MAX_DOCUMENTS, encode_kv_transfer_params, tile
+
+logger = init_logger(f"vllm.{__name__}")
+
+REGISTER = "register"
+"""In a request's ``kv_transfer_params.ragcache``: documents to register before the prompt is looked up."""
+_PARAMS = "kv_transfer_params"
+_MAX_OFFLOAD = "max_offload_tokens"
+"""vLLM's own parameter: how many tokens of a request are stored below the GPU."""
+_ARGUMENTS = ("prompt", "sampling_params", "request_id", "data_parallel_rank")
+
+
+def why_refused(engine_client: Any) -> str | None:
+    """Return why ``generate`` of an engine client cannot be wrapped; ``None`` where it can."""
+    generate = getattr(type(engine_client), "generate", None)
+    if generate is None or not inspect.isasyncgenfunction(generate):
+        return "its generate is no asynchronous generator"
+    names = list(inspect.signature(generate).parameters)[1:]
+    missing = [name for name in _ARGUMENTS if name not in names]
+    if missing or names[: len(_ARGUMENTS) - 1] != list(_ARGUMENTS[:-1]):
+        return f"its generate takes {', '.join(names)}, without {', '.join(missing) or 'this order'}"
+    return None
+
+
+def attach(engine_client: Any, recogniser: Recogniser) -> bool:
+    """Wrap ``generate`` of an engine client; return False, and say so once, where this vLLM refuses it."""
+    why = why_refused(engine_client)
+    if why is None:
+        try:
+            engine_client.generate = recogniser.wrapped(engine_client.generate)
+        except AttributeError as error:
+            why = f"its generate cannot be replaced ({error})"
+    if why is not None:
+        logger.warning(
+            "RC-RECOGNITION-OFF: documents of plain clients are not recognised, clients of RAGCache work as ever. "
+            "This vLLM's engine client cannot be wrapped: %s. Install a vLLM that docs/dev/vllm-versions.md names",
+            why,
+        )
+    return why is None
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """What ``generate`` gets of a request.
+
+    Attributes:
+        prompt: with the salt of its rights.
+        sampling_params: with the spans of its documents.
+        documents: ids in the order of the prompt, for the choice of a data-parallel engine.
+        tenant: the tenant, or None.
+        hides_params: the client did not ask for ``kv_transfer_params`` in the answer.
+    """
+
+    prompt: Any
+    sampling_params: Any
+    documents: Sequence[str] = ()
+    tenant: str | None = None
+    hides_params: bool = False
+
+
+class Recogniser:
+    """Prepares the requests of one API server.
+
+    Args:
+        service: knows the registered documents.
+        tenants: of the server.
+        choice: among data-parallel engines; ``None`` where there is one engine.
+    """
+
+    def __init__(
+        self, service: RecognitionService, tenants: Tenants | None = None, choice: RankChoice | None = None
+    ) -> None:
+        self._service = service
+        self._choice = choice
+        self._secret = "" if tenants is None else tenants.secret
+        self._by_mark = {} if tenants is None else {mark_of(name): name for name in tenants.by_name}
+
+    def wrapped(self, generate: Any) -> Any:
+        """Return an asynchronous generator function that prepares a request and calls ``generate`` with it."""
+
+        async def generate_with_documents(
+            prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
+        ) -> AsyncGenerator[Any, None]:
+            ready = await self.prepare(prompt, sampling_params)
+            is_chosen_here = self._choice is not None and kwargs.get("data_parallel_rank") is None
+            choosing = (
+                self._choice.sending(ready.documents, ready.tenant)
+                if is_chosen_here and ready.documents and self._choice is not None
+                else nullcontext()
+            )
+            with choosing as rank:
+                if rank is not None:
+                    kwargs["data_parallel_rank"] = rank
+                outputs = generate(ready.prompt, ready.sampling_params, request_id, *args, **kwargs)
+                async with aclosing(outputs):
+                    async for output in outputs:
+                        if ready.hides_params:
+                            _hide_params(output)
+                        yield output
+
+        return generate_with_documents
+
+    async def prepare(self, prompt: Any, sampling_params: Any) -> PreparedRequest:
+        """Return a request with the documents that it shows, and with the salt that keeps restricted ones apart.
+
+        Raises:
+            ValueError: documents that the request registers cannot be registered. vLLM answers with status 400.
+        """
+        unchanged = PreparedRequest(prompt, sampling_params)
+        if not isinstance(prompt, Mapping) or not hasattr(sampling_params, "extra_args"):
+            return unchanged  # beams, and prompts that are not known yet: vLLM calls again with the tokens
+        salt = prompt.get("cache_salt")
+        tenant = self._tenant_of(salt)
+        params = dict((sampling_params.extra_args or {}).get(_PARAMS) or {})
+        metadata = params.get(KEY)
+        if isinstance(metadata, Mapping) and REGISTER in metadata:
+            await self._register_inline(tenant, metadata[REGISTER])
+            metadata = {name: value for name, value in metadata.items() if name != REGISTER}
+            params = {**params, KEY: metadata} if metadata else {n: v for n, v in params.items() if n != KEY}
+            sampling_params = _with_params(sampling_params, params)
+        is_restricted = self._service.is_restricted(tenant)
+        is_plain = KEY not in params
+        if not is_plain and (not is_restricted or not self._is_unsalted(salt, tenant)):
+            return PreparedRequest(prompt, sampling_params)
+        token_ids = prompt.get("prompt_token_ids") or ()
+        if not token_ids:
+            found = Recognition((), frozenset(), MIN_TOKENS)
+        else:
+            found = self._service.recognise(tenant, token_ids)
+        rights = rights_salt(found.acls)
+        is_private = is_plain and is_restricted and not found.is_known and self._is_unsalted(salt, tenant)
+        if is_plain:
+            self._service.count(found, is_private=is_private)
+        new_salt = self._salt(salt, tenant, rights, is_private=is_private)
+        if new_salt != salt:
+            prompt = {**prompt, "cache_salt": new_salt}
+        if is_private:  # no other request reads its KV from a lower tier
+            params = {**params, _MAX_OFFLOAD: 0}
+            sampling_params = _with_params(sampling_params, params)
+        if not is_plain or not found.documents:
+            return PreparedRequest(prompt, sampling_params)
+        documents = [
+            PromptSegment(SegmentKind.DOCUMENT, each.start, each.end, each.doc_id)
+            for each in found.documents[:MAX_DOCUMENTS]
+        ]
+        params = {**params, **encode_kv_transfer_params(tile(documents, len(token_ids)))}
+        return PreparedRequest(
+            prompt,
+            _with_params(sampling_params, params),
+            [each.doc_id for each in found.documents],
+            tenant,
+            hides_params=True,
+        )
+
+    async def _register_inline(self, tenant: str | None, records: object) -> None:
+        if not isinstance(records, list) or len(records) > MAX_DOCUMENTS:
+            raise ValueError(f"kv_transfer_params.{KEY}.{REGISTER} must be a list of at most {MAX_DOCUMENTS} documents")
+        for index, result in enumerate(await self._service.register(tenant, records)):
+            if result.error is not None:
+                raise ValueError(f"kv_transfer_params.{KEY}.{REGISTER}[{index}]: {result.error}")
+
+    def _tenant_of(self, salt: object) -> str | None:
+        return self._by_mark.get(salt.rpartition("-")[0]) if isinstance(salt, str) else None
+
+    def _is_unsalted(self, salt: str | None, tenant: str | None) -> bool:
+        """Return whether the client has sent no salt of its own."""
+        return not salt if tenant is None else salt == salt_of(tenant, secret=self._secret)
+
+    def _salt(self, salt: str | None, tenant: str | None, rights: str | None, *, is_private: bool) -> str | None:
+        """Return the salt of a request; that of known rights is the one that a client of RAGCache sends."""
+        if rights is None and not is_private:
+            return salt
+        own = private_salt() if is_private else None
+        if tenant is None:
+            return joined_salt(each for each in (salt or own, rights) if each is not None)
+        if self._is_unsalted(salt, tenant):
+            return salt_of(tenant, joined_salt(e for e in (own, rights) if e is not None), secret=self._secret)
+        told = hashlib.sha256(f"{salt} {rights}".encode()).hexdigest()
+        return f"{mark_of(tenant)}-{told}"
+
+
+def _with_params(sampling_params: Any, params: Mapping[str, Any]) -> Any:
+    """Return a copy with other transfer parameters: the prompts of a list may share one object."""
+    changed = copy.copy(sampling_params)
+    changed.extra_args = {**(sampling_params.extra_args or {}), _PARAMS: dict(params)}
+    return changed
+
+
+def _hide_params(output: Any) -> None:
+    """Remove the request's statistics from an answer to a client that did not name documents."""
+    params = getattr(output, _PARAMS, None)
+    if isinstance(params, dict) and KEY in params:
+        output.kv_transfer_params = {name: value for name, value in params.items() if name != KEY} or None

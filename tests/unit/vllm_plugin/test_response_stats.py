@@ -1,0 +1,82 @@
+"""Statistics in a response: only where the header asks for them, and in a form that other clients read over."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from ragcache_core.vllm_plugin.server import response_stats
+from ragcache_core.vllm_plugin.server.engine_view import Received
+from ragcache_core.vllm_plugin.server.response_stats import ResponseStats
+from ragcache_core.vllm_plugin.settings import PluginSettings
+
+FIGURES = {"num_gpu_tokens": 96, "num_disk_tokens": 32}
+ASKED = {"x-ragcache-stats": "1"}
+PARTS = [
+    {"id": "chatcmpl-1", "object": "chat.completion.chunk", "choices": [{"delta": {"content": part}}]} for part in "ab"
+]
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
+    """A server that has answered one request; its route returns what a test asks for."""
+    monkeypatch.setattr(response_stats, "received", known := Received())
+    monkeypatch.setattr(response_stats, "_PATIENCE_S", 0.05)
+    known.begin(PluginSettings())
+    known.add({"requests": {"chatcmpl-1-00000000": FIGURES}}, 0)
+
+    async def answer(request: Request) -> Response:
+        match (await request.json()).get("kind"):
+            case "stream":
+                events = [f"data: {json.dumps(part)}\n\n" for part in PARTS]
+                return StreamingResponse(iter([*events, "data: [DONE]\n\n"]), media_type="text/event-stream")
+            case "error":
+                return JSONResponse({"id": "chatcmpl-1", "error": "no"}, 400)
+            case "text":
+                return Response("plain", media_type="text/plain")
+            case "unknown":
+                return JSONResponse({"id": "chatcmpl-2", "answer": "ü"})
+        return JSONResponse({"id": "chatcmpl-1", "answer": "ü"})
+
+    app = Starlette(routes=[Route("/{path:path}", answer, methods=["POST"])])
+    app.add_middleware(ResponseStats)
+    with TestClient(app) as client:
+        yield client
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+def test_a_response_has_the_statistics_of_its_request_where_they_are_asked_for(server: TestClient, path: str) -> None:
+    asked = server.post(path, json={}, headers=ASKED)
+    assert asked.json() == {"id": "chatcmpl-1", "answer": "ü", "ragcache": FIGURES}
+    assert int(asked.headers["content-length"]) == len(asked.content)
+    for headers in ({}, {"x-ragcache-stats": "0"}):
+        assert server.post(path, json={}, headers=headers).json() == {"id": "chatcmpl-1", "answer": "ü"}
+
+
+def test_a_stream_has_them_in_an_event_of_its_own_before_the_last(server: TestClient) -> None:
+    lines = server.post("/v1/chat/completions", json={"kind": "stream"}, headers=ASKED).text.split("\n\n")
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    assert lines[-2:] == ["data: [DONE]", ""]
+    assert events[:-1] == PARTS
+    assert events[-1] == {"id": "chatcmpl-1", "object": "chat.completion.chunk", "choices": [], "ragcache": FIGURES}
+    plain = server.post("/v1/chat/completions", json={"kind": "stream"}).text
+    assert "ragcache" not in plain
+
+
+@pytest.mark.parametrize("kind", ["error", "text", "unknown"])
+def test_what_has_no_statistics_passes_as_it_is(server: TestClient, kind: str) -> None:
+    asked = server.post("/v1/completions", json={"kind": kind}, headers=ASKED)
+    plain = server.post("/v1/completions", json={"kind": kind})
+    assert (asked.status_code, asked.content) == (plain.status_code, plain.content) or kind == "unknown"
+    assert "ragcache" not in asked.text
+
+
+def test_other_routes_pass_as_they_are(server: TestClient) -> None:
+    assert "ragcache" not in server.post("/v1/models", json={}, headers=ASKED).text
