@@ -24,7 +24,7 @@ _DONE = b"data: [DONE]"
 _DATA = b"data: "
 
 
-class ResponseStats:
+class ResponseStatsMiddleware:
     """Middleware that adds the block where the header asks for it; everything else passes unchanged."""
 
     def __init__(self, app: ASGIApp) -> None:

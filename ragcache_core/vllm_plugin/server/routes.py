@@ -40,7 +40,7 @@ from ragcache_core.vllm_plugin.server.recognition.routes import router as regist
 from ragcache_core.vllm_plugin.server.recognition.start import start_recognition
 from ragcache_core.vllm_plugin.server.request_body import RequestBodyCheck
 from ragcache_core.vllm_plugin.server.request_defaults import DefaultsHeader, replica_name, request_defaults
-from ragcache_core.vllm_plugin.server.response_stats import ResponseStats
+from ragcache_core.vllm_plugin.server.response_stats import ResponseStatsMiddleware
 from ragcache_core.vllm_plugin.server.several_engines import joined_changes
 from ragcache_core.vllm_plugin.server.tenant_requests import (
     TenantRequests,
@@ -251,7 +251,7 @@ class RAGCacheEndpoint:
         app.add_middleware(TenantRequests)
         app.add_middleware(RequestBodyCheck)
         app.add_middleware(DefaultsHeader)
-        app.add_middleware(ResponseStats)
+        app.add_middleware(ResponseStatsMiddleware)
         if tenants is not None and tenants.have_keys:
             app.state.args.api_key = [""]  # vLLM's own check, which knows one kind of key: the door asks for all
         app.state.ragcache_work = Work()

@@ -11,7 +11,7 @@ from typing import Any
 from ragcache_core.runtime.tenants import Tenants
 from ragcache_core.vllm_plugin.registrations import KeptRegistrations
 from ragcache_core.vllm_plugin.server.rank_choice import RankChoice
-from ragcache_core.vllm_plugin.server.recognition.journal import Journal
+from ragcache_core.vllm_plugin.server.recognition.journal import RegistrationJournal
 from ragcache_core.vllm_plugin.server.recognition.service import RecognitionService
 from ragcache_core.vllm_plugin.server.recognition.tokenizing import DocumentTokenizer
 from ragcache_core.vllm_plugin.server.recognition.wrapper import Recogniser, attach
@@ -76,7 +76,7 @@ class Server:
                 DocumentTokenizer(self.tokenizer),
                 reader=i,
                 num_readers=num_servers,
-                journal=None if path is None else Journal(path),
+                journal=None if path is None else RegistrationJournal(path),
                 restricted=() if tenants is None else tenants.restricted,
                 **settings,
             )

@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 
 from ragcache_core.vllm_plugin.server import response_stats
 from ragcache_core.vllm_plugin.server.engine_view import Received
-from ragcache_core.vllm_plugin.server.response_stats import ResponseStats
+from ragcache_core.vllm_plugin.server.response_stats import ResponseStatsMiddleware
 from ragcache_core.vllm_plugin.settings import PluginSettings
 
 FIGURES = {"num_gpu_tokens": 96, "num_disk_tokens": 32}
@@ -46,7 +46,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
         return JSONResponse({"id": "chatcmpl-1", "answer": "ü"})
 
     app = Starlette(routes=[Route("/{path:path}", answer, methods=["POST"])])
-    app.add_middleware(ResponseStats)
+    app.add_middleware(ResponseStatsMiddleware)
     with TestClient(app) as client:
         yield client
 

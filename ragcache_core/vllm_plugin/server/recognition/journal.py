@@ -25,7 +25,7 @@ Change = tuple[str | None, str, bytes | None]
 """Tenant, document and registration; without a registration its end."""
 
 
-class Journal:
+class RegistrationJournal:
     """Appends changes of registrations to a file. Blocking; one call at a time.
 
     A file that cannot be written is warned about once, and the server goes on without it.

@@ -20,7 +20,7 @@ from ragcache_core.recognition import (
     find_documents,
 )
 from ragcache_core.types import read_acl
-from ragcache_core.vllm_plugin.server.recognition.journal import Change, Journal
+from ragcache_core.vllm_plugin.server.recognition.journal import Change, RegistrationJournal
 from ragcache_core.vllm_plugin.server.recognition.tokenizing import DocumentTokenizer, TokenizedForm
 from ragcache_core.wire import MAX_DOC_ID_CHARS, check_text
 
@@ -116,7 +116,7 @@ class RecognitionService:
         *,
         reader: int = 0,
         num_readers: int = 1,
-        journal: Journal | None = None,
+        journal: RegistrationJournal | None = None,
         limit: int = 100_000,
         restricted: Collection[str | None] = (),
     ) -> None:

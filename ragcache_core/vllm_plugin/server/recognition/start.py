@@ -13,7 +13,7 @@ from ragcache_core.errors import ConfigError
 from ragcache_core.runtime.tenants import Tenants
 from ragcache_core.vllm_plugin.compat import call_registrations, front_end_of
 from ragcache_core.vllm_plugin.server.rank_choice import RankChoice
-from ragcache_core.vllm_plugin.server.recognition.journal import Journal
+from ragcache_core.vllm_plugin.server.recognition.journal import RegistrationJournal
 from ragcache_core.vllm_plugin.server.recognition.metrics import show_metrics
 from ragcache_core.vllm_plugin.server.recognition.service import RecognitionService
 from ragcache_core.vllm_plugin.server.recognition.tokenizing import DocumentTokenizer
@@ -95,10 +95,10 @@ async def _follow(service: RecognitionService, engine_client: Any) -> None:
             is_failing = True
 
 
-def _journal_of(vllm_config: Any, settings: PluginSettings, tokenizer: DocumentTokenizer) -> Journal | None:
+def _journal_of(vllm_config: Any, settings: PluginSettings, tokenizer: DocumentTokenizer) -> RegistrationJournal | None:
     """Return the file beside the disk tier; each tokenizer and each engine of a directory has its own."""
     if settings.directory is None:
         return None
     rank = vllm_config.parallel_config.data_parallel_rank
     name = f"registrations-{tokenizer.sha256[:16]}{f'-{rank}' if rank else ''}.journal"
-    return Journal(settings.directory / name)
+    return RegistrationJournal(settings.directory / name)

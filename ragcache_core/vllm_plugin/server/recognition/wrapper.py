@@ -64,7 +64,7 @@ def attach(engine_client: Any, recogniser: Recogniser) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedRequest:
+class RecognisedRequest:
     """What ``generate`` gets of a request.
 
     Attributes:
@@ -124,13 +124,13 @@ class Recogniser:
 
         return generate_with_documents
 
-    async def prepare(self, prompt: Any, sampling_params: Any) -> PreparedRequest:
+    async def prepare(self, prompt: Any, sampling_params: Any) -> RecognisedRequest:
         """Return a request with the documents that it shows, and with the salt that keeps restricted ones apart.
 
         Raises:
             ValueError: documents that the request registers cannot be registered. vLLM answers with status 400.
         """
-        unchanged = PreparedRequest(prompt, sampling_params)
+        unchanged = RecognisedRequest(prompt, sampling_params)
         if not isinstance(prompt, Mapping) or not hasattr(sampling_params, "extra_args"):
             return unchanged  # beams, and prompts that are not known yet: vLLM calls again with the tokens
         salt = prompt.get("cache_salt")
@@ -145,7 +145,7 @@ class Recogniser:
         is_restricted = self._service.is_restricted(tenant)
         is_plain = KEY not in params
         if not is_plain and (not is_restricted or not self._is_unsalted(salt, tenant)):
-            return PreparedRequest(prompt, sampling_params)
+            return RecognisedRequest(prompt, sampling_params)
         token_ids = prompt.get("prompt_token_ids") or ()
         if not token_ids:
             found = Recognition((), frozenset(), MIN_TOKENS)
@@ -162,13 +162,13 @@ class Recogniser:
             params = {**params, _MAX_OFFLOAD: 0}
             sampling_params = _with_params(sampling_params, params)
         if not is_plain or not found.documents:
-            return PreparedRequest(prompt, sampling_params)
+            return RecognisedRequest(prompt, sampling_params)
         documents = [
             PromptSegment(SegmentKind.DOCUMENT, each.start, each.end, each.doc_id)
             for each in found.documents[:MAX_DOCUMENTS]
         ]
         params = {**params, **encode_kv_transfer_params(tile(documents, len(token_ids)))}
-        return PreparedRequest(
+        return RecognisedRequest(
             prompt,
             _with_params(sampling_params, params),
             [each.doc_id for each in found.documents],
