@@ -62,9 +62,8 @@ class MixturePolicy(ReplacementPolicy):
     Ranks are of ``rate * N_inf``: the order is the same, and a node that has just been used does not rank lower than an
     equal one that was ranked some requests ago.
 
-    A conversation's history ranks as a node with as many uses as turns are expected, which fade with think times
-    (:class:`~ragcache_core.policy.returning.NextTurnModel`). Its expected rate instead loses hits where a tier is too
-    small to hold histories until their next turns.
+    A conversation's history ranks by the rate at which its next turns are expected, which fades with think times
+    (:class:`~ragcache_core.policy.returning.NextTurnModel`).
 
     A node that slower tiers hold as well ranks lower: it would be loaded and not computed. So two tiers hold different
     documents, and a full host tier takes in only nodes that rank above those that it would evict.
@@ -173,11 +172,11 @@ class MixturePolicy(ReplacementPolicy):
         return min(stats.turn, NUM_KINDS)
 
     def score(self, stats: NodeStats, rank: float, num_requests: int) -> float:
-        """Return the rank, or of a conversation's history that of a node with as many uses as turns are expected."""
+        """Return the rank, or of a conversation's history the rate at which its next turns are expected."""
         if not stats.turn:
             return rank
-        rate = self.returning.expected_turns(stats.turn) * sum(self._weights[_ONCE])
         fading = math.log(2.0) / (_THINK_TIMES * self.returning.think_requests)
+        rate = self.returning.expected_turns(stats.turn) * fading * self._norms[-1]
         discount = stats.last_request - rank
         return math.log(max(rate, _LEAST_RATE)) - (num_requests - stats.last_request) * fading - discount
 
