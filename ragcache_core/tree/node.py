@@ -150,6 +150,21 @@ def masks_of(locations: Iterable[Location | None]) -> dict[TreeNode, int]:
     return masks
 
 
+def length_of_run(node_keys: Sequence[Hashable], unit: int, keys: Sequence[Hashable], at: int) -> int:
+    """Return how many keys from ``keys[at]`` on are those of a node from ``unit`` on, one after the other; at least 1.
+
+    The first of them is known to be.
+    """
+    most = min(len(node_keys) - unit, len(keys) - at)
+    is_last_equal = node_keys[unit + most - 1] == keys[at + most - 1]
+    if is_last_equal and node_keys[unit : unit + most] == keys[at : at + most]:
+        return most  # the usual case, at the speed of a comparison of lists
+    length = 1
+    while length < most and node_keys[unit + length] == keys[at + length]:
+        length += 1
+    return length
+
+
 def runs_of(mask: int) -> Iterator[tuple[int, int]]:
     """Yield the first bit and the length of each run of bits that are set, the lowest first."""
     start = 0
