@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from functools import partial
+from itertools import repeat
+from typing import Any, Final, NamedTuple, cast
 
 from ragcache_core.policy.base import NodeStats
 from ragcache_core.types import DocId
@@ -190,16 +192,22 @@ class PrefixMatch(NamedTuple):
     num_tokens_by_tier: tuple[int, ...] = (0, 0, 0)
 
 
-class EvictedUnit:
+class EvictedUnit(NamedTuple):
     """A unit that a tier evicted: the number ``unit`` of ``node``, with its key and what the tier kept for it."""
 
-    __slots__ = ("key", "node", "slot", "unit")
+    node: TreeNode
+    unit: int
+    key: Hashable
+    slot: Any = None
 
-    def __init__(self, node: TreeNode, unit: int, key: Hashable, slot: Any = None) -> None:
-        self.node = node
-        self.unit = unit
-        self.key = key
-        self.slot = slot
 
-    def __repr__(self) -> str:
-        return f"EvictedUnit({self.node!r}, {self.unit}, {self.key!r})"
+def evicted_units(node: TreeNode, units: Sequence[int], slots: Sequence[Any] | None) -> list[EvictedUnit]:
+    """Return units of ``node`` that a tier evicted, which kept ``slots`` for the node's units."""
+    keys = node.keys
+    kept = repeat(None) if slots is None else [slots[unit] for unit in units]
+    rows = zip(repeat(node), units, [keys[unit] for unit in units], kept, strict=False)
+    return list(map(_NEW_UNIT, rows))
+
+
+_NEW_UNIT: Final = cast("Callable[[tuple[Any, ...]], EvictedUnit]", partial(tuple.__new__, EvictedUnit))
+"""Less than half the time of the class, for the most frequent object of all decisions."""
