@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby, takewhile
 from typing import NamedTuple
 
 from ragcache_core.tree.node import EvictedUnit
@@ -45,19 +45,26 @@ def admit(
         for node, run in groupby(nodes):
             offered = keys[num_seen : num_seen + len(list(run))]
             num_seen += len(offered)
-            sizes = [1] * len(offered) if offered_size is None else [*map(offered_size, offered)]
-            num_missing = sum(sizes) - num_free
+            sizes = None if offered_size is None else [*map(offered_size, offered)]
+            num_missing = (len(offered) if sizes is None else sum(sizes)) - num_free
             if num_missing > 0 and node is not None:
                 worth = tree.tiers[tier].worth(node, tree.num_requests)
                 gone = tree.evict_up_to(tier, num_missing, below=worth, size_of=evicted_size, for_owner=node.owner)
                 evicted += gone
                 num_free += total_size(gone, evicted_size)
-            for size in sizes:
-                if size > num_free:
-                    return Admission(num_admitted, evicted)
-                num_free -= size
-                num_admitted += 1
+            num_fitting = _num_fitting(len(offered), sizes, num_free)
+            num_admitted += num_fitting
+            if num_fitting < len(offered):
+                return Admission(num_admitted, evicted)
+            num_free -= len(offered) if sizes is None else sum(sizes)
     return Admission(num_admitted, evicted)
+
+
+def _num_fitting(num_offered: int, sizes: Sequence[int] | None, num_free: int) -> int:
+    """Return how many of the first units fit into ``num_free``, whose size is one where ``sizes`` is None."""
+    if sizes is None:
+        return max(min(num_offered, num_free), 0)
+    return sum(1 for _ in takewhile(lambda size: size <= num_free, accumulate(sizes)))
 
 
 def admit_within_quotas(tree: TieredTree, tier: Tier, keys: Sequence[Hashable], protected: Shield) -> Admission:

@@ -61,19 +61,25 @@ class PrefixTree:
 
         O(nodes) and a comparison of lists where the keys are in the order of their path, which they need not be.
         """
-        keys = keys if isinstance(keys, list) else list(keys)
         masks: dict[TreeNode, int] = {}
+        for _, first, length in self.runs(keys if isinstance(keys, list) else list(keys)):
+            masks[first.node] = masks.get(first.node, 0) | ((1 << length) - 1) << first.unit
+        return masks
+
+    def runs(self, keys: Sequence[Hashable]) -> Iterator[tuple[int, Location, int]]:
+        """Yield the runs of units of one node that follow one another among ``keys``, as :meth:`units_of` has them.
+
+        Each is the index of its first key, the place of that, and how many keys it has.
+        """
         locate, at = self._locations.get, 0
         while at < len(keys):
             location = locate(keys[at])
             if location is None:
                 at += 1
                 continue
-            node, unit = location.node, location.unit
-            length = length_of_run(node.keys, unit, keys, at)
-            masks[node] = masks.get(node, 0) | ((1 << length) - 1) << unit
+            length = length_of_run(location.node.keys, location.unit, keys, at)
+            yield at, location, length
             at += length
-        return masks
 
     def shielded(self, keys: Iterable[Hashable]) -> dict[TreeNode, int]:
         """Return the units that must not go for ``keys`` to come: those, and what stands before the first of them.
