@@ -402,24 +402,20 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
 
 
 class TreeBlockPool(BlockPool):
-    """vLLM's block pool with the tree's order of eviction; takes over one that vLLM has built."""
+    """vLLM's block pool with the tree's order of eviction, from :meth:`follow` on: before it, no request comes."""
 
     controller: CacheController
     free_block_queue: TreeFreeBlockQueue
     enable_kv_cache_events: bool
 
-    @classmethod
-    def take_over(cls, pool: BlockPool, controller: CacheController) -> TreeFreeBlockQueue:
-        """Make ``pool`` one of this class, before its first request; return its queue."""
-        free = pool.free_block_queue.get_all_free_blocks()
-        pool.__class__ = cls
-        assert isinstance(pool, cls)
-        pool.controller = controller
-        pool.free_block_queue = TreeFreeBlockQueue(free, pool, controller)
-        controller.forgetting.add_holder(pool)
+    def follow(self, controller: CacheController) -> TreeFreeBlockQueue:
+        """Let the controller's tree order the free blocks; return their queue."""
+        self.controller = controller
+        self.free_block_queue = TreeFreeBlockQueue(self.free_block_queue.get_all_free_blocks(), self, controller)
+        controller.forgetting.add_holder(self)
         if controller.groups.others:
-            controller.tiers[Tier.GPU].num_other_blocks = pool.num_other_blocks
-        return pool.free_block_queue
+            controller.tiers[Tier.GPU].num_other_blocks = self.num_other_blocks
+        return self.free_block_queue
 
     def num_other_blocks(self) -> int:
         """Return how many blocks of windows and states are cached."""
