@@ -138,17 +138,23 @@ def masks_of(locations: Iterable[Location | None]) -> dict[TreeNode, int]:
     """Return the nodes of ``locations``, each with a mask of their units; None is passed over."""
     masks: dict[TreeNode, int] = {}
     node: TreeNode | None = None
-    mask = 0
-    for location in locations:  # most often a run of units in one node
+    first = end = 0
+    for location in locations:  # most often runs of units in one node, upwards, or downwards as blocks are freed
         if location is None:
             continue
-        if location.node is not node:
-            if node is not None:
-                masks[node] = masks.get(node, 0) | mask
-            node, mask = location.node, 0
-        mask |= 1 << location.unit
+        unit = location.unit
+        if location.node is node:
+            if unit == end:
+                end += 1
+                continue
+            if unit == first - 1:
+                first = unit
+                continue
+        if node is not None:
+            masks[node] = masks.get(node, 0) | ((1 << end - first) - 1) << first
+        node, first, end = location.node, unit, unit + 1
     if node is not None:
-        masks[node] = masks.get(node, 0) | mask
+        masks[node] = masks.get(node, 0) | ((1 << end - first) - 1) << first
     return masks
 
 

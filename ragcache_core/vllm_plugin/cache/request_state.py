@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 
 from ragcache_core.stats import ChunkReuseStats
 from ragcache_core.types import DocId, Origin
@@ -184,7 +184,8 @@ class Counters:
 
     def to_dict(self) -> dict[str, object]:
         """Return them by name, but for the tiers', which each tier reports."""
-        counts = asdict(self)
-        for of_a_tier in ("num_tokens_by_tier", "num_shared_corrupt_chunks", "num_shared_dropped_chunks"):
-            del counts[of_a_tier]
-        return counts
+        return {name: getattr(self, name) for name in _REPORTED}
+
+
+_OF_A_TIER = {"num_tokens_by_tier", "num_shared_corrupt_chunks", "num_shared_dropped_chunks"}
+_REPORTED = tuple(each.name for each in fields(Counters) if each.name not in _OF_A_TIER)
