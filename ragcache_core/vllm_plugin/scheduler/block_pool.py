@@ -138,7 +138,10 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         if self._returned:
             returned, self._returned = self._returned, []
             resident = self._tier.resident
-            for node, units in masks_of(self._take_back(returned)).items():
+            places: Iterable[Location | None] = self._units_of(returned)
+            if self._copies or None in places:
+                places = self._take_back(returned)
+            for node, units in masks_of(places).items():
                 if missing := units & ~resident[node.id]:
                     self._tree.add(node, missing, Tier.GPU)
                 self._tree.let_go(node, units, Tier.GPU)
@@ -239,9 +242,17 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
 
     def _take_hits(self, blocks: Sequence[KVCacheBlock]) -> None:
         self.place_returned()
-        for node, mask in masks_of(self._take_hit_units(blocks)).items():
+        places: Iterable[Location | None] = self._units_of(blocks)
+        if None in places:
+            places = self._take_hit_units(blocks)
+        for node, mask in masks_of(places).items():
             self._tree.hold(node, mask, Tier.GPU)
         self.num_free_blocks -= len(blocks)
+
+    def _units_of(self, blocks: Sequence[KVCacheBlock]) -> list[Location | None]:
+        """Return the unit of each block; None for one that is no unit's."""
+        units = self._units
+        return [units[block.block_id] for block in blocks]
 
     def _take_hit_units(self, blocks: Sequence[KVCacheBlock]) -> Iterator[Location]:
         """Yield the units of free blocks that are taken out."""
