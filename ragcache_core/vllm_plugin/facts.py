@@ -51,13 +51,11 @@ HOOKS: tuple[tuple[type, type], ...] = (
 PRIVATE: dict[Any, tuple[str, ...]] = {
     BlockHashToBlockMap: ("_cache",),
     compat.BlockPool: ("_remove_cached_block_hashes",),
-    compat.KVConnectorBase_V1: ("_kv_cache_config",),
     compat.KVConnectorPromMetrics: ("_counter_cls", "_gauge_cls"),
     EngineCore: ("_reset_caches",),
     compat.Scheduler: (
         *("_inflight_prefills", "_preempt_request", "_free_request_blocks", "_handle_blocked_waiting_request"),
     ),
-    compat.TieringOffloadingSpec: ("_engine_id", "_manager"),
     OffloadingConnectorScheduler: ("_jobs", "_req_status", "_current_batch_allocated_block_ids"),
     kv_cache_utils: ("_NON_CRYPTO_HASH_FUNCTIONS",),
 }

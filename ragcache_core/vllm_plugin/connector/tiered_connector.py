@@ -108,6 +108,7 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         self._host: HostTier | None = None
         self._prefetched: set[str] = set()
         self._late_copies: dict[int, tuple[int, list[int]]] = {}
+        self._worker_block_bytes = kv_bytes_per_block(kv_cache_config)
         with building(vllm_config, kv_cache_config) as context:
             context.worker_bytes = self._worker_bytes
             super().__init__(vllm_config, role, kv_cache_config)
