@@ -327,7 +327,7 @@ class HostTier:
         num_free = self.rows.num_free
         if has_groups or not self._is_selective or len(keys) <= num_free:
             return keys, []
-        new = [key for key in keys if key not in blocks]
+        new = self._not_here(keys)
         units = units_of(keys)
         shield = self._tree.shielded(units)
         num_spare = len(self._spare(set(keys), len(blocks))) if self._unknown else 0
@@ -354,7 +354,7 @@ class HostTier:
         self, keys: Collection[OffloadKey], req_context: ReqContext, chosen: list[EvictedUnit]
     ) -> PrepareStoreOutput | None:
         """Return rows for what is new; ``chosen`` units have left the tree for it already."""
-        new = [key for key in keys if key not in self._blocks]
+        new = self._not_here(keys)
         evicted = self._evict(len(new) - self.rows.num_free, keys, chosen)
         if evicted is None:
             return None
@@ -407,6 +407,10 @@ class HostTier:
         if self.promises.is_looking_up:
             for key in keys:
                 self._promise(key, self._blocks[key])
+
+    def _not_here(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
+        blocks = self._blocks
+        return [*keys] if blocks.keys().isdisjoint(keys) else [key for key in keys if key not in blocks]
 
     def _arrive(self, keys: Sequence[OffloadKey]) -> Mapping[TreeNode, int]:
         """Return the units of new blocks of full attention, by node, and note which the tree does not know."""
