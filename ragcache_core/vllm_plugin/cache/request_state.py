@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 from ragcache_core.stats import ChunkReuseStats
+from ragcache_core.tree import PathSegment
 from ragcache_core.types import DocId, Origin
 from ragcache_core.wire import RequestMetadata
 
@@ -49,6 +50,7 @@ class RequestState:
         keys: vLLM's keys of its blocks: they grow with its answer.
         is_salted: it shares no block with other requests, and its documents are in no report.
         tenant: the tenant, or None.
+        segments: its prompt's blocks, as the tree has them: by document.
         num_local_tokens: prompt tokens hit on the GPU by the look-up before its admission.
         num_speculative_tokens: prompt tokens computed before it was confirmed.
         num_wasted_tokens: those of them that count as wasted now.
@@ -79,6 +81,7 @@ class RequestState:
     keys: Sequence[Key]
     is_salted: bool = False
     tenant: str | None = None
+    segments: Sequence[PathSegment] = ()
     num_local_tokens: int = 0
     num_tokens_by_tier: list[int] = field(default_factory=lambda: [0] * len(Origin))
     num_loaded_bytes: int = 0
