@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
-from vllm.v1.core import kv_cache_utils
+from vllm.v1.core import kv_cache_coordinator, kv_cache_utils
 from vllm.v1.core.block_pool import BlockHashToBlockMap
 from vllm.v1.engine.core import EngineCore
 
@@ -64,7 +64,7 @@ PRIVATE: dict[Any, tuple[str, ...]] = {
 
 def missing_facts() -> list[str]:
     """Return what is not there, or is called otherwise than ours answers."""
-    return [*_hooks_that_changed(), *_private_names_that_are_gone()]
+    return [*_hooks_that_changed(), *_private_names_that_are_gone(), *_pools_that_are_fixed()]
 
 
 def _hooks_that_changed() -> Iterator[str]:
@@ -105,3 +105,8 @@ def _private_names_that_are_gone() -> Iterator[str]:
         for name in names:
             if not hasattr(owner, name) and not re.search(rf"\bself\.{name}\b", text):
                 yield f"{owner.__name__} has no {name}"
+
+
+def _pools_that_are_fixed() -> Iterator[str]:
+    if "self.block_pool = BlockPool(" not in inspect.getsource(kv_cache_coordinator):
+        yield "kv_cache_coordinator makes no BlockPool"  # in whose place building_pools() puts ours

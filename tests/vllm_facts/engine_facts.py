@@ -41,7 +41,7 @@ from vllm.multimodal.processing import BaseMultiModalProcessor, BaseProcessingIn
 from vllm.renderers import BaseRenderer, hf
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.tool_parsers import ToolParserManager
-from vllm.v1.core import kv_cache_coordinator, kv_cache_utils
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import detokenizer
@@ -221,7 +221,6 @@ def facts() -> dict[str, object]:
             name: parameters(getattr(compat.BlockPool, name))
             for name in ("cache_full_blocks", "reset_prefix_cache", "_remove_cached_block_hashes")
         },
-        "pool_is_replaceable": "self.block_pool = BlockPool(" in inspect.getsource(kv_cache_coordinator),
         "pool_attributes": [
             name
             for name in ("free_block_queue", "cached_block_hash_to_block", "blocks", "null_block", "kv_event_queue")

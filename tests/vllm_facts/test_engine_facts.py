@@ -182,7 +182,6 @@ def test_the_block_pool_is_the_one_that_ours_takes_over(facts: dict[str, Any]) -
         "reset_prefix_cache": ["self"],
         "_remove_cached_block_hashes": ["self", "block"],
     }, "follow the change in TreeBlockPool, which learns and forgets what blocks hold there"
-    assert facts["pool_is_replaceable"], "compat.building_pools() puts TreeBlockPool in the place of this name"
     assert facts["pool_attributes"] == [
         *("free_block_queue", "cached_block_hash_to_block", "blocks", "null_block", "kv_event_queue"),
     ], "TreeBlockPool.follow() replaces free_block_queue of a pool that is built: find its new name"
