@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from ragcache_core.config import ChunkReuseRequest
@@ -341,7 +341,16 @@ def tile(documents: Sequence[PromptSegment], num_prompt_tokens: int) -> tuple[Pr
             )
         position = document.end
         end = documents[i + 1].start if i + 1 < len(documents) else document.end
-        segments.append(replace(document, end=max(end, document.end), text_end=document.end))
+        segments.append(
+            PromptSegment(
+                document.kind,
+                document.start,
+                max(end, document.end),
+                document.doc_id,
+                text_end=document.end,
+                label=document.label,
+            )
+        )
     if position < num_prompt_tokens:
         segments.append(PromptSegment(SegmentKind.QUESTION, position, num_prompt_tokens))
     return tuple(segments)

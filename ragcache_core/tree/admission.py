@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from itertools import groupby
+from itertools import accumulate, takewhile
 from typing import NamedTuple
 
-from ragcache_core.tree.node import EvictedUnit
+from ragcache_core.tree.node import EvictedUnit, TreeNode
 from ragcache_core.tree.tiered_tree import NO_UNITS, Shield, TieredTree, total_size
 from ragcache_core.types import Tier
 
@@ -38,26 +38,48 @@ def admit(
         offered_size, evicted_size: for how many a unit counts, by its key; one, if None.
     """
 
-    nodes = [None if place is None else place.node for place in tree.locate_all(keys)]
     num_admitted = num_seen = 0
     evicted: list[EvictedUnit] = []
     with tree.shielding(protected, tier):
-        for node, run in groupby(nodes):
-            offered = keys[num_seen : num_seen + len(list(run))]
-            num_seen += len(offered)
-            sizes = [1] * len(offered) if offered_size is None else [*map(offered_size, offered)]
-            num_missing = sum(sizes) - num_free
+        for node, num_offered in _parts(tree, keys):
+            offered = keys[num_seen : num_seen + num_offered]
+            num_seen += num_offered
+            sizes = None if offered_size is None else [*map(offered_size, offered)]
+            num_missing = (len(offered) if sizes is None else sum(sizes)) - num_free
             if num_missing > 0 and node is not None:
                 worth = tree.tiers[tier].worth(node, tree.num_requests)
                 gone = tree.evict_up_to(tier, num_missing, below=worth, size_of=evicted_size, for_owner=node.owner)
                 evicted += gone
                 num_free += total_size(gone, evicted_size)
-            for size in sizes:
-                if size > num_free:
-                    return Admission(num_admitted, evicted)
-                num_free -= size
-                num_admitted += 1
+            num_fitting = _num_fitting(len(offered), sizes, num_free)
+            num_admitted += num_fitting
+            if num_fitting < len(offered):
+                return Admission(num_admitted, evicted)
+            num_free -= len(offered) if sizes is None else sum(sizes)
     return Admission(num_admitted, evicted)
+
+
+def _parts(tree: TieredTree, keys: Sequence[Hashable]) -> list[tuple[TreeNode | None, int]]:
+    """Return the nodes of units in their order, None for unknown ones, and how many of the units are of each."""
+    parts: list[tuple[TreeNode | None, int]] = []
+    end = 0
+    for at, first, length in tree.runs(keys):
+        if at > end:
+            parts.append((None, at - end))
+        end = at + length
+        if parts and parts[-1][0] is first.node:
+            length += parts.pop()[1]
+        parts.append((first.node, length))
+    if end < len(keys):
+        parts.append((None, len(keys) - end))
+    return parts
+
+
+def _num_fitting(num_offered: int, sizes: Sequence[int] | None, num_free: int) -> int:
+    """Return how many of the first units fit into ``num_free``, whose size is one where ``sizes`` is None."""
+    if sizes is None:
+        return max(min(num_offered, num_free), 0)
+    return sum(1 for _ in takewhile(lambda size: size <= num_free, accumulate(sizes)))
 
 
 def admit_within_quotas(tree: TieredTree, tier: Tier, keys: Sequence[Hashable], protected: Shield) -> Admission:

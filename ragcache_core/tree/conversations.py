@@ -57,4 +57,6 @@ class Conversations:
 
     def _before(self, keys: Sequence[Hashable]) -> _Turn | None:
         turns = self._turns
+        if turns.keys().isdisjoint(keys):
+            return None
         return next((turns[key] for key in reversed(keys) if key in turns), None)

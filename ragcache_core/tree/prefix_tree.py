@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence, Set
 from typing import Final
 
-from ragcache_core.tree.node import MAX_OTHER_IDS, NO_IDS, Location, PathSegment, TreeNode, masks_of
+from ragcache_core.tree.node import MAX_OTHER_IDS, NO_IDS, Location, PathSegment, TreeNode, length_of_run
 from ragcache_core.types import DocId
 
 _IDS_AT_ONCE: Final = 64
@@ -57,8 +57,29 @@ class PrefixTree:
         return node.parent.keys[-1] if node.parent is not None and node.parent.keys else None
 
     def units_of(self, keys: Iterable[Hashable]) -> dict[TreeNode, int]:
-        """Return the nodes of units, with a mask of those units; keys that are not in the tree are passed over."""
-        return masks_of(map(self._locations.get, keys))
+        """Return the nodes of units, with a mask of those units; keys that are not in the tree are passed over.
+
+        O(nodes) and a comparison of lists where the keys are in the order of their path, which they need not be.
+        """
+        masks: dict[TreeNode, int] = {}
+        for _, first, length in self.runs(keys if isinstance(keys, list) else list(keys)):
+            masks[first.node] = masks.get(first.node, 0) | ((1 << length) - 1) << first.unit
+        return masks
+
+    def runs(self, keys: Sequence[Hashable]) -> Iterator[tuple[int, Location, int]]:
+        """Yield the runs of units of one node that follow one another among ``keys``, as :meth:`units_of` has them.
+
+        Each is the index of its first key, the place of that, and how many keys it has.
+        """
+        locate, at = self._locations.get, 0
+        while at < len(keys):
+            location = locate(keys[at])
+            if location is None:
+                at += 1
+                continue
+            length = length_of_run(location.node.keys, location.unit, keys, at)
+            yield at, location, length
+            at += length
 
     def shielded(self, keys: Iterable[Hashable]) -> dict[TreeNode, int]:
         """Return the units that must not go for ``keys`` to come: those, and what stands before the first of them.

@@ -238,9 +238,17 @@ class TierState:
             self._is_offered[node.id] = 0
             self.offer(node)
 
-    def has_bases(self, node: TreeNode) -> bool:
-        """Return whether any unit of ``node`` may be a base: without, :meth:`is_base` need not be asked."""
-        return any(state.resident[node.id] or state.num_resident_children[node.id] for state in self._bases_for)
+    def bases(self, node: TreeNode) -> int:
+        """Return which units of ``node`` are bases, as :meth:`is_base` says of one, one bit each."""
+        found, unknown = 0, node.full_mask
+        for state in self._bases_for:
+            mask = state.resident[node.id]
+            unknown &= ~mask
+            if unknown and (mask or state.num_resident_children[node.id]):
+                depend = unknown if state.num_resident_children[node.id] else unknown & (1 << mask.bit_length()) - 1
+                found |= depend
+                unknown &= ~depend
+        return found
 
     def is_base(self, node: TreeNode, unit: int) -> bool:
         """Return whether a slower tier has units that stand on this tier's copy of a unit."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate, takewhile
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from ragcache_core.policy.base import ReplacementPolicy
 from ragcache_core.tree.changes import NodeChanges
-from ragcache_core.tree.node import EvictedUnit, TreeNode
+from ragcache_core.tree.node import EvictedUnit, TreeNode, evicted_units, runs_of
 from ragcache_core.tree.prefix_tree import PrefixTree
 from ragcache_core.tree.shares import Owner
 from ragcache_core.tree.tier import TierState
@@ -452,19 +453,17 @@ class TieredTree(PrefixTree):
         self, node: TreeNode, num_units: int, state: TierState, size_of: Callable[[Hashable], int] | None = None
     ) -> list[EvictedUnit]:
         state.clock = max(state.clock, state.ranks[node.id])
-        mask, held = state.resident[node.id], state.in_use.get(node.id, 0)
-        may_be_base = state.has_bases(node)
-        keys, slots = node.keys, state.slots[node.id]
-        evicted: list[EvictedUnit] = []
-        left = mask
-        while left and num_units > 0:
-            unit = left.bit_length() - 1
-            if held >> unit & 1 or (may_be_base and state.is_base(node, unit)):
-                break
-            left ^= 1 << unit
-            evicted.append(EvictedUnit(node, unit, keys[unit], None if slots is None else slots[unit]))
-            num_units -= 1 if size_of is None else size_of(keys[unit])
-        self._remove(node, mask ^ left, state)
+        mask = state.resident[node.id]
+        num_stay = (mask & (state.in_use.get(node.id, 0) | state.bases(node))).bit_length()
+        first_free = max(num_stay, mask.bit_length() - num_units)  # a unit counts for one at least
+        free = mask >> first_free << first_free
+        units = [unit for first, length in runs_of(free) for unit in range(first, first + length)][::-1]
+        if size_of is not None:
+            sizes = accumulate(size_of(node.keys[unit]) for unit in units)
+            del units[1 + sum(1 for _ in takewhile(lambda size: size < num_units, sizes)) :]
+        evicted = evicted_units(node, units, state.slots[node.id])
+        if units:
+            self._remove(node, free >> units[-1] << units[-1], state)
         state.num_evicted_units += len(evicted)
         state.shares.count_evicted(node.owner, len(evicted))
         return evicted

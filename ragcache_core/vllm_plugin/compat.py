@@ -44,7 +44,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.core import kv_cache_utils
+from vllm.v1.core import kv_cache_coordinator, kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
     BlockHashWithGroupId,
@@ -183,6 +183,7 @@ __all__ = [
     "UniformTypeKVCacheSpecs",
     "attach_utilities",
     "build_offloading_config",
+    "building_pools",
     "bytes_of_stages",
     "cached_content",
     "cached_copies",
@@ -212,6 +213,17 @@ __all__ = [
     "sum_over_workers",
     "tell_all_front_ends",
 ]
+
+
+@contextmanager
+def building_pools(kind: type[BlockPool]) -> Iterator[None]:
+    """Have the KV cache managers that vLLM makes inside get a block pool of this class."""
+    own = kv_cache_coordinator.BlockPool
+    kv_cache_coordinator.BlockPool = kind
+    try:
+        yield
+    finally:
+        kv_cache_coordinator.BlockPool = own
 
 
 def cached_content(pool: BlockPool) -> Mapping[Any, KVCacheBlock | dict[int, KVCacheBlock]]:

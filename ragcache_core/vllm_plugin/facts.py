@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
-from vllm.v1.core import kv_cache_utils
+from vllm.v1.core import kv_cache_coordinator, kv_cache_utils
 from vllm.v1.core.block_pool import BlockHashToBlockMap
 from vllm.v1.engine.core import EngineCore
 
@@ -51,13 +51,11 @@ HOOKS: tuple[tuple[type, type], ...] = (
 PRIVATE: dict[Any, tuple[str, ...]] = {
     BlockHashToBlockMap: ("_cache",),
     compat.BlockPool: ("_remove_cached_block_hashes",),
-    compat.KVConnectorBase_V1: ("_kv_cache_config",),
     compat.KVConnectorPromMetrics: ("_counter_cls", "_gauge_cls"),
     EngineCore: ("_reset_caches",),
     compat.Scheduler: (
         *("_inflight_prefills", "_preempt_request", "_free_request_blocks", "_handle_blocked_waiting_request"),
     ),
-    compat.TieringOffloadingSpec: ("_engine_id", "_manager"),
     OffloadingConnectorScheduler: ("_jobs", "_req_status", "_current_batch_allocated_block_ids"),
     kv_cache_utils: ("_NON_CRYPTO_HASH_FUNCTIONS",),
 }
@@ -66,7 +64,7 @@ PRIVATE: dict[Any, tuple[str, ...]] = {
 
 def missing_facts() -> list[str]:
     """Return what is not there, or is called otherwise than ours answers."""
-    return [*_hooks_that_changed(), *_private_names_that_are_gone()]
+    return [*_hooks_that_changed(), *_private_names_that_are_gone(), *_pools_that_are_fixed()]
 
 
 def _hooks_that_changed() -> Iterator[str]:
@@ -107,3 +105,8 @@ def _private_names_that_are_gone() -> Iterator[str]:
         for name in names:
             if not hasattr(owner, name) and not re.search(rf"\bself\.{name}\b", text):
                 yield f"{owner.__name__} has no {name}"
+
+
+def _pools_that_are_fixed() -> Iterator[str]:
+    if "self.block_pool = BlockPool(" not in inspect.getsource(kv_cache_coordinator):
+        yield "kv_cache_coordinator makes no BlockPool"  # in whose place building_pools() puts ours

@@ -45,8 +45,6 @@ def facts() -> dict[str, object]:
             "num_chunks",
             "kv_bytes_per_chunk",
             "cpu_page_size_per_worker",
-            "_manager",
-            "_engine_id",
             "extra_config",
             "config",
             "kv_events_config",

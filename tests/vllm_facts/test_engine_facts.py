@@ -36,8 +36,8 @@ def test_an_engine_checks_every_private_name_that_is_used(facts: dict[str, Any])
 
 
 def test_what_is_private_becomes_less_and_not_more() -> None:
-    assert len(used_private_names()) <= 14
-    assert class_swaps() == ["connector/tiered_connector.py", "scheduler/block_pool.py"]
+    assert len(used_private_names()) <= 12
+    assert class_swaps() == []
 
 
 def test_every_parser_of_tool_calls_that_the_docs_name_is_there(facts: dict[str, Any]) -> None:
@@ -190,7 +190,7 @@ def test_the_block_pool_is_the_one_that_ours_takes_over(facts: dict[str, Any]) -
     }, "follow the change in TreeBlockPool, which learns and forgets what blocks hold there"
     assert facts["pool_attributes"] == [
         *("free_block_queue", "cached_block_hash_to_block", "blocks", "null_block", "kv_event_queue"),
-    ], "TreeBlockPool.take_over() replaces free_block_queue of a pool that is built: find its new name"
+    ], "TreeBlockPool.follow() replaces free_block_queue of a pool that is built: find its new name"
     assert facts["cached_copies"], "compat.cached_copies() reads BlockHashToBlockMap._cache: find its new name"
     assert facts["block"] == ["block_id", "ref_cnt", "block_hash", "is_null"], "follow it in block_pool.py"
     assert facts["hash_of_block"], "a block's hash is no longer key + 4 bytes of group: follow it in block_pool.py"

@@ -33,7 +33,7 @@ def test_the_host_tier_stands_in_for_vllms(facts: dict[str, Any], since: Since) 
 
 def test_the_offloading_spec_has_what_ours_builds_from(facts: dict[str, Any]) -> None:
     assert facts["spec_sets"] == [
-        *("num_chunks", "kv_bytes_per_chunk", "cpu_page_size_per_worker", "_manager", "_engine_id", "extra_config"),
+        *("num_chunks", "kv_bytes_per_chunk", "cpu_page_size_per_worker", "extra_config"),
         *("config", "kv_events_config", "blocks_per_chunk", "tokens_per_hash"),
         "secondary_tier_configs",
     ], "RAGCacheSpec uses them: find their new names"

@@ -292,7 +292,8 @@ class CacheController:
         turn = self.tree.conversations.turn_of(prompt_keys)
         state = RequestState(request_id, num_prompt_tokens, now_s, metadata, keys, is_salted, tenant, turn=turn)
         self._requests[request_id] = state
-        path = self.tree.insert(self._path_segments(state, keys))
+        state.segments = self._path_segments(state, keys)
+        path = self.tree.insert(state.segments)
         if is_salted:
             self._make_private(path)
         if path:
@@ -817,7 +818,7 @@ class CacheController:
         num_missed = max(state.num_prompt_tokens - num_cached, 0)
         path = self.tree.retained_path(state.retained)
         if path is None:
-            path = self.tree.insert(self._path_segments(state, keys))
+            path = self.tree.insert(state.segments)
         num_hit_units = num_cached // self.tokens_per_block
         cost_s = self.tree.policy.cost_per_token_s(self._prefill_cost, num_cached, num_missed)
         if state.metadata.is_prefill:
@@ -836,7 +837,7 @@ class CacheController:
             self.pins.on_used(path)
         if labels and not state.is_salted and not state.has_forgotten:
             uses = self.document_uses if state.tenant is None else self.tenants.document_uses(state.tenant)
-            uses.count(labels, self._path_segments(state, keys))
+            uses.count(labels, state.segments)
         if has_disk:
             for node in path:
                 if node.doc_id is not None:  # one unit speaks for its node: a tree that grows again takes the highest

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 
 from ragcache_core.stats import ChunkReuseStats
+from ragcache_core.tree import PathSegment
 from ragcache_core.types import DocId, Origin
 from ragcache_core.wire import RequestMetadata
 
@@ -49,6 +50,7 @@ class RequestState:
         keys: vLLM's keys of its blocks: they grow with its answer.
         is_salted: it shares no block with other requests, and its documents are in no report.
         tenant: the tenant, or None.
+        segments: its prompt's blocks, as the tree has them: by document.
         num_local_tokens: prompt tokens hit on the GPU by the look-up before its admission.
         num_speculative_tokens: prompt tokens computed before it was confirmed.
         num_wasted_tokens: those of them that count as wasted now.
@@ -79,6 +81,7 @@ class RequestState:
     keys: Sequence[Key]
     is_salted: bool = False
     tenant: str | None = None
+    segments: Sequence[PathSegment] = ()
     num_local_tokens: int = 0
     num_tokens_by_tier: list[int] = field(default_factory=lambda: [0] * len(Origin))
     num_loaded_bytes: int = 0
@@ -184,7 +187,8 @@ class Counters:
 
     def to_dict(self) -> dict[str, object]:
         """Return them by name, but for the tiers', which each tier reports."""
-        counts = asdict(self)
-        for of_a_tier in ("num_tokens_by_tier", "num_shared_corrupt_chunks", "num_shared_dropped_chunks"):
-            del counts[of_a_tier]
-        return counts
+        return {name: getattr(self, name) for name in _REPORTED}
+
+
+_OF_A_TIER = {"num_tokens_by_tier", "num_shared_corrupt_chunks", "num_shared_dropped_chunks"}
+_REPORTED = tuple(each.name for each in fields(Counters) if each.name not in _OF_A_TIER)

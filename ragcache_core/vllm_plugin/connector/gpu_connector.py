@@ -64,7 +64,7 @@ class DocumentAware:
     controller: CacheController | None = None
     adapter_keys: AdapterKeys
     _vllm_config: VllmConfig
-    _kv_cache_config: KVCacheConfig
+    _worker_block_bytes: int
     _news: StatsReporter | None = None
     _recorder: TraceRecorder | None = None
     _keeps_weights = False
@@ -195,7 +195,7 @@ class DocumentAware:
             return None
         assert self._vllm_config.kv_transfer_config is not None
         region = region_place(str(self._vllm_config.kv_transfer_config.engine_id))
-        return WorkerMemory(kv_bytes_per_block(self._kv_cache_config), region)
+        return WorkerMemory(self._worker_block_bytes, region)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Rank, KVConnectorHandshakeMetadata]) -> None:
         """Take in what all workers say; GPU memory needs nothing of it."""
@@ -252,6 +252,7 @@ class DocumentConnector(DocumentAware, BareConnector):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        self._worker_block_bytes = kv_bytes_per_block(kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
             with building(vllm_config, kv_cache_config) as context:
                 self._begin(context.make_controller())

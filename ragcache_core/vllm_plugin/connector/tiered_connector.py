@@ -28,6 +28,7 @@ from ragcache_core.vllm_plugin.connector.gpu_connector import DocumentAware, Doc
 from ragcache_core.vllm_plugin.disk.manager import DiskTier
 from ragcache_core.vllm_plugin.disk.prefetcher import DiskPrefetcher
 from ragcache_core.vllm_plugin.offload.compat import (
+    NoOffloading,
     fence_blocks,
     has_events,
     needs_steps,
@@ -73,7 +74,8 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
     """GPU, host and disk, over vLLM's offloading with :class:`~ragcache_core.vllm_plugin.offload.spec.RAGCacheSpec`.
 
     Where the host tier has its default size and holds no block, a :class:`DocumentConnector` is made instead; so it is
-    on workers whose parts of a block do not fit into its row, and then the scheduler's side becomes one.
+    on workers whose parts of a block do not fit into its row, and then the scheduler's side keeps nothing below the GPU
+    (:class:`~ragcache_core.vllm_plugin.offload.compat.NoOffloading`).
     """
 
     _worker_bytes: int | None = None
@@ -106,6 +108,7 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         self._host: HostTier | None = None
         self._prefetched: set[str] = set()
         self._late_copies: dict[int, tuple[int, list[int]]] = {}
+        self._worker_block_bytes = kv_bytes_per_block(kv_cache_config)
         with building(vllm_config, kv_cache_config) as context:
             context.worker_bytes = self._worker_bytes
             super().__init__(vllm_config, role, kv_cache_config)
@@ -159,8 +162,8 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
             self.controller.remove_tier(tier)
         self.controller.forgetting.remove_holder(self.scheduler.manager.primary_tier)
         self._leave_stores()
-        self._prefetcher = None
-        self.__class__ = self.without_host()
+        self._prefetcher = self._host = self._storing = None
+        self.connector_scheduler = NoOffloading()
 
     def _give_up_reading(self) -> None:
         """Go on without what reads in this process what workers have in host memory: disk, shared store and journal."""
@@ -210,8 +213,10 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
             self._prefetcher.begin_reads()  # with which vLLM's offloading goes on below
         if self._host is not None:
             self._host.note_names()
+        if self._storing is None:  # the tiers were given up
+            nothing: KVConnectorMetadata = super().build_connector_meta(scheduler_output)
+            return nothing
         assert self.controller is not None
-        assert self._storing is not None
         scheduler_output = self._storing.only_changes(scheduler_output)
         metadata: OffloadingConnectorMetadata = super().build_connector_meta(scheduler_output)
         self._storing.on_shown(scheduler_output)
@@ -286,6 +291,8 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         return self.controller.block_bytes
 
     def _limit_storing(self, request: Request) -> None:
+        if self._storing is None:
+            return
         assert self.controller is not None
         params = dict(request.kv_transfer_params or {})
         limit = self.controller.num_storable_tokens(request.request_id)

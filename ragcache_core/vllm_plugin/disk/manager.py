@@ -26,6 +26,7 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+import numpy as np
 from vllm.logger import init_logger
 
 from ragcache_core.chunkstore import ChunkStore, async_store
@@ -347,7 +348,7 @@ class DiskTier(SecondaryTierManager):
         """Return the chunks of a job that are not here yet, by depth; without what is before it, one is of no use."""
         self.num_left()
         keys = job.keys if self._groups.others else units_of(job.keys)
-        rows: dict[bytes, int] = dict(zip(keys, map(int, job.chunk_ids), strict=True))
+        rows: dict[bytes, int] = dict(zip(keys, np.asarray(job.chunk_ids).tolist(), strict=True))
         if self._controller.leaving or self._erasures:
             for name in [name for name in rows if self._is_leaving(self._groups.key_of_name(name), name)]:
                 del rows[name]
@@ -359,7 +360,7 @@ class DiskTier(SecondaryTierManager):
                 is_reached = before is None or self._is_kept(self._name_of(before), new)
                 units = cast("list[Key]", node.keys[first : first + length])
                 if is_reached and not self._groups.others and stored.isdisjoint(units) and writing.isdisjoint(units):
-                    new.update((unit, rows[unit]) for unit in units)
+                    new.update(zip(units, map(rows.__getitem__, units), strict=True))
                     continue
                 for unit in units:
                     name = self._name_of(unit)
@@ -461,11 +462,13 @@ class DiskTier(SecondaryTierManager):
         for node, mask in self._tree.units_of(self._units_of(new)).items():
             self._tree.add(node, mask, Tier.DISK)
             for first, length in runs_of(mask):
-                note, parent = self._groups.note_at(self._tree, Location(node, first)), None
-                for offset, unit in enumerate(node.keys[first : first + length]):
-                    name = self._name_of(unit)
-                    pending[name] = PendingChunk(name, new[name], note, parent, offset)
-                    parent = name
+                note = self._groups.note_at(self._tree, Location(node, first))
+                names = [*map(self._name_of, node.keys[first : first + length])]
+                parents = [None, *names]
+                pending |= {
+                    name: PendingChunk(name, new[name], note, parents[offset], offset)
+                    for offset, name in enumerate(names)
+                }
         for name in new if len(pending) < len(new) else ():
             if name not in pending:
                 note = self._groups.note_of(self._tree, self._groups.key_of_name(name))
@@ -503,11 +506,14 @@ class DiskTier(SecondaryTierManager):
         for outcome in self._io.take_written():
             self._controller.record_change()
             self._writing.difference_update(outcome.keys)
-            known = [name for name in outcome.keys if self._tree.locate(self._unit_of(name)) is not None]
+            known = outcome.keys
+            places = self._tree.locate_all(map(self._unit_of, known) if self._groups.others else known)
+            if None in places:
+                known = [name for name, place in zip(known, places, strict=True) if place is not None]
             is_stored = self._is_enabled and outcome.error is None and not outcome.is_dropped
             erased = {name for erasure in self._erasures for name in erasure.keys} if self._erasures else set()
             if is_stored:
-                self._stored.update(name for name in known if name not in erased)
+                self._stored.update(known if not erased else [name for name in known if name not in erased])
             if self._is_enabled:
                 self._let_go(known)
                 for name in known if not is_stored or erased else ():

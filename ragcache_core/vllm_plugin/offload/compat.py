@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
-from ragcache_core.vllm_plugin.compat import RequestStatus
+from ragcache_core.vllm_plugin.compat import KVConnectorMetadata, RequestStatus
 
 if TYPE_CHECKING:
     from ragcache_core.vllm_plugin.compat import OffloadingConnector
@@ -108,3 +109,55 @@ def has_stored_all(connector: OffloadingConnector, request_id: str) -> bool:
         min(group.next_stored_chunk_idx, len(group.block_ids) // blocks_per_chunk) >= limit // config.tokens_per_chunk
         for config, group in zip(offloading.config.kv_group_configs, state.group_states, strict=True)
     )
+
+
+class NoOffloading:
+    """What an offloading connector does on the scheduler's side where nothing is kept below the GPU: nothing.
+
+    It takes the place of vLLM's scheduler of copies.
+    """
+
+    def __init__(self) -> None:
+        self.manager = SimpleNamespace(primary_tier=None, secondary_tiers=[])
+        self._jobs: dict[int, Any] = {}
+        self._req_status: dict[str, Any] = {}
+        self._current_batch_allocated_block_ids: set[int] = set()
+
+    def on_new_request(self, request: object) -> None:
+        """Do nothing."""
+
+    def get_num_new_matched_tokens(self, *request: object, **limits: object) -> tuple[int, bool]:
+        """Return that there is nothing to load."""
+        return 0, False
+
+    def update_state_after_alloc(self, *request: object) -> None:
+        """Do nothing."""
+
+    def build_connector_meta(self, output: object) -> KVConnectorMetadata:
+        """Return that workers copy nothing."""
+        self._current_batch_allocated_block_ids.clear()
+        return KVConnectorMetadata()
+
+    def update_connector_output(self, output: object) -> None:
+        """Do nothing."""
+
+    def has_pending_push_work(self) -> bool:
+        """Return False."""
+        return False
+
+    def request_finished(self, request: object) -> tuple[bool, None]:
+        """Return that the blocks can be freed."""
+        return False, None
+
+    def take_events(self) -> Iterable[object]:
+        """Return none."""
+        return ()
+
+    def get_stats(self) -> None:
+        """Return none."""
+
+    def reset_cache(self) -> None:
+        """Do nothing."""
+
+    def shutdown(self) -> None:
+        """Do nothing."""

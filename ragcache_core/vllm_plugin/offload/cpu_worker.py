@@ -34,7 +34,7 @@ class _Transfer:
 def copying_worker(spec: TieringOffloadingSpec, kv_caches: CanonicalKVCaches) -> CopyingWorker:
     """Return the worker of a spec's host tier."""
     region = SharedOffloadRegion(
-        engine_id=spec._engine_id,
+        engine_id=spec.config.engine_id,
         num_chunks=spec.num_chunks,
         rank=spec.config.parallel.rank,
         kv_bytes_per_chunk=spec.kv_bytes_per_chunk,

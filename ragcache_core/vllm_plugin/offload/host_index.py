@@ -143,17 +143,17 @@ class HostIndex:
         if self._is_broken or len(known) == len(rows):
             return
         self._sealed.update(rows)
-        self._work.append(_Run(rows, keys, self._generation[rows].tolist(), known, note))
+        self._work.append(_Run(rows, keys, self._generation[np.array(rows)].tolist(), known, note))
 
     def unseal(self, rows: Sequence[int]) -> None:
         """Take the blocks in these rows out, each row once: the rows will be written again."""
         if not rows:
             return
-        self._generation[rows] += 1
-        entered = [row for row in rows if row in self._sealed]
-        self._sealed.difference_update(entered)
+        self._generation[np.array(rows)] += 1
+        entered = self._sealed.intersection(rows)
+        self._sealed -= entered
         if entered and not self._is_broken:
-            self._work.append(entered)
+            self._work.append([*entered])
 
     def scrub(self) -> None:
         """Leave nothing in the file of what was taken out before."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
 
-from ragcache_core.tree import NO_OWNER, EvictedUnit, Location, admit, admit_within_quotas, runs_of
+from ragcache_core.tree import NO_OWNER, EvictedUnit, Location, admit, admit_within_quotas
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.forgetting import Forgotten, Freed
 from ragcache_core.vllm_plugin.cache.kv_groups import (
@@ -186,15 +186,16 @@ class HostTier:
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """Let blocks be found that are written; drop them where that failed."""
-        blocks = self._blocks
-        ended = [key for key in keys if (block := blocks.get(key)) is not None and block.ref_cnt == _WRITING]
+        ended: list[OffloadKey] = []
+        for key, block in zip(keys, map(self._blocks.get, keys), strict=True):
+            if block is not None and block.ref_cnt == _WRITING:
+                block.ref_cnt = 0
+                ended.append(key)
         self._num_written -= len(ended)
         if not success:
             for key in ended:
                 self._drop(key)
             return
-        for key in ended:
-            blocks[key].ref_cnt = 0
         self.promises.settle(ended)
         self._release(ended)
         self._tell(ended, removed=False)
@@ -326,10 +327,12 @@ class HostTier:
         num_free = self.rows.num_free
         if has_groups or not self._is_selective or len(keys) <= num_free:
             return keys, []
-        new = [key for key in keys if key not in blocks]
-        shield = self._tree.shielded(units_of(keys))
+        new = self._not_here(keys)
+        units = units_of(keys)
+        shield = self._tree.shielded(units)
         num_spare = len(self._spare(set(keys), len(blocks))) if self._unknown else 0
-        admission = admit(self._tree, Tier.HOST, units_of(new), num_free + num_spare, shield)
+        new_units = units if len(new) == len(keys) else units_of(new)
+        admission = admit(self._tree, Tier.HOST, new_units, num_free + num_spare, shield)
         if admission.num_admitted < len(new):
             left_out = set(new[admission.num_admitted :])
             keys = [key for key in keys if key not in left_out]
@@ -351,7 +354,7 @@ class HostTier:
         self, keys: Collection[OffloadKey], req_context: ReqContext, chosen: list[EvictedUnit]
     ) -> PrepareStoreOutput | None:
         """Return rows for what is new; ``chosen`` units have left the tree for it already."""
-        new = [key for key in keys if key not in self._blocks]
+        new = self._not_here(keys)
         evicted = self._evict(len(new) - self.rows.num_free, keys, chosen)
         if evicted is None:
             return None
@@ -383,7 +386,8 @@ class HostTier:
             if num > len(spare) + len(loose):
                 return None
             units, spare = [], spare + loose
-        evicted = cast("list[OffloadKey]", offload_keys((cast("Key", unit.key) for unit in units), self.groups.main))
+        evicted_units = cast("list[Key]", [unit.key for unit in units])
+        evicted = cast("list[OffloadKey]", offload_keys(evicted_units, self.groups.main))
         if spare or others:
             beside = [key for unit in units for key in others.of_unit(unit.key)] if others else []
             evicted = list(dict.fromkeys([*spare, *evicted, *beside]))
@@ -403,6 +407,10 @@ class HostTier:
         if self.promises.is_looking_up:
             for key in keys:
                 self._promise(key, self._blocks[key])
+
+    def _not_here(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
+        blocks = self._blocks
+        return [*keys] if blocks.keys().isdisjoint(keys) else [key for key in keys if key not in blocks]
 
     def _arrive(self, keys: Sequence[OffloadKey]) -> Mapping[TreeNode, int]:
         """Return the units of new blocks of full attention, by node, and note which the tree does not know."""
@@ -428,9 +436,16 @@ class HostTier:
 
     def _release(self, keys: Sequence[OffloadKey]) -> None:
         """Let blocks be evicted that no transfer uses any more, unless they are promised."""
+        if self._others.has_groups or self.promises:
+            if self.journal is not None:
+                self._seal(keys)
+            self._unhold([key for key in keys if key not in self.promises] if self.promises else keys)
+            return
+        units = units_of(keys)
         if self.journal is not None:
-            self._seal(keys)
-        self._unhold([key for key in keys if key not in self.promises] if self.promises else keys)
+            self._seal(keys, units)
+        for node, mask in self._tree.units_of(units).items():
+            self._tree.release_units(node, mask, Tier.HOST)
 
     def _unhold(self, keys: Iterable[OffloadKey]) -> None:
         """Let blocks be evicted; those that a transfer uses stay held."""
@@ -444,22 +459,28 @@ class HostTier:
         for node, units in self._tree.units_of(units_of(main)).items():
             self._tree.release_units(node, units, Tier.HOST)
 
-    def _seal(self, keys: Iterable[OffloadKey]) -> None:
-        """Have the journal note what lies in the rows of blocks, as far as it may outlive the engine."""
+    def _seal(self, keys: Sequence[OffloadKey], units: Sequence[Key] | None = None) -> None:
+        """Have the journal note what lies in the rows of blocks, as far as it may outlive the engine.
+
+        ``units`` are those of the keys, if they are known.
+        """
         journal, blocks, tree = self.journal, self._blocks, self._tree
         assert journal is not None
-        lasting = [key for key in keys if not blocks[key].is_fleeting]
+        held = [blocks[key] for key in keys]
+        if any(block.is_fleeting for block in held):
+            lasting = [key for key in keys if not blocks[key].is_fleeting]
+            if not lasting:
+                return
+            keys, units, held = lasting, None, [blocks[key] for key in lasting]
+        rows = [block.row for block in held]
         if self._others.has_groups:
-            for key in lasting:
+            for key, row in zip(keys, rows, strict=True):
                 if self._locate(key) is not None:
-                    note = self.groups.note_of(tree, key)
-                    journal.seal([blocks[key].row], [self.groups.chunk_name(key)], note)
+                    journal.seal([row], [self.groups.chunk_name(key)], self.groups.note_of(tree, key))
             return
-        for node, mask in tree.units_of(units_of(lasting)).items():
-            for first, length in runs_of(mask):
-                units = cast("list[Key]", node.keys[first : first + length])
-                rows = [blocks[OffloadKey(key)].row for key in offload_keys(units, self.groups.main)]
-                journal.seal(rows, units, self.groups.note_at(tree, Location(node, first)))
+        units = units_of(keys) if units is None else units
+        for at, first, length in tree.runs(units):
+            journal.seal(rows[at : at + length], units[at : at + length], self.groups.note_at(tree, first))
 
     def _promise(self, key: OffloadKey, block: HostBlock) -> None:
         if self.promises.add(key, is_ready=block.ref_cnt != _WRITING):

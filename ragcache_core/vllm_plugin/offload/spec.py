@@ -94,23 +94,24 @@ class RAGCacheSpec(TieringOffloadingSpec):
                 f"{self.kv_bytes_per_chunk}: raise host_bytes, or leave host and disk out with host_bytes=0"
             )
         self.controller: CacheController | None = None
+        self._tiers: TieredManager | None = None
         self._worker: OffloadingWorker | None = None
 
     def get_manager(self) -> OffloadingManager:
-        if self._manager is None:
-            sweep_shared_memory(self._engine_id)
+        if self._tiers is None:
+            sweep_shared_memory(self.config.engine_id)
             report = TierReport(self.num_chunks * self.kv_bytes_per_chunk, self.kv_bytes_per_chunk)
             self.controller = current_context().make_controller(report)
             self._warn_of_little_memory(report)
             manager: TieredManager = self._build()
-            self._manager: OffloadingManager | None = manager
+            self._tiers = manager
             host = manager.primary_tier
             if isinstance(host, HostTier):
                 report.num_other_blocks = lambda: host.num_other_blocks
                 self._restore_host(manager, host)
                 if STARTED_AGAIN_ENV in os.environ:
                     host.rows.mark_all_written()
-        return self._manager
+        return self._tiers
 
     def _warn_of_little_memory(self, host: TierReport) -> None:
         in_engine = current_context().kv_cache_config.num_blocks // self.blocks_per_chunk
@@ -151,7 +152,7 @@ class RAGCacheSpec(TieringOffloadingSpec):
     def _build_tiers(self) -> TieredManager:
         """Return host memory and what is below it; where one cannot be opened, those before it are closed."""
         region = SharedOffloadRegion(
-            engine_id=self._engine_id,
+            engine_id=self.config.engine_id,
             num_chunks=self.num_chunks,
             rank=None,
             kv_bytes_per_chunk=self.kv_bytes_per_chunk,
@@ -181,13 +182,13 @@ class RAGCacheSpec(TieringOffloadingSpec):
 
         Not with a disk tier, which has it all.
         """
-        if not outlives_engine(self._engine_id) or manager.secondary_tiers:
+        if not outlives_engine(self.config.engine_id) or manager.secondary_tiers:
             return
         assert self.controller is not None
         view = host.get_kv_memoryview()
         rows = np.frombuffer(view, np.uint8).reshape(view.shape)
         try:
-            journal = HostIndex.open(self._engine_id, rows, kv_identity(self.config))
+            journal = HostIndex.open(self.config.engine_id, rows, kv_identity(self.config))
         except (ConfigError, CacheTierError, OSError) as error:
             logger.warning("Host memory will not survive the engine's death: %s", error)
             return

@@ -138,7 +138,10 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         if self._returned:
             returned, self._returned = self._returned, []
             resident = self._tier.resident
-            for node, units in masks_of(self._take_back(returned)).items():
+            places: Iterable[Location | None] = self._units_of(returned)
+            if self._copies or None in places:
+                places = self._take_back(returned)
+            for node, units in masks_of(places).items():
                 if missing := units & ~resident[node.id]:
                     self._tree.add(node, missing, Tier.GPU)
                 self._tree.release_units(node, units, Tier.GPU)
@@ -239,9 +242,17 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
 
     def _take_hits(self, blocks: Sequence[KVCacheBlock]) -> None:
         self.place_returned()
-        for node, mask in masks_of(self._take_hit_units(blocks)).items():
+        places: Iterable[Location | None] = self._units_of(blocks)
+        if None in places:
+            places = self._take_hit_units(blocks)
+        for node, mask in masks_of(places).items():
             self._tree.acquire_units(node, mask, Tier.GPU)
         self.num_free_blocks -= len(blocks)
+
+    def _units_of(self, blocks: Sequence[KVCacheBlock]) -> list[Location | None]:
+        """Return the unit of each block; None for one that is no unit's."""
+        units = self._units
+        return [units[block.block_id] for block in blocks]
 
     def _take_hit_units(self, blocks: Sequence[KVCacheBlock]) -> Iterator[Location]:
         """Yield the units of free blocks that are taken out."""
@@ -402,24 +413,20 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
 
 
 class TreeBlockPool(BlockPool):
-    """vLLM's block pool with the tree's order of eviction; takes over one that vLLM has built."""
+    """vLLM's block pool with the tree's order of eviction, from :meth:`follow` on: before it, no request comes."""
 
     controller: CacheController
     free_block_queue: TreeFreeBlockQueue
     enable_kv_cache_events: bool
 
-    @classmethod
-    def take_over(cls, pool: BlockPool, controller: CacheController) -> TreeFreeBlockQueue:
-        """Make ``pool`` one of this class, before its first request; return its queue."""
-        free = pool.free_block_queue.get_all_free_blocks()
-        pool.__class__ = cls
-        assert isinstance(pool, cls)
-        pool.controller = controller
-        pool.free_block_queue = TreeFreeBlockQueue(free, pool, controller)
-        controller.forgetting.add_holder(pool)
+    def follow(self, controller: CacheController) -> TreeFreeBlockQueue:
+        """Let the controller's tree order the free blocks; return their queue."""
+        self.controller = controller
+        self.free_block_queue = TreeFreeBlockQueue(self.free_block_queue.get_all_free_blocks(), self, controller)
+        controller.forgetting.add_holder(self)
         if controller.groups.others:
-            controller.tiers[Tier.GPU].num_other_blocks = pool.num_other_blocks
-        return pool.free_block_queue
+            controller.tiers[Tier.GPU].num_other_blocks = self.num_other_blocks
+        return self.free_block_queue
 
     def num_other_blocks(self) -> int:
         """Return how many blocks of windows and states are cached."""

@@ -26,9 +26,11 @@ from ragcache_core.vllm_plugin.beside import children, is_own, own_connector
 from ragcache_core.vllm_plugin.build_context import building
 from ragcache_core.vllm_plugin.compat import (
     AsyncScheduler,
+    BlockPool,
     RequestStatus,
     Scheduler,
     attach_utilities,
+    building_pools,
     front_end_of,
     prompt_of_keys,
     tell_all_front_ends,
@@ -79,7 +81,10 @@ class _TreeScheduling:
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
         check_engine(vllm_config)
-        with building(vllm_config, kv_cache_config, has_room=self.has_room) as context:
+        with (
+            building(vllm_config, kv_cache_config, has_room=self.has_room) as context,
+            building_pools(BlockPool if context.groups is None else TreeBlockPool),
+        ):
             super().__init__(vllm_config, kv_cache_config, *args, **kwargs)  # type: ignore[call-arg]
         self._own_connector = own_connector(self.connector)
         if self._own_connector is not self.connector:
@@ -107,7 +112,7 @@ class _TreeScheduling:
                 "order, which knows no ages: leave max_age out"
             )
         if context.groups is not None:
-            self._tree_queue = TreeBlockPool.take_over(self.kv_cache_manager.block_pool, controller)
+            self._tree_queue = self.kv_cache_manager.block_pool.follow(controller)
         if controller.is_queue_ordered:
             self._take_over_queue()
 

@@ -35,6 +35,7 @@ from ragcache_core.policy import PrefillCostModel
 from ragcache_core.tree import check_invariants
 from ragcache_core.types import PromptSegment, SegmentKind, Tier
 from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
+from ragcache_core.vllm_plugin.compat import BlockPool, building_pools
 from ragcache_core.vllm_plugin.group_specs import read_groups
 from ragcache_core.vllm_plugin.scheduler.block_pool import TreeBlockPool, TreeFreeBlockQueue
 from ragcache_core.vllm_plugin.settings import PluginSettings
@@ -105,9 +106,10 @@ class Pool:
             self.num_blocks, [], [KVCacheGroupSpec([f"layer {i}"], spec) for i, spec in enumerate(MODELS[self.model])]
         )
         self.block_sizes = [spec.block_size for spec in MODELS[self.model]]
-        self.manager = KVCacheManager(
-            config, max_model_len=4096, scheduler_block_size=max(self.block_sizes), hash_block_size=BLOCK
-        )
+        with building_pools(TreeBlockPool if self.is_taken_over else BlockPool):
+            self.manager = KVCacheManager(
+                config, max_model_len=4096, scheduler_block_size=max(self.block_sizes), hash_block_size=BLOCK
+            )
         vllm_config: Any = SimpleNamespace(
             parallel_config=SimpleNamespace(decode_context_parallel_size=1), speculative_config=None
         )
@@ -122,8 +124,8 @@ class Pool:
         )
         self.tree = self.controller.tree
         self.pool = self.manager.block_pool
-        if self.is_taken_over:
-            TreeBlockPool.take_over(self.pool, self.controller)
+        if isinstance(self.pool, TreeBlockPool):
+            self.pool.follow(self.controller)
 
     @property
     def queue(self) -> TreeFreeBlockQueue:

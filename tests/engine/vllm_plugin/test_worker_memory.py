@@ -73,14 +73,17 @@ def test_stages_that_need_more_than_the_first_leave_an_engine_with_gpu_memory_al
 ) -> None:
     with host_scheduler(400, "1MiB", files=files) as scheduler:
         tell(scheduler, BLOCK_BYTES, BLOCK_BYTES, 2 * BLOCK_BYTES)
-        assert type(scheduler.connector) is DocumentConnector
         assert list(tiers(scheduler)) == ["gpu"]
         assert region_of(files.engine_id).stat().st_blocks == 0, "its memory is given back"
-        scheduler.add_request(request("r", PROMPT, 2))
-        output = scheduler.schedule()
-        assert output.num_scheduled_tokens == {"r": 64}
-        assert not hasattr(output.kv_connector_metadata, "store_jobs"), "workers were told to copy"
-        scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+        for name in ("first", "second"):
+            scheduler.add_request(request(name, PROMPT, 2))
+            output = scheduler.schedule()
+            assert output.num_scheduled_tokens == {name: 64}
+            assert not hasattr(output.kv_connector_metadata, "store_jobs"), "workers were told to copy"
+            scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+            scheduler.schedule()
+            assert scheduler.reset_prefix_cache(reset_connector=True)
+        assert list(tiers(scheduler)) == ["gpu"]
     assert "Failed to close mmap_obj" not in plugin_log.text
     line = (
         "RAGCache keeps nothing below the GPU: a block of KV takes 1024, 1024, 2048 bytes on the workers, each of "
