@@ -146,7 +146,7 @@ class _Walk:
                 self._visit(paths, child, here)
 
     def _next(self, chosen: tuple[int, ...]) -> Sequence[int]:
-        """Return which candidates may stand behind those that are chosen."""
+        """Return the candidates that may follow the chosen ones."""
         place, others = len(chosen), range(self._k, self._num_candidates)
         if self._keep_first and place == 0:
             return (0,)

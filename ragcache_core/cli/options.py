@@ -131,9 +131,7 @@ _CACHE_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] =
         metavar="SHARE",
         help="Of host memory, for copies of the hottest upper documents, which go last. [default: 0]",
     ),
-    click.option(
-        "--max-age", type=float, metavar="SECONDS", help="Give up what was computed longer ago. [default: never]"
-    ),
+    click.option("--max-age", type=float, metavar="SECONDS", help="Age at which KV expires. [default: never]"),
     click.option(
         "--pinned-share",
         type=float,

@@ -71,7 +71,7 @@ class NodeStats:
 
 
 class ReplacementPolicy(ABC):
-    """Says which of two nodes a tier should give up first.
+    """Says which of two nodes a tier evicts first.
 
     A rank is computed when a node is retrieved and stands until it is retrieved again: that lets a tier keep its
     nodes in a heap. Where the order changes between retrievals (:class:`~ragcache_core.policy.arc.ARCPolicy`), nodes

@@ -91,7 +91,7 @@ class TreeNode(NodeStats):
         return iter(self.children.values() if self.children else ())
 
     def below(self) -> list[TreeNode]:
-        """Return this node and all that stand behind it, each before its children."""
+        """Return this node and its descendants, each before its children."""
         nodes = [self]
         for node in nodes:
             nodes.extend(node.iter_children())
