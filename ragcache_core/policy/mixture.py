@@ -81,7 +81,6 @@ class MixturePolicy(ReplacementPolicy):
         self._classes = bytearray()
         self._last = array("q")
         self._tokens = array("q")
-        self._factors = [list(_START) for _ in _CLASSES]
         self._observed = [[_START_TOKENS * factor for factor in _START] for _ in _CLASSES]
         self._expected = [[_START_TOKENS] * len(_START) for _ in _CLASSES]
         self._mass = [[0.0] * len(_START) for _ in _CLASSES]
@@ -137,7 +136,10 @@ class MixturePolicy(ReplacementPolicy):
         for uses in self._uses:
             uses[lower.id] = uses[stats.id]
         self._classes[lower.id], self._last[lower.id] = self._classes[stats.id], self._last[stats.id]
-        self._tokens[stats.id], self._tokens[lower.id] = stats.num_tokens, lower.num_tokens
+        if self._tokens[stats.id]:
+            self._tokens[stats.id], self._tokens[lower.id] = stats.num_tokens, lower.num_tokens
+        else:  # a conversation's history, which is in no class's mass
+            self._tokens[lower.id] = 0
 
     def on_removed(self, stats: NodeStats) -> None:
         self._take(stats)
@@ -205,12 +207,13 @@ class MixturePolicy(ReplacementPolicy):
             for i in range(len(_START))
         ]
         whole = self._norms[-1]
-        for kind in _CLASSES:
-            observed, expected = self._observed[kind], self._expected[kind]
-            factors = self._factors[kind]
-            for i, mean in enumerate(means):
-                factors[i] = (observed[i] + _SHRINKAGE * mean) / (expected[i] + _SHRINKAGE)
-            self._weights[kind] = [factor * whole / norm for factor, norm in zip(factors, self._norms, strict=True)]
+        self._weights = [
+            [
+                (observed[i] + _SHRINKAGE * means[i]) / (expected[i] + _SHRINKAGE) * whole / self._norms[i]
+                for i in range(len(_START))
+            ]
+            for observed, expected in zip(self._observed, self._expected, strict=True)
+        ]
 
     def _credit(self, stats: NodeStats, faded: list[float]) -> None:
         """Credit each memory by its part in the rate of a node that is used."""
