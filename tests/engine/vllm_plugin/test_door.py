@@ -156,6 +156,7 @@ def test_documents_are_forgotten_by_all_engines_and_the_answer_waits_for_what_is
         "num_requests": 0,
         "num_left": 0,
         "problems": ["a disk"],
+        "unsearched": [],
         "is_complete": False,
     }
     assert engines == [["a", "c", "b"], "left", "left", "left"]

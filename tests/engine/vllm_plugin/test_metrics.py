@@ -137,7 +137,7 @@ def test_the_releases_and_the_policy_are_told_by_the_first_api_server() -> None:
     builds = [Server(num_engines=2, index=index).registry.collect() for index in (0, 1)]
     first, second = [[s for m in build if m.name == "ragcache_build_info" for s in m.samples] for build in builds]
     assert [(s.labels["engine"], s.value) for s in first] == [("0", 1), ("1", 1)]
-    assert {(s.labels["version"], s.labels["policy"]) for s in first} == {(__version__, "tournament")}
+    assert {(s.labels["version"], s.labels["policy"]) for s in first} == {(__version__, "mixture")}
     assert second == []
 
 

@@ -86,8 +86,8 @@ def test_stages_that_need_more_than_the_first_leave_an_engine_with_gpu_memory_al
         assert list(tiers(scheduler)) == ["gpu"]
     assert "Failed to close mmap_obj" not in plugin_log.text
     line = (
-        "RAGCache keeps nothing below the GPU: a block of KV takes 1024, 1024, 2048 bytes on the workers, each of "
-        "which has the 1024 of the first in host memory: give the first pipeline stage at least as many layers as any"
+        "RAGCache keeps nothing below the GPU: a block of KV takes 1024, 1024, 2048 bytes on the workers, and each "
+        "has the 1024 of the first in host memory: give the first pipeline stage at least as many layers as any"
     )
     assert plugin_log.text.count(line) == 1
 
