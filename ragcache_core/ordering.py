@@ -223,7 +223,9 @@ def arrange(
     """Return in which order to show ``documents``, which are the best first, as indices into them.
 
     Args:
+        documents: their ids, the best first.
         order: what decides; ``cache_aware`` without ``paths`` is the order of the search.
+        paths: what the engine has cached.
         prefix: :func:`static_prefix_digest` of the prompt; None where it is not known.
         keep_first: the best document stays in front.
 

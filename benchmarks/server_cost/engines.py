@@ -68,6 +68,7 @@ def launch_engine(name: EngineName, num_host_prompts: int) -> Engine:
     """Return an engine that is ready.
 
     Args:
+        name: which engine.
         num_host_prompts: prompts of 4,096 tokens that the host tier holds. The GPU KV cache holds 32.
     """
     kv_bytes = _NUM_GPU_PROMPTS * PROMPT_BYTES

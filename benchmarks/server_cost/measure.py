@@ -87,6 +87,7 @@ def group_engines(engines: Sequence[EngineName], at_once: int | None = None) -> 
     """Return which engines run at once: the baseline, which is the first, in every group.
 
     Args:
+        engines: their names, the baseline first.
         at_once: how many; by default as many as memory holds.
 
     Raises:

@@ -92,8 +92,8 @@ class ChunkStore:
             capacity_bytes: the slots' limit on disk; the index (some 120 bytes a chunk) is not counted. With less than
                 before, chunks are evicted: the deepest first, of those the least valuable.
             direct: use ``O_DIRECT``, do not, or (None) where the file system can.
-            kin: entries of the identity that an engine's older identities share. Where there is too little room, these
-                are deleted; others only when they were not used for 30 days.
+            match_keys: entries of the identity that namespaces of the same model share. Where disk space is short, they
+                are deleted; others only after 30 days without use.
             keys: encrypt chunks with the first of them, and read what any of them has encrypted; what the directory
                 holds unencrypted, of any identity, is deleted. None: they are not encrypted. The index never is.
 

@@ -165,7 +165,12 @@ def lines(
     """Return a plot with a line through the points of each series.
 
     Args:
+        title: of the plot.
+        x_label: of the x axis, with its unit.
+        y_label: of the y axis, with its unit.
         series: for each name, (x, y) in the order of x.
+        log_x: a logarithmic x axis.
+        log_y: a logarithmic y axis.
         spread: for each name, (lowest, highest) y at each of its points; drawn as a band.
 
     Raises:
@@ -227,6 +232,9 @@ def bars(
     """Return a plot with a bar for each name in each group; a name that a group lacks leaves a gap.
 
     Args:
+        title: of the plot.
+        y_label: of the y axis, with its unit.
+        groups: for each group, the bar of each name.
         intervals: for each name, (lowest, highest) of its bars; drawn as a whisker.
         at_least: names whose bars are lower bounds: an arrow stands on them, and the number has a sign.
     """

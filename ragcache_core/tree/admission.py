@@ -31,11 +31,14 @@ def admit(
     """Evict from ``tier`` for units that are offered to it, one node after the other, while others rank lower.
 
     Args:
+        tree: has the units.
+        tier: takes them in.
         keys: of one path, in its order; none of them lies in the tier. What the tree does not know gets what is free:
             nothing goes for it.
         num_free: units that fit as it is.
         protected: units that stay.
-        offered_size, evicted_size: for how many a unit counts, by its key; one, if None.
+        offered_size: for how many an offered unit counts, by its key; one, if None.
+        evicted_size: the same of an evicted unit.
     """
 
     num_admitted = num_seen = 0

@@ -58,7 +58,10 @@ def pgvector_stages(
         where: a condition of yours in SQL, ``"tenant = %(tenant)s"``. pgvector applies it to what the index found, and
             may find fewer than ``k``, unless iterative scans are switched on for the connection.
         params: the values of ``where``.
-        id_column, text_column, metadata_column, vector_column: where documents are; the metadata is ``jsonb``.
+        id_column: of the documents' ids.
+        text_column: of their texts.
+        metadata_column: of their metadata, in ``jsonb``; None for none.
+        vector_column: of their vectors.
 
     Raises:
         ConfigError: an effort, an index or a metric that is none, or the extra ``pgvector`` is not installed.
