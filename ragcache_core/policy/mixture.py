@@ -28,7 +28,7 @@ _KNOWN_RATE: Final = 0.001
 _SIZE_RATE: Final = 0.01
 _ONCE, _OFTEN, _UNSEEN = 0, 1, 2
 _CLASSES: Final = (_ONCE, _OFTEN)
-_RANK_AGES: Final = (32, 48, 72, 108, 162, 243, 364, 546, 820, 1230, 1845, 2768, 4152)
+_RANK_AGES: Final = (64, 128, 256, 512, 1024, 2048, 4096)
 """Up to the age at which but the longest memory has forgotten a use."""
 _THINK_TIMES: Final = 2.0
 """In which a conversation's history counts half; 1 to 3 gave nearly the same on a production trace."""
