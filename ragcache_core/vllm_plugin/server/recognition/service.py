@@ -38,7 +38,10 @@ _POLL_S = 0.5
 _EVERYWHERE_S = 10.0
 _REWRITE_S = 30.0
 _ALL = "every tenant"
-_SAME_CONTENT = "64 other documents differ from it in their first and last words alone: it is not told apart"
+_SAME_CONTENT = (
+    "64 other documents differ from it in their first and last words, or in the number of repetitions, alone: it is "
+    "not told apart"
+)
 _TOO_MANY = "more documents came at once than the server recognises: raise max_documents, or register fewer"
 _OF_A_RECORD = ("id", "text", "acl")
 
