@@ -25,7 +25,7 @@ from ragcache_core.wire import HUNG
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from ragcache_core.vllm_plugin.server.door_keys import DoorKeys
+    from ragcache_core.vllm_plugin.server.accepted_keys import AcceptedKeys
 
 OPEN_PATHS = frozenset(
     {
@@ -93,7 +93,7 @@ class AuthMiddleware:
     (``ragcache_progress``), once there is an engine.
     """
 
-    def __init__(self, app: ASGIApp, keys: DoorKeys, work: Work) -> None:
+    def __init__(self, app: ASGIApp, keys: AcceptedKeys, work: Work) -> None:
         """``keys`` may change while the server runs."""
         self._app = app
         self._work = work

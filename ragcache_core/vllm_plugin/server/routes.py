@@ -29,7 +29,7 @@ from ragcache_core.vllm_plugin.compat import (
 )
 from ragcache_core.vllm_plugin.release import settings_in_force
 from ragcache_core.vllm_plugin.server import cache_routes, document_routes
-from ragcache_core.vllm_plugin.server.door_keys import DoorKeys, follow_file
+from ragcache_core.vllm_plugin.server.accepted_keys import AcceptedKeys, follow_file
 from ragcache_core.vllm_plugin.server.engine_view import received
 from ragcache_core.vllm_plugin.server.middleware import AuthMiddleware, Work, refusal_of_work
 from ragcache_core.vllm_plugin.server.page.routes import router as page_router
@@ -257,8 +257,8 @@ class RAGCacheEndpoint:
         app.state.ragcache_work = Work()
         app.state.ragcache_operator_call = asyncio.Lock()
         app.state.ragcache_has_peers = (app.state.args.api_server_count or 1) > 1
-        app.state.ragcache_door_keys = DoorKeys(keys, tenants)
-        app.add_middleware(AuthMiddleware, keys=app.state.ragcache_door_keys, work=app.state.ragcache_work)
+        app.state.ragcache_keys = AcceptedKeys(keys, tenants)
+        app.add_middleware(AuthMiddleware, keys=app.state.ragcache_keys, work=app.state.ragcache_work)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Keep the way to the engine, for confirmations and cached paths; other routes answer from what it has sent.
@@ -268,7 +268,7 @@ class RAGCacheEndpoint:
         """
         check_door(engine_client.vllm_config.kv_transfer_config, getattr(state, "ragcache_tenants", None))
         if (path := tenants_file(engine_client.vllm_config.kv_transfer_config)) is not None:
-            state.ragcache_keys_task = asyncio.create_task(follow_file(state.ragcache_door_keys, path))
+            state.ragcache_keys_task = asyncio.create_task(follow_file(state.ragcache_keys, path))
         state.ragcache_engine_client = engine_client
         if (transfer := engine_client.vllm_config.kv_transfer_config) is not None:
             state.ragcache_replica = replica_name(str(transfer.engine_id))

@@ -109,7 +109,7 @@ class PathServer:
         return json.dumps({**answer, "is_complete": end == len(self._changes)}).encode()
 
 
-class AuthMiddleware(OrderingClient):
+class PathClient(OrderingClient):
     def __init__(self, base_url: str) -> None:
         self.cached = CachedPrefixes(base_url, "secret")
         super().__init__(self.cached, RememberedOrders())
@@ -134,8 +134,8 @@ def serving(*args: Any, **settings: Any) -> Iterator[PathServer]:
 
 
 @contextmanager
-def door_to(server: PathServer) -> Iterator[AuthMiddleware]:
-    door = AuthMiddleware(server.base_url)
+def door_to(server: PathServer) -> Iterator[PathClient]:
+    door = PathClient(server.base_url)
     try:
         yield door
     finally:
@@ -337,7 +337,7 @@ def test_another_versions_words_are_not_followed(caplog: pytest.LogCaptureFixtur
 
 def test_closing_ends_the_thread_at_once_and_nothing_starts_it_again() -> None:
     with serving() as server:
-        door = AuthMiddleware(server.base_url)
+        door = PathClient(server.base_url)
         door.ids(A, B)
         until(lambda: door.is_current)
         assert len(mirror_threads()) == 1

@@ -17,6 +17,7 @@ from starlette.testclient import TestClient
 from ragcache_core.errors import ConfigError
 from ragcache_core.runtime.environment import HANG_TIMEOUT_ENV
 from ragcache_core.runtime.hangs import ProcessUse
+from ragcache_core.vllm_plugin.server.accepted_keys import AcceptedKeys
 from ragcache_core.vllm_plugin.server.middleware import AuthMiddleware, Work
 from ragcache_core.vllm_plugin.server.progress import EngineProgress, hang_timeout_s
 from ragcache_core.wire import HUNG
@@ -118,7 +119,7 @@ def test_health_says_that_the_engine_hangs_and_other_routes_are_served() -> None
         return PlainTextResponse("fine")
 
     app = Starlette(routes=[Route(path, fine) for path in ("/health", "/ready", "/version")])
-    app.add_middleware(AuthMiddleware, keys=["secret"], work=Work())
+    app.add_middleware(AuthMiddleware, keys=AcceptedKeys(["secret"]), work=Work())
     with TestClient(app) as client:
         assert client.get("/health").status_code == 200
         app.state.ragcache_progress = SimpleNamespace(hang=None)

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from ragcache_core.runtime.tenants import Tenants
+from ragcache_core.vllm_plugin.server.accepted_keys import AcceptedKeys
 from ragcache_core.vllm_plugin.server.middleware import AuthMiddleware, Work
 from ragcache_core.vllm_plugin.server.recognition.routes import router
 from ragcache_core.vllm_plugin.server.request_body import RequestBodyCheck
@@ -39,7 +40,7 @@ def client(server: Server, tmp_path: Path) -> Iterator[TestClient]:
     app.state.ragcache_recognition = server.services[0]
     app.state.ragcache_max_body_bytes = LIMIT
     app.add_middleware(RequestBodyCheck)
-    app.add_middleware(AuthMiddleware, keys=[KEY], work=Work(), tenants=Tenants.from_toml(path))
+    app.add_middleware(AuthMiddleware, keys=AcceptedKeys([KEY], Tenants.from_toml(path)), work=Work())
     with TestClient(app) as running:
         yield running
 

@@ -19,6 +19,7 @@ from starlette.testclient import TestClient
 from ragcache_core.errors import ConfigError
 from ragcache_core.runtime.tenants import Tenants, salt_of, speculation_of
 from ragcache_core.stats import merged_report
+from ragcache_core.vllm_plugin.server.accepted_keys import AcceptedKeys
 from ragcache_core.vllm_plugin.server.middleware import AuthMiddleware, Work
 from ragcache_core.vllm_plugin.server.tenant_requests import TenantRequests, check_door, report_for, tenants_of
 from ragcache_core.wire import KEY, WIRE_VERSION, decode_kv_transfer_params
@@ -47,7 +48,7 @@ def server(path: Path) -> Iterator[TestClient]:
     app = Starlette(routes=[Route("/{path:path}", echo, methods=["GET", "POST", "DELETE"])])
     app.state.ragcache_tenants = Tenants.from_toml(path)
     app.add_middleware(TenantRequests)
-    app.add_middleware(AuthMiddleware, keys=[SERVER], work=Work(), tenants=app.state.ragcache_tenants)
+    app.add_middleware(AuthMiddleware, keys=AcceptedKeys([SERVER], app.state.ragcache_tenants), work=Work())
     with TestClient(app) as client:
         yield client
 
@@ -216,7 +217,7 @@ def test_a_file_of_collections_alone_opens_and_closes_nothing(tmp_path: Path, ke
     path = tmp_path / "collections.toml"
     path.write_text('[[collections]]\nname = "handbook"\nids = ["handbook/*"]\n')
     app = Starlette(routes=[Route("/{path:path}", told)])
-    app.add_middleware(AuthMiddleware, keys=keys, work=Work(), tenants=Tenants.from_toml(path))
+    app.add_middleware(AuthMiddleware, keys=AcceptedKeys(keys, Tenants.from_toml(path)), work=Work())
     with TestClient(app) as client:
         assert client.get("/v1/models").status_code == status
         assert client.get("/metrics").status_code == 200

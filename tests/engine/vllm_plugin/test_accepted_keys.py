@@ -13,7 +13,7 @@ import pytest
 from ragcache_core.errors import ConfigError
 from ragcache_core.runtime.api_keys import hashed
 from ragcache_core.runtime.tenants import Tenants
-from ragcache_core.vllm_plugin.server.door_keys import DoorKeys, follow_file
+from ragcache_core.vllm_plugin.server.accepted_keys import AcceptedKeys, follow_file
 from tests.support.waiting import until
 
 SERVER, OLD, NEW, OTHER = "key-of-the-server", "o" * 32, "n" * 32, "b" * 32
@@ -38,22 +38,22 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def keys(path: Path) -> DoorKeys:
-    return DoorKeys([SERVER], write(path, table("acme", OLD), table("globex", OTHER)))
+def keys(path: Path) -> AcceptedKeys:
+    return AcceptedKeys([SERVER], write(path, table("acme", OLD), table("globex", OTHER)))
 
 
-def tenants_of(keys: DoorKeys, *shown: str) -> list[str | None]:
+def tenants_of(keys: AcceptedKeys, *shown: str) -> list[str | None]:
     return [keys.tenant_of(hashed(key)) for key in shown]
 
 
-def test_a_new_key_opens_and_the_old_one_does_not_any_more(keys: DoorKeys, path: Path) -> None:
+def test_a_new_key_opens_and_the_old_one_does_not_any_more(keys: AcceptedKeys, path: Path) -> None:
     assert tenants_of(keys, OLD, NEW, OTHER) == ["acme", None, "globex"]
     assert keys.replace(write(path, table("acme", NEW), table("globex", OTHER))) == []
     assert tenants_of(keys, OLD, NEW, OTHER) == [None, "acme", "globex"]
     assert keys.is_operators(hashed(SERVER))
 
 
-def test_operators_keys_are_exchanged(keys: DoorKeys, path: Path) -> None:
+def test_operators_keys_are_exchanged(keys: AcceptedKeys, path: Path) -> None:
     assert not keys.is_operators(hashed(NEW))
     keys.replace(write(path, table("acme", OLD), f'[operators]\nkeys = ["{NEW}"]'))
     assert keys.is_operators(hashed(NEW))
@@ -62,7 +62,7 @@ def test_operators_keys_are_exchanged(keys: DoorKeys, path: Path) -> None:
 
 
 def test_a_tenant_who_has_left_the_file_is_locked_out_and_a_new_one_waits_for_the_engine(
-    keys: DoorKeys, path: Path
+    keys: AcceptedKeys, path: Path
 ) -> None:
     assert keys.replace(write(path, table("globex", OTHER), table("initech", NEW))) == ["tenant 'initech'"]
     assert tenants_of(keys, OLD, NEW, OTHER) == [None, None, "globex"]
@@ -79,24 +79,24 @@ def test_a_tenant_who_has_left_the_file_is_locked_out_and_a_new_one_waits_for_th
         ('[[collections]]\nname = "handbook"\nids = ["h/*"]', ["collection 'handbook'"]),
     ],
 )
-def test_what_the_engine_must_know_is_named(keys: DoorKeys, path: Path, more: str, waits: list[str]) -> None:
+def test_what_the_engine_must_know_is_named(keys: AcceptedKeys, path: Path, more: str, waits: list[str]) -> None:
     assert keys.replace(write(path, table("acme", NEW, more), table("globex", OTHER))) == waits
     assert tenants_of(keys, NEW) == ["acme"], "keys count at once"
 
 
-def test_another_secret_waits_for_a_restart(keys: DoorKeys, path: Path) -> None:
+def test_another_secret_waits_for_a_restart(keys: AcceptedKeys, path: Path) -> None:
     changed = write(path, f'secret = "{"s" * 32}"', table("acme", OLD), table("globex", OTHER))
     assert keys.replace(changed) == ["secret"]
 
 
-def test_the_servers_own_key_for_a_tenant_is_refused_and_changes_nothing(keys: DoorKeys, path: Path) -> None:
+def test_the_servers_own_key_for_a_tenant_is_refused_and_changes_nothing(keys: AcceptedKeys, path: Path) -> None:
     with pytest.raises(ConfigError, match="own API key"):
         keys.replace(write(path, table("acme", SERVER)))
     assert tenants_of(keys, OLD, OTHER) == ["acme", "globex"]
 
 
 @contextmanager
-def followed(keys: DoorKeys, path: Path) -> Iterator[None]:
+def followed(keys: AcceptedKeys, path: Path) -> Iterator[None]:
     """Follow the file in a thread; it goes on whatever becomes of the file."""
     loop = asyncio.new_event_loop()
     following = loop.create_task(follow_file(keys, path, look_s=0.01))
@@ -119,10 +119,12 @@ def followed(keys: DoorKeys, path: Path) -> Iterator[None]:
 
 
 def test_a_changed_file_is_read_and_a_broken_or_missing_one_locks_nobody_out(
-    keys: DoorKeys, path: Path, monkeypatch: pytest.MonkeyPatch
+    keys: AcceptedKeys, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused: list[object] = []
-    monkeypatch.setattr("ragcache_core.vllm_plugin.server.door_keys.logger.error", lambda *said: refused.append(said))
+    monkeypatch.setattr(
+        "ragcache_core.vllm_plugin.server.accepted_keys.logger.error", lambda *said: refused.append(said)
+    )
     with followed(keys, path):
         for number, broken in enumerate(["[[tenants", table("acme", "short"), None]):
             path.unlink() if broken is None else path.write_text(broken, encoding="utf-8")

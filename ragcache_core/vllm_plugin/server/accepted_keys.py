@@ -18,7 +18,7 @@ LOOK_S = 5.0
 logger = init_logger(f"vllm.{__name__}")
 
 
-class DoorKeys:
+class AcceptedKeys:
     """Digests of keys: the server's own, which are operators' where there are tenants, and those of the tenants.
 
     A changed file changes keys alone. The engine has divided its memory among the tenants of the start.
@@ -90,7 +90,7 @@ def _differs(one: object, other: object) -> bool:
     return {**vars(one), "keys": None} != {**vars(other), "keys": None}
 
 
-async def follow_file(keys: DoorKeys, path: Path, look_s: float = LOOK_S) -> None:
+async def follow_file(keys: AcceptedKeys, path: Path, look_s: float = LOOK_S) -> None:
     """Keep ``keys`` as the file of tenants has them; a file that cannot be used changes nothing. Does not return."""
     seen = await asyncio.to_thread(_version_of, path)
     while True:
