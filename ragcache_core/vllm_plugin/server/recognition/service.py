@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence, Set
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence, Set
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm.logger import init_logger
 
@@ -26,6 +26,7 @@ from ragcache_core.wire import MAX_DOC_ID_CHARS, check_text
 
 logger = init_logger(f"vllm.{__name__}")
 
+T = TypeVar("T")
 Call = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
 """Calls the engine core's log with an action and its arguments."""
 MAX_TEXT_CHARS = 1 << 20
@@ -38,6 +39,7 @@ _POLL_S = 0.5
 _EVERYWHERE_S = 10.0
 _REWRITE_S = 30.0
 _ALL = "every tenant"
+_UNSTORED = "it is not on disk, because the file of registrations cannot be written: mend that, and try again"
 _SAME_CONTENT = (
     "64 other documents differ from it in their first and last words, or in the number of repetitions, alone: it is "
     "not told apart"
@@ -140,6 +142,7 @@ class RecognitionService:
         self._refused: set[tuple[str | None, str]] = set()
         self._lock = asyncio.Lock()
         self._registering = asyncio.Lock()
+        self._changing: set[asyncio.Task[Any]] = set()
         self.counts = RecognitionCounts()
         self.total: dict[str, int] = {}
         self.on_counted: Callable[[], None] = lambda: None
@@ -162,6 +165,8 @@ class RecognitionService:
         stored, restricted = None, set[str | None]()
         try:
             stored = None if self._journal is None else await asyncio.to_thread(self._journal.load)
+            if stored is None and self._journal is not None:
+                restricted = await asyncio.to_thread(self._journal.load_restricted)
         except ValueError as error:
             logger.warning(
                 "Registered documents are lost, so plain requests of all tenants share no KV until every document is "
@@ -201,14 +206,15 @@ class RecognitionService:
         async with self._lock:
             await self._read(is_written=False)
         if self._journal is not None:
-            is_due = self._has_ended and time.monotonic() > self._rewritten_s + _REWRITE_S
+            is_due = (self._has_ended or self._journal.is_broken) and time.monotonic() > self._rewritten_s + _REWRITE_S
             if is_due or self._journal.has_surplus(self.total["num_documents"]):
                 await self._rewrite_journal()
 
     async def _read(self, *, is_written: bool) -> None:
         while True:
             used, self._used = list(self._used), {}
-            body = {"reader": self._reader, "after": self._last, "limit": _PAGE, "used": used}
+            is_stored = self._journal is None or not self._journal.is_broken
+            body = {"reader": self._reader, "after": self._last, "limit": _PAGE, "used": used, "is_stored": is_stored}
             said = await self._call("read", {**body, "counts": asdict(self.counts)})
             self._restricted = frozenset(said["restricted"])
             self._is_all_restricted = _ALL in self._restricted
@@ -232,7 +238,7 @@ class RecognitionService:
             if data is None:
                 if (registry := self._registries.get(tenant)) is not None:
                     registry.forget(doc_id)
-            elif not self._registry_of(tenant).add(Registration.from_bytes(data)):
+            elif not self._registry_of(tenant).add(Registration.from_bytes(data)) and self._registering.locked():
                 self._refused.add((tenant, doc_id))
 
     def _registry_of(self, tenant: str | None) -> Registry:
@@ -302,10 +308,21 @@ class RecognitionService:
         Documents with access groups are known to every API server, and on disk, at the return.
         """
         results: list[RegistrationResult] = []
-        async with self._registering:
-            for at in range(0, len(records), _BATCH):
-                results += await self._register_batch(tenant, records[at : at + _BATCH])
+        for at in range(0, len(records), _BATCH):
+            results += await self._whole(self._register_batch(tenant, records[at : at + _BATCH]))
         return results
+
+    async def _whole(self, change: Coroutine[Any, Any, T]) -> T:
+        """Return what a change returns, one at a time; it goes on to its end if the client leaves."""
+
+        async def alone() -> T:
+            async with self._registering:
+                return await change
+
+        task = asyncio.create_task(alone())
+        self._changing.add(task)
+        task.add_done_callback(self._changing.discard)
+        return await asyncio.shield(task)
 
     async def _register_batch(self, tenant: str | None, records: Sequence[object]) -> list[RegistrationResult]:
         read = [_read_document(record) for record in records]
@@ -337,12 +354,13 @@ class RecognitionService:
                     "from the source, or show the text with a space in them"
                 )
         late = ""
-        if made:
+        restricted = [each for each in read if isinstance(each, _Document) and each.acl is not None]
+        if made or restricted:  # also one that is known here may not be known everywhere
             if self._used:  # or documents in use would be dropped for new ones
                 await self.pull()
             said = await self._call("append", {"entries": [(tenant, data) for data in made.values()]})
             await self.pull()
-            if any(wanted[index].acl is not None for index in made):
+            if restricted:
                 late = await self._wait_for_all(said["last"])
         results = []
         for index, each in enumerate(read):
@@ -371,22 +389,24 @@ class RecognitionService:
         """Return when every API server has taken in a change, "" or why not."""
         await self.pull()  # the second one says that the first one's changes are on disk
         ends_s = time.monotonic() + _EVERYWHERE_S
-        while (await self._call("read_by", {"num_readers": self._num_readers}))["number"] < number:
+        while (said := await self._call("read_by", {"num_readers": self._num_readers}))["number"] < number:
             if time.monotonic() > ends_s:
                 return f"not all {self._num_readers} API servers know it after {_EVERYWHERE_S:g} s: register it again"
             await asyncio.sleep(0.05)
-        return ""
+        return "" if said["is_stored"] else _UNSTORED
 
     async def forget(self, doc_ids: Set[str]) -> tuple[str, ...]:
         """Remove documents of all tenants, in every API server and on disk; return what could not be done."""
-        async with self._registering:
-            is_known = any(map(self.is_registered, doc_ids))
-            said = await self._call("forget", {"ids": sorted(doc_ids)})
-            await self.pull()
-            late = await self._wait_for_all(said["last"])
-            if self._journal is not None and is_known:  # the ids must not stay on disk
-                await self._rewrite_journal()
+        late = await self._whole(self._forget(doc_ids))
         return (f"the registration of the documents: {late}",) if late else ()
+
+    async def _forget(self, doc_ids: Set[str]) -> str:
+        is_known = any(map(self.is_registered, doc_ids))
+        said = await self._call("forget", {"ids": sorted(doc_ids)})
+        await self.pull()
+        if self._journal is not None and is_known:  # the ids must not stay on disk
+            await self._rewrite_journal()
+        return await self._wait_for_all(said["last"])
 
     async def _rewrite_journal(self) -> None:
         assert self._journal is not None
