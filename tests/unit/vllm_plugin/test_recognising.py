@@ -114,6 +114,21 @@ def test_one_bad_record_does_not_lose_the_others() -> None:
     run(scene)
 
 
+def test_a_text_that_is_longer_than_every_prompt_is_refused_and_its_longer_forms_are_left_out() -> None:
+    async def scene() -> None:
+        server = Server()
+        for service in server.services:
+            service._tokenizer._max_tokens = 50
+        await server.begin()
+        lines = " \n ".join(f"line{i}" for i in range(20))
+        results = await server.register(document("long", f"{SUN} " * 10), document("lines", lines))
+        assert "split it" in results[0]
+        assert results[1] is True
+        assert shown((await server.ask(lines))[0]) == ["lines"]
+
+    run(scene)
+
+
 def test_control_tokens_in_a_document_are_told() -> None:
     async def scene() -> None:
         server = await Server().begin()
@@ -460,7 +475,8 @@ def start(client: Any, known: Tenants | None, monkeypatch: pytest.MonkeyPatch, c
     """Start recognition as the server does, with a way to the engine core's log."""
     monkeypatch.setattr("ragcache_core.vllm_plugin.server.recognition.start.call_registrations", call)
     parallel = SimpleNamespace(data_parallel_rank=0, _api_process_rank=0, _api_process_count=1)
-    client.vllm_config = SimpleNamespace(parallel_config=parallel)
+    model = SimpleNamespace(max_model_len=4096)
+    client.vllm_config = SimpleNamespace(parallel_config=parallel, model_config=model)
     client.renderer = SimpleNamespace(get_tokenizer=WordTokenizer)
     return asyncio.run(start_recognition(client, PluginSettings(**settings), known, None))
 

@@ -341,6 +341,7 @@ class RecognitionService:
             if isinstance(tokenized, str):
                 read[index] = RegistrationResult(document.doc_id, is_registered=False, error=tokenized)
                 continue
+            await asyncio.sleep(0)  # requests go on between two long texts
             kept = [form for each in tokenized if (form := registry.make_form(each.tokens, each.edges, taken))]
             taken |= {form.anchor_key for form in kept}
             if not kept:
@@ -382,7 +383,7 @@ class RecognitionService:
             try:
                 forms.append(self._tokenizer.forms_of(text))
             except Exception as error:  # a tokenizer's own, and it must not lose the other documents
-                forms.append(f"the text cannot be tokenised: {error!s:.200}")
+                forms.append(f"the text cannot be registered: {error!s:.200}")
         return forms
 
     async def _wait_for_all(self, number: int) -> str:
