@@ -634,3 +634,18 @@ def test_a_client_that_leaves_does_not_interrupt_what_it_has_begun(
         assert (await Server(path=path).begin()).services[0].is_registered("wages")
 
     run(scene)
+
+
+def test_a_known_document_in_a_request_asks_nothing_of_the_engine() -> None:
+    async def scene() -> None:
+        server = await Server().begin()
+        inline = {KEY: {"register": [document("wages", WAGES, "hr"), document("sun", SUN)]}}
+        await server.ask(WAGES, params=inline)
+        asked: list[str] = []
+        act = server.kept.act
+        server.kept.act = lambda action, body: (asked.append(action), act(action, body))[1]  # type: ignore[method-assign]
+        for _ in range(3):
+            assert shown((await server.ask(WAGES, params=inline))[0]) == ["wages"]
+        assert asked == []
+
+    run(scene)

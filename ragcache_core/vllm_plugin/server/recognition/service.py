@@ -136,6 +136,7 @@ class RecognitionService:
         self._restricted: frozenset[str | None] = frozenset()
         self._is_all_restricted = False
         self._last = 0
+        self._has_unconfirmed = False  # restricted documents that other servers, or the disk, may not have
         self._has_ended = False  # what was forgotten is still named in the journal
         self._rewritten_s = time.monotonic()
         self._used: dict[tuple[str | None, str], None] = {}
@@ -238,8 +239,11 @@ class RecognitionService:
             if data is None:
                 if (registry := self._registries.get(tenant)) is not None:
                     registry.forget(doc_id)
-            elif not self._registry_of(tenant).add(Registration.from_bytes(data)) and self._registering.locked():
-                self._refused.add((tenant, doc_id))
+            else:
+                registration = Registration.from_bytes(data)
+                self._has_unconfirmed |= registration.acl is not None
+                if not self._registry_of(tenant).add(registration) and self._registering.locked():
+                    self._refused.add((tenant, doc_id))
 
     def _registry_of(self, tenant: str | None) -> Registry:
         assert self._hashing is not None
@@ -356,13 +360,15 @@ class RecognitionService:
                 )
         late = ""
         restricted = [each for each in read if isinstance(each, _Document) and each.acl is not None]
-        if made or restricted:  # also one that is known here may not be known everywhere
+        if made:
             if self._used:  # or documents in use would be dropped for new ones
                 await self.pull()
-            said = await self._call("append", {"entries": [(tenant, data) for data in made.values()]})
+            await self._call("append", {"entries": [(tenant, data) for data in made.values()]})
             await self.pull()
-            if restricted:
-                late = await self._wait_for_all(said["last"])
+        if restricted and self._has_unconfirmed:  # what is known here, and so not sent, may not be known everywhere
+            number = self._last
+            late = await self._wait_for_all(number)
+            self._has_unconfirmed = bool(late) or self._last > number
         results = []
         for index, each in enumerate(read):
             if isinstance(each, RegistrationResult):
