@@ -171,7 +171,7 @@ class RecognitionService:
         except ValueError as error:
             logger.warning(
                 "Registered documents are lost, so plain requests of all tenants share no KV until every document is "
-                "registered again and the file is deleted: %s",
+                "registered again and the files registrations-*.journal are deleted: %s",
                 error,
             )
             restricted = {_ALL}
