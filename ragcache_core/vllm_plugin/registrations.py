@@ -25,6 +25,7 @@ class KeptRegistrations:
             begin   points, limit, restricted      ->  points          only the first call sets them
             append  entries: [tenant, bytes]       ->  last
             forget  ids                            ->  last
+            restrict tenants                       ->  last
             read    reader, after, limit, used, counts, is_stored
                                                    ->  is_reset, changes, last, restricted, counts
             read_by num_readers                    ->  number, is_stored
@@ -47,6 +48,10 @@ class KeptRegistrations:
 
     def _forget(self, ids: list[str]) -> dict[str, Any]:
         return {"last": self._log.forget(ids)}
+
+    def _restrict(self, tenants: list[str | None]) -> dict[str, Any]:
+        self._log.restrict(tenants)
+        return {"last": self._log.last}
 
     def _read(
         self,

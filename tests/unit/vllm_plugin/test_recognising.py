@@ -643,9 +643,30 @@ def test_a_known_document_in_a_request_asks_nothing_of_the_engine() -> None:
         await server.ask(WAGES, params=inline)
         asked: list[str] = []
         act = server.kept.act
-        server.kept.act = lambda action, body: (asked.append(action), act(action, body))[1]  # type: ignore[method-assign]
+
+        def noting(action: str, body: Any) -> dict[str, Any]:
+            asked.append(action)
+            return act(action, body)
+
+        server.kept.act = noting  # type: ignore[method-assign]
         for _ in range(3):
             assert shown((await server.ask(WAGES, params=inline))[0]) == ["wages"]
         assert asked == []
+
+    run(scene)
+
+
+def test_a_restricted_document_that_cannot_be_registered_makes_its_tenant_restricted(tmp_path: Path) -> None:
+    async def scene() -> None:
+        for i, bad in enumerate((document("wages", "Two words", "hr"), document("wages", WAGES, *["g" * 200] * 2, ""))):
+            path = tmp_path / str(i) / "registrations-1.journal"
+            server = await Server(path=path).begin()
+            assert await server.register(document("", SUN)) != [True]
+            assert not server.services[0].is_restricted(None)
+            assert await server.register(bad) != [True]
+            assert "cache_salt" in (await server.ask(WAGES))[0].prompt
+            assert (await Server(path=path).begin()).services[0].is_restricted(None)
+        many = document("many", WAGES, *[f"{i:0200}" for i in range(30)])
+        assert "6000 characters, the limit is 4096" in (await server.register(many))[0]
 
     run(scene)

@@ -91,11 +91,12 @@ class RegistrationJournal:
         else:
             self._num_records, self.is_broken = len(records), False
 
-    def append(self, changes: Iterable[Change]) -> None:
-        """Append changes; they are on disk at the return."""
+    def append(self, changes: Iterable[Change], restricted: Collection[str | None] = ()) -> None:
+        """Append changes, and tenants that are restricted from now on; they are on disk at the return."""
         if self.is_broken:
             return
-        records = [
+        records = [restricted_record(restricted)] if restricted else []
+        records += [
             forgotten_record(tenant, doc_id) if data is None else registered_record(tenant, data)
             for tenant, doc_id, data in changes
         ]

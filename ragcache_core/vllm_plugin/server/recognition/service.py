@@ -31,6 +31,8 @@ Call = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
 """Calls the engine core's log with an action and its arguments."""
 MAX_TEXT_CHARS = 1 << 20
 """Characters of a document. No prompt holds a longer one."""
+_MAX_ACL_CHARS = 4096
+"""Characters of a document's groups, which every API server keeps."""
 _BATCH = 64
 _PAGE = 250
 """Changes that are taken in at once: about 20 ms of the event loop."""
@@ -217,6 +219,7 @@ class RecognitionService:
             is_stored = self._journal is None or not self._journal.is_broken
             body = {"reader": self._reader, "after": self._last, "limit": _PAGE, "used": used, "is_stored": is_stored}
             said = await self._call("read", {**body, "counts": asdict(self.counts)})
+            newly_restricted = frozenset(said["restricted"]) - self._restricted
             self._restricted = frozenset(said["restricted"])
             self._is_all_restricted = _ALL in self._restricted
             self.total = {**said["counts"], "num_documents": said["num_documents"]}
@@ -225,8 +228,8 @@ class RecognitionService:
             changes: list[Change] = [(tenant, doc_id, data) for _, tenant, doc_id, data in said["changes"]]
             self._apply(changes)
             self._has_ended |= any(data is None for _, _, data in changes)
-            if self._journal is not None and changes and not is_written:
-                await asyncio.to_thread(self._journal.append, changes)
+            if self._journal is not None and (changes or newly_restricted) and not is_written:
+                await asyncio.to_thread(self._journal.append, changes, newly_restricted)
             elif len(changes) == _PAGE:
                 await asyncio.sleep(0)  # requests go on between two pages
             if not changes:
@@ -381,6 +384,13 @@ class RecognitionService:
                 results.append(RegistrationResult(each.doc_id, is_registered=False, error=late))
             else:
                 results.append(RegistrationResult(each.doc_id, is_registered=True, warning=warnings.get(index)))
+        has_failed = any(
+            isinstance(record, dict) and record.get("acl") is not None and not result.is_registered
+            for record, result in zip(records, results, strict=True)
+        )
+        if has_failed and tenant not in self._restricted:  # prompts may show it nevertheless
+            await self._call("restrict", {"tenants": [tenant]})
+            await self.pull()
         return results
 
     def _tokenize(self, texts: Sequence[str]) -> list[list[TokenizedForm] | str]:
@@ -456,6 +466,11 @@ def _read_document(record: object) -> _Document | RegistrationResult:
         acl = None if record.get("acl") is None else read_acl(record["acl"], doc_id)
         for group in acl or ():
             check_text(group, "acl")
+        if (num_chars := sum(map(len, acl or ()))) > _MAX_ACL_CHARS:
+            raise ConfigError(
+                f"the groups of acl have {num_chars} characters, the limit is {_MAX_ACL_CHARS}: name a group that has "
+                "them all"
+            )
     except ConfigError as error:
         is_text = isinstance(doc_id, str) and doc_id.isprintable() and len(doc_id) <= MAX_DOC_ID_CHARS
         return RegistrationResult(doc_id if is_text else shown, is_registered=False, error=str(error))
