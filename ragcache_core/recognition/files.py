@@ -2,13 +2,13 @@
 
 ::
 
-    {"format": "ragcache-registrations-1", "points": [71233, 9034421]}
-    size checksum R "acme" <registration>      registered
-    size checksum F ["acme", "faq-7"]          forgotten
-    size checksum T ["acme", null]             tenants that have, or had, documents with access groups
+    {"format": "ragcache-registrations-1", "points": [71233, 9034421], "checksum": 813405612}
+    head R "acme" <registration>      registered
+    head F ["acme", "faq-7"]          forgotten
+    head T ["acme", null]             tenants that have, or had, documents with access groups
 
-A journal holds the secret points of the hashes. It must be readable by its owner alone. A record that was cut off at
-the end, as by a crash, is left out.
+A head is the size of its record and two checksums, of the size and of the record. A journal holds the secret points of
+the hashes. It must be readable by its owner alone. A record that was cut off at the end, as by a crash, is left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from ragcache_core.recognition.registration import Registration
 from ragcache_core.types import DocId
 
 _FORMAT = "ragcache-registrations-1"
-_HEAD = struct.Struct("<II")
+_SIZE = struct.Struct("<I")
+_HEAD = struct.Struct("<III")
 
 
 @dataclass(slots=True)
@@ -43,7 +44,7 @@ class StoredRegistrations:
 
 def journal_head(points: tuple[int, int]) -> bytes:
     """Return the first line of a journal."""
-    return json.dumps({"format": _FORMAT, "points": points}).encode() + b"\n"
+    return json.dumps({"format": _FORMAT, "points": points, "checksum": _checksum_of(points)}).encode() + b"\n"
 
 
 def registered_record(tenant: str | None, registration: bytes) -> bytes:
@@ -75,9 +76,13 @@ def read_journal(data: bytes) -> StoredRegistrations:
         if said["format"] != _FORMAT or not end:
             raise ValueError(f"the format is {said['format']!r:.40}, this version reads {_FORMAT!r}")
         stored = StoredRegistrations((int(one), int(other)))
+        if said["checksum"] != _checksum_of(stored.points):
+            raise ValueError("its points have another checksum")
         at = 0
         while at + _HEAD.size <= len(body):
-            size, checksum = _HEAD.unpack_from(body, at)
+            size, size_checksum, checksum = _HEAD.unpack_from(body, at)
+            if zlib.crc32(_SIZE.pack(size)) != size_checksum:  # and not all that follows cut off
+                raise ValueError(f"the head at byte {len(head) + 1 + at} has another checksum")
             record = body[at + _HEAD.size : at + _HEAD.size + size]
             if len(record) < size:
                 break  # cut off
@@ -113,4 +118,8 @@ def _apply(record: bytes, stored: StoredRegistrations) -> None:
 
 
 def _framed(record: bytes) -> bytes:
-    return _HEAD.pack(len(record), zlib.crc32(record)) + record
+    return _HEAD.pack(len(record), zlib.crc32(_SIZE.pack(len(record))), zlib.crc32(record)) + record
+
+
+def _checksum_of(points: tuple[int, int]) -> int:
+    return zlib.crc32(json.dumps(points).encode())

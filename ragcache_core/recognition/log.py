@@ -126,7 +126,8 @@ class RegistrationLog:
             self._begun[reader] = self.last
         first = after + 1 if after else next(iter(self._entries.values()), (self.last + 1, b""))[0]
         found: list[LogChange] = []
-        for number in range(first, self.last + 1):
+        is_sparse = self.last - first > len(self._keys)  # most changes are replaced by later ones
+        for number in (n for n in self._keys if n >= first) if is_sparse else range(first, self.last + 1):
             key = self._keys.get(number)
             if key is None:
                 continue

@@ -54,12 +54,13 @@ def find_documents(
     """
     tokens = as_tokens(token_ids)
     sums = hashing.prefix_sums(tokens)
-    found = [
-        (candidate, order)
-        for order, registry in enumerate(registries)
-        if len(registry)
-        for candidate in registry.candidates(tokens, sums)
-    ]
+    found: list[tuple[Candidate, int]] = []
+    for order, registry in enumerate(registries):
+        candidates = registry.candidates(tokens, sums) if len(registry) else []
+        if candidates is None:  # it may show any of them
+            every_acl = frozenset(acl for each in registries for acl in each.acls.values())
+            return Recognition((), every_acl, len(tokens))
+        found += [(candidate, order) for candidate in candidates]
     taken = _without_overlap(found)
     documents = _with_ids(taken, found, len(tokens))
     acls = frozenset(acl for candidate, _ in found for acl in candidate.acls)

@@ -31,6 +31,9 @@ MIN_TOKENS = 6
 MAX_SAME_CONTENT = 64
 """Documents with the same interior, which differ in their first and last words alone. More are not registered."""
 _MAX_CHAIN = 64
+_MAX_PLACES = 1 << 16
+_MAX_CANDIDATES = 1 << 13
+"""Of a prompt: repeated tokens, as of a ruled line, are at each of their tokens a document that repeats them."""
 _LOW_BITS = 0xFFFFFFFF
 _ANCHOR_SIZES = (8, 4)
 _FIRST_RECORDS = 256
@@ -144,7 +147,7 @@ class Registry:
         """Register a document, in place of a former text with the same id.
 
         Returns:
-            Whether it can be recognised: False where 64 others have the same interior.
+            Whether it can be recognised: False where 64 others have the same interior, or the same windows in it.
         """
         doc_id = registration.doc_id
         self.forget(doc_id)
@@ -178,7 +181,8 @@ class Registry:
                 if own[0] not in self._ids[record]:
                     self._ids[record] += own
                 return record
-        if num_same >= MAX_SAME_CONTENT:
+        num_alike = self._chain_len(self._tables[form.anchor_size].get(form.anchor_key))
+        if num_same >= MAX_SAME_CONTENT or num_alike >= _MAX_CHAIN:
             return None
         record = self._new_record()
         for name in ("content", "length", "anchor_at", "anchor_key", "anchor_size", "is_head_cut", "is_tail_cut"):
@@ -240,15 +244,18 @@ class Registry:
 
     # Recognition
 
-    def candidates(self, tokens: Tokens, sums: Sums) -> list[Candidate]:
-        """Return the documents that a prompt shows whole; they may overlap."""
-        records, starts = self._verified(sums, len(tokens))
+    def candidates(self, tokens: Tokens, sums: Sums) -> list[Candidate] | None:
+        """Return the documents that a prompt shows whole; they may overlap. ``None`` where it is too many."""
+        verified = self._verified(sums, len(tokens))
+        if verified is None or len(verified[0]) > _MAX_CANDIDATES:
+            return None
+        records, starts = verified
         found = {(int(first), int(record)) for first, record in zip(starts, records, strict=True)}
         return [each for first, record in found if (each := self._candidate(tokens, record, first)) is not None]
 
-    def _verified(self, sums: Sums, num_tokens: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Return records whose interior is in a prompt, and where it begins."""
-        columns, all_records, all_starts = self._columns, [], []
+    def _verified(self, sums: Sums, num_tokens: int) -> tuple[NDArray[np.int32], NDArray[np.int64]] | None:
+        """Return records whose interior is in a prompt, and where it begins; ``None`` where it is too many."""
+        columns, all_records, all_starts, num_left = self._columns, [], [], _MAX_PLACES
         for size, table in self._tables.items():
             if not table:
                 continue
@@ -256,6 +263,8 @@ class Registry:
             places = np.flatnonzero(heads >= 0)
             records = heads[places]
             while len(records):
+                if (num_left := num_left - len(records)) < 0:
+                    return None
                 all_records.append(records)
                 all_starts.append(places - columns["anchor_at"][records])
                 records = columns["next"][records]

@@ -15,6 +15,7 @@ class KeptRegistrations:
         self._log = RegistrationLog()
         self._points: list[int] | None = None
         self._counts: dict[int, dict[str, int]] = {}
+        self._unstored: set[int] = set()
 
     def act(self, action: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return the answer to a call, of JSON's types and bytes.
@@ -24,8 +25,10 @@ class KeptRegistrations:
             begin   points, limit, restricted      ->  points          only the first call sets them
             append  entries: [tenant, bytes]       ->  last
             forget  ids                            ->  last
-            read    reader, after, limit, used     ->  is_reset, changes, last, restricted, counts
-            read_by num_readers                    ->  number
+            restrict tenants                       ->  last
+            read    reader, after, limit, used, counts, is_stored
+                                                   ->  is_reset, changes, last, restricted, counts
+            read_by num_readers                    ->  number, is_stored
             entries after, limit                   ->  entries: [tenant, bytes]
         """
         answer: dict[str, Any] = getattr(self, f"_{action}")(**body)
@@ -46,9 +49,23 @@ class KeptRegistrations:
     def _forget(self, ids: list[str]) -> dict[str, Any]:
         return {"last": self._log.forget(ids)}
 
+    def _restrict(self, tenants: list[str | None]) -> dict[str, Any]:
+        self._log.restrict(tenants)
+        return {"last": self._log.last}
+
     def _read(
-        self, reader: int, after: int, limit: int, used: list[tuple[str | None, str]], counts: dict[str, int]
+        self,
+        reader: int,
+        after: int,
+        limit: int,
+        used: list[tuple[str | None, str]],
+        counts: dict[str, int],
+        is_stored: bool,
     ) -> dict[str, Any]:
+        if is_stored:
+            self._unstored.discard(reader)
+        else:
+            self._unstored.add(reader)
         for tenant, doc_id in used:
             self._log.note_use(tenant, [doc_id])
         self._counts[reader] = counts
@@ -67,7 +84,7 @@ class KeptRegistrations:
         }
 
     def _read_by(self, num_readers: int) -> dict[str, Any]:
-        return {"number": self._log.min_read(num_readers)}
+        return {"number": self._log.min_read(num_readers), "is_stored": not self._unstored}
 
     def _entries(self, after: int, limit: int) -> dict[str, Any]:
         _, changes = self._log.changes(-1, after, limit)

@@ -87,7 +87,8 @@ class _Response:
         """Return a part of a stream, with one more event before the last."""
         if self._first is None and part.startswith(_DATA):
             self._first = _object(part.split(b"\n", 1)[0].removeprefix(_DATA))
-        if self._first is None or (at := part.find(_DONE)) < 0:
+        at = (b"\n" + part).find(b"\n" + _DONE)  # an answer may hold these words, within its line
+        if self._first is None or at < 0:
             return part
         figures = await self._figures(self._first.get("id"))
         if figures is None:

@@ -167,3 +167,19 @@ def test_a_damaged_registration_is_an_error_and_not_another_document() -> None:
     for size in range(0, len(data), 7):
         with pytest.raises(ValueError, match="damaged|unpack"):
             Registration.from_bytes(data[:size])
+
+
+def test_a_changed_bit_of_a_journal_is_told_wherever_it_is() -> None:
+    data = b"".join(
+        [
+            journal_head((70_000, 80_000)),
+            registered_record(None, registration("one", 1, ("hr",))),
+            registered_record("acme", registration("two", 2)),
+        ]
+    )
+    assert not read_journal(data).is_cut
+    for bit in range(8 * len(data)):
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ValueError, match="damaged"):
+            read_journal(bytes(changed))

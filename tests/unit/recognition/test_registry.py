@@ -216,3 +216,15 @@ def test_the_bytes_of_tokens_are_those_of_their_texts(kind: str, tokens: list[st
 def test_a_points_outside_of_the_field_are_refused() -> None:
     with pytest.raises(ValueError, match="points"):
         PolynomialHash((1, 2**33))
+
+
+def test_documents_of_repeated_tokens_neither_hold_up_a_prompt_nor_lose_its_rights() -> None:
+    scene = Scene()
+    num_registered = sum(scene.register(f"r{n}", "--" * n, ["hr"]) for n in range(20, 300))
+    assert 0 < num_registered <= 2 * MAX_SAME_CONTENT, "each of them is looked up at every token of such a prompt"
+    found = scene.find("--" * 5000)
+    assert not found.is_known
+    assert found.acls == {("hr",)}
+    found = scene.find("Read: " + "--" * 25 + " and no more of it.")
+    assert found.documents
+    assert found.acls == {("hr",)}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import stat
+import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ from ragcache_core.runtime.rights import joined_salt, rights_salt
 from ragcache_core.runtime.tenants import Tenants, salt_of
 from ragcache_core.vllm_plugin.registrations import KeptRegistrations
 from ragcache_core.vllm_plugin.server.rank_choice import RankChoice
+from ragcache_core.vllm_plugin.server.recognition.journal import RegistrationJournal
 from ragcache_core.vllm_plugin.server.recognition.service import MAX_TEXT_CHARS
 from ragcache_core.vllm_plugin.server.recognition.start import start_recognition
 from ragcache_core.vllm_plugin.server.recognition.wrapper import Recogniser, attach
@@ -107,6 +110,21 @@ def test_one_bad_record_does_not_lose_the_others() -> None:
         assert all(isinstance(each, str) for each in results[1:-1])
         asked, _ = await server.ask(f"{SUN} \n {SUIT} \0 and more")
         assert shown(asked) == ["sun", "nul"]
+
+    run(scene)
+
+
+def test_a_text_that_is_longer_than_every_prompt_is_refused_and_its_longer_forms_are_left_out() -> None:
+    async def scene() -> None:
+        server = Server()
+        for service in server.services:
+            service._tokenizer._max_tokens = 50
+        await server.begin()
+        lines = " \n ".join(f"line{i}" for i in range(20))
+        results = await server.register(document("long", f"{SUN} " * 10), document("lines", lines))
+        assert "split it" in results[0]
+        assert results[1] is True
+        assert shown((await server.ask(lines))[0]) == ["lines"]
 
     run(scene)
 
@@ -457,7 +475,8 @@ def start(client: Any, known: Tenants | None, monkeypatch: pytest.MonkeyPatch, c
     """Start recognition as the server does, with a way to the engine core's log."""
     monkeypatch.setattr("ragcache_core.vllm_plugin.server.recognition.start.call_registrations", call)
     parallel = SimpleNamespace(data_parallel_rank=0, _api_process_rank=0, _api_process_count=1)
-    client.vllm_config = SimpleNamespace(parallel_config=parallel)
+    model = SimpleNamespace(max_model_len=4096)
+    client.vllm_config = SimpleNamespace(parallel_config=parallel, model_config=model)
     client.renderer = SimpleNamespace(get_tokenizer=WordTokenizer)
     return asyncio.run(start_recognition(client, PluginSettings(**settings), known, None))
 
@@ -493,3 +512,161 @@ def test_recognition_starts_with_the_file_beside_the_disk_tier(tmp_path: Path, m
         assert service is not None
         assert following is None
     assert [path.suffix for path in (tmp_path / "kv").iterdir()] == [".journal"]
+
+
+def test_options_in_the_metadata_of_a_plain_request_do_not_make_it_share(tmp_path: Path) -> None:
+    async def scene() -> None:
+        server = await Server(tenants=tenants(tmp_path, is_restricted=True)).begin()
+        await server.register(document("sun", SUN), tenant="acme")
+        for own in ({"version": 1}, {"version": 1, "chunk_reuse": True}, None, {}, "no object"):
+            inline = {**own, "register": [document("suit", SUIT)]} if isinstance(own, dict) else own
+            for metadata in (own, inline):
+                asked, _ = await server.ask(f"{SUN} \n {WAGES}", salt_of("acme"), {KEY: metadata})
+                assert asked.prompt["cache_salt"] != salt_of("acme")
+        asked, seen = await server.ask(SUN, salt_of("acme"), {KEY: {"version": 1, "chunk_reuse": True}})
+        assert shown(asked) == ["sun"]
+        assert asked.params[KEY]["chunk_reuse"] is True
+        assert KEY in seen[0].kv_transfer_params, "it has asked for them"
+
+    run(scene)
+
+
+def test_the_salt_of_a_clients_groups_does_not_give_way_to_that_of_other_groups() -> None:
+    async def scene() -> None:
+        server = await Server().begin()
+        await server.register(document("wages", WAGES, "hr"))
+        hr, both = rights_salt([("hr",)]), rights_salt([("hr",), ("legal",)])
+        text = f"{WAGES} \n {SUIT}"
+        salts = [(await server.ask(text, salt))[0].prompt["cache_salt"] for salt in (hr, both, both, "mine")]
+        assert salts[0] == hr
+        assert salts[1] == salts[2]
+        assert len({*salts, both}) == 4, "what also shows a text for legal is not for all of hr"
+
+    run(scene)
+
+
+def test_a_restricted_document_is_registered_once_all_servers_and_the_disk_have_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = "ragcache_core.vllm_plugin.server.recognition.service"
+    monkeypatch.setattr(f"{where}._EVERYWHERE_S", 0.1)
+    monkeypatch.setattr(f"{where}._REWRITE_S", 0.0)
+
+    async def scene() -> None:
+        path = tmp_path / "kv" / "registrations-1.journal"
+        server = await Server(num_servers=2, path=path).begin()
+        wages, sun = document("wages", WAGES, "hr"), document("sun", SUN)
+        for _ in range(2):  # it is no less unknown to the other server when it is sent again
+            results = await server.register(wages, sun)
+            assert "register it again" in results[0]
+            assert results[1] is True
+        await server.services[1].pull()
+        assert await server.register(wages) == [True]
+
+        for i, service in enumerate(server.services):  # the other servers learn it from the engine core
+            following = asyncio.create_task(server.services[1 - i].follow())
+            path.unlink()
+            path.mkdir()  # not even root can write it
+            suit = document(f"suit-{i}", f"{SUIT} {i} {i}", "legal")
+            for _ in range(2):
+                results = [each.error or "" for each in await service.register(None, [suit, sun])]
+                assert "on disk" in results[0]
+                assert results[1] == ""
+            assert any("on disk" in each for each in await service.forget({"sun"}))
+            path.rmdir()
+            for _ in range(2):  # the second one tells of what the first one has written
+                await server.services[0].pull()
+            assert [each.error for each in await service.register(None, [suit])] == [None]
+            following.cancel()
+        again = await Server(path=path).begin()
+        assert again.services[0].figures()["num_documents"] == 3
+        assert again.services[0].is_restricted(None)
+
+    monkeypatch.setattr(f"{where}._POLL_S", 0.01)
+    run(scene)
+
+
+def test_restricted_tenants_stay_so_with_another_tokenizer_and_when_nothing_can_be_written(tmp_path: Path) -> None:
+    async def scene() -> None:
+        path, other = tmp_path / "registrations-1.journal", tmp_path / "registrations-2.journal"
+        server = await Server(path=path).begin()
+        await server.register(document("wages", WAGES, "hr"))
+        for _ in range(2):
+            assert (await Server(path=other).begin()).services[0].is_restricted(None)
+            path.unlink(missing_ok=True)
+        other.write_bytes(other.read_bytes()[:20])
+        blocked = tmp_path / f".{other.name}.{os.getpid()}.new"
+        blocked.mkdir()  # as if the disk were full
+        for _ in range(2):
+            assert (await Server(path=other).begin()).services[0].is_restricted("acme")
+        blocked.rmdir()
+        for _ in range(2):
+            assert (await Server(path=other).begin()).services[0].is_restricted("acme")
+
+    run(scene)
+
+
+def test_a_client_that_leaves_does_not_interrupt_what_it_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene() -> None:
+        path = tmp_path / "registrations.journal"
+        server = await Server(path=path).begin()
+        await server.register(document("sun", SUN))
+        begun, may_go_on, ended = (threading.Event() for _ in range(3))
+        rewrite = RegistrationJournal.rewrite
+
+        def slow(*arguments: Any) -> None:
+            begun.set()
+            may_go_on.wait(10)
+            rewrite(*arguments)
+            ended.set()
+
+        monkeypatch.setattr(RegistrationJournal, "rewrite", slow)
+        leaving = asyncio.create_task(server.services[0].forget({"sun"}))
+        await asyncio.to_thread(begun.wait, 10)
+        leaving.cancel()
+        registering = asyncio.create_task(server.register(document("wages", WAGES, "hr")))
+        await asyncio.wait([registering], timeout=0.2)
+        may_go_on.set()
+        assert await registering == [True]
+        await asyncio.to_thread(ended.wait, 10)
+        assert (await Server(path=path).begin()).services[0].is_registered("wages")
+
+    run(scene)
+
+
+def test_a_known_document_in_a_request_asks_nothing_of_the_engine() -> None:
+    async def scene() -> None:
+        server = await Server().begin()
+        inline = {KEY: {"register": [document("wages", WAGES, "hr"), document("sun", SUN)]}}
+        await server.ask(WAGES, params=inline)
+        asked: list[str] = []
+        act = server.kept.act
+
+        def noting(action: str, body: Any) -> dict[str, Any]:
+            asked.append(action)
+            return act(action, body)
+
+        server.kept.act = noting  # type: ignore[method-assign]
+        for _ in range(3):
+            assert shown((await server.ask(WAGES, params=inline))[0]) == ["wages"]
+        assert asked == []
+
+    run(scene)
+
+
+def test_a_restricted_document_that_cannot_be_registered_makes_its_tenant_restricted(tmp_path: Path) -> None:
+    async def scene() -> None:
+        for i, bad in enumerate((document("wages", "Two words", "hr"), document("wages", WAGES, *["g" * 200] * 2, ""))):
+            path = tmp_path / str(i) / "registrations-1.journal"
+            server = await Server(path=path).begin()
+            assert await server.register(document("", SUN)) != [True]
+            assert not server.services[0].is_restricted(None)
+            assert await server.register(bad) != [True]
+            assert "cache_salt" in (await server.ask(WAGES))[0].prompt
+            assert (await Server(path=path).begin()).services[0].is_restricted(None)
+        many = document("many", WAGES, *[f"{i:0200}" for i in range(30)])
+        assert "6000 characters, the limit is 4096" in (await server.register(many))[0]
+
+    run(scene)

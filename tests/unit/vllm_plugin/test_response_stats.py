@@ -37,6 +37,10 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
             case "stream":
                 events = [f"data: {json.dumps(part)}\n\n" for part in PARTS]
                 return StreamingResponse(iter([*events, "data: [DONE]\n\n"]), media_type="text/event-stream")
+            case "marks":
+                event = {**PARTS[0], "choices": [{"text": "\ndata: [DONE]\n\n data: [DONE]"}]}
+                events = [f"data: {json.dumps(event)}\n\n"]
+                return StreamingResponse(iter([*events, "data: [DONE]\n\n"]), media_type="text/event-stream")
             case "error":
                 return JSONResponse({"id": "chatcmpl-1", "error": "no"}, 400)
             case "text":
@@ -68,6 +72,13 @@ def test_a_stream_has_them_in_an_event_of_its_own_before_the_last(server: TestCl
     assert events[-1] == {"id": "chatcmpl-1", "object": "chat.completion.chunk", "choices": [], "ragcache": FIGURES}
     plain = server.post("/v1/chat/completions", json={"kind": "stream"}).text
     assert "ragcache" not in plain
+
+
+def test_an_answer_with_the_words_of_a_streams_end_stays_whole(server: TestClient) -> None:
+    lines = server.post("/v1/completions", json={"kind": "marks"}, headers=ASKED).text.split("\n\n")
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    assert events[0]["choices"][0]["text"].count("[DONE]") == 2
+    assert ["ragcache" in event for event in events] == [False, True]
 
 
 @pytest.mark.parametrize("kind", ["error", "text", "unknown"])

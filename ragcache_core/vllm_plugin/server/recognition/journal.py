@@ -29,18 +29,22 @@ class RegistrationJournal:
     """Appends changes of registrations to a file. Blocking; one call at a time.
 
     A file that cannot be written is warned about once, and the server goes on without it.
+
+    Attributes:
+        is_broken: the file lacks changes until it is rewritten.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._is_broken = False
+        self.is_broken = False
         self._num_records = 0
 
     def load(self) -> StoredRegistrations | None:
         """Return what the file holds; ``None`` if there is none.
 
         Raises:
-            ValueError: it is damaged, or cannot be read. A damaged file is kept under another name.
+            ValueError: it is damaged, or cannot be read. A damaged file has another name besides, by which it is kept
+                when it is rewritten.
         """
         try:
             stored = read_journal(self._path.read_bytes())
@@ -51,10 +55,26 @@ class RegistrationJournal:
         except ValueError as error:
             kept = self._path.with_suffix(".damaged")
             with suppress(OSError):
-                self._path.replace(kept)
+                kept.unlink(missing_ok=True)
+                kept.hardlink_to(self._path)  # if nothing can be written now, the next start must find the damage
             raise ValueError(f"{error}; {kept} has it") from error
         self._num_records = stored.num_records
         return stored
+
+    def load_restricted(self) -> set[str | None]:
+        """Return the restricted tenants of the other files beside: those of other tokenizers.
+
+        Raises:
+            ValueError: one is damaged, or cannot be read.
+        """
+        restricted: set[str | None] = set()
+        for path in sorted(self._path.parent.glob("registrations-*.journal")):
+            if path != self._path:
+                try:
+                    restricted |= read_journal(path.read_bytes()).restricted
+                except (OSError, ValueError) as error:
+                    raise ValueError(f"{path}: {error}") from error
+        return restricted
 
     def rewrite(
         self, points: tuple[int, int], restricted: Collection[str | None], entries: Iterable[tuple[str | None, bytes]]
@@ -69,13 +89,14 @@ class RegistrationJournal:
         except OSError as error:
             self._break(error)
         else:
-            self._num_records, self._is_broken = len(records), False
+            self._num_records, self.is_broken = len(records), False
 
-    def append(self, changes: Iterable[Change]) -> None:
-        """Append changes; they are on disk at the return."""
-        if self._is_broken:
+    def append(self, changes: Iterable[Change], restricted: Collection[str | None] = ()) -> None:
+        """Append changes, and tenants that are restricted from now on; they are on disk at the return."""
+        if self.is_broken:
             return
-        records = [
+        records = [restricted_record(restricted)] if restricted else []
+        records += [
             forgotten_record(tenant, doc_id) if data is None else registered_record(tenant, data)
             for tenant, doc_id, data in changes
         ]
@@ -94,6 +115,6 @@ class RegistrationJournal:
         return self._num_records > 2 * num_documents + 1000
 
     def _break(self, error: OSError) -> None:
-        if not self._is_broken:
+        if not self.is_broken:
             logger.warning("Registered documents are lost at the next restart, %s: %s", self._path, error)
-        self._is_broken = True
+        self.is_broken = True

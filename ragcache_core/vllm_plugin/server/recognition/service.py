@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence, Set
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence, Set
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm.logger import init_logger
 
@@ -26,10 +26,13 @@ from ragcache_core.wire import MAX_DOC_ID_CHARS, check_text
 
 logger = init_logger(f"vllm.{__name__}")
 
+T = TypeVar("T")
 Call = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
 """Calls the engine core's log with an action and its arguments."""
 MAX_TEXT_CHARS = 1 << 20
 """Characters of a document. No prompt holds a longer one."""
+_MAX_ACL_CHARS = 4096
+"""Characters of a document's groups, which every API server keeps."""
 _BATCH = 64
 _PAGE = 250
 """Changes that are taken in at once: about 20 ms of the event loop."""
@@ -38,7 +41,11 @@ _POLL_S = 0.5
 _EVERYWHERE_S = 10.0
 _REWRITE_S = 30.0
 _ALL = "every tenant"
-_SAME_CONTENT = "64 other documents differ from it in their first and last words alone: it is not told apart"
+_UNSTORED = "it is not on disk, because the file of registrations cannot be written: mend that, and try again"
+_SAME_CONTENT = (
+    "64 other documents differ from it in their first and last words, or in the number of repetitions, alone: it is "
+    "not told apart"
+)
 _TOO_MANY = "more documents came at once than the server recognises: raise max_documents, or register fewer"
 _OF_A_RECORD = ("id", "text", "acl")
 
@@ -131,12 +138,14 @@ class RecognitionService:
         self._restricted: frozenset[str | None] = frozenset()
         self._is_all_restricted = False
         self._last = 0
+        self._has_unconfirmed = False  # restricted documents that other servers, or the disk, may not have
         self._has_ended = False  # what was forgotten is still named in the journal
         self._rewritten_s = time.monotonic()
         self._used: dict[tuple[str | None, str], None] = {}
         self._refused: set[tuple[str | None, str]] = set()
         self._lock = asyncio.Lock()
         self._registering = asyncio.Lock()
+        self._changing: set[asyncio.Task[Any]] = set()
         self.counts = RecognitionCounts()
         self.total: dict[str, int] = {}
         self.on_counted: Callable[[], None] = lambda: None
@@ -159,10 +168,12 @@ class RecognitionService:
         stored, restricted = None, set[str | None]()
         try:
             stored = None if self._journal is None else await asyncio.to_thread(self._journal.load)
+            if stored is None and self._journal is not None:
+                restricted = await asyncio.to_thread(self._journal.load_restricted)
         except ValueError as error:
             logger.warning(
                 "Registered documents are lost, so plain requests of all tenants share no KV until every document is "
-                "registered again and the file is deleted: %s",
+                "registered again and the files registrations-*.journal are deleted: %s",
                 error,
             )
             restricted = {_ALL}
@@ -198,15 +209,17 @@ class RecognitionService:
         async with self._lock:
             await self._read(is_written=False)
         if self._journal is not None:
-            is_due = self._has_ended and time.monotonic() > self._rewritten_s + _REWRITE_S
+            is_due = (self._has_ended or self._journal.is_broken) and time.monotonic() > self._rewritten_s + _REWRITE_S
             if is_due or self._journal.has_surplus(self.total["num_documents"]):
                 await self._rewrite_journal()
 
     async def _read(self, *, is_written: bool) -> None:
         while True:
             used, self._used = list(self._used), {}
-            body = {"reader": self._reader, "after": self._last, "limit": _PAGE, "used": used}
+            is_stored = self._journal is None or not self._journal.is_broken
+            body = {"reader": self._reader, "after": self._last, "limit": _PAGE, "used": used, "is_stored": is_stored}
             said = await self._call("read", {**body, "counts": asdict(self.counts)})
+            newly_restricted = frozenset(said["restricted"]) - self._restricted
             self._restricted = frozenset(said["restricted"])
             self._is_all_restricted = _ALL in self._restricted
             self.total = {**said["counts"], "num_documents": said["num_documents"]}
@@ -215,8 +228,8 @@ class RecognitionService:
             changes: list[Change] = [(tenant, doc_id, data) for _, tenant, doc_id, data in said["changes"]]
             self._apply(changes)
             self._has_ended |= any(data is None for _, _, data in changes)
-            if self._journal is not None and changes and not is_written:
-                await asyncio.to_thread(self._journal.append, changes)
+            if self._journal is not None and (changes or newly_restricted) and not is_written:
+                await asyncio.to_thread(self._journal.append, changes, newly_restricted)
             elif len(changes) == _PAGE:
                 await asyncio.sleep(0)  # requests go on between two pages
             if not changes:
@@ -229,8 +242,11 @@ class RecognitionService:
             if data is None:
                 if (registry := self._registries.get(tenant)) is not None:
                     registry.forget(doc_id)
-            elif not self._registry_of(tenant).add(Registration.from_bytes(data)):
-                self._refused.add((tenant, doc_id))
+            else:
+                registration = Registration.from_bytes(data)
+                self._has_unconfirmed |= registration.acl is not None
+                if not self._registry_of(tenant).add(registration) and self._registering.locked():
+                    self._refused.add((tenant, doc_id))
 
     def _registry_of(self, tenant: str | None) -> Registry:
         assert self._hashing is not None
@@ -299,10 +315,21 @@ class RecognitionService:
         Documents with access groups are known to every API server, and on disk, at the return.
         """
         results: list[RegistrationResult] = []
-        async with self._registering:
-            for at in range(0, len(records), _BATCH):
-                results += await self._register_batch(tenant, records[at : at + _BATCH])
+        for at in range(0, len(records), _BATCH):
+            results += await self._whole(self._register_batch(tenant, records[at : at + _BATCH]))
         return results
+
+    async def _whole(self, change: Coroutine[Any, Any, T]) -> T:
+        """Return what a change returns, one at a time; it goes on to its end if the client leaves."""
+
+        async def alone() -> T:
+            async with self._registering:
+                return await change
+
+        task = asyncio.create_task(alone())
+        self._changing.add(task)
+        task.add_done_callback(self._changing.discard)
+        return await asyncio.shield(task)
 
     async def _register_batch(self, tenant: str | None, records: Sequence[object]) -> list[RegistrationResult]:
         read = [_read_document(record) for record in records]
@@ -321,6 +348,7 @@ class RecognitionService:
             if isinstance(tokenized, str):
                 read[index] = RegistrationResult(document.doc_id, is_registered=False, error=tokenized)
                 continue
+            await asyncio.sleep(0)  # requests go on between two long texts
             kept = [form for each in tokenized if (form := registry.make_form(each.tokens, each.edges, taken))]
             taken |= {form.anchor_key for form in kept}
             if not kept:
@@ -334,13 +362,16 @@ class RecognitionService:
                     "from the source, or show the text with a space in them"
                 )
         late = ""
+        restricted = [each for each in read if isinstance(each, _Document) and each.acl is not None]
         if made:
             if self._used:  # or documents in use would be dropped for new ones
                 await self.pull()
-            said = await self._call("append", {"entries": [(tenant, data) for data in made.values()]})
+            await self._call("append", {"entries": [(tenant, data) for data in made.values()]})
             await self.pull()
-            if any(wanted[index].acl is not None for index in made):
-                late = await self._wait_for_all(said["last"])
+        if restricted and self._has_unconfirmed:  # what is known here, and so not sent, may not be known everywhere
+            number = self._last
+            late = await self._wait_for_all(number)
+            self._has_unconfirmed = bool(late) or self._last > number
         results = []
         for index, each in enumerate(read):
             if isinstance(each, RegistrationResult):
@@ -353,6 +384,13 @@ class RecognitionService:
                 results.append(RegistrationResult(each.doc_id, is_registered=False, error=late))
             else:
                 results.append(RegistrationResult(each.doc_id, is_registered=True, warning=warnings.get(index)))
+        has_failed = any(
+            isinstance(record, dict) and record.get("acl") is not None and not result.is_registered
+            for record, result in zip(records, results, strict=True)
+        )
+        if has_failed and tenant not in self._restricted:  # prompts may show it nevertheless
+            await self._call("restrict", {"tenants": [tenant]})
+            await self.pull()
         return results
 
     def _tokenize(self, texts: Sequence[str]) -> list[list[TokenizedForm] | str]:
@@ -361,29 +399,31 @@ class RecognitionService:
             try:
                 forms.append(self._tokenizer.forms_of(text))
             except Exception as error:  # a tokenizer's own, and it must not lose the other documents
-                forms.append(f"the text cannot be tokenised: {error!s:.200}")
+                forms.append(f"the text cannot be registered: {error!s:.200}")
         return forms
 
     async def _wait_for_all(self, number: int) -> str:
         """Return when every API server has taken in a change, "" or why not."""
         await self.pull()  # the second one says that the first one's changes are on disk
         ends_s = time.monotonic() + _EVERYWHERE_S
-        while (await self._call("read_by", {"num_readers": self._num_readers}))["number"] < number:
+        while (said := await self._call("read_by", {"num_readers": self._num_readers}))["number"] < number:
             if time.monotonic() > ends_s:
                 return f"not all {self._num_readers} API servers know it after {_EVERYWHERE_S:g} s: register it again"
             await asyncio.sleep(0.05)
-        return ""
+        return "" if said["is_stored"] else _UNSTORED
 
     async def forget(self, doc_ids: Set[str]) -> tuple[str, ...]:
         """Remove documents of all tenants, in every API server and on disk; return what could not be done."""
-        async with self._registering:
-            is_known = any(map(self.is_registered, doc_ids))
-            said = await self._call("forget", {"ids": sorted(doc_ids)})
-            await self.pull()
-            late = await self._wait_for_all(said["last"])
-            if self._journal is not None and is_known:  # the ids must not stay on disk
-                await self._rewrite_journal()
+        late = await self._whole(self._forget(doc_ids))
         return (f"the registration of the documents: {late}",) if late else ()
+
+    async def _forget(self, doc_ids: Set[str]) -> str:
+        is_known = any(map(self.is_registered, doc_ids))
+        said = await self._call("forget", {"ids": sorted(doc_ids)})
+        await self.pull()
+        if self._journal is not None and is_known:  # the ids must not stay on disk
+            await self._rewrite_journal()
+        return await self._wait_for_all(said["last"])
 
     async def _rewrite_journal(self) -> None:
         assert self._journal is not None
@@ -426,6 +466,11 @@ def _read_document(record: object) -> _Document | RegistrationResult:
         acl = None if record.get("acl") is None else read_acl(record["acl"], doc_id)
         for group in acl or ():
             check_text(group, "acl")
+        if (num_chars := sum(map(len, acl or ()))) > _MAX_ACL_CHARS:
+            raise ConfigError(
+                f"the groups of acl have {num_chars} characters, the limit is {_MAX_ACL_CHARS}: name a group that has "
+                "them all"
+            )
     except ConfigError as error:
         is_text = isinstance(doc_id, str) and doc_id.isprintable() and len(doc_id) <= MAX_DOC_ID_CHARS
         return RegistrationResult(doc_id if is_text else shown, is_registered=False, error=str(error))

@@ -62,7 +62,11 @@ async def _begun(
     """
     reader, num_readers = front_end_of(engine_client.vllm_config)
     try:
-        tokenizer = await asyncio.to_thread(DocumentTokenizer, engine_client.renderer.get_tokenizer())
+        tokenizer = await asyncio.to_thread(
+            DocumentTokenizer,
+            engine_client.renderer.get_tokenizer(),
+            engine_client.vllm_config.model_config.max_model_len,
+        )
         service = RecognitionService(
             partial(call_registrations, engine_client),
             tokenizer,

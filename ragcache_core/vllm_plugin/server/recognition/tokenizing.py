@@ -37,6 +37,7 @@ class DocumentTokenizer:
 
     Args:
         tokenizer: the server's; a copy is used, because others use it in other threads.
+        max_tokens: of a prompt: a longer text is in none. ``None`` is no limit.
 
     Attributes:
         token_bytes: the bytes of each token id; ``None`` where the tokenizer does not tell them.
@@ -44,8 +45,9 @@ class DocumentTokenizer:
         control_ids: the ids of control tokens.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, max_tokens: int | None = None) -> None:
         self._tokenizer = _own_copy(tokenizer)
+        self._max_tokens = max_tokens
         self.token_bytes = token_bytes_of(tokenizer)
         parts = [sorted(tokenizer.get_vocab().items()), *(str(_part(tokenizer, name)) for name in _PARTS)]
         self.sha256 = hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
@@ -56,10 +58,22 @@ class DocumentTokenizer:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def forms_of(self, text: str) -> list[TokenizedForm]:
-        """Return each form of a text, the text itself first."""
-        return [
-            TokenizedForm(as_tokens(self.encode(form)), count_edges(self.encode, form)) for form in text_forms(text)
-        ]
+        """Return each form of a text that a prompt can show, the text itself first.
+
+        Raises:
+            ValueError: no prompt can show the text.
+        """
+        forms: list[TokenizedForm] = []
+        for form in text_forms(text):
+            tokens = as_tokens(self.encode(form))
+            if self._max_tokens is None or len(tokens) <= self._max_tokens:
+                forms.append(TokenizedForm(tokens, count_edges(self.encode, form)))
+            elif not forms:
+                raise ValueError(
+                    f"it has {len(tokens)} tokens, and a prompt has at most {self._max_tokens}: split it as prompts "
+                    "show it"
+                )
+        return forms
 
     def has_control_tokens(self, form: TokenizedForm) -> bool:
         """Return whether a document holds tokens with which a chat template ends a message."""

@@ -17,7 +17,7 @@ from typing import Any
 from vllm.logger import init_logger
 
 from ragcache_core.recognition import MIN_TOKENS, Recognition
-from ragcache_core.runtime.rights import joined_salt, private_salt, rights_salt
+from ragcache_core.runtime.rights import is_rights_salt, joined_salt, private_salt, rights_salt
 from ragcache_core.runtime.tenants import Tenants, mark_of, salt_of
 from ragcache_core.types import PromptSegment, SegmentKind
 from ragcache_core.vllm_plugin.server.rank_choice import RankChoice
@@ -29,6 +29,7 @@ logger = init_logger(f"vllm.{__name__}")
 REGISTER = "register"
 """In a request's ``kv_transfer_params.ragcache``: documents to register before the prompt is looked up."""
 _PARAMS = "kv_transfer_params"
+_DOCUMENTS = "documents"
 _MAX_OFFLOAD = "max_offload_tokens"
 """vLLM's own parameter: how many tokens of a request are stored below the GPU."""
 _ARGUMENTS = ("prompt", "sampling_params", "request_id", "data_parallel_rank")
@@ -139,11 +140,11 @@ class Recogniser:
         metadata = params.get(KEY)
         if isinstance(metadata, Mapping) and REGISTER in metadata:
             await self._register_inline(tenant, metadata[REGISTER])
-            metadata = {name: value for name, value in metadata.items() if name != REGISTER}
+            metadata = {name: value for name, value in metadata.items() if name != REGISTER} or None
             params = {**params, KEY: metadata} if metadata else {n: v for n, v in params.items() if n != KEY}
             sampling_params = _with_params(sampling_params, params)
         is_restricted = self._service.is_restricted(tenant)
-        is_plain = KEY not in params
+        is_plain = not isinstance(metadata, Mapping) or _DOCUMENTS not in metadata
         if not is_plain and (not is_restricted or not self._is_unsalted(salt, tenant)):
             return RecognisedRequest(prompt, sampling_params)
         token_ids = prompt.get("prompt_token_ids") or ()
@@ -161,19 +162,22 @@ class Recogniser:
         if is_private:  # no other request reads its KV from a lower tier
             params = {**params, _MAX_OFFLOAD: 0}
             sampling_params = _with_params(sampling_params, params)
-        if not is_plain or not found.documents:
+        if not is_plain or not found.documents or not isinstance(metadata, Mapping | None):
             return RecognisedRequest(prompt, sampling_params)
         documents = [
             PromptSegment(SegmentKind.DOCUMENT, each.start, each.end, each.doc_id)
             for each in found.documents[:MAX_DOCUMENTS]
         ]
-        params = {**params, **encode_kv_transfer_params(tile(documents, len(token_ids)))}
+        named: dict[str, Any] = encode_kv_transfer_params(tile(documents, len(token_ids)))
+        if metadata is not None:  # options, which the engine reads and checks
+            named[KEY] = {**metadata, _DOCUMENTS: named[KEY][_DOCUMENTS]}
+        params = {**params, **named}
         return RecognisedRequest(
             prompt,
             _with_params(sampling_params, params),
             [each.doc_id for each in found.documents],
             tenant,
-            hides_params=True,
+            hides_params=metadata is None,
         )
 
     async def _register_inline(self, tenant: str | None, records: object) -> None:
@@ -196,6 +200,8 @@ class Recogniser:
             return salt
         own = private_salt() if is_private else None
         if tenant is None:
+            if is_rights_salt(salt) and salt != rights:
+                salt = f"of the client: {salt}"  # or it would give way to that of the documents, and their readers
             return joined_salt(each for each in (salt or own, rights) if each is not None)
         if self._is_unsalted(salt, tenant):
             return salt_of(tenant, joined_salt(e for e in (own, rights) if e is not None), secret=self._secret)
