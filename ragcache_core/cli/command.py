@@ -50,9 +50,10 @@ class Command(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            if any(isinstance(each, click.Argument) and each.name == "vllm_args" for each in self.params):
-                error.message += " vLLM's own options follow '--'."
-            raise
+            if not any(isinstance(each, click.Argument) and each.name == "vllm_args" for each in self.params):
+                raise
+            message = f"{error.message} vLLM's own options follow '--'."
+            raise click.NoSuchOption(error.option_name, message, error.possibilities, error.ctx) from None
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; an error becomes a line on standard error and an exit status."""
