@@ -32,10 +32,10 @@ from ragcache_core.cli.commands.warm import warm
 )
 @click.version_option(__version__, prog_name="ragcache")
 def cli() -> None:
-    """Answer questions from your documents, and keep what the model has read of them.
+    """Serve models with a KV cache of documents, and answer questions from your documents.
 
-    Index a directory once, then ask. A document that was in an earlier question's prompt is in the engine's cache:
-    the next answer that needs it starts sooner.
+    Index a directory once, then ask; or serve a model to any OpenAI client. A document that was in an earlier prompt
+    is in the engine's cache: the next answer that needs it starts sooner.
     """
 
 

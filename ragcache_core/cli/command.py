@@ -45,6 +45,16 @@ class Command(click.Command):
             )
         )
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse ``args``; where vLLM's options are passed on, an unknown option is answered with their place."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if not any(isinstance(each, click.Argument) and each.name == "vllm_args" for each in self.params):
+                raise
+            message = f"{error.message} vLLM's own options follow '--'."
+            raise click.NoSuchOption(error.option_name, message, error.possibilities, error.ctx) from None
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; an error becomes a line on standard error and an exit status."""
         try:

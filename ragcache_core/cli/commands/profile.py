@@ -1,4 +1,4 @@
-"""``ragcache profile``: measure what a prefill costs, so that the cache evicts by recompute cost."""
+"""``ragcache profile``: measure what a prefill costs, for loads and policies that weigh recompute cost."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _NOISY_SPREAD = 0.25
 
 @click.command(
     cls=Command,
-    short_help="Measure what a prefill costs, so that the cache knows.",
+    short_help="Measure prefill times for the cache's decisions.",
     examples=[
         "ragcache profile examples/demo_model",
         "ragcache profile org/model --kv-cache-bytes 20GiB --max-tokens 16384 -- --max-model-len 32768",
@@ -94,7 +94,8 @@ def profile(
 
     MODEL is a folder in Hugging Face format, or a name of the hub. An engine without tiers below its KV memory is
     launched for it, and ended afterwards. The times are kept for this model on this hardware; engines that start
-    later weigh by them what to keep. Ctrl-C leaves the profile that was there before.
+    later decide with them which disk blocks to load, and by some policies what to evict. Ctrl-C leaves the profile that
+    was there before.
     """
     check_vllm_args(vllm_args)
     of_a_launch = {

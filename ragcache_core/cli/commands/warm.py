@@ -53,7 +53,7 @@ _HIT_COUNTS = ("num_requests", "num_prefix_query_tokens", "num_hit_tokens", "num
 
 @click.command(
     cls=Command,
-    short_help="Prefill what is likely to be asked before anybody asks.",
+    short_help="Prefill documents that are likely to return.",
     examples=[
         "ragcache warm --store notes.store --url http://127.0.0.1:8000 --from-log questions.txt",
         "ragcache warm --store notes.store --url http://127.0.0.1:8000 --trace mine.jsonl --budget 20GiB",

@@ -90,3 +90,17 @@ def test_what_cannot_work_is_one_error_with_its_type(places: dict[str, str], lin
     assert result.exit_code == 1, result.output
     assert json.loads(result.stdout)["error"]["type"] == error
     assert not Path(places["new"]).exists()
+
+
+@pytest.mark.parametrize("command", ["serve model", "profile model", "ask why"])
+def test_option_of_vllm_is_answered_with_its_place(command: str) -> None:
+    result = CliRunner().invoke(cli, [*command.split(), "--max-model-len", "8192"])
+    assert result.exit_code == 2
+    assert "vLLM" in result.output.splitlines()[-1]
+    assert "'--'" in result.output.splitlines()[-1]
+
+
+def test_unknown_option_of_a_command_without_vllm_does_not_name_it() -> None:
+    result = CliRunner().invoke(cli, ["index", "notes", "--max-model-len", "8192"])
+    assert result.exit_code == 2
+    assert "vLLM" not in result.output
