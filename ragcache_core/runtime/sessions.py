@@ -51,6 +51,22 @@ def num_bytes_moved(session_id: int) -> int:
     return num_bytes
 
 
+def other_listener(session_id: int, port: int) -> int | None:
+    """Return the id of a process that listens on ``port``, while neither this one nor one of the session does.
+
+    None where there is none, or where the owner of a socket is hidden from this user.
+    """
+    try:
+        sockets = psutil.net_connections("tcp")
+    except (OSError, psutil.Error):
+        return None
+    listeners = {each.pid for each in sockets if each.status == psutil.CONN_LISTEN and each.laddr.port == port}
+    own = {os.getpid(), *(process.pid for process in _session_members(session_id))}
+    if None in listeners or listeners & own:
+        return None
+    return min((pid for pid in listeners if pid is not None), default=None)
+
+
 def _signal_all(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
     for process in processes:
         with contextlib.suppress(psutil.Error):

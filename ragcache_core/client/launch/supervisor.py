@@ -17,7 +17,7 @@ from ragcache_core.client.http.errors import hang_of
 from ragcache_core.client.launch.process import GRACE_S, ServerProcess, unprefixed
 from ragcache_core.errors import EngineClosedError, EngineStartError
 from ragcache_core.runtime.hangs import HangDetector, read_use
-from ragcache_core.runtime.sessions import num_bytes_moved
+from ragcache_core.runtime.sessions import num_bytes_moved, other_listener
 from ragcache_core.runtime.terminal import Bar
 
 _MOVED_BYTES = 16 << 20
@@ -375,3 +375,9 @@ class Supervisor:
                     f"startup_timeout_s. It said last: {process.last_words()}"
                 )
             self._closing.wait(_POLL_S)
+        port = httpx.URL(self._health_url).port
+        if port is not None and (other := other_listener(process.pid, port)) is not None:
+            raise EngineStartError(
+                f"process {other} has served port {port} since this engine began to load: choose another port, or "
+                "leave it out for a free one"
+            )
