@@ -55,6 +55,11 @@ def test_answers_are_those_of_vllm_without_a_cache(families: dict[str, Any], fam
         }
         assert min(tier["num_blocks"] for tier in start["tiers"]) > 0
     assert facts["first"]["evicted"]["gpu"] > 0
-    assert facts["first"]["preempted"] + facts["second"]["preempted"] > 0
     assert facts["first"]["tokens"]["host"] + facts["second"]["tokens"]["host"] > 0
     assert facts["second"]["tokens"]["disk"] > 0, "the next engine finds what this one left on the disk"
+
+
+def test_some_requests_are_preempted(families: dict[str, Any]) -> None:
+    """In which families depends on the machine's speed."""
+    starts = [facts[start] for facts in families.values() for start in ("first", "second")]
+    assert sum(start["preempted"] for start in starts) > 0
