@@ -113,9 +113,10 @@ async def test_lancedb_is_asked_for_its_probes_and_refines_the_last_answer() -> 
     source = lancedb_stages(table, Letters(), efforts=(2, 20), refine_factor=4, where="n = 1")
     updates = [update async for update in source.stages("Who?", 3)]
     assert updates[-1] == RetrievalUpdate((Document("7", "t", {"n": 1}),), (0.5,), updates[-1].stage, is_final=True)
-    first, last = sorted(table.asked, key=lambda asked: asked["nprobes"])
-    assert first == {"vector": [4.0, 1.0], "column": "vector", "nprobes": 2, "limit": 3, "where": "n = 1"}
-    assert last == {**first, "nprobes": 20, "refine_factor": 4}
+    first = {"vector": [4.0, 1.0], "column": "vector", "nprobes": 2, "limit": 3, "where": "n = 1"}
+    by_probes = {asked["nprobes"]: asked for asked in table.asked}
+    assert by_probes.pop(20) == {**first, "nprobes": 20, "refine_factor": 4}
+    assert by_probes in ({2: first}, {}), "the first search is left out where the last one is sooner"
 
 
 @pytest.mark.parametrize("is_async", [False, True])
