@@ -60,7 +60,9 @@ def other_listener(session_id: int, port: int) -> int | None:
         sockets = psutil.net_connections("tcp")
     except (OSError, psutil.Error):
         return None
-    listeners = {each.pid for each in sockets if each.status == psutil.CONN_LISTEN and each.laddr.port == port}
+    listeners = {
+        each.pid for each in sockets if each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port == port
+    }
     own = {os.getpid(), *(process.pid for process in _session_members(session_id))}
     if None in listeners or listeners & own:
         return None
