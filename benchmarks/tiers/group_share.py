@@ -32,6 +32,7 @@ from ragcache_core.policy import PrefillCostModel
 from ragcache_core.sim.traces.workload import document_tokens, draw_retrievals
 from ragcache_core.types import PromptSegment, SegmentKind, Tier
 from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
+from ragcache_core.vllm_plugin.compat import BlockPool, building_pools
 from ragcache_core.vllm_plugin.group_specs import read_groups
 from ragcache_core.vllm_plugin.scheduler.block_pool import TreeBlockPool
 from ragcache_core.vllm_plugin.settings import PluginSettings
@@ -66,13 +67,14 @@ class _Engine:
 
     def __init__(self, specs: tuple[KVCacheSpec, ...], num_blocks: int, *, is_ours: bool) -> None:
         config = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec([f"{i}"], spec) for i, spec in enumerate(specs)])
-        self.manager = KVCacheManager(
-            config,
-            max_model_len=2048,
-            scheduler_block_size=_BLOCK,
-            hash_block_size=_BLOCK,
-            max_in_flight_tokens=_TOKENS_PER_STEP,
-        )
+        with building_pools(TreeBlockPool if is_ours else BlockPool):
+            self.manager = KVCacheManager(
+                config,
+                max_model_len=2048,
+                scheduler_block_size=_BLOCK,
+                hash_block_size=_BLOCK,
+                max_in_flight_tokens=_TOKENS_PER_STEP,
+            )
         self.hasher = get_request_block_hasher(_BLOCK, sha256)
         vllm_config: Any = SimpleNamespace(
             parallel_config=SimpleNamespace(decode_context_parallel_size=1), speculative_config=None
@@ -87,7 +89,9 @@ class _Engine:
                 tiers={Tier.GPU: TierReport(num_blocks, 1)},
                 groups=groups,
             )
-            self.queue = TreeBlockPool.take_over(self.manager.block_pool, self.controller)
+            pool = self.manager.block_pool
+            assert isinstance(pool, TreeBlockPool)
+            self.queue = pool.follow(self.controller)
 
     def run(self, prompts: list[tuple[list[int], list[PromptSegment]]], count_from: int) -> float:
         """Serve all requests; return the cached share of the prompts from ``count_from`` on."""
