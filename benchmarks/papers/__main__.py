@@ -64,7 +64,7 @@ def main(
         num_seeds, num_requests = 1, num_requests or _QUICK_REQUESTS
     output.parent.mkdir(parents=True, exist_ok=True)
     figures = []
-    with _Progress("simulating", unit="requests") as bar:
+    with _FigureProgress("simulating", unit="requests") as bar:
         runs = PaperRuns(
             num_seeds=num_seeds,
             num_requests=num_requests,
@@ -88,7 +88,7 @@ def main(
     click.echo(f"written to {output}")
 
 
-class _Progress(Bar):
+class _FigureProgress(Bar):
     """A bar of simulated requests; its length grows with the runs of each figure."""
 
     def plan(self, num_requests: int) -> None:

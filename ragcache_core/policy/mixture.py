@@ -29,7 +29,7 @@ _SIZE_RATE: Final = 0.01
 _ONCE, _OFTEN, _UNSEEN = 0, 1, 2
 _CLASSES: Final = (_ONCE, _OFTEN)
 _RANK_AGES: Final = (64, 128, 256, 512, 1024, 2048, 4096)
-"""Up to the age at which but the longest memory has forgotten a use."""
+"""Up to the age at which all memories but the longest have forgotten a use."""
 _THINK_TIMES: Final = 2.0
 """In which a conversation's history counts half; 1 to 3 gave nearly the same on a production trace."""
 _LOAD_SPEEDUP: Final = 16.0
@@ -55,7 +55,7 @@ class MixturePolicy(ReplacementPolicy):
                    requests with the document of n on any prefix; 1 for first documents
 
     Stationary popularity needs a long memory, drifting popularity a short one. The factors ``a`` are learned by online
-    expectation maximisation of a Poisson rate: each use observed the memories by their part in the node's rate.
+    expectation maximisation of a Poisson rate: each use credits the memories by their part in the node's rate.
     The prior says what a path alone is too rare to say: whether its last document is popular. ``k`` falls to 0 where
     new paths show new documents.
 

@@ -94,7 +94,7 @@ class PathIndex:
         The best comes first; a cache that has nothing of any order is in none. With ``keep_order`` nothing but the
         order as it is counts. Where very many orders are cached the search ends early: it begins with the longest.
         """
-        search = _Search(documents, keep_first=keep_first, keep_order=keep_order)
+        search = _PrefixSearch(documents, keep_first=keep_first, keep_order=keep_order)
         for paths in self._after(prefix):
             behind = caches
             for static, holders in paths.get((), {}).items():
@@ -110,7 +110,7 @@ class PathIndex:
         return (known,) if (known := self._by_prefix.get(prefix)) is not None else ()
 
 
-class _Search:
+class _PrefixSearch:
     """Walks the paths of many caches at once, depth first and the longest child first."""
 
     def __init__(self, documents: Sequence[DocId], *, keep_first: bool, keep_order: bool) -> None:

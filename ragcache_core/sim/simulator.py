@@ -139,7 +139,7 @@ def check_trace(trace: Trace, options: SimulationOptions, testbed: Testbed) -> t
 
 
 @dataclass(slots=True)
-class _Search:
+class _SimulatedSearch:
     """An unfinished search; from stage ``settled`` on its candidates are the final ones."""
 
     number: int
@@ -150,7 +150,7 @@ class _Search:
 
 
 @dataclass(slots=True, eq=False)
-class _Replica:
+class _SimulatedReplica:
     """One engine of the fleet, and what it did; ``busy_s`` are seconds in which it computed."""
 
     engine: QueuedEngine
@@ -178,14 +178,14 @@ class _Simulation:
         self._num_unreported = 0
         caches = [parts.make_cache(trace, options, testbed) for _ in range(options.replicas)]
         self._replicas = [
-            _Replica(QueuedEngine(cache, options, testbed), Recorder(trace, options, keeps_requests=False))
+            _SimulatedReplica(QueuedEngine(cache, options, testbed), Recorder(trace, options, keeps_requests=False))
             for cache in caches
         ]
         self._engine = self._replicas[0].engine
         self._router = parts.make_router(caches, options) if options.replicas > 1 else None
         self._counts_from_s = float(trace.arrival_s[options.warm_up])
-        self._searches: dict[int, _Search] = {}
-        self._deferred: dict[int, _Search] = {}
+        self._searches: dict[int, _SimulatedSearch] = {}
+        self._deferred: dict[int, _SimulatedSearch] = {}
         self._cancelled: set[Job] = set()
         self._num_stages = len(options.settle_shares) if options.speculation == "dynamic" else 1
         self._events = _stages(trace.arrival_s, search_s(len(trace), options), self._num_stages)
@@ -234,7 +234,7 @@ class _Simulation:
             return
         if stage == 0:
             pipeline: SpeculativePipeline[int] = SpeculativePipeline(max_prefill_bs=MAX_PREFILL_BS)
-            self._searches[number] = _Search(number, self._trace[number], next(self._settled), pipeline)
+            self._searches[number] = _SimulatedSearch(number, self._trace[number], next(self._settled), pipeline)
         search = self._searches[number]
         candidates = min(stage, search.settled)
         num_pending = self._engine.num_pending - (search.job is not None and search.job.done_s is None)
@@ -246,7 +246,7 @@ class _Simulation:
         elif search.pipeline.is_deferred:
             self._deferred[number] = search
 
-    def _act(self, search: _Search, actions: Sequence[Action[int]], now_s: float) -> None:
+    def _act(self, search: _SimulatedSearch, actions: Sequence[Action[int]], now_s: float) -> None:
         for action in actions:
             match action:
                 case Start(candidates=stage):
@@ -313,14 +313,14 @@ class _Simulation:
         job.decision_ns = perf_counter_ns() - started_ns
         return job
 
-    def _begin_iteration(self, replica: _Replica, now_s: float) -> None:
+    def _begin_iteration(self, replica: _SimulatedReplica, now_s: float) -> None:
         if self._deferred:
             self._start_deferred(now_s)
         seconds = replica.engine.begin_iteration(now_s)
         if now_s >= self._counts_from_s:
             replica.busy_s += seconds
 
-    def _end_iteration(self, replica: _Replica) -> None:
+    def _end_iteration(self, replica: _SimulatedReplica) -> None:
         done = replica.engine.end_iteration()
         for job in (*replica.engine.model.running, *done) if self._router is not None else ():
             replica.sent[job].answered()
@@ -335,7 +335,7 @@ class _Simulation:
             replica.engine.model.running = [job for job in replica.engine.model.running if job not in self._cancelled]
             self._cancelled.clear()
 
-    def _finish(self, job: Job, replica: _Replica) -> None:
+    def _finish(self, job: Job, replica: _SimulatedReplica) -> None:
         self._recorder.add(job)
         if self._router is not None:
             replica.recorder.add(job)

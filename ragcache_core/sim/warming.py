@@ -38,7 +38,7 @@ class WarmPath:
 
 
 @dataclass(slots=True)
-class _Counted:
+class _CountedPath:
     """How often a path was retrieved, and the lengths of its documents as they were the last time."""
 
     num_uses: int = 0
@@ -61,10 +61,10 @@ def pick_paths(
         system_tokens: of the prompt, before its documents, which are warmed with the first.
         anywhere: each document is a path by itself, as an engine with chunk reuse has it.
     """
-    counted: dict[tuple[DocId, ...], _Counted] = {}
+    counted: dict[tuple[DocId, ...], _CountedPath] = {}
     for request in trace:
         for doc_ids, doc_tokens in _paths(request, anywhere=anywhere):
-            path = counted.setdefault(doc_ids, _Counted())
+            path = counted.setdefault(doc_ids, _CountedPath())
             path.num_uses += 1
             path.doc_tokens = doc_tokens
     children: dict[tuple[DocId, ...], list[tuple[DocId, ...]]] = {}

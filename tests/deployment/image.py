@@ -254,7 +254,7 @@ def serve_once(built: Built, volume: Path, log: Path) -> float:
         while status("/ready") != 200:
             assert process.poll() is None, said()
             assert time.monotonic() < began_s + STARTUP_S, said()
-            time.sleep(0.5)
+            time.sleep(0.5)  # a poll: a container says nothing when it is ready
         duration_s = time.monotonic() - began_s
         assert status("/health") == 200
         assert status("/v1/completions", json={}) == 401, "it answers without a key"

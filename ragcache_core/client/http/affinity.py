@@ -98,7 +98,7 @@ def _opening(body: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _ReplicaHint:
     """Where an answer came from: the session by which a proxy chose the server, and what that is called."""
 
     session: str | None = None
@@ -109,8 +109,8 @@ class ProxyAffinity:
     """Puts the headers on requests to one address, in the place of a fleet's choice. May be used by any thread."""
 
     def __init__(self) -> None:
-        self._speculations: OrderedDict[str, _Place] = OrderedDict()
-        self._answers: OrderedDict[str, _Place] = OrderedDict()
+        self._speculations: OrderedDict[str, _ReplicaHint] = OrderedDict()
+        self._answers: OrderedDict[str, _ReplicaHint] = OrderedDict()
 
     def send(self, request: httpx.Request) -> AffineRequest:
         """Return ``request`` with its headers; those that an application has set stay."""
@@ -118,32 +118,34 @@ class ProxyAffinity:
         said: dict[str, str | None] = {}
         if asks_completion(request):
             asked = RequestInfo.of(request)
-            place = _Place(hashlib.blake2b(asked.prompt.key.encode(errors="surrogatepass"), digest_size=8).hexdigest())
+            place = _ReplicaHint(
+                hashlib.blake2b(asked.prompt.key.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+            )
             said = {SESSION_HEADER: place.session, SPECULATION_HEADER: asked.speculation}
             if asked.speculation is not None:
                 _remember(self._speculations, asked.speculation, place)
         elif found := SPECULATION_ROUTE.search(request.url.path):
-            known = self._speculations.get(found[1], _Place())
+            known = self._speculations.get(found[1], _ReplicaHint())
             said = {SESSION_HEADER: known.session, SPECULATION_HEADER: found[1]}
         elif found := REQUEST_ROUTE.search(request.url.path):
-            known = self._answers.get(unquote(found[1]), _Place())
+            known = self._answers.get(unquote(found[1]), _ReplicaHint())
             said = {SESSION_HEADER: known.session, REPLICA_HEADER: known.replica}
         for name, value in said.items():
             if is_sendable(value):  # what a server refuses in a body is not to fail here
                 request.headers.setdefault(name, value)
         return AffineRequest(self, request, place)
 
-    def answered(self, place: _Place, response: httpx.Response, first_bytes: bytes) -> None:
+    def answered(self, place: _ReplicaHint, response: httpx.Response, first_bytes: bytes) -> None:
         """Remember where the answer of this id came from."""
         if found := _RESPONSE_ID.search(first_bytes):
             replica = response.headers.get(REPLICA_HEADER)
-            _remember(self._answers, found[1].decode(errors="replace"), _Place(place.session, replica))
+            _remember(self._answers, found[1].decode(errors="replace"), _ReplicaHint(place.session, replica))
 
 
 class AffineRequest:
     """A request on its way, to one address whatever happens."""
 
-    def __init__(self, affinity: ProxyAffinity, request: httpx.Request, place: _Place | None) -> None:
+    def __init__(self, affinity: ProxyAffinity, request: httpx.Request, place: _ReplicaHint | None) -> None:
         """``place``: of a completion, whose answer is remembered."""
         self._affinity = affinity
         self._place = place
@@ -180,7 +182,7 @@ class AffineRequest:
         return httpx.ConnectError(why, request=self.request)
 
 
-def _remember(places: OrderedDict[str, _Place], name: str, place: _Place) -> None:
+def _remember(places: OrderedDict[str, _ReplicaHint], name: str, place: _ReplicaHint) -> None:
     places[name] = place
     if len(places) > _MAX_REMEMBERED:
         places.popitem(last=False)

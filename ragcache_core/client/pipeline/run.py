@@ -99,7 +99,7 @@ class _LoadWatch:
 
 
 @dataclass(slots=True)
-class _Tally:
+class _SearchTally:
     """What a search did, and why it started nothing where it did not.
 
     Attributes:
@@ -181,7 +181,7 @@ class SearchRun:
         self._arranged: dict[tuple[DocId, ...], tuple[_Documents, _Documents]] = {}
         self._events: list[PipelineEvent] = []
         self._stage = 0
-        self._tally = _Tally()
+        self._tally = _SearchTally()
 
     async def result(self, updates: AsyncIterator[RetrievalUpdate], timeout_s: float | None) -> PipelineResult:
         """Return the result of the search. The caller ends the tasks, and abandons a run that failed."""

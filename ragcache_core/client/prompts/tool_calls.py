@@ -45,7 +45,7 @@ class ToolCalls:
         self._scopes = scopes
         self._max_model_len = max_model_len
         self._lock = Lock()
-        self._waiting: OrderedDict[str, _Call] = OrderedDict()
+        self._waiting: OrderedDict[str, _ParsedCall] = OrderedDict()
         self._tools: OrderedDict[str, _Tool] = OrderedDict()
 
     def add(self, asked: AskedChat, answer: ChatMessage) -> None:
@@ -63,7 +63,7 @@ class ToolCalls:
                 scope=self._scopes.read(asked.settings),
             )
             with self._lock:
-                _put(self._waiting, call_id, _Call(tool, _texts_in(arguments), prompt), _MAX_CALLS)
+                _put(self._waiting, call_id, _ParsedCall(tool, _texts_in(arguments), prompt), _MAX_CALLS)
 
     def see(self, messages: Sequence[ChatMessage], searches: Sequence[RememberedSearch]) -> None:
         """Learn from a chat that ends in results how each tool shows what ``searches`` found; they wait no longer."""
@@ -120,7 +120,7 @@ class _Tool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _ParsedCall:
     """A call that waits for its result: the texts among its arguments, and the prompt that will show the result."""
 
     tool: _Tool

@@ -24,7 +24,7 @@ _Files = tuple[tuple[str, int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Load:
+class _AdapterLoad:
     """One load of an adapter: a random identity, and its files (name, inode, size, time) as the load began."""
 
     identity: str
@@ -42,7 +42,7 @@ class AdapterKeys:
         """Know no load yet."""
         lora = vllm_config.lora_config
         self._max_resident = None if lora is None else lora.max_cpu_loras or lora.max_loras
-        self._loads: OrderedDict[int, _Load] = OrderedDict()
+        self._loads: OrderedDict[int, _AdapterLoad] = OrderedDict()
 
     def separate(self, request: Request) -> None:
         """Compute the block hashes of a request again, with the identity of its adapter's weights.
@@ -62,9 +62,9 @@ class AdapterKeys:
         else:
             self._loads.pop(adapter_id, None)
 
-    def note_load(self, adapter: LoRARequest) -> _Load:
+    def note_load(self, adapter: LoRARequest) -> _AdapterLoad:
         """Return a new identity of an adapter, whose files are about to be read."""
-        load = self._loads[adapter.lora_int_id] = _Load(uuid4().hex, _files_in(adapter.lora_path))
+        load = self._loads[adapter.lora_int_id] = _AdapterLoad(uuid4().hex, _files_in(adapter.lora_path))
         if len(self._loads) > _MAX_REMEMBERED:
             self._loads.popitem(last=False)
         return load
