@@ -203,7 +203,7 @@ def serve(
 
 
 class _State:
-    """What the command is about, as a liveness probe is told."""
+    """The state of the command, as a liveness probe gets it."""
 
     def __init__(self) -> None:
         self.engines: Sequence[Engine] = ()

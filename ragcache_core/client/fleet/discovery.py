@@ -61,8 +61,8 @@ class ServiceName:
         Raises:
             OSError: the name does not resolve now.
         """
-        told = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
-        hosts = sorted({str(address[0]) for *_, address in told})
+        found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        hosts = sorted({str(address[0]) for *_, address in found})
         return [f"http://{f'[{host}]' if ':' in host else host}:{self._port}" for host in hosts]
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""The journal of registrations beside the disk tier: a file that its owner alone can read."""
+"""The journal of registrations next to the disk tier: a file that its owner alone can read."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class RegistrationJournal:
         return stored
 
     def load_restricted(self) -> set[str | None]:
-        """Return the restricted tenants of the other files beside: those of other tokenizers.
+        """Return the restricted tenants of the other files in the folder: those of other tokenizers.
 
         Raises:
             ValueError: one is damaged, or cannot be read.

@@ -100,7 +100,7 @@ async def _follow(service: RecognitionService, engine_client: Any) -> None:
 
 
 def _journal_of(vllm_config: Any, settings: PluginSettings, tokenizer: DocumentTokenizer) -> RegistrationJournal | None:
-    """Return the file beside the disk tier; each tokenizer and each engine of a directory has its own."""
+    """Return the file next to the disk tier; each tokenizer and each engine of a directory has its own."""
     if settings.directory is None:
         return None
     rank = vllm_config.parallel_config.data_parallel_rank

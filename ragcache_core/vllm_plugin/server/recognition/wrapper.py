@@ -205,8 +205,8 @@ class Recogniser:
             return joined_salt(each for each in (salt or own, rights) if each is not None)
         if self._is_unsalted(salt, tenant):
             return salt_of(tenant, joined_salt(e for e in (own, rights) if e is not None), secret=self._secret)
-        told = hashlib.sha256(f"{salt} {rights}".encode()).hexdigest()
-        return f"{mark_of(tenant)}-{told}"
+        digest = hashlib.sha256(f"{salt} {rights}".encode()).hexdigest()
+        return f"{mark_of(tenant)}-{digest}"
 
 
 def _with_params(sampling_params: Any, params: Mapping[str, Any]) -> Any:
