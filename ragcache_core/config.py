@@ -265,6 +265,11 @@ class CacheConfig(_Settings):
     max_cached_documents: Annotated[int, Field(ge=1, le=_LARGEST, strict=True)] | None = None
     """The number of documents of a prompt that are cached, from the first one on; ``None`` caches all."""
 
+    layerwise_loads: bool | None = None
+    """Whether a request computes its first layers while KV of later layers still comes from host memory: where nothing
+    else runs, or where the load is expected to be hidden. ``None`` is yes without a GPU. On a GPU it is not tested yet:
+    ``True`` switches it on there. Answers are the same."""
+
     replicated_share: Annotated[float, Field(ge=0, le=1, strict=True)] = 0.0
     """Of host memory, the share for copies of the most used upper documents (a prompt's prefix, the first behind it):
     they are given up last while the GPU has them, so that a GPU's failure does not take them along (RAGCache §6)."""

@@ -16,7 +16,8 @@ from ragcache_core.client import Engine
 from ragcache_core.client.launch.settings import VLLMOffload
 from ragcache_core.config import CacheConfig
 
-_SIDES = ("ragcache", "vllm_offload")
+_SIDES = ("layerwise", "asynchronous", "vllm_offload")
+"""RAGCache with layer-wise loads and without, and vLLM's own offloading."""
 _LENGTHS = (1024, 2048, 4096, 8192, 16384)
 _NUM_ROUNDS = 5
 _NUM_FILLERS = 3
@@ -58,16 +59,18 @@ def _launch(side: str, model: DeviceModel, lengths: Sequence[int]) -> Engine:
     kv_bytes = token_bytes * gpu_tokens
     arguments = {"dtype": model.dtype, "max_model_len": lengths[-1] + _REST, "max_num_batched_tokens": 8192}
     arguments |= model.launch_args
-    if side == "ragcache":
-        cache = CacheConfig(kv_cache_bytes=kv_bytes, host_bytes=host_bytes, block_size=BLOCK_SIZE)
-        return launch(model.path, cache, **arguments)
-    return launch(model.path, VLLMOffload(host_bytes), kv_cache_memory_bytes=kv_bytes, **arguments)
+    if side == "vllm_offload":
+        return launch(model.path, VLLMOffload(host_bytes), kv_cache_memory_bytes=kv_bytes, **arguments)
+    cache = CacheConfig(
+        kv_cache_bytes=kv_bytes, host_bytes=host_bytes, block_size=BLOCK_SIZE, layerwise_loads=side == "layerwise"
+    )
+    return launch(model.path, cache, **arguments)
 
 
 def _measure(
     plan: BenchmarkPlan, clock: PartTime, side: str, client: TokenClient, lengths: Sequence[int]
 ) -> dict[int, _Times]:
-    texts, is_plain = random_texts(plan.seed, 0), side != "ragcache"
+    texts, is_plain = random_texts(plan.seed, 0), side == "vllm_offload"
     fillers = [_request(texts, 1_000 + i, lengths[-1]) for i in range(_NUM_FILLERS)]
     times = {length: _Times() for length in lengths}
     for number in clock.rounds(plan.sized(_NUM_ROUNDS, 1)):

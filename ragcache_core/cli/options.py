@@ -126,6 +126,12 @@ _CACHE_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] =
         "--max-cached-documents", type=int, metavar="N", help="Keep the first N documents of a prompt. [default: all]"
     ),
     click.option(
+        "--layerwise-loads/--no-layerwise-loads",
+        default=None,
+        help="Whether a prompt's first layers are computed while host memory still gives KV of later layers. "
+        "[default: without a GPU]",
+    ),
+    click.option(
         "--replicated-share",
         type=float,
         metavar="SHARE",

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
+    from ragcache_core.vllm_plugin.settings import PluginSettings
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -48,6 +49,7 @@ class BuildContext:
         has_room: whether a speculative request would be admitted at once, as our scheduler says.
         chunks: which chunks are stored, with chunk reuse.
         worker_bytes: what each worker has of a block in host memory, where stages of a pipeline need different ones.
+        loads_by_layer: whether requests may load KV from host memory layer by layer, as our spec says.
         controller: what the scheduler's side shares, once there is one.
         why_no_order: why there are no ``groups``.
     """
@@ -57,6 +59,7 @@ class BuildContext:
     has_room: Callable[[], bool] | None = None
     chunks: ChunkManager | None = None
     worker_bytes: int | None = None
+    loads_by_layer: bool = False
     controller: CacheController | None = None
     why_no_order: str = ""
 
@@ -66,8 +69,7 @@ class BuildContext:
         Raises:
             ConfigError: of the settings that the engine was started with.
         """
-        assert self.vllm_config.kv_transfer_config is not None
-        settings = settings_in_force(extra_config(self.vllm_config.kv_transfer_config))
+        settings = self.settings
         num_blocks, block_bytes = self.kv_cache_config.num_blocks, kv_bytes_per_block(self.kv_cache_config)
         _, tokens_per_hash = resolve_kv_cache_block_sizes(self.kv_cache_config, self.vllm_config)
         tiers = {Tier.GPU: TierReport(num_blocks * block_bytes, block_bytes)}
@@ -95,6 +97,16 @@ class BuildContext:
             now_s=steady_s(),
         )
         return self.controller
+
+    @cached_property
+    def settings(self) -> PluginSettings:
+        """What the engine was started with.
+
+        Raises:
+            ConfigError: a name or a value that this version does not know.
+        """
+        assert self.vllm_config.kv_transfer_config is not None
+        return settings_in_force(extra_config(self.vllm_config.kv_transfer_config))
 
     @cached_property
     def groups(self) -> KVGroups | None:

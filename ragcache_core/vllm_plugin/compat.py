@@ -32,7 +32,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
@@ -89,6 +92,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec, CPUOffloadingMetrics
+from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
@@ -131,6 +135,7 @@ __all__ = [
     "BlockPool",
     "CPULoadStoreSpec",
     "CPUOffloadingMetrics",
+    "CPUOffloadingWorker",
     "CPUPrimaryTierOffloadingManager",
     "CacheHitSource",
     "CachedRequestData",
@@ -164,6 +169,7 @@ __all__ = [
     "OffloadingEvent",
     "OffloadingManager",
     "OffloadingWorker",
+    "OffloadingWorkerMetadata",
     "PrepareStoreOutput",
     "ReqContext",
     "RequestOffloadingContext",

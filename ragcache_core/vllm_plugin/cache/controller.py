@@ -464,6 +464,11 @@ class CacheController:
             if self._num_pending_prefills == 0:
                 self._pending_prefill_s = 0.0  # without what rounding has left
 
+    def prefill_s(self, request_id: str, num_cached_tokens: int) -> float:
+        """Return the seconds that a request's prefill is expected to take; 0 for a request that is not known."""
+        state = self._requests.get(request_id)
+        return 0.0 if state is None else self._prefill_s(state, num_cached_tokens)
+
     def _prefill_s(self, state: RequestState, num_cached_tokens: int) -> float:
         return self._prefill_cost.estimate_s(num_cached_tokens, state.num_prompt_tokens - num_cached_tokens)
 

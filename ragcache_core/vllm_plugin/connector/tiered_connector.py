@@ -20,6 +20,7 @@ from ragcache_core.vllm_plugin.compat import (
     KVConnectorRole,
     KVConnectorStats,
     OffloadingConnector,
+    OffloadingWorkerMetadata,
     RequestStatus,
     bytes_of_stages,
     kv_bytes_per_block,
@@ -40,6 +41,8 @@ from ragcache_core.vllm_plugin.offload.compat import (
     store_at_most,
 )
 from ragcache_core.vllm_plugin.offload.host_tier import ADAPTED, HostTier
+from ragcache_core.vllm_plugin.offload.layer_load_scheduler import LayerLoads
+from ragcache_core.vllm_plugin.offload.layer_loads import LayerLoadMetadata, calls_each_layer
 from ragcache_core.vllm_plugin.offload.spec import why_no_host
 from ragcache_core.vllm_plugin.offload.storing import StoringRequests
 from ragcache_core.vllm_plugin.offload.worker_memory import Rank, WorkerMemory, why_apart, why_uneven
@@ -48,8 +51,10 @@ from ragcache_core.vllm_plugin.shared.tier import SharedTier
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -57,6 +62,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from ragcache_core.vllm_plugin.compat import OffloadingConnectorMetadata
+    from ragcache_core.vllm_plugin.offload.layer_loads import LayerLoadWorker
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -80,6 +86,8 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
 
     _worker_bytes: int | None = None
     _prefetcher: DiskPrefetcher | None = None
+    _layer_loads: LayerLoads | None = None
+    _layer_worker: LayerLoadWorker | None = None
     _waits_for: int | None = None
     _waits_since_s = 0.0
 
@@ -124,6 +132,10 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
                 if not isinstance(tier, DiskTier | SharedTier):  # vLLM's own, which know no documents
                     why = f"vLLM's tier {tier.tier_type!r} may keep KV of its own: delete it there"
                     context.controller.forgetting.add_holder(OutOfReach(why))
+            if self._host is not None and context.loads_by_layer:
+                self._layer_loads = LayerLoads(
+                    self, context.controller, num_workers=vllm_config.parallel_config.world_size
+                )
             if self._host is not None and self.scheduler.manager.secondary_tiers:
                 self._prefetcher = DiskPrefetcher(
                     context.controller,
@@ -162,7 +174,7 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
             self.controller.remove_tier(tier)
         self.controller.forgetting.remove_holder(self.scheduler.manager.primary_tier)
         self._leave_stores()
-        self._prefetcher = self._host = self._storing = None
+        self._prefetcher = self._host = self._storing = self._layer_loads = None
         self.connector_scheduler = NoOffloading()
 
     def _give_up_reading(self) -> None:
@@ -222,13 +234,17 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         self._storing.on_shown(scheduler_output)
         for job in metadata.store_jobs.values():
             self.controller.on_stored(job.req_id, len(job.src_spec.block_ids) * self._block_bytes)
-        return metadata
+        return metadata if self._layer_loads is None else self._layer_loads.with_new(metadata)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        super().update_connector_output(connector_output)
         assert self.controller is not None
-        if self._late_copies and (meta := connector_output.kv_connector_worker_meta) is not None:
-            self._end_late_copies(meta.completed_jobs)
+        if (meta := connector_output.kv_connector_worker_meta) is not None:
+            if self._late_copies:
+                self._end_late_copies(meta.completed_jobs)
+            if self._layer_loads is not None:
+                self._layer_loads.end(meta.completed_jobs)
+                self._layer_loads.on_loaded(meta.transfer_stats.load.bytes, meta.transfer_stats.load.time)
+        super().update_connector_output(connector_output)
         for request_id in connector_output.finished_recving or ():
             self.controller.on_load_ended(request_id, time.monotonic())
         if connector_output.invalid_block_ids:
@@ -242,7 +258,7 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         """Return whether an engine without requests goes on stepping; for a disk that is slow only some time."""
         assert self.controller is not None
         self.controller.forgetting.sweep()
-        if needs_steps(self) or self._late_copies or self._prefetched:
+        if needs_steps(self) or self._late_copies or self._prefetched or self._layer_loads:
             return True
         if self._prefetcher is not None and self._prefetcher.is_prefetching:
             return True
@@ -256,6 +272,8 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
     def reset_cache(self) -> bool | None:
         if self._host is not None:
             self._late_copies |= rows_in_copies(self, self._host)
+        if self._layer_loads is not None:
+            self._late_copies |= self._layer_loads.reset()
         is_reset: bool | None = OffloadingConnector.reset_cache(self)
         if self._storing is not None and self.controller is not None:
             self._storing.on_reset(self.controller.request_ids())
@@ -307,7 +325,11 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
     def _match_below(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._host is not None and self._host.promises.is_awaited(request.request_id, num_computed_tokens):
             return None, False
-        return self._look_up_below(request, num_computed_tokens)
+        num_tokens, is_async = self._look_up_below(request, num_computed_tokens)
+        if not num_tokens or self._layer_loads is None or self._is_beside:
+            return num_tokens, is_async
+        num_loaded = self._layer_loads.choose(request, num_computed_tokens, num_tokens)
+        return (num_loaded, False) if num_loaded else (num_tokens, is_async)
 
     def _look_up_below(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._host is not None:
@@ -330,7 +352,8 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
             self._prefetcher.remove(request.request_id)
 
     def _load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> dict[Origin, int]:
-        OffloadingConnector.update_state_after_alloc(self, request, blocks, num_external_tokens)
+        if self._layer_loads is None or not self._layer_loads.begin(request, blocks, num_external_tokens):
+            OffloadingConnector.update_state_after_alloc(self, request, blocks, num_external_tokens)
         self._forget_promises(request)
         if not num_external_tokens:
             if self._is_beside:  # what another connector loads into them comes before a step that vLLM tells of
@@ -348,6 +371,8 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
 
     def _finish_below(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         self._forget_promises(request)
+        if self._layer_loads is not None:
+            self._layer_loads.drop(request.request_id)
         outcome: tuple[bool, dict[str, Any] | None] = OffloadingConnector.request_finished_all_groups(
             self, request, block_ids
         )
@@ -358,6 +383,40 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
 
     def _num_copies(self) -> int:
         below = self.scheduler.manager.secondary_tiers
-        return num_copies_of_blocks(self) + sum(
-            tier.num_open_jobs for tier in below if isinstance(tier, DiskTier | SharedTier)
+        num_layer_loads = 0 if self._layer_loads is None else len(self._layer_loads)
+        return (
+            num_copies_of_blocks(self)
+            + num_layer_loads
+            + sum(tier.num_open_jobs for tier in below if isinstance(tier, DiskTier | SharedTier))
         )
+
+    # On a worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        self._layer_worker = self.connector_worker.spec.layer_loads
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        if self._layer_worker is not None and isinstance(self._connector_metadata, LayerLoadMetadata):
+            loads = self._connector_metadata.layer_loads
+            self._layer_worker.start(loads, waits_by_layer=calls_each_layer(forward_context))
+        super().start_load_kv(forward_context, **kwargs)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Have a layer wait for its KV, which comes from host memory while the layers before it are computed."""
+        if self._layer_worker is not None:
+            self._layer_worker.wait(layer_name)
+
+    def wait_for_save(self) -> None:
+        if self._layer_worker is not None:
+            self._layer_worker.end_step()
+        super().wait_for_save()
+
+    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
+        meta: OffloadingWorkerMetadata | None = super().build_connector_worker_meta()
+        for finished in () if self._layer_worker is None else self._layer_worker.take_finished():
+            meta = OffloadingWorkerMetadata() if meta is None else meta
+            for number in finished.numbers:
+                meta.mark_completed(number)
+            meta.transfer_stats.load.record(finished.num_bytes, finished.seconds)
+        return meta

@@ -21,6 +21,7 @@ from ragcache_core.vllm_plugin.compat import (
     TieringOffloadingSpec,
     TransferResult,
 )
+from ragcache_core.vllm_plugin.offload.layer_loads import PastEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +32,20 @@ class _Transfer:
     places: list[tuple[int, int, int]]
 
 
-def copying_worker(spec: TieringOffloadingSpec, kv_caches: CanonicalKVCaches) -> CopyingWorker:
-    """Return the worker of a spec's host tier."""
-    region = SharedOffloadRegion(
+def worker_region(spec: TieringOffloadingSpec) -> SharedOffloadRegion:
+    """Return host memory, as a worker of a spec's host tier sees it; workers with the same KV share one part of it."""
+    return SharedOffloadRegion(
         engine_id=spec.config.engine_id,
         num_chunks=spec.num_chunks,
-        rank=spec.config.parallel.rank,
+        rank=0 if spec.replicated_layout else spec.config.parallel.rank,
         kv_bytes_per_chunk=spec.kv_bytes_per_chunk,
         cpu_page_size=spec.cpu_page_size_per_worker,
     )
+
+
+def copying_worker(spec: TieringOffloadingSpec, kv_caches: CanonicalKVCaches) -> CopyingWorker:
+    """Return the worker of a spec's host tier."""
+    region = worker_region(spec)
     try:
         return CopyingWorker(kv_caches, spec.blocks_per_chunk, region)
     except BaseException:
@@ -95,6 +101,13 @@ class CopyingWorker(OffloadingWorker):
     def wait(self, job_ids: set[int]) -> None:
         """Return at once: these copies were made when they were asked for."""
 
+    def copy_in(self, tensor: int, rows: np.ndarray, blocks: np.ndarray) -> int:
+        """Copy rows of host memory into blocks of one KV tensor; return the number of bytes. A row has one block."""
+        engine, host = self._engine[tensor], self._host[tensor]
+        for row, block in zip(rows.tolist(), blocks.tolist(), strict=True):
+            engine[block] = host[row, 0]
+        return len(blocks) * int(engine.shape[1])
+
     def shutdown(self) -> None:
         """Release the shared region."""
         self._engine.clear()
@@ -135,3 +148,21 @@ class CopyingWorker(OffloadingWorker):
     def _tensors(self, group: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for ref in self._groups[group]:
             yield self._engine[ref.tensor_idx], self._host[ref.tensor_idx]
+
+
+class PlainCopies:
+    """The copy stream of a worker without a GPU: each copy has ended when it is asked for."""
+
+    def __init__(self, worker: CopyingWorker) -> None:
+        self._worker = worker
+
+    def begin(self) -> None:
+        """Do nothing: what was computed before is done."""
+
+    def copy(self, tensor: int, rows: np.ndarray, blocks: np.ndarray) -> int:
+        """Copy rows of host memory into blocks of a KV tensor; return the number of bytes."""
+        return self._worker.copy_in(tensor, rows, blocks)
+
+    def record(self) -> PastEvent:
+        """Return this moment."""
+        return PastEvent()

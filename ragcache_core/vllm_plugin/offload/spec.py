@@ -21,6 +21,7 @@ from ragcache_core.vllm_plugin.cache.controller import CacheController, TierRepo
 from ragcache_core.vllm_plugin.cache.forgetting import OutOfReach, why_in_store, why_on_disk
 from ragcache_core.vllm_plugin.compat import (
     CanonicalKVCaches,
+    CPUOffloadingWorker,
     CPUPrimaryTierOffloadingManager,
     OffloadingConfig,
     OffloadingManager,
@@ -33,9 +34,12 @@ from ragcache_core.vllm_plugin.compat import (
     build_offloading_config,
 )
 from ragcache_core.vllm_plugin.identity import kv_identity
-from ragcache_core.vllm_plugin.offload.cpu_worker import copying_worker
+from ragcache_core.vllm_plugin.offload.cpu_worker import PlainCopies, copying_worker, worker_region
+from ragcache_core.vllm_plugin.offload.device_copies import DeviceCopies
 from ragcache_core.vllm_plugin.offload.host_index import HostIndex
 from ragcache_core.vllm_plugin.offload.host_tier import HostTier
+from ragcache_core.vllm_plugin.offload.layer_load_scheduler import can_load_by_layer
+from ragcache_core.vllm_plugin.offload.layer_loads import LayerCopies, LayerLoadWorker, tensors_by_layer
 from ragcache_core.vllm_plugin.offload.tiered_manager import TieredManager
 
 if TYPE_CHECKING:
@@ -96,6 +100,11 @@ class RAGCacheSpec(TieringOffloadingSpec):
         self.controller: CacheController | None = None
         self._tiers: TieredManager | None = None
         self._worker: OffloadingWorker | None = None
+        self.layer_loads: LayerLoadWorker | None = None
+        context = current_context()
+        self.loads_by_layer = can_load_by_layer(context.settings, self, context.vllm_config, context.kv_cache_config)
+        context.loads_by_layer = self.loads_by_layer
+        self._engine = context.vllm_config, context.kv_cache_config
 
     def get_manager(self) -> OffloadingManager:
         if self._tiers is None:
@@ -210,5 +219,26 @@ class RAGCacheSpec(TieringOffloadingSpec):
         if current_platform.is_cuda_alike() or current_platform.is_xpu():
             return super().get_worker(kv_caches)
         if self._worker is None:
-            self._worker = copying_worker(self, kv_caches)
+            self._worker = worker = copying_worker(self, kv_caches)
+            self.layer_loads = self._layer_loads(PlainCopies(worker), kv_caches)
         return self._worker
+
+    def _layer_loads(self, copies: LayerCopies, kv_caches: CanonicalKVCaches) -> LayerLoadWorker | None:
+        if not self.loads_by_layer:
+            return None
+        return LayerLoadWorker(copies, len(kv_caches.tensors), tensors_by_layer(*self._engine, kv_caches))
+
+    def create_worker(self, kv_caches: CanonicalKVCaches) -> CPUOffloadingWorker:
+        """Return vLLM's worker on a GPU, with :attr:`layer_loads` of the same memory beside it."""
+        if not self.loads_by_layer:
+            return super().create_worker(kv_caches)
+        region = worker_region(self)
+        try:
+            worker = CPUOffloadingWorker(kv_caches, self.blocks_per_chunk, self.num_chunks, region)
+            first_byte = (region.rank or 0) * self.cpu_page_size_per_worker
+            copies = DeviceCopies(kv_caches, region, row_bytes=self.kv_bytes_per_chunk, first_byte=first_byte)
+            self.layer_loads = self._layer_loads(copies, kv_caches)
+        except BaseException:
+            region.cleanup()
+            raise
+        return worker

@@ -53,6 +53,7 @@ from ragcache_core.config import CacheConfig as Tiers
 from ragcache_core.runtime.shared_memory import EngineFiles, new_engine_id
 from ragcache_core.vllm_plugin.beside import own_connector
 from ragcache_core.vllm_plugin.cache.kv_groups import group_of
+from ragcache_core.vllm_plugin.offload.layer_loads import LayerLoad, LayerLoadMetadata
 from ragcache_core.vllm_plugin.scheduler.scheduler import AsyncTreeScheduler, SyncTreeScheduler
 from tests.conftest import DEMO_MODEL
 
@@ -197,7 +198,8 @@ class Steps:
     """vLLM's ``EngineCore.step``, or ``step_with_batch_queue`` with two steps in flight, over workers that copy late.
 
     A store ends ``store_steps`` steps after the one that asked for it, one at least as with vLLM's workers, or with
-    the step that needs it to; a load ends at once. A store copies as late as it may: after that step has computed.
+    the step that needs it to; a load ends at once. A store copies as late as it may: after that step has computed. A
+    layer-wise load copies before its step computes, and workers say so with the stores of that step.
 
     Memory holds what KV stands for: the tokens of a block and all before it. What a step reads is looked at, and so is
     what host memory holds when a store of it is told of.
@@ -209,6 +211,8 @@ class Steps:
     num: int = 0
     num_stored: int = 0
     """Blocks that host memory held when they were said to be stored."""
+    num_layer_loads: int = 0
+    _loading: dict[int, tuple[int, LayerLoad, list[tuple[int, ...]]]] = field(default_factory=dict)
     _in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = field(default_factory=deque)
     _storing: dict[int, int] = field(default_factory=dict)
     _copies: dict[int, Any] = field(default_factory=dict)
@@ -259,6 +263,7 @@ class Steps:
         self._store(ended)
         for other in others:
             self._engine.update(other.loads)
+        self._load_layers(meta)
         self._compute(output)
         for job in meta.load_jobs.values():
             for chunk, block in zip(job.src_spec.block_ids.tolist(), job.dst_spec.block_ids.tolist(), strict=True):
@@ -267,7 +272,7 @@ class Steps:
         self._store(due)
         ended += due
         told = OffloadingWorkerMetadata()
-        for job in (*ended, *meta.load_jobs):
+        for job in (*ended, *meta.load_jobs, *self._end_layer_loads()):
             told.mark_completed(job)
         said: Any = told if told.completed_jobs else None
         if others and said is not None:
@@ -284,6 +289,21 @@ class Steps:
             sampled_token_ids=[[] if r.is_prefill_chunk else [ANSWER] for r in asked],
             kv_connector_output=None if copied.is_empty() else copied,  # as workers leave it out
         )
+
+    def _load_layers(self, meta: Any) -> None:
+        for load in meta.layer_loads if isinstance(meta, LayerLoadMetadata) else ():
+            held = [self._host.read(row) for row in load.rows.tolist()]
+            self._engine.update(zip(load.blocks.tolist(), held, strict=True))
+            self._loading[load.number] = self.num + self.store_steps - 1, load, held
+            self.num_layer_loads += 1
+
+    def _end_layer_loads(self) -> list[int]:
+        """Return the layer-wise loads that end in this step; up to now host memory holds what they read."""
+        ended = [number for number, (last, _, _) in self._loading.items() if last <= self.num]
+        for number in ended:
+            _, load, held = self._loading.pop(number)
+            assert [self._host.read(row) for row in load.rows.tolist()] == held, "a row that is read was written"
+        return ended
 
     def _compute(self, output: SchedulerOutput) -> None:
         read: list[tuple[str, int, tuple[int, ...]]] = []

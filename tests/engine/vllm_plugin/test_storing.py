@@ -12,6 +12,8 @@ import pytest
 
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.beside import own_connector
+from ragcache_core.vllm_plugin.offload.layer_load_scheduler import LayerLoads
+from ragcache_core.vllm_plugin.offload.layer_loads import LayerLoadMetadata
 from tests.engine.vllm_plugin.storing_scene import Steps, host_scheduler, request, serve_at_random, tokens
 
 
@@ -51,17 +53,21 @@ def test_a_request_that_waits_for_a_store_of_another_gets_it(num_answers: int, i
 @pytest.mark.parametrize("store_steps", [1, 2, 5])
 @pytest.mark.parametrize(("num_blocks", "host_bytes"), [(24, "1MiB"), (24, "64KiB"), (60, "160KiB")])
 def test_no_request_reads_kv_of_other_tokens_however_late_copies_are_made(
-    num_blocks: int, host_bytes: str, store_steps: int, is_async: bool
+    num_blocks: int, host_bytes: str, store_steps: int, is_async: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    num_loaded = num_stored = 0
+    choices = random.Random(0)
+    monkeypatch.setattr(LayerLoads, "_is_better", lambda *_: choices.random() < 0.6)
+    num_loaded = num_stored = num_layer_loads = 0
     for seed in range(4):
         with host_scheduler(num_blocks, host_bytes, is_async=is_async) as scheduler:
             steps = Steps(scheduler, is_async, store_steps)
             serve_at_random(scheduler, steps, random.Random(seed))
             num_loaded += scheduler._controller.counters.num_loaded_bytes
             num_stored += steps.num_stored
+            num_layer_loads += steps.num_layer_loads
     assert num_loaded > 0
     assert num_stored > 100
+    assert num_layer_loads > 0
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["one step in flight", "two steps in flight"])
@@ -107,8 +113,9 @@ def test_rows_that_are_being_written_when_all_is_reset_and_forgotten_hold_nothin
         assert rows_with_bytes(own._host, rows) == []
 
 
-def test_kv_that_is_being_loaded_when_all_is_reset_and_forgotten_is_not_overwritten() -> None:
-    with host_scheduler(30, "1MiB") as scheduler:
+@pytest.mark.parametrize("layerwise_loads", [False, True])
+def test_kv_that_is_being_loaded_when_all_is_reset_and_forgotten_is_not_overwritten(layerwise_loads: bool) -> None:
+    with host_scheduler(30, "1MiB", layerwise_loads=layerwise_loads) as scheduler:
         steps = Steps(scheduler, is_async=False)
         for name, seed, count in (("other", 9, 100), ("first", 1, 200)):
             scheduler.add_request(request(name, tokens(seed, count), 2))
@@ -119,7 +126,8 @@ def test_kv_that_is_being_loaded_when_all_is_reset_and_forgotten_is_not_overwrit
         for _ in range(5):
             output = scheduler.schedule()
             steps.num += 1
-            if output.kv_connector_metadata.load_jobs:
+            meta = output.kv_connector_metadata
+            if meta.load_jobs or isinstance(meta, LayerLoadMetadata):
                 num_loads += 1
                 scheduler.connector.reset_cache()
                 scheduler.act_on_cache("purge", {})
