@@ -728,6 +728,11 @@ ENGINE_SERIES = {
 """Series of the engine's report; the first three are sums over requests, which a client reads of each response."""
 TIER_SERIES = series_of(TierStats)
 CHUNK_SERIES = series_of(ChunkStats)
+REQUEST_TIMES = {
+    "queue_s": Series("ragcache_queue_seconds", "Seconds that a request waited to be scheduled, by its lowest tier."),
+    "load_s": Series("ragcache_load_seconds", "Seconds that a request waited for its KV, by its lowest tier."),
+}
+"""Histograms over requests. A request's lowest tier is the slowest one that had some of its KV."""
 TENANT_SERIES = {
     "num_requests": Series("ragcache_tenant_requests", "Requests of a tenant, without speculative ones."),
     "num_prompt_tokens": Series("ragcache_tenant_prompt_tokens", "Prompt tokens of these requests."),

@@ -130,6 +130,11 @@ class RequestState:
         """Prompt tokens that did not have to be computed."""
         return sum(self.num_tokens_by_tier)
 
+    @property
+    def _load_s(self) -> float | None:
+        """Seconds from its admission until KV of lower tiers lay in its blocks; None without an asynchronous load."""
+        return None if self.loaded_s is None or self.admitted_s is None else self.loaded_s - self.admitted_s
+
     def to_dict(self) -> dict[str, object]:
         """Return the body of the engine's per-request route; see ``client/stats/cache_stats.py``."""
         return {
@@ -137,6 +142,7 @@ class RequestState:
             "num_loaded_bytes": self.num_loaded_bytes,
             "num_stored_bytes": self.num_stored_bytes,
             "queue_s": None if self.admitted_s is None else self.admitted_s - self.arrived_s,
+            "load_s": self._load_s,
             "ttft_s": None if self.first_token_s is None else self.first_token_s - self.arrived_s,
             "is_speculative": self.metadata.speculation is not None,
             "is_confirmed": self.is_confirmed,

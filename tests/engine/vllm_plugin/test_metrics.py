@@ -133,6 +133,26 @@ def test_the_series_are_what_the_engine_counted() -> None:
     assert b"# HELP ragcache_lost_chunks_total" in generate_latest(server.registry)
 
 
+def test_times_of_requests_are_told_by_their_slowest_tier() -> None:
+    engine, server = Engine(), Server()
+    engine.serve("from both", 4, 4)
+    engine.serve("new", 0, 0)
+    engine.speculate("guess", "s1")
+    engine.controller.on_finished("guess")
+    loaded = engine.controller
+    loaded.on_new_request("loaded", RequestMetadata((PromptSegment(SegmentKind.QUESTION, 0, 10),)), [b"0"], 10, 1.0)
+    loaded.on_admitted("loaded", [b"0"], {Tier.DISK: 4}, 1.5)
+    loaded.on_load_ended("loaded", 4.0)
+    loaded.on_finished("loaded")
+    server.metrics.observe(engine.stats().data)
+    queue, load = "ragcache_queue_seconds", "ragcache_load_seconds"
+    assert server.value(f"{queue}_count", tier="disk") == 2
+    assert server.value(f"{queue}_sum", tier="disk") == 1.0 + 0.5
+    assert server.value(f"{queue}_count", tier="none") == 1
+    assert server.value(f"{queue}_count", tier="gpu") is None
+    assert (server.value(f"{load}_count", tier="disk"), server.value(f"{load}_sum", tier="disk")) == (1, 2.5)
+
+
 def test_the_releases_and_the_policy_are_told_by_the_first_api_server() -> None:
     builds = [Server(num_engines=2, index=index).registry.collect() for index in (0, 1)]
     first, second = [[s for m in build if m.name == "ragcache_build_info" for s in m.samples] for build in builds]

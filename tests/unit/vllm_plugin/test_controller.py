@@ -34,6 +34,7 @@ def test_a_requests_figures_say_where_its_tokens_came_from_and_how_long_it_waite
         "num_loaded_bytes": 2000,
         "num_stored_bytes": 330,
         "queue_s": 0.25,
+        "load_s": None,
         "ttft_s": 1.0,
         "is_speculative": False,
         "is_confirmed": False,

@@ -9,15 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from prometheus_client import Counter, Gauge, Histogram
+
 from ragcache_core._version import __version__
 from ragcache_core.stats import (
     CHUNK_SERIES,
     ENGINE_SERIES,
+    REQUEST_TIMES,
     TENANT_SERIES,
     TENANT_TIER_SERIES,
     TIER_SERIES,
     Series,
 )
+from ragcache_core.types import Origin
 from ragcache_core.vllm_plugin.compat import (
     KVConnectorPromMetrics,
     OffloadPromMetrics,
@@ -28,6 +32,7 @@ from ragcache_core.vllm_plugin.server.engine_view import received
 from ragcache_core.vllm_plugin.server.metrics.tenant_series import num_shown, shown_tenants
 
 _BUILD = ("version", "vllm_version", "policy")
+_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 
 class RAGCachePromMetrics(KVConnectorPromMetrics):
@@ -44,6 +49,7 @@ class RAGCachePromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._types = metric_types
         extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
         settings = settings_in_force(extra_config)
         received.begin(settings, self.observe, [*per_engine_labelvalues])
@@ -67,11 +73,15 @@ class RAGCachePromMetrics(KVConnectorPromMetrics):
             {} if index else {key: self._metric(series, labels) for key, series in table.items()}
             for table, labels in shown
         )
+        self._request_times = {
+            key: metric_types[Histogram](series.name, series.text, [*labelnames, "tier"], buckets=_SECONDS)
+            for key, series in ({} if index else REQUEST_TIMES).items()
+        }
         self._seen: dict[tuple[int, str, str], int] = {}
         if not index:
             from vllm import __version__ as vllm_version
 
-            build = self._gauge_cls(
+            build = self._types[Gauge](
                 "ragcache_build_info",
                 "The releases that run and the cache's policy; always 1",
                 [*labelnames, *_BUILD],
@@ -82,13 +92,15 @@ class RAGCachePromMetrics(KVConnectorPromMetrics):
 
     def _metric(self, series: Series, labels: list[str]) -> Any:
         if series.is_gauge:
-            return self._gauge_cls(series.name, series.text, labels, multiprocess_mode="mostrecent")
-        return self._counter_cls(series.name, series.text, labels)
+            return self._types[Gauge](series.name, series.text, labels, multiprocess_mode="mostrecent")
+        return self._types[Counter](series.name, series.text, labels)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         if self._offload is not None and transfer_stats_data.get("offload"):
             self._offload.observe(transfer_stats_data["offload"], engine_idx)
         received.add(transfer_stats_data, engine_idx)
+        for request in (transfer_stats_data.get("requests") or {}).values() if self._request_times else ():
+            self._observe_times(request, self.per_engine_labelvalues[engine_idx])
         report = transfer_stats_data.get("engine")
         if not report:
             return
@@ -100,6 +112,14 @@ class RAGCachePromMetrics(KVConnectorPromMetrics):
             self._show(CHUNK_SERIES, self._chunk_series, chunks, "chunks", labels, engine_idx)
         if self._num_tenants:
             self._show_tenants(report, labels, engine_idx)
+
+    def _observe_times(self, request: Mapping[str, Any], labels: Sequence[object]) -> None:
+        if request["is_speculative"] and not request["is_confirmed"]:
+            return
+        from_tiers = [origin.label for origin in Origin if request[f"num_{origin.label}_tokens"]]
+        for key, histogram in self._request_times.items():
+            if (seconds := request[key]) is not None:
+                histogram.labels(*labels, from_tiers[-1] if from_tiers else "none").observe(seconds)
 
     def _show_tenants(self, report: Mapping[str, Any], labels: Sequence[object], engine_idx: int) -> None:
         for name, figures in shown_tenants(report, self._num_tenants):
