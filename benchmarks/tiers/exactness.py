@@ -115,6 +115,7 @@ def _answers_of_all_tiers(
             host_bytes=_HOST_BLOCKS * size,
             disk_bytes=_DISK_BLOCKS * size,
             directory=Path(folder),
+            layerwise_loads=True,
         )
         half = len(requests) * 2 // 3
         answers = _answers_of_a_killed_engine(plan, cache, dtype, requests[:half], counts)

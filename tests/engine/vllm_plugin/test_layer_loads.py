@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from vllm.config import CUDAGraphMode
+from vllm.v1.kv_offload.base import CanonicalKVCaches, CanonicalKVCacheTensor
 
 from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin.offload import device_copies
 from ragcache_core.vllm_plugin.offload.layer_loads import LayerLoad, LayerLoadWorker, calls_each_layer
 from tests.conftest import ROOT
 from tests.engine.vllm_plugin.storing_scene import BLOCK, Steps, host_scheduler, request, tokens
@@ -169,6 +174,64 @@ def test_rows_are_free_once_all_workers_have_read_them(scheduler: Any) -> None:
     loads.end({-1: 1})
     assert not any(block.ref_cnt for block in rows)
     assert not loads
+
+
+class HostDevice:
+    """Streams, events and the copying kernel of a device whose memory is main memory."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.Stream = self.current_stream = self
+
+    def __call__(self) -> HostDevice:
+        return self
+
+    def wait_stream(self, _other: object) -> None:
+        self.calls.append("wait for the computation")
+
+    def wait_event(self, _event: object) -> None:
+        self.calls.append("computation waits")
+
+    @contextmanager
+    def stream(self, _stream: object) -> Iterator[None]:
+        yield
+
+    def event(self, *, enable_timing: bool) -> Any:
+        return SimpleNamespace(record=lambda _stream: None, query=lambda: True, elapsed_time=lambda _later: 2000.0)
+
+    def swap_blocks_batch(self, sources: Any, targets: Any, sizes: Any, **_options: bool) -> None:
+        self.calls.append(f"copy {len(sizes)}")
+        for source, target, size in zip(sources.tolist(), targets.tolist(), sizes.tolist(), strict=True):
+            ctypes.memmove(target, source, size)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_device_copies_each_layer_to_its_addresses(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, pages = HostDevice(), (96, 160, 96)
+    monkeypatch.setattr(device_copies, "current_platform", device)
+    monkeypatch.setattr(device_copies, "ops", device)
+    monkeypatch.setattr(device_copies.torch, "Event", device.event)
+    tensors = [torch.zeros((8, page), dtype=torch.int8) for page in pages]
+    caches = CanonicalKVCaches(
+        [CanonicalKVCacheTensor(tensor, page) for tensor, page in zip(tensors, pages, strict=True)], [[]]
+    )
+    host = torch.randint(-128, 128, (5, 2 * sum(pages)), dtype=torch.int8)  # a row has a part of each of two workers
+    copies = device_copies.DeviceCopies(
+        caches,
+        SimpleNamespace(base_tensor=host.view(-1)),  # type: ignore[arg-type]
+        row_bytes=2 * sum(pages),
+        first_byte=rank * sum(pages),
+    )
+    worker = LayerLoadWorker(copies, 3, {"a": 0, "b": 1, "c": 2})
+    worker.start([load(-1, (4, 7), (1, 2))], waits_by_layer=True)
+    worker.wait("b")
+    assert device.calls == ["wait for the computation", "copy 2", "copy 2", "copy 2", "computation waits"]
+    for i, tensor in enumerate(tensors):
+        first = rank * sum(pages) + sum(pages[:i])
+        for row, block in ((4, 7), (1, 2)):
+            assert torch.equal(tensor[block], host[row, first : first + pages[i]])
+        assert not tensor[[0, 1, 3, 4, 5, 6]].any()
+    assert worker.take_finished() == [([-1], 2 * sum(pages), 2.0)]
 
 
 @pytest.mark.slow
