@@ -147,7 +147,20 @@ class Builder:
             dockerfile,
             ROOT,
         )
+        self._tags.append(tag)
         return tag
+
+    def as_base(self, tag: str, name: str) -> str:
+        """Return ``name``: a built image without RAGCache and its user, in place of the base of another file."""
+        container = self("from", "--pull-never", tag)
+        removed = "pip uninstall --quiet --yes ragcache && userdel ragcache"
+        self("run", "--isolation", "chroot", "--user", "root", container, "--", "sh", "-c", removed)
+        self("config", "--user", "root", "--entrypoint", "[]", "--cmd", "", "--volume", "/cache-", container)
+        shutil.rmtree(Path(self("mount", container), "cache"))
+        self("umount", container)
+        self("commit", "--quiet", "--rm", container, name)
+        self._tags.append(name)
+        return name
 
     def mounted(self, tag: str) -> Built:
         """Return an image with its files mounted."""
