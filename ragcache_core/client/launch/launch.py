@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import logging
 import os
 import re
 import secrets
@@ -35,6 +34,7 @@ from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 from ragcache_core.client.server_api import import_requests
 from ragcache_core.config import SHARED_PASSWORD_ENV, CacheConfig, ChunkReuse
 from ragcache_core.errors import ConfigError, EngineStartError
+from ragcache_core.log import logger_of
 from ragcache_core.profiles.calibration import find_calibration, load_calibration
 from ragcache_core.profiles.prefill import find_profile
 from ragcache_core.runtime.environment import HANG_TIMEOUT_ENV, SOCKETS_ENV, STARTED_AGAIN_ENV
@@ -51,7 +51,7 @@ _TOO_SMALL = re.compile(
 )
 """What vLLM says where its KV memory does not hold one prompt of the longest length; what it tries is not ours."""
 _KV_CURE = "Raise kv_cache_bytes, or lower max_model_len"
-_logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class DirectoryLock:
@@ -293,7 +293,11 @@ def _check_shared(cache: CacheConfig, env: Mapping[str, str]) -> None:
     if any(name == SHARED_PASSWORD_ENV or name.startswith("AWS_") for name in env):
         open_remote(cache.shared).close()
     elif (why := check_reachable(cache.shared)) is not None:
-        _logger.warning("the shared store %s does not answer, and is asked again later (%s)", cache.shared, why)
+        logger.warning(
+            "RC-SHARED-UNREACHABLE: the shared store %s does not answer, and is tried again later (%s)",
+            cache.shared,
+            why,
+        )
 
 
 def _lock(

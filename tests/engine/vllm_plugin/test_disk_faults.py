@@ -94,8 +94,8 @@ def test_a_disk_that_cannot_be_written_is_still_read_and_is_written_again_when_i
     assert scene.load(lost) == set(lost)
     scene.check()
     assert [line.partition(":")[0] for line in plugin_log.messages if "Writing to" in line] == [
-        "Writing to RAGCache's disk tier failed",
-        "Writing to RAGCache's disk tier works again",
+        "RC-TIER-FAILED",
+        "RC-TIER-WORKS",
     ]
     scene.close()
     again = opening()
@@ -403,7 +403,7 @@ def test_a_job_finds_no_room_while_others_hold_half_of_host_memory(
     assert scene.result(first).success
     assert (scene.hits(keys), scene.num_hits("C"), scene.num_hits("B")) == (keys, 0, 0)
     assert scene.controller.counters.num_dropped_chunks == 5
-    assert plugin_log.text.count("slower than what is computed") == 1
+    assert plugin_log.text.count("RC-DISK-SLOW") == 1
     scene.check()
 
 

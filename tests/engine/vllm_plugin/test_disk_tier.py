@@ -140,7 +140,7 @@ def test_a_disk_that_cannot_be_emptied_gives_nothing_back_after_a_reset(
     scene.tier.clear()
     assert not scene.hits(keys)
     assert not scene.controller.tiers[Tier.DISK].is_enabled
-    assert f"still holds KV from before a reset: {scene.data_file.parent} could not be emptied" in plugin_log.text
+    assert f"still has KV from before a reset: {scene.data_file.parent} could not be emptied" in plugin_log.text
     assert "delete the folder" in plugin_log.text
     scene.close()
     monkeypatch.undo()

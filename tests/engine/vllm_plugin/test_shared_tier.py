@@ -497,9 +497,9 @@ def test_a_store_rests_twice_as_long_each_time_up_to_a_minute_and_says_it_once(
     now_s += 5.1
     assert not breaker.is_resting
     assert [line.split(":")[0] for line in plugin_log.messages] == [
-        "Reading from it failed",
-        "Reading from it works again",
-        "Reading from it failed",
+        "RC-TIER-FAILED",
+        "RC-TIER-WORKS",
+        "RC-TIER-FAILED",
     ]
 
 

@@ -86,8 +86,9 @@ def test_stages_that_need_more_than_the_first_leave_an_engine_with_gpu_memory_al
         assert list(tiers(scheduler)) == ["gpu"]
     assert "Failed to close mmap_obj" not in plugin_log.text
     line = (
-        "RAGCache keeps nothing below the GPU: a block of KV takes 1024, 1024, 2048 bytes on the workers, and each "
-        "has the 1024 of the first in host memory: give the first pipeline stage at least as many layers as any"
+        "RC-TIERS-OFF: RAGCache keeps nothing below the GPU: a block of KV takes 1024, 1024, 2048 bytes on the "
+        "workers, and each has the 1024 of the first in host memory: give the first pipeline stage at least as many "
+        "layers as any"
     )
     assert plugin_log.text.count(line) == 1
 
@@ -132,8 +133,9 @@ def test_workers_with_host_memory_of_their_own_have_no_disk(
         assert steps.num_stored == NUM_BLOCKS, "host memory is used as ever"
         assert tiers(scheduler)["host"] == NUM_BLOCKS
     line = (
-        "RAGCache keeps nothing on disk, nor in host memory when the engine dies: 1 of 2 workers have host memory of "
-        "their own, on another host or in another container (stage 1 rank 0): keep all workers of an engine on one host"
+        "RC-WORKERS-APART: RAGCache keeps nothing on disk, nor in host memory after a crash: 1 of 2 workers have host "
+        "memory of their own, on another host or in another container (stage 1 rank 0): keep all workers of an engine "
+        "on one host"
     )
     assert plugin_log.text.count(line) == 1
     with host_scheduler(400, "1MiB", files=files, **kept) as scheduler:

@@ -239,7 +239,7 @@ def test_another_programs_file_in_a_cache_stays_and_the_cache_is_deleted(
             *("notes.txt", "sub", "sub/chunks.data", "identity.json")
         }
     assert (elsewhere / "chunks.data").read_text() == "years of work"
-    assert "holds files that are not RAGCache's, which stay: identity.json, notes.txt, sub" in caplog.text
+    assert "has files that are not RAGCache's, which stay: identity.json, notes.txt, sub" in caplog.text
     assert old not in {namespace.path for namespace in list_namespaces(folder)}
 
 

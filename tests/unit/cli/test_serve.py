@@ -128,7 +128,7 @@ def test_with_json_logs_everything_that_is_printed_is_json(monkeypatch: pytest.M
 
     def launch(model: str, **given: Any) -> FakeEngine:
         launched.update(given)
-        logging.getLogger("ragcache_core.client").warning("the engine died, restarting")
+        logging.getLogger("ragcache.core.client").warning("the engine died, restarting")
         return engine
 
     monkeypatch.setattr(Engine, "launch", launch)
@@ -145,7 +145,7 @@ def test_with_json_logs_everything_that_is_printed_is_json(monkeypatch: pytest.M
     monkeypatch.setattr(Engine, "launch", lambda *_, **__: (_ for _ in ()).throw(EngineStartError("no model\nlog")))
     (line,) = CliRunner().invoke(cli, ["serve", "demo", "--log-format", "json"]).stderr.splitlines()
     assert json.loads(line)["message"] == "no model\nlog"
-    logging.getLogger("ragcache_core.client").warning("as text again")
+    logging.getLogger("ragcache.core.client").warning("as text again")
 
 
 def test_a_liveness_probe_is_answered_while_the_engine_loads_and_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +260,7 @@ def test_the_death_of_an_engine_and_its_return_are_printed(
     arguments = ["serve", demo_model, "--port", str(port), "--no-cache", "--max-restarts", "5"]
     result = CliRunner().invoke(cli, [*arguments, "--log", str(tmp_path / "server.log")])
     assert result.exit_code == 0, result.output
-    address = f"ragcache: warning: engine at http://127.0.0.1:{port}"
+    address = f"engine at http://127.0.0.1:{port}"
     assert result.stderr.count(f"{address} died (exit status -9), restarting (attempt 1 of 5): ") == 1
     assert result.stderr.count(f"{address} is ready again after ") == 1
 

@@ -425,11 +425,11 @@ async def test_a_speculator_that_raises_is_asked_again_once_and_the_search_goes_
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     speculator = ScriptedSpeculator(error=KeyError("no such template"))
-    with caplog.at_level(logging.WARNING, logger="ragcache_core"):
+    with caplog.at_level(logging.WARNING, logger="ragcache"):
         result = await run(Source(*"aaaaaa"), ScriptedDoor(), speculator)
     assert speculator.num_calls == 2
     assert result.report.skipped_because == "the speculator raised KeyError: 'no such template'"
-    assert "nothing was sent ahead of a search's end: KeyError" in caplog.text
+    assert "RC-SPECULATION-FAILED: no request was sent before the search ended: KeyError" in caplog.text
 
 
 async def test_a_speculation_that_fails_in_the_engine_is_sent_again_when_there_is_room() -> None:

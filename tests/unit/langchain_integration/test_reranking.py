@@ -104,7 +104,7 @@ def test_what_a_reranker_invents_is_shown_and_told_once(
 ) -> None:
     summary = "All three of them are in the sky, and two of them go around something else."
     chain = chain_of(make(lambda documents: [Document(page_content=summary), documents[0]]), engine)
-    with caplog.at_level(logging.WARNING, "ragcache_core"):
+    with caplog.at_level(logging.WARNING, "ragcache"):
         answers = [chain.invoke(QUESTION) for _ in range(2)]
     assert summary in answers[0].content
     names = [d["doc_id"] for d in answers[0].response_metadata["ragcache"]["documents"]]

@@ -111,7 +111,7 @@ async def test_what_a_retriever_around_another_returns_is_known_in_the_prompt(
     retriever = WRAPPERS[wrapper](store, inner)
     search = {"context": retriever | format_documents, "question": RunnablePassthrough()}
     chain = search | prompt_from_layout() | ChatRAGCache(engine=engine)
-    with caplog.at_level(logging.WARNING, "ragcache_core"):
+    with caplog.at_level(logging.WARNING, "ragcache"):
         answers = [chain.invoke(QUESTION), await chain.ainvoke(QUESTION)]
     found = [d.id for d in retriever.invoke(QUESTION)]
     assert [named(answer) for answer in answers] == [found] * 2

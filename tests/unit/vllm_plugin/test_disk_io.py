@@ -322,7 +322,7 @@ def test_the_first_failed_write_is_logged_at_once_and_the_next_ones_are_not(
             scene.write(keys(2, f"{number} "))
             assert scene.io.finish_writes(30)
     (message,) = [record.getMessage() for record in caplog.records]
-    assert message.startswith("Writing to RAGCache's disk tier failed")
+    assert message.startswith("RC-TIER-FAILED: Writing to RAGCache's disk tier failed")
     assert "No space left on device" in message
     assert len(scene.written()[1]) == 6
 
