@@ -493,13 +493,13 @@ def test_a_second_turn_is_served_with_its_history_from_below_the_gpu(tiers: Engi
     assert until(lambda: tiers.stats().num_followup_turns >= 8, PATIENCE_S)
     conversation = Conversation(tiers, "talk")
     first = conversation.ask()
-    told = first.num_prompt_tokens + 80 - 1  # nobody computes the last token's KV
+    told = first.num_prompt_tokens + 80 - 1  # the last token's KV is not computed
     empty_the_gpu(tiers)
     second = conversation.answer()
     stats = second.stats
     assert stats.num_gpu_tokens == 0
     assert stats.num_cached_tokens == told // BLOCK * BLOCK, "the document, the question, and the answer"
-    computed = conversation.answer(cache_salt="computed anew")
+    computed = conversation.answer(cache_salt="recomputed")
     assert computed.stats.num_cached_tokens == 0
     assert computed.text == second.text != ""
     sleep_and_wake_up(tiers)

@@ -101,7 +101,7 @@ def test_nothing_is_asked_ahead_of_an_engine_that_would_not_wait_with_it(alone: 
         load = http.get("ragcache/load").json()
         assert (load["num_pending_prefills"], load["pending_prefill_s"]) == (0, 0.0)
         assert (load["max_prefill_bs"], load["is_speculative"], load["has_room"]) == (0, False, False)
-        assert http.post("ragcache/speculations/of-nobody/confirm").status_code == 204
+        assert http.post("ragcache/speculations/of-none/confirm").status_code == 204
         assert [tree["nodes"] for tree in http.get("ragcache/tree").json()["engines"]] == [[]], "for the page"
         assert http.get("ragcache/requests").json()["num_running"] == 0
 

@@ -42,14 +42,14 @@ def region_of(engine_id: str) -> Path:
 
 @pytest.fixture
 def engine_id() -> Iterator[str]:
-    """The name of an engine on a host where nobody has launched it."""
+    """The name of an engine on a host where it was never launched."""
     name = new_engine_id(os.getpid())
     yield name
     region_of(name).unlink(missing_ok=True)
 
 
 def tell(scheduler: Any, *block_bytes: int, elsewhere: int = 0) -> None:
-    """Tell a scheduler what the workers of so many stages report, the last of them from another host."""
+    """Tell a scheduler what the workers of that many stages report, the last of them from another host."""
     config = scheduler.connector._vllm_config
     place = region_place(config.kv_transfer_config.engine_id)
     places = [place] * (len(block_bytes) - elsewhere) + [ELSEWHERE] * elsewhere
@@ -153,7 +153,7 @@ def test_workers_with_host_memory_of_their_own_find_nothing_there_after_a_crash(
 
 
 def worker(engine_id: str, stages: list[int], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return the connector of the second stage's worker, of a pipeline whose blocks take so many bytes."""
+    """Return the connector of the second stage's worker, of a pipeline whose blocks take that many bytes."""
     config, kv_config = engine_config(400, "1MiB", engine_id)
     config.parallel_config.pipeline_parallel_size = len(stages)
     config.parallel_config.world_size = len(stages)

@@ -249,7 +249,7 @@ def test_closing_makes_the_changes_drops_the_reads_and_can_be_done_twice(scene: 
 
 
 def test_giving_up_while_a_reader_delivers_is_all_or_nothing() -> None:
-    """Whoever was first wins; memory is never written after :meth:`Transfer.abandon` said yes."""
+    """The first one wins; memory is never written after :meth:`Transfer.abandon` said yes."""
     for _ in range(200):
         memory = bytearray(64)
         transfer = Transfer()

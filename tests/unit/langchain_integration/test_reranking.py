@@ -53,7 +53,7 @@ def warmed(server: ScriptedServer) -> Callable[[], list[Seen]]:
 
 @pytest.fixture
 def make(engine: Engine) -> Callable[..., RAGCacheRetriever]:
-    """Makes a retriever that reranks three documents, of which one stage names all."""
+    """Makes a retriever that reranks three documents. One stage names all."""
 
     def made(choose: Any, once: Callable[[], bool] = lambda: True, **settings: Any) -> RAGCacheRetriever:
         source = ScriptedSource((Stage("moon sun mars"),))

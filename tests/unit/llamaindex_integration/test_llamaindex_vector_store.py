@@ -82,7 +82,7 @@ def without_embedding(nodes: Sequence[BaseNode] | None) -> list[dict[str, object
 
 
 async def both_ways(store: StagedFAISSVectorStore, query: VectorStoreQuery) -> VectorStoreQueryResult:
-    """Return what the query finds, sync and async alike."""
+    """Return what the query finds, both sync and async."""
     result = store.query(query)
     assert await store.aquery(query) == result
     return result

@@ -443,7 +443,7 @@ def test_a_reader_that_cannot_deliver_lives_on(opening: Opening, monkeypatch: py
     lost = [scene.read(keys(2), [NUM_ROWS, NUM_ROWS]) for _ in range(2 * disk_io._NUM_READERS)]
     scene.settle()
     assert not any(part.is_finished for load in lost for part in load.parts)
-    assert all(load.is_ended() for load in lost), "nobody waits for them"
+    assert all(load.is_ended() for load in lost), "no request waits for them"
     load = scene.read(keys(2), [8, 9])
     scene.settle()
     assert found(load) == [True, True]
