@@ -50,6 +50,11 @@ _TOO_SMALL = re.compile(
     r"KV cache is needed, which is larger than the available KV cache memory \([^)]*\)[^`]*?\.(?= Try)"
 )
 """What vLLM says where its KV memory does not hold one prompt of the longest length; what it tries is not ours."""
+_NOT_FOUND = re.compile(
+    r"(LocalEntryNotFound|RepositoryNotFound|GatedRepo|OfflineModeIsEnabled)Error|Cannot find an appropriate cached"
+    r"|is not a local folder and is not a valid model identifier|We couldn't connect to .* to load the files"
+)
+"""What the client of the Hugging Face hub and Transformers say of a name that they cannot load."""
 _KV_CURE = "Raise kv_cache_bytes, or lower max_model_len"
 logger = logger_of(__name__)
 
@@ -228,6 +233,13 @@ def launch_server(settings: LaunchSettings) -> LaunchedServer:
             raise EngineStartError(f"{str(error)[: too_small.end()]} {_KV_CURE} (log: {log})") from error
         if Path(model).exists():
             raise
+        if _NOT_FOUND.search(str(error)) is not None:
+            others = "" if settings.tokenizer is None else f", or tokenizer {settings.tokenizer!r},"
+            raise EngineStartError(
+                f"model {model!r}{others} was not found: there is no such folder, and the Hugging Face hub gave no "
+                "model of that name. Correct the name, or name a folder. Where there is no network, download the model "
+                f"before (hf download {model}); for a private model set HF_TOKEN (log: {log})"
+            ) from error
         raise EngineStartError(f"{error}; no folder {model!r} exists, so it was taken for a name of the hub") from error
     return LaunchedServer(
         f"{address}/v1",

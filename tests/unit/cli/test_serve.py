@@ -128,7 +128,8 @@ def test_with_json_logs_everything_that_is_printed_is_json(monkeypatch: pytest.M
 
     def launch(model: str, **given: Any) -> FakeEngine:
         launched.update(given)
-        logging.getLogger("ragcache.core.client").warning("the engine died, restarting")
+        given["progress"]("loading weights")  # as there is no terminal
+        logging.getLogger("ragcache.core.client").warning("RC-ENGINE-RESTARTS: the engine died, restarting")
         return engine
 
     monkeypatch.setattr(Engine, "launch", launch)
@@ -136,7 +137,9 @@ def test_with_json_logs_everything_that_is_printed_is_json(monkeypatch: pytest.M
     result = CliRunner().invoke(cli, ["serve", "demo", "--log-format", "json"])
     assert launched["log_format"] == "json"
     said = [json.loads(line) for line in result.stderr.splitlines()]
-    assert [(line["level"], line["message"].split(":")[0]) for line in said] == [
+    assert said[1]["event"] == "RC-ENGINE-RESTARTS"
+    assert [(line["level"], line["message"]) for line in said[:1]] == [("INFO", "engine: loading weights")]
+    assert [(line["level"], line["message"].split(":")[0]) for line in said[1:]] == [
         ("WARNING", "the engine died, restarting"),
         ("WARNING", "the random API key is not printed into a log"),
         ("INFO", "stopping"),
