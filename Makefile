@@ -34,6 +34,7 @@ ELSEWHERE := tests/vllm_facts $(addprefix tests/engine/,vllm_plugin/test_tiers_o
   vllm_plugin/test_room.py client/test_speculating.py)
 # Engines of several workers, and several engines, which take both cores.
 PARALLEL := tests/engine/parallel
+JAVASCRIPT := examples/any_client/javascript
 # Runs a command and says how long it took.
 timed   = @began=$$(date +%s); $(2) && echo "ragcache: $(1) took $$(($$(date +%s) - began)) s"
 
@@ -101,8 +102,12 @@ test-install: $(READY) ## install the wheel with each extra into a clean environ
 	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir build/install .
 	$(VENV)/bin/python -m tests.installation build/install/*.whl
 
-test-javascript: $(READY) ## a chat of npm's AI SDK on an engine; installs 20 MB into examples/any_client/javascript, and needs Node.js
-	npm ci --prefix examples/any_client/javascript --no-audit --no-fund --silent
+# With these packages test-slow runs the chat in JavaScript as well.
+$(JAVASCRIPT)/node_modules: $(JAVASCRIPT)/package-lock.json
+	npm ci --prefix $(JAVASCRIPT) --no-audit --no-fund --silent
+	@touch $@
+
+test-javascript: $(READY) $(JAVASCRIPT)/node_modules ## a chat of npm's AI SDK on an engine; installs 20 MB into examples/any_client/javascript, and needs Node.js
 	$(call timed,a chat in JavaScript,$(VENV)/bin/python -m pytest tests/engine/examples/test_any_client.py -m slow)
 
 build/vllm-%: tests/vllm_facts/release.py | $(READY)

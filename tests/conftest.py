@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import os
 import signal
 from collections.abc import Callable, Generator, Iterator
@@ -21,6 +22,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from ragcache_core import log
 from ragcache_core.client import Engine
 from ragcache_core.client.pipeline.histories import HISTORIES
 from ragcache_core.client.speculation.speculation import Speculation, SpeculationManager
@@ -80,6 +82,13 @@ def _has_gpu() -> bool:
 def nothing_learnt_before(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have each test begin without what searches of another one, or of the user, have taught of a store's stages."""
     monkeypatch.setattr(HISTORIES, "folder", tmp_path_factory.getbasetemp() / "stages" / str(next(_NUMBERS)))
+
+
+@pytest.fixture(autouse=True)
+def log_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have each test begin as if nothing was logged, whatever an engine in this process has done to the log."""
+    monkeypatch.setattr(logging.getLogger(log.ROOT), "parent", logging.root)
+    log.LIMIT.clear()
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import re
 import sqlite3
@@ -24,6 +23,7 @@ import numpy as np
 
 from ragcache_core.answers.question_key import QuestionKey, content_hash
 from ragcache_core.errors import ConfigError, StoreCorruptError, StoreError, StoreLockedError, StoreVersionError
+from ragcache_core.log import logger_of
 from ragcache_core.private_files import FILE_MODE, make_private_folder, open_private
 from ragcache_core.retrieval.base import Vectors
 from ragcache_core.retrieval.embedders.base import as_embedder, check_query
@@ -38,7 +38,7 @@ _FORMAT = 2  # format 1 has no checksums
 _COLUMNS = "number INTEGER PRIMARY KEY, key TEXT, question TEXT, answer TEXT, documents TEXT, vector BLOB"
 _INSERT = "INSERT INTO answers VALUES (?, ?, ?, ?, ?, ?, ?)"
 
-_logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,13 +260,16 @@ class AnswerCache(Handle, AbstractContextManager["AnswerCache"]):
         except (StoreError, sqlite3.Error, UnicodeError) as error:
             if not self._is_warned:
                 self._is_warned = True
-                _logger.warning("a change of the answer cache is not on disk, and is lost with the process: %s", error)
+                logger.warning(
+                    "RC-ANSWERS-UNSAVED: a change of the answer cache is not on disk, and is lost with the process: %s",
+                    error,
+                )
 
     def _try_embed(self, question: str | None) -> Vectors | None:
         try:
             return None if question is None else self._embed(question)
         except Exception as error:
-            _logger.warning("a question could not be embedded, and only an equal one gets its answer: %s", error)
+            logger.warning("RC-QUESTION-UNEMBEDDED: a question could not be embedded: %s", error)
             return None
 
     def _open(self, path: Path, probe: bytes) -> None:

@@ -5,7 +5,6 @@ Where writing fails, it rests and is tried again. A disk that does not answer in
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
@@ -19,8 +18,9 @@ import numpy as np
 
 from ragcache_core.chunkstore.slotfile import aligned_rows
 from ragcache_core.errors import CacheCapacityError, CacheTierError, CacheWriteError
+from ragcache_core.log import logger_of
 
-_log = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 READ_TIMEOUT_S = 20.0
 _WRITE_TIMEOUT_S = 60.0
@@ -143,7 +143,6 @@ class Breaker:
         meanwhile: str,
         *,
         describe: Callable[[Exception], str] = str,
-        logger: logging.Logger = _log,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin without a rest.
@@ -152,11 +151,10 @@ class Breaker:
             what: can fail, for messages, as in "the store could not be " ``read``.
             meanwhile: what the failure means for the user.
             describe: returns the reason of an error, and what to do.
-            logger: takes the two messages.
             now_s: the clock.
         """
         self._what, self._meanwhile = what, meanwhile
-        self._describe, self._logger, self._now_s = describe, logger, now_s
+        self._describe, self._now_s = describe, now_s
         self._lock = threading.Lock()
         self._rest_s = 0.0
         self._until_s = 0.0
@@ -176,8 +174,8 @@ class Breaker:
                 self._rest_s = min(2 * self._rest_s, _LONGEST_REST_S) or REST_S
                 self._until_s = self._now_s() + self._rest_s
         if is_first:
-            self._logger.warning(
-                "%s failed: %s. %s; it is tried again after %g s, and then after up to %g s",
+            logger.warning(
+                "RC-TIER-FAILED: %s failed: %s. %s; it is tried again after %g s, and then after up to %g s",
                 self._what, self._describe(error), self._meanwhile, REST_S, _LONGEST_REST_S,
             )  # fmt: skip
 
@@ -187,7 +185,7 @@ class Breaker:
             return
         with self._lock:
             self._rest_s = self._until_s = 0.0
-        self._logger.warning("%s works again", self._what)
+        logger.warning("RC-TIER-WORKS: %s works again", self._what)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +282,7 @@ class AsyncStore:
             is_first = self._failure is None
             self._failure = self._failure or why
         if is_first:
-            _log.error("%s is out of service until the next start: %s", self._what, why)
+            logger.error("RC-TIER-OFF: %s is out of service until the next start: %s", self._what, why)
 
     def on_write_error(self, error: CacheWriteError) -> None:
         """Let writing rest; take the store out of service where its files are gone."""
@@ -318,7 +316,11 @@ class AsyncStore:
         for thread in (*self._readers, self._writer):
             thread.join(max(ends_s - time.monotonic(), 0.0))
             if thread.is_alive():
-                _log.error("RAGCache leaves %s, which has not answered in %g s", self._store.path, CLOSE_TIMEOUT_S)
+                logger.error(
+                    "RC-DISK-HANGS: %s has not answered in %g s, and is left as it is",
+                    self._store.path,
+                    CLOSE_TIMEOUT_S,
+                )
                 return False
         return True
 
@@ -397,7 +399,7 @@ class AsyncStore:
         try:
             num_bytes = fetch(scratch)
         except Exception:  # whatever it is, what was to be read is a miss
-            _log.exception("%s could not be read from", self._store.path)
+            logger.warning("RC-DISK-UNREADABLE: %s cannot be read: a miss", self._store.path, exc_info=True)
             transfer.abandon()
         finally:
             self._rate.end(time.monotonic(), num_bytes)

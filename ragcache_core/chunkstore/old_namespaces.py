@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import logging
 import os
 import re
 import stat
@@ -38,9 +37,10 @@ from ragcache_core.chunkstore.namespace import (
     usage_of,
 )
 from ragcache_core.errors import CacheDirectoryError
+from ragcache_core.log import logger_of
 from ragcache_core.stats import CollectedFolder, CollectedFolders
 
-_log = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _KEPT_DAYS = 30
 _DAY_S = 86_400.0
@@ -120,7 +120,9 @@ def delete_plaintext(folder: Path) -> None:
             namespaces = {namespace.path: namespace for namespace in list_namespaces(place)}
             for path in plain:
                 if (why := _why_plaintext_stays(path, namespaces.get(path))) is not None:
-                    _log.warning("%s holds KV that is not encrypted, and is not deleted: %s", path, why)
+                    logger.warning(
+                        "RC-PLAINTEXT-KEPT: %s has KV that is not encrypted, and is not deleted: %s", path, why
+                    )
 
 
 def _why_plaintext_stays(path: Path, namespace: Namespace | None) -> str | None:
@@ -182,7 +184,7 @@ def _try_to_delete(old: Namespace, why: str, *, dry_run: bool = False) -> bool:
     try:
         return _delete(old, why, dry_run=dry_run)
     except OSError as error:
-        _log.warning("%s, an old cache, cannot be deleted: %s", old.path, error)
+        logger.warning("RC-OLD-CACHE-KEPT: %s, an old cache, cannot be deleted: %s", old.path, error)
         return False
 
 
@@ -209,11 +211,19 @@ def _delete(old: Namespace, why: str, *, dry_run: bool = False) -> bool:
     finally:
         os.close(descriptor)
     if foreign := sorted(set(names) - set(ours)):
-        _log.warning("%s holds files that are not RAGCache's, which stay: %s", old.path, ", ".join(foreign[:3]))
+        logger.warning(
+            "RC-FOREIGN-FILES: %s has files that are not RAGCache's, which stay: %s", old.path, ", ".join(foreign[:3])
+        )
     else:
         old.path.rmdir()
     held = names_of(old.identity)
-    _log.warning("RAGCache's files in %s are deleted, %s: %d bytes of %s", old.path, why, old.num_bytes, held)
+    logger.warning(
+        "RC-OLD-CACHE-DELETED: RAGCache's files in %s are deleted, %s: %d bytes of %s",
+        old.path,
+        why,
+        old.num_bytes,
+        held,
+    )
     return True
 
 

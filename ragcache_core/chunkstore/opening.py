@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,8 +11,9 @@ from ragcache_core.chunkstore.index import ChunkIndex, IndexDamagedError, read_t
 from ragcache_core.chunkstore.residents import Residents
 from ragcache_core.chunkstore.sealing import SealedSlotFile
 from ragcache_core.chunkstore.slotfile import SlotFile
+from ragcache_core.log import logger_of
 
-_log = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _INDEX_NAME = "index.sqlite"
 _MOVE_BYTES = 16 << 20
@@ -62,7 +62,7 @@ def start_empty(folder: Path, reason: str) -> bool:
     path = folder / _INDEX_NAME
     is_there = path.exists()
     if is_there:
-        _log.warning("the cache in %s starts empty, it is damaged: %s", folder, reason)
+        logger.warning("RC-DISK-INDEX: the cache in %s starts empty, it is damaged: %s", folder, reason)
     remove_index(path)
     return is_there
 

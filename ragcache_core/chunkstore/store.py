@@ -15,7 +15,6 @@ that does not match either, so it reads again while no write runs.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -54,11 +53,12 @@ from ragcache_core.chunkstore.readers import Readers
 from ragcache_core.chunkstore.sealing import Keys, SealedSlotFile
 from ragcache_core.chunkstore.slotfile import SlotFile
 from ragcache_core.errors import CacheCapacityError, CacheTierError, CacheWriteError
+from ragcache_core.log import logger_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-_log = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _MAX_BATCH = 64
 _MAX_BATCH_BYTES = 16 << 20
@@ -447,11 +447,17 @@ class ChunkStore:
             except OSError as error:
                 self._num_read_errors += 1
                 if self._num_read_errors == 1:
-                    _log.warning("%s cannot be read (%s): a miss, and further ones are only counted", self.path, error)
+                    logger.warning(
+                        "RC-DISK-UNREADABLE: %s cannot be read (%s): a miss, and further ones are only counted",
+                        self.path,
+                        error,
+                    )
                 return False
             if checksum(key, target) == digest:
                 return True
             self._num_damaged += self.discard_many([key])
             if self._num_damaged == 1:
-                _log.warning("a chunk of %s is damaged: a miss, and further ones are only counted", self.path)
+                logger.warning(
+                    "RC-DISK-DAMAGED: a block of %s is damaged: a miss, and further ones are only counted", self.path
+                )
             return False

@@ -17,6 +17,7 @@ import click
 
 from ragcache_core.cli.cli_wording import to_cli_wording
 from ragcache_core.errors import RAGCacheError
+from ragcache_core.log import ROOT as LOG_ROOT
 from ragcache_core.runtime.json_lines import json_line
 
 EXIT_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 130, 143
@@ -144,12 +145,13 @@ def say(message: str, *, level: str = "INFO", as_json: bool = False) -> None:
 
 
 class _TypedWarnings(logging.Handler):
-    """Shows a warning as one line on standard error, with its cures as they are typed."""
+    """Shows a warning or an error as one line on standard error, with its cures as they are typed."""
 
     as_json = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        say(to_cli_wording(record.getMessage()), level="WARNING", as_json=self.as_json)
+        level = "WARNING" if record.levelno < logging.ERROR else "ERROR"
+        say(to_cli_wording(record.getMessage()), level=level, as_json=self.as_json)
 
 
 @contextmanager
@@ -164,7 +166,7 @@ def warnings_in_json(is_wanted: bool) -> Iterator[None]:
 
 @contextmanager
 def _warnings_as_typed() -> Iterator[None]:
-    logger, handler = logging.getLogger("ragcache_core"), _TypedWarnings(logging.WARNING)
+    logger, handler = logging.getLogger(LOG_ROOT), _TypedWarnings(logging.WARNING)
     logger.addHandler(handler)
     try:
         yield

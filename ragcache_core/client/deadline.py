@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import threading
 import time
 from array import array
@@ -30,6 +29,7 @@ from ragcache_core.client.server_api import Call, ServerAPI
 from ragcache_core.client.speculation.request_capture import current_scope
 from ragcache_core.deadline import MeasuredReuse, PromptOption, check_ttft_slo, choose, options_of, unplanned
 from ragcache_core.errors import ConfigError, EngineError
+from ragcache_core.log import logger_of
 from ragcache_core.policy import PrefillCostModel
 from ragcache_core.prompt import ChatMessage
 from ragcache_core.stats import DeadlineReport
@@ -50,7 +50,7 @@ _UNKNOWN_PROMPT = "the server lays this prompt out, so that nothing of it is kno
 _REFERRED_TO = "documents that the conversation shows already are referred to where they stand"
 _NOT_WANTED = "the request rules it out: chunk_reuse=False"
 _SEPARATE = "requests with a cache_salt or an adapter reuse no chunks"
-_logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class DeadlineRoutes:
                     self._unknown = EngineCosts(_UNSUPPORTED, _UNSUPPORTED)
                 self._costs = costs
             except (EngineError, ValueError, LookupError, TypeError) as error:
-                _logger.debug("the engine's costs are unknown: %s: %s", type(error).__name__, error)
+                logger.debug("the engine's costs are unknown: %s: %s", type(error).__name__, error)
                 self._unknown = EngineCosts(_NOT_SAID, _NOT_SAID)
             self._ask_again_at_s = time.monotonic() + _COSTS_AGAIN_S
         return self._costs or self._unknown
@@ -91,7 +91,7 @@ class DeadlineRoutes:
         try:
             return self._api.ask(Call("/v1/ragcache/load", _read_queue, timeout=_LOAD_TIMEOUT_S, is_sent_once=True))
         except (EngineError, ValueError, LookupError, TypeError) as error:
-            _logger.debug("the engine's load is unknown: %s: %s", type(error).__name__, error)
+            logger.debug("the engine's load is unknown: %s: %s", type(error).__name__, error)
             return None
 
 

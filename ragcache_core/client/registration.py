@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import queue
 import threading
 from collections import OrderedDict
@@ -20,10 +19,11 @@ import httpx
 
 from ragcache_core.client.server_api import Call, ServerAPI
 from ragcache_core.errors import EngineError, RAGCacheError, RequestRejectedError
+from ragcache_core.log import logger_of
 from ragcache_core.stats import RegistrationReceipt
 from ragcache_core.types import DocId, Document
 
-_logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _MAX_DOCUMENTS = 256
 _MAX_CHARS = 2 << 20
@@ -125,7 +125,7 @@ class DocumentRegistrations:
 
     def _warn(self, said: str) -> None:
         if not self._is_warned and not self._is_closed:
-            _logger.warning("RC-NOT-REGISTERED: plain clients have no statistics of some documents: %s", said)
+            logger.warning("RC-NOT-REGISTERED: plain clients have no statistics of some documents: %s", said)
         self._is_warned = True
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ragcache_core.errors import ConfigError, quoted
+from ragcache_core.log import logger_of
 from ragcache_core.types import DocId, Document, RetrievalUpdate
 
 NUM_CANDIDATES = 20
@@ -16,7 +16,7 @@ NUM_CANDIDATES = 20
 
 Rerank = Callable[[Sequence[Document]], Awaitable[Sequence[Document]]]
 
-_logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 def num_candidates_of(num_candidates: object, k: int, is_reranked: bool, setting: str) -> int:
@@ -82,9 +82,9 @@ class Reranking:
         invented = [d.doc_id for d in found if d.doc_id not in given and not any(d.text in text for text in texts)]
         if invented and not self._has_warned:
             self._has_warned = True
-            _logger.warning(
-                "%s returned %d documents that it was not given, %r first: they are shown as they are, and their KV is "
-                "kept under that name",
+            logger.warning(
+                "RC-DOCUMENTS-NEW: %s returned %d documents that it was not given, %r first: they are shown as they "
+                "are, and their KV is kept under that name",
                 self._name,
                 len(invented),
                 invented[0],

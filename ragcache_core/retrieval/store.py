@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any, Protocol, Self
 import filelock
 
 from ragcache_core.errors import ConfigError, StoreError, StoreExistsError, StoreNotFoundError
+from ragcache_core.log import logger_of
 from ragcache_core.retrieval.base import Encoding, IndexKind, IndexOptions, Metric, extra_module
 from ragcache_core.retrieval.embedders.base import Embedder, as_embedder
 from ragcache_core.retrieval.embedders.tfidf import TfidfSvdEmbedder
@@ -29,7 +29,7 @@ from ragcache_core.types import DocId, Document
 _BUILT_IN_WORD_WEIGHT = 0.95
 """The built-in vectors are made of the same words, blurred. Measured on 206 named pages: more of them finds fewer."""
 
-_logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 Warming = bool | Callable[[Document], Any]
 """Whether a new version is prefilled, or a function that returns its prompt."""
@@ -271,7 +271,10 @@ class DocumentStore(Handle, StoreReader):
                 if self._writer is not None and is_owner and self._snapshot.num_unsaved:
                     self._writer.save_index(self._current())
             except StoreError as error:
-                _logger.warning("the index was not saved and will be brought up to date when it is opened: %s", error)
+                logger.warning(
+                    "RC-STORE-UNSAVED: the index was not saved and will be brought up to date when it is opened: %s",
+                    error,
+                )
             finally:
                 if self._lock is not None:
                     self._lock.release()
@@ -442,8 +445,8 @@ def _outdated(stored: Iterable[Document], new: Mapping[DocId, Document]) -> list
 
 def _warn_of_wordless(folder: Path, snapshot: Snapshot) -> None:
     if snapshot.manifest.options.word_weight is None and isinstance(snapshot.embedder, TfidfSvdEmbedder):
-        _logger.warning(
-            "%s was made by an older RAGCache and is searched by vectors alone, which seldom find a document by its "
-            "name: add its documents to a new store",
+        logger.warning(
+            "RC-STORE-WORDLESS: %s was made by an older RAGCache and is searched by vectors alone, which seldom find a "
+            "document by its name: add its documents to a new store",
             folder,
         )

@@ -6,6 +6,8 @@ import json
 import re
 import time
 
+from ragcache_core.log import split_code
+
 _PREFIX = re.compile(
     r"(?:\((?P<process>[\w.-]+) pid=(?P<pid>\d+)\) ?)?"
     r"(?:(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL):? +(?:\d\d-\d\d \d\d:\d\d:\d\d \[(?P<source>[^\]]*)\] ?)?)?"
@@ -17,8 +19,9 @@ _MAX_LINE_BYTES = 1 << 16
 
 
 def json_line(message: str, *, level: str | None = None, **fields: object) -> str:
-    """Return one line of JSON with the time now, in UTC."""
-    given = {"level": level, **fields, "message": message}
+    """Return one line of JSON with the time now, in UTC; an event code of the message is a field of its own."""
+    event, message = split_code(message)
+    given = {"level": level, **fields, "event": event, "message": message}
     now = time.time()
     at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z"
     return json.dumps({"time": at, **{name: value for name, value in given.items() if value is not None}}, default=str)

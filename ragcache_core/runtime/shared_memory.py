@@ -19,7 +19,6 @@ swept.
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 import re
@@ -30,13 +29,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from ragcache_core.errors import EngineStartError
+from ragcache_core.log import logger_of
 from ragcache_core.private_files import FILE_MODE, FOLDER_MODE
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (where vLLM looks for its regions)
 _ENGINE_ID = r"ragcache-(?P<namespace>\d+)-(?P<pid>\d+)-(?P<started>\d+)-[0-9a-f]+"
 _JOURNAL = ".journal"
 _NAME = re.compile(rf"(vllm_offload_)?(?P<engine_id>{_ENGINE_ID})(_dp\d+)?(?P<suffix>\..+)?")
-logger = logging.getLogger(f"vllm.{__name__}")
+logger = logger_of(__name__)
 
 
 def new_engine_id(owner_pid: int) -> str:
@@ -150,7 +150,7 @@ def sweep_shared_memory(own_engine_id: str = "", folder: Path = SHARED_MEMORY) -
         except OSError as error:  # another user's, or swept by another process
             logger.debug("%s stays: %s", path, error)
             continue
-        logger.warning("Removed %s, which an engine whose owner died left in shared memory", path)
+        logger.warning("RC-MEMORY-REMOVED: removed %s, which an engine whose owner died left in shared memory", path)
         removed.append(path)
     return removed
 

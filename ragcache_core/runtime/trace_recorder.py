@@ -6,7 +6,6 @@ import atexit
 import fcntl
 import heapq
 import json
-import logging
 import os
 import stat
 import threading
@@ -19,11 +18,12 @@ from queue import SimpleQueue
 from typing import Any
 
 from ragcache_core.errors import TraceError
+from ragcache_core.log import logger_of
 from ragcache_core.runtime.environment import RECORD_TRACE_ENV
 from ragcache_core.stats import RequestStats
 from ragcache_core.types import DocId, PromptSegment, SegmentKind
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _MAX_HELD = 10_000
 """Ended requests that wait for an older running one; beyond that it is written after them, out of order."""
@@ -116,7 +116,7 @@ class TraceRecorder:
                 if told is None:
                     return
         except (OSError, ValueError) as error:
-            logger.warning("The trace %s ends here, as it cannot be written to: %s", self.path, error)
+            logger.warning("RC-TRACE-ENDED: the trace %s ends here, as it cannot be written to: %s", self.path, error)
         finally:
             with suppress(OSError):
                 self._file.close()

@@ -6,22 +6,23 @@ in the engine's blocks, computed or loaded by any connector.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 from ragcache_core.config import MULTI_CONNECTOR, OWN_CONNECTORS, check_connectors
 from ragcache_core.errors import ConfigError
+from ragcache_core.log import join_tree, logger_of
 
 MODULE = "ragcache_core.vllm_plugin.connector"
-logger = logging.getLogger(f"vllm.{__name__}")
+logger = logger_of(__name__)
 
 
 def register() -> None:
-    """Register our connectors' names, by which vLLM's MultiConnector separates statistics (a general plugin of vLLM).
+    """Join vLLM's log, and register our connectors' names, by which vLLM's MultiConnector separates statistics.
 
-    It runs in every process of vLLM, whatever that serves, and so never fails.
+    A general plugin of vLLM: it runs in every process of vLLM, whatever that serves, and so never fails.
     """
+    join_tree("vllm")
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 

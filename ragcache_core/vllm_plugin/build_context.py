@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from vllm.logger import init_logger
-
 from ragcache_core.errors import ConfigError
+from ragcache_core.log import logger_of
 from ragcache_core.policy import PrefillCostModel
 from ragcache_core.runtime.clock import steady_s
 from ragcache_core.types import Tier
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
     from ragcache_core.vllm_plugin.settings import PluginSettings
 
-logger = init_logger(f"vllm.{__name__}")
+logger = logger_of(__name__)
 
 
 @dataclass
@@ -77,8 +76,8 @@ class BuildContext:
             tiers[Tier.HOST] = host
         if self.groups is None:
             logger.warning(
-                "RAGCache does not order this model's %d groups of KV caches: %s. GPU and host memory keep vLLM's own "
-                "LRU order, and there is no disk tier",
+                "RC-TREE-OFF: RAGCache does not order this model's %d groups of KV caches: %s. GPU and host memory "
+                "keep vLLM's own LRU order, and there is no disk tier",
                 len(self.kv_cache_config.kv_cache_groups),
                 self.why_no_order,
             )

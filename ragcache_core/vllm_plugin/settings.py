@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -12,12 +11,13 @@ from pydantic import model_validator
 from ragcache_core.chunk import AlphaPoint, choose_alpha
 from ragcache_core.config import CacheConfig, ChunkReuseRequest
 from ragcache_core.errors import ConfigError
+from ragcache_core.log import logger_of
 from ragcache_core.policy import PrefillCostModel
 from ragcache_core.profiles.prefill import load_profile
 from ragcache_core.types import DEFAULT_ALPHA
 
 KEY = "ragcache"
-logger = logging.getLogger(f"vllm.{__name__}")
+logger = logger_of(__name__)
 
 
 class PluginSettings(CacheConfig):
@@ -96,7 +96,7 @@ class PluginSettings(CacheConfig):
         try:
             return load_profile(self.profile)
         except ConfigError as error:
-            logger.warning("RAGCache estimates the cost of a prefill by default: %s", error)
+            logger.warning("RC-PROFILE-UNUSED: RAGCache estimates the cost of a prefill by default: %s", error)
             return None
 
     def prefill_cost(self) -> PrefillCostModel:

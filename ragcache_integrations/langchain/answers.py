@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import threading
 from collections import OrderedDict
@@ -18,6 +17,7 @@ from langchain_core.outputs import ChatGeneration, Generation
 
 from ragcache_core.answers import AnswerCache, FoundAnswer, QuestionKey, parse_question
 from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
+from ragcache_core.log import logger_of
 from ragcache_core.retrieval import DocumentStore
 from ragcache_core.retrieval.embedders.base import Embedder
 from ragcache_core.stats import ANSWER_KEY, STATS_KEY
@@ -28,7 +28,7 @@ _UNSENT_FIELDS = {"id", "response_metadata", "usage_metadata"}  # fields of a me
 _ROLES = {"human": "user", "ai": "assistant"}
 _MAX_PENDING = 1000
 
-_logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class SemanticAnswerCache(BaseCache):
@@ -157,7 +157,7 @@ def _dumped(generations: Sequence[Generation]) -> str | None:
     try:
         return json.dumps(parts)
     except (TypeError, ValueError) as error:
-        _logger.warning("an answer is not cached, because it is not JSON: %s", error)
+        logger.warning("RC-ANSWER-UNCACHED: an answer is not cached, because it is not JSON: %s", error)
         return None
 
 
@@ -166,7 +166,7 @@ def _read(text: str) -> list[Generation] | None:
     try:
         return [_generation(**part) for part in json.loads(text)]
     except (ValueError, KeyError, TypeError) as error:
-        _logger.warning("a cached answer cannot be read: %s", error)
+        logger.warning("RC-ANSWER-UNREADABLE: a cached answer cannot be read: %s", error)
         return None
 
 

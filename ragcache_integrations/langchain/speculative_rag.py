@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
 from contextlib import aclosing, closing, suppress
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from ragcache_core.client.pipeline.run import PipelineEvent
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt
 from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.errors import ConfigError
+from ragcache_core.log import logger_of
 from ragcache_core.retrieval.threads import in_thread, run_blocking
 from ragcache_core.stats import STATS_KEY
 from ragcache_integrations.langchain.callbacks import async_dispatcher, dispatcher
@@ -46,7 +46,7 @@ from ragcache_integrations.rag.session import QuestionSession
 
 _Result = TypeVar("_Result")
 
-_log = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 Documents = list[LangChainDocument]
@@ -243,7 +243,10 @@ class SpeculativeRAG(HoldsHandles, RunnableSerializable[str | dict[str, Any], AI
         if not isinstance(llm, ChatRAGCache):
             if not self._has_warned:
                 self._has_warned = True
-                _log.warning("%s is no ChatRAGCache: it is asked when the search has ended", type(llm).__name__)
+                logger.warning(
+                    "RC-MODEL-FOREIGN: %s is no ChatRAGCache: it gets its request when the search has ended",
+                    type(llm).__name__,
+                )
             return _Question(question, values, timeout_s=self.search_timeout_s)
         engine = llm.connect()
         is_streamed = llm._should_stream(**{**bound, **how})

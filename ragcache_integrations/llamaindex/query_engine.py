@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing, closing, contextmanager
 from functools import partial
@@ -33,6 +32,7 @@ from ragcache_core.client.pipeline.stages import check_timeout
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt
 from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.errors import ConfigError, quoted
+from ragcache_core.log import logger_of
 from ragcache_core.prompt import PromptLayout
 from ragcache_core.retrieval.threads import in_thread, run_blocking
 from ragcache_integrations.llamaindex.events import dispatcher, publish
@@ -44,7 +44,7 @@ from ragcache_integrations.rag.session import QuestionSession
 
 _Response = TypeVar("_Response", bound=RESPONSE_TYPE)
 
-_log = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 EMPTY_RESPONSE = "Empty Response"
 """LlamaIndex's own answer where nothing was retrieved; the LLM is not asked."""
@@ -256,7 +256,10 @@ class RAGCacheQueryEngine(BaseQueryEngine):
         if not isinstance(llm, RAGCacheLLM):
             if not self._has_warned:
                 self._has_warned = True
-                _log.warning("%s is no RAGCacheLLM: it is asked when the search has ended", type(llm).__name__)
+                logger.warning(
+                    "RC-MODEL-FOREIGN: %s is no RAGCacheLLM: it gets its request when the search has ended",
+                    type(llm).__name__,
+                )
             return self._asked_later(query)
         if self._node_postprocessors and not self._speculate_postprocessed:
             return self._asked_later(query)

@@ -45,7 +45,7 @@ def browser() -> Iterator[Chrome]:
 
 
 def resize(driver: Chrome, size: tuple[int, int]) -> None:
-    """Give the page so many CSS pixels."""
+    """Give the page that many CSS pixels."""
     metrics: dict[str, Any] = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": size == PHONE}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 

@@ -13,7 +13,7 @@ from tests.support.waiting import until
 
 
 def keep_cached(server: ScriptedServer, engine: Engine, *orders: tuple[Seen, str, int]) -> None:
-    """Have ``engine`` know that after the static part of each request so many tokens of documents are cached."""
+    """Have ``engine`` know that after the static part of each request that many tokens of documents are cached."""
     changes = []
     for seen, documents, num_tokens in orders:
         prefix, ids = _static_prefix(seen), tuple(documents.split())

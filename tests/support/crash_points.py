@@ -370,7 +370,7 @@ def _write_more(store: ChunkStore, model: _Model, rng: random.Random) -> None:
 
 
 def _main(mode: str, directory: str, num_points: str, seed: str) -> None:
-    logging.getLogger("ragcache_core.chunkstore").setLevel(logging.ERROR)  # damage is what this is about
+    logging.getLogger("ragcache.core.chunkstore").setLevel(logging.ERROR)  # damage is what this is about
     measure: Callable[[Path, int, int], KillpointResult | DamageResult] = (
         _measure_killpoints if mode == "killpoints" else _measure_damage
     )

@@ -19,7 +19,7 @@ class Seen:
     path: str
     body: JsonObject
     traceparent: str | None = None
-    """Of which trace it is, in W3C's words."""
+    """Its trace, as W3C's trace context has it."""
     session: str | None = None
     """By which a proxy may choose who gets it."""
     authorization: str | None = None

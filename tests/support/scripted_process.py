@@ -10,7 +10,7 @@ from ragcache_core.vllm_plugin.server.__main__ import end_with_owner
 from tests.support.scripted_server import IDLE, THREE_TIERS, ScriptedServer
 
 FAILING_PORT = "SCRIPTED_FAILING_PORT"
-"""Whoever is to listen at the port that this variable names fails."""
+"""A process that is to listen at the port in this variable fails."""
 
 if __name__ == "__main__":
     end_with_owner()

@@ -34,7 +34,7 @@ def make(family: str, folder: Path) -> Path:
     with torch.no_grad():
         for name, weights in model.named_parameters():
             if weights.dim() > 1 and "embed" not in name:
-                weights.mul_(4)  # as they come, all answers are alike
+                weights.mul_(4)  # else all answers are equal
     model.save_pretrained(path)
     return path
 

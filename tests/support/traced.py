@@ -38,7 +38,7 @@ class Traced:
         return sorted((span for span in self.spans if span.name == name), key=lambda span: span.start_time or 0)
 
     def await_spans(self, name: str, number: int) -> list[ReadableSpan]:
-        """Return the spans of this name once there are so many: a server's thread may be late."""
+        """Return the spans of this name once there are that many: a server's thread may be late."""
         assert until(lambda: len(self.named(name)) >= number), f"{len(self.named(name))} of {number} spans {name}"
         return self.named(name)
 

@@ -76,7 +76,7 @@ def test_the_connectors_methods_have_the_arguments_we_implement(facts: dict[str,
 
 def test_workers_say_what_they_have_before_the_first_request(facts: dict[str, Any]) -> None:
     assert facts["handshake"] == [["self"], ["self", "metadata"], True, True], (
-        "connector/tiered_connector.py gives up tiers by what workers report, by stage and rank"
+        "connector/tiered_connector.py drops tiers by what workers report, by stage and rank"
     )
     assert facts["stages"] == [[], ["world_size", "cpu_group"]], "compat.bytes_of_stages() asks them"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -183,6 +184,7 @@ def serve(
             hang_timeout_s=hang_timeout or None,
             log_path=log,
             log_format=log_format,
+            progress=None if sys.stderr.isatty() else lambda stage: say(f"engine: {stage}", as_json=in_json),
             env=None if record_trace is None else recording_in_server(record_trace),
             extra_args=vllm_args,
             **settings,

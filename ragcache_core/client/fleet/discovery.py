@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import socket
 import threading
@@ -14,6 +13,7 @@ from typing import Any, Self
 from ragcache_core.client.engine import Engine
 from ragcache_core.client.fleet.replicas import Replica, ReplicaSet
 from ragcache_core.errors import ConfigError, EngineError, EngineUnreachableError, RAGCacheError, quoted
+from ragcache_core.log import logger_of
 
 REFRESH_S = 5.0
 """Default seconds between two look-ups of a name."""
@@ -27,7 +27,7 @@ _NAME = re.compile(
     r"dns\+(?P<scheme>https?)://(?P<host>\[[0-9a-fA-F:.]+\]|[^/:@\s]+)(?::(?P<port>[0-9]{1,5}))?/?(?:v1/?)?"
 )
 
-_logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class ServiceName:
@@ -116,7 +116,7 @@ class ReplicaFinder:
             if ends_s is not None and time.monotonic() >= ends_s:
                 raise EngineUnreachableError(f"no replica of {self._source} answers: {why}")
             if not is_said:
-                _logger.warning("no replica of %s answers yet (%s): waiting for one", self._source, why)
+                logger.warning("RC-REPLICA-WAIT: no replica of %s answers yet (%s): waiting for one", self._source, why)
                 is_said = True
             time.sleep(_RETRY_S)
 
@@ -131,7 +131,9 @@ class ReplicaFinder:
                 try:
                     self._look(replicas, first.base_url, expected, served)
                 except Exception:
-                    _logger.exception("looking for replicas of %s failed; it is tried again", self._source)
+                    logger.exception(
+                        "RC-REPLICA-LOOKUP: looking for replicas of %s failed; it is tried again", self._source
+                    )
 
         self._thread = threading.Thread(target=run, name="ragcache-replica-finder", daemon=True)
         self._thread.start()
@@ -160,7 +162,7 @@ class ReplicaFinder:
         addresses, why = self._look_up()
         if not addresses:
             if self._is_known:
-                _logger.warning("%s finds no replica (%s): those that are known stay", self._source, why)
+                logger.warning("RC-REPLICA-NONE: %s finds no replica (%s): the known ones stay", self._source, why)
             self._is_known = False
             return
         self._is_known = True
@@ -174,7 +176,7 @@ class ReplicaFinder:
                 engine.close()
             else:
                 replicas.add(engine)
-                _logger.info("replica %s has joined the fleet", engine.base_url)
+                logger.info("replica %s has joined the fleet", engine.base_url)
         self._remove([replica for address, replica in known.items() if address not in addresses], replicas)
 
     def _joined(self, addresses: Iterable[str]) -> list[Engine]:
@@ -182,7 +184,7 @@ class ReplicaFinder:
             try:
                 return self._connect(address, False)
             except EngineUnreachableError as error:  # as a replica that still loads
-                _logger.debug("replica %s does not answer yet: %s", address, error)
+                logger.debug("replica %s does not answer yet: %s", address, error)
             except RAGCacheError as error:
                 self._report(address, str(error))
             return None
@@ -193,7 +195,7 @@ class ReplicaFinder:
     def _report(self, address: str, why: str) -> None:
         """Warn once of a server that is found and cannot be used, and once more if the reason changes."""
         if self._reported.get(address) != why:
-            _logger.warning("replica %s is left out of the fleet: %s", address, why)
+            logger.warning("RC-REPLICA-REJECTED: replica %s is left out of the fleet: %s", address, why)
             self._reported[address] = why
 
     def _remove(self, missing: Sequence[Replica], replicas: ReplicaSet) -> None:
@@ -202,7 +204,7 @@ class ReplicaFinder:
             if num_missed >= _MAX_MISSED or not replica.is_ready():
                 replicas.remove(replica)
                 self._retired.append((time.monotonic(), replica))
-                _logger.info("replica %s has left the fleet", replica.name)
+                logger.info("replica %s has left the fleet", replica.name)
 
     def _close_retired(self, replicas: ReplicaSet) -> None:
         """Close the replicas that have answered what they were asked."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +25,7 @@ from ragcache_core.client.launch.process import GRACE_S
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 from ragcache_core.client.server_api import ServerAPI
 from ragcache_core.errors import ConfigError, EngineError, EngineUnreachableError
+from ragcache_core.log import logger_of
 from ragcache_core.stats import EngineStats, ForgetReceipt, RegistrationReceipt, merged_report
 from ragcache_core.types import DocId, Document
 
@@ -34,7 +34,7 @@ _MAX_FOUND = 64
 """Replicas that a request tries where it is not known how many there will be."""
 _Answer = TypeVar("_Answer")
 _STATS = TypeAdapter(EngineStats)
-_logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 def served_model_identity(engine: Engine) -> dict[str, str | int | None]:
@@ -282,7 +282,7 @@ class Fleet(EngineClient):
             try:
                 return ask(replica.engine)
             except EngineError as error:
-                _logger.debug("replica %s does not answer: %s", replica.name, error)
+                logger.debug("replica %s does not answer: %s", replica.name, error)
                 return error
 
         self._some()

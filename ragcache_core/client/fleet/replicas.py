@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import threading
 import time
@@ -22,6 +21,7 @@ from ragcache_core.client.http.attempt import BROKEN, NO_RETRY, Health, check_pr
 from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes, KnownPrefixes
 from ragcache_core.client.speculation.request_capture import asks_completion
 from ragcache_core.errors import EngineUnreachableError
+from ragcache_core.log import logger_of
 from ragcache_core.ordering import CachedPaths
 from ragcache_core.routing.choice import ReplicaState, below_cached_load_limit, choose_order, choose_replica
 from ragcache_core.routing.index import PathIndex
@@ -46,7 +46,7 @@ _UNREACHED = (502, 503)
 """A server that takes no requests now says 503; of a proxy before it both are that it does not reach it. With 504 it
 has waited for the answer: sent again, what takes long would be computed by every replica."""
 
-_logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class Replica:
@@ -316,7 +316,7 @@ class RoutedRequest:
             self._unaddressed.extensions[_LATE] = self._replica.name
         is_suspicious = not NO_RETRY.keys() <= self.request.extensions.keys()
         if is_suspicious and isinstance(error, (*BROKEN, httpx.ConnectTimeout)) and not isinstance(error, _BusyError):
-            _logger.debug("replica %s failed: %s: %s", self._replica.name, type(error).__name__, error)
+            logger.debug("replica %s failed: %s: %s", self._replica.name, type(error).__name__, error)
             self._replica.failed()
         if isinstance(error, httpx.ConnectTimeout):
             return httpx.ConnectError(f"{self._replica.name} accepts no connection: {error}", request=self.request)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import logging
 import math
 import time
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from ragcache_core.client.http.errors import says_engine_died
 from ragcache_core.client.http.resume import ResumableStream, ResumedAnswers, ResumeStreams, is_streamed
 from ragcache_core.client.speculation.request_capture import asks_completion
 from ragcache_core.errors import ConfigError, EngineDiedError, EngineHungError
+from ragcache_core.log import logger_of
 from ragcache_core.wire import DEFAULTS_HEADER
 
 NO_RETRY = {"ragcache_sent_once": True}
@@ -31,7 +31,7 @@ _LONG_TIMEOUT_S = 600.0
 # The default time-out of a request. With a shorter one the caller wants an error by then, for a fallback perhaps.
 _BEFORE_TIMEOUT_S = 1.0
 
-_logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class Health(enum.Enum):
@@ -157,7 +157,10 @@ class Attempt:
     def failed(self, error: Exception) -> None:
         """Note a failure that :meth:`may_retry` may mend; raise it if nothing does, or too much failed before."""
         if is_late(error):
-            _logger.warning("no first token after %g s: the request is cancelled and sent once more", self._limit_s)
+            logger.warning(
+                "RC-REQUEST-RESENT: no first token after %g s: the request is cancelled and sent once more",
+                self._limit_s,
+            )
             self._limit_s = None
             return
         if isinstance(error.__cause__, _HungError):

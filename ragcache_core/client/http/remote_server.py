@@ -6,7 +6,6 @@ Its owner may start it again, at the same address. RAGCache's server says on ``/
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from typing import Any
@@ -18,6 +17,7 @@ from ragcache_core.client.http.attempt import AUTO, FirstTokenTimeout, Health, c
 from ragcache_core.client.http.errors import hang_of
 from ragcache_core.client.http.network import BlockingNetwork, checking
 from ragcache_core.errors import ConfigError
+from ragcache_core.log import logger_of
 
 RESTART_TIMEOUT_S = 300.0
 """Default seconds that a completion waits for a server to come back. Large models load for minutes."""
@@ -28,7 +28,7 @@ _SUSPICIOUS_LOOK_S = 0.2
 _WANTED_S = 5.0
 """Seconds for which it is checked after a request waited."""
 _TIMEOUT_S = 5.0
-_logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 def recovery_settings(*, has_engine: bool, **timeouts: FirstTokenTimeout) -> dict[str, Any]:
@@ -152,7 +152,9 @@ class RemoteServerMonitor:
         """Log once that requests begin to wait for the server, and once that it is back."""
         address = self._url.removesuffix("/health")
         if is_alive and self._out_since_s is not None:
-            _logger.warning("engine at %s answers again after %.0f s", address, now_s - self._out_since_s)
+            logger.warning(
+                "RC-ENGINE-BACK: engine at %s answers again after %.0f s", address, now_s - self._out_since_s
+            )
             self._out_since_s = None
         elif not is_alive and self._is_suspected and self._out_since_s is None and self.retry_timeout_s != 0:
             self._out_since_s = now_s
@@ -161,8 +163,9 @@ class RemoteServerMonitor:
                 if self.retry_timeout_s is None
                 else f"up to {self.retry_timeout_s:g} s"
             )
-            _logger.warning(
-                "engine at %s does not answer (%s): its completions wait for it, %s (restart_timeout_s)",
+            logger.warning(
+                "RC-ENGINE-AWAY: engine at %s does not answer (%s): its completions wait for it, %s "
+                "(restart_timeout_s)",
                 address,
                 failure,
                 limit,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import logging
 import os
 import re
 import secrets
@@ -35,6 +34,7 @@ from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 from ragcache_core.client.server_api import import_requests
 from ragcache_core.config import SHARED_PASSWORD_ENV, CacheConfig, ChunkReuse
 from ragcache_core.errors import ConfigError, EngineStartError
+from ragcache_core.log import logger_of
 from ragcache_core.profiles.calibration import find_calibration, load_calibration
 from ragcache_core.profiles.prefill import find_profile
 from ragcache_core.runtime.environment import HANG_TIMEOUT_ENV, SOCKETS_ENV, STARTED_AGAIN_ENV
@@ -50,8 +50,13 @@ _TOO_SMALL = re.compile(
     r"KV cache is needed, which is larger than the available KV cache memory \([^)]*\)[^`]*?\.(?= Try)"
 )
 """What vLLM says where its KV memory does not hold one prompt of the longest length; what it tries is not ours."""
+_NOT_FOUND = re.compile(
+    r"(LocalEntryNotFound|RepositoryNotFound|GatedRepo|OfflineModeIsEnabled)Error|Cannot find an appropriate cached"
+    r"|is not a local folder and is not a valid model identifier|We couldn't connect to .* to load the files"
+)
+"""What the client of the Hugging Face hub and Transformers say of a name that they cannot load."""
 _KV_CURE = "Raise kv_cache_bytes, or lower max_model_len"
-_logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class DirectoryLock:
@@ -228,6 +233,13 @@ def launch_server(settings: LaunchSettings) -> LaunchedServer:
             raise EngineStartError(f"{str(error)[: too_small.end()]} {_KV_CURE} (log: {log})") from error
         if Path(model).exists():
             raise
+        if _NOT_FOUND.search(str(error)) is not None:
+            others = "" if settings.tokenizer is None else f", or tokenizer {settings.tokenizer!r},"
+            raise EngineStartError(
+                f"model {model!r}{others} was not found: there is no such folder, and the Hugging Face hub gave no "
+                "model of that name. Correct the name, or name a folder. Where there is no network, download the model "
+                f"before (hf download {model}); for a private model set HF_TOKEN (log: {log})"
+            ) from error
         raise EngineStartError(f"{error}; no folder {model!r} exists, so it was taken for a name of the hub") from error
     return LaunchedServer(
         f"{address}/v1",
@@ -293,7 +305,11 @@ def _check_shared(cache: CacheConfig, env: Mapping[str, str]) -> None:
     if any(name == SHARED_PASSWORD_ENV or name.startswith("AWS_") for name in env):
         open_remote(cache.shared).close()
     elif (why := check_reachable(cache.shared)) is not None:
-        _logger.warning("the shared store %s does not answer, and is asked again later (%s)", cache.shared, why)
+        logger.warning(
+            "RC-SHARED-UNREACHABLE: the shared store %s does not answer, and is tried again later (%s)",
+            cache.shared,
+            why,
+        )
 
 
 def _lock(

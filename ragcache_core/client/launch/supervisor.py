@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -16,6 +15,7 @@ from ragcache_core.client.http.attempt import Health
 from ragcache_core.client.http.errors import hang_of
 from ragcache_core.client.launch.process import GRACE_S, ServerProcess, unprefixed
 from ragcache_core.errors import EngineClosedError, EngineStartError
+from ragcache_core.log import logger_of
 from ragcache_core.runtime.hangs import HangDetector, read_use
 from ragcache_core.runtime.sessions import num_bytes_moved, other_listener
 from ragcache_core.runtime.terminal import Bar
@@ -41,7 +41,7 @@ _MAX_REFUSED = 3
 """Checks in a row whose connection is refused: a server that listens no more counts as dead, suspected or not."""
 _BACKOFF_S = 1.0
 _MAX_BACKOFF_S = 60.0
-_logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class Activity:
@@ -311,7 +311,14 @@ class Supervisor:
             self._restarted_s.append(time.monotonic())
             when = f" in {pause_s:g} s" if pause_s else ""
             attempt = f"attempt {len(self._restarted_s)} of {self._max_restarts}"
-            _logger.warning("engine at %s %s, restarting%s (%s): %s", address, event, when, attempt, failure or why)
+            logger.warning(
+                "RC-ENGINE-RESTARTS: engine at %s %s, restarting%s (%s): %s",
+                address,
+                event,
+                when,
+                attempt,
+                failure or why,
+            )
             try:
                 self._closing.wait(pause_s)
                 self._run_once(LoadProgress.silent())
@@ -322,7 +329,9 @@ class Supervisor:
                 event, failure = "did not start", str(error)
                 pause_s = min(2 * pause_s or _BACKOFF_S, _MAX_BACKOFF_S)
             else:
-                _logger.warning("engine at %s is ready again after %.0f s", address, time.monotonic() - began_s)
+                logger.warning(
+                    "RC-ENGINE-READY: engine at %s is ready again after %.0f s", address, time.monotonic() - began_s
+                )
                 return
         last = f"; the last restart failed: {failure}" if failure else ""
         self._give_up(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -15,6 +14,7 @@ from typing import Any, TypeVar
 import httpx
 
 from ragcache_core.client.http.routing import BackgroundLoop
+from ragcache_core.log import logger_of
 from ragcache_core.ordering import PATHS_VERSION, CachedPaths, best_order
 from ragcache_core.routing.index import PathIndex
 from ragcache_core.runtime.handle import OneProcess
@@ -38,7 +38,7 @@ _MAX_CURSOR_CHARS = 1 << 15
 
 _Answer = TypeVar("_Answer")
 
-_logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class _UnsupportedError(Exception):
@@ -219,13 +219,13 @@ class CachedPrefixes(KnownPrefixes):
             except _UnsupportedError as error:  # until the server is replaced, or has the key: asked again less often
                 is_warned = is_warned and not self.is_current
                 if not is_warned:
-                    _logger.warning("Documents keep the order of retrieval instead of a cache-aware one: %s", error)
+                    logger.warning(
+                        "RC-ORDER-OFF: documents keep the order of retrieval instead of a cache-aware one: %s", error
+                    )
                 is_warned = True
                 pause_s = min(max(2 * pause_s, _LAST_PAUSE_S), _UNSUPPORTED_PAUSE_S)
             except Exception as error:  # a broken connection or answer: what comes after a pause may be whole
-                _logger.debug(
-                    "the mirror of the engine's cache lost %s: %s: %s", self._url, type(error).__name__, error
-                )
+                logger.debug("the mirror of the engine's cache lost %s: %s: %s", self._url, type(error).__name__, error)
                 pause_s = _FIRST_PAUSE_S if self.is_current else min(2 * pause_s, _LAST_PAUSE_S)
             finally:
                 self._replace([])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import logging
 import math
 import threading
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 import platformdirs
 
 from ragcache_core.client.pipeline.stages import close_stages
+from ragcache_core.log import logger_of
 from ragcache_core.private_files import make_private_folder, replacing
 from ragcache_core.retrieval.threads import in_thread
 from ragcache_core.speculation import StageRecord, StageStabilityStats
@@ -36,7 +36,7 @@ _MOST_KEPT = 256
 """How many sources and settings are remembered, in the process and in files: those used last."""
 _SAVED_EVERY = 8
 _LEAST_CHANGE = 0.1
-_logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class RecentQuestions:
@@ -101,7 +101,7 @@ async def _read_before(
         await asyncio.wait((first, reading), return_when=asyncio.FIRST_COMPLETED)
         return None if first.done() else reading.result()
     except Exception as error:  # deleted, or the store was closed, which the search says
-        _logger.debug("what a question found last is no candidate: %s", error)
+        logger.debug("what a question found last is no candidate: %s", error)
         return None
     finally:
         reading.cancel()
@@ -180,7 +180,7 @@ class PersistentHistory(StageStabilityStats):
             with replacing(self._path, is_waited_for=False) as file:
                 file.write(json.dumps({"format": _FORMAT, "stages": known}).encode())
         except OSError as error:
-            _logger.debug("what was learnt of a search's stages is not kept: %s", error)
+            logger.debug("what was learnt of a search's stages is not kept: %s", error)
         self._saved = known
 
 
@@ -194,7 +194,7 @@ def _read(path: Path) -> dict[int, StageRecord]:
             case {"format": int(version), "stages": dict(stages)} if version == _FORMAT:
                 return {int(stage): _checked(*said) for stage, said in stages.items()}
     except (OSError, ValueError, TypeError) as error:
-        _logger.debug("nothing is known of a search's stages: %s", error)
+        logger.debug("nothing is known of a search's stages: %s", error)
     return {}
 
 

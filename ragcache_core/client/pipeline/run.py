@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from ragcache_core.client.speculation.client import (
     StartedSpeculation,
 )
 from ragcache_core.client.tracing import SearchTrace, search_span
+from ragcache_core.log import logger_of
 from ragcache_core.speculation import Action, Cancel, Confirm, Generate, SpeculativePipeline, StageStabilityStats, Start
 from ragcache_core.stats import PipelineReport
 from ragcache_core.types import DocId, Document, RetrievalUpdate
@@ -41,7 +41,7 @@ _LATE_S = 0.05
 """An event loop may be that late of itself."""
 
 __all__ = ["PipelineEvent", "PipelineResult", "Speculator", "run_pipeline"]
-_logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class _LoadWatch:
@@ -404,7 +404,11 @@ class SearchRun:
             return
         started.is_announced = True
         if (error := started.error) is not None:
-            _logger.warning("nothing was sent ahead of a search's end: %s: %s", type(error).__name__, error)
+            logger.warning(
+                "RC-SPECULATION-FAILED: no request was sent before the search ended: %s: %s",
+                type(error).__name__,
+                error,
+            )
             self._fail(started, f"the speculator raised {type(error).__name__}: {error}")
         elif (speculation := started.speculation) is not None:
             self._tally.num_started += 1
@@ -516,9 +520,10 @@ async def run_pipeline(
         if trace is not None:
             trace.end(result)
     if timeout_s is not None and result.report.search_s > timeout_s + _LATE_S:  # else it had been timed out
-        _logger.warning(
-            "A search took %.3g s, beyond its time-out of %g s, because something blocked the event loop: let a source "
-            "await what it waits for, and run what blocks in a thread, `await asyncio.to_thread(...)`",
+        logger.warning(
+            "RC-SEARCH-BLOCKED: a search took %.3g s, beyond its time-out of %g s, because something blocked the "
+            "event loop: let a source await what it waits for, and run what blocks in a thread, `await "
+            "asyncio.to_thread(...)`",
             result.report.search_s,
             timeout_s,
         )

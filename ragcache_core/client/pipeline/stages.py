@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import suppress
@@ -12,9 +11,10 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from ragcache_core.errors import ConfigError, SearchError, SearchTimeoutError
+from ragcache_core.log import logger_of
 from ragcache_core.types import Document, RetrievalUpdate
 
-_logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _HINT = "write stages(query, k) as an async def that yields RetrievalUpdates"
 CANCELLED_BY_SOURCE = "the search was cancelled by its source: see the source"
@@ -94,7 +94,7 @@ async def close_stages(updates: AsyncIterator[RetrievalUpdate]) -> None:
         elif (aclose := getattr(updates, "aclose", None)) is not None:
             await aclose()
     except Exception:
-        _logger.warning("a source of stages could not be closed", exc_info=True)
+        logger.warning("RC-SOURCE-OPEN: a source of stages could not be closed", exc_info=True)
 
 
 def cut_stage(update: RetrievalUpdate, k: int | None) -> RetrievalUpdate:
@@ -189,7 +189,10 @@ class SearchTasks(Generic[_Result]):
             for task in self._tasks:
                 task.cancel()
         if self._tasks:
-            _logger.warning("closing a search took more than %g s and was cut off: see how its source ends", _CLOSE_S)
+            logger.warning(
+                "RC-SOURCE-OPEN: closing a search took more than %g s and was cut off: see how its source ends",
+                _CLOSE_S,
+            )
             await asyncio.wait(self._tasks, timeout=_CUT_OFF_S)
 
     async def _read(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any, Protocol, get_origin
 
 from ragcache_core.client.prompts.chat_request import is_text_only
 from ragcache_core.errors import ConfigError, PromptError
+from ragcache_core.log import logger_of
 from ragcache_core.ordering import static_prefix_digest
 from ragcache_core.prompt import (
     ChatMessage,
@@ -47,7 +47,7 @@ FormatDocuments = Callable[[Any], Any]
 
 Drafts = tuple[list[ChatMessage], list[ChatMessage]]
 """The messages of a prompt twice; they differ in all that is not known yet, from its first character on."""
-_logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +138,9 @@ class KVScopes:
                 return next(iter(known))
             is_new, self._is_warned = not self._is_warned, True
         if is_new:
-            _logger.warning(
-                "No prefill while the search runs: requests of this engine differ in model, cache_salt, "
-                "kv_transfer_params or key, and a search does not know which of them follows. %s",
+            logger.warning(
+                "RC-SCOPE-UNKNOWN: no prefill while the search runs: requests of this engine differ in model, "
+                "cache_salt, kv_transfer_params or key, and a search does not know which of them follows. %s",
                 HINT,
             )
         return None
@@ -232,9 +232,9 @@ class BoundPrompt:
             known = replace(known, acls=acls_of(documents))
         except Exception as error:  # the user's own code may raise anything, and will do so again in the chain itself
             if self._warned.acquire(blocking=False):
-                _logger.warning(
-                    "No prefill while the search runs: the prompt of %d documents cannot be made before its question "
-                    "is asked (%s: %s); bind the prompt and the format_docs that the chain uses",
+                logger.warning(
+                    "RC-PROMPT-UNBOUND: no prefill while the search runs: the prompt of %d documents cannot be made "
+                    "before its question is asked (%s: %s); bind the prompt and the format_docs that the chain uses",
                     len(documents),
                     type(error).__name__,
                     error,
@@ -276,9 +276,9 @@ def warn_question_first(names: Sequence[str], *, opening: str = "", retriever: s
         opening: the static text that the prompt begins with, where the prompt was learned from a request.
         retriever: the name of the retriever, where it is known.
     """
-    _logger.warning(
-        "The prompt%s shows %s before the documents%s. They cannot be prefilled during the search, and no other "
-        "question can reuse their KV: put the context before the question, and the chat history after it",
+    logger.warning(
+        "RC-QUESTION-FIRST: the prompt%s shows %s before the documents%s. They cannot be prefilled during the search, "
+        "and no other question can reuse their KV: put the context before the question, and the chat history after it",
         "" if not opening else f" that begins with {opening[:_MAX_OPENING_CHARS]!r}",
         " and ".join(repr(name) for name in names),
         "" if retriever is None else f" of {retriever}",

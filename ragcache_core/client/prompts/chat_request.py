@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import time
 from array import array
 from collections import OrderedDict
@@ -15,6 +14,7 @@ from threading import Lock
 from typing import Any
 
 from ragcache_core.errors import RAGCacheError
+from ragcache_core.log import logger_of
 from ragcache_core.prompt import ChatMessage, PromptTokenizer, has_other_than_text, locate_documents, texts_of
 from ragcache_core.types import DocId, PromptSegment, SegmentKind
 from ragcache_core.wire import tile
@@ -46,7 +46,7 @@ _MAX_ANSWERS = 16
 """Chats whose tokens are kept: a request that was rehearsed is made again."""
 _ASKED_AGAIN_S = 60.0
 """How long a server that did not say is not asked again about chats of the shape."""
-_logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,9 +214,7 @@ class ServerTokens:
             return False
         is_same = theirs == tuple(ours())
         if not is_same:
-            _logger.info(
-                "Chats of one shape have other tokens here than in the server, which is asked for each of them"
-            )
+            logger.info("Chats of one shape have other tokens here than in the server, which is asked for each of them")
         with self._lock:
             _keep(self._agrees, shape, is_same, _MAX_SHAPES)
         return is_same

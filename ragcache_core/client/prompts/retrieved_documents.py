@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-
 from ragcache_core.client.prompts.request_plan import RememberedDocuments, RememberedSearch, RequestPlan
+from ragcache_core.log import logger_of
 from ragcache_core.types import SegmentKind
 
-_logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _NUM_LONG_PROMPTS = 3
 _LONG_PROMPT_TOKENS = 256
@@ -42,9 +41,9 @@ class DocumentHint:
         self._num_long_prompts += is_asked_for and plan.num_prompt_tokens >= _LONG_PROMPT_TOKENS
         if self._num_long_prompts == _NUM_LONG_PROMPTS:
             self._is_told = True
-            _logger.warning(
-                "%d prompts of %d tokens or more, and no known document in any: if they do hold documents, these are "
-                "cached as unnamed text, and not in the statistics. %s",
+            logger.warning(
+                "RC-DOCUMENTS-UNKNOWN: %d prompts of %d tokens or more, and no known document in any: if they do hold "
+                "documents, these are cached as unnamed text, and not in the statistics. %s",
                 _NUM_LONG_PROMPTS,
                 _LONG_PROMPT_TOKENS,
                 self._cure,

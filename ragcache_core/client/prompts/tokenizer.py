@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections import OrderedDict
@@ -16,10 +15,11 @@ from tokenizers import Tokenizer
 
 from ragcache_core.client.server_api import ServerAPI
 from ragcache_core.errors import PromptError, TokenizerUnavailableError
+from ragcache_core.log import logger_of
 from ragcache_core.prompt import ChatMessage, TokenizedText, escape_documents
 from ragcache_core.runtime.tokenizer_files import TokenizerFiles
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 PROBE: tuple[ChatMessage, ...] = (
     {"role": "system", "content": "Answer the question."},
@@ -197,7 +197,7 @@ def checked_tokenizer(
                 f"{len(theirs)}: pass tokenizer= with the server's own"
             )
     except TokenizerUnavailableError as error:
-        logger.warning("The documents of this engine's requests will not be known: %s", error)
+        logger.warning("RC-TOKENIZER-MISSING: the documents of this engine's requests will not be known: %s", error)
         return error
     return tokenizer
 

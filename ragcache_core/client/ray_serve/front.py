@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import re
 import time
 from collections import OrderedDict
@@ -26,6 +25,7 @@ from ragcache_core.client.http.affinity import RequestInfo
 from ragcache_core.client.http.attempt import engine_died
 from ragcache_core.client.ray_serve.known_replicas import BAD_GATEWAY, HOP_BY_HOP_HEADERS, Ask, Head
 from ragcache_core.client.speculation.request_capture import asks_completion
+from ragcache_core.log import logger_of
 from ragcache_core.ordering import PATHS_VERSION
 from ragcache_core.runtime.api_keys import is_among, shown_digest
 from ragcache_core.stats import ForgetReceipt, merged_report
@@ -47,7 +47,7 @@ _WITHOUT_KEY = ("GET", "HEAD", "OPTIONS")
 """Methods for which the engine itself decides what needs no key: health and metrics."""
 _MAX_BODY_BYTES = max_body_bytes(1 << 20, takes_files=True)
 """More than any engine's door takes: each knows its own limit, and says which."""
-_logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 def _report(bodies: Bodies) -> bytes:
@@ -176,7 +176,7 @@ class Front:
                     )
                 if time.monotonic() >= ends_s:
                     return _unavailable(str(failure))
-                _logger.warning("a request is sent to another replica: %s", failure)
+                logger.warning("RC-REPLICA-FAILED: a request is sent to another replica: %s", failure)
                 if ask.sent_to is None or ask.sent_to in ask.tried:  # no replica is there, or no other
                     await asyncio.sleep(_PAUSE_S)
                 ask = ask.again()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -12,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes
+from ragcache_core.log import logger_of
 from ragcache_core.routing.choice import ReplicaState, choose_replica
 from ragcache_core.routing.index import PathIndex
 from ragcache_core.routing.load import InFlightRequest, PromptInfo, ReplicaLoad
@@ -26,7 +26,7 @@ HOP_BY_HOP_HEADERS = frozenset(
 )
 """Headers that each server sets itself."""
 _REST_S = 2.0
-_logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +147,9 @@ class KnownReplicas:
         oldest, replica = next(iter(self._all.values())), self._all[name]
         for what, value in oldest.serves.items():
             if replica.serves.get(what) != value:
-                _logger.error(
-                    "the replica at %s has another %s than that at %s, %.80r and not %.80r, and is asked nothing while "
-                    "that one runs: put the same model on every node",
+                logger.error(
+                    "RC-REPLICA-DIFFERS: the replica at %s has another %s than that at %s, %.80r and not %.80r, and "
+                    "gets no requests while that one runs: put the same model on every node",
                     *(replica.url, what, oldest.url, replica.serves.get(what), value),
                 )
 

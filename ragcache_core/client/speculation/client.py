@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +31,7 @@ from ragcache_core.client.speculation import request_capture
 from ragcache_core.client.speculation.request_capture import CapturedRequest
 from ragcache_core.client.speculation.speculation import Speculation, SpeculationManager
 from ragcache_core.errors import EngineError
+from ragcache_core.log import logger_of
 from ragcache_core.prompt import RenderedPrompt
 from ragcache_core.runtime.daemon_threads import DaemonThreadPool
 from ragcache_core.types import Document
@@ -46,7 +46,7 @@ _UNSUPPORTED_PAUSE_S = 60.0
 _MAX_THREADS = 32
 _threads = DaemonThreadPool("ragcache-speculate", most=_MAX_THREADS)
 """Shared by all starts; some may be stuck."""
-_logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +128,10 @@ class LoadRoute:
             if not self._may_speculate:
                 self._paused_until_s = time.monotonic() + _UNSUPPORTED_PAUSE_S
             if is_first and not self._may_speculate and (answer is None or answer.max_prefill_bs > 0):
-                _logger.warning(
-                    "The server at %s cannot prefill for documents that are not final: it runs without RAGCache's "
-                    "scheduler. Requests are sent when retrieval has ended; start it with Engine.launch or `ragcache "
-                    "serve`, of this version, to hide the search.",
+                logger.warning(
+                    "RC-SPECULATION-OFF: the server at %s cannot prefill for documents that are not final: it runs "
+                    "without RAGCache's scheduler. Requests are sent when retrieval has ended; start it with "
+                    "Engine.launch or `ragcache serve`, of this version, to overlap the search.",
                     self._api.root,
                 )
         load = None if answer is None else answer.load()
@@ -144,7 +144,7 @@ class LoadRoute:
             yield
         except Exception as error:
             self._paused_until_s = time.monotonic() + _PAUSE_S
-            _logger.debug("the engine's load is unknown: %s: %s", type(error).__name__, error)
+            logger.debug("the engine's load is unknown: %s: %s", type(error).__name__, error)
 
 
 def _answer(response: httpx.Response) -> _Answer | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import re
 import threading
 import time
@@ -41,6 +40,7 @@ from ragcache_core.client.speculation.request_capture import (
 )
 from ragcache_core.client.tracing import SPECULATION_EXTENSION, SpeculationTrace
 from ragcache_core.errors import ConfigError, EngineClosedError, EngineDiedError, EngineError
+from ragcache_core.log import logger_of
 from ragcache_core.runtime.handle import OneProcess
 
 _LAST_EVENT = b"data: [DONE]\n\n"
@@ -58,7 +58,7 @@ _LONGEST_CUT = 32
 _KEEP_S = 60.0
 """How long a finished answer is kept for the request that may join it (again)."""
 
-_logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class Speculation:
@@ -177,7 +177,7 @@ class Speculation:
             try:
                 callback(self)
             except Exception:
-                _logger.exception("a callback of a speculation failed")
+                logger.exception("RC-CALLBACK-FAILED: a callback of a speculation failed")
         return True
 
     def __repr__(self) -> str:
@@ -389,7 +389,7 @@ class SpeculationRoutes:
                 await answer.aclose()
             return answer
         except httpx.HTTPError as error:
-            _logger.debug("%s %s: %s: %s", method, url, type(error).__name__, error)
+            logger.debug("%s %s: %s: %s", method, url, type(error).__name__, error)
             return None
 
 
@@ -560,7 +560,7 @@ class SpeculationManager:
             raise
         except Exception as error:
             noting.cancel()
-            _logger.debug("speculation %s failed: %s: %s", speculation.id, type(error).__name__, error)
+            logger.debug("speculation %s failed: %s: %s", speculation.id, type(error).__name__, error)
             self._forget(speculation)
             speculation._end(error)
             return

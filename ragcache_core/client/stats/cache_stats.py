@@ -10,7 +10,6 @@ Plain vLLM has neither: after a 404 nothing is requested for a minute.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from ragcache_core.client.http.resume import ResumedAnswers
 from ragcache_core.client.server_api import Call, ServerAPI, as_it_is, json_object
 from ragcache_core.client.tracing import RequestTraces
 from ragcache_core.errors import EngineError, EngineTimeoutError
+from ragcache_core.log import logger_of
 from ragcache_core.stats import (
     TOKENS_BY_ORIGIN,
     EngineStats,
@@ -45,7 +45,7 @@ _PAUSE_S = 10.0
 _UNSUPPORTED_PAUSE_S = 60.0
 _RETRYABLE_STATUSES = frozenset((408, 425, 429))
 
-_logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 def metrics_page(response: httpx.Response) -> str:
@@ -208,7 +208,7 @@ class CacheStatsRoutes:
         except Exception as error:
             if isinstance(error, EngineTimeoutError):
                 self._paused_until_s = time.monotonic() + _PAUSE_S
-            _logger.debug("no cache statistics for an answer: %s: %s", type(error).__name__, error)
+            logger.debug("no cache statistics for an answer: %s: %s", type(error).__name__, error)
 
 
 def _with_figures(

@@ -9,7 +9,6 @@ that shares quantizer and lists; the index itself stays as it is.
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ragcache_core.errors import ConfigError
+from ragcache_core.log import logger_of
 from ragcache_core.retrieval.base import (
     DEFAULT_CUTS,
     Cancellation,
@@ -45,7 +45,7 @@ _POINTS_PER_LIST = 39
 _LEAST_LISTS = 6
 _PQ_CENTROIDS = 256
 
-_logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _CONTINUABLE = ("IndexIVFFlat", "IndexIVFScalarQuantizer", "IndexIVFPQ")
 
@@ -241,8 +241,11 @@ def _replays_exactly(encoding: Encoding, metric: Metric) -> bool:
         if not np.array_equal(last.neighbors.ids, expected.ids) or (
             last.neighbors.scores.tobytes() != expected.scores.tobytes()
         ):
-            _logger.warning(
-                "IVF (%s, %s) is searched in one stage: faiss %s differs", encoding, metric, faiss.__version__
+            logger.warning(
+                "RC-SEARCH-UNSTAGED: IVF (%s, %s) is searched in one stage: faiss %s differs",
+                encoding,
+                metric,
+                faiss.__version__,
             )
             return False
     return True

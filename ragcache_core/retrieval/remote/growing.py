@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from ragcache_core.errors import ConfigError
+from ragcache_core.log import logger_of
 from ragcache_core.retrieval.threads import in_thread
 from ragcache_core.types import Document, RetrievalUpdate
 
-_logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 Effort = TypeVar("Effort")
 Found = Sequence[tuple[Document, float]]
@@ -83,7 +83,7 @@ class GrowingEffort(Generic[Effort]):
                 each.cancel()
             for outcome in await asyncio.gather(*searches, return_exceptions=True):
                 if isinstance(outcome, Exception):
-                    _logger.debug("a search with less effort failed", exc_info=outcome)
+                    logger.debug("a search with less effort failed", exc_info=outcome)
 
     async def _search(self, asked: Any, k: int, effort: Effort) -> Found:
         if inspect.iscoroutinefunction(self._find):

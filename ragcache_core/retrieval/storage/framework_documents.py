@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,9 +14,10 @@ from typing import Any, Protocol
 from uuid import UUID
 
 from ragcache_core.errors import DocumentError
+from ragcache_core.log import logger_of
 from ragcache_core.types import DocId, Document
 
-_logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class LangChainDocument(Protocol):
@@ -125,7 +125,9 @@ def put_nonblank(
     store.put([documents[i] for i in kept], embeddings=embeddings, **settings)
     if blank:
         store.delete(blank, missing_ok=True)
-        _logger.warning("%d of %d documents have no text and are not stored", len(blank), len(newest))
+        logger.warning(
+            "RC-DOCUMENTS-BLANK: %d of %d documents have no text and are not stored", len(blank), len(newest)
+        )
 
 
 def _parts(document: Any) -> tuple[object, str, Mapping[str, Any]]:

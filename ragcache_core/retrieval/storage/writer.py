@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ragcache_core.errors import ConfigError, DuplicateDocumentError, StoreError
+from ragcache_core.log import logger_of
 from ragcache_core.retrieval.base import Ids, StagedIndex, Vectors
 from ragcache_core.retrieval.embedders.base import Embedder, TrainableEmbedder, check_embeddings
 from ragcache_core.retrieval.embedders.tfidf import TfidfSvdEmbedder
@@ -45,7 +45,7 @@ where the built-in embedder learns from them, one that was learnt from."""
 
 _UNSAVED_SHARE = 1 / 8
 _SMALL_INDEX_BYTES = 4 << 20
-_logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class Writer:
@@ -137,7 +137,11 @@ class Writer:
                 converted = self._with_segment(changed, documents, 0, (), bar.move_to)
                 return self._commit(snapshot, changed, converted, snapshot.index, snapshot.embedder, 0)
         except StoreError as error:
-            _logger.warning("%s keeps its format, and indexes words whenever it is opened: %s", self._folder, error)
+            logger.warning(
+                "RC-STORE-UNCONVERTED: %s keeps its format, and indexes words whenever it is opened: %s",
+                self._folder,
+                error,
+            )
             return snapshot
 
     def _with_segment(
@@ -198,7 +202,7 @@ class Writer:
         try:
             sweep(self._folder, changed)
         except OSError as error:
-            _logger.warning("old files of %s were not removed: %s", self._folder, error)
+            logger.warning("RC-STORE-FILES-LEFT: old files of %s were not removed: %s", self._folder, error)
 
 
 class _Appending:
@@ -227,7 +231,9 @@ def _cleaning_up(folder: Path) -> Iterator[None]:
         try:
             sweep(folder, read_manifest(folder))
         except (StoreError, OSError) as error:
-            _logger.warning("what a failed change of %s wrote is removed when it is opened: %s", folder, error)
+            logger.warning(
+                "RC-STORE-FILES-LEFT: what a failed change of %s wrote is removed when it is opened: %s", folder, error
+            )
         raise
 
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
-from vllm.logger import init_logger
+from ragcache_core.log import logger_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.lora.request import LoRARequest
     from vllm.v1.request import Request
 
-logger = init_logger(f"vllm.{__name__}")
+logger = logger_of(__name__)
 
 _MAX_REMEMBERED = 10_000
 # An adapter whose load is no longer remembered gets a new identity, which is a cache miss.
@@ -73,9 +73,9 @@ class AdapterKeys:
         load = self._loads.get(adapter.lora_int_id) or self.note_load(adapter)
         if self._may_be_read_again(adapter) and load.files != _files_in(adapter.lora_path):
             # The worker may have either version of the files: the request shares no KV.
-            logger.warning_once(
-                "The files of LoRA adapter %s changed after it was loaded: its requests reuse no KV until it is loaded "
-                "again with load_inplace",
+            logger.warning(
+                "RC-ADAPTER-CHANGED: the files of LoRA adapter %s changed after it was loaded: its requests reuse no "
+                "KV until it is loaded again with load_inplace",
                 adapter.lora_name,
             )
             return uuid4().hex

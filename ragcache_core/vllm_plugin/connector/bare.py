@@ -10,8 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
-from vllm.logger import init_logger
 
+from ragcache_core.log import logger_of
 from ragcache_core.vllm_plugin.release import why_alone
 
 if TYPE_CHECKING:
@@ -24,14 +24,15 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-logger = init_logger(f"vllm.{__name__}")
+logger = logger_of(__name__)
 
 
 def warn_alone(role: KVConnectorRole, also: str = "") -> None:
     """Log, once for an engine, that and why only the connector is there."""
     if role == KVConnectorRole.SCHEDULER:
         logger.warning(
-            "RAGCache leaves scheduling and caching to vLLM, without tiers, speculation and chunk reuse%s: %s",
+            "RC-CACHE-OFF: RAGCache leaves scheduling and caching to vLLM, without tiers, speculation and chunk "
+            "reuse%s: %s",
             also,
             why_alone(),
         )

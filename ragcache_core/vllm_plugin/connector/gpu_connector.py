@@ -14,9 +14,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from vllm.logger import init_logger
-
 from ragcache_core.errors import ConfigError
+from ragcache_core.log import logger_of
 from ragcache_core.runtime.environment import RECORD_TRACE_ENV
 from ragcache_core.runtime.shared_memory import region_place
 from ragcache_core.runtime.trace_recorder import TraceRecorder, lengths_of
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
 
     from ragcache_core.vllm_plugin.cache.controller import CacheController
 
-logger = init_logger(f"vllm.{__name__}")
+logger = logger_of(__name__)
 
 
 def is_told_by_tokens(request: Request, *, any_salt: bool = False) -> bool:
@@ -94,7 +93,11 @@ class DocumentAware:
             metadata = decode_kv_transfer_params(request.kv_transfer_params or {}, request.num_prompt_tokens)
         except ConfigError as error:
             if self.controller.on_ignored_metadata():  # messages hold ids: each would be a new one
-                logger.warning("Ignoring the documents of a request, and of further ones without a word: %s", error)
+                logger.warning(
+                    "RC-METADATA-IGNORED: the documents of a request are ignored, those of further ones are counted: "
+                    "%s",
+                    error,
+                )
             speculation = decode_speculation(request.kv_transfer_params or {})  # a guess stays one
             metadata = RequestMetadata(tile([], request.num_prompt_tokens), speculation)
         if not self.controller.settings.max_prefill_bs:

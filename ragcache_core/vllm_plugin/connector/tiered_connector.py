@@ -7,8 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm.logger import init_logger
-
+from ragcache_core.log import logger_of
 from ragcache_core.runtime.shared_memory import empty_region, region_place
 from ragcache_core.types import Origin, Tier
 from ragcache_core.vllm_plugin.build_context import building
@@ -64,7 +63,7 @@ if TYPE_CHECKING:
     from ragcache_core.vllm_plugin.compat import OffloadingConnectorMetadata
     from ragcache_core.vllm_plugin.offload.layer_loads import LayerLoadWorker
 
-logger = init_logger(f"vllm.{__name__}")
+logger = logger_of(__name__)
 
 _STEPS_FOR_DISK_S = 2.0
 """How long an idle engine steps for chunks that wait for the disk: the gauges of a usual disk settle by then."""
@@ -104,7 +103,7 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
             connector._worker_bytes = worker_bytes
             return connector
         if role == KVConnectorRole.SCHEDULER:
-            logger.warning("RAGCache keeps nothing in host memory: %s", why)
+            logger.warning("RC-HOST-OFF: RAGCache keeps nothing in host memory: %s", why)
         return cls.without_host()(vllm_config, role, kv_cache_config)
 
     @classmethod
@@ -158,10 +157,12 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         engine_id = str(self._vllm_config.kv_transfer_config.engine_id)
         workers = {rank: said for rank, said in sorted(metadata.items()) if isinstance(said, WorkerMemory)}
         if why := why_uneven([worker.block_bytes for worker in workers.values()]):
-            logger.warning("RAGCache keeps nothing below the GPU: %s", why)
+            logger.warning("RC-TIERS-OFF: RAGCache keeps nothing below the GPU: %s", why)
             self._give_up_tiers(engine_id)
         elif why := why_apart(workers, region_place(engine_id)):
-            logger.warning("RAGCache keeps nothing on disk, nor in host memory when the engine dies: %s", why)
+            logger.warning(
+                "RC-WORKERS-APART: RAGCache keeps nothing on disk, nor in host memory after a crash: %s", why
+            )
             self._give_up_reading()
 
     def _give_up_tiers(self, engine_id: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
@@ -15,9 +14,10 @@ import numpy as np
 
 from ragcache_core.chunkstore import AsyncStore, ChunkStore, ChunkWrite, Scratch, aligned_rows, async_store
 from ragcache_core.errors import CacheWriteError
+from ragcache_core.log import logger_of
 from ragcache_core.vllm_plugin.disk.jobs import Erasure, LoadJob, LoadPart, Outcome, PendingChunk, StoreJob, WriteBatch
 
-logger = logging.getLogger(f"vllm.{__name__}")
+logger = logger_of(__name__)
 
 _NUM_READERS = 4
 _READ_AT_ONCE_BYTES = 1 << 20
@@ -93,8 +93,8 @@ class DiskIO:
         if not self._has_been_slow:
             self._has_been_slow = True
             logger.warning(
-                "RAGCache's disk tier is slower than what is computed: %d chunks are not written to %s, and further "
-                "ones are only counted",
+                "RC-DISK-SLOW: RAGCache's disk tier writes slower than KV is computed: %d blocks are not written to "
+                "%s, and further ones are only counted",
                 num_chunks,
                 self._store.path,
             )
@@ -314,7 +314,7 @@ class DiskIO:
             self._written.append(Outcome(keys, error, batch.is_stale, self._num_failures))
         self._is_cleared |= batch.clears and error is None
         if error is not None and batch.clears:
-            logger.error("RAGCache's disk tier still holds KV from before a reset: %s", error)
+            logger.error("RC-RESET-FAILED: RAGCache's disk tier still has KV from before a reset: %s", error)
         batch.payloads.clear()
         with self._is_done:
             self._num_free_buffers += len(keys)
@@ -329,7 +329,7 @@ class DiskIO:
             try:
                 found = self._store.read_many([(key, row.data) for key, row in zip(keys, rows, strict=True)])
             except Exception:  # whatever it is, these chunks are misses
-                logger.exception("Chunks could not be read from %s", self._store.path)
+                logger.warning("RC-DISK-UNREADABLE: %s cannot be read: a miss", self._store.path, exc_info=True)
             if not part.move(partial(self._deliver, part, first, rows, found)):
                 break
         part.finish()

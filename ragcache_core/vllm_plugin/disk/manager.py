@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
-from vllm.logger import init_logger
 
 from ragcache_core.chunkstore import ChunkStore, async_store
 from ragcache_core.chunkstore.regrowing import regrow
 from ragcache_core.chunkstore.sealing import load_keys
+from ragcache_core.log import logger_of
 from ragcache_core.tree import Location, admit_within_quotas, runs_of
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.controller import TierReport
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from ragcache_core.vllm_plugin.cache.request_state import Key, RequestState
     from ragcache_core.vllm_plugin.offload.spec import RAGCacheSpec
 
-logger = init_logger(f"vllm.{__name__}")
+logger = logger_of(__name__)
 
 _OUT_OF_SERVICE_PATIENCE_S = 1.0
 _NOTED_AT_ONCE = 64
@@ -225,8 +225,8 @@ class DiskTier(SecondaryTierManager):
         self._is_emptied = is_answered and self._io.is_cleared
         if not is_answered:
             logger.error(
-                "RAGCache's disk tier has not answered in %g s, and is emptied when it does: if the engine ends before "
-                "that, delete %s",
+                "RC-RESET-LATE: RAGCache's disk tier has not answered in %g s, and is emptied when it does: if the "
+                "engine ends before that, delete %s",
                 patience_s,
                 self.path,
             )
@@ -587,6 +587,10 @@ class DiskTier(SecondaryTierManager):
         counters.num_lost_chunks += len(orphans) + stats.num_missing
         counters.num_corrupt_chunks += stats.num_damaged
         if num_given_up := len(orphans) + stats.num_missing + stats.num_damaged:
-            logger.warning("RAGCache gave up %d damaged or useless blocks of KV in %s", num_given_up, store.path)
+            logger.warning(
+                "RC-DISK-DISCARDED: RAGCache discarded %d damaged blocks, or blocks without their prefix, in %s",
+                num_given_up,
+                store.path,
+            )
         if self._stored:
             logger.info("RAGCache found %d blocks of KV in %s", len(self._stored), store.path)

@@ -24,18 +24,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
-from vllm.logger import init_logger
 
 from ragcache_core.chunkstore.chunks import ChunkEntry, ChunkNote, checksum
 from ragcache_core.chunkstore.index import ChunkIndex, IndexDamagedError, remove_index
 from ragcache_core.errors import CacheTierError
+from ragcache_core.log import logger_of
 from ragcache_core.private_files import make_private_folder, open_private
 from ragcache_core.runtime.shared_memory import SHARED_MEMORY, journal_folder
 
 if TYPE_CHECKING:
     from ragcache_core.vllm_plugin.cache.request_state import Key
 
-logger = init_logger(f"vllm.{__name__}")
+logger = logger_of(__name__)
 
 _WRITE_EVERY_S = 0.1
 
@@ -188,7 +188,7 @@ class HostIndex:
                     self._num_scrubs -= num_scrubs
             except CacheTierError as error:
                 self._is_broken = True
-                logger.warning("Host memory will not survive the engine's death: %s", error)
+                logger.warning("RC-HOST-NOT-KEPT: the host tier will not survive a crash of the engine: %s", error)
                 with suppress(OSError):
                     remove_index(self._path)
                 return

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from ragcache_core.chunkstore.regrowing import regrow
 from ragcache_core.errors import CacheTierError, ConfigError
+from ragcache_core.log import logger_of
 from ragcache_core.runtime.environment import STARTED_AGAIN_ENV
 from ragcache_core.runtime.shared_memory import outlives_engine, sweep_shared_memory
 from ragcache_core.types import Tier
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-logger = init_logger(f"vllm.{__name__}")
+logger = logger_of(__name__)
 
 
 def why_no_host(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, worker_bytes: int | None = None) -> str | None:
@@ -126,8 +126,8 @@ class RAGCacheSpec(TieringOffloadingSpec):
         in_engine = current_context().kv_cache_config.num_blocks // self.blocks_per_chunk
         if host.num_blocks < in_engine // 2:
             logger.warning(
-                "RAGCache's host memory has %.1f GiB, less than half of the %.1f GiB of KV that the engine itself "
-                "holds, so evicted blocks are seldom found there: raise host_bytes",
+                "RC-HOST-SMALL: RAGCache's host memory has %.1f GiB, less than half of the %.1f GiB of KV that the GPU "
+                "has, so evicted blocks are seldom found there: raise host_bytes",
                 host.capacity_bytes / (1 << 30),
                 in_engine * self.kv_bytes_per_chunk / (1 << 30),
             )
@@ -143,7 +143,7 @@ class RAGCacheSpec(TieringOffloadingSpec):
                 raise
             disks = [tier for tier in self.secondary_tier_configs if "directory" in tier]
             what = "disk tier" if disks else "shared store"
-            logger.error("RAGCache's %s is out of service until the next start: %s", what, error)
+            logger.error("RC-TIER-OFF: RAGCache's %s is out of service until the next start: %s", what, error)
         for holder in self.controller.forgetting.holders[len(holders) :]:  # they are shut down
             self.controller.forgetting.remove_holder(holder)
         self.controller.shared = None
@@ -199,7 +199,7 @@ class RAGCacheSpec(TieringOffloadingSpec):
         try:
             journal = HostIndex.open(self.config.engine_id, rows, kv_identity(self.config))
         except (ConfigError, CacheTierError, OSError) as error:
-            logger.warning("Host memory will not survive the engine's death: %s", error)
+            logger.warning("RC-HOST-NOT-KEPT: the host tier will not survive a crash of the engine: %s", error)
             return
         chunks = {entry.key: (chunk, entry) for chunk, entry in journal.restored}
         found, orphans = regrow(

@@ -15,11 +15,11 @@ from itertools import islice
 from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any, cast
 
-from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from ragcache_core.config import keeping
 from ragcache_core.errors import ConfigError
+from ragcache_core.log import logger_of
 from ragcache_core.memory import collect_rarely, freeze_survivors
 from ragcache_core.runtime.clock import steady_s
 from ragcache_core.vllm_plugin.beside import children, is_own, own_connector
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from ragcache_core.vllm_plugin.cache.operator_calls import Steps
 
-logger = init_logger(f"vllm.{__name__}")
+logger = logger_of(__name__)
 
 _TOKENS_ALONE = 512
 """Tokens of a step that computes speculation only: a real arrival waits for it to end."""
@@ -286,7 +286,10 @@ class _TreeScheduling:
         """Forget all KV that outlives a reset of the caches: the model's weights are, or may be, others."""
         if not self._has_other_weights:  # they may come in a hundred pieces
             self._has_other_weights = True
-            logger.warning("RAGCache keeps nothing any more that outlives this engine, and empties its disk: %s", why)
+            logger.warning(
+                "RC-WEIGHTS-CHANGED: RAGCache empties its disk tier, and keeps nothing that outlives this engine: %s",
+                why,
+            )
         self._own_connector.forget_weights()
 
     def on_adapter_loads(self, adapter: LoRARequest) -> None:

@@ -6,16 +6,15 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from vllm.logger import init_logger
-
 from ragcache_core.errors import ConfigError
+from ragcache_core.log import logger_of
 from ragcache_core.runtime.api_keys import hashed, is_among
 from ragcache_core.runtime.tenants import Tenants
 
 LOOK_S = 5.0
 """Seconds between two looks at the file."""
 
-logger = init_logger(f"vllm.{__name__}")
+logger = logger_of(__name__)
 
 
 class AcceptedKeys:
@@ -102,11 +101,16 @@ async def follow_file(keys: AcceptedKeys, path: Path, look_s: float = LOOK_S) ->
         try:
             waiting = keys.replace(await asyncio.to_thread(Tenants.from_toml, path))
         except ConfigError as error:
-            logger.error("The file of tenants has changed and cannot be used, the keys before stay: %s", error)
+            logger.error(
+                "RC-TENANTS-REJECTED: the file of tenants has changed and cannot be used, the keys before stay: %s",
+                error,
+            )
             continue
-        logger.warning("The keys of %s are accepted as it has them now", path)
+        logger.warning("RC-TENANTS-CHANGED: the keys of %s are accepted as it has them now", path)
         if waiting:
-            logger.warning("These changes of %s need a restart of the server: %s", path, ", ".join(waiting))
+            logger.warning(
+                "RC-TENANTS-RESTART: these changes of %s need a restart of the server: %s", path, ", ".join(waiting)
+            )
 
 
 def _version_of(path: Path) -> tuple[int, int, int] | None:

@@ -14,10 +14,10 @@ import time
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, HTTPException, Query, Request
-from vllm.logger import init_logger
 
 from ragcache_core.chunkstore.old_namespaces import delete_unused
 from ragcache_core.errors import CacheTierError, quoted
+from ragcache_core.log import logger_of
 from ragcache_core.stats import MAX_LISTED
 from ragcache_core.vllm_plugin.beside import extra_config
 from ragcache_core.vllm_plugin.compat import call_cache, call_report
@@ -34,7 +34,7 @@ from ragcache_core.vllm_plugin.server.several_engines import merged_contents
 
 router = APIRouter(prefix="/v1/ragcache/cache", tags=["ragcache"])
 
-logger = init_logger(f"vllm.{__name__}")
+logger = logger_of(__name__)
 
 _DAY_S = 86_400.0
 _MAX_DAYS = 100_000
@@ -55,7 +55,7 @@ async def keep_young(engine_client: Any, max_age_s: float) -> None:
             if engine_client.errored:
                 return
             if not is_failing:
-                logger.warning("Expired KV stays in the cache until the next request: %s", error)
+                logger.warning("RC-EXPIRY-LATE: expired KV stays in the cache until the next request: %s", error)
             is_failing = True
 
 

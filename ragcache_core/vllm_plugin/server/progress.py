@@ -7,16 +7,16 @@ when it is idle, asleep or paused. A core that has not answered works or hangs: 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from ragcache_core.errors import ConfigError
+from ragcache_core.log import logger_of
 from ragcache_core.runtime.environment import HANG_TIMEOUT_ENV
 from ragcache_core.runtime.hangs import HangDetector, ProcessUse, read_engine_use
 from ragcache_core.vllm_plugin.engine_death import until_dead
 
-logger = logging.getLogger(f"vllm.{__name__}")
+logger = logger_of(__name__)
 
 DEFAULT_HANG_TIMEOUT_S = 30.0
 _LOOKS_PER_LIMIT = 10
@@ -82,12 +82,14 @@ class EngineProgress:
                 uses = await asyncio.to_thread(self._read)
                 hang = detector.look(asyncio.get_running_loop().time(), uses)
                 if hang is not None and self.hang is None:
-                    logger.error("The engine hangs, /health answers 503 until it goes on: %s", hang)
+                    logger.error(
+                        "RC-ENGINE-HANGS: the engine hangs, /health answers 503 until it makes progress: %s", hang
+                    )
                 self.hang = hang
         finally:
             answer.cancel()
         if self.hang is not None:
-            logger.warning("The engine goes on.")
+            logger.warning("RC-ENGINE-PROGRESSES: the engine makes progress again")
         self.hang = None
         if (error := answer.exception()) is not None:
             logger.info("The engine's progress is not watched any more: %s", error)

@@ -16,8 +16,8 @@ from fastapi import APIRouter, FastAPI, HTTPException, Query, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, Field
 from vllm import envs
-from vllm.logger import init_logger
 
+from ragcache_core.log import logger_of
 from ragcache_core.runtime.tokenizer_files import sha256_of
 from ragcache_core.vllm_plugin.beside import extra_config
 from ragcache_core.vllm_plugin.compat import (
@@ -55,7 +55,7 @@ from ragcache_core.vllm_plugin.server.tenant_requests import (
 from ragcache_core.vllm_plugin.server.tokenizer_files import read_tokenizer_files
 from ragcache_core.wire import REPLICA_HEADER, max_body_bytes
 
-logger = init_logger(f"vllm.{__name__}")
+logger = logger_of(__name__)
 
 _PATIENCE_S = 0.5
 _CURSOR = r"^([0-9a-f]{1,16}\.[0-9]{1,12}(-[0-9a-f]{1,16}\.[0-9]{1,12}){0,1023})?$"
@@ -297,7 +297,9 @@ class RAGCacheEndpoint:
             try:
                 reports = await call_report(engine_client)
             except Exception as error:  # another scheduler class: its first step reports
-                logger.warning("The tiers are not in the statistics until the first request: %s", error)
+                logger.warning(
+                    "RC-TIERS-UNREPORTED: the tiers are not in the statistics until the first request: %s", error
+                )
             else:
                 check_same(reports, getattr(state, "ragcache_tenants", None))
                 received.tell(reports)

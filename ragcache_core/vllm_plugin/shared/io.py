@@ -23,15 +23,15 @@ from functools import partial
 from itertools import islice
 
 import numpy as np
-from vllm.logger import init_logger
 
 from ragcache_core.chunkstore import Transfer, async_store
 from ragcache_core.chunkstore.async_store import Breaker, ReadRate
 from ragcache_core.chunkstore.remote import RemoteStore, brief
+from ragcache_core.log import logger_of
 from ragcache_core.vllm_plugin.disk.jobs import LoadJob, LoadPart
 from ragcache_core.vllm_plugin.shared.objects import Objects
 
-logger = init_logger(f"vllm.{__name__}")
+logger = logger_of(__name__)
 
 LOOKUP_TIMEOUT_S = 0.5
 STALL_TIMEOUT_S = 1.0
@@ -92,7 +92,7 @@ class SharedIO:
         self._objects = objects
         self._rows = np.frombuffer(primary_kv_view, dtype=np.uint8).reshape(primary_kv_view.shape)
         self.reads, self.writes = (
-            Breaker(f"{what} RAGCache's shared store", meanwhile, describe=self._describe, logger=logger)
+            Breaker(f"{what} RAGCache's shared store", meanwhile, describe=self._describe)
             for what, meanwhile in (
                 ("Reading from", "What is asked of it is a miss"),
                 ("Writing to", "What is stored there is dropped"),
@@ -259,7 +259,8 @@ class SharedIO:
             thread.join(max(ends_s - time.monotonic(), 0.0))
         if num_left := self.num_undeleted:
             logger.warning(
-                "RAGCache's shared store may still have %d chunks that are forgotten: delete what begins with %s",
+                "RC-SHARED-UNDELETED: RAGCache's shared store may still have %d forgotten chunks: delete what begins "
+                "with %s",
                 num_left,
                 self._objects.prefix,
             )
@@ -436,8 +437,8 @@ class SharedIO:
             self._leaving.clear()
         if is_first:
             logger.error(
-                "RAGCache's shared store is out of service until the next start: it did not delete more than %d "
-                "forgotten chunks. Before that, delete what begins with %s",
+                "RC-TIER-OFF: RAGCache's shared store is out of service until the next start: it did not delete more "
+                "than %d forgotten chunks. Before that, delete what begins with %s",
                 _MAX_UNDELETED,
                 self._objects.prefix,
             )

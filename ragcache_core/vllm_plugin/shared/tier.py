@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vllm.logger import init_logger
-
 from ragcache_core.chunkstore.remote import open_remote
 from ragcache_core.chunkstore.sealing import load_keys
+from ragcache_core.log import logger_of
 from ragcache_core.vllm_plugin.cache.forgetting import Forgotten, Freed
 from ragcache_core.vllm_plugin.cache.kv_groups import offload_key, unit_of
 from ragcache_core.vllm_plugin.compat import (
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from ragcache_core.vllm_plugin.disk.jobs import LoadJob
     from ragcache_core.vllm_plugin.offload.spec import RAGCacheSpec
 
-logger = init_logger(f"vllm.{__name__}")
+logger = logger_of(__name__)
 
 _SHORTEST_LIMIT_S = 0.2
 

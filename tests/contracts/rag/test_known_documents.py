@@ -21,7 +21,7 @@ CERES = Document("ceres", "Ceres is the largest body between Mars and Jupiter, f
 
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    caplog.set_level(logging.WARNING, "ragcache_core")
+    caplog.set_level(logging.WARNING, "ragcache")
     return caplog
 
 

@@ -84,11 +84,11 @@ def test_where_requests_differ_nothing_is_prefilled_for_an_unknown_one(
     framework: Framework, warmed: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     def said() -> list[str]:
-        return [message for message in caplog.messages if "No prefill" in message]
+        return [message for message in caplog.messages if message.startswith("RC-SCOPE-UNKNOWN: ")]
 
     framework.bind(PromptLayout())
     models = [framework.model(extra_body={"cache_salt": salt}) for salt in "ab"]
-    with caplog.at_level(logging.WARNING, "ragcache_core"):
+    with caplog.at_level(logging.WARNING, "ragcache"):
         for model in models:
             ask(framework, model, warmed, may_prefill=False)
         for model in models * 2:

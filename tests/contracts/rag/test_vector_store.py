@@ -77,7 +77,9 @@ async def test_documents_without_text_are_left_out_with_one_warning(
     assert await framework.add(store, texts) == list(texts), "an id in the place of each document"
     found = await framework.get(store, list(texts))
     assert {doc_id: text for doc_id, (text, _) in found.items()} == {"first": "First page", "last": "Last page"}
-    assert [r.getMessage() for r in caplog.records] == ["2 of 4 documents have no text and are not stored"]
+    assert [r.getMessage() for r in caplog.records] == [
+        "RC-DOCUMENTS-BLANK: 2 of 4 documents have no text and are not stored"
+    ]
     await framework.add(store, {"first": ""})
     assert list(await framework.get(store, list(texts))) == ["last"], "a blank document removes its former text"
 

@@ -16,7 +16,7 @@ from tests.support.forks import print_in_forks
 
 ORDERS = [(2, 0, 1), (1, 3, 0, 4), (0, 1, 2)]
 ELSEWHERE = (4, 3, 2, 1, 0)
-"""No document stands here behind what it stands behind in one of ``ORDERS``, or in ``APART``."""
+"""No document follows here what it follows in one of ``ORDERS``, or in ``APART``."""
 APART = (0, 2, 3, 1)
 BETWEEN = (9, 11)
 

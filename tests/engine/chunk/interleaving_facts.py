@@ -63,7 +63,7 @@ class Interleaving:
         self._rng_of_steps = random.Random(seed)  # how many there are depends on the disk; what arrives must not
 
     def run_round(self, number: int) -> None:
-        """Have some requests arrive, of which some are aborted and all may be preempted, and see what comes of them."""
+        """Have some requests arrive, abort some and perhaps preempt all, and see the results."""
         from tests.engine.chunk.scene import FULL, NOTHING, PART, WHOLLY
 
         rng, engine = self._rng, self.scene.llm.llm_engine

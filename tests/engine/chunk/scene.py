@@ -118,7 +118,7 @@ class Scene:
     def prompt(
         self, order: Sequence[int], question: int = 0, between: Sequence[int] = SEPARATOR
     ) -> tuple[list[int], list[dict[str, Any]]]:
-        """Return the tokens of a prompt, and where its documents lie; ``between`` stands behind each."""
+        """Return the tokens of a prompt, and where its documents lie; ``between`` follows each."""
         tokens, places = list(self._system), []
         for number in order:
             document = self.documents[number]

@@ -189,7 +189,7 @@ def _chunks(engine: Engine) -> Any:
 
 
 def _has_kept(engine: Engine, num_captured: int) -> bool:
-    """Return whether so many chunks are soon in memory, and all that are there on disk too."""
+    """Return whether that many chunks are soon in memory, and all that are there on disk too."""
 
     def has() -> bool:
         chunks = _chunks(engine)
@@ -258,4 +258,4 @@ def test_chunks_outlive_the_engine_and_damaged_ones_are_computed_exactly(
         assert stats.chunk_reuse is None
         assert text == _ask(engine, "qp")[0] == _ask(second, "qp", False)[0]
         assert until(lambda: _chunks(second).num_lost_chunks == 2, timeout_s=20)
-        assert _ask(second, "pq", _NOTHING)[1].chunk_reuse is not None, "they were captured anew"
+        assert _ask(second, "pq", _NOTHING)[1].chunk_reuse is not None, "they were captured again"

@@ -42,7 +42,7 @@ exec unshare --user --map-user=10001 --map-group=10001 "$@"
 
 
 def why_no_container(folder: Path, volume: Path) -> str | None:
-    """Return why this machine lets nobody make such a namespace; ``None`` where it does."""
+    """Return why this machine allows no such namespace; ``None`` where it does."""
     try:
         made = subprocess.run(
             [*ENTER, CONTAINER, "sh", "true"],
@@ -123,7 +123,7 @@ def test_a_container_serves_answers_its_probes_and_drains(tmp_path: Path) -> Non
             core.suspend()
             process.send_signal(signal.SIGTERM)
             assert until(lambda: probe("/ready") == 503, 30.0)
-            assert probe("/health") == 200, "it is alive: nobody must kill it"
+            assert probe("/health") == 200, "it is alive, and must not be killed"
             refused = httpx.post(f"{url}/v1/completions", json={}, headers={"Authorization": f"Bearer {KEY}"})
             assert (refused.status_code, refused.headers["Retry-After"]) == (503, "2")
             core.resume()

@@ -65,7 +65,7 @@ async def test_documents_are_shown_in_the_order_that_is_cached(engine: Engine) -
         return engine.arrange_documents([first, second], "cache_aware").documents == (second, first)
 
     assert await until(is_known)
-    new = Document("new", "Nobody has read this yet.")
+    new = Document("new", "No one has read this yet.")
     assert engine.arrange_documents([new, first, second], "cache_aware").documents == (second, first, new)
 
 
@@ -251,7 +251,7 @@ def test_contradictory_metadata_is_ignored_and_the_request_is_served(engine: Eng
     answer = engine.generate("Zorval makes clocks", max_tokens=2, extra_body={"kv_transfer_params": broken})
     assert answer.stats.num_output_tokens == 2
     assert engine.log_path is not None
-    assert "Ignoring the documents of a request" in engine.log_path.read_text()
+    assert "RC-METADATA-IGNORED" in engine.log_path.read_text()
 
 
 def test_requests_without_documents_leave_no_warning_about_metadata(engine: Engine) -> None:

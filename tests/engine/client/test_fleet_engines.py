@@ -26,7 +26,7 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.slow
 
 TOWNS = [f"{first}{last}" for first in ("Ar", "Be", "Co", "Du") for last in ("ville", "ton", "ham", "berg")]
-"""So many that a hash spreads them."""
+"""Enough for a hash to spread them."""
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from ragcache_integrations.llamaindex import RAGCacheLLM
 def test_plain_vllm_answers_at_once_and_says_nothing_of_a_cache(plain: Engine) -> None:
     answers = [plain.generate("Who is cold?", max_tokens=2) for _ in range(3)]
     http, key = plain.http_client(), {"Authorization": f"Bearer {plain.api_key}"}
-    for route in ("stats", "requests/cmpl-1"):  # not there, so that nobody waits for their answers
+    for route in ("stats", "requests/cmpl-1"):  # not there, so that no client waits for their answers
         assert http.get(f"{plain.base_url}/ragcache/{route}", headers=key).json().get("detail") == "Not Found"
     assert {answer.stats.num_gpu_tokens for answer in answers} == {None}
     assert plain.tokenize("Who is cold?")  # of the model's folder: it hands no tokenizer out

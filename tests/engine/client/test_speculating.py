@@ -149,7 +149,7 @@ def _takes_all_room(engine: Engine) -> bool:
 
 
 def _while_waiting(engine: Engine, num_waiting: int, real: Iterator[object]) -> float:
-    """Return for how many seconds at least so many requests waited, while some of a real answer came; 0 if unseen."""
+    """Return for how many seconds at least that many requests waited, while some of a real answer came; 0 if unseen."""
 
     def is_waiting() -> bool:
         stats = engine.stats()

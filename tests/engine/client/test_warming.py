@@ -1,4 +1,4 @@
-"""What a forecast has warmed is found by the first request that asks for it; the engine counts it as nobody's."""
+"""What a forecast has warmed is found by the first request that asks for it; the engine counts it for no client."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_first_request_finds_what_was_warmed_and_a_second_warming_finds_all_
     receipt = engine.warm_paths(paths, prompt=shown, on_path=told.append)
     assert (receipt.num_warmed, receipt.num_cached, receipt.num_left_out) == (3, 0, 0)
     assert [each.num_done for each in told] == [1, 2, 3]
-    assert engine.stats().num_requests == before.num_requests, "nobody has asked"
+    assert engine.stats().num_requests == before.num_requests, "no client has sent a request"
     assert not {use.doc_id for use in engine.stats().hottest_documents} & {zorval.doc_id, tenrik.doc_id}
     again = engine.warm_paths(paths, prompt=shown)
     assert (again.num_warmed, again.num_cached) == (0, 3)

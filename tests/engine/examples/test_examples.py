@@ -115,7 +115,7 @@ def test_the_demo_answers_at_least_nine_in_ten_and_says_what_was_cached(
         in_blocks = r["prompt_tokens"] // 32 * 32
         assert r["warm_cached_tokens"] in ((r["prompt_tokens"] - 1) // 32 * 32, in_blocks), "all of it from host memory"
         assert 0 <= r["cached_tokens"] <= r["warm_cached_tokens"]
-    (later,) = report["rounds"]  # somebody else's engine is not started anew
+    (later,) = report["rounds"]  # an engine of others is not restarted
     assert later["same_answers"] == later["questions"] == 40
     found = later["gpu_tokens"] + later["host_tokens"] + later["disk_tokens"]
     assert sum((r["prompt_tokens"] - 1) // 32 * 32 for r in results) <= found <= later["prompt_tokens"]

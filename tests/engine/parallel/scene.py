@@ -20,7 +20,7 @@ PATIENCE_S = 60.0
 WORDS = ("Zorval", "Tenrik", "was", "a", "company", "founded", "by", "Anna", "Boris", "in", "1823", "makes", "clocks")
 QUESTION = "Who founded Zorval?"
 _ENV = {
-    # vLLM binds each worker to a NUMA node of its own, of which a small machine has one.
+    # vLLM binds each worker to a NUMA node of its own, and a small machine has one.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     "VLLM_SERVER_DEV_MODE": "1",

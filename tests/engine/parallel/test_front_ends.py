@@ -16,7 +16,7 @@ from tests.support.waiting import until
 
 MARKS = [f"front {i}" for i in range(4)]
 ENOUGH = 24
-"""Connections, of which all go to one of two API servers once in eight million runs."""
+"""Connections: all go to one of two API servers once in eight million runs."""
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def fronted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 
 def get(engine: Engine, path: str) -> list[httpx.Response]:
-    """Ask the same of the server over many connections, each of which may be to another process."""
+    """Ask the same of the server over many connections, each perhaps to another process."""
     headers = {"Authorization": f"Bearer {engine.api_key}"}
     return [httpx.get(f"{engine.base_url}/ragcache/{path}", headers=headers, timeout=30) for _ in range(ENOUGH)]
 

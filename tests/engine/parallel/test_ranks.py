@@ -14,7 +14,7 @@ from tests.conftest import DEMO_MODEL, ENGINE_ARGS
 from tests.engine.parallel.scene import BLOCK, QUESTION, documents
 
 BLOCK_BYTES = 128 << 10
-MARKS = [f"server {i}" for i in range(12)]  # so many that a hash spreads them
+MARKS = [f"server {i}" for i in range(12)]  # enough for a hash to spread them
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_a_launch_of_two_ranks_answers_as_one_engine(two: Fleet, folder: Path) -
     assert min(rank.stats().num_requests for rank in two.engines) > 0, "both are asked"
     assert two.stats().num_requests == 2 * len(MARKS)
     for rank in two.engines:
-        assert answers(rank) == cold, "whoever computed it"
+        assert answers(rank) == cold, "whichever engine computed it"
     tiers = {tier.name: tier for tier in two.stats().tiers}
     assert tiers["host"].capacity_bytes == 2 * 128 * BLOCK_BYTES, "they share what the launch gave"
     assert all((folder / "kv" / f"rank-{i}").is_dir() and (folder / f"server-rank-{i}.log").is_file() for i in (0, 1))

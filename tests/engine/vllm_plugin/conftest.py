@@ -46,9 +46,9 @@ def plugin_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFi
     with (
         pytest.MonkeyPatch.context() as patch,
         caplog.at_level(logging.INFO, logger="vllm"),
-        caplog.at_level(logging.INFO, logger="ragcache_core"),
+        caplog.at_level(logging.INFO, logger="ragcache"),
     ):
-        for name in [name for name in logging.root.manager.loggerDict if name.startswith(("ragcache_core", "vllm"))]:
+        for name in [name for name in logging.root.manager.loggerDict if name.startswith(("ragcache", "vllm"))]:
             patch.setattr(logging.getLogger(name), "disabled", False)
             patch.setattr(logging.getLogger(name), "propagate", True)
         yield caplog

@@ -91,7 +91,7 @@ class Running:
 
 @dataclass
 class Pool:
-    """vLLM's cache manager over ``num_blocks`` blocks, one of which is its null block, with our pool inside."""
+    """vLLM's cache manager over ``num_blocks`` blocks, its null block included, with our pool inside."""
 
     num_blocks: int
     policy: str = "pgdsf"
@@ -254,7 +254,7 @@ class Pool:
         check_invariants(self.tree, is_connected=False)
         used = self.keys_of(block for block in blocks if block.ref_cnt > 0)
         assert self.held_keys() <= used | self.keys_of(queue._returned), "held, and no request uses it"
-        assert used & self.resident_keys() <= self.held_keys(), "used, and nobody holds it"
+        assert used & self.resident_keys() <= self.held_keys(), "used, and not held"
         assert self.resident_keys() <= self.cached_keys(), "the tree knows of content that no block has"
         for block in blocks:
             if block.block_hash is not None:

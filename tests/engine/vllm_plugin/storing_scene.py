@@ -85,7 +85,7 @@ def host_scheduler(
     groups: Sequence[KVCacheSpec] = (FULL,),
     **tiers: Any,
 ) -> Iterator[Any]:
-    """Yield our scheduler over GPU and host memory, with nobody to run its steps.
+    """Yield our scheduler over GPU and host memory, without an engine that runs its steps.
 
     One with ``files`` leaves its host memory behind, as an engine that is killed; ``tiers`` are further fields of a
     ``CacheConfig``.
@@ -189,7 +189,7 @@ class _HostRows:
         return self.tokens[number]
 
     def _row(self, chunk: int) -> np.ndarray:
-        """Return a view that is dropped at once: vLLM cannot unmap host memory that somebody sees."""
+        """Return a view that is dropped at once: vLLM cannot unmap host memory that has a view."""
         return np.frombuffer(self._view, np.uint8).reshape(self._view.shape)[chunk].view(np.int64)
 
 

@@ -87,9 +87,9 @@ def test_no_request_reads_kv_of_other_tokens_whoever_loads_it(is_async: bool, lo
 
 @dataclass
 class LoadsFail(Steps):
-    """Steps of which some that load something from the other connector read nothing, and say so at their end.
+    """Steps: some that load from the other connector read nothing, and say so at their end.
 
-    What is computed on that is nonsense, until the scheduler has heard of it: from then on nobody may read it.
+    What is computed on that is nonsense, until the scheduler has heard of it: from then on no request may read it.
     """
 
     fails: Callable[[], bool] = lambda: True

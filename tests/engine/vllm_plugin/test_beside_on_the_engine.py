@@ -120,7 +120,7 @@ def test_ours_has_a_disk_beside_the_other_connector(both: Engine, plain: Engine)
     prompt = PromptLayout().render(both.tokenizer, shown, questions[2])
     num_read = both.prefetch(prompt)
     assert num_read > 2 * BLOCK
-    assert until(lambda: both.prefetch(prompt) == 0, 30), "of which the other connector, which is told, knows nothing"
+    assert until(lambda: both.prefetch(prompt) == 0, 30), "the other connector was told, and has none of it"
     answer = ask(both, shown, questions[2])
     assert answer.text == ask(plain, shown, questions[2]).text
     assert answer.stats.num_host_tokens == num_read

@@ -239,7 +239,7 @@ def test_a_block_that_came_back_is_hit_evicted_and_counted_before_anybody_has_lo
     request = it.new("B", question=1)
     it.start(request)
     it.finish(request)
-    assert len(it.held_keys()) == 3, "nobody has looked"
+    assert len(it.held_keys()) == 3, "no look-up yet"
     assert it.pool.get_num_free_blocks() == 5
     hit = it.new("B", question=1)
     assert it.start(hit) == 12
@@ -276,7 +276,7 @@ def test_content_that_a_failed_load_took_from_one_copy_is_not_in_use_through_a_f
 
 
 def test_an_allocation_that_fits_succeeds_when_every_free_block_stands_below_one_in_use() -> None:
-    """The tree gives up leaves only, but vLLM has promised the blocks: it is asked for anything then."""
+    """The tree evicts leaves only, but vLLM has promised the blocks: then it must evict others."""
     it = Pool(9)
     one, two = it.new("B", question=1), it.new("B", question=1)
     it.start(one, delays=True)
@@ -331,10 +331,10 @@ def test_blocks_from_the_first_approximate_one_on_are_found_by_nobody(first_priv
 
 def test_approximate_blocks_of_a_prompt_are_found_by_who_asks_alike_and_those_of_its_answer_by_nobody() -> None:
     it = Pool(40)
-    request, alike, plain = it.new("BC"), it.new("BC"), it.new("BC")
+    request, same, plain = it.new("BC"), it.new("BC"), it.new("BC")
     num_prompt_blocks = len(request.block_hashes)
-    for each in (request, alike):
-        each.block_hashes = private_hashes(each.block_hashes, 2, b"alike")
+    for each in (request, same):
+        each.block_hashes = private_hashes(each.block_hashes, 2, b"same")
         it.controller.on_approximated(each.request_id, 2, each.block_hashes)
     it.pool.enable_kv_cache_events = True
     assert it.start(request) == 0
@@ -346,7 +346,7 @@ def test_approximate_blocks_of_a_prompt_are_found_by_who_asks_alike_and_those_of
     it.finish(request)
     assert it.start(plain) == 2 * BLOCK
     it.finish(plain)
-    assert it.start(alike) > 2 * BLOCK
+    assert it.start(same) > 2 * BLOCK
 
 
 @pytest.mark.parametrize("ends", ["finish", "preempt"])

@@ -342,7 +342,7 @@ def test_what_is_older_than_max_age_is_in_no_tier_and_nobody_is_served_with_it(
         it.steps.step()
         assert by_id(it) == {}
         assert it.scheduler.recent_requests(1)["num_running"] == 1
-        assert it.scheduler.left()["num_requests"] == 0, "whoever forgets documents need not wait for what is only old"
+        assert it.scheduler.left()["num_requests"] == 0, "deleting documents does not wait for what is only old"
         assert it.scheduler.recent_requests(1)["requests"][0]["doc_ids"], "nor is it a secret which those are"
         it.steps.rest(100_000)
         assert it.settle()["problems"] == []

@@ -24,7 +24,7 @@ from tests.support.waiting import until
 
 
 def buffer_chunks(monkeypatch: pytest.MonkeyPatch, num_chunks: int) -> None:
-    """Let so many chunks wait for the disk outside of host memory."""
+    """Let that many chunks wait for the disk outside of host memory."""
     settings = {"num_buffered_bytes": num_chunks * CHUNK_BYTES}
     monkeypatch.setattr(disk_io.DiskIO.__init__, "__kwdefaults__", settings)
 
@@ -94,8 +94,8 @@ def test_a_disk_that_cannot_be_written_is_still_read_and_is_written_again_when_i
     assert scene.load(lost) == set(lost)
     scene.check()
     assert [line.partition(":")[0] for line in plugin_log.messages if "Writing to" in line] == [
-        "Writing to RAGCache's disk tier failed",
-        "Writing to RAGCache's disk tier works again",
+        "RC-TIER-FAILED",
+        "RC-TIER-WORKS",
     ]
     scene.close()
     again = opening()
@@ -133,7 +133,7 @@ def test_a_directory_that_is_deleted_takes_the_tier_out_of_service_at_the_next_w
     scene.close()
     again = opening()
     assert again.hits(stored) == []
-    assert again.store("C") == again.hits(lost), "the next start makes it anew"
+    assert again.store("C") == again.hits(lost), "the next start makes a new one"
 
 
 def test_a_directory_that_is_deleted_is_noticed_while_nothing_is_written_and_what_was_read_is_right(
@@ -141,7 +141,7 @@ def test_a_directory_that_is_deleted_is_noticed_while_nothing_is_written_and_wha
 ) -> None:
     monkeypatch.setattr(async_store, "_HEALTH_CHECK_INTERVAL_S", 0.01)
     logged: list[str] = []
-    monkeypatch.setattr(async_store._log, "error", lambda text, *args: logged.append(text % args))
+    monkeypatch.setattr(async_store.logger, "error", lambda text, *args: logged.append(text % args))
     has_read = threading.Event()
     look = ChunkStore.check_in_place
     monkeypatch.setattr(ChunkStore, "check_in_place", lambda store: look(store) if has_read.is_set() else None)
@@ -293,7 +293,7 @@ def test_a_write_that_hangs_takes_the_tier_out_of_service_and_stops_nobody(
         assert "has not answered in 0.05 s, and is emptied when it does" in plugin_log.text
         monkeypatch.setattr(async_store, "CLOSE_TIMEOUT_S", 0.05)
         scene.tier.shutdown()
-        assert f"leaves {scene.data_file.parent}, which has not answered in 0.05 s" in plugin_log.text
+        assert f"RC-DISK-HANGS: {scene.data_file.parent} has not answered in 0.05 s" in plugin_log.text
     finally:
         go_on.set()
     scene.settle()
@@ -403,7 +403,7 @@ def test_a_job_finds_no_room_while_others_hold_half_of_host_memory(
     assert scene.result(first).success
     assert (scene.hits(keys), scene.num_hits("C"), scene.num_hits("B")) == (keys, 0, 0)
     assert scene.controller.counters.num_dropped_chunks == 5
-    assert plugin_log.text.count("slower than what is computed") == 1
+    assert plugin_log.text.count("RC-DISK-SLOW") == 1
     scene.check()
 
 

@@ -232,7 +232,7 @@ def test_what_is_computed_faster_than_it_was_read_lately_is_a_miss(
             num_read: int = scheduler._controller.counters.num_tokens_by_tier[Tier.DISK] - before
             return num_read
 
-        assert ask(0) == 96, "nobody knows yet how fast the disk is"
+        assert ask(0) == 96, "it is not known yet how fast the disk is"
         assert ask(1) == (96 if is_engine_slow else 0)
         monkeypatch.setattr(async_store, "_RATE_LASTS_S", 0.0)
         assert ask(2) == 96, "it is measured again now and then"

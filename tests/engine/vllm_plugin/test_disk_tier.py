@@ -140,7 +140,7 @@ def test_a_disk_that_cannot_be_emptied_gives_nothing_back_after_a_reset(
     scene.tier.clear()
     assert not scene.hits(keys)
     assert not scene.controller.tiers[Tier.DISK].is_enabled
-    assert f"still holds KV from before a reset: {scene.data_file.parent} could not be emptied" in plugin_log.text
+    assert f"still has KV from before a reset: {scene.data_file.parent} could not be emptied" in plugin_log.text
     assert "delete the folder" in plugin_log.text
     scene.close()
     monkeypatch.undo()
@@ -293,7 +293,7 @@ def test_vllm_gets_its_host_memory_back_when_the_tiers_are_shut_down(
 def test_host_memory_that_waits_for_the_disk_is_kept_until_it_is_copied_or_reset(
     identity: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_reset: bool
 ) -> None:
-    """What vLLM does with it: a store that finds no room meanwhile is passed over, nobody waits."""
+    """What vLLM does with it: a store that finds no room meanwhile is passed over, without a wait."""
     monkeypatch.setattr(disk_io.DiskIO.__init__, "__kwdefaults__", {"num_buffered_bytes": CHUNK_BYTES})
     go_on, write = threading.Event(), SlotFile.write
     monkeypatch.setattr(SlotFile, "write", lambda self, *args: (go_on.wait(10), write(self, *args))[1])

@@ -109,7 +109,7 @@ def test_what_a_running_request_has_passed_goes_after_all_else() -> None:
 
 @pytest.mark.parametrize("model", ["full", WINDOWED, "two windows", "states", "chunks", "full twice"])
 def test_it_beats_least_recently_used_where_some_documents_are_popular(model: str) -> None:
-    """Every request is about two documents, of which a few come again and again."""
+    """Every request is about two documents, and a few documents come again and again."""
     shares = []
     for is_taken_over in (False, True):
         it = Pool(30, "pgdsf", is_taken_over=is_taken_over, model=model)

@@ -1,4 +1,4 @@
-"""Host memory whose size nobody chose holds what the engine's own memory does, as far as it may."""
+"""Host memory of the default size holds what the engine's own memory does, as far as it may."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIB, PAGE = 1 << 20, 4096
 @pytest.mark.parametrize(
     ("num_blocks", "most_bytes", "num_chunks"),
     [
-        (400, None, 256),  # somebody chose
+        (400, None, 256),  # chosen
         (400, 8 * MIB, 400),
         (400, 300 * PAGE, 300),
         (100, 8 * MIB, 256),  # more than the engine holds is no harm

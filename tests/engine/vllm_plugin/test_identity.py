@@ -241,7 +241,7 @@ def test_what_does_not_change_the_bytes_does_not_change_the_identity(tmp_path: P
     for path in engine.weights:
         path.write_bytes(path.read_bytes())
         os.utime(path, ns=(1, 1))
-    assert engine.identity() == before, "weights that were downloaded anew"
+    assert engine.identity() == before, "weights that were downloaded again"
     engine.hf_config["_name_or_path"] = "elsewhere"
     assert engine.identity() == before, "transformers puts it there"
     assert all(type(value) in (str, int) for value in before.values())
@@ -325,6 +325,6 @@ def test_weights_that_are_not_here_are_refused(tmp_path: Path) -> None:
         path.unlink()
     with pytest.raises(ConfigError, match=r"holds no weights \(.*: leave disk_bytes out"):
         engine.identity()
-    engine.set("vllm.model_config.model", "nobody/has-this-model")
+    engine.set("vllm.model_config.model", "no-one/has-this-model")
     with pytest.raises(ConfigError, match="are not on this machine's disk.*: download the model first"):
         engine.identity()

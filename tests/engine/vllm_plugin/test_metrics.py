@@ -279,7 +279,7 @@ async def test_a_server_whose_engine_says_nothing_of_its_tiers_serves_all_the_sa
     begin: Begin, received: Received
 ) -> None:
     def fail() -> object:
-        raise RuntimeError("Call to ragcache_report method failed: somebody else's scheduler")
+        raise RuntimeError("Call to ragcache_report method failed: another scheduler")
 
     await begin(fail)
     assert received.engine() is None, "a server without RAGCache does not ask"

@@ -43,7 +43,7 @@ def test_answers_are_those_of_vllm_without_a_cache(families: dict[str, Any], fam
     facts = families[family]
     assert facts["groups"] == GROUPS[family], "this tests another kind of model than it says"
     assert facts["kv dtypes"] == ["torch.uint8" if facts["kv cache dtype"] == "fp8" else "torch.float32"]
-    assert facts["distinct tokens"] > 20, "answers that are all alike cannot differ"
+    assert facts["distinct tokens"] > 20, "answers that are all equal cannot differ"
     for start in (facts["first"], facts["second"]):
         assert start["different"] == 0
         assert start["worst"] < 1e-3

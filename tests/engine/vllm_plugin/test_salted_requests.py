@@ -138,7 +138,7 @@ def ask(stage: Stage, tenant: str, doc: str, salt: str | None = None) -> str:
 
 
 def test_a_beam_search_of_a_tenants_counts_as_his(tenants: Path) -> None:
-    """vLLM makes its requests anew: of what the server has put in they have the salt alone."""
+    """vLLM makes its own requests: of what the server has added they have the salt alone."""
     stage = shared(tenants)
     for salt in (salt_of("a"), salt_of("a", "own")):
         stage.ask("X", salt=salt)
@@ -188,7 +188,7 @@ def test_a_quota_of_more_than_the_tier_is_refused(tenants: Path) -> None:
 
 @pytest.mark.parametrize(("start", "num_shared"), [(0, 0), (160, 160), (200, 192)])
 def test_the_same_tokens_with_another_image_are_another_path_from_the_image_on(start: int, num_shared: int) -> None:
-    """An image's tokens are all alike: vLLM's hash of a block holds that of the image, and so do our tree's keys."""
+    """An image's tokens are all equal: vLLM's hash of a block holds that of the image, and so do our tree's keys."""
     stage = Stage(num_blocks=256)
     stage.scheduler.max_num_encoder_input_tokens = 2048
     stage.scheduler.encoder_cache_manager = EncoderCacheManager(2048)

@@ -80,4 +80,4 @@ def test_it_is_served_from_all_tiers_with_the_same_answers_and_nothing_is_left_t
     assert [tier.name for tier in tiers] == ["gpu", "host", "disk"]
     assert all(0 < tier.used_bytes <= tier.capacity_bytes for tier in tiers)
     assert hybrid.log_path is not None
-    assert "RAGCache does not order" not in hybrid.log_path.read_text(encoding="utf-8")
+    assert "RC-TREE-OFF" not in hybrid.log_path.read_text(encoding="utf-8")

@@ -189,7 +189,7 @@ def test_a_damaged_object_is_a_miss_and_so_is_what_stands_on_it(
             client.copy(keys[1], keys[2], replace=True)
     assert other.read("AB") == 2
     assert other.counters.num_corrupt_chunks == 1
-    other.store("AB")  # computed anew
+    other.store("AB")  # recomputed
     assert start(server.url).read("AB") == 4
 
 
@@ -382,7 +382,7 @@ def test_nothing_is_read_that_is_forgotten_while_the_store_does_not_delete_it(
     assert until(lambda: not one.tier.num_left(), 20.0)
     assert one.read("AB") == 1
     one.store("AB")
-    assert one.read("AB") == 4, "what is computed anew is stored and read"
+    assert one.read("AB") == 4, "what is recomputed is stored and read"
 
 
 def test_an_engine_whose_store_is_gone_keeps_each_deletion_once_and_none_of_what_is_too_old(start: Starting) -> None:
@@ -497,9 +497,9 @@ def test_a_store_rests_twice_as_long_each_time_up_to_a_minute_and_says_it_once(
     now_s += 5.1
     assert not breaker.is_resting
     assert [line.split(":")[0] for line in plugin_log.messages] == [
-        "Reading from it failed",
-        "Reading from it works again",
-        "Reading from it failed",
+        "RC-TIER-FAILED",
+        "RC-TIER-WORKS",
+        "RC-TIER-FAILED",
     ]
 
 

@@ -37,7 +37,7 @@ def server() -> Iterator[RedisServer]:
 
 @pytest.fixture(scope="module")
 def pair(server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Engine]]:
-    """Two engines, the second of which encrypts nothing either, and knows the first by their store alone."""
+    """Two engines. The second encrypts nothing either, and knows the first by their store alone."""
     folder = tmp_path_factory.mktemp("shared")
     cache = CacheConfig(
         kv_cache_bytes="64MiB", block_size=BLOCK, host_bytes="64MiB", shared=server.url, shared_ttl=600.0

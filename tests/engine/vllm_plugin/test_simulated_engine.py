@@ -118,7 +118,7 @@ def stamps(folder: Path) -> dict[Path, tuple[int, int]]:
 
 
 def wait_until_written(folder: Path, before: dict[Path, tuple[int, int]]) -> None:
-    """Wait until what a request left for the disk is there: nobody tells, but files change, and then rest."""
+    """Wait until what a request left for the disk is there: no event says so, but files change, and then rest."""
     assert until(lambda: stamps(folder) != before, 30)
     while (now := stamps(folder)) != before:
         before = now

@@ -1,4 +1,4 @@
-"""What nobody has asked for yet runs in idle time only, gives way at once, and gives the same answers."""
+"""Speculative requests run in idle time only, give way at once, and give the same answers."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_running_speculation_that_is_confirmed_goes_on_and_another_gives_way()
 
 def test_an_unknown_confirmation_does_no_harm() -> None:
     stage = Stage()
-    stage.scheduler.confirm("nobody")
+    stage.scheduler.confirm("unknown")
     stage.finish_all()
     stage.check_nothing_is_left()
 

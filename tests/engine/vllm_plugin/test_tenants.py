@@ -1,4 +1,4 @@
-"""Two tenants and an operator on one engine: nobody hits, times, sees or confirms what is another's.
+"""Two tenants and an operator on one engine: none hits, times, sees or confirms what is another's.
 
 One engine of this module's own. The last test kills it.
 """

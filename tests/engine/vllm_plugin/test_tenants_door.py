@@ -119,7 +119,7 @@ def test_vllm_reads_requests_with_their_tenants_salt(server: TestClient, read: l
 def test_a_request_of_another_tenants_is_as_unknown_as_one_that_never_was(
     server: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An id may be a client's own, ``X-Request-Id``: to ask for one must not tell whether somebody has used it."""
+    """An id may be a client's own, ``X-Request-Id``: to ask for one must not tell whether another has used it."""
     figures = Received()
     figures.begin(PluginSettings())
     figures.add({"requests": {"cmpl-1-0-12345678": {"num_gpu_tokens": 7, "tenant": "b"}}}, 0)

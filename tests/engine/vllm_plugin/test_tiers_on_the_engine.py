@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -420,7 +421,7 @@ def test_contradictory_and_absurd_metadata_is_ignored_and_counted(tiers: Engine,
     assert complete(tiers, {"ragcache": too_many}).status_code == 413
     assert until(lambda: tiers.stats().num_ignored_metadata - before == len(ignored), PATIENCE_S)
     log = log_path.read_text(errors="replace")
-    assert log.count("Ignoring the documents of a request") == 1, "logged once"
+    assert log.count("RC-METADATA-IGNORED") == 1, "logged once"
     assert "x" * 500 not in log
 
 
@@ -492,13 +493,13 @@ def test_a_second_turn_is_served_with_its_history_from_below_the_gpu(tiers: Engi
     assert until(lambda: tiers.stats().num_followup_turns >= 8, PATIENCE_S)
     conversation = Conversation(tiers, "talk")
     first = conversation.ask()
-    told = first.num_prompt_tokens + 80 - 1  # nobody computes the last token's KV
+    told = first.num_prompt_tokens + 80 - 1  # the last token's KV is not computed
     empty_the_gpu(tiers)
     second = conversation.answer()
     stats = second.stats
     assert stats.num_gpu_tokens == 0
     assert stats.num_cached_tokens == told // BLOCK * BLOCK, "the document, the question, and the answer"
-    computed = conversation.answer(cache_salt="computed anew")
+    computed = conversation.answer(cache_salt="recomputed")
     assert computed.stats.num_cached_tokens == 0
     assert computed.text == second.text != ""
     sleep_and_wake_up(tiers)
@@ -582,4 +583,5 @@ def test_an_engine_that_comes_back_and_finds_no_disk_goes_on_without(
     assert [(tier.name, tier.is_enabled) for tier in report.tiers] == [("gpu", True), ("host", True), ("disk", False)]
     assert again.num_tokens[Tier.GPU] > 0
     assert again.num_tokens[Tier.DISK] == report.tiers[2].num_blocks == 0
-    assert log_path.read_text(errors="replace").count("disk tier is out of service until the next start") == 1
+    (line,) = [line for line in log_path.read_text(errors="replace").splitlines() if "RC-TIER-OFF" in line]
+    assert re.match(r"\(EngineCore\w* pid=\d+\) ERROR .* \[.*:\d+\] RC-TIER-OFF: RAGCache's disk tier is out of ", line)

@@ -88,7 +88,7 @@ def test_it_answers_as_plain_vllm_and_tells_what_documents_were_cached(alone: En
 def test_one_warning_names_the_release_what_is_missing_and_the_cure(alone: Engine) -> None:
     assert alone.log_path is not None
     lines = alone.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
-    (warning,) = [line for line in lines if "RAGCache leaves scheduling and caching to vLLM" in line]
+    (warning,) = [line for line in lines if "RC-CACHE-OFF" in line]
     assert "this is vLLM 0.34.0, RAGCache knows 0.32 and 0.33" in warning
     assert "vllm.v1.kv_offload.tiering.spec has no TieringOffloadingSpec" in warning
     assert "FreeKVCacheBlockQueue.iter_blocks_after takes self, why, cursor" in warning
@@ -101,7 +101,7 @@ def test_nothing_is_asked_ahead_of_an_engine_that_would_not_wait_with_it(alone: 
         load = http.get("ragcache/load").json()
         assert (load["num_pending_prefills"], load["pending_prefill_s"]) == (0, 0.0)
         assert (load["max_prefill_bs"], load["is_speculative"], load["has_room"]) == (0, False, False)
-        assert http.post("ragcache/speculations/of-nobody/confirm").status_code == 204
+        assert http.post("ragcache/speculations/of-none/confirm").status_code == 204
         assert [tree["nodes"] for tree in http.get("ragcache/tree").json()["engines"]] == [[]], "for the page"
         assert http.get("ragcache/requests").json()["num_running"] == 0
 
@@ -158,7 +158,7 @@ def test_an_engine_starts_where_even_documents_cannot_be_read(
     assert type(made) is BareConnector
     assert made.get_num_new_matched_tokens(None, 7) == (0, False)
     assert made.request_finished_all_groups(None, ()) == (False, None)
-    (warning,) = [message for message in plugin_log.messages if message.startswith("RAGCache leaves")]
+    (warning,) = [message for message in plugin_log.messages if message.startswith("RC-CACHE-OFF: ")]
     assert warning.endswith("and chunk reuse, and without documents and statistics: this is vLLM 9")
 
 

@@ -1,6 +1,6 @@
 """What outlives a reset of the caches goes when the weights change, and stays when an engine only pauses or sleeps.
 
-The engine core's methods are vLLM's own; its scheduler is ours; its workers take note of what they are called with.
+The engine core's methods are vLLM's own; its scheduler is ours; its workers record what they are called with.
 """
 
 from __future__ import annotations

@@ -42,14 +42,14 @@ def region_of(engine_id: str) -> Path:
 
 @pytest.fixture
 def engine_id() -> Iterator[str]:
-    """The name of an engine on a host where nobody has launched it."""
+    """The name of an engine on a host where it was never launched."""
     name = new_engine_id(os.getpid())
     yield name
     region_of(name).unlink(missing_ok=True)
 
 
 def tell(scheduler: Any, *block_bytes: int, elsewhere: int = 0) -> None:
-    """Tell a scheduler what the workers of so many stages report, the last of them from another host."""
+    """Tell a scheduler what the workers of that many stages report, the last of them from another host."""
     config = scheduler.connector._vllm_config
     place = region_place(config.kv_transfer_config.engine_id)
     places = [place] * (len(block_bytes) - elsewhere) + [ELSEWHERE] * elsewhere
@@ -86,8 +86,9 @@ def test_stages_that_need_more_than_the_first_leave_an_engine_with_gpu_memory_al
         assert list(tiers(scheduler)) == ["gpu"]
     assert "Failed to close mmap_obj" not in plugin_log.text
     line = (
-        "RAGCache keeps nothing below the GPU: a block of KV takes 1024, 1024, 2048 bytes on the workers, and each "
-        "has the 1024 of the first in host memory: give the first pipeline stage at least as many layers as any"
+        "RC-TIERS-OFF: RAGCache keeps nothing below the GPU: a block of KV takes 1024, 1024, 2048 bytes on the "
+        "workers, and each has the 1024 of the first in host memory: give the first pipeline stage at least as many "
+        "layers as any"
     )
     assert plugin_log.text.count(line) == 1
 
@@ -132,8 +133,9 @@ def test_workers_with_host_memory_of_their_own_have_no_disk(
         assert steps.num_stored == NUM_BLOCKS, "host memory is used as ever"
         assert tiers(scheduler)["host"] == NUM_BLOCKS
     line = (
-        "RAGCache keeps nothing on disk, nor in host memory when the engine dies: 1 of 2 workers have host memory of "
-        "their own, on another host or in another container (stage 1 rank 0): keep all workers of an engine on one host"
+        "RC-WORKERS-APART: RAGCache keeps nothing on disk, nor in host memory after a crash: 1 of 2 workers have host "
+        "memory of their own, on another host or in another container (stage 1 rank 0): keep all workers of an engine "
+        "on one host"
     )
     assert plugin_log.text.count(line) == 1
     with host_scheduler(400, "1MiB", files=files, **kept) as scheduler:
@@ -151,7 +153,7 @@ def test_workers_with_host_memory_of_their_own_find_nothing_there_after_a_crash(
 
 
 def worker(engine_id: str, stages: list[int], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return the connector of the second stage's worker, of a pipeline whose blocks take so many bytes."""
+    """Return the connector of the second stage's worker, of a pipeline whose blocks take that many bytes."""
     config, kv_config = engine_config(400, "1MiB", engine_id)
     config.parallel_config.pipeline_parallel_size = len(stages)
     config.parallel_config.world_size = len(stages)

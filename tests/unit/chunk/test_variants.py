@@ -26,7 +26,7 @@ class Kept:
 
 
 class TableMachine(RuleBasedStateMachine):
-    """Captures, uses, pins and removals; whoever captures makes room first."""
+    """Captures, uses, pins and removals; a capture makes room first."""
 
     @initialize(max_instances=st.integers(1, 6), max_variants=st.none() | st.integers(1, 3))
     def start(self, max_instances: int, max_variants: int | None) -> None:
@@ -112,12 +112,12 @@ TestTable.settings = settings(deadline=None, max_examples=40, stateful_step_coun
 
 def test_the_variant_that_was_cheap_to_reuse_outlives_the_one_that_was_dear() -> None:
     table = VariantTable(2)
-    cheap, dear = (table.add(key(name), 10, statistics(10)) for name in (0, 1))
+    cheap, expensive = (table.add(key(name), 10, statistics(10)) for name in (0, 1))
     table.record_use(cheap, 0.1)
     for _ in range(5):
-        table.record_use(dear, 1.0)
-    assert (table.reuse(cheap), table.reuse(dear)) == (10.0, 5.0)
-    assert table.victim(key(2)) is dear
+        table.record_use(expensive, 1.0)
+    assert (table.reuse(cheap), table.reuse(expensive)) == (10.0, 5.0)
+    assert table.victim(key(2)) is expensive
 
 
 def test_one_popular_chunk_may_have_every_instance() -> None:

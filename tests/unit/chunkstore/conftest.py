@@ -50,7 +50,7 @@ def keys(num_keys: int, first: int = 0) -> list[bytes]:
 
 
 def unlink_failing_after(num_files: int, error: BaseException) -> Callable[..., None]:
-    """Return an ``os.unlink`` that fails in a namespace that is deleted, after so many files."""
+    """Return an ``os.unlink`` that fails in a namespace that is deleted, after that many files."""
     unlink, unlinked = os.unlink, list[str]()
 
     def unlink_some(path: str, *, dir_fd: int | None = None) -> None:

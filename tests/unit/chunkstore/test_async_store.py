@@ -134,7 +134,7 @@ def test_a_full_disk_rests_is_tried_again_and_is_logged_once_each_way(
     failed, works = caplog.messages
     assert "is out of service" not in failed
     assert "as the test wants it" in failed
-    assert works == "Writing to The test's store works again"
+    assert works == "RC-TIER-WORKS: Writing to The test's store works again"
 
 
 def test_a_write_that_fails_as_the_files_are_gone_takes_the_store_down(scene: Scene) -> None:
@@ -182,7 +182,7 @@ def test_a_change_that_fails_takes_the_store_down_and_the_next_ones_but_those_th
     assert b"c" in scene.store
     assert b"b" not in scene.store
     (message,) = [record.getMessage() for record in caplog.records]
-    assert message.startswith("The test's store is out of service until the next start: a change failed: ")
+    assert message.startswith("RC-TIER-OFF: The test's store is out of service until the next start: a change failed: ")
 
 
 def test_what_is_read_when_the_store_is_down_is_left_to_whoever_waits(scene: Scene) -> None:
@@ -249,7 +249,7 @@ def test_closing_makes_the_changes_drops_the_reads_and_can_be_done_twice(scene: 
 
 
 def test_giving_up_while_a_reader_delivers_is_all_or_nothing() -> None:
-    """Whoever was first wins; memory is never written after :meth:`Transfer.abandon` said yes."""
+    """The first one wins; memory is never written after :meth:`Transfer.abandon` said yes."""
     for _ in range(200):
         memory = bytearray(64)
         transfer = Transfer()

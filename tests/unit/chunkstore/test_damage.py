@@ -37,7 +37,7 @@ def test_a_turned_bit_is_a_miss_that_is_counted_and_logged_once(
     assert found == [None if key in damaged else payload(key) for key in keys(8)]
     assert store.stats.num_damaged == 2
     assert [r.getMessage() for r in caplog.records] == [
-        f"a chunk of {store.path} is damaged: a miss, and further ones are only counted"
+        f"RC-DISK-DAMAGED: a block of {store.path} is damaged: a miss, and further ones are only counted"
     ]
     assert [len(store), store.num_free_slots] == [6, 10]
     assert store.write_many(writes(keys(8))) == [b"key 2", b"key 5"]

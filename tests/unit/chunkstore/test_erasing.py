@@ -1,4 +1,4 @@
-"""Chunks of which no byte is left: slots, rows and log are searched for them, also where it went wrong on the way."""
+"""Chunks that leave no byte: slots, rows and log are searched for them, also where it went wrong on the way."""
 
 from __future__ import annotations
 

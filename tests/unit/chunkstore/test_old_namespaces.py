@@ -34,7 +34,7 @@ def opened(folder: Path, *, capacity_bytes: int = MIB, **identity: str) -> Chunk
 
 
 def closed(folder: Path, *, days: float = 0, **identity: str) -> Path:
-    """Return the folder of a cache with eight chunks that was used so many days ago."""
+    """Return the folder of a cache with eight chunks that was used that many days ago."""
     with opened(folder, **identity) as store:
         store.write_many(writes(keys(8)))
     then = time.time() - days * DAY_S
@@ -45,7 +45,7 @@ def closed(folder: Path, *, days: float = 0, **identity: str) -> Path:
 
 @pytest.fixture
 def give_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """A function that makes the file system have so many bytes for caches, what they hold now included."""
+    """A function that makes the file system have that many bytes for caches, what they hold now included."""
 
     def give(num_bytes: int) -> None:
         def statvfs(path: Any) -> Any:
@@ -186,7 +186,7 @@ def without(name: str, path: Path) -> Path:
 
 
 def foreign(path: Path, *names: str, days: float = 99) -> Path:
-    """Return a folder of another program, with files of these names, that was changed so many days ago."""
+    """Return a folder of another program, with files of these names, that was changed that many days ago."""
     then = time.time() - days * DAY_S
     for name in names or ("notes.txt",):
         (path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -239,7 +239,7 @@ def test_another_programs_file_in_a_cache_stays_and_the_cache_is_deleted(
             *("notes.txt", "sub", "sub/chunks.data", "identity.json")
         }
     assert (elsewhere / "chunks.data").read_text() == "years of work"
-    assert "holds files that are not RAGCache's, which stay: identity.json, notes.txt, sub" in caplog.text
+    assert "has files that are not RAGCache's, which stay: identity.json, notes.txt, sub" in caplog.text
     assert old not in {namespace.path for namespace in list_namespaces(folder)}
 
 

@@ -130,7 +130,7 @@ def test_a_read_that_fails_anywhere_while_a_store_is_opened_costs_nothing(tmp_pa
     store = ChunkStore(tmp_path / "left", IDENTITY, chunk_bytes=512, capacity_bytes=400 * 4096)
     for first in range(0, 400, 50):
         store.write_many(writes(keys(50, first), 512))
-    store.delete_many(keys(150, 100))  # which leaves pages that nobody uses
+    store.delete_many(keys(150, 100))  # which leaves unused pages
     if not is_closed:
         shutil.copytree(tmp_path / "left", tmp_path / "killed")
     store.close()

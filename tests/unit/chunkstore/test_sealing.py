@@ -199,8 +199,8 @@ def test_what_is_unencrypted_and_not_ours_to_delete_is_named(folder: Path, caplo
         in_use.write_many(writes(keys(1)))
         opened_as(folder, keys=FIRST, vllm="0.33").close()
         assert read(in_use, b"key 0") == payload(b"key 0")
-    left = [line for line in caplog.messages if "holds KV that is not encrypted" in line]
-    assert sorted(line.split()[0] for line in left) == sorted(map(str, (newer, mixed, in_use.path)))
+    left = [line for line in caplog.messages if "has KV that is not encrypted" in line]
+    assert sorted(line.split()[1] for line in left) == sorted(map(str, (newer, mixed, in_use.path)))
     assert (mixed / "notes.txt").exists()
 
 

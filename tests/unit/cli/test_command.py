@@ -1,4 +1,4 @@
-"""What every command does alike."""
+"""What all commands have in common."""
 
 from __future__ import annotations
 

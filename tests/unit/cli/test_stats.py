@@ -373,6 +373,6 @@ def read_until(terminal: int, is_enough: Callable[[str], bool]) -> str:
         if select.select([terminal], [], [], 0.1)[0]:
             try:
                 shown += os.read(terminal, 65536)
-            except OSError:  # how Linux says that nobody has the terminal open any more
+            except OSError:  # how Linux says that the terminal is closed
                 break
     return shown.decode(errors="replace")

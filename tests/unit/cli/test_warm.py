@@ -70,7 +70,7 @@ def warm(server: ScriptedServer, *arguments: object, key: str | None = "secret")
 def sent(server: ScriptedServer) -> list[tuple[list[str], int]]:
     """Which documents were prefilled behind which, and how often they are expected."""
     metadata = [seen.kv_transfer_params["ragcache"] for seen in server.requests]
-    assert all(each["prefill"] and each["speculation"] for each in metadata), "nobody asks"
+    assert all(each["prefill"] and each["speculation"] for each in metadata), "no client asks"
     return [([document["id"] for document in each["documents"]], each["expected_uses"]) for each in metadata]
 
 

@@ -102,7 +102,7 @@ class Prepared(PreparedRequest):
 
 
 class ScriptedDoor:
-    """An engine with so many pending prefills."""
+    """An engine with that many pending prefills."""
 
     def __init__(
         self, num_pending: int = 0, *, max_prefill_bs: int = 2, can: bool = True, error: Exception | None = None

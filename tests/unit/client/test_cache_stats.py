@@ -18,7 +18,7 @@ from ragcache_core.stats import RequestStats
 from tests.support.scripted_server import BYTES_PER_TOKEN, THREE_TIERS, ScriptedServer
 
 MESSAGES = [{"role": "user", "content": "Which river ends in the lake of Tar, and who has ever been to its other end?"}]
-TEXT = "The river Mel is long. It ends in the lake of Tar, and nobody has ever been to its other end so far."
+TEXT = "The river Mel is long. It ends in the lake of Tar, and no one has ever been to its other end so far."
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ class PathServer:
         self._changes, self._epoch = [], self._epoch + 1
 
     def close(self) -> None:
-        """End at once, with whoever is connected. May be called again."""
+        """End at once, with all connections. May be called again."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()

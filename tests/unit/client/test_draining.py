@@ -29,6 +29,6 @@ def test_a_server_that_cannot_be_drained_is_not_waited_for(demo_model: str) -> N
         engine = Engine.connect(server.url)
         began_s = time.monotonic()
         assert not engine.drain(600.0), "plain vLLM has no such route"
-    assert not engine.drain(600.0), "nobody answers"
+    assert not engine.drain(600.0), "no answer comes"
     assert time.monotonic() - began_s < 60.0
     engine.close()

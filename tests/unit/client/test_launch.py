@@ -258,7 +258,7 @@ def test_a_shared_store_that_refuses_us_starts_nothing_and_one_that_does_not_ans
         owner.launch(CacheConfig(host_bytes="1GiB", shared=server.url), env={"RAGCACHE_SHARED_PASSWORD": "right"})
     owner.launch(CacheConfig(host_bytes="1GiB", shared=server.url))
     assert len(owner.environments) == 2
-    assert "does not answer, and is asked again later" in caplog.text
+    assert "RC-SHARED-UNREACHABLE" in caplog.text
 
 
 def test_host_memory_that_may_grow_is_shared_by_replicas_as_well(owner: Owner) -> None:
@@ -386,3 +386,22 @@ def test_a_context_is_left_to_the_server_where_the_user_knows_better(demo_model:
     assert not too_long(demo_model, env={"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"})
     assert not too_long(demo_model, arguments=["--hf-overrides", '{"max_position_embeddings": 8192}'])
     assert not too_long("org/name")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "huggingface_hub.errors.LocalEntryNotFoundError: Cannot find an appropriate cached snapshot folder",
+        "OSError: We couldn't connect to 'https://huggingface.co' to load the files, and couldn't find them cached",
+        "OSError: no-such/model is not a local folder and is not a valid model identifier listed on the hub",
+    ],
+)
+def test_a_name_that_the_hub_does_not_have_is_named_with_what_to_do(owner: Owner, said: str) -> None:
+    owner._model = "no-such/model"
+    owner.failure = EngineStartError(f"the engine ended with exit status 1 before it was ready: {said}")
+    with pytest.raises(EngineStartError) as refused:
+        owner.launch(CacheConfig(host_bytes="1GiB"), dtype="float32")
+    message = str(refused.value)
+    assert message.startswith("model 'no-such/model' was not found: ")
+    assert "hf download no-such/model" in message
+    assert said not in message

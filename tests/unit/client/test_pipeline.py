@@ -201,7 +201,7 @@ async def test_until_the_engine_has_told_when_it_began_nothing_counts_as_hidden(
     sent.started_s, sent.is_claimed = result.began_s, False
     assert (result.settled_report().is_confirmed, result.settled_report().hidden_search_s) == (False, 0.0)
     sent.can_be_adopted = False
-    assert result.settled_report().unhidden_search_s == 0.0, "nobody joins what only prefills"
+    assert result.settled_report().unhidden_search_s == 0.0, "no request joins what only prefills"
 
 
 async def test_the_speculator_gets_the_order_of_the_prompt_and_is_asked_for_it_once() -> None:
@@ -219,7 +219,7 @@ async def test_the_speculator_gets_the_order_of_the_prompt_and_is_asked_for_it_o
     assert result.update.documents == (document("b"), document("a"))
 
 
-def anew(fields: dict[str, Any], between: Callable[[], object] = lambda: None) -> AsyncIterator[RetrievalUpdate]:
+def again(fields: dict[str, Any], between: Callable[[], object] = lambda: None) -> AsyncIterator[RetrievalUpdate]:
     """Two documents, and the same with other ``fields`` finally."""
 
     async def updates() -> AsyncIterator[RetrievalUpdate]:
@@ -247,7 +247,7 @@ async def test_documents_that_were_written_anew_meanwhile_are_other_documents(
     fields: dict[str, Any], can_be_adopted: bool, arrange: Callable[[Sequence[Document]], Sequence[Document]] | None
 ) -> None:
     speculator = ScriptedSpeculator()
-    updates = anew(fields, lambda: setattr(speculator.sent[0], "can_be_adopted", can_be_adopted))
+    updates = again(fields, lambda: setattr(speculator.sent[0], "can_be_adopted", can_be_adopted))
     result = await run_pipeline(updates, ScriptedDoor(), speculator, arrange=arrange)
     assert sorted(result.documents, key=lambda d: d.doc_id) == [replace(document(d), **fields) for d in "ab"]
     assert result.speculation is None
@@ -260,7 +260,9 @@ async def test_whether_the_prompt_shows_new_metadata_the_request_says(
 ) -> None:
     speculator = ScriptedSpeculator()
     events: list[PipelineEvent] = []
-    result = await run_pipeline(anew(NEW_METADATA), ScriptedDoor(), speculator, arrange=arrange, on_event=events.append)
+    result = await run_pipeline(
+        again(NEW_METADATA), ScriptedDoor(), speculator, arrange=arrange, on_event=events.append
+    )
     assert {d.metadata["page"] for d in result.documents} == {2}
     [sent] = speculator.sent
     assert result.speculation is sent
@@ -425,11 +427,11 @@ async def test_a_speculator_that_raises_is_asked_again_once_and_the_search_goes_
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     speculator = ScriptedSpeculator(error=KeyError("no such template"))
-    with caplog.at_level(logging.WARNING, logger="ragcache_core"):
+    with caplog.at_level(logging.WARNING, logger="ragcache"):
         result = await run(Source(*"aaaaaa"), ScriptedDoor(), speculator)
     assert speculator.num_calls == 2
     assert result.report.skipped_because == "the speculator raised KeyError: 'no such template'"
-    assert "nothing was sent ahead of a search's end: KeyError" in caplog.text
+    assert "RC-SPECULATION-FAILED: no request was sent before the search ended: KeyError" in caplog.text
 
 
 async def test_a_speculation_that_fails_in_the_engine_is_sent_again_when_there_is_room() -> None:

@@ -27,7 +27,7 @@ def test_times_of_requests_step_and_answers_are_told_apart() -> None:
 
 
 class Loading:
-    """An engine whose KV memory holds ``num_kv_tokens``, and host memory beneath that loads so many tokens a second."""
+    """An engine whose KV memory holds ``num_kv_tokens``, and host memory beneath that loads tokens at this rate."""
 
     def __init__(self, num_kv_tokens: int, tokens_per_s: float, *, has_host: bool = True) -> None:
         self.num_kv_tokens, self.tokens_per_s, self.has_host = num_kv_tokens, tokens_per_s, has_host

@@ -127,7 +127,7 @@ def test_a_replica_that_failed_is_left_alone_while_others_are_there(known: Known
     for _ in NAMES:
         known.choose(NAMES, last)
         last = last.again()
-    assert known.choose(NAMES, last), "somebody is asked even where all have failed"
+    assert known.choose(NAMES, last), "one is asked even where all have failed"
 
 
 def test_who_alone_can_answer_gets_it_and_anybody_where_that_one_is_gone(known: KnownReplicas) -> None:

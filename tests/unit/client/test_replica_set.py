@@ -280,7 +280,7 @@ def test_a_replica_that_its_proxy_does_not_reach_is_left_for_another(status: int
     sending.end()
     other = replicas.send(asking())
     assert other.request.url.host != sending.request.url.host
-    other.answered(httpx.Response(status))  # nobody is left: it is the answer
+    other.answered(httpx.Response(status))  # no replica is left: it is the answer
 
 
 def test_figures_are_asked_of_who_gave_the_rest_whatever_an_answer_is_called() -> None:

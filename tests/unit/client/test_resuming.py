@@ -149,7 +149,7 @@ def test_a_successor_that_answers_another_prompt_than_was_asked_is_an_error() ->
     stream.read(data[: data.find(b" three")])
     assert stream.rest() is not None
     with pytest.raises(EngineDiedError, match="another prompt"):
-        stream.read(server.answer(body))  # it takes the messages, and begins anew
+        stream.read(server.answer(body))  # it takes the messages, and begins again
 
 
 def test_little_is_generated_twice() -> None:

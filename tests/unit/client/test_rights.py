@@ -25,7 +25,7 @@ from tests.support.scripted_server import ScriptedServer
 
 LAYOUT = PromptLayout()
 SUN = Document("sun", "The sun is a star, and every planet goes around it in its own time.")
-WAGES = Document("wages", "Nobody at Zorval earns more than thirty times what the youngest one earns.", acl=["hr"])
+WAGES = Document("wages", "No one at Zorval earns more than thirty times what the youngest one earns.", acl=["hr"])
 SUIT = Document("suit", "Zorval was sued in spring, and has offered to pay a third of what was asked.", acl=["legal"])
 BOTH = Document("both", "Who leaves Zorval keeps quiet about it for two years and gets a car.", acl=["legal", "hr"])
 

@@ -129,7 +129,7 @@ def test_the_real_request_joins_the_speculation_and_the_engine_is_asked_once(
     assert ask(engine) == "one two three four"
     assert [r.speculation for r in server.requests] == [speculation.id]
     assert until(lambda: server.confirmed == [speculation.id])
-    assert until(lambda: speculation.is_done)  # its reader may be a moment behind whoever joined it
+    assert until(lambda: speculation.is_done)  # its reader may be a moment later than the request that joined it
     assert not speculation.is_failed
     server.script(Reply("alone"))
     assert ask(engine) == "alone"
@@ -449,9 +449,9 @@ def test_of_many_equal_requests_only_one_joins(server: ScriptedServer, engine: E
 
 def test_each_asker_joins_its_own_of_equal_speculations(server: ScriptedServer, engine: Engine) -> None:
     speculations = {}
-    for scope in ("first", "second", "nobody"):
+    for scope in ("first", "second", "none"):
         server.script(Reply(scope))
-        with request_scope(None if scope == "nobody" else scope):
+        with request_scope(None if scope == "none" else scope):
             speculations[scope] = speculate(engine, lambda: of_the_engine(engine))
         assert done(speculations[scope])
     for scope in ("second", "first"):
@@ -459,18 +459,18 @@ def test_each_asker_joins_its_own_of_equal_speculations(server: ScriptedServer, 
             assert of_the_engine(engine) == scope
         assert speculations[scope].is_claimed
     with request_scope("third"):
-        assert of_the_engine(engine) == "nobody"
+        assert of_the_engine(engine) == "none"
     assert len(server.requests) == 3
 
 
 def test_a_request_is_sent_in_the_name_that_it_was_made_in(server: ScriptedServer, engine: Engine) -> None:
-    server.script(Reply("mine"), Reply("anew"))
+    server.script(Reply("mine"), Reply("again"))
     with request_scope("me"):
         send = engine.integration.speculation.prepare(lambda: of_the_engine(engine))
     assert server.requests == []
     assert done(mine := send())
     with request_scope("you"):
-        assert of_the_engine(engine) == "anew"
+        assert of_the_engine(engine) == "again"
     with request_scope("me"):
         assert of_the_engine(engine) == "mine"
     assert mine.is_claimed
@@ -479,12 +479,12 @@ def test_a_request_is_sent_in_the_name_that_it_was_made_in(server: ScriptedServe
 def test_an_asker_is_not_given_anothers_speculation_and_what_nobody_asks_does_not_count_as_its_own(
     server: ScriptedServer, engine: Engine
 ) -> None:
-    server.script(Reply("mine"), Reply("anew"))
+    server.script(Reply("mine"), Reply("again"))
     with request_scope("me"):
         mine = speculate(engine, lambda: of_the_engine(engine))
     assert done(mine)
     with request_scope("you"):
-        assert of_the_engine(engine) == "anew"
+        assert of_the_engine(engine) == "again"
     assert of_the_engine(engine) == "mine"
     assert not mine.is_claimed
 
@@ -590,7 +590,7 @@ def test_a_pause_is_not_hidden_search_time(
     assert until(lambda: speculation.started_s == speculation.sent_s + 0.75)
     assert done(speculation)
     assert speculation._work is not None
-    speculation._work.result(5.0)  # nobody goes on asking
+    speculation._work.result(5.0)  # its polling has ended
     speculation.cancel()
 
 

@@ -98,7 +98,7 @@ async def test_the_making_of_a_request_is_not_search_that_was_not_hidden() -> No
 
 @pytest.fixture
 def stuck() -> Iterator[Callable[[int], list[StartedSpeculation]]]:
-    """Return what begins so many starts that hang until the test's end."""
+    """Return what begins that many starts that hang until the test's end."""
     end, begun = threading.Event(), threading.Semaphore(0)
     join_starts()  # those of other tests
 

@@ -320,7 +320,7 @@ def test_a_disk_tier_is_refused_where_no_host_tier_fits(machine: SimpleNamespace
         CacheConfig(disk_bytes="1GiB").resolved()
 
 
-@pytest.mark.parametrize("directory", ["{file}", "{file}/below", "/proc/ragcache", "zero\0byte", "~nobody-here/kv"])
+@pytest.mark.parametrize("directory", ["{file}", "{file}/below", "/proc/ragcache", "zero\0byte", "~absent-user/kv"])
 def test_a_directory_that_cannot_be_written_to_is_refused(tmp_path: Path, directory: str) -> None:
     file = tmp_path / "file"
     file.touch()

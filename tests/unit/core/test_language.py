@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from tests.unit.core.test_docs import CARDS, PAGES, ROOT
 
-FOLDERS = ("ragcache_core", "ragcache_integrations", "kernels", "benchmarks", "examples")
+FOLDERS = ("ragcache_core", "ragcache_integrations", "kernels", "benchmarks", "examples", "tests")
 SUFFIXES = {".py", ".js", ".mjs", ".html", ".sh", ".yaml", ".yml", ".tf"}
 DENIED = re.compile(
     r"\b(nobody|somebody|whoever|anew|dear|dearer|alike|stands? behind|gives? up|so many|of which|as it comes|take note"
@@ -14,13 +15,16 @@ DENIED = re.compile(
     r"|ReturningTurns|SearchPace|TournamentPolicy)\b",
     re.IGNORECASE,
 )
-ALLOWED: dict[tuple[str, str], str] = {}
+ALLOWED: dict[tuple[str, str], str] = {
+    ("tests/support/postgres.py", "nobody"): "the name of a user of Unix",
+}
 """Denied words that a file needs, with the reason: 40 at most."""
 
 
 def test_no_file_has_a_denied_word() -> None:
     code = [path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.suffix in SUFFIXES]
-    files = [path for path in (*PAGES, *CARDS, *code) if "node_modules" not in path.parts]
+    own = Path(__file__).resolve()  # it names the words
+    files = [path for path in (*PAGES, *CARDS, *code) if "node_modules" not in path.parts and path != own]
     assert len(files) > 400
     found = {
         (path.relative_to(ROOT).as_posix(), word.lower())

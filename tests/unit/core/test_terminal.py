@@ -44,7 +44,7 @@ def test_a_bar_counts_on_a_terminal_and_leaves_nothing_but_what_was_written() ->
     while select.select([master], [], [], 0.2)[0]:
         try:
             shown += os.read(master, 65536)
-        except OSError:  # all was read, and nobody has the terminal open any more
+        except OSError:  # all was read, and the terminal is closed
             break
     os.close(master)
     text = shown.decode()

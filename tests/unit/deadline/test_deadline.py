@@ -1,4 +1,4 @@
-"""Which way to show a prompt meets its deadline, with the least deviation; deciding asks nobody."""
+"""Which way to show a prompt meets its deadline, with the least deviation; deciding sends no request."""
 
 from __future__ import annotations
 

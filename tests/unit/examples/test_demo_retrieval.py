@@ -1,4 +1,4 @@
-"""The demo model over documents that were really retrieved, from a corpus that nobody trained on."""
+"""The demo model over documents that were really retrieved, from a corpus outside its training."""
 
 import pytest
 

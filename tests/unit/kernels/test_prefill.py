@@ -1,4 +1,4 @@
-"""The model of which T(cached, new) is measured: it continues a prefix exactly, and fits into what memory there is."""
+"""The model whose T(cached, new) is measured: it continues a prefix exactly, and fits into what memory there is."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ TEMPLATES: dict[str, tuple[Any, dict[str, Any]]] = {
             [
                 SystemMessage(STATIC),
                 ("human", "Question: Who is there?"),
-                ("ai", "Nobody."),
+                ("ai", "No one."),
                 ("human", "{context}"),
                 ("human", "Question: {question}"),
             ]

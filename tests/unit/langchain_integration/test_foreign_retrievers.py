@@ -1,4 +1,4 @@
-"""Retrievers of other makes, in chains that nobody changed: their documents are known, or a hint says how they are."""
+"""Retrievers of other makes, in unchanged chains: their documents are known, or a hint says how they are."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -53,7 +53,7 @@ def warmed(server: ScriptedServer) -> Callable[[], list[Seen]]:
 
 @pytest.fixture
 def make(engine: Engine) -> Callable[..., RAGCacheRetriever]:
-    """Makes a retriever that reranks three documents, of which one stage names all."""
+    """Makes a retriever that reranks three documents. One stage names all."""
 
     def made(choose: Any, once: Callable[[], bool] = lambda: True, **settings: Any) -> RAGCacheRetriever:
         source = ScriptedSource((Stage("moon sun mars"),))
@@ -104,7 +104,7 @@ def test_what_a_reranker_invents_is_shown_and_told_once(
 ) -> None:
     summary = "All three of them are in the sky, and two of them go around something else."
     chain = chain_of(make(lambda documents: [Document(page_content=summary), documents[0]]), engine)
-    with caplog.at_level(logging.WARNING, "ragcache_core"):
+    with caplog.at_level(logging.WARNING, "ragcache"):
         answers = [chain.invoke(QUESTION) for _ in range(2)]
     assert summary in answers[0].content
     names = [d["doc_id"] for d in answers[0].response_metadata["ragcache"]["documents"]]

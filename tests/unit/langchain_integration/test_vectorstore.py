@@ -129,7 +129,9 @@ def test_texts_without_content_are_left_out_with_one_warning(
     ids = store.add_documents(documents)
     assert len(ids) == len(documents), "an id in the place of each document"
     assert [d.page_content for d in store.get_by_ids(ids)] == ["First page", "Last page"]
-    assert [r.getMessage() for r in caplog.records] == ["2 of 4 documents have no text and are not stored"]
+    assert [r.getMessage() for r in caplog.records] == [
+        "RC-DOCUMENTS-BLANK: 2 of 4 documents have no text and are not stored"
+    ]
     vectors = np.eye(128)[:3].tolist()
     plain = StagedFAISS.create(None, PrecomputedEmbedder())
     plain.add_texts(["one", "", "three"], ids=["1", "2", "3"], embeddings=vectors)

@@ -1,4 +1,4 @@
-"""LangChain's retrievers around ours and around somebody else's: what they return is known in the final prompt."""
+"""LangChain's retrievers around ours and around those of others: what they return is known in the final prompt."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def store() -> Iterator[StagedFAISS]:
         yield store
 
 
-@pytest.fixture(params=["ours", "somebody else's"])
+@pytest.fixture(params=["ours", "others"])
 def inner(request: pytest.FixtureRequest, store: StagedFAISS, engine: Engine) -> BaseRetriever:
     if request.param == "ours":
         return RAGCacheRetriever(store=store, engine=engine, k=2)
@@ -71,7 +71,7 @@ class Last(BaseDocumentCompressor):
 
 
 def parents(store: StagedFAISS, search: BaseRetriever) -> BaseRetriever:
-    """Returns whole documents, of which parts are searched: those that another search finds."""
+    """Returns whole documents and searches their parts: those that another search finds."""
     whole: InMemoryStore = InMemoryStore()
     whole.mset([(doc_id, Document(id=f"{doc_id}-whole", page_content=f"{t} {t}")) for doc_id, t in TEXTS.items()])
     parts = StagedFAISS.from_documents(
@@ -111,7 +111,7 @@ async def test_what_a_retriever_around_another_returns_is_known_in_the_prompt(
     retriever = WRAPPERS[wrapper](store, inner)
     search = {"context": retriever | format_documents, "question": RunnablePassthrough()}
     chain = search | prompt_from_layout() | ChatRAGCache(engine=engine)
-    with caplog.at_level(logging.WARNING, "ragcache_core"):
+    with caplog.at_level(logging.WARNING, "ragcache"):
         answers = [chain.invoke(QUESTION), await chain.ainvoke(QUESTION)]
     found = [d.id for d in retriever.invoke(QUESTION)]
     assert [named(answer) for answer in answers] == [found] * 2

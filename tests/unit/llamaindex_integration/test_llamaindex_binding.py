@@ -46,7 +46,7 @@ TEMPLATES: dict[str, BasePromptTemplate] = {
         [("system", f"{STATIC}\n{{context_str}}"), ("user", "Question: {query_str}")]
     ),
     "several messages": ChatPromptTemplate.from_messages(
-        [("system", STATIC), ("user", "Question: Who is there?"), ("assistant", "Nobody."), ("user", USER)]
+        [("system", STATIC), ("user", "Question: Who is there?"), ("assistant", "No one."), ("user", USER)]
     ),
     "partial": PromptTemplate(f"{{tone}} {USER}").partial_format(tone="Be kind."),
     "mapped": MAPPED,

@@ -140,7 +140,7 @@ class Reranker(BaseNodePostprocessor):
 
 @pytest.fixture
 def make(scripted: Engine) -> Callable[..., RAGCacheRetriever]:
-    """Makes a retriever that reranks three nodes, of which one stage names all."""
+    """Makes a retriever that reranks three nodes. One stage names all."""
 
     def made(choose: Any, once: Callable[[], bool] = lambda: True, **settings: Any) -> RAGCacheRetriever:
         source = ScriptedSource((Stage("moon sun mars"),))

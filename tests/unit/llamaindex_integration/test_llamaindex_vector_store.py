@@ -82,7 +82,7 @@ def without_embedding(nodes: Sequence[BaseNode] | None) -> list[dict[str, object
 
 
 async def both_ways(store: StagedFAISSVectorStore, query: VectorStoreQuery) -> VectorStoreQueryResult:
-    """Return what the query finds, sync and async alike."""
+    """Return what the query finds, both sync and async."""
     result = store.query(query)
     assert await store.aquery(query) == result
     return result
@@ -259,7 +259,9 @@ def test_a_blank_page_is_left_out_of_an_index_and_keeps_its_id(
     with closing(StagedFAISSVectorStore(tmp_path / "store")) as store:
         assert store.add(nodes) == [node.node_id for node in nodes], "an id in the place of each node"
         assert [node.get_content() for node in store.get_nodes()] == [nodes[0].get_content(), "The wind"]
-        assert [r.getMessage() for r in caplog.records] == ["1 of 3 documents have no text and are not stored"]
+        assert [r.getMessage() for r in caplog.records] == [
+            "RC-DOCUMENTS-BLANK: 1 of 3 documents have no text and are not stored"
+        ]
         nodes[1].embedding = None
         assert len(store.add(nodes[1:])) == 2, "a blank node needs no embedding"
 

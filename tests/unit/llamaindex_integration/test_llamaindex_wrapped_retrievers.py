@@ -1,4 +1,4 @@
-"""LlamaIndex's retrievers and query engines around ours and somebody else's: their nodes are known in the prompts."""
+"""LlamaIndex's retrievers and query engines around ours and those of others: their nodes are known in the prompts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _nothing_retrieved() -> Iterator[None]:
     RETRIEVED.clear()
 
 
-@pytest.fixture(params=["ours", "somebody else's"])
+@pytest.fixture(params=["ours", "others"])
 def inner(request: pytest.FixtureRequest, scripted: Engine, tmp_path: Path) -> Iterator[BaseRetriever]:
     if request.param == "ours":
         with DocumentStore.create(tmp_path, embedder=EMBEDDING) as store:
@@ -106,5 +106,5 @@ def test_the_nodes_of_each_sub_question_are_known(
     engine.query("Which moons are these?")
     found = [[n.node.node_id for n in inner.retrieve(question)] for question in asked]
     questions, *sub, whole = named(event_log)
-    assert (questions, whole) == ([], [])  # the last one reads the answers, of which it makes nodes
+    assert (questions, whole) == ([], [])  # the last one makes nodes of the answers
     assert sorted(sub) == sorted(found)

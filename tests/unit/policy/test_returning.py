@@ -10,7 +10,7 @@ from ragcache_core.policy.returning import NextTurnModel
 
 
 def observed(shares: dict[int, float], num_turns: int = 500, think_requests: int = 100) -> NextTurnModel:
-    """Return what somebody knows who saw so many turns of each number, of which a share went on."""
+    """Return the knowledge after that many turns of each number, when a share of them went on."""
     returning = NextTurnModel()
     for turn, share in shares.items():
         for i in range(num_turns):

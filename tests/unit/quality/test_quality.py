@@ -207,7 +207,7 @@ def test_every_question_is_asked_in_order_and_every_document_alone_first(demo_mo
     assert (answers[0].num_reused_tokens, answers[0].num_recomputed_tokens) == (30, 10)
 
 
-LONG = {name: Document(name, f"{name} is a city of which " + f"{name} tells very much, " * 9) for name in "ABCDE"}
+LONG = {name: Document(name, f"{name} is a city, and about it " + f"{name} tells very much, " * 9) for name in "ABCDE"}
 
 
 def about(*names: str) -> Question:

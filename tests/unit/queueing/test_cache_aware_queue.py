@@ -1,4 +1,4 @@
-"""The queue of waiting requests: those first that the cache helps most, nobody overtaken too often."""
+"""The queue of waiting requests: those first that the cache helps most, none overtaken too often."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_without_a_window_the_queue_is_first_come_first_served() -> None:
     queue = queue_of(*items, window=0)
     assert drain(queue) == "abcd"
     assert queue.num_reordered == 0
-    assert not any(item.num_asked for item in items), "nobody needs their priorities"
+    assert not any(item.num_asked for item in items), "their priorities are not needed"
 
 
 def test_one_whose_place_is_not_known_is_put_first() -> None:

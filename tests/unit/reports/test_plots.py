@@ -1,4 +1,4 @@
-"""Plots are the same for the same data, show every name, and look alike for a name wherever it is."""
+"""Plots are the same for the same data, show every name, and give a name one look wherever it is."""
 
 from __future__ import annotations
 

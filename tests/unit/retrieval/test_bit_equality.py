@@ -197,7 +197,7 @@ def test_ivf_that_fails_its_self_check_is_searched_in_one_stage(monkeypatch: pyt
 
     vectors = make_vectors(np.random.default_rng(0), 500, 8, "none")
     index = build_index(np.arange(500), vectors, IndexOptions(nlist=8, nprobe=8))
-    for broken in (0, 1024):  # a Faiss that starts the heap anew, and ours
+    for broken in (0, 1024):  # a Faiss that starts a new heap, and ours
         monkeypatch.setattr(ivf, "_NO_HEAP_INIT", broken)
         ivf._replays_exactly.cache_clear()
         assert assert_last_stage_is_native(index, vectors[0], 5, (0.3, 1.0)) == (2 if broken else 1)

@@ -63,9 +63,9 @@ def test_new_versions_are_prefilled_where_that_is_asked_for(store: DocumentStore
 def test_only_a_document_that_is_here_can_be_replaced(store: DocumentStore) -> None:
     engine = Recording(store)
     store.bind(engine)
-    with pytest.raises(UnknownDocumentError, match="nobody"):
-        store.replace(Document("nobody", "A text."))
-    assert "nobody" not in store
+    with pytest.raises(UnknownDocumentError, match="absent"):
+        store.replace(Document("absent", "A text."))
+    assert "absent" not in store
     assert engine.told == []
     store.replace(Document("doc-0", "Zyx."), embedding=[1.0] * (store.dimension or 0))
     assert store.get(["doc-0"])[0].text == "Zyx."
@@ -84,7 +84,7 @@ def test_an_engine_that_fails_undoes_no_change_and_a_change_that_fails_is_not_to
     assert "doc-0" not in store
     assert engine.told == [("forget", ["doc-0"])]
     with pytest.raises(UnknownDocumentError):
-        store.delete(["doc-1", "nobody"])
+        store.delete(["doc-1", "absent"])
     assert engine.told == [("forget", ["doc-0"])]
     store.close()
     with pytest.raises(StoreError):

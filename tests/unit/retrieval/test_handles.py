@@ -119,7 +119,7 @@ def test_an_interrupted_close_frees_the_lock_and_a_second_close_waits_for_the_th
 def change_before_each_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch, num_changes: int
 ) -> Callable[[], DocumentStore]:
-    """Return what opens a store whose files are replaced between the manifest and them, so many times."""
+    """Return what opens a store whose files are replaced between the manifest and them, that many times."""
     writer = DocumentStore.create(folder, index="flat")
     writer.add(make_documents(3))
     real, changes = SegmentFile.open, iter(range(num_changes))

@@ -267,7 +267,7 @@ def test_names_count_and_what_is_no_name_does_not() -> None:
     assert terms(replace(plain, doc_id="a#17")) == 2, "a chunk's number"
     assert terms(replace(plain, doc_id="0b7e4c6a-94d8-4b9e-9a55-1d0f6ce3a111")) == 1, "a UUID"
     assert terms(replace(plain, doc_id="d41d8cd98f00b204e9800998ecf8427e")) == 1, "a hash"
-    assert terms(replace(plain, metadata={"title": "Two words", "source": "a", "author": "nobody"})) == 4
+    assert terms(replace(plain, metadata={"title": "Two words", "source": "a", "author": "unknown"})) == 4
 
 
 @settings(max_examples=50, deadline=None)
@@ -323,7 +323,7 @@ def test_words_find_documents_while_a_question_is_still_embedded(folder: Path) -
                     embedder.gate.set()
             return updates
 
-        (only,) = asyncio.run(updates_of())  # nobody knows yet that it takes long
+        (only,) = asyncio.run(updates_of())  # it is not known yet that it takes long
         for wanted in ({}, {"where": {"town": ["Aro", "Elm"]}}):
             expected = store.search(QUESTIONS[0], 3, **wanted)
             embedder.gate.clear()

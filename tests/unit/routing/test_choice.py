@@ -120,7 +120,7 @@ def test_a_replica_that_has_everything_does_not_get_everything() -> None:
     replicas = fleet([("a",)], [], [])
     for _ in range(30):
         sent = choose_replica(replicas, asking("a")).load.begin(asking("a"), TOKENS)
-        sent.answered()  # long answers: nobody waits, and yet it is busy
+        sent.answered()  # long answers: no request waits, and yet it is busy
     running = [replica.load.num_running for replica in replicas]
     assert sum(running) == 30
     assert max(running) <= 1.25 * 10 + 5

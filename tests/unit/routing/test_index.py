@@ -40,7 +40,7 @@ def left(index: PathIndex, paths: CachedPaths) -> None:
 
 
 class Fleet(RuleBasedStateMachine):
-    """Caches come, change, begin anew and go, in pieces; others are asked meanwhile."""
+    """Caches come, change, begin again and go, in pieces; others are asked meanwhile."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Fleet(RuleBasedStateMachine):
     def a_replica_goes(self, place: int) -> None:
         paths = self.caches.pop(place % len(self.caches))
         left(self.index, paths)
-        paths.set(PathChange(PREFIXES[0], ("a",), 99))  # it is nobody's business any more
+        paths.set(PathChange(PREFIXES[0], ("a",), 99))  # its replica is gone
 
     @precondition(lambda self: self.caches)
     @rule(place=st.integers(0, 99), snapshot=st.lists(CHANGES, max_size=12))

@@ -1,4 +1,4 @@
-"""Threads that are kept for the next call: one call each at a time, and in nobody's way."""
+"""Threads that are kept for the next call: one call each at a time, and none blocks the end."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ def test_what_vllm_writes_is_taken_apart() -> None:
     log = (
         b"(APIServer pid=13) INFO 11-28 00:38:15 [api_utils.py:286] non-default args: {'a': 1}\n"
         b"WARNING 11-28 00:38:16 [core.py:7] slow [really]\n"
+        b"(EngineCore pid=14) ERROR 11-28 00:38:17 [async_store.py:285] RC-TIER-OFF: the disk: gone\n"
         b"(EngineCore_0 pid=14) Traceback (most recent call last):\n"
         b"INFO:     Started server process [7]\n"
         b"\n"
@@ -32,6 +33,8 @@ def test_what_vllm_writes_is_taken_apart() -> None:
         {"level": "INFO", "process": "APIServer", "pid": 13, "source": "api_utils.py:286",
          "message": "non-default args: {'a': 1}"},
         {"level": "WARNING", "source": "core.py:7", "message": "slow [really]"},
+        {"level": "ERROR", "process": "EngineCore", "pid": 14, "source": "async_store.py:285", "event": "RC-TIER-OFF",
+         "message": "the disk: gone"},
         {"process": "EngineCore_0", "pid": 14, "message": "Traceback (most recent call last):"},
         {"level": "INFO", "message": "Started server process [7]"},
         {"message": "plain \ufffd text"},

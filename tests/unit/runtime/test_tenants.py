@@ -38,7 +38,7 @@ def test_a_document_is_in_the_first_collection_that_has_a_pattern_of_its_id(tmp_
     names = {doc: tenants.collection_of(doc) for doc in ("handbook/a/b.md", "terms.md", "x.md", "a1", "c1", "Terms.MD")}
     assert [*names.values()] == ["handbook", "handbook", "rest", "rest", None, None]
     assert tenants.weights() == {None: 1.0, "handbook": 1.0, "rest": 1.0}
-    assert not tenants.have_keys, "a file of collections alone asks nobody for a key"
+    assert not tenants.have_keys, "a file of collections alone needs no key"
     assert read(tmp_path, table() + collection()).have_keys
     with pytest.raises(ConfigError, match=r"of collection 'handbook' is 1024 bytes of host, .* host_bytes"):
         tenants.check_fit(Tier.HOST, 1000, "host_bytes")

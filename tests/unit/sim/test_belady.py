@@ -47,7 +47,7 @@ def test_a_part_of_a_document_is_used_when_the_document_is() -> None:
 
 
 def hits(documents: str, policy: str, num_blocks: int) -> int:
-    """Return how many of these documents are hits on a GPU of so many blocks, one a document."""
+    """Return how many of these documents are hits on a GPU of that many blocks, one a document."""
     trace = Trace.from_requests(TracedRequest(float(i), (d,), (BLOCK,), 1, 1) for i, d in enumerate(documents))
     options = SimulationOptions(policy=policy, block_size=BLOCK, gpu_tokens=(num_blocks + 2) * BLOCK, host_tokens=0)
     return simulate(trace, options).summary.hits_by_tier["gpu"]

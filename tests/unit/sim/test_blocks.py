@@ -28,7 +28,7 @@ def asked(doc_ids: str, question_tokens: int = 5, output_tokens: int = 1) -> Tra
 
 
 def cache(gpu: int, host: int = 0, disk: int = 0, **given: Any) -> BlockCache:
-    """Return a cache of so many blocks in each tier."""
+    """Return a cache of that many blocks in each tier."""
     options = SimulationOptions(
         **{
             "policy": "lru",
@@ -181,7 +181,7 @@ def test_keys_agree_as_far_as_the_tokens_do() -> None:
     assert num_common(one, keys(asked("abe"), 1)) == (3 + 8 + 11 + 17) // 4
     assert num_common(one, keys(asked("abf"))) == (3 + 8 + 11) // 4
     assert num_common(one, keys(asked("ba"))) == 0
-    longer = TracedRequest(0.0, ("a", "b"), (8, 12), 5, 1)  # split anew
+    longer = TracedRequest(0.0, ("a", "b"), (8, 12), 5, 1)  # split again
     assert num_common(one, keys(longer)) == (3 + 8) // 4
 
 

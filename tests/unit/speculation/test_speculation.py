@@ -224,7 +224,7 @@ INTERLUDES: tuple[tuple[Event, ...], ...] = (
 
 
 def searches(num_stages: int) -> Iterator[list[Event]]:
-    """Every search of so many stages: candidates that stay, change and come back, load, failures and closing between.
+    """Every search of that many stages: candidates that stay, change and come back, load, failures and closing between.
 
     The first candidates may be called A without loss, and the last stage's load and promise are of no account.
     """

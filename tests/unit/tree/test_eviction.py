@@ -1,4 +1,4 @@
-"""What a tier of the knowledge tree gives up: the tail of the lowest-ranked leaf first."""
+"""What a tier of the knowledge tree evicts: the tail of the lowest-ranked leaf first."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class TreeMachine(RuleBasedStateMachine):
         assert match.num_units == expected
         assert sum(match.num_tokens_by_tier) == match.num_tokens
         nodes = {key: at.node for names in self.named.values() for key in names if (at := self.tree.locate(key))}
-        path = self.tree.insert(segments)  # it drops nodes that nothing needs, and makes some of them anew
+        path = self.tree.insert(segments)  # it drops nodes that nothing needs, and makes some of them again
         for names in self.named.values():
             names &= {key for key, node in nodes.items() if (at := self.tree.locate(key)) and at.node is node}
         assert [key for node in path for key in node.keys] == keys
@@ -151,7 +151,7 @@ class TreeMachine(RuleBasedStateMachine):
             self.resident[tier].remove(unit.key)
 
     def _free(self, tier: Tier, shielded: list[Key]) -> list[Key]:
-        """Return the units of ``tier`` that nobody holds, and on which nothing stands but others of these."""
+        """Return the units of ``tier`` that are not held, and on which nothing stands but others of these."""
         slower = {key[:-1] for t in Tier if t > tier for key in self.resident[t]}
         stuck = {key[:n] for key in (*self.held[tier], *shielded, *slower) for n in range(1, len(key) + 1)}
         return [key for key in self.resident[tier] if key not in stuck]
@@ -261,7 +261,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(doc_ids=st.sets(st.sampled_from([*LENGTHS, *map(str.lower, LENGTHS)]), min_size=1, max_size=2))
     def forget(self, doc_ids: set[str]) -> None:
-        """Documents go from all tiers, wherever they stand, with what stands behind them, and nothing else does."""
+        """Documents go from all tiers, wherever they are, with what follows them, and nothing else does."""
         firsts = {key for name in doc_ids for key in self.named[name]}
         gone = {key for t in Tier for key in self.resident[t] if any(key[: len(first)] == first for first in firsts)}
         tops = self.tree.named(doc_ids)

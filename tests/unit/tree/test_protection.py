@@ -97,7 +97,7 @@ def test_a_hotter_upper_node_takes_the_place_of_another_and_one_that_left_the_gp
 
     for doc_id in "ABAB":
         cache(tree, document(doc_id), document("below", doc_id))
-    assert replicated() == {"A", "B"}, "first documents, and not what stands behind them"
+    assert replicated() == {"A", "B"}, "first documents, and not what follows them"
     for _ in range(2):
         cache(tree, document("C"))
     assert replicated() == {"A", "B"}, "none of them is less used than C"

@@ -1,4 +1,4 @@
-"""Tenants in one tree: nobody matches another's units, and a full tier takes from who has more than his share."""
+"""Tenants in one tree: none matches another's units, and a full tier evicts from those above their share."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_a_quota_is_kept_by_giving_up_ones_own() -> None:
 
 
 def in_collections(*documents: str, blocks: int = 2) -> list[PathSegment]:
-    """A prompt behind a common prefix of nobody's; a document is of the collection that its first letter says."""
+    """A prompt behind a common prefix without an owner. A document's first letter is its collection."""
     segments = prompt(None, "", *documents, blocks=blocks)
     owner = {"a": "a", "b": "b"}
     segments = [replace(s, owner=owner.get((s.doc_id or " ")[0]), doc_id=s.doc_id or None) for s in segments]
@@ -172,7 +172,7 @@ def test_documents_of_two_collections_on_one_path_count_for_each_its_own() -> No
     tree = divided(new_tree(), a=4)
     path = cache(tree, in_collections("a1", "b1", "c1", "a2"))
     assert [node.owner for node in path] == [None, "a", "b", None, "a", "a"], (
-        "what has no name is whose it stands behind"
+        "what has no name belongs to the owner of its prefix"
     )
     assert owned(tree) == {"a": 5, "b": 2, None: 4}
     assert [unit.node.owner for unit in tree.evict_own(Tier.GPU, "a", 1)] == ["a"]

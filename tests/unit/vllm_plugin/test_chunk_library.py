@@ -298,7 +298,7 @@ def test_a_pin_that_finds_no_room_changes_nothing() -> None:
     assert not books.pin([here[0], wanted], "asks")
     assert not any(isinstance(c, ReadChunk) for c in books.take_commands())
     capture(books, tokens(20))
-    assert not books.is_on_host(here[0]), "nobody holds it"
+    assert not books.is_on_host(here[0]), "it is not held"
 
 
 def test_pages_that_are_read_into_belong_to_nobody_else_until_the_disk_is_done() -> None:

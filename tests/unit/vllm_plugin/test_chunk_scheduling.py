@@ -90,7 +90,7 @@ class Bench:
         return tokens
 
     def start(self, name: str, documents: str, options: ReuseOptions = _HALF) -> ChunkJob:
-        """Have a request arrive of which something is stored, and return its job, of which a slice has run."""
+        """Have a request arrive that is stored in part, run a slice of its job, and return the job."""
         self.arrive(name, documents, options)
         assert self.scheduling.offer(name, 0)
         self.scheduling.begin(name, [1], awaits_load=False)
@@ -656,7 +656,7 @@ def test_jobs_that_nobody_has_asked_for_run_in_short_steps() -> None:
     assert part.num_rows == 512
     bench.guesses.clear()
     (part,) = bench.step().slices
-    assert part.num_rows > 512, "somebody asks for it now"
+    assert part.num_rows > 512, "a request waits for it now"
 
 
 def test_a_guess_with_a_long_question_still_gets_on() -> None:

@@ -205,12 +205,12 @@ def test_a_speculation_waits_at_first_and_whenever_it_is_preempted_until_somebod
 
 def test_unknown_request_ids_are_no_error() -> None:
     it = controller()
-    it.on_preempted("nobody", 1.0)
-    it.on_admitted("nobody", keys(2), {Tier.GPU: 8}, 1.0)
-    it.on_first_token("nobody", 1.0)
-    it.on_loaded("nobody", 5)
-    it.on_stored("nobody", 7)
-    assert it.on_finished("nobody") is None
+    it.on_preempted("unknown", 1.0)
+    it.on_admitted("unknown", keys(2), {Tier.GPU: 8}, 1.0)
+    it.on_first_token("unknown", 1.0)
+    it.on_loaded("unknown", 5)
+    it.on_stored("unknown", 7)
+    assert it.on_finished("unknown") is None
     report = it.report()
     assert (report["num_requests"], report["num_loaded_bytes"], report["num_stored_bytes"]) == (0, 5, 7)
     assert it.take_finished() == {}

@@ -322,7 +322,7 @@ def test_the_first_failed_write_is_logged_at_once_and_the_next_ones_are_not(
             scene.write(keys(2, f"{number} "))
             assert scene.io.finish_writes(30)
     (message,) = [record.getMessage() for record in caplog.records]
-    assert message.startswith("Writing to RAGCache's disk tier failed")
+    assert message.startswith("RC-TIER-FAILED: Writing to RAGCache's disk tier failed")
     assert "No space left on device" in message
     assert len(scene.written()[1]) == 6
 
@@ -443,7 +443,7 @@ def test_a_reader_that_cannot_deliver_lives_on(opening: Opening, monkeypatch: py
     lost = [scene.read(keys(2), [NUM_ROWS, NUM_ROWS]) for _ in range(2 * disk_io._NUM_READERS)]
     scene.settle()
     assert not any(part.is_finished for load in lost for part in load.parts)
-    assert all(load.is_ended() for load in lost), "nobody waits for them"
+    assert all(load.is_ended() for load in lost), "no request waits for them"
     load = scene.read(keys(2), [8, 9])
     scene.settle()
     assert found(load) == [True, True]

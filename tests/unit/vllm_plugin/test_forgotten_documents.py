@@ -72,7 +72,7 @@ def test_a_document_is_found_wherever_it_stands_and_what_is_before_it_stays() ->
     assert set(gpu.seen[0].units) == {*one[3:], *other[1:]}
     check_invariants(it.tree)
     assert it.tree.tiers[Tier.GPU].num_units == 3 + 3
-    assert {node.doc_id for node in it.tree.nodes()} == {None, "a", "c"}, "nobody uses the others"
+    assert {node.doc_id for node in it.tree.nodes()} == {None, "a", "c"}, "the others are not in use"
     assert "b" not in {row["doc_id"] for row in it.document_uses.hottest()}
     assert it.forget({"b"})["num_blocks"] == {"gpu": 0, "disk": 0}
 
@@ -173,7 +173,7 @@ def test_what_chunk_reuse_made_of_a_document_is_forgotten_with_it() -> None:
     """Those of a request that has ended, and those that one in the engine would have left."""
     it = controller()
     gpu, exact = Shelf(it, Tier.GPU), keys(6)
-    apart = private_hashes(exact, 1, b"alike")
+    apart = private_hashes(exact, 1, b"same")
     parts = segments(("", 4), ("a", 12), ("b", 20), (None, 24))
     for request_id in ("ended", "there"):
         it.on_new_request(request_id, RequestMetadata(parts), exact, 24, 0.0)
@@ -188,7 +188,7 @@ def test_what_chunk_reuse_made_of_a_document_is_forgotten_with_it() -> None:
     state = it.state_of("there")
     assert state is not None
     assert (state.first_private, list(state.apart)) == (1, [])
-    it.on_approximated("there", 0, private_hashes(exact, 0, b"alike"))
+    it.on_approximated("there", 0, private_hashes(exact, 0, b"same"))
     assert list(state.apart) == [], "it is given up for good"
     it.on_finished("there")
     check_invariants(it.tree)
@@ -198,7 +198,7 @@ def test_what_may_have_been_made_of_a_document_elsewhere_is_forgotten_with_it() 
     """A variant of ``a`` behind ``b`` was reused behind ``c``: the place does not say so."""
     it = controller()
     gpu, exact = Shelf(it, Tier.GPU), keys(6)
-    apart = private_hashes(exact, 3, b"alike")
+    apart = private_hashes(exact, 3, b"same")
     it.on_new_request("one", RequestMetadata(segments(("", 4), ("c", 12), ("a", 20), (None, 24))), exact, 24, 0.0)
     it.on_admitted("one", exact, {}, 0.0)
     it.on_approximated("one", 3, apart)
@@ -213,7 +213,7 @@ def test_what_may_have_been_made_of_a_document_elsewhere_is_forgotten_with_it() 
 
 def test_what_was_made_of_something_too_old_is_given_up_with_it() -> None:
     it = controller()
-    gpu, apart = Shelf(it, Tier.GPU), private_hashes(keys(6), 1, b"alike")
+    gpu, apart = Shelf(it, Tier.GPU), private_hashes(keys(6), 1, b"same")
     it.on_new_request("one", RequestMetadata(segments(("a", 12), (None, 24))), keys(6), 24, 0.0)
     it.on_admitted("one", keys(6), {}, 0.0)
     it.on_approximated("one", 1, apart)

@@ -20,7 +20,7 @@ UNIT_BYTES = 100
 
 @pytest.fixture
 def it(tmp_path: Path) -> CacheController:
-    """A GPU of 40 blocks, of which pins may have half: 5 of a's share of 10, 2 of b's quota of 4, 13 of the rest."""
+    """A GPU of 40 blocks, half of them for pins: 5 of a's share of 10, 2 of b's quota of 4, 13 of the rest."""
     path = tmp_path / "tenants.toml"
     path.write_text(
         f'[[tenants]]\nname = "a"\nkeys = ["{"a" * 16}"]\n'

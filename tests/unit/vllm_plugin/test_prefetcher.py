@@ -1,4 +1,4 @@
-"""Prompts that nobody asks yet wait for room in host memory, some of them."""
+"""Prompts of no request yet: some wait for room in host memory."""
 
 from __future__ import annotations
 

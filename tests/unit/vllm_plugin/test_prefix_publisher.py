@@ -168,7 +168,7 @@ def test_what_the_tree_has_from_before_a_restart_is_known_from_the_first_request
         old.ask(documents)
     new = restarted(old)
     new.tell()
-    assert new.last == [], "nobody has said what is in front of them"
+    assert new.last == [], "their prefix is not known"
     new.ask("ab")
     new.shown |= old.shown
     new.check()

@@ -52,7 +52,7 @@ class Core:
 async def eventually(condition: Callable[[], object], timeout_s: float = 5.0) -> bool:
     with suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
-            while not condition():  # noqa: ASYNC110 (a poll: nobody tells)
+            while not condition():  # noqa: ASYNC110 (a poll: there is no event)
                 await asyncio.sleep(0.01)
     return bool(condition())
 

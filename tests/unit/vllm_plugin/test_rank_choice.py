@@ -61,7 +61,7 @@ def test_a_request_that_fails_does_not_count_any_more() -> None:
 
 
 def test_what_was_sent_long_ago_is_forgotten() -> None:
-    """And does not count where new documents go: they go to the one of which less is remembered."""
+    """And does not count where new documents go: they go to the one with fewer remembered documents."""
     choice = RankChoice(2, max_known=2)
     assert [sent(choice, name) for name in "abcdeb"] == [0, 1, 0, 0, 1, 0]
 

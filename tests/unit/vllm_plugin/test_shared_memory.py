@@ -96,7 +96,7 @@ def test_our_own_regions_stay_even_where_the_owner_is_gone(tmp_path: Path) -> No
         "vllm_offload_ragcache-12-.mmap",
         "vllm_offload_ragcache-x-1-ab.mmap",
         "vllm_offload_ragcache-99999999-1-ab",
-        "vllm_offload_ragcache-7-1073741823-5-0a.mmap",  # of another namespace, whose processes nobody here sees
+        "vllm_offload_ragcache-7-1073741823-5-0a.mmap",  # of another namespace, whose processes are not visible here
         "ragcache-7-1073741823-5-0a",
         "ragcache-mine",
         "psm_1234",
@@ -161,7 +161,7 @@ def test_what_a_run_of_an_engine_left_is_removed_before_the_next(held: EngineFil
     held.prepare()
     assert held.sockets.stat().st_mode & 0o777 == 0o700
     (held.sockets / "0c7f").touch()
-    region(tmp_path, held.engine_id, "_dp7.mmap")  # of a replica that nobody spoke of
+    region(tmp_path, held.engine_id, "_dp7.mmap")  # of a replica that was not named
     held.prepare()
     assert sorted(tmp_path.iterdir()) == sorted([held.sockets, *links(held)])
     assert list(held.sockets.iterdir()) == []

@@ -142,7 +142,7 @@ def test_nothing_that_was_purged_has_a_name_in_the_times_of_requests() -> None:
     it.forget_all()
     state = it.state_of("r")
     assert state is not None
-    assert state.first_private == 0, "what it has of before is nobody else's"
+    assert state.first_private == 0, "what it has of before is its own"
     it.on_finished("r", 12.0)
     told: Any = it.recent_requests(10, 13.0)["requests"]
     assert [request["doc_ids"] for request in told] == [[], []]

@@ -151,7 +151,7 @@ def test_nothing_is_kept_of_changes_that_nobody_asks_for() -> None:
 
 
 def test_an_unknown_request_has_no_priority() -> None:
-    assert controller().order_priority("nobody") == 0
+    assert controller().order_priority("unknown") == 0
 
 
 def test_a_waiting_requests_path_is_protected_until_it_is_admitted_or_ends() -> None:
@@ -338,7 +338,7 @@ class _Steps:
         return chain
 
     def choose(self) -> None:
-        """Do what a step does before it takes somebody from the queue."""
+        """Do what a step does before it takes a request from the queue."""
         began_s = process_time()
         self.queue.reconsider()
         touched = self._it.take_touched()

@@ -6,12 +6,12 @@ sequences than requests may run. The kernel reads a key once for a tile of rows 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from ragcache_core.log import logger_of
 from ragcache_core.vllm_plugin.chunks.compute.attention_mass import PromptKeys, soft_cap
 from ragcache_core.vllm_plugin.chunks.model.attention_layers import AttentionLayer
 from ragcache_core.vllm_plugin.chunks.model.paged_kv import split_blocks
@@ -19,7 +19,7 @@ from ragcache_core.vllm_plugin.chunks.model.paged_kv import split_blocks
 if TYPE_CHECKING:
     from ragcache_core.vllm_plugin.chunks.compute.selective_prefill import InFlight
 
-logger = logging.getLogger(f"vllm.{__name__}")
+logger = logger_of(__name__)
 
 _LEAST_RUN_TOKENS = 8
 """Where runs are as long as this, a backend that reads the keys once for each is as fast: measured on an H100."""
@@ -65,7 +65,9 @@ class ScatteredRows:
         try:
             rows._warm_up()
         except Exception as error:  # Triton's own, and CUDA's: nothing depends on this kernel
-            logger.warning("Short runs of recomputed tokens are left to vLLM's own attention: %s", error)
+            logger.warning(
+                "RC-KERNELS-OFF: short runs of recomputed tokens are left to vLLM's own attention: %s", error
+            )
             return None
         return rows
 
@@ -123,7 +125,9 @@ def warm_up_kernels(layers: Sequence[AttentionLayer]) -> None:
         slots = torch.zeros(1, dtype=torch.long, device=cache.device)
         PromptKeys(first, slots).mass(query, torch.zeros(1, dtype=torch.long), [(0, 1)])
     except Exception as error:  # Triton's own, and CUDA's: nothing depends on these kernels
-        logger.warning("Stored KV is moved, and attention measured, without RAGCache's Triton kernels: %s", error)
+        logger.warning(
+            "RC-KERNELS-OFF: stored KV is moved, and attention measured, without RAGCache's Triton kernels: %s", error
+        )
         for layer in layers:
             layer.unrotated.uses_kernels = False
 

@@ -11,7 +11,6 @@ deleted at the start. Both stores check what they read.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from ragcache_core.chunkstore import ChunkNote, ChunkStore, ChunkWrite, Scratch,
 from ragcache_core.chunkstore.chunks import ChunkEntry, names_of_text, text_of_names
 from ragcache_core.chunkstore.sealing import Keys, load_keys
 from ragcache_core.errors import CacheTierError, CacheWriteError, ConfigError
+from ragcache_core.log import logger_of
 from ragcache_core.vllm_plugin.chunks.messages import (
     DropChunks,
     NameChunks,
@@ -44,7 +44,7 @@ from ragcache_core.vllm_plugin.chunks.page_layout import (
     unpack_statistics,
 )
 
-logger = logging.getLogger(f"vllm.{__name__}")
+logger = logger_of(__name__)
 _HINT = "see to that disk and start again, nothing was deleted; or delete the folder"
 
 
@@ -227,7 +227,9 @@ class ChunkDisk:
             statistics, token_ids = unpack_statistics(map(bytes, pieces))
             variant = ChunkVariant(key, number, len(statistics.token_inter), statistics)
         except ValueError as error:
-            logger.warning("A chunk on disk says of itself what cannot be, and is forgotten: %s", error)
+            logger.warning(
+                "RC-DISK-DAMAGED: the metadata of a chunk on disk is inconsistent, and it is forgotten: %s", error
+            )
             return None
         _, documents = names_of_text(note.doc_id)
         return StoredChunk(variant, token_ids, note.frequency, note.cost, documents, note.stored_s)

@@ -11,7 +11,6 @@ not answer in time, is out of service until the next start.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections import Counter
@@ -24,6 +23,7 @@ import torch
 
 from ragcache_core.chunkstore import AsyncStore, Scratch, Transfer
 from ragcache_core.errors import CacheTierError, ConfigError
+from ragcache_core.log import logger_of
 from ragcache_core.runtime.environment import STARTED_AGAIN_ENV
 from ragcache_core.vllm_plugin.chunks.messages import (
     DropChunks,
@@ -39,7 +39,7 @@ from ragcache_core.vllm_plugin.chunks.messages import (
 from ragcache_core.vllm_plugin.chunks.page_layout import LayerShape, page_bytes_of
 from ragcache_core.vllm_plugin.chunks.storage.disk_store import ChunkDisk, DiskPlace
 
-logger = logging.getLogger(f"vllm.{__name__}")
+logger = logger_of(__name__)
 
 _NUM_READERS = 2
 _DRAIN_TIMEOUT_S = 60.0
@@ -81,7 +81,7 @@ class ChunkMemory:
         except (CacheTierError, ConfigError) as error:  # the latter where its key is gone
             if STARTED_AGAIN_ENV not in os.environ:
                 raise
-            logger.error("RAGCache's disk of chunks is out of service until the next start: %s", error)
+            logger.error("RC-TIER-OFF: RAGCache's disk of chunks is out of service until the next start: %s", error)
             self._is_disk_lost = True
         num_elements = num_pages * self.page_bytes // dtype.itemsize
         self._arena = torch.empty(num_elements, dtype=dtype)
@@ -247,7 +247,7 @@ class ChunkMemory:
         try:
             is_found = disk.read(command, scratch, deliver)
         except Exception:  # whatever it is, this chunk is a miss
-            logger.exception("A chunk could not be read")
+            logger.warning("RC-DISK-UNREADABLE: a chunk cannot be read: a miss", exc_info=True)
         if transfer.finish():
             self._end(command.command_id, is_done=is_found, is_corrupt=not is_found)
         return len(command.pages) * self.page_bytes if is_found else 0
@@ -264,7 +264,9 @@ def _page_lock(memory: torch.Tensor) -> bool:
     error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if error.value:
         logger.warning(
-            "%d bytes of chunks could not be page-locked (%s): their copies are slower", memory.nbytes, error
+            "RC-NOT-PAGE-LOCKED: %d bytes of chunks could not be page-locked (%s): their copies are slower",
+            memory.nbytes,
+            error,
         )
     return not error.value
 

@@ -7,8 +7,7 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from vllm.logger import init_logger
-
+from ragcache_core.log import logger_of
 from ragcache_core.private_files import make_private_folder, open_private, replacing
 from ragcache_core.recognition.files import (
     StoredRegistrations,
@@ -19,7 +18,7 @@ from ragcache_core.recognition.files import (
     restricted_record,
 )
 
-logger = init_logger(f"vllm.{__name__}")
+logger = logger_of(__name__)
 
 Change = tuple[str | None, str, bytes | None]
 """Tenant, document and registration; without a registration its end."""
@@ -116,5 +115,9 @@ class RegistrationJournal:
 
     def _break(self, error: OSError) -> None:
         if not self.is_broken:
-            logger.warning("Registered documents are lost at the next restart, %s: %s", self._path, error)
+            logger.warning(
+                "RC-REGISTRATIONS-NOT-KEPT: registered documents are lost at the next restart, %s: %s",
+                self._path,
+                error,
+            )
         self.is_broken = True

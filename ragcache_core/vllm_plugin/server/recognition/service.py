@@ -9,9 +9,8 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
-from vllm.logger import init_logger
-
 from ragcache_core.errors import ConfigError, quoted
+from ragcache_core.log import logger_of
 from ragcache_core.recognition import (
     PolynomialHash,
     Recognition,
@@ -24,7 +23,7 @@ from ragcache_core.vllm_plugin.server.recognition.journal import Change, Registr
 from ragcache_core.vllm_plugin.server.recognition.tokenizing import DocumentTokenizer, TokenizedForm
 from ragcache_core.wire import MAX_DOC_ID_CHARS, check_text
 
-logger = init_logger(f"vllm.{__name__}")
+logger = logger_of(__name__)
 
 T = TypeVar("T")
 Call = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
@@ -172,8 +171,8 @@ class RecognitionService:
                 restricted = await asyncio.to_thread(self._journal.load_restricted)
         except ValueError as error:
             logger.warning(
-                "Registered documents are lost, so plain requests of all tenants share no KV until every document is "
-                "registered again and the files registrations-*.journal are deleted: %s",
+                "RC-REGISTRATIONS-LOST: registered documents are lost, so plain requests of all tenants share no KV "
+                "until every document is registered again and the files registrations-*.journal are deleted: %s",
                 error,
             )
             restricted = {_ALL}

@@ -7,9 +7,8 @@ from collections.abc import Collection
 from functools import partial
 from typing import Any
 
-from vllm.logger import init_logger
-
 from ragcache_core.errors import ConfigError
+from ragcache_core.log import logger_of
 from ragcache_core.runtime.tenants import Tenants
 from ragcache_core.vllm_plugin.compat import call_registrations, front_end_of
 from ragcache_core.vllm_plugin.server.rank_choice import RankChoice
@@ -20,7 +19,7 @@ from ragcache_core.vllm_plugin.server.recognition.tokenizing import DocumentToke
 from ragcache_core.vllm_plugin.server.recognition.wrapper import Recogniser, attach
 from ragcache_core.vllm_plugin.settings import PluginSettings
 
-logger = init_logger(f"vllm.{__name__}")
+logger = logger_of(__name__)
 
 
 async def start_recognition(
@@ -95,7 +94,11 @@ async def _follow(service: RecognitionService, engine_client: Any) -> None:
             await service.follow()
         except Exception as error:
             if not is_failing and not engine_client.errored:
-                logger.warning("Documents that other API servers register are not recognised here for now: %s", error)
+                logger.warning(
+                    "RC-REGISTRATIONS-BEHIND: documents that other API servers register are not recognised here for "
+                    "now: %s",
+                    error,
+                )
             is_failing = True
 
 

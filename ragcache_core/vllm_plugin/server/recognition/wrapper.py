@@ -14,8 +14,7 @@ from contextlib import aclosing, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.logger import init_logger
-
+from ragcache_core.log import logger_of
 from ragcache_core.recognition import MIN_TOKENS, Recognition
 from ragcache_core.runtime.rights import is_rights_salt, joined_salt, private_salt, rights_salt
 from ragcache_core.runtime.tenants import Tenants, mark_of, salt_of
@@ -24,7 +23,7 @@ from ragcache_core.vllm_plugin.server.rank_choice import RankChoice
 from ragcache_core.vllm_plugin.server.recognition.service import RecognitionService
 from ragcache_core.wire import KEY, MAX_DOCUMENTS, encode_kv_transfer_params, tile
 
-logger = init_logger(f"vllm.{__name__}")
+logger = logger_of(__name__)
 
 REGISTER = "register"
 """In a request's ``kv_transfer_params.ragcache``: documents to register before the prompt is looked up."""
