@@ -1,7 +1,7 @@
 """The host tier: blocks of KV in rows of host memory, which the knowledge tree evicts.
 
-vLLM's offloading asks it where to store KV and where to load it from, as its ``CPUPrimaryTierOffloadingManager``; the
-tiers below read and write the same rows. A block of KV is an offload block here, by its key: its unit's hash and its
+vLLM's offloading asks it, through the manager of tiers, where to store KV and where to load it from; the tiers below
+read and write the same rows. A block of KV is an offload block here, by its key: its unit's hash and its
 group of KV caches. The tree knows those of full attention; those of other groups go with them, or before
 (:class:`OtherBlocks`).
 
@@ -83,7 +83,7 @@ class HostBlock:
 
 
 class HostTier:
-    """Blocks of KV in host memory by key; stands where vLLM's tiering has its primary tier.
+    """Blocks of KV in host memory by key.
 
     A forgotten block that is being copied is found no more, and goes when nothing holds it. Its row is overwritten:
     host memory outlives the engine.
@@ -113,7 +113,7 @@ class HostTier:
         self.promises: Promises[OffloadKey] = Promises()
         self.journal: HostIndex | None = None
         self.num_other_blocks = 0
-        self._num_chunks = num_rows  # vLLM's tiering reads it
+        self.num_rows = num_rows
         self._is_selective = is_selective
         self._tree = controller.tree
         self._blocks: dict[OffloadKey, HostBlock] = {}
@@ -127,7 +127,7 @@ class HostTier:
         self._view: memoryview | None = None if region is None else region.create_kv_memoryview()
         controller.forgetting.add_holder(self)
 
-    # What vLLM's tiering asks
+    # What the manager of tiers asks
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Return that blocks are stored as they are computed."""
@@ -202,11 +202,16 @@ class HostTier:
 
     prepare_read, complete_read, complete_write = prepare_load, complete_load, complete_store
 
-    def prepare_write(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """Return rows for what comes from a tier below; None, which is a miss, where a quota leaves none."""
-        if len(self._within_quotas(keys)) < len(keys):
-            return None
-        return self._store(keys, req_context, [])
+    def prepare_write(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        """Return rows for what comes from a tier below, as far as there is room and a quota allows; None for none.
+
+        What finds no room is left out from the end.
+        """
+        keys = list(self._within_quotas(keys))
+        output = None
+        while keys and (output := self._store(keys, req_context, [])) is None:
+            del keys[len(keys) // 2 :]
+        return output
 
     def get_kv_memoryview(self) -> memoryview:
         """Return host memory, ``[num_rows, row_bytes]``."""

@@ -218,7 +218,7 @@ class Steps:
     """Of every engine of this process: what one computed, another finds on disk."""
 
     def __post_init__(self) -> None:
-        tier = own_connector(self.scheduler.connector).scheduler.manager.primary_tier
+        tier = own_connector(self.scheduler.connector).scheduler.manager.host
         self._host = _HostRows(tier.get_kv_memoryview())
         tier.complete_store = partial(self._on_stored, tier, tier.complete_store)
 
