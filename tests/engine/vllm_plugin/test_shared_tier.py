@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import math
 import os
 import signal
+import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, ScheduleEndContext
 from vllm.v1.kv_offload.tiering.fs.io import batch_load_block, batch_store_block
 
@@ -24,6 +27,7 @@ from ragcache_core.vllm_plugin.cache.controller import CacheController
 from ragcache_core.vllm_plugin.lower.jobs import EndedJob, TierJob
 from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.vllm_plugin.shared import io as shared_io
+from ragcache_core.vllm_plugin.shared import objects as shared_objects
 from ragcache_core.vllm_plugin.shared import tier as shared_tier
 from ragcache_core.vllm_plugin.shared.tier import SharedTier
 from ragcache_core.wire import RequestMetadata
@@ -165,6 +169,39 @@ def test_what_one_engine_stored_another_loads(start: Starting, server: RedisServ
     report = {tier["name"]: tier for tier in other.controller.report()["tiers"]}  # type: ignore[attr-defined]  # JSON
     assert (report["shared"]["num_blocks"], report["shared"]["is_enabled"]) == (4, True)
     assert one.controller.counters.num_shared_failures == 0
+
+
+@pytest.mark.parametrize("is_sealed", [False, True], ids=["open", "sealed"])
+def test_objects_from_before_records_had_a_format_are_loaded(
+    start: Starting, server: RedisServer, monkeypatch: pytest.MonkeyPatch, is_sealed: bool
+) -> None:
+    """``payload | time | XXH3 of these and the name`` is what RAGCache stored before."""
+    if is_sealed:
+        monkeypatch.setenv(KEY_ENV, base64.b64encode(os.urandom(32)).decode())
+    one, client = start(server.url), server.client()
+    for key in chain("AB"):
+        name, body = one.tier._name_of(key), payload(key) + struct.pack("<d", time.time())
+        digest = xxhash.xxh3_128(body)
+        digest.update(name.encode())
+        data = body + digest.digest()
+        keys = one.tier._objects._keys
+        client.set(name, data if keys is None else keys.seal(data, name.encode()))
+    assert one.read("AB") == 4
+    assert one.counters.num_corrupt_chunks == 0
+
+
+def test_an_object_says_its_format_its_codec_and_its_length_and_another_one_is_a_miss() -> None:
+    objects = shared_objects.Objects({"model": "demo"}, 96, None)
+    packed = objects.pack("name", bytes(range(96)), 5.0)
+    body = packed[:-16]
+    assert body[96:] == struct.pack("<dQBB", 5.0, 96, 0, 3)
+    row, computed_s = objects.unpack("name", packed) or (np.zeros(0), 0.0)
+    assert (row.tobytes(), computed_s) == (bytes(range(96)), 5.0)
+    for record in ((5.0, 95, 0, 3), (5.0, 96, 1, 3), (5.0, 96, 0, 4), (math.inf, 96, 0, 3)):
+        changed = body[:96] + struct.pack("<dQBB", *record)
+        assert objects.unpack("name", changed + shared_objects._digest("name", changed, 3)) is None
+    for size in range(len(packed)):
+        assert objects.unpack("name", packed[:size]) is None
 
 
 @pytest.mark.parametrize("damage", ["turned", "cut", "emptied", "swapped"])
