@@ -306,7 +306,7 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
             )
         finally:
             if self._host is not None:
-                self._host.promises.end()
+                self._host.end_lookup()
         if matched[0] == 0:
             self._forget_promises(request)
         return matched

@@ -258,10 +258,12 @@ class DiskTier(TransferTier):
 
     def _find(self, state: RequestState, first: int) -> _Found:
         """Return what of a request is on disk from its block ``first`` on, without a gap."""
-        units = list(takewhile(lambda key: self._name_of(key) in self._stored, islice(state.keys, first, None)))
+        units = list(islice(state.keys, first, None))
+        names = list(map(self._name_of, units)) if self._groups.others else units
+        units = units[: sum(1 for _ in takewhile(self._stored.__contains__, names))]
         if not self._controller.is_profiled:
             return _Found(first, units, True)
-        num_to_load = sum(not self._is_in_host(unit) for unit in units)
+        num_to_load = len(units) - sum(mask.bit_count() for _, mask in self._in_host(units))
         return _Found(first, units, self._pays(state, first, len(units), num_to_load)[0])
 
     def _note_names(self) -> None:

@@ -8,10 +8,9 @@ is abandoned: what it has not brought is a miss.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.kv_groups import offload_keys
@@ -168,11 +167,16 @@ class TransferTier(LowerTier):
         self._num_to_load += num_blocks if pays else 0
         return pays, saved_s
 
-    def _run_of(self, units: Iterable[Key]) -> list[OffloadKey]:
+    def _run_of(self, units: Sequence[Key]) -> Sequence[OffloadKey]:
         """Return the leading units that host memory lacks, as blocks."""
-        missing = takewhile(lambda unit: not self._is_in_host(unit), units)
-        return [OffloadKey(key) for key in offload_keys(missing, self._groups.main)]
+        num_missing = len(units)
+        for at, mask in self._in_host(units):
+            if mask:
+                num_missing = at + (mask & -mask).bit_length() - 1
+                break
+        return cast("list[OffloadKey]", offload_keys(units[:num_missing], self._groups.main))
 
-    def _is_in_host(self, unit: Key) -> bool:
-        at = self._tree.locate(unit)
-        return at is not None and bool(self._tree.resident_mask(at.node, Tier.HOST) >> at.unit & 1)
+    def _in_host(self, units: Sequence[Key]) -> Iterator[tuple[int, int]]:
+        """Yield runs of one tree node: the index of the first unit, and which units from it on host memory has."""
+        for at, first, length in self._tree.runs(units):
+            yield at, self._tree.resident_mask(first.node, Tier.HOST) >> first.unit & (1 << length) - 1

@@ -111,6 +111,7 @@ class HostTier:
         self.events: list[OffloadingEvent] | None = [] if has_events else None
         self.rows = HostRows(num_rows)
         self.promises: Promises[OffloadKey] = Promises()
+        self._to_hold: list[OffloadKey] = []  # promised by the look-up under way
         self.journal: HostIndex | None = None
         self.num_other_blocks = 0
         self.num_rows = num_rows
@@ -142,8 +143,8 @@ class HostTier:
         block = self._blocks.get(key)
         if block is None or key in self.controller.leaving:
             return LookupResult.MISS
-        if self.promises.is_looking_up:
-            self._promise(key, block)
+        if self.promises.is_looking_up and self.promises.add(key, is_ready=block.ref_cnt != _WRITING):
+            self._to_hold.append(key)
         return LookupResult.HIT_PENDING if block.ref_cnt == _WRITING else LookupResult.HIT
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
@@ -181,6 +182,7 @@ class HostTier:
 
         What ranks below all that would have to go is not stored.
         """
+        self._hold_promised()
         offered, chosen = self._admit(keys)
         return self._store(self._within_quotas(offered), req_context, chosen)
 
@@ -207,6 +209,7 @@ class HostTier:
 
         What finds no room is left out from the end.
         """
+        self._hold_promised()
         keys = list(self._within_quotas(keys))
         output = None
         while keys and (output := self._store(keys, req_context, [])) is None:
@@ -241,6 +244,7 @@ class HostTier:
         self._unknown.clear()
         self._others.clear()
         self.promises.clear()
+        self._to_hold.clear()
         if self.journal is not None:
             self.journal.close()
             self.journal = None
@@ -268,6 +272,11 @@ class HostTier:
         """
         self.drop_promises(request_id)
         self.promises.begin(request_id, num_local_tokens)
+
+    def end_lookup(self) -> None:
+        """End the look-up: what is found from now on is not promised."""
+        self._hold_promised()
+        self.promises.end()
 
     def drop_promises(self, request_id: str) -> None:
         """Drop what a request was promised: it has been loaded, or is not wanted any more."""
@@ -409,9 +418,9 @@ class HostTier:
         for node, units in self._arrive(keys).items():
             self._tree.acquire_units(node, units, Tier.HOST)
             self._tree.add(node, units, Tier.HOST)
-        if self.promises.is_looking_up:
+        if self.promises.is_looking_up:  # they are held already
             for key in keys:
-                self._promise(key, self._blocks[key])
+                self.promises.add(key, is_ready=ref_cnt != _WRITING)
 
     def _not_here(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
         blocks = self._blocks
@@ -487,9 +496,11 @@ class HostTier:
         for at, first, length in tree.runs(units):
             journal.seal(rows[at : at + length], units[at : at + length], self.groups.note_at(tree, first))
 
-    def _promise(self, key: OffloadKey, block: HostBlock) -> None:
-        if self.promises.add(key, is_ready=block.ref_cnt != _WRITING):
-            self._hold((key,))
+    def _hold_promised(self) -> None:
+        """Hold what the look-up under way has promised so far: before anything is evicted, and at its end."""
+        if self._to_hold:
+            promised, self._to_hold = self._to_hold, []
+            self._hold(promised)
 
     def _drop_idle(self, keys: Sequence[OffloadKey]) -> None:
         """Drop blocks that no transfer uses, as if they were evicted."""

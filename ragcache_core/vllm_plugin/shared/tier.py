@@ -125,9 +125,9 @@ class SharedTier(TransferTier):
             return ()
         if self._groups.others or index < search.first:
             return (key,)
-        found = zip(search.units, search.inquiry.chain, strict=True)
-        later = islice(found, index - search.first, None)
-        return self._run_of(unit for unit, _ in takewhile(lambda pair: pair[1] in search.found, later))
+        at = index - search.first
+        num_found = sum(1 for _ in takewhile(search.found.__contains__, islice(search.inquiry.chain, at, None)))
+        return self._run_of(search.units[at : at + num_found])
 
     def take_ended(self) -> Iterable[EndedJob]:
         ended = super().take_ended()

@@ -141,7 +141,7 @@ class GroupChunksMachine(RuleBasedStateMachine):
         request = data.draw(st.sampled_from(self.requests))
         self.it.tier.begin_lookup(request.context.req_id, 0)
         ready = [k for k in request.chunks() if self.it.tier.lookup(k, request.context) is LookupResult.HIT]
-        self.it.tier.promises.end()
+        self.it.tier.end_lookup()
         if ready and loads:
             self.it.tier.prepare_load(ready, request.context)
             self.it.tier.drop_promises(request.context.req_id)

@@ -161,7 +161,7 @@ class TierManagerMachine(RuleBasedStateMachine):
                 break
             is_deferred |= result is not LookupResult.HIT
             ready += [key] if not is_deferred else []
-        self.host.tier.promises.end()
+        self.host.tier.end_lookup()
         if is_deferred or not ready:
             return
         rows: list[int] = self.manager.prepare_load(ready, asker.context).block_ids.tolist()  # type: ignore[attr-defined]
