@@ -34,11 +34,11 @@ def facts() -> dict[str, object]:
     return {
         "manager": {
             name: parameters(getattr(compat.OffloadingManager, name))
-            for name in sorted(vars(compat.OffloadingManager))
-            if not name.startswith("_")
+            for name in sorted(vars(TierManager))
+            if inspect.isfunction(getattr(compat.OffloadingManager, name, None)) and not name.startswith("_")
         },
         "manager_is_complete": sorted(TierManager.__abstractmethods__),
-        "manager_asks": sorted(set(re.findall(r"self\.manager\.(\w+)", whole_offloading)) - set(vars(TierManager))),
+        "manager_asks": sorted(set(re.findall(r"self\.manager\.(\w+)", whole_offloading)) - set(dir(TierManager))),
         "host_event": sorted({"keys", "medium", "removed"} - set(names(compat.OffloadingEvent))),
         "host_metrics": sorted(name for name in vars(compat.CPUOffloadingMetrics) if name.isupper()),
         "tiering_metrics": sorted(name for name in vars(compat.TieringOffloadingMetrics) if name.isupper()),

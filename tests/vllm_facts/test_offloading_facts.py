@@ -15,7 +15,7 @@ def facts(all_facts: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def test_the_manager_of_tiers_answers_what_vllms_offloading_asks(facts: dict[str, Any]) -> None:
+def test_the_manager_of_tiers_answers_what_vllms_offloading_asks(facts: dict[str, Any], since: Since) -> None:
     assert facts["manager_is_complete"] == [], "implement the new abstract methods in lower/manager.py"
     assert facts["manager_asks"] == [], "vLLM's scheduler of copies asks for these: follow it in lower/manager.py"
     assert facts["manager"] == {
@@ -44,8 +44,9 @@ def test_the_manager_of_tiers_answers_what_vllms_offloading_asks(facts: dict[str
         *("ACTIVE_CASCADE_JOBS", "ACTIVE_PROMOTION_JOBS", "BACKPRESSURE_BLOCKS_DROPPED"),
         *("BACKPRESSURE_STORES_DROPPED", "BACKPRESSURE_STORE_LATENCY_EMA", "CASCADE_JOB_FAILURES", "CHUNK_HITS"),
         *("CHUNK_QUERIES", "LOOKUP_ASYNC_DELAY", "LOOKUP_SYNC_DELAY", "PRIMARY_READ_USAGE_PERC"),
-        *("PRIMARY_WRITE_USAGE_PERC", "PROMOTION_ALLOCATION_FAILURES", "PROMOTION_JOB_FAILURES", "READ_BYTES"),
-        *("READ_TIME", "WRITE_BYTES", "WRITE_TIME"),
+        *("PRIMARY_WRITE_USAGE_PERC", "PROMOTION_ALLOCATION_FAILURES", "PROMOTION_JOB_FAILURES"),
+        *since("0.33", "PROMOTION_LATENCY"),
+        *("READ_BYTES", "READ_TIME", "WRITE_BYTES", "WRITE_TIME"),
     ], "TierStats reports lower tiers under these names"
 
 

@@ -95,4 +95,5 @@ def unreported_metrics() -> set[str]:
     return {
         *(names.LOOKUP_SYNC_DELAY, names.LOOKUP_ASYNC_DELAY, names.BACKPRESSURE_STORE_LATENCY_EMA),
         *(names.BACKPRESSURE_STORES_DROPPED, names.BACKPRESSURE_BLOCKS_DROPPED),
+        getattr(names, "PROMOTION_LATENCY", ""),  # of vLLM 0.33
     }

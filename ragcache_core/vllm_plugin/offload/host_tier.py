@@ -231,10 +231,6 @@ class HostTier:
         """Return vLLM's statistics of a primary tier."""
         return self._stats.take(self._num_read, self._num_written)
 
-    def config_info(self) -> list[dict[str, str]]:
-        """Return no labels for vLLM's info metric: the settings are in RAGCache's own."""
-        return [{}]
-
     def reset_cache(self) -> None:
         """Drop everything; what is stored after it does not outlive the engine: its weights may have changed."""
         self._are_kept_forgotten |= bool(self.controller.leaving)

@@ -112,6 +112,11 @@ class RAGCacheSpec(TieringOffloadingSpec):
         metrics = super().build_metric_definitions({**extra_config, "secondary_tiers": of_vllm})
         return {name: metric for name, metric in metrics.items() if name not in unreported_metrics()}
 
+    @classmethod
+    def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
+        """Return no labels for the info metric of vLLM 0.33: the settings are in RAGCache's own."""
+        return ()
+
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(_with_rows(config, current_context().worker_bytes))
         if current_context().groups is None:

@@ -323,6 +323,15 @@ def test_what_a_load_has_lost_is_a_miss_and_no_hit_of_its_tier() -> None:
     assert sources == [CacheHitSource.DISK] * 4 + [CacheHitSource.HOST] * 2
 
 
+def test_what_was_to_be_loaded_before_a_reset_is_not_loaded_after_it() -> None:
+    it = Tiers()
+    it.fast.held = set(it.keys)
+    it.look_up()
+    it.manager.reset_cache()
+    take_step(it.manager)
+    assert not it.fast.jobs
+
+
 def test_a_block_is_stored_in_every_lower_tier_and_its_row_is_kept_until_the_last_has_it() -> None:
     it = Tiers(6)
     output = it.manager.prepare_store(it.keys, it.context)
