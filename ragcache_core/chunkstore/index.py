@@ -64,7 +64,7 @@ class ChunkIndex:
         Args:
             path: its file.
             owner: names the chunks' identity: an index that was copied from another one's folder is of no use.
-            chunk_bytes: of a chunk, of which a raw record has all.
+            chunk_bytes: bytes of a chunk, and so of a raw record.
 
         Raises:
             IndexDamagedError. CacheLockedError: another program has it open. CacheWriteError: no space, no memory.

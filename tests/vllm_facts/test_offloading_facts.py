@@ -47,7 +47,7 @@ def test_the_manager_of_tiers_answers_what_vllms_offloading_asks(facts: dict[str
         *("PRIMARY_WRITE_USAGE_PERC", "PROMOTION_ALLOCATION_FAILURES", "PROMOTION_JOB_FAILURES"),
         *since("0.33", "PROMOTION_LATENCY"),
         *("READ_BYTES", "READ_TIME", "WRITE_BYTES", "WRITE_TIME"),
-    ], "TierStats reports lower tiers under these names"
+    ], "JobStats reports lower tiers under these names"
 
 
 def test_the_offloading_spec_has_what_ours_builds_from(facts: dict[str, Any]) -> None:

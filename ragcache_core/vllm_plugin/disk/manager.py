@@ -418,7 +418,7 @@ class DiskTier(TransferTier):
         names = [name for name in new if self._is_unit(name)] if self._groups.others else list(new)
         rows = list(new.values()) if len(names) == len(new) else [new[name] for name in names]
         runs = []
-        for at, first, length in self._tree.runs(self._units_of(names)):
+        for at, first, length in self._tree.runs([*self._units_of(names)]):
             mask = (1 << length) - 1 << first.unit
             self._tree.acquire_units(first.node, mask, Tier.DISK)
             self._tree.add(first.node, mask, Tier.DISK)

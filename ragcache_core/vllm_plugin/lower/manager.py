@@ -27,7 +27,7 @@ from ragcache_core.vllm_plugin.compat import (
     RequestOffloadingContext,
 )
 from ragcache_core.vllm_plugin.lower.jobs import EndedJob, TierJob
-from ragcache_core.vllm_plugin.lower.stats import TierStats
+from ragcache_core.vllm_plugin.lower.stats import JobStats
 from ragcache_core.vllm_plugin.offload.host_tier import HostTier
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class TierManager(OffloadingManager):
         self.host = host
         self.lower = lower
         num_rows = host.num_rows if isinstance(host, HostTier) else 0
-        self._stats = TierStats([tier.name for tier in lower], num_rows, block_bytes)
+        self._stats = JobStats([tier.name for tier in lower], num_rows, block_bytes)
         self._jobs: dict[int, _OpenJob] = {}
         self._num_jobs = 0
         self._has_polled = False

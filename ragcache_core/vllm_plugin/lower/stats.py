@@ -19,7 +19,7 @@ class _TierUse:
     num_storing: int = 0
 
 
-class TierStats:
+class JobStats:
     """Collects what vLLM's metrics of lower tiers show; gauges are reported when they have changed.
 
     Args:
@@ -90,7 +90,7 @@ class TierStats:
 
 
 def unreported_metrics() -> set[str]:
-    """Return what vLLM measures with each look-up of a block, of which ours are fewer, and of its tiers' detectors."""
+    """Return vLLM's metrics that have no counterpart here: of single look-ups, and of its tiers' detectors."""
     names = TieringOffloadingMetrics
     return {
         *(names.LOOKUP_SYNC_DELAY, names.LOOKUP_ASYNC_DELAY, names.BACKPRESSURE_STORE_LATENCY_EMA),

@@ -91,7 +91,8 @@ class VLLMTier(LowerTier):
         return bool(self._tier.has_pending_work())
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        return self._tier.take_events()
+        events: Iterable[OffloadingEvent] = self._tier.take_events()
+        return events
 
     def take_stats(self) -> OffloadingConnectorStats | None:
         return self._tier.get_stats()

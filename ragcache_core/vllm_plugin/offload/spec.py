@@ -113,7 +113,7 @@ class RAGCacheSpec(TieringOffloadingSpec):
         return {name: metric for name, metric in metrics.items() if name not in unreported_metrics()}
 
     @classmethod
-    def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
+    def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:  # noqa: ARG003
         """Return no labels for the info metric of vLLM 0.33: the settings are in RAGCache's own."""
         return ()
 

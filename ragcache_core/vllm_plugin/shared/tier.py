@@ -45,7 +45,7 @@ _SHORTEST_LIMIT_S = 0.2
 
 
 @dataclass(slots=True)
-class _Search:
+class _StoreQuery:
     """A request's query to the store, and the chunks that it may load.
 
     Attributes:
@@ -99,7 +99,7 @@ class SharedTier(TransferTier):
         self.url = url
         self.why_left_behind = why_in_store(url)
         self._is_enabled = True
-        self._searches: dict[str, _Search] = {}
+        self._queries: dict[str, _StoreQuery] = {}
         self._computed_s: dict[int, dict[bytes, float]] = {}
         self._counted = (0, 0, 0, 0)
         self._controller.shared = self
@@ -112,22 +112,22 @@ class SharedTier(TransferTier):
         if not self._is_used or is_adapted(context) or (place := self._place_of(key, context)) is None:
             return ()
         state, index = place
-        search = self._searches.get(context.req_id)
-        if search is None:
+        query = self._queries.get(context.req_id)
+        if query is None:
             units = state.keys[index : state.num_prompt_tokens // self._controller.tokens_per_block]
-            search = self._searches[context.req_id] = _Search(self._ask(units), index, units)
-        if search.found is None:
-            if not self._io.is_answered(search.inquiry):
+            query = self._queries[context.req_id] = _StoreQuery(self._ask(units), index, units)
+        if query.found is None:
+            if not self._io.is_answered(query.inquiry):
                 return None
-            self._weigh(search, context.req_id)
-        assert search.found is not None
-        if self._name_of(key) not in search.found:
+            self._weigh(query, context.req_id)
+        assert query.found is not None
+        if self._name_of(key) not in query.found:
             return ()
-        if self._groups.others or index < search.first:
+        if self._groups.others or index < query.first:
             return (key,)
-        at = index - search.first
-        num_found = sum(1 for _ in takewhile(search.found.__contains__, islice(search.inquiry.chain, at, None)))
-        return self._run_of(search.units[at : at + num_found])
+        at = index - query.first
+        num_found = sum(1 for _ in takewhile(query.found.__contains__, islice(query.inquiry.chain, at, None)))
+        return self._run_of(query.units[at : at + num_found])
 
     def take_ended(self) -> Iterable[EndedJob]:
         ended = super().take_ended()
@@ -139,7 +139,7 @@ class SharedTier(TransferTier):
         self._count()
 
     def end_request(self, context: ReqContext) -> None:
-        self._searches.pop(context.req_id, None)
+        self._queries.pop(context.req_id, None)
 
     @property
     def has_pending_work(self) -> bool:
@@ -187,9 +187,9 @@ class SharedTier(TransferTier):
         groups = (self._groups.main, *self._groups.others)
         names = [self._name_of(OffloadKey(offload_key(unit, group))) for unit in forgotten.units for group in groups]
         gone = set(names)
-        for search in self._searches.values():
-            if search.found is not None:
-                search.found -= gone
+        for query in self._queries.values():
+            if query.found is not None:
+                query.found -= gone
         if names:
             self._io.delete(names, is_retried=forgotten.is_all or bool(forgotten.doc_ids))
         return Freed()
@@ -236,8 +236,8 @@ class SharedTier(TransferTier):
     def _begin_load(self, job: TierJob) -> tuple[LoadTransfer, float]:
         names = [self._name_of(key).encode() for key in job.keys]
         load, self._computed_s[job.number] = self._io.load(names, job.rows)
-        search = self._searches.get(job.context.req_id)
-        return load, LOAD_TIMEOUT_S if search is None else search.limit_s
+        query = self._queries.get(job.context.req_id)
+        return load, LOAD_TIMEOUT_S if query is None else query.limit_s
 
     def _finish_load(self, job: TierJob, load: LoadTransfer) -> Sequence[OffloadKey]:
         computed_s = self._computed_s.pop(job.number)
@@ -253,9 +253,9 @@ class SharedTier(TransferTier):
             loaded.append(key)
             if moment_s is not None and (at := self._tree.locate(unit_of(key))) is not None:
                 self._tree.make_older(at.node, moment_s)
-        search = self._searches.get(job.context.req_id)
-        if search is not None and search.found is not None and len(loaded) < len(job.keys):
-            search.found -= {self._name_of(key) for key in job.keys} - {self._name_of(key) for key in loaded}
+        query = self._queries.get(job.context.req_id)
+        if query is not None and query.found is not None and len(loaded) < len(job.keys):
+            query.found -= {self._name_of(key) for key in job.keys} - {self._name_of(key) for key in loaded}
         return loaded
 
     def _name_of(self, key: OffloadKey) -> str:
@@ -269,18 +269,18 @@ class SharedTier(TransferTier):
         )
         return self._io.ask(chain, beside)
 
-    def _weigh(self, search: _Search, request_id: str) -> None:
+    def _weigh(self, query: _StoreQuery, request_id: str) -> None:
         """Take over the store's answer, or none of it if recomputing is faster than loading."""
-        inquiry, state = search.inquiry, self._controller.state_of(request_id)
+        inquiry, state = query.inquiry, self._controller.state_of(request_id)
         found = inquiry.found if inquiry.is_finished else set()
-        search.found = {name for name in found if not self._io.is_leaving(name)}
-        if not search.found or state is None or not self._controller.is_profiled:
+        query.found = {name for name in found if not self._io.is_leaving(name)}
+        if not query.found or state is None or not self._controller.is_profiled:
             return
-        num_units = sum(name in search.found for name in inquiry.chain)
-        pays, saved_s = self._pays(state, search.first, num_units, len(search.found))
+        num_units = sum(name in query.found for name in inquiry.chain)
+        pays, saved_s = self._pays(state, query.first, num_units, len(query.found))
         if not pays:
-            search.found = set()
-        search.limit_s = min(max(saved_s, _SHORTEST_LIMIT_S), LOAD_TIMEOUT_S)
+            query.found = set()
+        query.limit_s = min(max(saved_s, _SHORTEST_LIMIT_S), LOAD_TIMEOUT_S)
 
     def _figures(self) -> tuple[int, int, int, int]:
         io = self._io

@@ -352,7 +352,8 @@ def test_an_engine_steps_for_a_slow_disk_for_a_while_and_again_for_what_comes_la
 ) -> None:
     clock = [0.0]
     monkeypatch.setattr("ragcache_core.vllm_plugin.connector.tiered_connector.time.monotonic", lambda: clock[0])
-    manager = SimpleNamespace(newest_store=None, has_pending_work=lambda: manager.newest_store is not None)
+    manager = SimpleNamespace(newest_store=None)
+    manager.has_pending_work = lambda: manager.newest_store is not None
     engine = _offloading(manager)
     engine._waits_for, engine._waits_since_s = None, 0.0
     engine._prefetched, engine._prefetcher, engine._tells_events = set(), None, False

@@ -164,7 +164,7 @@ class TierManagerMachine(RuleBasedStateMachine):
         self.host.tier.end_lookup()
         if is_deferred or not ready:
             return
-        rows: list[int] = self.manager.prepare_load(ready, asker.context).block_ids.tolist()  # type: ignore[attr-defined]
+        rows: list[int] = self.manager.prepare_load(ready, asker.context).block_ids.tolist()
         self.host.tier.drop_promises(asker.context.req_id)
         self.loads.append((asker, ready, rows))
         self.check_load(ready, rows)
@@ -399,7 +399,8 @@ def test_stores_that_wait_for_a_tier_need_no_steps_unless_something_else_is_unde
         assert name == tier.name
     try:
         assert it.manager.newest_store is None
-        it.manager._jobs = {n: SimpleNamespace(tier=n) for n in (0, 1)}  # type: ignore[assignment]
+        jobs: Any = {number: SimpleNamespace(tier=number) for number in (0, 1)}
+        it.manager._jobs = jobs
         for fast, slow, newest in ((3, 4, 4), (None, 4, None), (5, None, None)):
             waiting |= {"fast": fast, "slow": slow}
             assert it.manager.newest_store == newest
