@@ -114,10 +114,13 @@ class TierManager(OffloadingManager):
         is_spoiled = bool(self._spoiled) and not self._spoiled.isdisjoint(keys)
         self._spoiled.difference_update(keys)
         keys, is_stored = self._in_order(keys, req_context), success and not is_spoiled
-        self.host.complete_store(keys, req_context, is_stored)
-        for number, tier in enumerate(self.lower if is_stored else ()):
-            rows = self._host_tier.prepare_read(keys, req_context).block_ids.tolist()
-            tier.store(self._begin_job(number, req_context, keys, rows, is_load=False))
+        if self.lower and is_stored:
+            self._host_tier.complete_store(keys, req_context, num_readers=len(self.lower))
+            rows = self._host_tier.rows_of(keys)
+            for number, tier in enumerate(self.lower):
+                tier.store(self._begin_job(number, req_context, keys, rows, is_load=False))
+        else:
+            self.host.complete_store(keys, req_context, is_stored)
         self._end_if_finished(req_context.req_id)
 
     def spoil(self, keys: Collection[OffloadKey]) -> None:

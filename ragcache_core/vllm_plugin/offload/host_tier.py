@@ -186,12 +186,21 @@ class HostTier:
         offered, chosen = self._admit(keys)
         return self._store(self._within_quotas(offered), req_context, chosen)
 
-    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
-        """Let blocks be found that are written; drop them where that failed."""
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True, num_readers: int = 0
+    ) -> None:
+        """Let blocks be found that are written; drop them where that failed.
+
+        Args:
+            keys: the blocks.
+            req_context: their request.
+            success: whether they are written.
+            num_readers: lower tiers that read them from now on, each until :meth:`complete_read`.
+        """
         ended: list[OffloadKey] = []
         for key, block in zip(keys, map(self._blocks.get, keys), strict=True):
             if block is not None and block.ref_cnt == _WRITING:
-                block.ref_cnt = 0
+                block.ref_cnt = num_readers
                 ended.append(key)
         self._num_written -= len(ended)
         if not success:
@@ -199,10 +208,13 @@ class HostTier:
                 self._drop(key)
             return
         self.promises.settle(ended)
-        self._release(ended)
+        if num_readers:  # they stay held; the journal is not kept beside lower tiers
+            self._num_read += len(ended)
+        else:
+            self._release(ended)
         self._tell(ended, removed=False)
 
-    prepare_read, complete_read, complete_write = prepare_load, complete_load, complete_store
+    complete_read, complete_write = complete_load, complete_store
 
     def prepare_write(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Return rows for what comes from a tier below, as far as there is room and a quota allows; None for none.
@@ -255,6 +267,10 @@ class HostTier:
             self._region.cleanup()
 
     # For the connector
+
+    def rows_of(self, keys: Iterable[OffloadKey]) -> list[int]:
+        """Return the rows of blocks that are here."""
+        return [self._blocks[key].row for key in keys]
 
     def row_of(self, key: OffloadKey) -> int | None:
         """Return the row of a block that is here."""

@@ -324,7 +324,7 @@ class Steps:
                 self._host.write(chunk, self._engine[block])
 
     def _on_stored(
-        self, tier: Any, complete: Callable[..., None], keys: Any, context: Any, success: bool = True
+        self, tier: Any, complete: Callable[..., None], keys: Any, context: Any, success: bool = True, **readers: int
     ) -> None:
         for key in keys if success else ():
             if (chunk := tier._blocks.get(key)) is not None:  # a reset may have dropped it
@@ -332,7 +332,7 @@ class Steps:
                 said = content(group_of(key), self._tokens_of[get_offload_block_hash(key)])
                 assert stored == said, "a chunk is not what it is said to be"
                 self.num_stored += 1
-        complete(keys, context, success)
+        complete(keys, context, success, **readers)
 
 
 def content(group: int, tokens: tuple[int, ...]) -> tuple[int, ...]:
