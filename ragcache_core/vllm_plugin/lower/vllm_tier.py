@@ -27,11 +27,7 @@ if TYPE_CHECKING:
 
 
 class VLLMTier(LowerTier):
-    """One of vLLM's tiers that stores blocks, such as ``fs`` and ``obj``. It knows no documents.
-
-    Raises:
-        ConfigError: the tier serves other engines out of vLLM's own manager of tiers, which is not there.
-    """
+    """One of vLLM's tiers that stores blocks, such as ``fs`` and ``obj``. It knows no documents."""
 
     def __init__(self, tier: SecondaryTierManager, forgetting: Forgetting) -> None:
         self.name, self.source = tier.tier_type, tier.cache_hit_source
@@ -43,11 +39,11 @@ class VLLMTier(LowerTier):
         forgetting.add_holder(OutOfReach(self.why_left_behind))
 
     @staticmethod
-    def check(kind: type[SecondaryTierManager]) -> None:
+    def check(type_name: str, kind: type[SecondaryTierManager]) -> None:
         """Raise ConfigError if a tier needs vLLM's own manager of tiers."""
         if kind.serve_external_requests is not SecondaryTierManager.serve_external_requests:
             raise ConfigError(
-                f"secondary_tiers names {kind.__name__}, which serves other engines out of vLLM's own manager of "
+                f"secondary_tiers has the type {type_name!r}, which serves other engines out of vLLM's own manager of "
                 "tiers: RAGCache has another. Use CacheConfig(shared=...), or vLLM without RAGCache's connector"
             )
 

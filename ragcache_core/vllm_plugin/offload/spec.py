@@ -209,7 +209,7 @@ class RAGCacheSpec(TieringOffloadingSpec):
         """Open a lower tier: one of ours, or one of vLLM's by its name."""
         assert self.controller is not None
         if not _is_own(config):
-            VLLMTier.check(SecondaryTierFactory.get_tier_class(dict(config)))
+            VLLMTier.check(config["type"], SecondaryTierFactory.get_tier_class(dict(config)))
             tier = SecondaryTierFactory.create_secondary_tier(dict(config), host_memory, self)
             return VLLMTier(tier, self.controller.forgetting)
         kind = getattr(import_module(config["module_path"]), config["type"])

@@ -20,16 +20,13 @@ from vllm.v1.kv_offload.base import (
     TierFilter,
     TierMatcher,
 )
-from vllm.v1.kv_offload.tiering.p2p.manager import P2PSecondaryTierManager
 
-from ragcache_core.errors import ConfigError
 from ragcache_core.tree import check_invariants
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.compat import CacheHitSource, TieringOffloadingMetrics
 from ragcache_core.vllm_plugin.lower.jobs import EndedJob, TierJob
 from ragcache_core.vllm_plugin.lower.manager import TierManager
 from ragcache_core.vllm_plugin.lower.tier import LowerTier
-from ragcache_core.vllm_plugin.lower.vllm_tier import VLLMTier
 from tests.engine.vllm_plugin.host_scene import Asker, Host
 
 BLOCK_BYTES = 1000
@@ -384,11 +381,6 @@ def test_host_memory_stays_where_a_tier_that_fails_to_end_may_still_use_it(monke
     with pytest.raises(IndexError):
         it.manager.shutdown()
     assert ended == ["slow"]
-
-
-def test_a_tier_that_serves_other_engines_out_of_vllms_manager_is_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"P2PSecondaryTierManager, which serves other engines.*CacheConfig\(shared"):
-        VLLMTier.check(P2PSecondaryTierManager)
 
 
 def test_stores_that_wait_for_a_tier_need_no_steps_unless_something_else_is_under_way() -> None:
