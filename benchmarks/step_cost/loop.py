@@ -13,6 +13,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 _TOKEN = 7
+_IDLE_S = 0.001
 
 
 class EngineLoop:
@@ -59,9 +60,11 @@ class EngineLoop:
                 self.finish_requests()
 
     def finish_requests(self) -> None:
-        """Step until no request is left."""
+        """Step until no request is left; those that wait for a lower tier leave it some time between steps."""
         while self.scheduler.has_unfinished_requests():
             self.step()
+            if not self._in_flight[-1][0].total_num_scheduled_tokens:
+                time.sleep(_IDLE_S)
         while self._in_flight:
             self._process_output()
 

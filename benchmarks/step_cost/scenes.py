@@ -103,16 +103,20 @@ class Mixed:
 
 
 class Prompts:
-    """Prompts of eight documents and 4,000 tokens, one after the other, with answers of one token."""
+    """Prompts of eight documents and 4,000 tokens, one after the other, with answers of one token.
 
-    def __init__(self, loop: EngineLoop, requests: RequestFactory, *, is_cached: bool) -> None:
-        self._loop, self._requests, self._is_cached, self._num_made = loop, requests, is_cached, 0
-        self.run(6)
+    Args:
+        num_prompts: after how many the first comes again; None: never.
+    """
+
+    def __init__(self, loop: EngineLoop, requests: RequestFactory, num_prompts: int | None = None) -> None:
+        self._loop, self._requests, self._num_prompts, self._num_made = loop, requests, num_prompts, 0
+        self.run(max(6, 2 * (num_prompts or 0)))
 
     def run(self, count: int) -> None:
         for _ in range(count):
             self._num_made += 1
-            first = 100 if self._is_cached else 1000 + 8 * self._num_made
+            first = 1000 + 8 * (self._num_made if self._num_prompts is None else self._num_made % self._num_prompts)
             self._loop.add(self._requests.make([(first + k, 500) for k in range(8)], 1))
             self._loop.finish_requests()
 
@@ -152,13 +156,12 @@ SCENES: dict[str, StepScenario] = {
         SchedulerSpec(24_000, ("full", "window")), lambda loop, make: Decode(loop, make, 256), is_full=True
     ),
     "mixed 256, full": StepScenario(SchedulerSpec(20_000), lambda loop, make: Mixed(loop, make, 256), is_full=True),
-    "prompt 4000, new": StepScenario(
-        SchedulerSpec(20_000), lambda loop, make: Prompts(loop, make, is_cached=False), "request", 4
-    ),
+    "prompt 4000, new": StepScenario(SchedulerSpec(20_000), lambda loop, make: Prompts(loop, make), "request", 4),
     "prompt 4000, new, full": StepScenario(
-        SchedulerSpec(12_000), lambda loop, make: Prompts(loop, make, is_cached=False), "request", 4, is_full=True
+        SchedulerSpec(12_000), lambda loop, make: Prompts(loop, make), "request", 4, is_full=True
     ),
     "prompt 4000, GPU hit": StepScenario(
-        SchedulerSpec(20_000), lambda loop, make: Prompts(loop, make, is_cached=True), "request", 4
+        SchedulerSpec(20_000), lambda loop, make: Prompts(loop, make, 1), "request", 4
     ),
+    "prompt 4000, disk hit": StepScenario(SchedulerSpec(600), lambda loop, make: Prompts(loop, make, 20), "request", 4),
 }

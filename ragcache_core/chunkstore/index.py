@@ -23,11 +23,13 @@ from ragcache_core.chunkstore.chunks import ChunkEntry, ChunkNote, place_checksu
 from ragcache_core.errors import CacheLockedError, CacheTierError, CacheWriteError
 from ragcache_core.private_files import open_private
 
-_SCHEMA = (
+_FIRST_SCHEMA = (
     "CREATE TABLE chunks (slot INTEGER PRIMARY KEY, key BLOB NOT NULL, checksum INTEGER NOT NULL, parent BLOB, "
     "doc_id TEXT, position INTEGER NOT NULL, place_checksum INTEGER NOT NULL, frequency REAL NOT NULL, "
     "cost REAL NOT NULL, stored REAL NOT NULL, private INTEGER NOT NULL)"
 )
+_RECORD_FORMAT = 1
+_RAW = "raw"
 _DELETE = "DELETE FROM chunks WHERE slot = ?"
 _SUFFIXES = ("", "-wal", "-shm", "-journal")
 _NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_NOMEM)
@@ -56,10 +58,13 @@ class ChunkIndex:
     Changes are atomic: when one raises ``CacheWriteError``, nothing was changed.
     """
 
-    def __init__(self, path: Path, owner: str) -> None:
-        """Open the index, or make one.
+    def __init__(self, path: Path, owner: str, chunk_bytes: int) -> None:
+        """Open the index, or make one. One from before records had a format gets it: at once, whatever its size.
 
-        ``owner`` names the chunks' identity: an index that was copied from another one's folder is of no use.
+        Args:
+            path: its file.
+            owner: names the chunks' identity: an index that was copied from another one's folder is of no use.
+            chunk_bytes: bytes of a chunk, and so of a raw record.
 
         Raises:
             IndexDamagedError. CacheLockedError: another program has it open. CacheWriteError: no space, no memory.
@@ -67,6 +72,7 @@ class ChunkIndex:
         """
         self.path = path
         self._owner = xxhash.xxh32_intdigest(owner.encode()) - _INT32
+        self._record = (_RECORD_FORMAT, _RAW, chunk_bytes)
         os.close(open_private(path, os.O_RDWR | os.O_CREAT))  # what fails from here on is damage
         self._listings: weakref.WeakSet[sqlite3.Cursor] = weakref.WeakSet()
         self._discarded: set[int] = set()
@@ -95,12 +101,21 @@ class ChunkIndex:
         run("PRAGMA journal_mode = WAL")
         run("PRAGMA synchronous = NORMAL")
         run("PRAGMA temp_store = MEMORY")  # a list is sorted in 140 bytes a chunk; a folder for it may be full
+        columns = [
+            f"format INTEGER NOT NULL DEFAULT {_RECORD_FORMAT}",
+            f"codec TEXT NOT NULL DEFAULT '{_RAW}'",
+            f"length INTEGER NOT NULL DEFAULT {self._record[2]}",
+        ]
         run("BEGIN IMMEDIATE")
         if not run("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
-            run(_SCHEMA)
+            run(_FIRST_SCHEMA)
             run(f"PRAGMA user_version = {self._owner}")
+        if run("SELECT sql FROM sqlite_schema").fetchall() == [(_FIRST_SCHEMA.encode("ascii"),)]:
+            for column in columns:
+                run(f"ALTER TABLE chunks ADD COLUMN {column}")
         run("COMMIT")
-        if run("SELECT sql FROM sqlite_schema").fetchall() != [(_SCHEMA.encode("ascii"),)]:
+        schema = f"{_FIRST_SCHEMA[:-1]}, {', '.join(columns)})"
+        if run("SELECT sql FROM sqlite_schema").fetchall() != [(schema.encode("ascii"),)]:
             raise IndexDamagedError(f"{self.path} has tables that are not ours")
         if run("PRAGMA user_version").fetchone() != (self._owner,):
             raise IndexDamagedError(f"{self.path} was brought here from another cache")
@@ -110,11 +125,16 @@ class ChunkIndex:
     def rows(self) -> Iterator[tuple[int, bytes, int]]:
         """Yield slot, key and checksum of every chunk, by slot. A damaged row may hold values of other types.
 
+        So does one in a format that is not known here: its key is None.
+
         Raises:
             IndexDamagedError. CacheTierError: it cannot be read at the moment.
         """
         try:
-            yield from self._connection.execute("SELECT slot, key, checksum FROM chunks")
+            yield from self._connection.execute(
+                "SELECT slot, CASE WHEN (format, codec, length) = (?, ?, ?) THEN key END, checksum FROM chunks",
+                self._record,
+            )
         except _SQLITE_ERRORS as error:
             raise _opening_error(self.path, error) from error
 
@@ -142,9 +162,12 @@ class ChunkIndex:
         with self._changing() as connection:
             connection.executemany(
                 # A row that a failed change left behind gives way: nothing in memory points to it.
-                "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
-                    (slot, key, digest, *_place(key, note), *_worth(note.frequency, note.cost), *_kept(note))
+                    (
+                        *(slot, key, digest, *_place(key, note), *_worth(note.frequency, note.cost), *_kept(note)),
+                        *self._record,
+                    )
                     for slot, key, digest, note in rows
                 ),
             )

@@ -19,7 +19,8 @@ from ragcache_core.chunkstore.sealing import Keys, key_id
 from ragcache_core.errors import CacheCapacityError, CacheDirectoryError, CacheLockedError, CacheVersionError
 from ragcache_core.private_files import FILE_MODE, make_private, make_private_folder, open_private
 
-FORMAT = 2
+FORMAT = 3
+_CONVERTED_FORMATS = (2,)  # the index gets columns when it is opened
 Identity = Mapping[str, str | int]
 
 IDENTITY_NAME = "identity.json"
@@ -204,7 +205,7 @@ def enter(folder: Path) -> filelock.BaseFileLock:
 
 
 def is_identity(folder: Path, identity: Identity) -> bool:
-    """Return whether the folder says of itself that it holds chunks of that identity, in this format.
+    """Return whether the folder says of itself that it holds chunks of that identity, in a format that is read here.
 
     Raises:
         CacheVersionError: a newer RAGCache wrote it. OSError: it cannot be read at the moment.
@@ -215,7 +216,16 @@ def is_identity(folder: Path, identity: Identity) -> bool:
             f"{folder} was written in cache format {version}, this RAGCache reads up to {FORMAT}: "
             "upgrade RAGCache, use another cache directory, or delete the folder"
         )
-    return version == FORMAT and found == dict(identity)
+    return version in (FORMAT, *_CONVERTED_FORMATS) and found == dict(identity)
+
+
+def has_older_format(folder: Path) -> bool:
+    """Return whether a folder is in a format that is converted when it is opened.
+
+    Raises:
+        OSError: it cannot be read at the moment.
+    """
+    return _read_identity(folder)[0] in _CONVERTED_FORMATS
 
 
 def write_identity(folder: Path, identity: Identity) -> None:

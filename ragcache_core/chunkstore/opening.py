@@ -68,7 +68,7 @@ def start_empty(folder: Path, reason: str) -> bool:
 
 
 def _open_index(folder: Path, file: _Slots, num_slots: int) -> tuple[ChunkIndex, Loaded]:
-    index = ChunkIndex(folder / _INDEX_NAME, owner=folder.name)
+    index = ChunkIndex(folder / _INDEX_NAME, folder.name, file.chunk_bytes)
     try:
         return index, _load(index, file, num_slots)
     except BaseException:

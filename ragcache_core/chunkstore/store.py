@@ -42,6 +42,7 @@ from ragcache_core.chunkstore.namespace import (
     check_key_in_use,
     directory_error,
     enter,
+    has_older_format,
     is_identity,
     namespace_path,
     note_key_in_use,
@@ -126,6 +127,8 @@ class ChunkStore:
                 if not is_identity(self.path, identity):
                     self._num_resets += start_empty(self.path, "does not say whose chunks they are")
                     write_identity(self.path, identity)
+                elif has_older_format(self.path):
+                    write_identity(self.path, identity)  # first: an older RAGCache must not take the index for damaged
                 if keys is None:
                     self._file: SlotFile | SealedSlotFile = SlotFile(self.path / DATA_NAME, chunk_bytes, direct=direct)
                 else:

@@ -93,10 +93,10 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec, CPUOffloadingMetrics
 from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
-from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from vllm.v1.kv_offload.tiering.base import SecondaryTierManager, TieringOffloadingMetrics, TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
-from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.stats import SchedulerStats
@@ -134,9 +134,9 @@ __all__ = [
     "BlockHashWithGroupId",
     "BlockPool",
     "CPULoadStoreSpec",
+    "CPUOffloadingManager",
     "CPUOffloadingMetrics",
     "CPUOffloadingWorker",
-    "CPUPrimaryTierOffloadingManager",
     "CacheHitSource",
     "CachedRequestData",
     "CanonicalKVCaches",
@@ -145,7 +145,6 @@ __all__ = [
     "FreeKVCacheBlockQueue",
     "FullAttentionSpec",
     "GPULoadStoreSpec",
-    "JobResult",
     "KVCacheBlock",
     "KVCacheSpec",
     "KVConnectorBase_V1",
@@ -182,7 +181,7 @@ __all__ = [
     "SharedOffloadRegion",
     "SlidingWindowSpec",
     "SupportsHMA",
-    "TieringOffloadingManager",
+    "TieringOffloadingMetrics",
     "TieringOffloadingSpec",
     "TransferJob",
     "TransferResult",

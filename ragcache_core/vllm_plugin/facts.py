@@ -19,25 +19,19 @@ from vllm.v1.engine.core import EngineCore
 from ragcache_core.vllm_plugin import compat
 from ragcache_core.vllm_plugin.connector.gpu_connector import DocumentConnector
 from ragcache_core.vllm_plugin.connector.tiered_connector import RAGCacheConnector
-from ragcache_core.vllm_plugin.disk.manager import DiskTier
+from ragcache_core.vllm_plugin.lower.manager import TierManager
 from ragcache_core.vllm_plugin.offload.cpu_worker import CopyingWorker
-from ragcache_core.vllm_plugin.offload.host_tier import HostTier
 from ragcache_core.vllm_plugin.offload.spec import RAGCacheSpec
-from ragcache_core.vllm_plugin.offload.tiered_manager import TieredManager
 from ragcache_core.vllm_plugin.scheduler.block_pool import TreeBlockPool, TreeFreeBlockQueue
 from ragcache_core.vllm_plugin.scheduler.request_queue import CacheAwareRequestQueue
 from ragcache_core.vllm_plugin.scheduler.scheduler import AsyncTreeScheduler, SyncTreeScheduler
 from ragcache_core.vllm_plugin.server.metrics.prometheus import RAGCachePromMetrics
-from ragcache_core.vllm_plugin.shared.tier import SharedTier
 
 HOOKS: tuple[tuple[type, type], ...] = (
     (DocumentConnector, compat.KVConnectorBase_V1),
     (RAGCacheConnector, compat.OffloadingConnector),
     (RAGCacheSpec, compat.TieringOffloadingSpec),
-    (HostTier, compat.CPUPrimaryTierOffloadingManager),
-    (TieredManager, compat.TieringOffloadingManager),
-    (DiskTier, compat.SecondaryTierManager),
-    (SharedTier, compat.SecondaryTierManager),
+    (TierManager, compat.OffloadingManager),
     (CopyingWorker, compat.OffloadingWorker),
     (SyncTreeScheduler, compat.Scheduler),
     (AsyncTreeScheduler, compat.AsyncScheduler),

@@ -15,17 +15,16 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as offloading
-from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCacheTensor
+from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCacheTensor, TierFilter
 from vllm.v1.kv_offload.config import OffloadingParallelConfig
-from vllm.v1.kv_offload.tiering import manager as tiering
+from vllm.v1.kv_offload.tiering.base import JobResult
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from ragcache_core.vllm_plugin import compat
-from ragcache_core.vllm_plugin.disk.manager import DiskTier
+from ragcache_core.vllm_plugin.lower.manager import TierManager
 from ragcache_core.vllm_plugin.offload.cpu_worker import CopyingWorker
-from ragcache_core.vllm_plugin.offload.host_tier import HostTier
 from tests.vllm_facts.engine_facts import names, parameters, sets
 
 
@@ -33,13 +32,16 @@ def facts() -> dict[str, object]:
     """Return names, signatures and a few measured facts."""
     whole_offloading = inspect.getsource(offloading.OffloadingConnectorScheduler)
     return {
-        "primary_tier": [
-            sorted(set(re.findall(r"primary_tier\.(\w+)", inspect.getsource(tiering))) - set(dir(HostTier))),
-            parameters(compat.TieringOffloadingManager.__init__),
-        ],
+        "manager": {
+            name: parameters(getattr(compat.OffloadingManager, name))
+            for name in sorted(vars(TierManager))
+            if inspect.isfunction(getattr(compat.OffloadingManager, name, None)) and not name.startswith("_")
+        },
+        "manager_is_complete": sorted(TierManager.__abstractmethods__),
+        "manager_asks": sorted(set(re.findall(r"self\.manager\.(\w+)", whole_offloading)) - set(dir(TierManager))),
         "host_event": sorted({"keys", "medium", "removed"} - set(names(compat.OffloadingEvent))),
         "host_metrics": sorted(name for name in vars(compat.CPUOffloadingMetrics) if name.isupper()),
-        "tiering_sets": sets(compat.TieringOffloadingManager, "primary_tier", "secondary_tiers"),
+        "tiering_metrics": sorted(name for name in vars(compat.TieringOffloadingMetrics) if name.isupper()),
         "spec_sets": sets(
             compat.TieringOffloadingSpec,
             "num_chunks",
@@ -84,7 +86,6 @@ def facts() -> dict[str, object]:
             "backend" in AttentionConfig.__dataclass_fields__,
         ],
         "tier_init": parameters(compat.SecondaryTierManager.__init__),
-        "tier_is_complete": sorted(DiskTier.__abstractmethods__),
         "tier": {
             name: parameters(getattr(compat.SecondaryTierManager, name))
             for name in (
@@ -96,19 +97,23 @@ def facts() -> dict[str, object]:
                 "has_pending_work",
                 "drain_jobs",
                 "on_schedule_end",
+                "on_request_finished",
+                "serve_external_requests",
+                "take_events",
+                "get_stats",
                 "shutdown",
             )
         },
         "tier_reads": [
             isinstance(inspect.getattr_static(compat.SecondaryTierManager, "block_size_bytes"), property),
             [compat.LookupResult.HIT.name, compat.LookupResult.MISS.name, compat.Medium.STORAGE.name],
-            DiskTier.cache_hit_source.name,
-            "(tier.medium, tier.locality)" in inspect.getsource(tiering),
+            "load_tier_filter" in names(compat.ReqContext),
+            parameters(TierFilter.allows),
         ],
         "req_context": sorted({"req_id", "kv_transfer_params"} & set(names(compat.ReqContext))),
         "tier_factory": "module_path" in inspect.getsource(SecondaryTierFactory),
         "job": names(compat.TransferJob),
-        "result": names(compat.JobResult),
+        "result": names(JobResult),
         "offload_key": compat.get_offload_block_hash(b"hash" + bytes(4)) == b"hash",
         "worker": {
             name: parameters(getattr(compat.OffloadingWorker, name))
@@ -161,7 +166,6 @@ def facts() -> dict[str, object]:
             "pending": [
                 "self.manager.has_pending_work()"
                 in inspect.getsource(offloading.OffloadingConnectorScheduler.has_pending_push_work),
-                "tier.has_pending_work()" in inspect.getsource(compat.TieringOffloadingManager.has_pending_work),
             ],
             "limits": [
                 "max_offload_tokens" in offloading.RequestOffloadState.__annotations__,

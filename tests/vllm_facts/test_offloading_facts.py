@@ -15,20 +15,39 @@ def facts(all_facts: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def test_the_host_tier_stands_in_for_vllms(facts: dict[str, Any], since: Since) -> None:
-    lacking, arguments = facts["primary_tier"]
-    assert lacking == ["_num_chunks"], "HostTier sets this one when it is made; it needs what else vLLM's tiering asks"
-    assert arguments == ["self", "primary_tier", "secondary_tiers", *since("0.33", "tier_poll_interval_s")], (
-        "RAGCacheSpec makes the manager with the first two"
-    )
+def test_the_manager_of_tiers_answers_what_vllms_offloading_asks(facts: dict[str, Any], since: Since) -> None:
+    assert facts["manager_is_complete"] == [], "implement the new abstract methods in lower/manager.py"
+    assert facts["manager_asks"] == [], "vLLM's scheduler of copies asks for these: follow it in lower/manager.py"
+    assert facts["manager"] == {
+        "lookup": ["self", "key", "req_context"],
+        "get_load_source": ["self", "key", "req_context"],
+        "prepare_load": ["self", "keys", "req_context"],
+        "touch": ["self", "keys", "req_context"],
+        "complete_load": ["self", "keys", "req_context"],
+        "prepare_store": ["self", "keys", "req_context"],
+        "complete_store": ["self", "keys", "req_context", "success"],
+        "on_new_request": ["self", "req_context"],
+        "on_request_finished": ["self", "req_context"],
+        "take_events": ["self"],
+        "on_schedule_end": ["self", "context"],
+        "has_pending_work": ["self"],
+        "reset_cache": ["self"],
+        "get_stats": ["self"],
+        "shutdown": ["self"],
+    }, "follow the change in lower/manager.py"
     assert facts["host_event"] == [], "HostTier makes events with them"
     assert facts["host_metrics"] == [
         *("CPU_ALLOCATION_SIZE", "CPU_CACHE_READ_USAGE_PERC", "CPU_CACHE_USAGE_PERC", "CPU_CACHE_WRITE_USAGE_PERC"),
         "STORES_SKIPPED",
     ], "HostStats tells all but the last: nothing is skipped by a threshold"
-    assert facts["tiering_sets"] == ["primary_tier", "secondary_tiers"], (
-        "RAGCacheConnector reaches the tiers through them"
-    )
+    assert facts["tiering_metrics"] == [
+        *("ACTIVE_CASCADE_JOBS", "ACTIVE_PROMOTION_JOBS", "BACKPRESSURE_BLOCKS_DROPPED"),
+        *("BACKPRESSURE_STORES_DROPPED", "BACKPRESSURE_STORE_LATENCY_EMA", "CASCADE_JOB_FAILURES", "CHUNK_HITS"),
+        *("CHUNK_QUERIES", "LOOKUP_ASYNC_DELAY", "LOOKUP_SYNC_DELAY", "PRIMARY_READ_USAGE_PERC"),
+        *("PRIMARY_WRITE_USAGE_PERC", "PROMOTION_ALLOCATION_FAILURES", "PROMOTION_JOB_FAILURES"),
+        *since("0.33", "PROMOTION_LATENCY"),
+        *("READ_BYTES", "READ_TIME", "WRITE_BYTES", "WRITE_TIME"),
+    ], "JobStats reports lower tiers under these names"
 
 
 def test_the_offloading_spec_has_what_ours_builds_from(facts: dict[str, Any]) -> None:
@@ -48,11 +67,10 @@ def test_the_offloading_spec_has_what_ours_builds_from(facts: dict[str, Any]) ->
     )
 
 
-def test_the_disk_tier_is_asked_what_ours_answers(facts: dict[str, Any]) -> None:
+def test_vllms_own_tiers_take_what_ours_asks(facts: dict[str, Any]) -> None:
     assert facts["tier_init"] == [
         *("self", "offloading_spec", "primary_kv_view", "tier_type", "backpressure_detector"),
-    ], "follow it in DiskTier.__init__()"
-    assert facts["tier_is_complete"] == [], "implement the new abstract methods in disk/manager.py"
+    ], "RAGCacheSpec has vLLM's factory make them"
     assert facts["tier"] == {
         "on_new_request": ["self", "req_context"],
         "lookup": ["self", "key", "req_context"],
@@ -62,23 +80,24 @@ def test_the_disk_tier_is_asked_what_ours_answers(facts: dict[str, Any]) -> None
         "has_pending_work": ["self"],
         "drain_jobs": ["self"],
         "on_schedule_end": ["self", "context"],
+        "on_request_finished": ["self", "req_context"],
+        "serve_external_requests": ["self", "parent"],
+        "take_events": ["self"],
+        "get_stats": ["self"],
         "shutdown": ["self"],
-    }, "follow the change in disk/manager.py: of a hook that has another name it would never hear"
+    }, "follow the change in lower/vllm_tier.py"
     assert facts["tier_reads"] == [
-        *(True, ["HIT", "MISS", "STORAGE"], "DISK", True),
-    ], (
-        "DiskTier reads the first and answers with the second; "
-        "vLLM takes from DiskTier.medium what a hit there counts as, and which requests may look: find its new name"
-    )
+        *(True, ["HIT", "MISS", "STORAGE"], True, ["self", "medium", "locality"]),
+    ], "VLLMTier reads the first; TierManager asks with the last two which tiers a request may load from"
     assert facts["req_context"] == ["kv_transfer_params", "req_id"], (
         "HostTier reads them: without the first, what an adapter computed would outlive the engine"
     )
-    assert facts["tier_factory"], "arguments.py names DiskTier by type and module_path: find the new way"
+    assert facts["tier_factory"], "a tier of neither vLLM nor RAGCache is named by type and module_path"
     assert facts["job"] == ["job_id", "keys", "chunk_ids", "is_promotion", "req_context", "submit_time"], (
-        "DiskTier reads jobs"
+        "VLLMTier makes jobs"
     )
     assert facts["result"] == ["job_id", "success", "successful_keys", "transfer_time", "transfer_bytes"], (
-        "DiskTier makes results"
+        "VLLMTier reads results"
     )
     assert facts["offload_key"], "a key is no longer hash + 4 bytes of group: see kv_groups.unit_of()"
 
@@ -132,7 +151,7 @@ def test_the_offloading_connector_is_the_one_that_ours_extends(facts: dict[str, 
     assert facts["offloading_state"] == {
         "states": ["_req_status", "config", "_jobs"],
         "fence": True,
-        "pending": [True, True],
+        "pending": [True],
         "limits": [True, True, True],
         "group": [True, True, True, True],
         "running": [

@@ -69,7 +69,7 @@ class SharedStore(Protocol):
     """What is reported of a store that several engines use."""
 
     @property
-    def block_size_bytes(self) -> int:
+    def block_bytes(self) -> int:
         """Bytes of a block there."""
         ...
 
@@ -809,7 +809,7 @@ class CacheController:
         yield {
             "name": Origin.SHARED.label,
             "capacity_bytes": 0,
-            "used_bytes": num_blocks * self.shared.block_size_bytes,
+            "used_bytes": num_blocks * self.shared.block_bytes,
             "num_blocks": num_blocks,
             "num_evicted_blocks": 0,
             "num_hit_tokens": self.counters.num_tokens_by_tier[Origin.SHARED],

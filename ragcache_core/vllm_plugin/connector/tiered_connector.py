@@ -11,7 +11,6 @@ from ragcache_core.log import logger_of
 from ragcache_core.runtime.shared_memory import empty_region, region_place
 from ragcache_core.types import Origin, Tier
 from ragcache_core.vllm_plugin.build_context import building
-from ragcache_core.vllm_plugin.cache.forgetting import OutOfReach, why_in_store, why_on_disk
 from ragcache_core.vllm_plugin.compat import (
     CacheHitSource,
     KVConnectorHandshakeMetadata,
@@ -25,14 +24,11 @@ from ragcache_core.vllm_plugin.compat import (
     kv_bytes_per_block,
 )
 from ragcache_core.vllm_plugin.connector.gpu_connector import DocumentAware, DocumentConnector
-from ragcache_core.vllm_plugin.disk.manager import DiskTier
 from ragcache_core.vllm_plugin.disk.prefetcher import DiskPrefetcher
 from ragcache_core.vllm_plugin.offload.compat import (
     NoOffloading,
     fence_blocks,
-    has_events,
     needs_steps,
-    newest_store_below,
     num_copies_of_blocks,
     rows_in_copies,
     spoil_stores,
@@ -45,7 +41,6 @@ from ragcache_core.vllm_plugin.offload.layer_loads import LayerLoadMetadata, cal
 from ragcache_core.vllm_plugin.offload.spec import why_no_host
 from ragcache_core.vllm_plugin.offload.storing import StoringRequests
 from ragcache_core.vllm_plugin.offload.worker_memory import Rank, WorkerMemory, why_apart, why_uneven
-from ragcache_core.vllm_plugin.shared.tier import SharedTier
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -123,19 +118,15 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         events = vllm_config.kv_events_config
         self._tells_events = events is not None and events.enable_kv_cache_events
         if context.controller is not None:
-            host = self.scheduler.manager.primary_tier
+            host = self.scheduler.manager.host
             self._host = host if isinstance(host, HostTier) else None
             self._begin(context.controller)
             context.controller.forgetting.store_at_most = partial(store_at_most, self)
-            for tier in self.scheduler.manager.secondary_tiers:
-                if not isinstance(tier, DiskTier | SharedTier):  # vLLM's own, which know no documents
-                    why = f"vLLM's tier {tier.tier_type!r} may keep KV of its own: delete it there"
-                    context.controller.forgetting.add_holder(OutOfReach(why))
             if self._host is not None and context.loads_by_layer:
                 self._layer_loads = LayerLoads(
                     self, context.controller, num_workers=vllm_config.parallel_config.world_size
                 )
-            if self._host is not None and self.scheduler.manager.secondary_tiers:
+            if self._host is not None and self.scheduler.manager.lower:
                 self._prefetcher = DiskPrefetcher(
                     context.controller,
                     self._host.promises,
@@ -173,7 +164,7 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         empty_region(engine_id)
         for tier in (Tier.HOST, Tier.DISK):
             self.controller.remove_tier(tier)
-        self.controller.forgetting.remove_holder(self.scheduler.manager.primary_tier)
+        self.controller.forgetting.remove_holder(self.scheduler.manager.host)
         self._leave_stores()
         self._prefetcher = self._host = self._storing = self._layer_loads = None
         self.connector_scheduler = NoOffloading()
@@ -182,22 +173,19 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         """Go on without what reads in this process what workers have in host memory: disk, shared store and journal."""
         assert self.controller is not None
         manager = self.scheduler.manager
-        for tier in manager.secondary_tiers:
+        for tier in manager.lower:
             tier.shutdown()
         self._leave_stores()
-        manager.secondary_tiers.clear()
+        manager.lower.clear()
         self.controller.remove_tier(Tier.DISK)
         OffloadingConnector.reset_cache(self)
 
     def _leave_stores(self) -> None:
         """Have what is forgotten from now on say that disks and stores may have it from earlier starts."""
         assert self.controller is not None
-        for tier in self.scheduler.manager.secondary_tiers:
-            if isinstance(tier, DiskTier):
-                self.controller.forgetting.remove_holder(tier, why_left=why_on_disk([tier.path]))
-            elif isinstance(tier, SharedTier):
-                self.controller.forgetting.remove_holder(tier, why_left=why_in_store(tier.url))
-                self.controller.shared = None
+        for tier in self.scheduler.manager.lower:
+            self.controller.forgetting.remove_holder(tier, why_left=tier.why_left_behind)
+        self.controller.shared = None
 
     def on_new_request(self, request: Request) -> None:
         super().on_new_request(request)
@@ -263,9 +251,10 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
             return True
         if self._prefetcher is not None and self._prefetcher.is_prefetching:
             return True
-        if self._tells_events and has_events(self):
+        manager = self.scheduler.manager
+        if self._tells_events and manager.has_events:
             return True
-        newest, now_s = newest_store_below(self), time.monotonic()
+        newest, now_s = manager.newest_store, time.monotonic()
         if newest != self._waits_for:
             self._waits_for, self._waits_since_s = newest, now_s
         return newest is not None and now_s - self._waits_since_s < _STEPS_FOR_DISK_S
@@ -300,9 +289,8 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
                 self._host.rows.free([row for row in rows if row not in used])
 
     def forget_weights(self) -> None:
-        for tier in self.scheduler.manager.secondary_tiers:
-            if isinstance(tier, DiskTier | SharedTier):
-                tier.clear()
+        for tier in self.scheduler.manager.lower:
+            tier.clear()
 
     @property
     def _block_bytes(self) -> int:
@@ -341,7 +329,7 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
             )
         finally:
             if self._host is not None:
-                self._host.promises.end()
+                self._host.end_lookup()
         if matched[0] == 0:
             self._forget_promises(request)
         return matched
@@ -383,13 +371,8 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         return OffloadingConnector.get_kv_connector_stats(self)
 
     def _num_copies(self) -> int:
-        below = self.scheduler.manager.secondary_tiers
         num_layer_loads = 0 if self._layer_loads is None else len(self._layer_loads)
-        return (
-            num_copies_of_blocks(self)
-            + num_layer_loads
-            + sum(tier.num_open_jobs for tier in below if isinstance(tier, DiskTier | SharedTier))
-        )
+        return num_copies_of_blocks(self) + num_layer_loads + int(self.scheduler.manager.num_open_jobs)
 
     # On a worker
 

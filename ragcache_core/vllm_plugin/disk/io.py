@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -15,7 +15,8 @@ import numpy as np
 from ragcache_core.chunkstore import AsyncStore, ChunkStore, ChunkWrite, Scratch, aligned_rows, async_store
 from ragcache_core.errors import CacheWriteError
 from ragcache_core.log import logger_of
-from ragcache_core.vllm_plugin.disk.jobs import Erasure, LoadJob, LoadPart, Outcome, PendingChunk, StoreJob, WriteBatch
+from ragcache_core.vllm_plugin.disk.jobs import DiskStore, Erasure, Outcome, PendingChunk, PendingRun, WriteBatch
+from ragcache_core.vllm_plugin.lower.jobs import LoadPart, LoadTransfer
 
 logger = logger_of(__name__)
 
@@ -47,12 +48,11 @@ class DiskIO:
         self._num_free_buffers = max(num_buffered_bytes // store.chunk_bytes, 1)
         self._read_at_once = max(_READ_AT_ONCE_BYTES // store.chunk_bytes, 1)
         self._copied_at_once = min(self._num_free_buffers, store.chunks_per_batch)
-        self._jobs: queue.SimpleQueue[StoreJob | Outcome | WriteBatch | None] = queue.SimpleQueue()
-        self._held: set[StoreJob] = set()
+        self._jobs: queue.SimpleQueue[DiskStore | Outcome | WriteBatch | None] = queue.SimpleQueue()
+        self._held: set[DiskStore] = set()
         self._has_been_slow = False
         self._num_failures = 0  # the writer's
         self._num_known_failures = 0  # the scheduler's
-        self._copied: deque[int] = deque()
         self._written: deque[Outcome] = deque()
         self._is_done = threading.Condition()
         self._is_cleared = False
@@ -61,32 +61,26 @@ class DiskIO:
 
     # The scheduler's side
 
-    def has_room_for(self, num_chunks: int) -> bool:
-        """Return whether a job may wait: alone, or if all jobs together hold at most half of host memory.
-
-        Held chunks cannot be evicted.
-        """
-        num_held = self._num_held()
-        return not num_held or num_held + num_chunks <= len(self._rows) // 2
-
-    def store(self, job_id: int, chunks: list[PendingChunk], evicted: list[bytes]) -> None:
-        """Write chunks, parents first, after the chunks evicted for them are deleted."""
-        if not chunks and not evicted:
-            self._copied.append(job_id)
-            return
-        waiting_bytes = (self._num_held() + len(chunks)) * self._store.chunk_bytes
-        ends_s = time.monotonic() + _PATIENCE_S + waiting_bytes / _SLOWEST_BYTES_PER_S
-        job = StoreJob(job_id, chunks, evicted, ends_s, self._num_known_failures)
+    def store(self, runs: Sequence[PendingRun], evicted: list[bytes]) -> DiskStore:
+        """Begin to write chunks, parents first, after the chunks evicted for them are deleted."""
         with self._is_done:
+            num_waiting = sum(job.num_blocks for job in self._held) + sum(len(run.names) for run in runs)
+            timeout_s = _PATIENCE_S + num_waiting * self._store.chunk_bytes / _SLOWEST_BYTES_PER_S
+            job = DiskStore(runs, evicted, timeout_s, self._num_known_failures)
             self._held.add(job)
         self._jobs.put(job)
+        return job
 
-    def drop_unbuffered(self) -> None:
-        """Release host memory without waiting for the disk: chunks without a free buffer are dropped."""
+    def wake(self) -> None:
+        """Have the copier notice that jobs are to be released."""
         with self._is_done:
-            for job in self._held:
-                job.drops_unbuffered = True
             self._is_done.notify_all()
+
+    def release_rows(self) -> None:
+        """Have host memory copied or released without waiting for the disk: what finds no free buffer is dropped."""
+        self._release_held()
+        with self._is_done:
+            self._is_done.wait_for(lambda: not self._held)  # they wait for no disk any more
 
     def warn_of_slowness(self, num_chunks: int) -> None:
         """Log, the first time, that chunks are not written because the disk is too slow."""
@@ -99,33 +93,33 @@ class DiskIO:
                 self._store.path,
             )
 
-    def delete(self, keys: list[bytes]) -> None:
+    def delete(self, names: list[bytes]) -> None:
         """Delete chunks that the store may still hold, before any later write."""
-        self._write(WriteBatch(evicted=keys))
+        self._write(WriteBatch(evicted=names))
 
-    def erase(self, keys: list[bytes]) -> Erasure:
+    def erase(self, names: list[bytes]) -> Erasure:
         """Erase all bytes of chunks from the disk, after all earlier changes; also tried when it is out of service."""
-        erasure = Erasure(frozenset(keys))
+        erasure = Erasure(frozenset(names))
         self._jobs.put(WriteBatch(erasure=erasure))
         return erasure
 
-    def rename(self, names: list[tuple[bytes, str | None]]) -> None:
+    def rename(self, doc_ids: list[tuple[bytes, str | None]]) -> None:
         """Store the documents that chunks belong to, after all earlier changes."""
-        self._jobs.put(WriteBatch(names=names))
+        self._jobs.put(WriteBatch(doc_ids=doc_ids))
 
-    def load(self, job_id: int, keys: list[bytes], chunk_ids: list[int]) -> LoadJob:
-        """Begin to read chunks into the rows ``chunk_ids`` of host memory, in parts for all readers; return the job."""
-        size = min(max(-(-len(keys) // _NUM_READERS), self._read_at_once), self._store.chunks_per_batch)
-        starts = range(0, len(keys), size)
-        job = LoadJob(job_id, [LoadPart(keys[at : at + size], chunk_ids[at : at + size]) for at in starts])
-        for part in job.parts:
+    def load(self, names: list[bytes], rows: Sequence[int]) -> LoadTransfer:
+        """Begin to read chunks into rows of host memory, in parts for all readers."""
+        size = min(max(-(-len(names) // _NUM_READERS), self._read_at_once), self._store.chunks_per_batch)
+        load = LoadTransfer(names, rows, size)
+        for part in load.parts:
             self._disk.read(part, partial(self._read, part))
-        return job
+        return load
 
-    def take_copied(self) -> Iterator[int]:
-        """Yield the jobs whose host memory is released."""
-        while self._copied:
-            yield self._copied.popleft()
+    def is_late(self, load: LoadTransfer, limit_s: float) -> bool:
+        """Return whether no reader has begun a load in time; a read that hangs takes the disk out of service."""
+        return self.why_down() is not None or (
+            not load.is_begun and time.monotonic() - load.submitted_s > async_store.READ_TIMEOUT_S
+        )
 
     def take_written(self) -> Iterator[Outcome]:
         """Yield the outcomes of writes."""
@@ -142,11 +136,11 @@ class DiskIO:
 
     def clear(self) -> None:
         """Delete every chunk, after all earlier changes; a disk that hangs does it when it answers."""
-        self._finish_copies()
+        self.release_rows()
         self._is_cleared = False
         self._write(WriteBatch(clears=True))
 
-    def read_s(self, num_chunks: int) -> float | None:
+    def load_s(self, num_chunks: int) -> float | None:
         """Return how long the disk takes to read chunks, by its recent reads; None if that is unknown."""
         bytes_per_s = self._disk.read_bytes_per_s()
         return num_chunks * self._store.chunk_bytes / bytes_per_s if bytes_per_s else None
@@ -156,21 +150,21 @@ class DiskIO:
         return self._disk.why_down()
 
     @property
-    def is_resting(self) -> bool:
-        """Whether writing rests for a while, after a write that failed."""
-        return self._disk.writes.is_resting
+    def can_write(self) -> bool:
+        """Whether writing does not rest, as it does for a while after a write that failed."""
+        return not self._disk.writes.is_resting
 
     def take_down(self, why: str) -> None:
         """Take the disk out of service, and release host memory."""
         self._disk.take_down(why)
-        self.drop_unbuffered()
+        self._release_held()
 
     def finish_reads(self, timeout_s: float) -> bool:
         """Release host memory, and wait for all requested reads; return whether they end within ``timeout_s``.
 
         The caller then abandons reads that have not ended.
         """
-        self._finish_copies()
+        self.release_rows()
         return self._disk.finish_reads(timeout_s)
 
     @property
@@ -191,18 +185,15 @@ class DiskIO:
         self._jobs.put(None)
         self._copier.join(async_store.CLOSE_TIMEOUT_S)
         if self._copier.is_alive():  # it waits for a disk that does not answer
-            self._finish_copies()
+            self.release_rows()
         self._disk.close(ends_s)
         self._rows = self._rows[:0].copy()  # vLLM cannot unmap host memory while a view is open
 
-    def _num_held(self) -> int:
+    def _release_held(self) -> None:
         with self._is_done:
-            return sum(len(job.chunks) for job in self._held)
-
-    def _finish_copies(self) -> None:
-        self.drop_unbuffered()
-        with self._is_done:
-            self._is_done.wait_for(lambda: not self._held)  # they wait for no disk any more
+            for job in self._held:
+                job.release()
+            self._is_done.notify_all()
 
     def _write(self, batch: WriteBatch) -> None:
         self._disk.change(
@@ -218,64 +209,63 @@ class DiskIO:
         dropped: set[bytes] = set()  # the scheduler may not know of them yet
         while (job := self._jobs.get()) is not None:
             if isinstance(job, Outcome):
-                dropped.difference_update(job.keys)
-                continue
-            if isinstance(job, WriteBatch):
+                dropped.difference_update(job.names)
+            elif isinstance(job, WriteBatch):
                 self._write(job)
-                continue
-            try:
-                self._copy(job, dropped)
-            finally:
-                self._copied.append(job.job_id)
-                with self._is_done:
-                    self._held.discard(job)
-                    self._is_done.notify_all()
+            else:
+                try:
+                    self._copy(job, dropped)
+                finally:
+                    job.finish()
+                    with self._is_done:
+                        self._held.discard(job)
+                        self._is_done.notify_all()
 
-    def _copy(self, job: StoreJob, dropped: set[bytes]) -> None:
+    def _copy(self, job: DiskStore, dropped: set[bytes]) -> None:
         """Copy a job's chunks into buffers part by part; add the others and their descendants to ``dropped``."""
         if job.evicted:
             self._write(WriteBatch(evicted=job.evicted, job=job))
-        chunks, late = [], []
-        for chunk in job.chunks:
-            if chunk.parent in dropped:
-                dropped.add(chunk.key)
-                late.append(chunk.key)
+        chunks, late = list[PendingChunk](), list[bytes]()
+        for run in job.runs:
+            if run.note.parent in dropped:
+                dropped.update(run.names)
+                late += run.names
             else:
-                chunks.append(chunk)
-        while chunks:
-            num_chunks = self._take_buffers(job, min(len(chunks), self._copied_at_once))
-            if not num_chunks:
-                late += [chunk.key for chunk in chunks]
-                break
-            part, chunks = chunks[:num_chunks], chunks[num_chunks:]
-            batch = WriteBatch(chunks=part, job=job)
+                chunks += run.chunks()
+        while chunks and (num_chunks := self._take_buffers(job, min(len(chunks), self._copied_at_once))):
+            batch, chunks = WriteBatch(chunks=chunks[:num_chunks], job=job), chunks[num_chunks:]
             try:
-                batch.payloads = self._payloads_of(part)
+                batch.payloads = self._payloads_of(batch.chunks)
             except Exception as error:  # any error: the writer reports it, as no caller waits for this thread
                 job.error = error
             self._write(batch)
+        late += [chunk.name for chunk in chunks]
         if late:
             dropped.update(late)
-            if not job.drops_unbuffered:
+            if not job.is_released:
                 self.warn_of_slowness(len(late))
             self._written.append(Outcome(late, is_dropped=True))
 
     def _payloads_of(self, chunks: list[PendingChunk]) -> list[np.ndarray]:
         payloads = list(aligned_rows(len(chunks), self._store.chunk_bytes))
         for chunk, payload in zip(chunks, payloads, strict=True):
-            np.copyto(payload, self._rows[chunk.chunk_id])
+            np.copyto(payload, self._rows[chunk.row])
         return payloads
 
-    def _take_buffers(self, job: StoreJob, num_wanted: int) -> int:
+    def _take_buffers(self, job: DiskStore, num_wanted: int) -> int:
         """Wait for buffers and return how many are taken; fewer than wanted when the job must not wait any more."""
         with self._is_done:
             self._is_done.wait_for(
-                lambda: self._num_free_buffers >= num_wanted or job.drops_unbuffered,
-                max(job.ends_s - time.monotonic(), 0.0),
+                lambda: self._num_free_buffers >= num_wanted or job.is_released, timeout=job.remaining_s
             )
             num_taken = min(self._num_free_buffers, num_wanted)
             self._num_free_buffers -= num_taken
             return num_taken
+
+    def _return_buffers(self, num_buffers: int) -> None:
+        with self._is_done:
+            self._num_free_buffers += num_buffers
+            self._is_done.notify_all()
 
     def _apply(self, batch: WriteBatch) -> bool:
         """Apply a batch; return False if it is stale and nothing of it is stored."""
@@ -289,45 +279,43 @@ class DiskIO:
             logger.info("RAGCache has emptied %s", self._store.path)
         if batch.erasure is not None:
             try:
-                self._store.erase(batch.erasure.keys, self._disk.record_progress)
+                self._store.erase(batch.erasure.names, self._disk.record_progress)
             except CacheWriteError as error:
                 batch.erasure.error = error
                 self._disk.on_write_error(error)
-        if batch.names:
-            self._store.rename(batch.names)
+        if batch.doc_ids:
+            self._store.rename(batch.doc_ids)
         self._store.evict_many(batch.evicted)
         if batch.worths:
             with suppress(CacheWriteError):  # they only rank
                 self._store.update_notes(batch.worths)
         if batch.chunks:
             pairs = zip(batch.chunks, batch.payloads, strict=True)
-            self._store.write_many([ChunkWrite(chunk.key, payload.data, chunk.note) for chunk, payload in pairs])
+            self._store.write_many([ChunkWrite(chunk.name, payload.data, chunk.note) for chunk, payload in pairs])
         return True
 
     def _on_applied(self, batch: WriteBatch, error: Exception | None) -> None:
-        keys = [chunk.key for chunk in batch.chunks]
+        names = [chunk.name for chunk in batch.chunks]
         if batch.erasure is not None:
             batch.erasure.error, batch.erasure.is_done = error or batch.erasure.error, True
-        if keys and (batch.is_stale or error is not None):
+        if names and (batch.is_stale or error is not None):
             self._num_failures += 1  # unknown to the jobs that wait now
-        if keys or error is not None:
-            self._written.append(Outcome(keys, error, batch.is_stale, self._num_failures))
+        if names or error is not None:
+            self._written.append(Outcome(names, error, batch.is_stale, self._num_failures))
         self._is_cleared |= batch.clears and error is None
         if error is not None and batch.clears:
             logger.error("RC-RESET-FAILED: RAGCache's disk tier still has KV from before a reset: %s", error)
         batch.payloads.clear()
-        with self._is_done:
-            self._num_free_buffers += len(keys)
-            self._is_done.notify_all()
+        self._return_buffers(len(names))
 
     def _read(self, part: LoadPart, scratch: Scratch) -> int:
-        num_chunks = len(part.keys)
+        num_chunks = len(part.names)
         for first in range(0, num_chunks, self._read_at_once):
-            keys = part.keys[first : first + self._read_at_once]
-            rows = scratch.rows(len(keys), self._store.chunk_bytes)
-            found = [False] * len(keys)
+            names = part.names[first : first + self._read_at_once]
+            rows = scratch.rows(len(names), self._store.chunk_bytes)
+            found = [False] * len(names)
             try:
-                found = self._store.read_many([(key, row.data) for key, row in zip(keys, rows, strict=True)])
+                found = self._store.read_many([(name, row.data) for name, row in zip(names, rows, strict=True)])
             except Exception:  # whatever it is, these chunks are misses
                 logger.warning("RC-DISK-UNREADABLE: %s cannot be read: a miss", self._store.path, exc_info=True)
             if not part.move(partial(self._deliver, part, first, rows, found)):
@@ -338,5 +326,5 @@ class DiskIO:
     def _deliver(self, part: LoadPart, first: int, rows: np.ndarray, found: list[bool]) -> None:
         for i, is_found in enumerate(found):
             if is_found:
-                np.copyto(self._rows[part.chunk_ids[first + i]], rows[i])
+                np.copyto(self._rows[part.rows[first + i]], rows[i])
         part.found[first : first + len(found)] = found

@@ -2,45 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
-from ragcache_core.chunkstore import ChunkNote, Transfer
+from ragcache_core.chunkstore import ChunkNote
+from ragcache_core.vllm_plugin.lower.jobs import StoreTransfer
 
 
-class PendingChunk:
-    """A chunk of host memory in flight to the disk.
+@dataclass(frozen=True, slots=True)
+class PendingRun:
+    """Consecutive chunks of one tree node, in flight from host memory to the disk; each depends on the one before it.
 
-    Args:
-        key: under which it is stored.
-        chunk_id: its row of host memory.
-        first_note: the note of the first chunk of its run, which are consecutive chunks of one tree node.
-        parent: the key of the chunk before it; None for the first of a run, whose note has it.
-        offset: how many chunks of its run come before it.
+    Attributes:
+        names: under which they are stored.
+        rows: their rows of host memory.
+        note: of the first of them.
     """
 
-    __slots__ = ("_first_note", "_offset", "_parent", "chunk_id", "key")
+    names: Sequence[bytes]
+    rows: Sequence[int]
+    note: ChunkNote
 
-    def __init__(
-        self, key: bytes, chunk_id: int, first_note: ChunkNote, parent: bytes | None = None, offset: int = 0
-    ) -> None:
-        self.key = key
-        self.chunk_id = chunk_id
-        self._first_note = first_note
-        self._parent = parent
-        self._offset = offset
+    def chunks(self) -> Iterator[PendingChunk]:
+        """Yield them one by one: on the disk's thread."""
+        for offset, (name, row) in enumerate(zip(self.names, self.rows, strict=True)):
+            yield PendingChunk(name, row, self, offset)
 
-    @property
-    def parent(self) -> bytes | None:
-        """The key of the chunk before it."""
-        return self._parent if self._offset else self._first_note.parent
+
+class PendingChunk(NamedTuple):
+    """One chunk of a run."""
+
+    name: bytes
+    row: int
+    run: PendingRun
+    offset: int
 
     @property
     def note(self) -> ChunkNote:
-        """Its note, made on access: on the disk's thread."""
-        first = self._first_note
-        return replace(first, parent=self._parent, position=first.position + self._offset) if self._offset else first
+        """What is stored beside it."""
+        first, offset = self.run.note, self.offset
+        if not offset:
+            return first
+        return replace(first, parent=self.run.names[offset - 1], position=first.position + offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,67 +56,35 @@ class Outcome:
     ``num_failures`` is the number of failed writes so far.
     """
 
-    keys: list[bytes]
+    names: list[bytes]
     error: Exception | None = None
     is_dropped: bool = False
     num_failures: int = 0
 
 
-class LoadPart(Transfer):
-    """Chunks of a job that a reader reads at once."""
+class DiskStore(StoreTransfer):
+    """Chunks whose host memory is held until they are in buffers, or are dropped.
 
-    def __init__(self, keys: list[bytes], chunk_ids: list[int]) -> None:
-        super().__init__()
-        self.keys = keys
-        self.chunk_ids = chunk_ids
-        self.found = [False] * len(keys)
+    Args:
+        runs: the chunks, parents first.
+        evicted: the names of chunks that are deleted before.
+        timeout_s: how long it waits for buffers.
+        num_known_failures: failed writes that the scheduler knew of: chunks may depend on those that failed since.
+    """
 
+    def __init__(
+        self, runs: Sequence[PendingRun], evicted: list[bytes], timeout_s: float, num_known_failures: int
+    ) -> None:
+        super().__init__(sum(len(run.names) for run in runs), timeout_s)
+        self.runs = runs
+        self.evicted = evicted
+        self.num_known_failures = num_known_failures
+        self.error: Exception | None = None
+        self.is_released = False
 
-@dataclass(slots=True)
-class LoadJob:
-    """Chunks in flight into host memory, read in parts by several readers."""
-
-    job_id: int
-    parts: list[LoadPart]
-
-    @property
-    def keys(self) -> list[bytes]:
-        """All of them."""
-        return [key for part in self.parts for key in part.keys]
-
-    @property
-    def submitted_s(self) -> float:
-        """When it was asked for."""
-        return self.parts[0].submitted_s
-
-    @property
-    def is_begun(self) -> bool:
-        """Whether a reader has come to it."""
-        return any(part.progressed_s is not None for part in self.parts)
-
-    def is_ended(self) -> bool:
-        """Return whether each part was read or abandoned."""
-        return all(part.is_finished or part.is_abandoned for part in self.parts)
-
-    def abandon(self) -> None:
-        """Abandon parts that are not read yet: from now on nothing is written to host memory."""
-        for part in self.parts:
-            part.abandon()
-
-
-@dataclass(slots=True, eq=False)
-class StoreJob:
-    """Chunks whose host memory is held until they are in buffers, or are dropped."""
-
-    job_id: int
-    chunks: list[PendingChunk]
-    evicted: list[bytes]
-    ends_s: float
-    """Until when it waits for buffers."""
-    num_known_failures: int = 0
-    """Failed writes that the scheduler knew of: chunks may depend on those that failed since."""
-    drops_unbuffered: bool = False
-    error: Exception | None = None
+    def release(self) -> None:
+        """Wait for no further buffer; what finds one is copied still."""
+        self.is_released = True
 
 
 @dataclass(slots=True, eq=False)
@@ -120,23 +94,32 @@ class Erasure:
     An erasure with an ``error`` is retried when writing has rested; until then it is not done.
     """
 
-    keys: frozenset[bytes]
+    names: frozenset[bytes]
     is_done: bool = False
     error: Exception | None = None
 
 
 @dataclass(slots=True)
 class WriteBatch:
-    """One batch of the writer: free slots, then fill some; or erase chunks; or delete everything."""
+    """One batch of the writer: free slots, then fill some; or erase chunks; or delete everything.
+
+    Attributes:
+        evicted: the names of chunks to delete first.
+        chunks, payloads: what to write.
+        job: of these chunks.
+        worths: frequencies and costs to note, by name.
+        clears: delete everything.
+        erasure: what to erase.
+        is_stale: an earlier write failed that the scheduler did not know of when it made the job.
+        doc_ids: chunks whose stored document names are outdated, with the new names.
+    """
 
     evicted: list[bytes] = field(default_factory=list)
     chunks: list[PendingChunk] = field(default_factory=list)
     payloads: list[np.ndarray] = field(default_factory=list)
-    job: StoreJob | None = None
+    job: DiskStore | None = None
     worths: list[tuple[bytes, float, float]] = field(default_factory=list)
     clears: bool = False
     erasure: Erasure | None = None
     is_stale: bool = False
-    """Whether an earlier write failed that the scheduler did not know of when it made the job."""
-    names: list[tuple[bytes, str | None]] = field(default_factory=list)
-    """Chunks whose stored document names are outdated, with the new names."""
+    doc_ids: list[tuple[bytes, str | None]] = field(default_factory=list)

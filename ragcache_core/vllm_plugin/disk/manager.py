@@ -2,31 +2,28 @@
 
 The scheduler's thread decides what is kept and never waits for the disk. Other threads do the work::
 
-    scheduler            copier                   writer                      readers
-    submit_store  ->  copies the payloads,  ->  deletes evicted chunks,
-                      releases host memory      writes, commits
-    get_finished_jobs  <-----------------------------------------------------  submit_load
+    scheduler     copier                   writer                      readers
+    store   ->    copies the payloads, ->  deletes evicted chunks,
+                  releases host memory     writes, commits
+    take_ended  <----------------------------------------------------  load
 
 A chunk is stored under its unit's key. If the model has several KV cache groups, the key has the group as well. The
 tree knows one group only; chunks of the others are evicted with their units (:class:`OtherBlocks`).
 
-The copier has few buffers; host memory, which vLLM holds until a job has ended, waits for them. If the disk is too slow
+The copier has few buffers; host memory, which is held until a job has ended, waits for them. If the disk is too slow
 for that, chunks are dropped. After a failed write, as on a full disk, writing rests for a while and is tried again;
 reads go on. If the disk is gone, or does not answer in time, the tier is out of service, but the engine runs on.
 """
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, takewhile
+from itertools import compress, islice, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
-
-import numpy as np
+from typing import TYPE_CHECKING, cast
 
 from ragcache_core.chunkstore import ChunkStore, async_store
 from ragcache_core.chunkstore.regrowing import regrow
@@ -38,22 +35,18 @@ from ragcache_core.vllm_plugin.cache.controller import TierReport
 from ragcache_core.vllm_plugin.cache.forgetting import Forgotten, Freed, why_on_disk
 from ragcache_core.vllm_plugin.cache.kv_groups import OtherBlocks, group_of, offload_key, unit_of, units_of
 from ragcache_core.vllm_plugin.compat import (
-    JobResult,
-    LookupResult,
-    Medium,
+    CacheHitSource,
     OffloadingEvent,
     OffloadKey,
     ReqContext,
-    RequestOffloadingContext,
     ScheduleEndContext,
-    SecondaryTierManager,
-    TransferJob,
 )
 from ragcache_core.vllm_plugin.disk.events import DiskEvents
 from ragcache_core.vllm_plugin.disk.io import DiskIO
-from ragcache_core.vllm_plugin.disk.jobs import Erasure, LoadJob, PendingChunk
+from ragcache_core.vllm_plugin.disk.jobs import DiskStore, Erasure, PendingRun
 from ragcache_core.vllm_plugin.identity import MATCH_KEYS, kv_identity
-from ragcache_core.vllm_plugin.offload.host_tier import is_adapted
+from ragcache_core.vllm_plugin.lower.jobs import EndedJob, LoadTransfer, TierJob
+from ragcache_core.vllm_plugin.lower.transfers import TransferTier
 
 if TYPE_CHECKING:
     from ragcache_core.tree import EvictedUnit
@@ -68,64 +61,64 @@ _NOTED_AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Blocks of a request that lie on disk, one behind the other, and how many of them have to be read.
+    """Blocks of a request that lie on disk: their units, from the index ``first`` on without a gap.
 
-    They are a miss unless that ``pays``.
+    They are a miss unless loading ``pays``.
     """
 
-    blocks: set[Key]
+    first: int
+    units: Sequence[Key]
     pays: bool
-    num_read: int = 0
 
 
-class DiskTier(SecondaryTierManager):
-    """What vLLM's tiering offload asks of a tier below host memory; all methods run on the scheduler's thread."""
+class DiskTier(TransferTier):
+    """A tier below host memory on the disk of this machine."""
 
-    medium: ClassVar[Medium] = Medium.STORAGE
+    source = CacheHitSource.DISK
 
     def __init__(
         self,
-        offloading_spec: RAGCacheSpec,
-        primary_kv_view: memoryview,
-        tier_type: str,
+        spec: RAGCacheSpec,
+        host_memory: memoryview,
         directory: str,
         capacity_bytes: int,
         key_file: str | None = None,
-        backpressure_detector: Any = None,
     ) -> None:
         """Open the store, and put what it holds into the tree.
+
+        Args:
+            spec: has the controller and the identity of what is stored.
+            host_memory: rows of host memory, ``[num_rows, block_bytes]``.
+            directory: the cache directory.
+            capacity_bytes: the limit of what is stored.
+            key_file: has the keys of an encrypted store; without one, the environment may have them.
 
         Raises:
             CacheTierError: another engine uses it, it cannot be written to, or its capacity cannot work.
             ConfigError: nothing tells the model's weights from others, or there is no key in ``key_file``.
         """
-        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        assert offloading_spec.controller is not None
-        self._controller = offloading_spec.controller
-        self._tree = offloading_spec.controller.tree
-        self._groups = offloading_spec.controller.groups
-        self._others: OtherBlocks[bytes] = OtherBlocks(self._groups, self._tree, Tier.DISK)
+        assert spec.controller is not None
+        num_rows, block_bytes = host_memory.shape  # type: ignore[misc]  # typeshed: of any length
         store = ChunkStore(
             directory,
-            kv_identity(offloading_spec.config),
-            chunk_bytes=self.block_size_bytes,
+            kv_identity(spec.config),
+            chunk_bytes=block_bytes,
             capacity_bytes=capacity_bytes,
             match_keys=MATCH_KEYS,
             keys=load_keys(None if key_file is None else Path(key_file)),
         )
-        self._io = DiskIO(store, primary_kv_view)
+        self._io = DiskIO(store, host_memory)
+        super().__init__(spec.controller, self._io, num_rows, block_bytes)
         self.path = store.path
+        self.why_left_behind = why_on_disk([self.path])
         self._is_enabled = True
+        self._others: OtherBlocks[bytes] = OtherBlocks(self._groups, self._tree, Tier.DISK)
         self._stored: set[bytes] = set()
-        is_published = offloading_spec.kv_events_config.enable_kv_cache_events
-        self.events = DiskEvents(is_published, self._groups.key_of_name)
+        self._events = DiskEvents(spec.kv_events_config.enable_kv_cache_events, self._groups.key_of_name)
         self._writing: set[bytes] = set()
-        self._loads: dict[int, LoadJob] = {}
-        self._num_reading = 0
         self._found: dict[str, _Found] = {}
         self._erasures: list[Erasure] = []
         self._is_emptied = False
-        self._open_stores: set[int] = set()
         self._num_slots = store.num_slots
         self._report = TierReport(store.num_slots * store.slot_bytes, store.slot_bytes)
         if self._groups.others:
@@ -138,59 +131,34 @@ class DiskTier(SecondaryTierManager):
             raise
         self._controller.forgetting.add_holder(self)
 
-    # vLLM's SecondaryTierManager
+    # A tier below host memory
 
-    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        return RequestOffloadingContext()
+    def find(self, key: OffloadKey, context: ReqContext) -> Sequence[OffloadKey]:
+        if not self._is_enabled or self._groups.chunk_name(key) not in self._stored:
+            return ()
+        place = self._place_of(key, context)
+        if place is None:
+            return (key,)
+        state, index = place
+        found = self._found.get(context.req_id)
+        if found is None or not 0 <= index - found.first < len(found.units):
+            found = self._found[context.req_id] = self._find(state, index)
+        if not found.pays:
+            return ()
+        return (key,) if self._groups.others else self._run_of(found.units[index - found.first :])
 
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        is_here = self._is_enabled and self._groups.chunk_name(key) in self._stored
-        return LookupResult.HIT if is_here and self._pays(unit_of(key), key, req_context) else LookupResult.MISS
-
-    def submit_store(self, job_metadata: TransferJob) -> None:
-        self._open_stores.add(job_metadata.job_id)
+    def take_ended(self) -> Iterable[EndedJob]:
         self._take_in_written()
-        pending = []
-        evicted: list[bytes] = []
-        if self._is_enabled and not is_adapted(job_metadata.req_context):
-            new = self._new_chunks(job_metadata)
-            if new and (self._io.is_resting or not self._io.has_room_for(len(new))):
-                if not self._io.is_resting:
-                    self._io.warn_of_slowness(len(new))
-                self._controller.counters.num_dropped_chunks += len(new)
-                new.clear()
-            evicted = self._make_room(new)
-            pending = self._admit(new)
-            self.events.stored(new)
-        self._io.store(job_metadata.job_id, pending, evicted)
+        return super().take_ended()
 
-    def submit_load(self, job_metadata: TransferJob) -> None:
-        names = list(map(self._groups.chunk_name, job_metadata.keys))
-        self._hold(names)
-        self._num_reading += len(names)
-        chunk_ids = [int(chunk_id) for chunk_id in job_metadata.chunk_ids]
-        self._loads[job_metadata.job_id] = self._io.load(job_metadata.job_id, names, chunk_ids)
-
-    def get_finished_jobs(self) -> Iterable[JobResult]:
-        self._notice_failure()
-        self._take_in_written()
-        results = [JobResult(job_id, success=True) for job_id in self._io.take_copied()]
-        self._open_stores.difference_update(result.job_id for result in results)
-        overdue_s = time.monotonic() - async_store.READ_TIMEOUT_S
-        for load in list(self._loads.values()):
-            if not self._is_enabled or (not load.is_begun and load.submitted_s < overdue_s):
-                load.abandon()
-            if load.is_ended():
-                results.append(self._finish_load(load))
-        return results
-
-    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+    def end_step(self, context: ScheduleEndContext) -> None:
         """Have it noted now and then how often stored documents were used, for the next start.
 
         It is told of every step, so this is also where it is noticed that the disk fails, hangs or is gone.
         """
         self._notice_failure()
-        self._found.clear()  # what pays is being read by now
+        super().end_step(context)
+        self._found.clear()  # what pays is being loaded by now
         self._note_names()
         if len(self._controller.retrieved) < _NOTED_AT_ONCE:
             return
@@ -199,13 +167,14 @@ class DiskTier(SecondaryTierManager):
         if worths := [worth for worth in named if worth[0] in self._stored]:
             self._io.update_notes(worths)
 
-    def has_pending_work(self) -> bool:
-        return False  # neither what waits for the disk nor what is being written needs steps: see needs_steps()
+    @property
+    def has_events(self) -> bool:
+        return bool(self._events)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        return self.events.take()
+        return self._events.take()
 
-    def drain_jobs(self) -> None:
+    def drain(self) -> None:
         """Wait until the tier uses no host memory; reads that do not end in time are abandoned."""
         timeout_s = async_store.READ_TIMEOUT_S if self._is_enabled else 0.0
         if not self._io.finish_reads(timeout_s):
@@ -217,7 +186,7 @@ class DiskTier(SecondaryTierManager):
         self._io.close()
 
     def clear(self) -> None:
-        """Forget everything, and store nothing until the next start: the model's weights may have changed."""
+        """Delete everything, and store nothing until the next start: the model's weights may have changed."""
         patience_s = async_store.READ_TIMEOUT_S if self._is_enabled else _OUT_OF_SERVICE_PATIENCE_S
         self._disable("the caches were reset, and KV of other weights could not be told from what is stored")
         self._io.clear()
@@ -263,10 +232,10 @@ class DiskTier(SecondaryTierManager):
             self._is_emptied = False
         self._notice_failure()
         failed = [erasure for erasure in ended if erasure.error is not None and self._is_enabled]
-        waits = failed and self._io.is_resting
+        waits = failed and not self._io.can_write
         self._erasures = [erasure for erasure in self._erasures if not erasure.is_done or (waits and erasure in failed)]
         if failed and not waits:
-            self._erasures.append(self._io.erase(list(frozenset().union(*(erasure.keys for erasure in failed)))))
+            self._erasures.append(self._io.erase(list(frozenset().union(*(erasure.names for erasure in failed)))))
         return len(self._erasures)
 
     def why_left(self) -> str | None:
@@ -284,45 +253,17 @@ class DiskTier(SecondaryTierManager):
             f"before that, delete {self.path}"
         )
 
-    @property
-    def num_open_jobs(self) -> int:
-        """Reads and stores that vLLM does not know the end of yet."""
-        return len(self._loads) + len(self._open_stores)
-
-    @property
-    def newest_store(self) -> int | None:
-        """The latest job whose chunks of host memory wait for the disk; None where none does, or something is read."""
-        return None if self._loads else max(self._open_stores, default=None)
-
     # Inside
-
-    def _pays(self, block: Key, key: OffloadKey, req_context: ReqContext) -> bool:
-        """Return whether a block, with what is on disk behind it, is read in less time than it is computed.
-
-        By the measured times of both; where one of them is not known, it is.
-        """
-        if not self._controller.is_profiled:
-            return True
-        found = self._found.get(req_context.req_id)
-        if found is None or block not in found.blocks:
-            state, end = self._controller.state_of(req_context.req_id), req_context.get_offload_key_position(key)
-            if state is None or end is None:
-                return True
-            found = self._found[req_context.req_id] = self._find(state, end // self._controller.tokens_per_block - 1)
-        return found.pays
 
     def _find(self, state: RequestState, first: int) -> _Found:
         """Return what of a request is on disk from its block ``first`` on, without a gap."""
-        blocks = set(takewhile(lambda key: self._name_of(key) in self._stored, islice(state.keys, first, None)))
-        num_read = sum(1 for block in blocks if not self._is_in_host(block))
-        num_before = self._num_reading + sum(found.num_read for found in self._found.values())
-        read_s = self._io.read_s(num_before + num_read)
-        pays = read_s is None or read_s < self._controller.saved_s(state, first, len(blocks))
-        return _Found(blocks, pays, num_read if pays else 0)
-
-    def _is_in_host(self, block: Key) -> bool:
-        at = self._tree.locate(block)
-        return at is not None and bool(self._tree.resident_mask(at.node, Tier.HOST) >> at.unit & 1)
+        units = list(islice(state.keys, first, None))
+        names = list(map(self._name_of, units)) if self._groups.others else units
+        units = units[: sum(1 for _ in takewhile(self._stored.__contains__, names))]
+        if not self._controller.is_profiled:
+            return _Found(first, units, True)
+        num_to_load = len(units) - sum(mask.bit_count() for _, mask in self._in_host(units))
+        return _Found(first, units, self._pays(state, first, len(units), num_to_load)[0])
 
     def _note_names(self) -> None:
         """Have it noted which documents chunks are that were named after they had come here."""
@@ -338,17 +279,33 @@ class DiskTier(SecondaryTierManager):
 
     def _is_leaving(self, key: bytes, name: bytes) -> bool:
         """Return whether a chunk is forgotten, and still being copied or overwritten."""
-        return key in self._controller.leaving or any(name in erasure.keys for erasure in self._erasures)
+        return key in self._controller.leaving or any(name in erasure.names for erasure in self._erasures)
 
-    def _abandon_loads(self) -> None:
-        for load in self._loads.values():
-            load.abandon()
+    def _begin_store(self, job: TierJob) -> DiskStore | None:
+        self._take_in_written()
+        if not self._is_enabled:
+            return None
+        new = self._new_chunks(job)
+        if new and not (self._io.can_write and self._has_room(len(new))):
+            if self._io.can_write:
+                self._io.warn_of_slowness(len(new))
+            self._controller.counters.num_dropped_chunks += len(new)
+            new.clear()
+        evicted = self._make_room(new)
+        runs = self._admit(new)
+        self._events.stored(new)
+        return self._io.store(runs, evicted) if runs or evicted else None
 
-    def _new_chunks(self, job: TransferJob) -> dict[bytes, int]:
+    def _begin_load(self, job: TierJob) -> tuple[LoadTransfer, float]:
+        names = list(map(self._groups.chunk_name, job.keys))
+        self._hold(names)
+        return self._io.load(names, job.rows), async_store.READ_TIMEOUT_S
+
+    def _new_chunks(self, job: TierJob) -> dict[bytes, int]:
         """Return the chunks of a job that are not here yet, by depth; without what is before it, one is of no use."""
         self.num_left()
         keys = job.keys if self._groups.others else units_of(job.keys)
-        rows: dict[bytes, int] = dict(zip(keys, np.asarray(job.chunk_ids).tolist(), strict=True))
+        rows: dict[bytes, int] = dict(zip(keys, job.rows, strict=True))
         if self._controller.leaving or self._erasures:
             for name in [name for name in rows if self._is_leaving(self._groups.key_of_name(name), name)]:
                 del rows[name]
@@ -451,29 +408,27 @@ class DiskTier(SecondaryTierManager):
         for name in evicted if self._groups.others else ():
             self._others.discard(name)
         self._stored.difference_update(evicted)
-        self.events.removed(evicted)
+        self._events.removed(evicted)
         return evicted
 
-    def _admit(self, new: dict[bytes, int]) -> list[PendingChunk]:
-        """Add chunks to the tree, held until they are written, and return them with their notes."""
+    def _admit(self, new: dict[bytes, int]) -> list[PendingRun]:
+        """Add chunks to the tree, held until they are written, and return them with their notes, parents first."""
         self._writing.update(new)
-        self._hold([*new])
-        pending: dict[bytes, PendingChunk] = {}
-        for node, mask in self._tree.units_of(self._units_of(new)).items():
-            self._tree.add(node, mask, Tier.DISK)
-            for first, length in runs_of(mask):
-                note = self._groups.note_at(self._tree, Location(node, first))
-                names = [*map(self._name_of, node.keys[first : first + length])]
-                parents = [None, *names]
-                pending |= {
-                    name: PendingChunk(name, new[name], note, parents[offset], offset)
-                    for offset, name in enumerate(names)
-                }
-        for name in new if len(pending) < len(new) else ():
-            if name not in pending:
+        names = [name for name in new if self._is_unit(name)] if self._groups.others else list(new)
+        rows = list(new.values()) if len(names) == len(new) else [new[name] for name in names]
+        runs = []
+        for at, first, length in self._tree.runs([*self._units_of(names)]):
+            mask = (1 << length) - 1 << first.unit
+            self._tree.acquire_units(first.node, mask, Tier.DISK)
+            self._tree.add(first.node, mask, Tier.DISK)
+            note = self._groups.note_at(self._tree, first)
+            runs.append(PendingRun(names[at : at + length], rows[at : at + length], note))
+        for name in new if len(names) < len(new) else ():
+            if not self._is_unit(name):
+                self._others.discard(name)
                 note = self._groups.note_of(self._tree, self._groups.key_of_name(name))
-                pending[name] = PendingChunk(name, new[name], note)
-        return [pending[name] for name in new]
+                runs.append(PendingRun([name], [new[name]], note))
+        return runs
 
     def _units_of(self, names: Collection[bytes]) -> Collection[bytes]:
         """Return the units of chunks of full attention."""
@@ -505,13 +460,13 @@ class DiskTier(SecondaryTierManager):
         self._notice_failure()
         for outcome in self._io.take_written():
             self._controller.record_change()
-            self._writing.difference_update(outcome.keys)
-            known = outcome.keys
+            self._writing.difference_update(outcome.names)
+            known = outcome.names
             places = self._tree.locate_all(map(self._unit_of, known) if self._groups.others else known)
             if None in places:
                 known = [name for name, place in zip(known, places, strict=True) if place is not None]
             is_stored = self._is_enabled and outcome.error is None and not outcome.is_dropped
-            erased = {name for erasure in self._erasures for name in erasure.keys} if self._erasures else set()
+            erased = {name for erasure in self._erasures for name in erasure.names} if self._erasures else set()
             if is_stored:
                 self._stored.update(known if not erased else [name for name in known if name not in erased])
             if self._is_enabled:
@@ -520,37 +475,27 @@ class DiskTier(SecondaryTierManager):
                     if not is_stored or name in erased:
                         self._remove(name)
             if outcome.is_dropped or outcome.error is not None:
-                self._controller.counters.num_dropped_chunks += len(outcome.keys)
+                self._controller.counters.num_dropped_chunks += len(outcome.names)
 
-    def _finish_load(self, load: LoadJob) -> JobResult:
-        del self._loads[load.job_id]
-        self._num_reading -= len(load.keys)
-        loaded: list[OffloadKey] = []
+    def _finish_load(self, job: TierJob, load: LoadTransfer) -> Sequence[OffloadKey]:
         lost: list[bytes] = []
         for part in load.parts:
-            self._let_go(part.keys)
-            for name, is_loaded in zip(part.keys, part.found, strict=True):
-                if is_loaded:
-                    loaded.append(OffloadKey(self._groups.key_of_name(name)))
-                elif not part.is_abandoned and name in self._stored:  # else it was forgotten meanwhile
-                    self._controller.counters.num_corrupt_chunks += 1
-                    self._controller.record_change()
-                    self._remove(name)
-                    lost.append(name)
+            self._let_go(part.names)
+            if not part.is_abandoned and not all(part.found):
+                missing = [name for name, is_found in zip(part.names, part.found, strict=True) if not is_found]
+                lost += [name for name in missing if name in self._stored]  # else it was forgotten meanwhile
+        for name in lost:
+            self._remove(name)
         if lost:
+            self._controller.counters.num_corrupt_chunks += len(lost)
+            self._controller.record_change()
             self._io.delete(lost)  # the store keeps what it could not read, and its slot
-        return JobResult(
-            load.job_id,
-            success=len(loaded) == len(load.keys),
-            successful_keys=loaded,
-            transfer_time=time.monotonic() - load.submitted_s,
-            transfer_bytes=len(loaded) * self.block_size_bytes,
-        )
+        return list(compress(job.keys, load.found))
 
     def _remove(self, name: bytes) -> None:
         """Remove a chunk that is not, or no longer, on the disk: a miss."""
         self._stored.discard(name)
-        self.events.removed([name])
+        self._events.removed([name])
         if not self._is_unit(name):
             self._others.discard(name)
             return
@@ -568,7 +513,7 @@ class DiskTier(SecondaryTierManager):
         self._is_enabled = self._report.is_enabled = False
         self._io.take_down(why)
         self._stored.clear()
-        self.events.all_removed()
+        self._events.all_removed()
         self._others.clear()
         self._tree.clear_tier(Tier.DISK)
         self._controller.record_change()
@@ -579,7 +524,7 @@ class DiskTier(SecondaryTierManager):
             self._tree, store.entries(), Tier.DISK, self._controller.tokens_per_block, self._groups.unit_of_entry
         )
         self._stored.update(found)
-        self.events.stored(found)
+        self._events.stored(found)
         if self._groups.others:
             self._let_go(found)
         store.discard_many(orphans)

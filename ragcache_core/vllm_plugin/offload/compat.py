@@ -16,27 +16,11 @@ if TYPE_CHECKING:
 def needs_steps(connector: OffloadingConnector) -> bool:
     """Return whether the offloading has something to do that only an engine's step does, with requests or without.
 
-    vLLM steps as well while chunks of host memory wait for a tier below to take them. That may be a slow disk: what
+    vLLM steps as well while blocks of host memory wait for a lower tier to take them. That may be a slow disk: what
     becomes of them is taken in with the next step, and no step brings it nearer.
     """
     offloading = connector.scheduler
-    if not offloading.has_pending_push_work():
-        return False
-    tiers = offloading.manager.secondary_tiers
-    is_otherwise_busy = bool(offloading._jobs) or any(tier.has_pending_work() for tier in tiers)
-    return is_otherwise_busy or newest_store_below(connector) is None
-
-
-def has_events(connector: OffloadingConnector) -> bool:
-    """Return whether a tier below the GPU has KV events to tell, which only an engine's step does."""
-    manager = connector.scheduler.manager
-    return any(getattr(tier, "events", None) for tier in (manager.primary_tier, *manager.secondary_tiers))
-
-
-def newest_store_below(connector: OffloadingConnector) -> int | None:
-    """Return the latest job that waits for our disk, where nothing else is under way there; None for none."""
-    stores = [getattr(tier, "newest_store", None) for tier in connector.scheduler.manager.secondary_tiers]
-    return max((store for store in stores if store is not None), default=None)
+    return bool(offloading.has_pending_push_work() and (offloading._jobs or offloading.manager.newest_store is None))
 
 
 def num_copies_of_blocks(connector: OffloadingConnector) -> int:
@@ -118,7 +102,7 @@ class NoOffloading:
     """
 
     def __init__(self) -> None:
-        self.manager = SimpleNamespace(primary_tier=None, secondary_tiers=[])
+        self.manager = SimpleNamespace(host=None, lower=[], has_events=False, newest_store=None, num_open_jobs=0)
         self._jobs: dict[int, Any] = {}
         self._req_status: dict[str, Any] = {}
         self._current_batch_allocated_block_ids: set[int] = set()

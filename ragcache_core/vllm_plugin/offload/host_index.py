@@ -76,7 +76,7 @@ class HostIndex:
         self._is_closing = threading.Event()
         self._is_broken = False
         self._num_scrubs = 0
-        self._index = ChunkIndex(path, owner=path.parent.name)
+        self._index = ChunkIndex(path, path.parent.name, rows.shape[1])
         self._thread = threading.Thread(target=self._write, name="ragcache-host-journal", daemon=True)
         self.restored: list[tuple[int, ChunkEntry]] = []
         """The chunks whose bytes are what they were, parents first."""

@@ -1,7 +1,7 @@
 """The host tier: blocks of KV in rows of host memory, which the knowledge tree evicts.
 
-vLLM's offloading asks it where to store KV and where to load it from, as its ``CPUPrimaryTierOffloadingManager``; the
-tiers below read and write the same rows. A block of KV is an offload block here, by its key: its unit's hash and its
+vLLM's offloading asks it, through the manager of tiers, where to store KV and where to load it from; the tiers below
+read and write the same rows. A block of KV is an offload block here, by its key: its unit's hash and its
 group of KV caches. The tree knows those of full attention; those of other groups go with them, or before
 (:class:`OtherBlocks`).
 
@@ -83,7 +83,7 @@ class HostBlock:
 
 
 class HostTier:
-    """Blocks of KV in host memory by key; stands where vLLM's tiering has its primary tier.
+    """Blocks of KV in host memory by key.
 
     A forgotten block that is being copied is found no more, and goes when nothing holds it. Its row is overwritten:
     host memory outlives the engine.
@@ -111,9 +111,10 @@ class HostTier:
         self.events: list[OffloadingEvent] | None = [] if has_events else None
         self.rows = HostRows(num_rows)
         self.promises: Promises[OffloadKey] = Promises()
+        self._to_hold: list[OffloadKey] = []  # promised by the look-up under way
         self.journal: HostIndex | None = None
         self.num_other_blocks = 0
-        self._num_chunks = num_rows  # vLLM's tiering reads it
+        self.num_rows = num_rows
         self._is_selective = is_selective
         self._tree = controller.tree
         self._blocks: dict[OffloadKey, HostBlock] = {}
@@ -127,7 +128,7 @@ class HostTier:
         self._view: memoryview | None = None if region is None else region.create_kv_memoryview()
         controller.forgetting.add_holder(self)
 
-    # What vLLM's tiering asks
+    # What the manager of tiers asks
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Return that blocks are stored as they are computed."""
@@ -142,8 +143,8 @@ class HostTier:
         block = self._blocks.get(key)
         if block is None or key in self.controller.leaving:
             return LookupResult.MISS
-        if self.promises.is_looking_up:
-            self._promise(key, block)
+        if self.promises.is_looking_up and self.promises.add(key, is_ready=block.ref_cnt != _WRITING):
+            self._to_hold.append(key)
         return LookupResult.HIT_PENDING if block.ref_cnt == _WRITING else LookupResult.HIT
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
@@ -181,15 +182,25 @@ class HostTier:
 
         What ranks below all that would have to go is not stored.
         """
+        self._hold_promised()
         offered, chosen = self._admit(keys)
         return self._store(self._within_quotas(offered), req_context, chosen)
 
-    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
-        """Let blocks be found that are written; drop them where that failed."""
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True, num_readers: int = 0
+    ) -> None:
+        """Let blocks be found that are written; drop them where that failed.
+
+        Args:
+            keys: the blocks.
+            req_context: their request.
+            success: whether they are written.
+            num_readers: lower tiers that read them from now on, each until :meth:`complete_read`.
+        """
         ended: list[OffloadKey] = []
         for key, block in zip(keys, map(self._blocks.get, keys), strict=True):
             if block is not None and block.ref_cnt == _WRITING:
-                block.ref_cnt = 0
+                block.ref_cnt = num_readers
                 ended.append(key)
         self._num_written -= len(ended)
         if not success:
@@ -197,16 +208,25 @@ class HostTier:
                 self._drop(key)
             return
         self.promises.settle(ended)
-        self._release(ended)
+        if num_readers:  # they stay held; the journal is not kept beside lower tiers
+            self._num_read += len(ended)
+        else:
+            self._release(ended)
         self._tell(ended, removed=False)
 
-    prepare_read, complete_read, complete_write = prepare_load, complete_load, complete_store
+    complete_read, complete_write = complete_load, complete_store
 
-    def prepare_write(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """Return rows for what comes from a tier below; None, which is a miss, where a quota leaves none."""
-        if len(self._within_quotas(keys)) < len(keys):
-            return None
-        return self._store(keys, req_context, [])
+    def prepare_write(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        """Return rows for what comes from a tier below, as far as there is room and a quota allows; None for none.
+
+        What finds no room is left out from the end.
+        """
+        self._hold_promised()
+        keys = list(self._within_quotas(keys))
+        output = None
+        while keys and (output := self._store(keys, req_context, [])) is None:
+            del keys[len(keys) // 2 :]
+        return output
 
     def get_kv_memoryview(self) -> memoryview:
         """Return host memory, ``[num_rows, row_bytes]``."""
@@ -223,10 +243,6 @@ class HostTier:
         """Return vLLM's statistics of a primary tier."""
         return self._stats.take(self._num_read, self._num_written)
 
-    def config_info(self) -> list[dict[str, str]]:
-        """Return no labels for vLLM's info metric: the settings are in RAGCache's own."""
-        return [{}]
-
     def reset_cache(self) -> None:
         """Drop everything; what is stored after it does not outlive the engine: its weights may have changed."""
         self._are_kept_forgotten |= bool(self.controller.leaving)
@@ -236,6 +252,7 @@ class HostTier:
         self._unknown.clear()
         self._others.clear()
         self.promises.clear()
+        self._to_hold.clear()
         if self.journal is not None:
             self.journal.close()
             self.journal = None
@@ -251,6 +268,10 @@ class HostTier:
 
     # For the connector
 
+    def rows_of(self, keys: Iterable[OffloadKey]) -> list[int]:
+        """Return the rows of blocks that are here."""
+        return [self._blocks[key].row for key in keys]
+
     def row_of(self, key: OffloadKey) -> int | None:
         """Return the row of a block that is here."""
         block = self._blocks.get(key)
@@ -263,6 +284,11 @@ class HostTier:
         """
         self.drop_promises(request_id)
         self.promises.begin(request_id, num_local_tokens)
+
+    def end_lookup(self) -> None:
+        """End the look-up: what is found from now on is not promised."""
+        self._hold_promised()
+        self.promises.end()
 
     def drop_promises(self, request_id: str) -> None:
         """Drop what a request was promised: it has been loaded, or is not wanted any more."""
@@ -404,9 +430,9 @@ class HostTier:
         for node, units in self._arrive(keys).items():
             self._tree.acquire_units(node, units, Tier.HOST)
             self._tree.add(node, units, Tier.HOST)
-        if self.promises.is_looking_up:
+        if self.promises.is_looking_up:  # they are held already
             for key in keys:
-                self._promise(key, self._blocks[key])
+                self.promises.add(key, is_ready=ref_cnt != _WRITING)
 
     def _not_here(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
         blocks = self._blocks
@@ -482,9 +508,11 @@ class HostTier:
         for at, first, length in tree.runs(units):
             journal.seal(rows[at : at + length], units[at : at + length], self.groups.note_at(tree, first))
 
-    def _promise(self, key: OffloadKey, block: HostBlock) -> None:
-        if self.promises.add(key, is_ready=block.ref_cnt != _WRITING):
-            self._hold((key,))
+    def _hold_promised(self) -> None:
+        """Hold what the look-up under way has promised so far: before anything is evicted, and at its end."""
+        if self._to_hold:
+            promised, self._to_hold = self._to_hold, []
+            self._hold(promised)
 
     def _drop_idle(self, keys: Sequence[OffloadKey]) -> None:
         """Drop blocks that no transfer uses, as if they were evicted."""

@@ -1,10 +1,12 @@
-"""Host and disk below the GPU: vLLM's tiering offload, with the knowledge tree's policy and our disk tier."""
+"""Host and the tiers below it, below the GPU: vLLM's offloading, with the knowledge tree's policy and our tiers."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,30 +23,33 @@ from ragcache_core.vllm_plugin.cache.controller import CacheController, TierRepo
 from ragcache_core.vllm_plugin.cache.forgetting import OutOfReach, why_in_store, why_on_disk
 from ragcache_core.vllm_plugin.compat import (
     CanonicalKVCaches,
+    CPUOffloadingManager,
     CPUOffloadingWorker,
-    CPUPrimaryTierOffloadingManager,
     OffloadingConfig,
     OffloadingManager,
     OffloadingWorker,
     OffloadKey,
     SecondaryTierFactory,
-    SecondaryTierManager,
     SharedOffloadRegion,
     TieringOffloadingSpec,
     build_offloading_config,
 )
 from ragcache_core.vllm_plugin.identity import kv_identity
+from ragcache_core.vllm_plugin.lower.manager import TierManager
+from ragcache_core.vllm_plugin.lower.stats import unreported_metrics
+from ragcache_core.vllm_plugin.lower.vllm_tier import VLLMTier
 from ragcache_core.vllm_plugin.offload.cpu_worker import PlainCopies, copying_worker, worker_region
 from ragcache_core.vllm_plugin.offload.device_copies import DeviceCopies
 from ragcache_core.vllm_plugin.offload.host_index import HostIndex
 from ragcache_core.vllm_plugin.offload.host_tier import HostTier
 from ragcache_core.vllm_plugin.offload.layer_load_scheduler import can_load_by_layer
 from ragcache_core.vllm_plugin.offload.layer_loads import LayerCopies, LayerLoadWorker, tensors_by_layer
-from ragcache_core.vllm_plugin.offload.tiered_manager import TieredManager
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from ragcache_core.vllm_plugin.lower.tier import LowerTier
 
 logger = logger_of(__name__)
 
@@ -80,11 +85,41 @@ def _with_rows(config: OffloadingConfig, worker_bytes: int | None) -> Offloading
     return config if worker_bytes is None else replace(config, worker_kv_bytes_per_block=worker_bytes)
 
 
+def _is_own(config: Mapping[str, Any]) -> bool:
+    """Return whether a lower tier is one of RAGCache's, not of vLLM's."""
+    return str(config.get("module_path", "")).startswith("ragcache_core.")
+
+
+class VLLMHost(CPUOffloadingManager):
+    """vLLM's manager of host memory in its LRU order, for models that the tree cannot follow."""
+
+    def __init__(self, num_rows: int, region: SharedOffloadRegion, *, has_events: bool) -> None:
+        super().__init__(num_rows, enable_events=has_events)
+        self._region = region
+
+    def shutdown(self) -> None:
+        """Unmap host memory."""
+        super().shutdown()
+        self._region.cleanup()
+
+
 class RAGCacheSpec(TieringOffloadingSpec):
-    """Builds the host tier, the disk tier below it, and the copying worker of a platform without a GPU.
+    """Builds the host tier, the tiers below it, and the copying worker of a platform without a GPU.
 
     On the scheduler's side it also makes the :class:`CacheController`, which all of them share.
     """
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        """Return the metrics of host memory and of lower tiers; those of vLLM's own tiers that are used as well."""
+        of_vllm = [config for config in extra_config.get("secondary_tiers", []) if not _is_own(config)]
+        metrics = super().build_metric_definitions({**extra_config, "secondary_tiers": of_vllm})
+        return {name: metric for name, metric in metrics.items() if name not in unreported_metrics()}
+
+    @classmethod
+    def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:  # noqa: ARG003
+        """Return no labels for the info metric of vLLM 0.33: the settings are in RAGCache's own."""
+        return ()
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(_with_rows(config, current_context().worker_bytes))
@@ -98,7 +133,7 @@ class RAGCacheSpec(TieringOffloadingSpec):
                 f"{self.kv_bytes_per_chunk}: raise host_bytes, or leave host and disk out with host_bytes=0"
             )
         self.controller: CacheController | None = None
-        self._tiers: TieredManager | None = None
+        self._tiers: TierManager | None = None
         self._worker: OffloadingWorker | None = None
         self.layer_loads: LayerLoadWorker | None = None
         context = current_context()
@@ -112,9 +147,9 @@ class RAGCacheSpec(TieringOffloadingSpec):
             report = TierReport(self.num_chunks * self.kv_bytes_per_chunk, self.kv_bytes_per_chunk)
             self.controller = current_context().make_controller(report)
             self._warn_of_little_memory(report)
-            manager: TieredManager = self._build()
+            manager: TierManager = self._build()
             self._tiers = manager
-            host = manager.primary_tier
+            host = manager.host
             if isinstance(host, HostTier):
                 report.num_other_blocks = lambda: host.num_other_blocks
                 self._restore_host(manager, host)
@@ -132,7 +167,7 @@ class RAGCacheSpec(TieringOffloadingSpec):
                 in_engine * self.kv_bytes_per_chunk / (1 << 30),
             )
 
-    def _build(self) -> TieredManager:
+    def _build(self) -> TierManager:
         """Return the tiers, without disk and shared store where an engine that served before has lost them."""
         assert self.controller is not None
         holders = self.controller.forgetting.holders
@@ -158,7 +193,7 @@ class RAGCacheSpec(TieringOffloadingSpec):
         self.secondary_tier_configs = []
         return self._build_tiers()
 
-    def _build_tiers(self) -> TieredManager:
+    def _build_tiers(self) -> TierManager:
         """Return host memory and what is below it; where one cannot be opened, those before it are closed."""
         region = SharedOffloadRegion(
             engine_id=self.config.engine_id,
@@ -168,30 +203,43 @@ class RAGCacheSpec(TieringOffloadingSpec):
             cpu_page_size=self.cpu_page_size_per_worker,
         )
         with ExitStack() as opened:
-            primary = self._build_host(region)
-            opened.callback(primary.shutdown)
-            tiers: list[SecondaryTierManager] = []
+            host = self._build_host(region)
+            opened.callback(host.shutdown)
+            lower: list[LowerTier] = []
             for config in self.secondary_tier_configs:
-                tiers.append(SecondaryTierFactory.create_secondary_tier(config, primary.get_kv_memoryview(), self))
-                opened.callback(tiers[-1].shutdown)
-            manager = TieredManager(primary, tiers)
+                assert isinstance(host, HostTier)
+                lower.append(self._build_tier(config, host.get_kv_memoryview()))
+                opened.callback(lower[-1].shutdown)
+            manager = TierManager(host, lower, self.kv_bytes_per_chunk)
             opened.pop_all()
         return manager
 
-    def _build_host(self, region: SharedOffloadRegion) -> HostTier | CPUPrimaryTierOffloadingManager:
+    def _build_tier(self, config: Mapping[str, Any], host_memory: memoryview) -> LowerTier:
+        """Open a lower tier: one of ours, or one of vLLM's by its name."""
+        assert self.controller is not None
+        if not _is_own(config):
+            VLLMTier.check(config["type"], SecondaryTierFactory.get_tier_class(dict(config)))
+            tier = SecondaryTierFactory.create_secondary_tier(dict(config), host_memory, self)
+            return VLLMTier(tier, self.controller.forgetting)
+        kind = getattr(import_module(config["module_path"]), config["type"])
+        settings = {name: config[name] for name in config.keys() - {"type", "module_path", "backpressure"}}
+        opened: LowerTier = kind(self, host_memory, **settings)
+        return opened
+
+    def _build_host(self, region: SharedOffloadRegion) -> HostTier | VLLMHost:
         has_events = self.kv_events_config.enable_kv_cache_events
         if current_context().groups is None:
-            return CPUPrimaryTierOffloadingManager(self.num_chunks, region, "lru", enable_events=has_events)
+            return VLLMHost(self.num_chunks, region, has_events=has_events)
         assert self.controller is not None
         is_selective = self.controller.tree.policy.is_selective and not self.secondary_tier_configs
         return HostTier(self.num_chunks, self.controller, region, is_selective=is_selective, has_events=has_events)
 
-    def _restore_host(self, manager: TieredManager, host: HostTier) -> None:
+    def _restore_host(self, manager: TierManager, host: HostTier) -> None:
         """Take up what an engine that was killed left in host memory, and keep book for the next one.
 
         Not with a disk tier, which has it all.
         """
-        if not outlives_engine(self.config.engine_id) or manager.secondary_tiers:
+        if not outlives_engine(self.config.engine_id) or manager.lower:
             return
         assert self.controller is not None
         view = host.get_kv_memoryview()

@@ -28,7 +28,7 @@ from ragcache_core.chunkstore import Transfer, async_store
 from ragcache_core.chunkstore.async_store import Breaker, ReadRate
 from ragcache_core.chunkstore.remote import RemoteStore, brief
 from ragcache_core.log import logger_of
-from ragcache_core.vllm_plugin.disk.jobs import LoadJob, LoadPart
+from ragcache_core.vllm_plugin.lower.jobs import LoadPart, LoadTransfer, StoreTransfer
 from ragcache_core.vllm_plugin.shared.objects import Objects
 
 logger = logger_of(__name__)
@@ -61,13 +61,21 @@ class Inquiry(Transfer):
         self.found: set[str] = set()
 
 
-class PutJob(Transfer):
+class PutJob(StoreTransfer):
     """Chunks whose host memory is held until they are copied or abandoned."""
 
     def __init__(self, chunks: list[tuple[str, int, float]]) -> None:
         """``chunks`` are names, rows of host memory, and times of computation."""
-        super().__init__()
+        super().__init__(len(chunks), STORE_TIMEOUT_S)
         self.chunks = chunks
+
+
+@dataclass(frozen=True, slots=True)
+class SharedLoad:
+    """A part of a load, and where its objects' times of computation are put, by name."""
+
+    part: LoadPart
+    computed_s: dict[bytes, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +117,7 @@ class SharedIO:
         self._progressed_s = 0.0
         self._ends_s: float | None = None
         self._inquiries: queue.Queue[Inquiry | None] = queue.Queue(_MAX_LOOKUPS)
-        self._parts: queue.SimpleQueue[tuple[LoadPart, dict[str, float]] | None] = queue.SimpleQueue()
+        self._parts: queue.SimpleQueue[SharedLoad | None] = queue.SimpleQueue()
         self._changes: queue.SimpleQueue[PutJob | Deletion | None] = queue.SimpleQueue()
         self.num_damaged = 0
         self.num_dropped = 0
@@ -148,65 +156,58 @@ class SharedIO:
             self.reads.fail(TimeoutError(f"a look-up took longer than {LOOKUP_TIMEOUT_S:g} s"))
         return True
 
-    def load(self, job_id: int, names: list[str], chunk_ids: list[int]) -> tuple[LoadJob, dict[str, float]]:
-        """Begin to read chunks into rows of host memory; return the job, and a dict for their times of computation."""
-        computed_s: dict[str, float] = {}
-        size = min(max(-(-len(names) // _NUM_READERS), 1), self._at_once)
-        starts = range(0, len(names), size)
-        keys = [name.encode() for name in names]
-        job = LoadJob(job_id, [LoadPart(keys[at : at + size], chunk_ids[at : at + size]) for at in starts])
-        for part in job.parts:
-            self._parts.put((part, computed_s))
-        return job, computed_s
+    def load(self, names: list[bytes], rows: Sequence[int]) -> tuple[LoadTransfer, dict[bytes, float]]:
+        """Begin to read objects into rows of host memory; return that, and a dict for their times of computation."""
+        computed_s: dict[bytes, float] = {}
+        load = LoadTransfer(names, rows, min(max(-(-len(names) // _NUM_READERS), 1), self._at_once))
+        for part in load.parts:
+            self._parts.put(SharedLoad(part, computed_s))
+        return load, computed_s
 
-    def is_loaded(self, job: LoadJob, limit_s: float) -> bool:
-        """Return whether a load has ended; one that stalls, or takes longer than ``limit_s``, is abandoned."""
-        if job.is_ended():
-            return True
+    def is_late(self, load: LoadTransfer, limit_s: float) -> bool:
+        """Return whether a load stalls, or takes longer than ``limit_s``: then reading rests."""
         now_s = time.monotonic()
-        progress_s = max(job.submitted_s, self._progressed_s)
         if self.reads.is_resting:
-            why = None
-        elif now_s - progress_s > STALL_TIMEOUT_S:
+            return True
+        if now_s - max(load.submitted_s, self._progressed_s) > STALL_TIMEOUT_S:
             why = f"nothing came for {STALL_TIMEOUT_S:g} s"
-        elif now_s - job.submitted_s > limit_s:
+        elif now_s - load.submitted_s > limit_s:
             why = f"a load took longer than {limit_s:.3g} s"
         else:
             return False
-        job.abandon()
-        if why is not None:
-            self.reads.fail(TimeoutError(why))
-        return job.is_ended()
+        self.reads.fail(TimeoutError(why))
+        return True
+
+    @property
+    def can_write(self) -> bool:
+        """Whether writing does not rest after a failure."""
+        return not self.writes.is_resting
+
+    def wake(self) -> None:
+        """Do nothing: no thread waits for a store that was released."""
 
     def load_s(self, num_chunks: int) -> float | None:
         """Return how long a load of chunks takes, by recent reads; None if that is unknown."""
         bytes_per_s = self._rate.bytes_per_s(time.monotonic())
         return num_chunks * self._objects.chunk_bytes / bytes_per_s if bytes_per_s else None
 
-    def put(self, chunks: list[tuple[str, int, float]]) -> PutJob | None:
-        """Begin to write the chunks that are not known to exist; None if no host memory is held.
-
-        None also while the store rests, or half of host memory waits for it: then the chunks are dropped and counted.
-        """
+    def unknown(self, chunks: list[tuple[str, int, float]]) -> list[tuple[str, int, float]]:
+        """Return the chunks that are not known to exist."""
         with self._lock:
-            new = [chunk for chunk in chunks if chunk[0] not in self._known]
-            if not new:
-                return None
-            is_full = self._num_waiting and self._num_waiting + len(new) > len(self._rows) // 2
-            if self.writes.is_resting or is_full:
-                self.num_dropped += len(new)
-                return None
-            self._num_waiting += len(new)
-        job = PutJob(new)
+            return [chunk for chunk in chunks if chunk[0] not in self._known]
+
+    def put(self, chunks: list[tuple[str, int, float]]) -> PutJob:
+        """Begin to write chunks."""
+        job = PutJob(chunks)
+        with self._lock:
+            self._num_waiting += len(chunks)
         self._changes.put(job)
         return job
 
-    def is_put(self, job: PutJob) -> bool:
-        """Return whether a job no longer needs its host memory; one that waits too long is dropped."""
-        is_late = time.monotonic() > job.submitted_s + STORE_TIMEOUT_S or self.writes.is_resting
-        if not job.is_finished and not job.is_abandoned and is_late:
-            job.abandon()
-        return job.is_finished or job.is_abandoned
+    def drop(self, num_chunks: int) -> None:
+        """Count chunks that are not written."""
+        with self._lock:
+            self.num_dropped += num_chunks
 
     def unlearn(self, names: Sequence[str]) -> None:
         """Have missing or unusable objects written again."""
@@ -303,7 +304,7 @@ class SharedIO:
 
     def _run_reads(self) -> None:
         while (one := self._parts.get()) is not None:
-            part, computed_s = one
+            part = one.part
             if self._ends_s is not None or self.reads.is_resting:
                 part.abandon()
             if part.is_abandoned:
@@ -311,7 +312,7 @@ class SharedIO:
             self._rate.begin(time.monotonic())
             num_bytes = 0
             try:
-                num_bytes = self._read(part, computed_s)
+                num_bytes = self._read(one)
                 self.reads.succeed()
             except Exception as error:  # whatever a client raises, it is a miss
                 part.abandon()
@@ -319,8 +320,9 @@ class SharedIO:
             finally:
                 self._rate.end(time.monotonic(), num_bytes)
 
-    def _read(self, part: LoadPart, computed_s: dict[str, float]) -> int:
-        names = [key.decode() for key in part.keys]
+    def _read(self, load: SharedLoad) -> int:
+        part = load.part
+        names = [name.decode() for name in part.names]
         num_bytes = 0
         for at, data in enumerate(self._store.get(names)):
             unpacked = None if data is None else self._objects.unpack(names[at], data)
@@ -331,13 +333,13 @@ class SharedIO:
             row, moment_s = unpacked
             if not part.move(partial(self._deliver, part, at, row)):
                 return num_bytes
-            computed_s[names[at]] = moment_s
+            load.computed_s[part.names[at]] = moment_s
             num_bytes += self._objects.chunk_bytes
         part.finish()
         return num_bytes
 
     def _deliver(self, part: LoadPart, at: int, row: np.ndarray) -> None:
-        np.copyto(self._rows[part.chunk_ids[at]], row)
+        np.copyto(self._rows[part.rows[at]], row)
         part.found[at] = True
         self._progressed_s = time.monotonic()
 

@@ -9,36 +9,33 @@ data, is a miss: a chunk is used only if its checksum matches.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress, islice, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING
 
 from ragcache_core.chunkstore.remote import open_remote
 from ragcache_core.chunkstore.sealing import load_keys
 from ragcache_core.log import logger_of
-from ragcache_core.vllm_plugin.cache.forgetting import Forgotten, Freed
-from ragcache_core.vllm_plugin.cache.kv_groups import offload_key, unit_of
+from ragcache_core.vllm_plugin.cache.forgetting import Forgotten, Freed, why_in_store
+from ragcache_core.vllm_plugin.cache.kv_groups import offload_key, offload_keys, unit_of
 from ragcache_core.vllm_plugin.compat import (
     CacheHitSource,
-    JobResult,
     Locality,
-    LookupResult,
-    Medium,
     OffloadKey,
     ReqContext,
-    RequestOffloadingContext,
     ScheduleEndContext,
-    SecondaryTierManager,
-    TransferJob,
 )
 from ragcache_core.vllm_plugin.identity import shared_identity
+from ragcache_core.vllm_plugin.lower.jobs import EndedJob, LoadTransfer, TierJob
+from ragcache_core.vllm_plugin.lower.transfers import TransferTier
 from ragcache_core.vllm_plugin.offload.host_tier import is_adapted
 from ragcache_core.vllm_plugin.shared.io import LOAD_TIMEOUT_S, Inquiry, PutJob, SharedIO
 from ragcache_core.vllm_plugin.shared.objects import Objects
 
 if TYPE_CHECKING:
-    from ragcache_core.vllm_plugin.disk.jobs import LoadJob
+    from ragcache_core.vllm_plugin.cache.request_state import Key
     from ragcache_core.vllm_plugin.offload.spec import RAGCacheSpec
 
 logger = logger_of(__name__)
@@ -47,140 +44,112 @@ _SHORTEST_LIMIT_S = 0.2
 
 
 @dataclass(slots=True)
-class _Asked:
+class _StoreQuery:
     """A request's query to the store, and the chunks that it may load.
 
     Attributes:
-        first: the first block that its own engine does not have.
+        inquiry: the query.
+        first: the index of the first block that its own engine does not have.
+        units: the blocks from there on.
         found: names of the chunks to load; None until the store has answered.
         limit_s: how long a load of them may take.
     """
 
     inquiry: Inquiry
     first: int
+    units: Sequence[Key]
     found: set[str] | None = None
     limit_s: float = LOAD_TIMEOUT_S
 
 
-@dataclass(slots=True)
-class _Load:
-    job: LoadJob
-    request_id: str
-    keys: list[OffloadKey]
-    computed_s: dict[str, float]
-    limit_s: float
+class SharedTier(TransferTier):
+    """A tier below host memory in a store of several engines."""
 
-
-class SharedTier(SecondaryTierManager):
-    """What vLLM's tiering offload asks of a tier below host memory, over a store of several engines."""
-
-    medium: ClassVar[Medium] = Medium.STORAGE
-    cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED
+    source = CacheHitSource.EXTERNAL_UNSPECIFIED
+    locality = Locality.REMOTE
 
     def __init__(
         self,
-        offloading_spec: RAGCacheSpec,
-        primary_kv_view: memoryview,
-        tier_type: str,
+        spec: RAGCacheSpec,
+        host_memory: memoryview,
         url: str,
         ttl_s: float | None = None,
         key_file: str | None = None,
-        backpressure_detector: Any = None,
     ) -> None:
         """Begin to use the store at ``url``, which need not answer yet.
+
+        Args:
+            spec: has the controller and the identity of what is stored.
+            host_memory: rows of host memory, ``[num_rows, block_bytes]``.
+            url: of the store.
+            ttl_s: seconds after which the store deletes an object.
+            key_file: has the keys of encrypted objects.
 
         Raises:
             ConfigError: it cannot be used at all, nothing tells the model's weights from others, or there is no key in
                 ``key_file``.
         """
-        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        assert offloading_spec.controller is not None
-        self.locality = Locality.REMOTE
-        self.url = url
-        self._controller = offloading_spec.controller
-        self._groups = offloading_spec.controller.groups
+        assert spec.controller is not None
+        num_rows, block_bytes = host_memory.shape  # type: ignore[misc]  # typeshed: of any length
         keys = load_keys(None if key_file is None else Path(key_file))
-        self._objects = Objects(shared_identity(offloading_spec.config), self.block_size_bytes, keys)
-        self._io = SharedIO(open_remote(url, ttl_s=ttl_s), self._objects, primary_kv_view)
+        self._objects = Objects(shared_identity(spec.config), block_bytes, keys)
+        self._io = SharedIO(open_remote(url, ttl_s=ttl_s), self._objects, host_memory)
+        super().__init__(spec.controller, self._io, num_rows, block_bytes)
+        self.url = url
+        self.why_left_behind = why_in_store(url)
         self._is_enabled = True
-        self._asked: dict[str, _Asked] = {}
-        self._loads: dict[int, _Load] = {}
-        self._num_loading = 0
-        self._puts: dict[int, PutJob] = {}
-        self._done: list[int] = []
+        self._queries: dict[str, _StoreQuery] = {}
+        self._computed_s: dict[int, dict[bytes, float]] = {}
         self._counted = (0, 0, 0, 0)
         self._controller.shared = self
         self._controller.forgetting.add_holder(self)
         logger.info("RAGCache shares KV at %s, under %s", url, self._objects.prefix)
 
-    # vLLM's SecondaryTierManager
+    # A tier below host memory
 
-    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        return RequestOffloadingContext()
+    def find(self, key: OffloadKey, context: ReqContext) -> Sequence[OffloadKey] | None:
+        if not self._is_used or is_adapted(context) or (place := self._place_of(key, context)) is None:
+            return ()
+        state, index = place
+        query = self._queries.get(context.req_id)
+        if query is None:
+            units = state.keys[index : state.num_prompt_tokens // self._controller.tokens_per_block]
+            query = self._queries[context.req_id] = _StoreQuery(self._ask(units), index, units)
+        if query.found is None:
+            if not self._io.is_answered(query.inquiry):
+                return None
+            self._weigh(query, context.req_id)
+        assert query.found is not None
+        if self._name_of(key) not in query.found:
+            return ()
+        if self._groups.others or index < query.first:
+            return (key,)
+        at = index - query.first
+        num_found = sum(1 for _ in takewhile(query.found.__contains__, islice(query.inquiry.chain, at, None)))
+        return self._run_of(query.units[at : at + num_found])
 
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        if not self._is_used or is_adapted(req_context):
-            return LookupResult.MISS
-        asked = self._asked.get(req_context.req_id)
-        if asked is None and (asked := self._ask(key, req_context)) is None:
-            return LookupResult.MISS
-        if asked.found is None:
-            if not self._io.is_answered(asked.inquiry):
-                return LookupResult.RETRY
-            self._weigh(asked, req_context.req_id)
-        assert asked.found is not None
-        return LookupResult.HIT if self._name_of(key) in asked.found else LookupResult.MISS
-
-    def submit_store(self, job_metadata: TransferJob) -> None:
-        chunks = []
-        if self._is_used and not is_adapted(job_metadata.req_context):
-            for key, chunk_id in zip(job_metadata.keys, job_metadata.chunk_ids, strict=True):
-                at = self._controller.tree.locate(unit_of(key))
-                if at is not None and key not in self._controller.leaving:
-                    computed_s = self._controller.tree.now_s if at.node.stored_s is None else at.node.stored_s
-                    chunks.append((self._name_of(key), int(chunk_id), computed_s))
-        job = self._io.put(chunks)
-        if job is None:
-            self._done.append(job_metadata.job_id)
-        else:
-            self._puts[job_metadata.job_id] = job
-
-    def submit_load(self, job_metadata: TransferJob) -> None:
-        keys, request_id = list(job_metadata.keys), job_metadata.req_context.req_id
-        job, computed_s = self._io.load(
-            job_metadata.job_id, list(map(self._name_of, keys)), [int(chunk_id) for chunk_id in job_metadata.chunk_ids]
-        )
-        asked = self._asked.get(request_id)
-        limit_s = LOAD_TIMEOUT_S if asked is None else asked.limit_s
-        self._loads[job_metadata.job_id] = _Load(job, request_id, keys, computed_s, limit_s)
-        self._num_loading += len(keys)
-
-    def get_finished_jobs(self) -> Iterable[JobResult]:
-        ended = [job_id for job_id, job in self._puts.items() if self._io.is_put(job)]
-        for job_id in ended:
-            del self._puts[job_id]
-        results = [JobResult(job_id, success=True) for job_id in (*self._done, *ended)]
-        self._done.clear()
-        loaded = [load for load in self._loads.values() if self._io.is_loaded(load.job, load.limit_s)]
-        results += map(self._finish, loaded)
+    def take_ended(self) -> Iterable[EndedJob]:
+        ended = super().take_ended()
         self._count()
-        return results
+        return ended
 
-    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+    def end_step(self, context: ScheduleEndContext) -> None:
+        super().end_step(context)
         self._count()
 
-    def on_request_finished(self, req_context: ReqContext) -> None:
-        self._asked.pop(req_context.req_id, None)
+    def end_request(self, context: ReqContext) -> None:
+        self._queries.pop(context.req_id, None)
 
+    @property
     def has_pending_work(self) -> bool:
-        """Return whether an engine without requests goes on stepping, to report the work of the threads."""
+        """Whether an engine without requests goes on stepping, to report the work of the threads."""
         return self._io.is_writing or self._figures() != self._counted
 
-    def drain_jobs(self) -> None:
+    def drain(self) -> None:
         """Stop all use of host memory by the tier: loads and stores in flight are abandoned."""
         self._abandon_loads()
-        for job in self._puts.values():
-            job.abandon()
+        for store in self._stores.values():
+            store.release()
 
     def shutdown(self) -> None:
         self._abandon_loads()
@@ -192,12 +161,7 @@ class SharedTier(SecondaryTierManager):
         Its chunks belong to the old weights, and are valid for engines that have them.
         """
         self._is_enabled = False
-        self.drain_jobs()
-
-    @property
-    def num_open_jobs(self) -> int:
-        """Loads and stores that vLLM does not know the end of yet."""
-        return len(self._loads) + len(self._puts)
+        self.drain()
 
     # What the controller reports
 
@@ -222,9 +186,9 @@ class SharedTier(SecondaryTierManager):
         groups = (self._groups.main, *self._groups.others)
         names = [self._name_of(OffloadKey(offload_key(unit, group))) for unit in forgotten.units for group in groups]
         gone = set(names)
-        for asked in self._asked.values():
-            if asked.found is not None:
-                asked.found -= gone
+        for query in self._queries.values():
+            if query.found is not None:
+                query.found -= gone
         if names:
             self._io.delete(names, is_retried=forgotten.is_all or bool(forgotten.doc_ids))
         return Freed()
@@ -253,72 +217,69 @@ class SharedTier(SecondaryTierManager):
     def _is_used(self) -> bool:
         return self._is_enabled and not self._io.is_given_up
 
-    def _abandon_loads(self) -> None:
-        for load in self._loads.values():
-            load.job.abandon()
+    def _begin_store(self, job: TierJob) -> PutJob | None:
+        if not self._is_used:
+            return None
+        chunks = []
+        for key, row in zip(job.keys, job.rows, strict=True):
+            at = self._tree.locate(unit_of(key))
+            if at is not None and key not in self._controller.leaving:
+                computed_s = self._tree.now_s if at.node.stored_s is None else at.node.stored_s
+                chunks.append((self._name_of(key), row, computed_s))
+        new = self._io.unknown(chunks)
+        if new and self._io.can_write and self._has_room(len(new)):
+            return self._io.put(new)
+        self._io.drop(len(new))
+        return None
+
+    def _begin_load(self, job: TierJob) -> tuple[LoadTransfer, float]:
+        names = [self._name_of(key).encode() for key in job.keys]
+        load, self._computed_s[job.number] = self._io.load(names, job.rows)
+        query = self._queries.get(job.context.req_id)
+        return load, LOAD_TIMEOUT_S if query is None else query.limit_s
+
+    def _finish_load(self, job: TierJob, load: LoadTransfer) -> Sequence[OffloadKey]:
+        computed_s = self._computed_s.pop(job.number)
+        max_age = self._controller.settings.max_age
+        oldest_s = None if max_age is None else self._tree.now_s - max_age
+        loaded = []
+        for key in compress(job.keys, load.found):
+            name = self._name_of(key)
+            moment_s = computed_s.get(name.encode())
+            if oldest_s is not None and (moment_s is None or moment_s < oldest_s):
+                self._io.unlearn([name])  # the recomputed chunk replaces it in the store, too
+                continue
+            loaded.append(key)
+            if moment_s is not None and (at := self._tree.locate(unit_of(key))) is not None:
+                self._tree.make_older(at.node, moment_s)
+        query = self._queries.get(job.context.req_id)
+        if query is not None and query.found is not None and len(loaded) < len(job.keys):
+            query.found -= {self._name_of(key) for key in job.keys} - {self._name_of(key) for key in loaded}
+        return loaded
 
     def _name_of(self, key: OffloadKey) -> str:
         return self._objects.name_of(self._groups.chunk_name(key))
 
-    def _ask(self, key: OffloadKey, req_context: ReqContext) -> _Asked | None:
-        """Begin to query a request's blocks from ``key`` on; None for a prompt without a request."""
-        state = self._controller.state_of(req_context.req_id)
-        end = req_context.get_offload_key_position(key)
-        if state is None or end is None:
-            return None
-        size = self._controller.tokens_per_block
-        first = max(end // size - 1, 0)
-        units = state.keys[first : state.num_prompt_tokens // size]
+    def _ask(self, units: Sequence[Key]) -> Inquiry:
+        """Begin to query which chunks of ``units`` exist."""
         chain, *beside = (
-            [self._name_of(OffloadKey(offload_key(unit, group))) for unit in units]
+            [self._name_of(OffloadKey(key)) for key in offload_keys(units, group)]
             for group in (self._groups.main, *self._groups.others)
         )
-        asked = self._asked[req_context.req_id] = _Asked(self._io.ask(chain, beside), first)
-        return asked
+        return self._io.ask(chain, beside)
 
-    def _weigh(self, asked: _Asked, request_id: str) -> None:
-        """Take over the store's answer, or none of it if recomputing is faster than loading.
-
-        The measured times of both decide; if one of them is unknown, the chunks are loaded.
-        """
-        inquiry, state = asked.inquiry, self._controller.state_of(request_id)
+    def _weigh(self, query: _StoreQuery, request_id: str) -> None:
+        """Take over the store's answer, or none of it if recomputing is faster than loading."""
+        inquiry, state = query.inquiry, self._controller.state_of(request_id)
         found = inquiry.found if inquiry.is_finished else set()
-        asked.found = {name for name in found if not self._io.is_leaving(name)}
-        if not asked.found or state is None or not self._controller.is_profiled:
+        query.found = {name for name in found if not self._io.is_leaving(name)}
+        if not query.found or state is None or not self._controller.is_profiled:
             return
-        saved_s = self._controller.saved_s(state, asked.first, sum(name in asked.found for name in inquiry.chain))
-        load_s = self._io.load_s(self._num_loading + len(asked.found))
-        if load_s is not None and load_s > saved_s:
-            asked.found = set()
-        asked.limit_s = min(max(saved_s, _SHORTEST_LIMIT_S), LOAD_TIMEOUT_S)
-
-    def _finish(self, load: _Load) -> JobResult:
-        del self._loads[load.job.job_id]
-        self._num_loading -= len(load.keys)
-        names = [name for part in load.job.parts for name, found in zip(part.keys, part.found, strict=True) if found]
-        here = {name.decode() for name in names}
-        max_age = self._controller.settings.max_age
-        oldest_s = None if max_age is None else self._controller.tree.now_s - max_age
-        loaded = []
-        for key in load.keys:
-            name = self._name_of(key)
-            if name not in here:
-                continue
-            if oldest_s is not None and load.computed_s.get(name, 0.0) < oldest_s:
-                self._io.unlearn([name])  # the recomputed chunk replaces it in the store, too
-                continue
-            loaded.append(key)
-            if (at := self._controller.tree.locate(unit_of(key))) is not None and name in load.computed_s:
-                self._controller.tree.make_older(at.node, load.computed_s[name])
-        asked = self._asked.get(load.request_id)
-        if asked is not None and asked.found is not None and len(loaded) < len(load.keys):
-            asked.found -= {self._name_of(key) for key in load.keys} - {self._name_of(key) for key in loaded}
-        return JobResult(
-            load.job.job_id,
-            success=len(loaded) == len(load.keys),
-            successful_keys=loaded,
-            transfer_bytes=len(loaded) * self.block_size_bytes,
-        )
+        num_units = sum(name in query.found for name in inquiry.chain)
+        pays, saved_s = self._pays(state, query.first, num_units, len(query.found))
+        if not pays:
+            query.found = set()
+        query.limit_s = min(max(saved_s, _SHORTEST_LIMIT_S), LOAD_TIMEOUT_S)
 
     def _figures(self) -> tuple[int, int, int, int]:
         io = self._io

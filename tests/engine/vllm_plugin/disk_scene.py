@@ -11,8 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext, make_offload_key
-from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext, ScheduleEndContext, make_offload_key
 
 from ragcache_core.policy import PrefillCostModel
 from ragcache_core.tree import check_invariants
@@ -20,6 +19,7 @@ from ragcache_core.types import PromptSegment, SegmentKind, Tier
 from ragcache_core.vllm_plugin.cache.controller import CacheController
 from ragcache_core.vllm_plugin.cache.kv_groups import KVGroups
 from ragcache_core.vllm_plugin.disk.manager import DiskTier
+from ragcache_core.vllm_plugin.lower.jobs import EndedJob, TierJob
 from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.wire import RequestMetadata
 
@@ -62,7 +62,7 @@ class Scene:
         )
         self.tree = self.controller.tree
         spec = offloading_spec(self.controller, tells_events=True)
-        self.tier = DiskTier(spec, memoryview(self.memory), "DiskTier", str(directory), num_slots * CHUNK_BYTES)
+        self.tier = DiskTier(spec, memoryview(self.memory), str(directory), num_slots * CHUNK_BYTES)
         self.told: set[bytes] = set()
         """What vLLM's KV events say to be on the disk."""
         self.num_jobs = 0
@@ -92,7 +92,7 @@ class Scene:
         for row, key in zip(rows, keys, strict=True):
             self.memory[row] = np.frombuffer(payload(key), dtype=np.uint8)
         self.num_jobs += 1
-        self.tier.submit_store(TransferJob(self.num_jobs, keys, np.array(rows, np.int32), False, self.context))
+        self.tier.store(TierJob(self.num_jobs, self.context, keys, rows))
         return self.num_jobs
 
     def store(self, documents: str) -> list[OffloadKey]:
@@ -100,8 +100,7 @@ class Scene:
         keys = self.announce(documents)
         job_id = self.submit_store(keys)
         self.settle()
-        (result,) = self.tier.get_finished_jobs()
-        assert (result.job_id, result.success) == (job_id, True)
+        assert [ended.number for ended in self.tier.take_ended()] == [job_id]
         return keys
 
     def settle(self) -> None:
@@ -110,31 +109,28 @@ class Scene:
         assert self.tier._io.finish_reads(30)
 
     def end_step(self) -> None:
-        """Do what vLLM does at the end of every step."""
-        self.tier.on_schedule_end(ScheduleEndContext((), ()))
+        """Do what the manager of tiers does at the end of every step."""
+        self.tier.end_step(ScheduleEndContext((), ()))
 
     def submit_load(self, keys: list[OffloadKey], first_row: int = 8) -> int:
         self.memory[:] = UNTOUCHED
         self.num_jobs += 1
-        rows = np.arange(first_row, first_row + len(keys), dtype=np.int32)
-        self.tier.submit_load(TransferJob(self.num_jobs, keys, rows, True, self.context))
+        rows = range(first_row, first_row + len(keys))
+        self.tier.load(TierJob(self.num_jobs, self.context, keys, rows))
         return self.num_jobs
 
-    def result(self, job_id: int, timeout_s: float = 30.0) -> JobResult:
+    def result(self, job_id: int, timeout_s: float = 30.0) -> EndedJob:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            for result in self.tier.get_finished_jobs():
-                assert result.job_id == job_id
-                return result
+            for ended in self.tier.take_ended():
+                assert ended.number == job_id
+                return ended
             time.sleep(0.002)
         raise AssertionError(f"job {job_id} did not end in {timeout_s} s")
 
     def load(self, keys: list[OffloadKey]) -> set[OffloadKey]:
         """Read chunks and return those that came; their bytes are right, and the rows of the others untouched."""
-        result = self.result(self.submit_load(keys))
-        assert result.successful_keys is not None
-        found = set(result.successful_keys)
-        assert result.success == (found == set(keys))
+        found = set(self.result(self.submit_load(keys)).loaded)
         for row, key in enumerate(keys, 8):
             expected = payload(key) if key in found else bytes([UNTOUCHED]) * CHUNK_BYTES
             assert self.memory[row].tobytes() == expected
@@ -145,7 +141,7 @@ class Scene:
         """Return the leading keys that a look-up finds."""
         found = []
         for key in keys:
-            if self.tier.lookup(key, self.context) is not LookupResult.HIT:
+            if not self.tier.find(key, self.context):
                 break
             found.append(key)
         return found

@@ -175,7 +175,7 @@ class Host:
             is_prefix &= found is LookupResult.HIT
             if is_prefix:
                 ready.append(key)
-        self.tier.promises.end()
+        self.tier.end_lookup()
         self.awaited[name] = self.promised[name] & self.writing
         return ready
 

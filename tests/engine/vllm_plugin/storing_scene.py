@@ -222,7 +222,7 @@ class Steps:
     """Of every engine of this process: what one computed, another finds on disk."""
 
     def __post_init__(self) -> None:
-        tier = own_connector(self.scheduler.connector).scheduler.manager.primary_tier
+        tier = own_connector(self.scheduler.connector).scheduler.manager.host
         self._host = _HostRows(tier.get_kv_memoryview())
         tier.complete_store = partial(self._on_stored, tier, tier.complete_store)
 
@@ -344,7 +344,7 @@ class Steps:
                 self._host.write(chunk, self._engine[block])
 
     def _on_stored(
-        self, tier: Any, complete: Callable[..., None], keys: Any, context: Any, success: bool = True
+        self, tier: Any, complete: Callable[..., None], keys: Any, context: Any, success: bool = True, **readers: int
     ) -> None:
         for key in keys if success else ():
             if (chunk := tier._blocks.get(key)) is not None:  # a reset may have dropped it
@@ -352,7 +352,7 @@ class Steps:
                 said = content(group_of(key), self._tokens_of[get_offload_block_hash(key)])
                 assert stored == said, "a chunk is not what it is said to be"
                 self.num_stored += 1
-        complete(keys, context, success)
+        complete(keys, context, success, **readers)
 
 
 def content(group: int, tokens: tuple[int, ...]) -> tuple[int, ...]:

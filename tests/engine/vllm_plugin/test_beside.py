@@ -26,6 +26,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from ragcache_core.client.launch import arguments
 from ragcache_core.config import OWN_CONNECTORS
+from ragcache_core.errors import ConfigError
 from ragcache_core.types import Origin, Tier
 from ragcache_core.vllm_plugin import beside, connector, release
 from ragcache_core.vllm_plugin.beside import own_connector
@@ -298,18 +299,32 @@ def test_a_worker_leaves_the_handshake_to_the_other_connector(monkeypatch: pytes
         assert scheduler.connector.get_handshake_metadata() is None
 
 
+def put_below(monkeypatch: pytest.MonkeyPatch, **tier: str) -> None:
+    """Have engines started with one of vLLM's own tiers below host memory."""
+    transfer_config = arguments.transfer_config
+
+    def with_tier(*given: Any) -> Any:
+        transfer = transfer_config(*given)
+        extra: Any = transfer["kv_connector_extra_config"]
+        extra["secondary_tiers"] = [tier]
+        return transfer
+
+    monkeypatch.setattr(arguments, "transfer_config", with_tier)
+
+
+def test_a_tier_that_serves_other_engines_out_of_vllms_manager_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_below(monkeypatch, type="p2p")
+    with (
+        pytest.raises(ConfigError, match=r"type 'p2p', which serves other engines.*CacheConfig\(shared"),
+        host_scheduler(60, "1MiB"),
+    ):
+        pass
+
+
 def test_vllms_own_tier_below_ours_is_loaded_from_and_a_receipt_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    transfer_config = arguments.transfer_config
-
-    def with_files(*given: Any) -> Any:
-        transfer = transfer_config(*given)
-        extra: Any = transfer["kv_connector_extra_config"]
-        extra["secondary_tiers"] = [{"type": "fs", "root_dir": str(tmp_path)}]
-        return transfer
-
-    monkeypatch.setattr(arguments, "transfer_config", with_files)
+    put_below(monkeypatch, type="fs", root_dir=str(tmp_path))
     shared = tokens(1, 64)
     with host_scheduler(60, "1MiB") as scheduler:
         assert scheduler.left()["problems"] == ["vLLM's tier 'fs' may keep KV of its own: delete it there"]

@@ -9,19 +9,14 @@ from typing import Any
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
 
 from ragcache_core.vllm_plugin.compat import CPULoadStoreSpec, PrepareStoreOutput
-from ragcache_core.vllm_plugin.offload.tiered_manager import TieredManager
+from ragcache_core.vllm_plugin.lower.manager import TierManager
 
 
 class Primary:
     """Host memory that stores every second block that it is offered, and notes what ends in it."""
 
-    _num_chunks = 64
-
     def __init__(self) -> None:
         self.ended: list[tuple[str, list[OffloadKey], bool]] = []
-
-    def get_kv_memoryview(self) -> memoryview:
-        return memoryview(bytearray(64))
 
     def prepare_store(self, keys: Collection[OffloadKey], request: ReqContext) -> PrepareStoreOutput:
         new = list(keys)[::2]
@@ -36,12 +31,14 @@ class Primary:
     def complete_load(self, keys: Collection[OffloadKey], request: ReqContext) -> None:
         self.ended.append((request.req_id, list(keys), True))
 
+    def on_new_request(self, request: ReqContext) -> None: ...
+
     def on_request_finished(self, request: ReqContext) -> None: ...
 
 
 def test_copies_end_in_the_order_in_which_they_began_whichever_ends_first() -> None:
     primary: Any = Primary()
-    manager, dice = TieredManager(primary, []), random.Random(0)
+    manager, dice = TierManager(primary, [], 64), random.Random(0)
     keys = [make_offload_key(dice.randbytes(32), 0) for _ in range(60)]
     contexts = [ReqContext("a"), ReqContext("b")]
     begun: list[tuple[ReqContext, list[OffloadKey], bool]] = []

@@ -10,7 +10,6 @@ import time
 from typing import Any
 
 import pytest
-from vllm.v1.kv_offload.base import LookupResult
 
 from ragcache_core.chunkstore import ChunkStore, async_store
 from ragcache_core.chunkstore.index import ChunkIndex
@@ -238,9 +237,7 @@ def test_a_read_that_hangs_is_given_up_and_what_it_brings_later_is_not_written(
     assert is_reading.wait(10)
     time.sleep(0.1)  # the read is older than the time-out that comes next
     monkeypatch.setattr(async_store, "READ_TIMEOUT_S", 0.05)
-    result = scene.result(job)
-    assert not result.success
-    assert not result.successful_keys
+    assert not scene.result(job).loaded
     assert scene.hits(keys) == []
     assert not scene.controller.tiers[Tier.DISK].is_enabled
     assert scene.controller.counters.num_corrupt_chunks == 0, "slow is not damaged"
@@ -248,7 +245,7 @@ def test_a_read_that_hangs_is_given_up_and_what_it_brings_later_is_not_written(
     go_on.set()
     assert is_read.wait(10)
     scene.settle()
-    assert list(scene.tier.get_finished_jobs()) == []
+    assert list(scene.tier.take_ended()) == []
     assert (scene.memory == UNTOUCHED).all()
 
 
@@ -262,10 +259,10 @@ def test_a_reset_amid_a_read_that_hangs_gives_it_up_before_host_memory_is_used_a
     job = scene.submit_load(keys)
     try:
         assert is_reading.wait(10)
-        scene.tier.drain_jobs()
+        scene.tier.drain()
         monkeypatch.setattr(async_store, "READ_TIMEOUT_S", 30.0)
-        (result,) = scene.tier.get_finished_jobs()  # vLLM asks once, and then wants none left
-        assert (result.job_id, result.success, result.successful_keys) == (job, False, [])
+        (ended,) = scene.tier.take_ended()  # the manager asks once, and then wants none left
+        assert (ended.number, ended.loaded) == (job, [])
     finally:
         go_on.set()
     scene.settle()
@@ -279,7 +276,7 @@ def test_a_write_that_hangs_takes_the_tier_out_of_service_and_stops_nobody(
     stored = scene.store("B")
     is_writing, go_on = hanging(monkeypatch, "write")
     try:
-        assert scene.result(scene.submit_store(scene.announce("D"))).success, "host memory is free at once"
+        scene.result(scene.submit_store(scene.announce("D")))  # host memory is free at once
         assert is_writing.wait(10)
         scene.end_step()
         assert scene.controller.tiers[Tier.DISK].is_enabled, "it is only slow so far"
@@ -346,13 +343,13 @@ def test_a_slow_disk_drops_ends_of_documents_never_their_middle(
     keys = scene.announce("DBD")
     parts = [keys[:3], keys[3:8], keys[8:]]
     for part in parts[:2]:
-        assert scene.result(scene.submit_store(part)).success, "host memory is free in time"
+        scene.result(scene.submit_store(part))  # host memory is free in time
     go_on.set()
     scene.settle()
-    assert scene.result(scene.submit_store(parts[2])).success
+    scene.result(scene.submit_store(parts[2]))
     scene.settle()
-    assert list(scene.tier.get_finished_jobs()) == []
-    on_disk = [key for key in keys if scene.tier.lookup(key, scene.context) is LookupResult.HIT]
+    assert list(scene.tier.take_ended()) == []
+    on_disk = [key for key in keys if scene.tier.find(key, scene.context)]
     assert on_disk == keys[:4], "what fitted into the buffers, without a hole"
     assert scene.controller.counters.num_dropped_chunks == len(keys) - 4
     scene.check()
@@ -376,8 +373,8 @@ def test_what_follows_what_is_dropped_is_dropped_though_it_was_taken_before(
     time.sleep(0.2)  # the first job's patience ends, while the second is patient
     go_on.set()
     scene.settle()
-    assert len(list(scene.tier.get_finished_jobs())) == 2
-    assert [key for key in keys if scene.tier.lookup(key, scene.context) is LookupResult.HIT] == keys[:4]
+    assert len(list(scene.tier.take_ended())) == 2
+    assert [key for key in keys if scene.tier.find(key, scene.context)] == keys[:4]
     assert scene.controller.counters.num_dropped_chunks == len(keys) - 4
     scene.check()
     scene.store("DBD")
@@ -396,11 +393,11 @@ def test_a_job_finds_no_room_while_others_hold_half_of_host_memory(
     try:
         for name in "CB":
             others = scene.announce(name)
-            assert scene.result(scene.submit_store(others)).job_id > first, "it is answered at once"
+            assert scene.result(scene.submit_store(others)).number > first, "it is answered at once"
     finally:
         go_on.set()
     scene.settle()
-    assert scene.result(first).success
+    scene.result(first)
     assert (scene.hits(keys), scene.num_hits("C"), scene.num_hits("B")) == (keys, 0, 0)
     assert scene.controller.counters.num_dropped_chunks == 5
     assert plugin_log.text.count("RC-DISK-SLOW") == 1
@@ -416,13 +413,13 @@ def test_a_disk_that_hangs_with_jobs_open_lets_go_of_host_memory(
     jobs = [scene.submit_store(scene.announce(name)) for name in "BC"]
     try:
         assert is_writing.wait(10)
-        assert list(scene.tier.get_finished_jobs()) == []
+        assert list(scene.tier.take_ended()) == []
         time.sleep(0.1)  # the write is older than the time-out that comes next
         monkeypatch.setattr(async_store, "_WRITE_TIMEOUT_S", 0.05)
         scene.end_step()
         assert not scene.controller.tiers[Tier.DISK].is_enabled
         ended: list[int] = []
-        assert until(lambda: ended.extend(r.job_id for r in scene.tier.get_finished_jobs()) or ended == jobs, 10.0)
+        assert until(lambda: ended.extend(each.number for each in scene.tier.take_ended()) or ended == jobs, 10.0)
     finally:
         go_on.set()
     scene.settle()
@@ -435,9 +432,9 @@ def test_a_reset_amid_a_store_lets_go_of_host_memory_at_once(opening: Opening, m
     monkeypatch.setattr(SlotFile, "write", lambda self, *args: (go_on.wait(10), write(self, *args))[1])
     job = scene.submit_store(scene.announce("D"))
     try:
-        scene.tier.drain_jobs()
-        (result,) = scene.tier.get_finished_jobs()  # vLLM asks once, and then wants none left
-        assert result.job_id == job
+        scene.tier.drain()
+        (ended,) = scene.tier.take_ended()  # the manager asks once, and then wants none left
+        assert ended.number == job
         monkeypatch.setattr(async_store, "READ_TIMEOUT_S", 0.05)
         scene.tier.clear()
     finally:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from vllm.v1.kv_cache_interface import KVCacheSpec
-from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.request import RequestStatus
 
 from ragcache_core.chunkstore import async_store
@@ -20,6 +19,7 @@ from ragcache_core.chunkstore.slotfile import SlotFile
 from ragcache_core.policy import PrefillCostModel
 from ragcache_core.profiles.prefill import Profile, save_profile
 from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin.lower.manager import TierManager
 from ragcache_core.wire import KEY
 from tests.engine.vllm_plugin.storing_scene import FULL, LATENT, STATE, WINDOW, Steps, host_scheduler, request
 from tests.support.waiting import until
@@ -92,9 +92,9 @@ def test_a_read_gets_no_memory_that_a_store_from_before_a_reset_still_writes_to(
         scheduler.add_request(request("read", [*words, *tokens(4, 9)], 4))
         assert until(partial(rests, steps), 30.0)
         assert scheduler._controller.counters.num_tokens_by_tier[Tier.DISK] == len(words)
-        host = scheduler.connector.scheduler.manager.primary_tier
+        host = scheduler.connector.scheduler.manager.host
         num_free = host.rows.num_free
-        assert num_free + scheduler._controller.tree.tiers[Tier.HOST].num_units == host._num_chunks, "none is lost"
+        assert num_free + scheduler._controller.tree.tiers[Tier.HOST].num_units == host.num_rows, "none is lost"
 
 
 def test_what_a_request_needs_is_read_while_it_is_queued(tmp_path: Path) -> None:
@@ -185,9 +185,9 @@ def test_a_request_that_waits_for_the_disk_is_not_looked_up_again(
 ) -> None:
     words = tokens(1, 100)
     asked: list[object] = []
-    look_up = TieringOffloadingManager.lookup
+    look_up = TierManager.lookup
     monkeypatch.setattr(
-        TieringOffloadingManager, "lookup", lambda self, key, *args: (asked.append(key), look_up(self, key, *args))[1]
+        TierManager, "lookup", lambda self, key, *args: (asked.append(key), look_up(self, key, *args))[1]
     )
     with host_scheduler(NUM_BLOCKS, "1MiB", **stored(tmp_path, words)) as scheduler:
         steps = Steps(scheduler, is_async=False)

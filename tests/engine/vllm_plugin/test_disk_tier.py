@@ -1,4 +1,4 @@
-"""The disk tier as vLLM's tiering uses it: a real store, real host memory, a cap, and new starts."""
+"""The disk tier as the manager of tiers uses it: a real store, real host memory, a cap, and new starts."""
 
 from __future__ import annotations
 
@@ -8,22 +8,19 @@ import secrets
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm.v1.kv_offload.base import OffloadKey, ScheduleEndContext
 from vllm.v1.kv_offload.cpu import shared_offload_region
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
-from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
-from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
 from ragcache_core.chunkstore import ChunkStore
 from ragcache_core.chunkstore.index import ChunkIndex
@@ -34,6 +31,8 @@ from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.connector.tiered_connector import RAGCacheConnector
 from ragcache_core.vllm_plugin.disk import io as disk_io
 from ragcache_core.vllm_plugin.disk.manager import DiskTier
+from ragcache_core.vllm_plugin.lower.jobs import TierJob
+from ragcache_core.vllm_plugin.lower.manager import TierManager
 from ragcache_core.vllm_plugin.offload.compat import needs_steps
 from ragcache_core.vllm_plugin.offload.host_tier import HostTier
 from tests.engine.vllm_plugin.disk_scene import (
@@ -66,12 +65,12 @@ def test_chunks_are_not_there_before_they_are_on_the_disk(opening: Opening, monk
     monkeypatch.setattr(SlotFile, "write", lambda self, *args: (go_on.wait(10), write(self, *args))[1])
     keys = scene.announce("B")
     job_id = scene.submit_store(keys)
-    assert scene.result(job_id).success, "host memory is free as soon as it was copied"
+    scene.result(job_id)  # host memory is free as soon as it was copied
     assert scene.hits(keys) == []
     assert scene.tree.tiers[Tier.DISK].num_units == 3
     go_on.set()
     scene.settle()
-    assert list(scene.tier.get_finished_jobs()) == []
+    assert list(scene.tier.take_ended()) == []
     assert scene.hits(keys) == keys
     scene.check()
 
@@ -110,8 +109,8 @@ def test_a_look_up_and_a_drain_of_nothing_answer_at_once(opening: Opening) -> No
     scene = opening()
     assert scene.num_hits("D") == 0
     scene.settle()
-    assert list(scene.tier.get_finished_jobs()) == []
-    assert not scene.tier.has_pending_work()
+    assert list(scene.tier.take_ended()) == []
+    assert not scene.tier.has_pending_work
 
 
 def test_clearing_forgets_everything_for_good_and_stores_nothing_under_the_old_identity(opening: Opening) -> None:
@@ -156,9 +155,9 @@ def test_a_read_that_takes_its_time_is_brought_before_a_reset(
     # Long enough to be under way when the reset asks, and far less than it waits.
     monkeypatch.setattr(SlotFile, "read", lambda self, *args: (time.sleep(0.2), read(self, *args))[1])
     job = scene.submit_load(keys)
-    scene.tier.drain_jobs()
-    (result,) = scene.tier.get_finished_jobs()
-    assert (result.job_id, result.success) == (job, True)
+    scene.tier.drain()
+    (ended,) = scene.tier.take_ended()
+    assert (ended.number, ended.loaded) == (job, keys)
 
 
 # Starting again
@@ -282,9 +281,9 @@ def test_vllm_gets_its_host_memory_back_when_the_tiers_are_shut_down(
     primary = HostTier(8, controller, region)
     view = primary.get_kv_memoryview()
     spec = offloading_spec(controller)
-    tier = DiskTier(spec, view, "DiskTier", str(tmp_path / "cache"), 8 * CHUNK_BYTES)
+    tier = DiskTier(spec, view, str(tmp_path / "cache"), 8 * CHUNK_BYTES)
     del view
-    TieringOffloadingManager(primary, [tier]).shutdown()
+    TierManager(primary, [tier], CHUNK_BYTES).shutdown()
     assert failures == []
     assert not Path(region.mmap_path).exists()
 
@@ -293,7 +292,7 @@ def test_vllm_gets_its_host_memory_back_when_the_tiers_are_shut_down(
 def test_host_memory_that_waits_for_the_disk_is_kept_until_it_is_copied_or_reset(
     identity: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_reset: bool
 ) -> None:
-    """What vLLM does with it: a store that finds no room meanwhile is passed over, without a wait."""
+    """A store that finds no room meanwhile is passed over, without a wait."""
     monkeypatch.setattr(disk_io.DiskIO.__init__, "__kwdefaults__", {"num_buffered_bytes": CHUNK_BYTES})
     go_on, write = threading.Event(), SlotFile.write
     monkeypatch.setattr(SlotFile, "write", lambda self, *args: (go_on.wait(10), write(self, *args))[1])
@@ -301,8 +300,8 @@ def test_host_memory_that_waits_for_the_disk_is_kept_until_it_is_copied_or_reset
     region = SharedOffloadRegion(f"test-{secrets.token_hex(4)}", 8, None, CHUNK_BYTES, CHUNK_BYTES)
     primary = HostTier(8, scene.controller, region)
     spec = offloading_spec(scene.controller)
-    tier = DiskTier(spec, primary.get_kv_memoryview(), "DiskTier", str(tmp_path / "cache"), 8 * CHUNK_BYTES)
-    manager = TieringOffloadingManager(primary, [tier])
+    tier = DiskTier(spec, primary.get_kv_memoryview(), str(tmp_path / "cache"), 8 * CHUNK_BYTES)
+    manager = TierManager(primary, [tier], CHUNK_BYTES)
     manager.on_new_request(scene.context)
     keys, others = scene.announce("D"), scene.announce("B")
     try:
@@ -331,36 +330,21 @@ def test_host_memory_that_waits_for_the_disk_is_kept_until_it_is_copied_or_reset
         assert len(store) == (1 if is_reset else 6)
 
 
-def _offloading(manager: Any, jobs: Iterable[int] = ()) -> Any:
-    scheduler = SimpleNamespace(
-        manager=manager,
-        _jobs=dict.fromkeys(jobs),
-        has_pending_push_work=lambda: bool(jobs) or manager.has_pending_work(),
-    )
+def _offloading(manager: Any) -> Any:
+    scheduler = SimpleNamespace(manager=manager, _jobs={}, has_pending_push_work=manager.has_pending_work)
     return SimpleNamespace(scheduler=scheduler)
-
-
-@pytest.mark.parametrize("what", ["a copy of the GPU's", "a promotion", "a store that is to come", "of a tier"])
-def test_an_engine_goes_on_stepping_for_what_only_steps_do(what: str) -> None:
-    is_of_tier, is_of_gpu = what == "of a tier", what == "a copy of the GPU's"
-    disk = SimpleNamespace(newest_store=7 if is_of_tier or is_of_gpu else None, has_pending_work=lambda: is_of_tier)
-    manager = SimpleNamespace(secondary_tiers=[disk], has_pending_work=lambda: True)
-    assert needs_steps(_offloading(manager, [3] if is_of_gpu else []))
 
 
 def test_what_is_read_from_the_disk_needs_steps_although_stores_wait_for_it(opening: Opening) -> None:
     scene = opening()
     keys = scene.store("D")
-    manager: Any = SimpleNamespace(secondary_tiers=[scene.tier], has_pending_work=lambda: True)
     scene.submit_store(scene.announce("B"))
-    assert not needs_steps(_offloading(manager))
-    assert scene.tier.num_open_jobs == 1
+    assert scene.tier.newest_store == scene.num_jobs
     scene.submit_load(keys)
-    assert needs_steps(_offloading(manager))
-    assert scene.tier.num_open_jobs == 2
+    assert scene.tier.newest_store is None
     scene.settle()
-    assert [result.success for result in scene.tier.get_finished_jobs()] == [True, True]
-    assert scene.tier.num_open_jobs == 0
+    assert [ended.loaded for ended in scene.tier.take_ended()] == [(), keys]
+    assert scene.tier.newest_store is None
 
 
 def test_an_engine_steps_for_a_slow_disk_for_a_while_and_again_for_what_comes_later(
@@ -368,15 +352,15 @@ def test_an_engine_steps_for_a_slow_disk_for_a_while_and_again_for_what_comes_la
 ) -> None:
     clock = [0.0]
     monkeypatch.setattr("ragcache_core.vllm_plugin.connector.tiered_connector.time.monotonic", lambda: clock[0])
-    disk = SimpleNamespace(newest_store=None, has_pending_work=lambda: False)
-    manager = SimpleNamespace(secondary_tiers=[disk], has_pending_work=lambda: disk.newest_store is not None)
+    manager = SimpleNamespace(newest_store=None)
+    manager.has_pending_work = lambda: manager.newest_store is not None
     engine = _offloading(manager)
     engine._waits_for, engine._waits_since_s = None, 0.0
     engine._prefetched, engine._prefetcher, engine._tells_events = set(), None, False
     engine._late_copies = {}
     engine.controller = SimpleNamespace(forgetting=SimpleNamespace(sweep=lambda: None))
     asked = []
-    for clock[0], disk.newest_store in ((100.0, 7), (101.9, 7), (102.1, 7), (200.0, 8), (203.0, None)):
+    for clock[0], manager.newest_store in ((100.0, 7), (101.9, 7), (102.1, 7), (200.0, 8), (203.0, None)):
         asked.append(RAGCacheConnector.has_pending_push_work(engine))
     assert asked == [True, True, False, True, False]
 
@@ -413,13 +397,11 @@ def test_a_chunk_that_is_being_read_is_not_evicted(opening: Opening, monkeypatch
     job_id = scene.submit_load(keys)
     others = scene.announce("C")
     scene.num_jobs += 1
-    scene.tier.submit_store(TransferJob(scene.num_jobs, others, np.array([0, 1]), False, scene.context))
+    scene.tier.store(TierJob(scene.num_jobs, scene.context, others, [0, 1]))
     go_on.set()
-    results: dict[int, JobResult] = {}
-    assert until(
-        lambda: results.update({r.job_id: r for r in scene.tier.get_finished_jobs()}) or len(results) == 2, 30.0
-    )
-    assert results[job_id].success
+    loaded: dict[int, Sequence[OffloadKey]] = {}
+    assert until(lambda: loaded.update({e.number: e.loaded for e in scene.tier.take_ended()}) or len(loaded) == 2, 30.0)
+    assert loaded[job_id] == keys
     assert scene.memory[8].tobytes() == payload(keys[0])
     assert scene.hits(others) == []
     scene.check()

@@ -92,7 +92,7 @@ class Scene:
 
         def is_gone() -> bool:
             self.steps.rest(100_000)  # until the disk has copies; it may write them later
-            for tier in self.scheduler.connector.scheduler.manager.secondary_tiers:
+            for tier in self.scheduler.connector.scheduler.manager.lower:
                 tier._io.finish_writes(20)
             left.update(self.scheduler.left())
             return not left["num_blocks"] and not left["num_requests"]
@@ -119,7 +119,7 @@ class Scene:
         return b"".join(path.read_bytes() for path in paths)
 
     def host_memory(self) -> bytes:
-        return bytes(self.scheduler.connector.scheduler.manager.primary_tier.get_kv_memoryview())
+        return bytes(self.scheduler.connector.scheduler.manager.host.get_kv_memoryview())
 
     def check(self) -> None:
         """The tiers are at rest and agree with one another."""
@@ -316,8 +316,8 @@ def test_what_is_being_written_or_read_is_overwritten_after_that(opening: Openin
     gate.set()
     assert left_of(it) == 0
     results: list[Any] = []
-    assert until(lambda: results.extend(it.tier.get_finished_jobs()) or len(results) >= 2, 20)
-    assert {result.job_id for result in results} >= {loading}
+    assert until(lambda: results.extend(it.tier.take_ended()) or len(results) >= 2, 20)
+    assert {result.number for result in results} >= {loading}
     it.settle()
     it.tier._take_in_written()
     files = files_of(it)
@@ -391,7 +391,7 @@ def test_an_erasure_that_the_disk_refuses_is_tried_again_until_it_does_it(
             assert f"if it ends before that, delete {it.tier.path}" in str(it.tier.why_left())
             it.store("B")
             assert it.num_hits("B") == 0, "nothing of it is stored again meanwhile"
-            assert until(lambda: not it.tier._io.is_resting)
+            assert until(lambda: it.tier._io.can_write)
     assert until(lambda: left_of(it) == 0)
     assert it.tier.why_left() is None
     assert not [key for key in (*keys, *others) if payload(key)[:64] in files_of(it)]
@@ -422,7 +422,7 @@ def test_blocks_of_windows_and_states_go_with_their_units(opening: Opening) -> N
     keys = [OffloadKey(offload_key(unit_of(key), group)) for key in units for group in (0, 1, 2)]
     it.submit_store(keys)
     it.settle()
-    list(it.tier.get_finished_jobs())
+    list(it.tier.take_ended())
     assert len(it.tier._stored) == 12
     receipt = forget(it, "B")
     assert receipt["num_blocks"] == {"disk": 9}

@@ -141,7 +141,7 @@ class GroupChunksMachine(RuleBasedStateMachine):
         request = data.draw(st.sampled_from(self.requests))
         self.it.tier.begin_lookup(request.context.req_id, 0)
         ready = [k for k in request.chunks() if self.it.tier.lookup(k, request.context) is LookupResult.HIT]
-        self.it.tier.promises.end()
+        self.it.tier.end_lookup()
         if ready and loads:
             self.it.tier.prepare_load(ready, request.context)
             self.it.tier.drop_promises(request.context.req_id)
@@ -232,7 +232,7 @@ def test_every_group_of_a_document_is_on_the_disk_after_a_new_start(opening: Ope
     assert scene.load(request) == set(request)
     scene.close()
     again = opening(groups=GROUPS)
-    assert all(again.tier.lookup(key, again.context) is LookupResult.HIT for key in request)
+    assert all(again.tier.find(key, again.context) for key in request)
     assert again.load(request) == set(request)
     report = again.controller.report()
     assert [tier["num_blocks"] for tier in report["tiers"] if tier["name"] == "disk"] == [len(request)]
@@ -245,7 +245,7 @@ def stored_on_disk(scene: Scene, documents: str) -> list[OffloadKey]:
     job_id = scene.submit_store(keys)
     scene.controller.on_finished(request.context.req_id)
     scene.settle()
-    assert [result.job_id for result in scene.tier.get_finished_jobs()] == [job_id]
+    assert [ended.number for ended in scene.tier.take_ended()] == [job_id]
     return keys
 
 
@@ -254,12 +254,12 @@ def test_a_full_disk_gives_up_what_no_hit_needs_and_then_units_with_all_groups(o
     old = stored_on_disk(scene, "D")
     assert len(old) == 18
     stored_on_disk(scene, "B")
-    here = {key for key in old if scene.tier.lookup(key, scene.context) is LookupResult.HIT}
+    here = {key for key in old if scene.tier.find(key, scene.context)}
     units = {unit_of(key) for key in here if GROUPS.is_main(key)}
     assert {unit_of(key) for key in here} == units, "nothing is left of a unit that is gone"
     assert len(units) == 6, "windows and states amid the document made room for nine chunks"
     stored_on_disk(scene, "CC")
-    assert all(unit_of(key) in units for key in old if scene.tier.lookup(key, scene.context) is LookupResult.HIT)
+    assert all(unit_of(key) in units for key in old if scene.tier.find(key, scene.context))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -273,7 +273,7 @@ def test_whatever_is_stored_evicted_and_lost_the_disk_serves_right_bytes(opening
         else:
             keys = Request(scene.controller, f"look {step}", documents).chunks()
             scene.controller.on_finished(f"look {step}")
-        found = [key for key in keys if scene.tier.lookup(key, scene.context) is LookupResult.HIT]
+        found = [key for key in keys if scene.tier.find(key, scene.context)]
         if found:
             assert scene.load(found[:16]) == set(found[:16])
         if rng.random() < 0.2:

@@ -288,7 +288,7 @@ def test_a_quota_of_host_memory_is_kept_by_what_comes_from_a_tier_below() -> Non
             if (output := it.tier.prepare_write([key], asker.context)) is None:
                 break
             written += output.keys_to_store
-        it.tier.promises.end()
+        it.tier.end_lookup()
         assert written == asker.keys[:num_written], documents
         assert shares.owned[None] <= 5
         it.tier.complete_store(written, asker.context)

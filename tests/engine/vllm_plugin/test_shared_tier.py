@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import base64
+import math
 import os
 import signal
+import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext
-from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
+import xxhash
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext, ScheduleEndContext
 from vllm.v1.kv_offload.tiering.fs.io import batch_load_block, batch_store_block
 
 from ragcache_core.chunkstore import async_store
@@ -22,8 +24,10 @@ from ragcache_core.chunkstore.sealing import KEY_ENV
 from ragcache_core.policy import PrefillCostModel
 from ragcache_core.types import PromptSegment, SegmentKind
 from ragcache_core.vllm_plugin.cache.controller import CacheController
+from ragcache_core.vllm_plugin.lower.jobs import EndedJob, TierJob
 from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.vllm_plugin.shared import io as shared_io
+from ragcache_core.vllm_plugin.shared import objects as shared_objects
 from ragcache_core.vllm_plugin.shared import tier as shared_tier
 from ragcache_core.vllm_plugin.shared.tier import SharedTier
 from ragcache_core.wire import RequestMetadata
@@ -35,7 +39,7 @@ BOUND_S = shared_io.LOOKUP_TIMEOUT_S + shared_io.STALL_TIMEOUT_S + 0.5
 
 
 class Machine:
-    """Host memory and the tier of one engine; what a test asks of it, vLLM asks of it."""
+    """Host memory and the tier of one engine; what a test asks of it, the manager of tiers asks of it."""
 
     def __init__(
         self, url: str, *, max_age: float | None = None, is_profiled: bool = False, ttl_s: float | None = None
@@ -49,13 +53,13 @@ class Machine:
             now_s=time.time(),
         )
         spec: Any = SimpleNamespace(controller=self.controller, config=None)
-        self.tier = SharedTier(spec, memoryview(self.memory), "SharedTier", url, ttl_s)
+        self.tier = SharedTier(spec, memoryview(self.memory), url, ttl_s)
         self.num_jobs = 0
-        self.results: dict[int, JobResult] = {}
+        self.results: dict[int, EndedJob] = {}
 
     @property
     def counters(self) -> Any:
-        self.tier.on_schedule_end(ScheduleEndContext((), ()))
+        self.tier.end_step(ScheduleEndContext((), ()))
         return self.controller.counters
 
     def begin(self, documents: str) -> tuple[list[OffloadKey], ReqContext]:
@@ -74,14 +78,13 @@ class Machine:
 
     def end(self, context: ReqContext) -> None:
         self.controller.on_finished(context.req_id)
-        self.tier.on_request_finished(context)
+        self.tier.end_request(context)
 
     def submit_store(self, documents: str) -> int:
         keys, context = self.begin(documents)
         for row, key in enumerate(keys):
             self.memory[row] = np.frombuffer(payload(key), dtype=np.uint8)
-        rows = np.arange(len(keys), dtype=np.int32)
-        self.tier.submit_store(TransferJob(self.num_jobs, keys, rows, False, context))
+        self.tier.store(TierJob(self.num_jobs, context, keys, range(len(keys))))
         self.end(context)
         return self.num_jobs
 
@@ -90,9 +93,9 @@ class Machine:
         self.result(self.submit_store(documents))
         assert until(lambda: not self.tier._io.is_writing)
 
-    def result(self, job_id: int, timeout_s: float = 15.0) -> JobResult:
+    def result(self, job_id: int, timeout_s: float = 15.0) -> EndedJob:
         def has_ended() -> bool:
-            self.results.update({result.job_id: result for result in self.tier.get_finished_jobs()})
+            self.results.update({ended.number: ended for ended in self.tier.take_ended()})
             return job_id in self.results
 
         assert until(has_ended, timeout_s)
@@ -100,28 +103,26 @@ class Machine:
 
     def found(self, keys: list[OffloadKey], context: ReqContext) -> int:
         """Return how many leading chunks a look-up finds, asked again and again as vLLM does."""
-        said: list[LookupResult] = []
+        said: list[Sequence[OffloadKey] | None] = []
 
         def is_said() -> bool:
-            said[:] = [self.tier.lookup(key, context) for key in keys]
-            return LookupResult.RETRY not in said
+            said[:] = [self.tier.find(key, context) for key in keys]
+            return None not in said
 
         assert until(is_said, BOUND_S)
-        return said.index(LookupResult.MISS) if LookupResult.MISS in said else len(said)
+        return next((i for i, found in enumerate(said) if not found), len(said))
 
     def submit_load(self, keys: list[OffloadKey], context: ReqContext) -> int:
         self.memory[:] = UNTOUCHED
         self.num_jobs += 1
-        rows = np.arange(8, 8 + len(keys), dtype=np.int32)
-        self.tier.submit_load(TransferJob(self.num_jobs, keys, rows, True, context))
+        self.tier.load(TierJob(self.num_jobs, context, keys, range(8, 8 + len(keys))))
         return self.num_jobs
 
     def read(self, documents: str) -> int:
         """Look a request up and load what is found; return how many leading chunks came, each with its right bytes."""
         keys, context = self.begin(documents)
         keys = keys[: self.found(keys, context)]
-        result = self.result(self.submit_load(keys, context)) if keys else None
-        came = set() if result is None else set(result.successful_keys or ())
+        came = set(self.result(self.submit_load(keys, context)).loaded) if keys else set()
         for row, key in enumerate(keys, 8):
             assert key not in came or self.memory[row].tobytes() == payload(key)
         if keys:
@@ -168,6 +169,39 @@ def test_what_one_engine_stored_another_loads(start: Starting, server: RedisServ
     report = {tier["name"]: tier for tier in other.controller.report()["tiers"]}  # type: ignore[attr-defined]  # JSON
     assert (report["shared"]["num_blocks"], report["shared"]["is_enabled"]) == (4, True)
     assert one.controller.counters.num_shared_failures == 0
+
+
+@pytest.mark.parametrize("is_sealed", [False, True], ids=["open", "sealed"])
+def test_objects_from_before_records_had_a_format_are_loaded(
+    start: Starting, server: RedisServer, monkeypatch: pytest.MonkeyPatch, is_sealed: bool
+) -> None:
+    """``payload | time | XXH3 of these and the name`` is what RAGCache stored before."""
+    if is_sealed:
+        monkeypatch.setenv(KEY_ENV, base64.b64encode(os.urandom(32)).decode())
+    one, client = start(server.url), server.client()
+    for key in chain("AB"):
+        name, body = one.tier._name_of(key), payload(key) + struct.pack("<d", time.time())
+        digest = xxhash.xxh3_128(body)
+        digest.update(name.encode())
+        data = body + digest.digest()
+        keys = one.tier._objects._keys
+        client.set(name, data if keys is None else keys.seal(data, name.encode()))
+    assert one.read("AB") == 4
+    assert one.counters.num_corrupt_chunks == 0
+
+
+def test_an_object_says_its_format_its_codec_and_its_length_and_another_one_is_a_miss() -> None:
+    objects = shared_objects.Objects({"model": "demo"}, 96, None)
+    packed = objects.pack("name", bytes(range(96)), 5.0)
+    body = packed[:-16]
+    assert body[96:] == struct.pack("<dQBB", 5.0, 96, 0, 3)
+    row, computed_s = objects.unpack("name", packed) or (np.zeros(0), 0.0)
+    assert (row.tobytes(), computed_s) == (bytes(range(96)), 5.0)
+    for record in ((5.0, 95, 0, 3), (5.0, 96, 1, 3), (5.0, 96, 0, 4), (math.inf, 96, 0, 3)):
+        changed = body[:96] + struct.pack("<dQBB", *record)
+        assert objects.unpack("name", changed + shared_objects._digest("name", changed, 3)) is None
+    for size in range(len(packed)):
+        assert objects.unpack("name", packed[:size]) is None
 
 
 @pytest.mark.parametrize("damage", ["turned", "cut", "emptied", "swapped"])
@@ -230,8 +264,7 @@ def test_a_store_that_is_killed_is_a_miss_at_once_and_is_left_alone(
     assert one.found(keys, context) == 4
     server.close()
     began_s = time.monotonic()
-    result = one.result(one.submit_load(keys, context))
-    assert not result.success
+    assert not one.result(one.submit_load(keys, context)).loaded
     assert one.found(keys, context) == 0
     one.end(context)
     assert one.read("AB") == 0
@@ -258,12 +291,12 @@ def test_a_store_that_hangs_holds_nobody_longer_than_the_bound(
     if moment == "look-up":
         assert one.found(keys, context) == 0
     elif moment == "load":
-        assert not one.result(one.submit_load(keys, context)).success
+        assert not one.result(one.submit_load(keys, context)).loaded
         assert (one.memory == UNTOUCHED).all()
     else:
         one.result(one.submit_store("ABC"))
     assert time.monotonic() - began_s < BOUND_S
-    one.tier.drain_jobs()
+    one.tier.drain()
     assert time.monotonic() - began_s < BOUND_S
     server.process.send_signal(signal.SIGCONT)
 
@@ -333,7 +366,8 @@ def test_more_than_half_of_host_memory_does_not_wait_for_the_store(start: Starti
     server.process.send_signal(signal.SIGSTOP)
     jobs = [one.submit_store(documents) for documents in ("DD", "DCC", "CDD")]
     assert one.counters.num_dropped_chunks >= 10
-    assert [one.result(job).success for job in jobs] == [True] * 3
+    for job in jobs:
+        one.result(job)
     server.process.send_signal(signal.SIGCONT)
 
 
@@ -473,7 +507,7 @@ def test_a_load_that_takes_longer_than_computing_is_given_up(
     assert other.found(keys, context) == 4
     server.process.send_signal(signal.SIGSTOP)
     began_s = time.monotonic()
-    assert not other.result(other.submit_load(keys, context)).success
+    assert not other.result(other.submit_load(keys, context)).loaded
     assert time.monotonic() - began_s < shared_io.STALL_TIMEOUT_S, "it would have been found to stand still"
     assert "a load took longer than 0.2 s" in plugin_log.text
     server.process.send_signal(signal.SIGCONT)

@@ -39,6 +39,17 @@ def test_a_decoding_step_costs_less_than_with_vllms_offloading(scene: str, limit
     check(scene, lambda offload, host: host.ratio < limit and host.time_us < offload.time_us)
 
 
+# Measured: 9.3 to 11.4; with look-ups and loads of single blocks 27.
+def test_a_prompt_from_disk_costs_no_more_than_runs_of_blocks() -> None:
+    ratios = []
+    for _ in range(_NUM_RUNS):
+        _, disk = compare("prompt 4000, disk hit", ("vllm", "ragcache-disk"), _NUM_ROUNDS)
+        if disk.ratio < 16:
+            return
+        ratios.append(disk.ratio)
+    pytest.fail(f"no run meets the limit: {ratios}")
+
+
 # Measured: 6.7 to 7.9 and 3.6 to 4.7; with one call per block in place of batches from 9.3 and 5.7 on.
 @pytest.mark.parametrize(("scene", "limit"), [("prompt 4000, new", 8.6), ("prompt 4000, GPU hit", 5.2)])
 def test_a_prompt_of_4000_tokens_costs_no_more_than_batches_of_blocks(scene: str, limit: float) -> None:

@@ -113,12 +113,12 @@ def test_what_changed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def touch(self: object) -> None: ...
 
-    monkeypatch.setattr(compat.CPUPrimaryTierOffloadingManager, "lookup", lookup)
-    monkeypatch.setattr(compat.CPUPrimaryTierOffloadingManager, "touch", touch)
+    monkeypatch.setattr(compat.OffloadingManager, "lookup", lookup)
+    monkeypatch.setattr(compat.OffloadingManager, "touch", touch)
     monkeypatch.setitem(facts.PRIVATE, compat.Scheduler, ("_preempt_request", "_preempt"))
     assert facts.missing_facts() == [
-        "CPUPrimaryTierOffloadingManager.lookup takes self, key, req_context, tier",
-        "CPUPrimaryTierOffloadingManager.touch takes self",
+        "OffloadingManager.lookup takes self, key, req_context, tier",
+        "OffloadingManager.touch takes self",
         "Scheduler has no _preempt",
     ]
     release.why_alone.cache_clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
+import zipfile
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from ragcache_core.chunkstore import ChunkStore, list_namespaces
+from ragcache_core.chunkstore import ChunkNote, ChunkStore, ChunkWrite, list_namespaces
 from ragcache_core.chunkstore.index import ChunkIndex
+from ragcache_core.chunkstore.namespace import FORMAT
 from ragcache_core.errors import CacheTierError, CacheWriteError
 from tests.support.failing_reads import run_with_failing_reads
 
@@ -74,7 +76,7 @@ def test_only_what_sqlite_calls_damage_is_thrown_away(
 
     failed: list[str] = []
     num_failures = 2 if is_damage else 1
-    marks = {"_prepare": "PRAGMA quick_check", "rows": "SELECT slot, key", "deepest": "SELECT slot FROM"}
+    marks = {"_prepare": "PRAGMA quick_check", "rows": "SELECT slot, CASE", "deepest": "SELECT slot FROM"}
     with monkeypatch.context() as patched:
         patched.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=Failing))
         if is_damage:
@@ -169,7 +171,7 @@ def test_a_neighbours_folder_that_cannot_be_read_is_listed_without_its_size(stor
     (neighbour / "identity.json").mkdir()
     listed = {namespace.path: namespace for namespace in list_namespaces(store.path.parent)}
     assert (listed[neighbour].format, listed[neighbour].num_bytes) == (0, 0)
-    assert listed[store.path].format == 2
+    assert listed[store.path].format == 3
 
 
 def test_a_full_disk_keeps_neither_the_store_from_opening_nor_what_is_of_no_use_in_it(
@@ -217,3 +219,41 @@ def test_a_smaller_capacity_counts_no_row_that_a_full_disk_has_kept(
 
 def test_an_index_is_sorted_in_memory_and_needs_no_room_elsewhere(store: ChunkStore) -> None:
     assert store._index._connection.execute("PRAGMA temp_store").fetchone() == (2,)  # MEMORY
+
+
+FORMAT_2 = Path(__file__).with_name("format_2.zip")
+"""A directory that RAGCache wrote before records had a format: five chunks of 96 bytes, the last of them deleted."""
+
+
+def test_a_directory_from_before_records_had_a_format_is_opened_with_all_its_chunks(tmp_path: Path) -> None:
+    with zipfile.ZipFile(FORMAT_2) as archive:
+        archive.extractall(tmp_path)
+    names = [f"chunk {i}".encode() for i in range(5)]
+    for is_first in (True, False):
+        with ChunkStore(tmp_path, {"model": "demo"}, chunk_bytes=96, capacity_bytes=16 * 4096) as store:
+            assert not store.stats.num_resets
+            target = bytearray(96)
+            for i, name in enumerate(names[:4]):
+                assert store.read(name, target)
+                assert target == bytes([i]) * 96
+            assert store.read(names[4], target) != is_first
+            entries = list(store.entries())[:4]
+            assert [(e.key, e.parent, e.doc_id, e.frequency, e.stored_s) for e in entries] == [
+                (name, names[i - 1] if i else None, "doc", 2.0 + i, 1e9) for i, name in enumerate(names[:4])
+            ]
+            store.write_many([ChunkWrite(names[4], bytes(96), ChunkNote(names[3], "doc", 4))])
+    assert [namespace.format for namespace in list_namespaces(tmp_path)] == [FORMAT], "an older RAGCache lets it be"
+
+
+@pytest.mark.parametrize("change", ["codec = 'zstd'", "length = 50", "format = 2"])
+def test_a_record_of_a_later_format_is_a_miss_and_leaves_its_slot(tmp_path: Path, change: str) -> None:
+    with ChunkStore(tmp_path, {"model": "demo"}, chunk_bytes=96, capacity_bytes=2 * 4096) as store:
+        store.write_many([ChunkWrite(name, bytes(96)) for name in (b"one", b"other")])
+        path = store.path / "index.sqlite"
+    with sqlite3.connect(path) as connection:
+        connection.execute(f"UPDATE chunks SET {change} WHERE key = ?", (b"one",))
+    connection.close()
+    with ChunkStore(tmp_path, {"model": "demo"}, chunk_bytes=96, capacity_bytes=2 * 4096) as store:
+        assert (b"one" in store, b"other" in store) == (False, True)
+        assert store.stats.num_missing == 1
+        assert store.write_many([ChunkWrite(b"new", bytes(96))]) == [b"new"]

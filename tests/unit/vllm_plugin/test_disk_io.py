@@ -20,7 +20,8 @@ from ragcache_core.chunkstore.slotfile import SlotFile
 from ragcache_core.errors import CacheCapacityError, CacheTierError
 from ragcache_core.vllm_plugin.disk import io as disk_io
 from ragcache_core.vllm_plugin.disk.io import DiskIO
-from ragcache_core.vllm_plugin.disk.jobs import LoadJob, Outcome, PendingChunk
+from ragcache_core.vllm_plugin.disk.jobs import DiskStore, Outcome, PendingRun
+from ragcache_core.vllm_plugin.lower.jobs import LoadTransfer
 from tests.support.waiting import until
 
 CHUNK_BYTES = 4096
@@ -40,19 +41,22 @@ class Scene:
             folder, {"model": "demo"}, chunk_bytes=CHUNK_BYTES, capacity_bytes=num_slots * CHUNK_BYTES
         )
         self.io = DiskIO(self.store, memoryview(self.memory), num_buffered_bytes=num_buffers * CHUNK_BYTES)
+        self.jobs: list[DiskStore] = []
 
-    def write(
-        self, keys: list[bytes], *, job_id: int = 1, evicted: list[bytes] | None = None, parent: bytes | None = None
-    ) -> None:
-        """Ask for chunks to be stored from the first rows of memory, each standing on the one before it."""
-        chunks = []
+    def write(self, keys: list[bytes], *, evicted: list[bytes] | None = None, parent: bytes | None = None) -> None:
+        """Store chunks from the first rows of memory, each depending on the one before it."""
         for row, key in enumerate(keys):
             self.memory[row] = payload(key)
-            chunks.append(PendingChunk(key, row, ChunkNote(keys[row - 1] if row else parent, "doc", row)))
-        self.io.store(job_id, chunks, evicted or [])
+        run = PendingRun(keys, range(len(keys)), ChunkNote(parent, "doc"))
+        self.jobs.append(self.io.store([run], evicted or []))
 
-    def read(self, keys: list[bytes], rows: list[int]) -> LoadJob:
-        return self.io.load(7, keys, rows)
+    @property
+    def num_copied(self) -> int:
+        """Jobs that no longer use host memory."""
+        return sum(job.has_ended for job in self.jobs)
+
+    def read(self, keys: list[bytes], rows: list[int]) -> LoadTransfer:
+        return self.io.load(keys, rows)
 
     def settle(self) -> None:
         """Wait until everything that was asked for has been done."""
@@ -62,13 +66,9 @@ class Scene:
     def written(self) -> tuple[list[bytes], list[bytes], list[Exception]]:
         """Return the keys that were stored, those that were not, and why."""
         outcomes = list(self.io.take_written())
-        stored = [key for outcome in outcomes if is_stored(outcome) for key in outcome.keys]
-        lost = [key for outcome in outcomes if not is_stored(outcome) for key in outcome.keys]
+        stored = [key for outcome in outcomes if is_stored(outcome) for key in outcome.names]
+        lost = [key for outcome in outcomes if not is_stored(outcome) for key in outcome.names]
         return stored, lost, [outcome.error for outcome in outcomes if outcome.error is not None]
-
-
-def found(load: LoadJob) -> list[bool]:
-    return [is_found for part in load.parts for is_found in part.found]
 
 
 def is_stored(outcome: Outcome) -> bool:
@@ -111,12 +111,12 @@ def test_what_is_written_is_read_back(opening: Opening) -> None:
     scene = opening()
     scene.write(keys(5))
     scene.settle()
-    assert list(scene.io.take_copied()) == [1]
+    assert scene.num_copied == 1
     assert scene.written() == (keys(5), [], [])
     load = scene.read(keys(5), [10, 12, 14, 16, 18])
     scene.settle()
-    assert load.is_ended()
-    assert found(load) == [True] * 5
+    assert load.has_ended
+    assert load.found == [True] * 5
     for row, key in zip((10, 12, 14, 16, 18), keys(5), strict=True):
         assert (scene.memory[row] == payload(key)).all()
     assert not scene.memory[11].any()
@@ -125,15 +125,14 @@ def test_what_is_written_is_read_back(opening: Opening) -> None:
 def test_host_memory_is_free_before_the_disk_has_it(opening: Opening, gate: threading.Event) -> None:
     scene = opening()
     scene.write(keys(3))
-    copied: list[int] = []
-    assert until(lambda: copied.extend(scene.io.take_copied()) or copied)
+    assert until(lambda: scene.num_copied)
     assert scene.written() == ([], [], [])
     scene.memory[:] = 0xAA  # it belongs to another chunk by now
     gate.set()
     scene.settle()
     load = scene.read(keys(3), [0, 1, 2])
     scene.settle()
-    assert found(load) == [True] * 3
+    assert load.found == [True] * 3
     assert (scene.memory[1] == payload(b"k1")).all()
 
 
@@ -142,14 +141,14 @@ def test_a_job_larger_than_the_buffers_is_stored_in_full(opening: Opening, gate:
     scene.write(keys(200))
     assert until(lambda: not scene.io._num_free_buffers)
     time.sleep(0.05)  # for a copier that would not wait to go on
-    assert list(scene.io.take_copied()) == [], "host memory is held: the buffers take three chunks"
+    assert not scene.num_copied, "host memory is held: the buffers take three chunks"
     gate.set()
     assert scene.io.finish_writes(30)
-    assert list(scene.io.take_copied()) == [1]
+    assert scene.num_copied == 1
     assert scene.written() == (keys(200), [], [])
     load = scene.read(keys(200), list(range(200)))
     scene.settle()
-    assert found(load) == [True] * 200
+    assert load.found == [True] * 200
     assert all((scene.memory[row] == payload(key)).all() for row, key in enumerate(keys(200)))
 
 
@@ -194,9 +193,9 @@ def test_draining_lets_go_of_host_memory_without_the_disk(
 ) -> None:
     scene = opening(num_buffers=3)
     scene.write(keys(5))
-    scene.write(keys(2, "n"), job_id=2)
+    scene.write(keys(2, "n"))
     assert scene.io.finish_reads(0.0)
-    assert list(scene.io.take_copied()) == [1, 2]
+    assert scene.num_copied == 2
     assert scene.written() == ([], [b"k3", b"k4", *keys(2, "n")], [])
     gate.set()
     scene.settle()
@@ -211,7 +210,7 @@ def test_closing_lets_go_of_host_memory_though_the_disk_hangs(
     scene = opening(num_buffers=3)
     scene.write(keys(5))
     scene.io.close()
-    assert list(scene.io.take_copied()) == [1]
+    assert scene.num_copied == 1
     assert scene.written() == ([], [b"k3", b"k4"], [])
 
 
@@ -225,13 +224,13 @@ def test_there_is_room_for_one_chunk_however_large_it_is(opening: Opening) -> No
 def test_what_gave_way_is_deleted_first(opening: Opening) -> None:
     scene = opening(num_slots=4)
     scene.write(keys(4))
-    scene.write(keys(2, "new"), job_id=2, evicted=keys(4)[2:])
+    scene.write(keys(2, "new"), evicted=keys(4)[2:])
     scene.settle()
-    assert list(scene.io.take_copied()) == [1, 2]
+    assert scene.num_copied == 2
     assert scene.written() == (keys(4) + keys(2, "new"), [], [])
     load = scene.read(keys(4), [0, 1, 2, 3])
     scene.settle()
-    assert found(load) == [True, True, False, False]
+    assert load.found == [True, True, False, False]
 
 
 def test_what_is_forgotten_leaves_its_slot_to_what_is_stored_later(opening: Opening) -> None:
@@ -239,12 +238,12 @@ def test_what_is_forgotten_leaves_its_slot_to_what_is_stored_later(opening: Open
     scene.write(keys(4))
     scene.settle()
     scene.io.delete([b"k1", b"k3", b"nothing"])
-    scene.write(keys(2, "new"), job_id=2)
+    scene.write(keys(2, "new"))
     scene.settle()
     assert scene.written() == (keys(4) + keys(2, "new"), [], [])
     load = scene.read(keys(4), [0, 1, 2, 3])
     scene.settle()
-    assert found(load) == [True, False, True, False]
+    assert load.found == [True, False, True, False]
 
 
 def test_a_write_error_half_way_reports_exactly_what_is_stored(
@@ -271,7 +270,7 @@ def test_a_write_error_half_way_reports_exactly_what_is_stored(
     assert not any("No space left on device" in str(other) for other in others), "it is tried once"
     assert isinstance(error, CacheTierError)
     assert [key for key in asked if key in scene.store] == stored
-    scene.write(keys(NUM_ROWS, "later"), job_id=2)
+    scene.write(keys(NUM_ROWS, "later"))
     scene.settle()
     stored, lost, _ = scene.written()
     assert (stored, lost) == ([], keys(NUM_ROWS, "later")), "the threads live on, and so do the buffers"
@@ -284,7 +283,7 @@ def test_a_full_store_is_an_error_that_is_reported(opening: Opening) -> None:
     stored, lost, (error,) = scene.written()
     assert (stored, lost) == ([], keys(3))
     assert isinstance(error, CacheCapacityError)
-    assert list(scene.io.take_copied()) == [1]
+    assert scene.num_copied == 1
 
 
 def test_nothing_is_stored_behind_a_chunk_whose_write_failed_however_long_it_waits(
@@ -297,12 +296,12 @@ def test_nothing_is_stored_behind_a_chunk_whose_write_failed_however_long_it_wai
         patched.setattr(SlotFile, "write", failing_write)
         scene.write([b"parent"])
         scene.settle()
-    assert until(lambda: not scene.io.is_resting)
-    scene.write([b"child"], job_id=2, parent=b"parent")
-    scene.write([b"grandchild"], job_id=3, parent=b"child")
+    assert until(lambda: scene.io.can_write)
+    scene.write([b"child"], parent=b"parent")
+    scene.write([b"grandchild"], parent=b"child")
     scene.settle()
     assert scene.written()[:2] == ([], [b"parent", b"child", b"grandchild"])
-    scene.write([b"parent", b"child"], job_id=4)
+    scene.write([b"parent", b"child"])
     scene.settle()
     assert scene.written() == ([b"parent", b"child"], [], [])
 
@@ -334,7 +333,7 @@ def test_what_is_not_there_leaves_memory_alone(opening: Opening) -> None:
     scene.memory[:] = 0xEE
     load = scene.read([b"k0", b"nothing", b"k1"], [5, 6, 7])
     scene.settle()
-    assert found(load) == [True, False, True]
+    assert load.found == [True, False, True]
     assert (scene.memory[6] == 0xEE).all()
 
 
@@ -346,7 +345,7 @@ def test_a_reader_that_was_faster_is_not_abandoned(opening: Opening) -> None:
     scene.settle()
     load.abandon()
     assert not any(part.is_abandoned for part in load.parts)
-    assert found(load) == [True, True]
+    assert load.found == [True, True]
 
 
 def test_a_job_is_read_by_several_readers_and_what_is_given_up_of_it_costs_nothing_of_the_rest(
@@ -373,8 +372,8 @@ def test_a_job_is_read_by_several_readers_and_what_is_given_up_of_it_costs_nothi
     go_on.set()
     scene.settle()
     assert len(readers) == 4
-    assert found(load).count(True) == 2
-    for row, (key, is_found) in enumerate(zip(keys(8), found(load), strict=True)):
+    assert load.found.count(True) == 2
+    for row, (key, is_found) in enumerate(zip(keys(8), load.found, strict=True)):
         assert (scene.memory[row] == (payload(key) if is_found else 0xEE)).all()
 
 
@@ -384,7 +383,7 @@ def test_draining_waits_for_reads_and_writes(opening: Opening, gate: threading.E
     scene.write(keys(1))
     scene.settle()
     gate.clear()
-    scene.write(keys(1, "w"), job_id=2)
+    scene.write(keys(1, "w"))
     scene.read(keys(1), [5])
     with waiting(scene.settle):
         gate.set()
@@ -412,7 +411,7 @@ def test_draining_a_disk_that_hangs_ends_with_host_memory_copied(opening: Openin
     scene = opening()
     scene.write(keys(3))
     assert scene.io.finish_reads(0.0), "nothing is read"
-    assert list(scene.io.take_copied()) == [1]
+    assert scene.num_copied == 1
     assert not scene.io.finish_writes(0.05)
     gate.set()
     scene.settle()
@@ -433,7 +432,7 @@ def test_host_memory_is_waited_for_however_long_a_copy_takes(opening: Opening, m
     assert is_copying.wait(10)
     with waiting(lambda: scene.io.finish_reads(0.0)):
         go_on.set()
-    assert list(scene.io.take_copied()) == [1]
+    assert scene.num_copied == 1
 
 
 def test_a_reader_that_cannot_deliver_lives_on(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,10 +442,10 @@ def test_a_reader_that_cannot_deliver_lives_on(opening: Opening, monkeypatch: py
     lost = [scene.read(keys(2), [NUM_ROWS, NUM_ROWS]) for _ in range(2 * disk_io._NUM_READERS)]
     scene.settle()
     assert not any(part.is_finished for load in lost for part in load.parts)
-    assert all(load.is_ended() for load in lost), "no request waits for them"
+    assert all(load.has_ended for load in lost), "no request waits for them"
     load = scene.read(keys(2), [8, 9])
     scene.settle()
-    assert found(load) == [True, True]
+    assert load.found == [True, True]
 
 
 def test_large_chunks_are_read_few_at_a_time(tmp_path: Path) -> None:
@@ -459,12 +458,12 @@ def test_large_chunks_are_read_few_at_a_time(tmp_path: Path) -> None:
     )
     io = DiskIO(store, memoryview(memory))
     try:
-        io.store(1, [PendingChunk(key, row, ChunkNote()) for row, key in enumerate(keys(num_chunks))], [])
+        io.store([PendingRun(keys(num_chunks), range(num_chunks), ChunkNote())], [])
         assert io.finish_writes(30)
-        load = io.load(2, keys(num_chunks), list(range(num_chunks, 2 * num_chunks)))
+        load = io.load(keys(num_chunks), list(range(num_chunks, 2 * num_chunks)))
         assert io.finish_reads(30)
     finally:
         io.close()
-    assert found(load) == [True] * num_chunks
+    assert load.found == [True] * num_chunks
     assert (memory[num_chunks:] == memory[:num_chunks]).all()
-    assert [len(part.keys) for part in load.parts] == [2, 2, 1], "16 MiB at most"
+    assert [len(part.names) for part in load.parts] == [2, 2, 1], "16 MiB at most"

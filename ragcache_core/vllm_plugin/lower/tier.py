@@ -1,0 +1,105 @@
+"""What the manager of tiers asks of a tier below host memory."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+
+from ragcache_core.vllm_plugin.compat import (
+    CacheHitSource,
+    Locality,
+    Medium,
+    OffloadingConnectorStats,
+    OffloadingEvent,
+    OffloadKey,
+    ReqContext,
+    ScheduleEndContext,
+)
+from ragcache_core.vllm_plugin.lower.jobs import EndedJob, TierJob
+
+
+class LowerTier(ABC):
+    """A tier below host memory.
+
+    All methods run on the scheduler's thread. Only :meth:`drain`, :meth:`clear` and :meth:`shutdown` may wait for the
+    tier, and each has a time limit.
+
+    Attributes:
+        name: of the tier, in statistics.
+        source: what a hit of this tier counts as.
+        medium, locality: by which requests choose the tiers that they load from.
+        why_left_behind: why it may hold deleted KV once it is out of service, with a hint.
+    """
+
+    name: str
+    source: CacheHitSource
+    medium: Medium | None = Medium.STORAGE
+    locality: Locality | None = None
+    why_left_behind: str
+
+    @abstractmethod
+    def find(self, key: OffloadKey, context: ReqContext) -> Sequence[OffloadKey] | None:
+        """Return the blocks to load for a request, from ``key`` on without a gap.
+
+        None are returned where the tier does not hold ``key``, or loading takes longer than computing; ``None`` where
+        the tier does not know yet.
+        """
+
+    @abstractmethod
+    def store(self, job: TierJob) -> None:
+        """Begin to copy blocks out of host memory, as far as the tier keeps them."""
+
+    @abstractmethod
+    def load(self, job: TierJob) -> None:
+        """Begin to copy blocks into host memory."""
+
+    @abstractmethod
+    def take_ended(self) -> Iterable[EndedJob]:
+        """Return the jobs that have ended since the last call, and abandon those that are late."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """End every use of host memory; :meth:`take_ended` then returns all open jobs."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Stop using what is stored, and store nothing until the next start: the model's weights may have changed."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End the tier's threads, and free what it has opened. Idempotent."""
+
+    @abstractmethod
+    def begin_request(self, context: ReqContext) -> None:
+        """Record that a request has arrived."""
+
+    @abstractmethod
+    def end_request(self, context: ReqContext) -> None:
+        """Record that a request has ended, and nothing more of it will be stored or loaded."""
+
+    @abstractmethod
+    def end_step(self, context: ScheduleEndContext) -> None:
+        """Record the end of an engine step."""
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Whether an engine without requests goes on stepping for this tier, besides for its jobs."""
+        return False
+
+    @property
+    def newest_store(self) -> int | None:
+        """The latest job that waits for the tier, if stores alone do, and no step brings them nearer; else None."""
+        return None
+
+    @property
+    def has_events(self) -> bool:
+        """Whether there are KV events to take."""
+        return False
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Return the KV events since the last call."""
+        return ()
+
+    def take_stats(self) -> OffloadingConnectorStats | None:
+        """Return statistics of the tier's own since the last call."""
+        return None

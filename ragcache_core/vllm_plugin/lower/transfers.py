@@ -1,0 +1,182 @@
+"""The jobs and time limits of our own lower tiers: what the disk and the shared store have in common.
+
+A store holds rows of host memory until they are copied. At most half of host memory is held for a tier, unless one job
+takes more. What finds no room, comes while writing rests or waits too long is dropped and counted. A load that is late
+is abandoned: what it has not brought is a miss.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, cast
+
+from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin.cache.kv_groups import offload_keys
+from ragcache_core.vllm_plugin.compat import OffloadKey, ReqContext, ScheduleEndContext
+from ragcache_core.vllm_plugin.lower.jobs import EndedJob, LoadTransfer, StoreTransfer, TierJob
+from ragcache_core.vllm_plugin.lower.tier import LowerTier
+from ragcache_core.vllm_plugin.offload.host_tier import is_adapted
+
+if TYPE_CHECKING:
+    from ragcache_core.vllm_plugin.cache.controller import CacheController
+    from ragcache_core.vllm_plugin.cache.request_state import Key, RequestState
+
+
+class TierThreads(Protocol):
+    """The threads that copy, write and read for a tier."""
+
+    @property
+    def can_write(self) -> bool:
+        """Whether writing does not rest after a failure."""
+        ...
+
+    def load_s(self, num_blocks: int) -> float | None:
+        """Return how long loading takes, by recent loads; None if that is unknown."""
+        ...
+
+    def is_late(self, load: LoadTransfer, limit_s: float) -> bool:
+        """Return whether a load that has not ended is to be abandoned; ``limit_s`` is the longest it may take."""
+        ...
+
+    def wake(self) -> None:
+        """Have threads notice that stores were released."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenLoad:
+    job: TierJob
+    transfer: LoadTransfer
+    limit_s: float
+
+
+class TransferTier(LowerTier):
+    """A tier with threads of its own.
+
+    Args:
+        controller: knows requests, tree and counters.
+        threads: of the tier.
+        num_rows: rows of host memory.
+        block_bytes: bytes of a block.
+    """
+
+    def __init__(self, controller: CacheController, threads: TierThreads, num_rows: int, block_bytes: int) -> None:
+        self.name = type(self).__name__
+        self.block_bytes = block_bytes
+        self._controller = controller
+        self._tree = controller.tree
+        self._groups = controller.groups
+        self._threads = threads
+        self._num_rows = num_rows
+        self._loads: dict[int, _OpenLoad] = {}
+        self._stores: dict[int, StoreTransfer] = {}
+        self._ended: list[EndedJob] = []
+        self._num_loading = self._num_to_load = 0
+
+    # Jobs
+
+    def store(self, job: TierJob) -> None:
+        transfer = None if is_adapted(job.context) else self._begin_store(job)
+        if transfer is None:
+            self._ended.append(EndedJob(job.number))
+        else:
+            self._stores[job.number] = transfer
+
+    def load(self, job: TierJob) -> None:
+        self._num_loading += len(job.keys)
+        transfer, limit_s = self._begin_load(job)
+        self._loads[job.number] = _OpenLoad(job, transfer, limit_s)
+
+    def take_ended(self) -> Iterable[EndedJob]:
+        for number, store in list(self._stores.items()):
+            if not store.has_ended and (not store.remaining_s or not self._threads.can_write):
+                store.release()
+                self._threads.wake()
+            if store.has_ended:
+                del self._stores[number]
+                self._ended.append(EndedJob(number))
+        for number, load in list(self._loads.items()):
+            if not load.transfer.has_ended and self._threads.is_late(load.transfer, load.limit_s):
+                load.transfer.abandon()
+            if load.transfer.has_ended:
+                del self._loads[number]
+                self._num_loading -= len(load.job.keys)
+                self._ended.append(EndedJob(number, self._finish_load(load.job, load.transfer)))
+        ended, self._ended = self._ended, []
+        return ended
+
+    def begin_request(self, context: ReqContext) -> None:
+        """Do nothing."""
+
+    def end_request(self, context: ReqContext) -> None:
+        """Do nothing."""
+
+    def end_step(self, context: ScheduleEndContext) -> None:
+        """Count what is loaded from the next step on."""
+        self._num_to_load = 0
+
+    @property
+    def newest_store(self) -> int | None:
+        return None if self._loads else max(self._stores, default=None)
+
+    @abstractmethod
+    def _begin_store(self, job: TierJob) -> StoreTransfer | None:
+        """Begin to copy what the tier keeps of a job's blocks; return None where that is nothing."""
+
+    @abstractmethod
+    def _begin_load(self, job: TierJob) -> tuple[LoadTransfer, float]:
+        """Begin to load; return the transfer, and the longest it may take in seconds."""
+
+    @abstractmethod
+    def _finish_load(self, job: TierJob, load: LoadTransfer) -> Sequence[OffloadKey]:
+        """Return which blocks a load has brought."""
+
+    def _has_room(self, num_blocks: int) -> bool:
+        """Return whether a job may hold rows: alone, or if all jobs together hold at most half of host memory."""
+        num_held = sum(store.num_blocks for store in self._stores.values() if not store.has_ended)
+        return not num_held or num_held + num_blocks <= self._num_rows // 2
+
+    def _abandon_loads(self) -> None:
+        for load in self._loads.values():
+            load.transfer.abandon()
+
+    # Look-ups
+
+    def _place_of(self, key: OffloadKey, context: ReqContext) -> tuple[RequestState, int] | None:
+        """Return a request and the index of a block in it; None for a prompt without a request."""
+        state, end = self._controller.state_of(context.req_id), context.get_offload_key_position(key)
+        return None if state is None or end is None else (state, max(end // self._controller.tokens_per_block - 1, 0))
+
+    def _pays(self, state: RequestState, first: int, num_units: int, num_blocks: int) -> tuple[bool, float]:
+        """Return whether blocks are loaded in less time than they are computed, and the seconds of computing them.
+
+        By the measured times of both; where one of them is not known, they are. What is to be loaded is counted until
+        the end of the step, at which it is.
+
+        Args:
+            state: their request.
+            first: the index of the first of them.
+            num_units: how many the tier has from there on.
+            num_blocks: how many have to be loaded.
+        """
+        saved_s = self._controller.saved_s(state, first, num_units)
+        load_s = self._threads.load_s(self._num_loading + self._num_to_load + num_blocks)
+        pays = load_s is None or load_s <= saved_s
+        self._num_to_load += num_blocks if pays else 0
+        return pays, saved_s
+
+    def _run_of(self, units: Sequence[Key]) -> Sequence[OffloadKey]:
+        """Return the leading units that host memory lacks, as blocks."""
+        num_missing = len(units)
+        for at, mask in self._in_host(units):
+            if mask:
+                num_missing = at + (mask & -mask).bit_length() - 1
+                break
+        return cast("list[OffloadKey]", offload_keys(units[:num_missing], self._groups.main))
+
+    def _in_host(self, units: Sequence[Key]) -> Iterator[tuple[int, int]]:
+        """Yield runs of one tree node: the index of the first unit, and which units from it on host memory has."""
+        for at, first, length in self._tree.runs(units):
+            yield at, self._tree.resident_mask(first.node, Tier.HOST) >> first.unit & (1 << length) - 1
