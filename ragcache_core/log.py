@@ -119,6 +119,11 @@ LOG_EVENTS: Final[dict[str, dict[str, LogEvent]]] = {
             "A disk or the shared store failed or hangs, or its files are gone. The tier is off until the next start.",
             "See [the disk tier went off](../operate/troubleshooting.md#the-disk-tier-went-off).",
         ),
+        "RC-TIER-UNCLOSED": LogEvent(
+            "ERROR",
+            "A lower tier could not be shut down. Its last writes may be missing; what it has is checked at the next start.",
+            "See the traceback.",
+        ),
         "RC-TIER-FAILED": LogEvent(
             "WARNING",
             "A write (a full disk) or the shared store failed. It is tried again later; new KV is dropped.",

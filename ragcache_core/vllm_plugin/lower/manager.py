@@ -185,7 +185,7 @@ class TierManager(OffloadingManager):
             try:
                 tier.shutdown()
             except Exception as error:
-                logger.exception("RAGCache's %s could not be shut down", tier.name)
+                logger.exception("RC-TIER-UNCLOSED: RAGCache's %s could not be shut down", tier.name)
                 failures.append(error)
         if failures:
             raise failures[0]
