@@ -121,7 +121,7 @@ LOG_EVENTS: Final[dict[str, dict[str, LogEvent]]] = {
         ),
         "RC-TIER-UNCLOSED": LogEvent(
             "ERROR",
-            "A lower tier could not be shut down. Its last writes may be missing; what it has is checked at the next start.",
+            "A lower tier could not be shut down. Its last writes may be missing. The next start checks what it has.",
             "See the traceback.",
         ),
         "RC-TIER-FAILED": LogEvent(
