@@ -239,6 +239,8 @@ class TierManager(OffloadingManager):
             self._stats.on_no_room()
             return False
         new = output.keys_to_store
+        if not new:  # host memory has them by now
+            return True
         self._sources.setdefault(context.req_id, {}).update(dict.fromkeys(new, self.lower[tier].source))
         _, to_load, rows = self._to_load.setdefault((tier, context.req_id), (context, [], []))
         to_load += new
