@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 import sqlite3
 from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ragcache_core.chunkstore import ChunkStore, list_namespaces
 from ragcache_core.chunkstore.index import ChunkIndex
 from ragcache_core.errors import CacheTierError, CacheWriteError
-from tests.support.failing_reads import run_with_failing_reads
 
-from .conftest import CHUNK_BYTES, IDENTITY, Opening, keys, payload, read, writes
+from .conftest import Opening, keys, payload, read, writes
 
 
 def full(index: ChunkIndex, slots: Iterable[int]) -> None:
@@ -87,65 +83,6 @@ def test_only_what_sqlite_calls_damage_is_thrown_away(
     assert len(opening()) == (0 if is_damage else 8)
 
 
-FAILING = """
-import shutil, sys
-from pathlib import Path
-from ragcache_core.errors import CacheTierError
-from tests.support.failing_reads import fail_reads, num_failed_reads
-from tests.unit.chunkstore import conftest as c
-
-def opened(directory):
-    return c.ChunkStore(directory, c.IDENTITY, chunk_bytes=512, capacity_bytes=400 * 4096)
-
-left, copy = map(Path, sys.argv[1:])
-num_refused = 0
-for lasts in (False, True):
-    for suffix in ("index.sqlite", "index.sqlite-wal", "identity.json"):
-        number = 0
-        while True:
-            number += 1
-            shutil.rmtree(copy, ignore_errors=True)
-            shutil.copytree(left, copy)
-            fail_reads(suffix, number, lasts=lasts)
-            try:
-                with opened(copy) as store:
-                    assert len(store) == 250, (suffix, number, lasts, len(store))
-            except CacheTierError:
-                num_refused += 1
-            has_failed = num_failed_reads() > 0
-            fail_reads(suffix, 0)
-            with opened(copy) as store:
-                found = sum(c.read(store, key) == c.payload(key, 512) for key in c.keys(400))
-                assert (len(store), found, store.stats.num_resets) == (250, 250, 0), (suffix, number, lasts, found)
-            if not has_failed:
-                break
-print(num_refused)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "killed"])
-def test_a_read_that_fails_anywhere_while_a_store_is_opened_costs_nothing(tmp_path: Path, is_closed: bool) -> None:
-    """SQLite's own check returns such errors as text, as it does damage."""
-    store = ChunkStore(tmp_path / "left", IDENTITY, chunk_bytes=512, capacity_bytes=400 * 4096)
-    for first in range(0, 400, 50):
-        store.write_many(writes(keys(50, first), 512))
-    store.delete_many(keys(150, 100))  # which leaves pages that nobody uses
-    if not is_closed:
-        shutil.copytree(tmp_path / "left", tmp_path / "killed")
-    store.close()
-    left = tmp_path / ("left" if is_closed else "killed")
-    assert any(left.rglob("*-wal")) is not is_closed
-    num_refused = run_with_failing_reads(FAILING, left, tmp_path / "copy", tmp_path=tmp_path)
-    assert int(num_refused) > 10
-
-
-def test_a_path_that_is_too_long_for_sqlite_is_refused_with_the_reason(tmp_path: Path) -> None:
-    directory = tmp_path.joinpath(*["d" * 200] * 3)
-    with pytest.raises(CacheTierError, match="SQLite takes paths of up to 512 bytes, name a shorter directory"):
-        ChunkStore(directory, IDENTITY, chunk_bytes=CHUNK_BYTES, capacity_bytes=16 * CHUNK_BYTES)
-
-
 def test_what_is_written_after_a_clear_that_failed_outlives_the_store(
     opening: Opening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,16 +97,6 @@ def test_what_is_written_after_a_clear_that_failed_outlives_the_store(
     store = opening()
     assert [read(store, key) for key in again] == [payload(key) for key in again]
     assert [len(store), store.stats.num_missing] == [4, 0]
-
-
-def test_a_neighbours_folder_that_cannot_be_read_is_listed_without_its_size(store: ChunkStore) -> None:
-    with ChunkStore(store.path.parent, {"model": "other"}, chunk_bytes=4096, capacity_bytes=4096) as other:
-        neighbour = other.path
-    (neighbour / "identity.json").unlink()
-    (neighbour / "identity.json").mkdir()
-    listed = {namespace.path: namespace for namespace in list_namespaces(store.path.parent)}
-    assert (listed[neighbour].format, listed[neighbour].num_bytes) == (0, 0)
-    assert listed[store.path].format == 2
 
 
 def test_a_full_disk_keeps_neither_the_store_from_opening_nor_what_is_of_no_use_in_it(
@@ -193,27 +120,3 @@ def test_a_full_disk_keeps_neither_the_store_from_opening_nor_what_is_of_no_use_
     store = opening()
     assert sorted(entry.key for entry in store.entries()) == sorted([*keys(3), b"key 4", b"key 6", b"key 9"])
     assert [store.stats.num_missing, store.stats.num_damaged] == [0, 0]
-
-
-def test_a_smaller_capacity_counts_no_row_that_a_full_disk_has_kept(
-    opening: Opening, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with opening() as store:
-        store.write_many(writes(keys(8)))
-    with sqlite3.connect(store.path / "index.sqlite") as connection:
-        connection.execute("UPDATE chunks SET key = x'', position = 100 WHERE slot = 3")
-    connection.close()
-    delete, failures = ChunkIndex.delete, iter([CacheWriteError("no space left")])
-
-    def full_once(index: ChunkIndex, slots: Iterable[int]) -> None:
-        if (failure := next(failures, None)) is not None:
-            raise failure
-        delete(index, slots)
-
-    monkeypatch.setattr(ChunkIndex, "delete", full_once)
-    store = opening(4)
-    assert sorted(entry.key for entry in store.entries()) == [b"key 0", b"key 1", b"key 2", b"key 4"]
-
-
-def test_an_index_is_sorted_in_memory_and_needs_no_room_elsewhere(store: ChunkStore) -> None:
-    assert store._index._connection.execute("PRAGMA temp_store").fetchone() == (2,)  # MEMORY

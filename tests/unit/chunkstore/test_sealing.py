@@ -15,7 +15,7 @@ from cryptography.exceptions import InvalidTag
 
 from ragcache_core.chunkstore import ChunkStore
 from ragcache_core.chunkstore.sealing import KEY_ENV, Keys, load_keys
-from ragcache_core.errors import CacheCapacityError, CacheDirectoryError, ConfigError
+from ragcache_core.errors import CacheDirectoryError, ConfigError
 
 from .conftest import CHUNK_BYTES, IDENTITY, Opening, keys, payload, read, unlink_failing_after, writes
 from .test_damage import turn_bit
@@ -49,16 +49,6 @@ def sealed(opening: Opening) -> Callable[..., ChunkStore]:
     return lambda using=FIRST, **settings: opening(keys=using, **settings)
 
 
-def test_chunks_come_back_as_they_were_also_after_a_restart(sealed: Callable[..., ChunkStore]) -> None:
-    store = sealed()
-    store.write_many(writes(keys(8)))
-    assert [read(store, key) for key in keys(8)] == [payload(key) for key in keys(8)]
-    store.close()
-    store = sealed()
-    assert [read(store, key) for key in keys(8)] == [payload(key) for key in keys(8)]
-    assert store.stats.num_damaged == 0
-
-
 def test_no_part_of_a_chunk_is_in_a_file(sealed: Callable[..., ChunkStore]) -> None:
     store = sealed()
     store.write_many(writes(keys(8)))
@@ -68,15 +58,6 @@ def test_no_part_of_a_chunk_is_in_a_file(sealed: Callable[..., ChunkStore]) -> N
     for key in keys(8):
         parts = [payload(key)[start : start + 16] for start in range(0, CHUNK_BYTES, 16)]
         assert not any(part in on_disk for part in parts)
-
-
-def test_the_same_chunk_looks_different_each_time(sealed: Callable[..., ChunkStore]) -> None:
-    store, seen = sealed(num_slots=1), []
-    for _ in range(2):
-        store.write_many(writes(keys(1)))
-        seen.append((store.path / "chunks.data").read_bytes()[: store.slot_bytes])
-        store.delete_many(keys(1))
-    assert seen[0] != seen[1]
 
 
 @pytest.mark.parametrize(
@@ -92,13 +73,6 @@ def test_a_bit_that_was_turned_anywhere_is_a_miss(sealed: Callable[..., ChunkSto
     turn_bit(store.path / name, offset)
     assert [read(store, key) for key in keys(3)] == [payload(b"key 0"), None, payload(b"key 2")]
     assert store.stats.num_damaged == 1
-
-
-def test_seals_that_are_gone_are_misses(sealed: Callable[..., ChunkStore]) -> None:
-    with sealed() as store:
-        store.write_many(writes(keys(3)))
-        (store.path / "chunks.seals").write_bytes((store.path / "chunks.seals").read_bytes()[:40])
-        assert [read(store, key) is not None for key in keys(3)] == [True, False, False]
 
 
 def test_slots_of_another_cache_with_the_same_key_do_not_open(folder: Path, sealed: Callable[..., ChunkStore]) -> None:
@@ -134,17 +108,6 @@ def test_a_key_is_replaced_while_what_it_sealed_stays_readable(sealed: Callable[
         assert [read(store, key) is not None for key in keys(4)] == [False, False, True, True]
     with pytest.raises(CacheDirectoryError, match="is encrypted with the key"):
         sealed(both(THIRD, FIRST))
-
-
-def test_what_was_there_unencrypted_goes_when_a_key_is_given(
-    opening: Opening, sealed: Callable[..., ChunkStore]
-) -> None:
-    plain = opening()
-    plain.write_many(writes(keys(2)))
-    plain.close()
-    store = sealed()
-    assert not plain.path.exists()
-    assert [read(store, key) for key in keys(2)] == [None, None]
 
 
 def opened_as(folder: Path, *, keys: Keys | None = None, **identity: str) -> ChunkStore:
@@ -189,21 +152,6 @@ def test_what_is_unencrypted_and_cannot_be_deleted_refuses_the_start(
     assert plain_files(folder) == []
 
 
-def test_what_is_unencrypted_and_not_ours_to_delete_is_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    newer = written_as(folder, vllm="1.0")
-    (newer / "identity.json").write_text('{"format": 99, "identity": {}}')
-    mixed = written_as(folder, vllm="0.32")
-    (mixed / "ragcache-namespace").unlink()
-    (mixed / "notes.txt").write_text("of another program")
-    with opened_as(folder, model="another") as in_use:
-        in_use.write_many(writes(keys(1)))
-        opened_as(folder, keys=FIRST, vllm="0.33").close()
-        assert read(in_use, b"key 0") == payload(b"key 0")
-    left = [line for line in caplog.messages if "holds KV that is not encrypted" in line]
-    assert sorted(line.split()[0] for line in left) == sorted(map(str, (newer, mixed, in_use.path)))
-    assert (mixed / "notes.txt").exists()
-
-
 def test_a_store_without_a_key_does_not_find_what_is_encrypted(
     opening: Opening, sealed: Callable[..., ChunkStore]
 ) -> None:
@@ -211,51 +159,6 @@ def test_a_store_without_a_key_does_not_find_what_is_encrypted(
         store.write_many(writes(keys(2)))
     plain = opening()
     assert [read(plain, key) for key in keys(2)] == [None, None]
-
-
-def test_more_sealed_chunks_move_down_at_once_than_the_system_writes_seals_in_a_call(folder: Path) -> None:
-    def opened(num_slots: int) -> ChunkStore:
-        return ChunkStore(folder, IDENTITY, chunk_bytes=4096, capacity_bytes=num_slots * 4096, keys=FIRST)
-
-    names = keys(2200)
-    with opened(2200) as store:
-        store.write_many(writes(names[:1100], 4096))
-        store.write_many(writes(names[1100:], 4096))
-        store.delete_many(names[:1100])
-    with opened(1100) as store:
-        assert (len(store), store.stats.num_missing) == (1100, 0)
-        assert read(store, names[-1]) == payload(names[-1], 4096)
-
-
-def test_a_cleared_or_smaller_store_keeps_no_seals_of_slots_that_it_has_no_more(
-    sealed: Callable[..., ChunkStore],
-) -> None:
-    with sealed() as store:
-        store.write_many(writes(keys(8)))
-    with sealed(num_slots=2) as store:
-        assert (store.path / "chunks.seals").stat().st_size == 2 * 32
-        store.clear()
-        assert (store.path / "chunks.seals").stat().st_size == 0
-
-
-def test_a_start_that_is_refused_for_its_capacity_notes_no_new_key(sealed: Callable[..., ChunkStore]) -> None:
-    with sealed() as store:
-        store.write_many(writes(keys(2)))
-    with pytest.raises(CacheCapacityError):
-        sealed(both(SECOND, FIRST), num_slots=0)
-    with sealed() as store:
-        assert read(store, b"key 0") == payload(b"key 0")
-
-
-@pytest.mark.parametrize("damage", [b"", b"\0" * 8, b"no key's name"])
-def test_a_note_of_the_key_that_says_nonsense_is_no_wrong_key(sealed: Callable[..., ChunkStore], damage: bytes) -> None:
-    with sealed() as store:
-        store.write_many(writes(keys(2)))
-    (store.path / "sealed-with").write_bytes(damage)
-    with sealed() as store:
-        assert read(store, b"key 0") == payload(b"key 0")
-    with pytest.raises(CacheDirectoryError, match="is encrypted with the key"):
-        sealed(SECOND)
 
 
 def line(secret: bytes) -> str:
@@ -295,21 +198,6 @@ def test_a_file_without_a_key_is_refused_and_its_content_is_not_shown(tmp_path: 
         load_keys(path)
     assert "openssl rand -base64 32" in str(refused.value)
     assert not any(part in str(refused.value) for part in text.split() if len(part) > 12)
-
-
-def test_a_file_that_is_not_there_or_no_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load_keys(tmp_path / "nothing")
-    (tmp_path / "key").write_bytes(b"\xff" * 32)
-    with pytest.raises(ConfigError, match="is no text"):
-        load_keys(tmp_path / "key")
-
-
-def test_without_the_extra_its_name_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY_ENV, line(b"c" * 32))
-    monkeypatch.setattr("ragcache_core.chunkstore.sealing.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'ragcache\[encryption\]'"):
-        load_keys(None)
 
 
 def test_keys_do_not_show_in_a_log() -> None:
