@@ -17,7 +17,7 @@ import pytest
 
 from ragcache_core.chunkstore import ChunkNote, ChunkStore, async_store
 from ragcache_core.chunkstore.slotfile import SlotFile
-from ragcache_core.errors import CacheCapacityError, CacheTierError
+from ragcache_core.errors import CacheTierError
 from ragcache_core.vllm_plugin.disk import io as disk_io
 from ragcache_core.vllm_plugin.disk.io import DiskIO
 from ragcache_core.vllm_plugin.disk.jobs import LoadJob, Outcome, PendingChunk
@@ -189,21 +189,6 @@ def test_a_slow_disk_that_gets_on_is_given_time_for_what_waits(
     assert scene.written() == (keys(6), [], []), "twelve times the patience, and less than a chunk a second needs"
 
 
-def test_draining_lets_go_of_host_memory_without_the_disk(
-    opening: Opening, gate: threading.Event, caplog: pytest.LogCaptureFixture
-) -> None:
-    scene = opening(num_buffers=3)
-    scene.write(keys(5))
-    scene.write(keys(2, "n"), job_id=2)
-    assert scene.io.finish_reads(0.0)
-    assert list(scene.io.take_copied()) == [1, 2]
-    assert scene.written() == ([], [b"k3", b"k4", *keys(2, "n")], [])
-    gate.set()
-    scene.settle()
-    assert scene.written() == (keys(3), [], [])
-    assert not caplog.records, "a reset says nothing of the disk"
-
-
 def test_closing_lets_go_of_host_memory_though_the_disk_hangs(
     opening: Opening, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,38 +198,6 @@ def test_closing_lets_go_of_host_memory_though_the_disk_hangs(
     scene.io.close()
     assert list(scene.io.take_copied()) == [1]
     assert scene.written() == ([], [b"k3", b"k4"], [])
-
-
-def test_there_is_room_for_one_chunk_however_large_it_is(opening: Opening) -> None:
-    scene = opening(num_buffers=0)
-    scene.write(keys(1))
-    scene.settle()
-    assert scene.written() == (keys(1), [], [])
-
-
-def test_what_gave_way_is_deleted_first(opening: Opening) -> None:
-    scene = opening(num_slots=4)
-    scene.write(keys(4))
-    scene.write(keys(2, "new"), job_id=2, evicted=keys(4)[2:])
-    scene.settle()
-    assert list(scene.io.take_copied()) == [1, 2]
-    assert scene.written() == (keys(4) + keys(2, "new"), [], [])
-    load = scene.read(keys(4), [0, 1, 2, 3])
-    scene.settle()
-    assert found(load) == [True, True, False, False]
-
-
-def test_what_is_forgotten_leaves_its_slot_to_what_is_stored_later(opening: Opening) -> None:
-    scene = opening(num_slots=4)
-    scene.write(keys(4))
-    scene.settle()
-    scene.io.delete([b"k1", b"k3", b"nothing"])
-    scene.write(keys(2, "new"), job_id=2)
-    scene.settle()
-    assert scene.written() == (keys(4) + keys(2, "new"), [], [])
-    load = scene.read(keys(4), [0, 1, 2, 3])
-    scene.settle()
-    assert found(load) == [True, False, True, False]
 
 
 def test_a_write_error_half_way_reports_exactly_what_is_stored(
@@ -277,16 +230,6 @@ def test_a_write_error_half_way_reports_exactly_what_is_stored(
     assert (stored, lost) == ([], keys(NUM_ROWS, "later")), "the threads live on, and so do the buffers"
 
 
-def test_a_full_store_is_an_error_that_is_reported(opening: Opening) -> None:
-    scene = opening(num_slots=2)
-    scene.write(keys(3))
-    scene.settle()
-    stored, lost, (error,) = scene.written()
-    assert (stored, lost) == ([], keys(3))
-    assert isinstance(error, CacheCapacityError)
-    assert list(scene.io.take_copied()) == [1]
-
-
 def test_nothing_is_stored_behind_a_chunk_whose_write_failed_however_long_it_waits(
     opening: Opening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,44 +252,6 @@ def test_nothing_is_stored_behind_a_chunk_whose_write_failed_however_long_it_wai
 
 def failing_write(file: SlotFile, *args: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def test_the_first_failed_write_is_logged_at_once_and_the_next_ones_are_not(
-    opening: Opening, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Before anybody takes the outcome: the scheduler may not do so before its next step."""
-    scene = opening()
-    monkeypatch.setattr(SlotFile, "write", failing_write)
-    with caplog.at_level("WARNING"):
-        for number in range(3):
-            scene.write(keys(2, f"{number} "))
-            assert scene.io.finish_writes(30)
-    (message,) = [record.getMessage() for record in caplog.records]
-    assert message.startswith("Writing to RAGCache's disk tier failed")
-    assert "No space left on device" in message
-    assert len(scene.written()[1]) == 6
-
-
-def test_what_is_not_there_leaves_memory_alone(opening: Opening) -> None:
-    scene = opening()
-    scene.write(keys(2))
-    scene.settle()
-    scene.memory[:] = 0xEE
-    load = scene.read([b"k0", b"nothing", b"k1"], [5, 6, 7])
-    scene.settle()
-    assert found(load) == [True, False, True]
-    assert (scene.memory[6] == 0xEE).all()
-
-
-def test_a_reader_that_was_faster_is_not_abandoned(opening: Opening) -> None:
-    scene = opening()
-    scene.write(keys(2))
-    scene.settle()
-    load = scene.read(keys(2), [8, 9])
-    scene.settle()
-    load.abandon()
-    assert not any(part.is_abandoned for part in load.parts)
-    assert found(load) == [True, True]
 
 
 def test_a_job_is_read_by_several_readers_and_what_is_given_up_of_it_costs_nothing_of_the_rest(
@@ -378,36 +283,6 @@ def test_a_job_is_read_by_several_readers_and_what_is_given_up_of_it_costs_nothi
         assert (scene.memory[row] == (payload(key) if is_found else 0xEE)).all()
 
 
-def test_draining_waits_for_reads_and_writes(opening: Opening, gate: threading.Event) -> None:
-    scene = opening()
-    gate.set()
-    scene.write(keys(1))
-    scene.settle()
-    gate.clear()
-    scene.write(keys(1, "w"), job_id=2)
-    scene.read(keys(1), [5])
-    with waiting(scene.settle):
-        gate.set()
-    assert scene.written()[0] == keys(1) + keys(1, "w")
-
-
-def test_closing_finishes_what_was_asked_for_and_can_be_done_twice(opening: Opening, tmp_path: Path) -> None:
-    scene = opening()
-    before = set(threading.enumerate())
-    assert any(thread.name.startswith("ragcache-write") for thread in before)
-    scene.write(keys(100))
-    scene.io.close()
-    scene.io.close()
-    assert scene.written()[0] == keys(100)
-    ended = [thread.name for thread in before - set(threading.enumerate())]
-    assert sum(name.startswith("ragcache-read-") for name in ended) == disk_io._NUM_READERS
-    assert sum(name.startswith(("ragcache-write-", "ragcache-disk-copy")) for name in ended) == 2
-    with ChunkStore(
-        tmp_path / "cache0", {"model": "demo"}, chunk_bytes=CHUNK_BYTES, capacity_bytes=NUM_ROWS * CHUNK_BYTES
-    ) as store:
-        assert len(store) == 100
-
-
 def test_draining_a_disk_that_hangs_ends_with_host_memory_copied(opening: Opening, gate: threading.Event) -> None:
     scene = opening()
     scene.write(keys(3))
@@ -417,36 +292,6 @@ def test_draining_a_disk_that_hangs_ends_with_host_memory_copied(opening: Openin
     gate.set()
     scene.settle()
     assert scene.written() == (keys(3), [], [])
-
-
-def test_host_memory_is_waited_for_however_long_a_copy_takes(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = opening()
-    is_copying, go_on, aligned_rows = threading.Event(), threading.Event(), disk_io.aligned_rows
-
-    def hang(*args: int) -> np.ndarray:
-        is_copying.set()
-        go_on.wait(10)
-        return aligned_rows(*args)
-
-    monkeypatch.setattr(disk_io, "aligned_rows", hang)
-    scene.write(keys(3))
-    assert is_copying.wait(10)
-    with waiting(lambda: scene.io.finish_reads(0.0)):
-        go_on.set()
-    assert list(scene.io.take_copied()) == [1]
-
-
-def test_a_reader_that_cannot_deliver_lives_on(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = opening()
-    scene.write(keys(2))
-    scene.settle()
-    lost = [scene.read(keys(2), [NUM_ROWS, NUM_ROWS]) for _ in range(2 * disk_io._NUM_READERS)]
-    scene.settle()
-    assert not any(part.is_finished for load in lost for part in load.parts)
-    assert all(load.is_ended() for load in lost), "nobody waits for them"
-    load = scene.read(keys(2), [8, 9])
-    scene.settle()
-    assert found(load) == [True, True]
 
 
 def test_large_chunks_are_read_few_at_a_time(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from ragcache_core.tree import check_invariants
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.controller import CacheController
-from ragcache_core.vllm_plugin.cache.forgetting import Forgotten, Freed, OutOfReach
+from ragcache_core.vllm_plugin.cache.forgetting import Forgotten, Freed
 from ragcache_core.vllm_plugin.chunks.private_hashes import private_hashes
 from ragcache_core.wire import RequestMetadata
 
@@ -89,32 +89,6 @@ def test_a_document_that_ends_in_the_block_in_which_it_begins_is_found_by_that_b
     assert gpu.seen[0].units == prompt[2:], "the block that has it, and what stands on it"
 
 
-def test_one_in_the_last_block_which_an_answer_fills_is_found_there() -> None:
-    it = controller()
-    gpu = Shelf(it, Tier.GPU)
-    grown = keys(4)
-    metadata = RequestMetadata(segments(("", 5), ("short", 7)))
-    it.on_new_request("r", metadata, grown[:1], 7, 0.0)
-    it.on_admitted("r", grown[:1], {}, 0.0)
-    for index in range(4):
-        it.locate_block(grown, index, "r")
-    it.on_finished("r")
-    gpu.put(grown)
-    assert it.forget({"short"})["forgotten"] == ["short"]
-    assert gpu.seen[0].units == grown[1:], "the prefix before it stays"
-
-
-def test_the_same_tokens_under_two_ids_are_the_document_of_both() -> None:
-    for wanted in ("a", "copy"):
-        it = controller()
-        gpu = Shelf(it, Tier.GPU)
-        for request_id, name in (("r1", "a"), ("r2", "copy"), ("r3", "a")):
-            run(it, request_id, segments(("", 4), (name, 12)), keys(3))
-        gpu.put(keys(3))
-        assert it.forget({wanted})["forgotten"] == [wanted]
-        assert gpu.seen[0].units == keys(3)[1:]
-
-
 def test_who_names_the_same_tokens_anew_in_every_request_has_no_endless_list_of_names() -> None:
     it = controller()
     for number in range(100):
@@ -151,24 +125,6 @@ def test_requests_in_the_engine_keep_theirs_and_share_none_of_it_any_more() -> N
     check_invariants(it.tree)
 
 
-def test_what_is_left_is_told_until_the_last_holder_has_given_it_up() -> None:
-    it = controller()
-    shelves = Shelf(it, Tier.HOST), Shelf(it, Tier.DISK)
-    run(it, "r", segments(("a", 8)), keys(2))
-    shelves[0].late, shelves[1].why = 3, "the disk is out of service"
-    it.forget({"a"})
-    it.forgetting.sweep()
-    assert it.forgetting.left() == {"num_requests": 0, "num_blocks": 3, "problems": ["the disk is out of service"]}
-    it.forgetting.remove_holder(shelves[1])
-    it.forgetting.add_holder(OutOfReach("no disk was there at the start"))
-    it.forget({"a"})
-    assert it.forgetting.left()["problems"] == ["no disk was there at the start"]
-    it.forgetting.remove_holder(OutOfReach("no disk was there at the start"))
-    shelves[0].late = 0
-    it.forgetting.sweep()
-    assert it.forgetting.left() == {"num_requests": 0, "num_blocks": 0, "problems": []}
-
-
 def test_what_chunk_reuse_made_of_a_document_is_forgotten_with_it() -> None:
     """Those of a request that has ended, and those that one in the engine would have left."""
     it = controller()
@@ -191,23 +147,6 @@ def test_what_chunk_reuse_made_of_a_document_is_forgotten_with_it() -> None:
     it.on_approximated("there", 0, private_hashes(exact, 0, b"alike"))
     assert list(state.apart) == [], "it is given up for good"
     it.on_finished("there")
-    check_invariants(it.tree)
-
-
-def test_what_may_have_been_made_of_a_document_elsewhere_is_forgotten_with_it() -> None:
-    """A variant of ``a`` behind ``b`` was reused behind ``c``: the place does not say so."""
-    it = controller()
-    gpu, exact = Shelf(it, Tier.GPU), keys(6)
-    apart = private_hashes(exact, 3, b"alike")
-    it.on_new_request("one", RequestMetadata(segments(("", 4), ("c", 12), ("a", 20), (None, 24))), exact, 24, 0.0)
-    it.on_admitted("one", exact, {}, 0.0)
-    it.on_approximated("one", 3, apart)
-    gpu.put(apart)
-    it.on_finished("one")
-    it.forgetting.forget_nodes([])
-    assert all(map(it.is_on_gpu, apart)), "nothing was forgotten"
-    it.forget({"b"})
-    assert [it.is_on_gpu(key) for key in apart] == [True, True, True, False, False, False]
     check_invariants(it.tree)
 
 
