@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
-from ragcache_core.errors import ConfigError
 from ragcache_core.runtime.tenants import salt_of
 from ragcache_core.tree import check_invariants
 from ragcache_core.types import Tier
@@ -137,27 +136,6 @@ def ask(stage: Stage, tenant: str, doc: str, salt: str | None = None) -> str:
     return stage.ask(doc, salt=salt_of(tenant, salt, secret=SALT_SECRET), metadata=metadata, question=1)
 
 
-def test_a_beam_search_of_a_tenants_counts_as_his(tenants: Path) -> None:
-    """vLLM makes its requests anew: of what the server has put in they have the salt alone."""
-    stage = shared(tenants)
-    for salt in (salt_of("a"), salt_of("a", "own")):
-        stage.ask("X", salt=salt)
-        stage.finish_all()
-    owned = stage.controller.tree.tiers[Tier.GPU].shares.owned
-    assert set(owned) == {"a"}
-    stage.ask("W")
-    stage.finish_all()
-    assert owned["a"] <= 12, "the quota"
-
-
-def test_who_has_a_salt_of_his_own_or_of_an_unknown_tenant_is_nobody(tenants: Path) -> None:
-    stage = shared(tenants)
-    for salt in (None, "s", "tenant-a-b", salt_of("who")):
-        stage.ask("X", salt=salt)
-    stage.finish_all()
-    assert set(stage.controller.tree.tiers[Tier.GPU].shares.owned) == {None}
-
-
 def test_a_collection_keeps_to_its_quota_whoever_else_is_on_its_paths(tmp_path: Path) -> None:
     path = tmp_path / "collections.toml"
     path.write_text(
@@ -179,11 +157,6 @@ def test_a_collection_keeps_to_its_quota_whoever_else_is_on_its_paths(tmp_path: 
     assert (tier["num_blocks"], tier["capacity_bytes"]) == (shares.owned["news"], 12 * BLOCK_BYTES)
     assert tier["num_evicted_blocks"] > 0
     assert report["tenants"] == {}
-
-
-def test_a_quota_of_more_than_the_tier_is_refused(tenants: Path) -> None:
-    with pytest.raises(ConfigError, match=r"quota of tenant 'a' .* of gpu, the tier holds .*: lower quota\.gpu"):
-        shared(tenants, num_blocks=8)
 
 
 @pytest.mark.parametrize(("start", "num_shared"), [(0, 0), (160, 160), (200, 192)])
