@@ -23,7 +23,7 @@ REPOSITORY ?=
 VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' ragcache_core/_version.py)
 # Processes that run tests, a file with engines in one of them. 0: all in one.
 WORKERS ?= 2
-# Files with tests that look at an engine between two tokens: those, marked `alone`, run with nothing beside them.
+# Files with slow tests that look at an engine between two tokens: those, marked `alone`, run with nothing beside them.
 ALONE  := $(addprefix tests/engine/,client/test_speculating.py client/test_lifecycle.py rag/test_pair.py \
   vllm_plugin/test_tenants.py)
 UNIT   := tests/unit tests/contracts -n $(WORKERS)
@@ -82,8 +82,7 @@ test-quick: $(READY) ## the tests that need no engine
 	$(call timed,unit tests,$(VENV)/bin/python -m pytest $(UNIT) -m "not slow")
 
 test-engine: $(READY) ## the tests on real engines
-	$(call timed,tests on engines,$(VENV)/bin/python -m pytest $(ENGINE) -m "not benchmark and not alone and not slow" --ignore=$(PARALLEL))
-	$(call timed,tests with nothing beside them,$(VENV)/bin/python -m pytest $(ALONE) -m "alone and not slow")
+	$(call timed,tests on engines,$(VENV)/bin/python -m pytest $(ENGINE) -m "not benchmark and not slow" --ignore=$(PARALLEL))
 
 test-slow: $(READY) ## what takes minutes and seldom breaks: model families, kills, containers, stores that are shared, examples
 	$(call timed,slow unit tests,$(VENV)/bin/python -m pytest $(UNIT) -m slow)
