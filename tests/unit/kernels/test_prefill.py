@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ragcache_kernels.check.prefill import Sizes, continues_exactly, measure_prefill
-from ragcache_kernels.check.timing import Stopwatch
+from benchmarks.kernels.prefill import Sizes, continues_exactly, measure_prefill
+from benchmarks.kernels.timing import Stopwatch
 
 CPU = torch.device("cpu")
 

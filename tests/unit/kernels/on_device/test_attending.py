@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ragcache_kernels.check.cases import KernelCase, largest_error
+from benchmarks.kernels.cases import KernelCase, largest_error
 from ragcache_kernels.chunk_mass import chunk_attention_mass
 from ragcache_kernels.scattered_attention import Tiles, attention_probabilities, scattered_attention
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ragcache_kernels.check.cases import TOLERANCE, KernelCase, largest_error
+from benchmarks.kernels.cases import TOLERANCE, KernelCase, largest_error
 from ragcache_kernels.rotary import RotaryTable, rotate, unrotate
 from ragcache_kernels.rotate_into_cache import rotate_into_cache
 from ragcache_kernels.unrotate_from_cache import unrotate_from_cache
