@@ -9,7 +9,7 @@ from collections import OrderedDict, deque
 import pytest
 
 from ragcache_core.policy import ARCPolicy, ReplacementPolicy, S3FIFOPolicy
-from ragcache_core.policy.token_queue import TokenQueue
+from ragcache_core.policy.adaptive import TokenQueue
 from ragcache_core.tree import KnowledgeTree, PathSegment
 from ragcache_core.types import Tier
 
@@ -151,7 +151,7 @@ def test_a_node_that_is_split_and_gone_leaves_nothing_behind(policy: type[Replac
     tree.insert([PathSegment([("a",)], 10, "abc"), PathSegment([("x",)], 10, "x")])
     while tree.evict(Tier.GPU):
         pass
-    queues = [value for name, value in vars(it).items() if name in ("_small", "_main", "_once", "_often")]
+    queues = [value for name, value in vars(it).items() if name in ("_small", "_main", "_t1", "_t2")]
     assert [queue.num_tokens for queue in queues] == [0, 0]
 
 
