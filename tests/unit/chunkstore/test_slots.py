@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.chunkstore import ChunkStore
-from ragcache_core.chunkstore.slots import SlotMap
+from ragcache_core.chunkstore.slotfile import SlotMap
 
 from .conftest import CHUNK_BYTES, aligned, keys, writes
 
