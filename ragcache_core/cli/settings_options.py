@@ -15,6 +15,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 import click
 
+from ragcache_core.sim.options import ROUTINGS, SIMULATED_POLICIES, SimulationOptions
+
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
@@ -115,3 +117,16 @@ def _kind(hint: Any) -> tuple[Any, str | None]:
     if isinstance(hint, type) and issubclass(hint, int | Path):
         return str, "SIZE" if issubclass(hint, int) else "PATH"
     return str, "TEXT"
+
+
+def simulation_options(*names: str) -> Callable[[_Command], _Command]:
+    """Return a decorator that gives a command the options of settings: of all, unless some are named."""
+    return settings_options(
+        SimulationOptions,
+        *names,
+        policy={"type": click.Choice(SIMULATED_POLICIES), "metavar": None},
+        cost_model={"metavar": "NAME|FILE"},
+        search={"metavar": "FILE"},
+        overlaps_transfers={"flag": "--overlap-transfers/--no-overlap-transfers"},
+        routing={"type": click.Choice(ROUTINGS), "metavar": None},
+    )

@@ -18,8 +18,7 @@ from click.testing import CliRunner
 
 import ragcache_core
 from ragcache_core.cli import cli
-from ragcache_core.cli.cli_wording import _AS_TYPED
-from ragcache_core.cli.command import Command, Group, print_json
+from ragcache_core.cli.command import _AS_TYPED, Command, Group, print_json
 from ragcache_core.cli.commands.simulate import run as simulate
 from ragcache_core.errors import EmptyStoreError
 

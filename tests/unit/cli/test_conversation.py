@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ragcache_core.cli import cli
-from ragcache_core.cli.conversation import Conversation
+from ragcache_core.cli.commands.ask import Conversation
 from ragcache_core.client import Engine
 from ragcache_core.prompt import PromptLayout, RenderedPrompt
 from ragcache_core.retrieval import DocumentStore

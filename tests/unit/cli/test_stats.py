@@ -24,7 +24,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ragcache_core.cli import cli
-from ragcache_core.cli.reading import TEXT, reading_view
+from ragcache_core.cli.commands.stats import TEXT, reading_view
 from ragcache_core.runtime.terminal import plain
 from ragcache_core.stats import DocumentUse, EngineStats, TierStats
 from tests.support.scripted_server import THREE_TIERS, ScriptedServer

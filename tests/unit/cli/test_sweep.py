@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner, Result
 
-from ragcache_core.cli.subcommands.sweep import sweep
+from ragcache_core.cli.commands.sweep import sweep
 from ragcache_core.sim.sweep import FinishedRun, Journal
 from ragcache_core.sim.traces.trace import write_trace
 from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
@@ -123,7 +123,7 @@ def test_an_interrupted_sweep_says_how_to_go_on_and_does(tmp_path: Path, trace: 
     write_trace(make_trace(WORKLOADS["mmlu"], 2_500, seed=1), long)
     small = ("--policies", "lru", "--host-tokens", "65536", "--jobs", "2")
     arguments: list[str | Path] = [trace, long, *small, "--output", output]
-    code = "from ragcache_core.cli.subcommands.sweep import sweep\nif __name__ == '__main__': sweep()"
+    code = "from ragcache_core.cli.commands.sweep import sweep\nif __name__ == '__main__': sweep()"
     script = tmp_path / "script.py"
     script.write_text(code)
     process = subprocess.Popen(

@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ragcache_core._version import __version__
-from ragcache_core.cli.cli_wording import options_in_cli_wording
-from ragcache_core.cli.command import Command, print_json
+from ragcache_core.cli.command import Command, options_in_cli_wording, print_json
 from ragcache_core.cli.output import check_outputs, check_plot, counting_requests, output_option, write_json
-from ragcache_core.cli.settings_options import Listed, field_helps
-from ragcache_core.cli.simulation_options import simulation_options
+from ragcache_core.cli.settings_options import Listed, field_helps, simulation_options
 from ragcache_core.errors import ConfigError
 from ragcache_core.ordering import DOCUMENT_ORDERS
 from ragcache_core.sim.options import BELADY, ROUTINGS, SIMULATED_POLICIES, SimulationOptions
