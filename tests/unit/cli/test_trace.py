@@ -10,8 +10,7 @@ from click.testing import CliRunner, Result
 
 from ragcache_core.cli import cli
 from ragcache_core.cli.commands.trace import LOG_FORMATS
-from ragcache_core.sim.traces.log_formats import READERS
-from ragcache_core.sim.traces.published import PUBLISHED_READERS
+from ragcache_core.sim.traces.log_formats import PUBLISHED_READERS, READERS
 from ragcache_core.sim.traces.trace import read_trace
 from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
 
