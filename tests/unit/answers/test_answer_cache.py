@@ -18,7 +18,7 @@ import pytest
 
 from ragcache_core import Document, DocumentStore
 from ragcache_core.answers import AnswerCache, FoundAnswer, QuestionKey
-from ragcache_core.answers.question_key import content_hash
+from ragcache_core.answers.cache import content_hash
 from ragcache_core.errors import StoreCorruptError, StoreError, StoreLockedError
 
 
