@@ -87,7 +87,7 @@ def assert_last_stage_is_native(
 @pytest.mark.parametrize("ties", ["none", "few values", "copies"])
 @pytest.mark.parametrize("metric", ["l2", "ip"])
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_last_stage_is_bit_equal_to_the_unmodified_index(kind: str, metric: str, ties: str, data: Any) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1), label="seed"))

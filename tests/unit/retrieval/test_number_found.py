@@ -64,7 +64,7 @@ async def test_a_search_finds_k_documents_or_all_that_match(
     store, vectors = make(metric)
     with store:
         num_matching = (NUM_DOCUMENTS - 100) // (1 if where == "none" else 2)
-        for query in vectors[100:200:20]:
+        for query in vectors[100:200:50]:
             for k in (1, 40, 300, 400, 800, 5000):
                 once = store.search_vector(query, k, where=FILTERS[where])
                 assert len(once.documents) == min(k, num_matching)
