@@ -169,7 +169,6 @@ def expected_of(
 
 
 def _expected_of_trace(store: DocumentStore, path: Path) -> Expected:
-
     trace = _read_trace(path)
     known = set(store.ids()).intersection(trace.doc_ids)
     if not len(trace.docs):

@@ -152,10 +152,6 @@ def plan(
     return list({(run.trace, run.key): run for run in runs}.values())
 
 
-def _is_without_bound(settings: Mapping[str, object]) -> bool:
-    return settings["policy"] == BELADY and (settings["order"] == "cache_aware" or settings["replicas"] != 1)
-
-
 def run_all(
     runs: Sequence[SweepRun],
     *,
