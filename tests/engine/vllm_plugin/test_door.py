@@ -317,3 +317,16 @@ def spans(num_documents: int) -> dict[str, object]:
 def test_the_hosting_platforms_door_needs_the_key_on_a_running_server(engine: Engine) -> None:
     assert ask(engine, "/invocations", {}, {}).status_code == 401
     assert ask(engine, "/invocations", {}).json()["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_more_documents_than_the_engine_reads_are_refused_and_a_million_before_they_are_parsed(
+    engine: Engine, route: str
+) -> None:
+    assert ask(engine, route, spans(4096)).status_code == 200
+    answer = ask(engine, route, spans(4097))
+    assert answer.status_code == 413
+    assert "lists 4097 documents in kv_transfer_params, the engine reads 4096" in answer.json()["error"]["message"]
+    answer = ask(engine, route, spans(1_000_000))
+    assert answer.status_code == 413
+    assert "this server takes 16908288, which its context window sets" in answer.json()["error"]["message"]

@@ -497,3 +497,30 @@ def test_a_reset_that_could_not_empty_the_disk_is_a_problem(
     forget(it, "B")
     assert left_of(it) == 0
     assert (it.tier.why_left() is not None) == is_full
+
+
+def test_an_erasure_that_the_disk_refuses_to_the_end_is_found_no_more_after_a_restart(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = opening()
+    keys = it.store("B")
+    with monkeypatch.context() as patched:
+        patched.setattr(slotfile, "_punch", failing(errno.EIO))
+        forget(it, "B")
+        assert left_of(it, patience_s=1) > 0
+        it.close()
+    after = opening()
+    assert after.num_hits("B") == 0, "rows go before slots: what is not found cannot be served"
+    forget(after, "B")
+    assert left_of(after) == 0
+    assert not [key for key in keys if payload(key)[:64] in files_of(after)]
+
+
+def test_an_erasure_that_fails_after_a_reset_is_a_problem(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = opening()
+    it.store("B")
+    it.tier.clear()
+    monkeypatch.setattr(ChunkStore, "erase", failing(CacheWriteError("No space left on device")))
+    forget(it, "B")
+    assert left_of(it) == 0
+    assert it.tier.why_left() is not None, "the bytes of what was emptied may still be there"

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.config.multimodal import MultiModalConfig
 
 from ragcache_core.errors import ConfigError
@@ -268,3 +269,22 @@ def test_weights_of_the_hub_are_found_where_they_were_downloaded_to(tmp_path: Pa
     engine.set("vllm.load_config.download_dir", None)
     with pytest.raises(ConfigError, match="'some/model' are not on this machine's disk"):
         engine.identity()
+
+
+def test_another_vllm_and_another_machine_are_other_identities(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(tmp_path)
+    before = engine.identity()
+    monkeypatch.setattr("vllm.__version__", "0.99")
+    assert engine.identity() == {**before, "vllm": "0.99"}
+    assert before["platform"]
+    real = torch.cpu.get_capabilities()
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {**real, "amx_tile": not real["amx_tile"]})
+    assert engine.identity() == {**before, "vllm": "0.99", "platform": engine.identity()["platform"]}
+    assert engine.identity()["platform"] != before["platform"], "vLLM packs KV for the instructions that are there"
+
+
+def test_layers_of_other_stages_are_another_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(tmp_path)
+    before = engine.identity()
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "3,1")
+    assert engine.identity() != before

@@ -176,3 +176,11 @@ def test_the_same_tokens_with_another_image_are_another_path_from_the_image_on(s
 
     assert [num_cached(image) for image in ("cat", "cat", "dog", "cat", "dog")] == [0, 320, num_shared, 320, 320]
     check_invariants(stage.controller.tree)
+
+
+def test_who_has_a_salt_of_his_own_or_of_an_unknown_tenant_is_nobody(tenants: Path) -> None:
+    stage = shared(tenants)
+    for salt in (None, "s", "tenant-a-b", salt_of("who")):
+        stage.ask("X", salt=salt)
+    stage.finish_all()
+    assert set(stage.controller.tree.tiers[Tier.GPU].shares.owned) == {None}

@@ -87,3 +87,12 @@ def test_what_nobody_knows_may_change_weights_while_an_engine_is_paused(core: Co
     core.pause_scheduler()
     core.collective_rpc(method)
     assert core.num_forgotten == 1
+
+
+def test_an_explicit_reset_forgets_it_also_while_the_engine_is_paused(core: Core) -> None:
+    core.reset_prefix_cache(reset_connector=True)
+    core.pause_scheduler()
+    core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    assert (core.num_resets, core.num_forgotten) == (3, 2)
+    core.reset_prefix_cache()
+    assert core.num_forgotten == 2, "that is for GPU memory alone"

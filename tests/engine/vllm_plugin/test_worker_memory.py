@@ -170,3 +170,12 @@ def test_a_worker_that_needs_less_than_the_first_writes_behind_what_the_first_ma
     assert connector.get_handshake_metadata() == WorkerMemory(BLOCK_BYTES, region_place(engine_id))
     del rows
     copying.shutdown()
+
+
+def test_workers_with_host_memory_of_their_own_find_nothing_there_after_a_crash(files: EngineFiles) -> None:
+    for apart, num_found in ((0, 0), (0, NUM_BLOCKS), (1, 0), (0, 0)):
+        with host_scheduler(400, "1MiB", files=files) as scheduler:
+            tell(scheduler, BLOCK_BYTES, BLOCK_BYTES, elsewhere=apart)
+            assert tiers(scheduler)["host"] == num_found
+            if not num_found:
+                assert ask(scheduler, "r").num_stored == NUM_BLOCKS

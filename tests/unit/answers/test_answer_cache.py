@@ -355,3 +355,10 @@ def test_many_threads_may_find_keep_and_forget_at_once(tmp_path: Path) -> None:
         kept = len(answers)
     with AnswerCache(Angles(), folder=tmp_path) as answers:
         assert len(answers) == kept
+
+
+def test_a_new_version_drops_what_was_said_of_the_former() -> None:
+    answers = AnswerCache(Angles())
+    answers.keep(prompt("what at 0", ("zor", "Zor is a city.")), "a city", since=None)
+    assert answers.find(prompt("what at 0", ("zor", "Zor was a city."), key="new")) is None
+    assert len(answers) == 0

@@ -147,3 +147,16 @@ def test_a_payload_that_changes_while_it_is_written_is_a_miss(
     store.write_many([type(write)(write.key, source, write.note)])
     assert read(store, b"k") is None
     assert store.stats.num_damaged == 1
+
+
+def test_a_slot_that_was_reused_meanwhile_is_a_miss(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.write_many(writes(keys(16)))
+
+    def reuse() -> None:
+        store.delete_many([b"key 7"])
+        store.write_many(writes([b"new"]))
+
+    in_the_middle_of_reading(monkeypatch, reuse)
+    assert read(store, b"key 7") is None
+    assert store.stats.num_damaged == 0
+    assert read(store, b"new") == payload(b"new")

@@ -14,7 +14,7 @@ import pytest
 from ragcache_core.chunkstore import ChunkStore
 from tests.support.crash_points import run_damage
 
-from .conftest import CHUNK_BYTES, Opening, aligned, keys, payload, read, writes
+from .conftest import CHUNK_BYTES, IDENTITY, Opening, aligned, keys, payload, read, writes
 
 
 def turn_bit(path: Path, offset: int) -> None:
@@ -179,3 +179,27 @@ def test_random_damage_to_any_file_never_serves_a_wrong_byte_nor_keeps_the_store
     assert result.num_points == 60
     assert result.num_missed > 0  # the damage does something
     assert (result.num_wrong, result.num_refused) == (0, 0)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"format": "1", "identity": {}}', b'{"format": 1}', b"\xff"])
+def test_chunks_of_unknown_identity_are_not_served(opening: Opening, content: bytes) -> None:
+    with opening() as store:
+        store.write_many(writes(keys(2)))
+    (store.path / "identity.json").write_bytes(content)
+    with opening() as store:
+        assert [len(store), store.stats.num_resets] == [0, 1]
+        store.write_many(writes(keys(2)))
+    assert len(opening()) == 2
+
+
+def test_chunks_that_were_copied_into_the_folder_of_other_weights_are_not_served(opening: Opening) -> None:
+    with opening() as store:
+        store.write_many(writes(keys(2)))
+    identity = {**IDENTITY, "weights": "0000"}
+    with ChunkStore(store.path.parent, identity, chunk_bytes=CHUNK_BYTES, capacity_bytes=16 * CHUNK_BYTES) as other:
+        pass
+    for name in ("index.sqlite", "chunks.data"):
+        (store.path / name).replace(other.path / name)
+    with ChunkStore(store.path.parent, identity, chunk_bytes=CHUNK_BYTES, capacity_bytes=16 * CHUNK_BYTES) as other:
+        assert [read(other, key) for key in keys(2)] == [None, None]
+        assert other.stats.num_resets == 1

@@ -167,3 +167,18 @@ def test_a_store_whose_folder_is_gone_says_so_and_serves_what_it_holds(store: Ch
         with pytest.raises(CacheWriteError, match=r"was deleted, moved or replaced .*: restart the engine"):
             change()
     assert [read(store, key) for key in keys(4)] == [*map(payload, keys(3)), None]
+
+
+def test_rows_that_a_power_cut_brought_back_are_misses(opening: Opening) -> None:
+    with opening() as store:
+        store.write_many(writes(keys(8)))
+        path = store.path / "index.sqlite"
+    before = path.read_bytes()
+    with opening() as store:
+        store.delete_many(keys(8))
+        store.write_many(writes(keys(8, first=50)))
+    path.write_bytes(before)
+    with opening() as store:
+        assert len(store) == 8
+        assert [read(store, key) for key in [*keys(8), *keys(8, first=50)]] == [None] * 16
+        assert store.stats.num_damaged == 8

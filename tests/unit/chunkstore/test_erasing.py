@@ -12,9 +12,10 @@ import pytest
 
 from ragcache_core.chunkstore import ChunkNote, ChunkStore, ChunkWrite, slotfile
 from ragcache_core.chunkstore.index import ChunkIndex
+from ragcache_core.chunkstore.sealing import Keys
 from ragcache_core.errors import CacheWriteError
 
-from .conftest import Opening, keys, payload, read, writes
+from .conftest import CHUNK_BYTES, Opening, keys, payload, read, writes
 
 
 def files(store: ChunkStore) -> bytes:
@@ -146,3 +147,29 @@ def test_a_chunk_is_named_anew_and_keeps_its_place(store: ChunkStore, opening: O
         ("another", b"key 0"),
         (None, b"key 1"),
     ]
+
+
+def test_what_an_earlier_run_deleted_goes_with_the_first_erasure(store: ChunkStore, opening: Opening) -> None:
+    store.write_many(named(keys(4)))
+    store.delete_many(keys(2))
+    store.close()
+    store = opening()
+    assert store.erase([b"never stored"]) == 0
+    assert is_left(store, keys(4)) == [False, False, True, True]
+
+
+def test_nothing_is_left_of_encrypted_chunks_either(opening: Opening) -> None:
+    store = opening(keys=Keys.parse("A" * 43 + "=", "a test"))
+    store.write_many(named(keys(8)))
+    names = keys(8)
+    data = (store.path / "chunks.data").read_bytes()
+    sealed = {key: data[at : at + 64] for key, at in zip(names, range(0, len(data), CHUNK_BYTES), strict=True)}
+    seals = (store.path / "chunks.seals").read_bytes()
+    store.erase(names[:3])
+    content = files(store)
+    assert [sealed[key] in content for key in names] == [False] * 3 + [True] * 5
+    size = len(seals) // 8
+    assert [seals[i * size : i * size + size] in content for i in range(8)] == [False] * 3 + [True] * 5
+    assert [read(store, key) for key in names] == [None] * 3 + [payload(key) for key in names[3:]]
+    store.write_many(named(names))
+    assert [read(store, key) for key in names] == [payload(key) for key in names]

@@ -203,3 +203,14 @@ def test_a_file_without_a_key_is_refused_and_its_content_is_not_shown(tmp_path: 
 def test_keys_do_not_show_in_a_log() -> None:
     assert "\\x01" not in repr(FIRST)
     assert line(FIRST.secrets[0]) not in repr(FIRST)
+
+
+def test_what_was_there_unencrypted_goes_when_a_key_is_given(
+    opening: Opening, sealed: Callable[..., ChunkStore]
+) -> None:
+    plain = opening()
+    plain.write_many(writes(keys(2)))
+    plain.close()
+    store = sealed()
+    assert not plain.path.exists()
+    assert [read(store, key) for key in keys(2)] == [None, None]

@@ -147,3 +147,8 @@ def test_the_same_name_in_two_directories_is_a_duplicate(tmp_path: Path) -> None
     files = find_files([tmp_path / "one", tmp_path / "two"]).files
     with pytest.raises(DuplicateDocumentError, match=r"'a.txt' is in .*one/a.txt and again in .*two/a.txt"):
         list(read_documents(files))
+
+
+def test_a_page_that_is_nested_three_thousand_deep_is_read(tmp_path: Path) -> None:
+    write(tmp_path, {"deep.html": "<div>" * 3_000 + "Zor" + "</div>" * 3_000})
+    assert read(tmp_path)[0].text == "Zor"

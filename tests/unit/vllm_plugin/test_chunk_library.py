@@ -18,6 +18,7 @@ from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
 from ragcache_core.vllm_plugin.chunks.messages import (
     DropChunks,
     MemoryReport,
+    NameChunks,
     ReadChunk,
     ScrubDisk,
     StoredChunk,
@@ -496,3 +497,24 @@ def test_what_a_start_finds_on_disk_is_known_by_its_documents_and_every_worker_o
     assert books.num_forgotten() == 1
     books.on_report(MemoryReport(num_done=Counter({scrub.command_id: 1})))
     assert books.num_forgotten() == 0
+
+
+def test_a_variant_goes_by_the_document_before_it_even_when_that_one_is_stored_no_more() -> None:
+    books = library(num_disk_pages=NUM_DISK_PAGES)
+    behind = _captured(books, 3, ["a", "c"], [1])
+    report_all(books)
+    assert books.forget({"a"}).documents == {"a"}
+    assert books.is_lost(behind)
+
+
+def test_the_same_tokens_under_another_id_are_forgotten_by_either() -> None:
+    books = library(num_disk_pages=NUM_DISK_PAGES)
+    variant = _captured(books, 1, ["a"])
+    report_all(books)
+    books.name(chunk_key(tokens(1)), "copy of a")
+    (named,) = report_all(books)
+    assert named == NameChunks(((variant.key, variant.number, frozenset({"a", "copy of a"})),))
+    books.name(chunk_key(tokens(1)), "copy of a")
+    assert report_all(books) == [], "once"
+    assert books.forget({"copy of a"}).num_variants == 1
+    assert books.is_lost(variant)

@@ -11,10 +11,14 @@ from itertools import cycle, islice
 
 import pytest
 
+from ragcache_core.chunk import ChunkVariant, make_selection, plan_reuse
+from ragcache_core.chunk.scores import LEAST_LOST
 from ragcache_core.chunk.types import chunk_key, chunk_spans
 from ragcache_core.policy import PrefillCostModel, make_policy
+from ragcache_core.vllm_plugin.chunks.manager.entries import Reservation
 from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
 from ragcache_core.vllm_plugin.chunks.messages import (
+    Capture,
     CapturedChunk,
     ChunkJob,
     ChunkReport,
@@ -23,7 +27,7 @@ from ragcache_core.vllm_plugin.chunks.messages import (
     ReadChunk,
     WriteChunk,
 )
-from ragcache_core.vllm_plugin.chunks.reuse_state import ReuseOptions
+from ragcache_core.vllm_plugin.chunks.reuse_state import OpenCapture, ReuseOptions, statistics_of
 from ragcache_core.vllm_plugin.chunks.scheduler import ChunkScheduling
 
 _T = 16
@@ -502,3 +506,46 @@ def test_jobs_that_nobody_has_asked_for_run_in_short_steps() -> None:
     bench.guesses.clear()
     (part,) = bench.step().slices
     assert part.num_rows > 512, "somebody asks for it now"
+
+
+def test_what_is_prefilled_behind_its_own_approximate_blocks_inherits_as_well() -> None:
+    bench = Bench()
+    bench.store("ab")
+    bench.start("r", "bc")
+    bench.finish_job("r", ())  # preempted: the first document's blocks are still its own
+    assert bench.scheduling.offer("r", 50) == 0
+    bench.scheduling.compute("r", 50)
+    bench.step(r=(50, 95))
+    key = _KEYS["c"]
+    (variant,) = bench.scheduling.library.find({key: _DOCUMENTS["c"]})[key]
+    assert variant.statistics.inherited > 0.0
+
+
+def test_a_document_whose_first_part_is_a_requests_own_approximate_kv_is_not_captured() -> None:
+    bench = Bench()
+    bench.store("ab")
+    bench.start("r", "bc", ReuseOptions(selection="cache_craft", alpha=0.0, max_recompute=1.0))
+    bench.finish_job("r", ())
+    bench.scheduling.clear()  # preempted, and what it read is gone: of its first document 20 tokens are still there
+    assert bench.scheduling.offer("r", 30) == 0
+    bench.scheduling.compute("r", 30)
+    bench.step(r=(30, 95))
+    library = bench.scheduling.library
+    assert not library.find({_KEYS["b"]: _DOCUMENTS["b"]})
+    key = _KEYS["c"]
+    (variant,) = library.find({key: _DOCUMENTS["c"]})[key]
+    assert variant.statistics.inherited > 0.0
+
+
+@pytest.mark.parametrize("selection", ["cache_craft", "whole_chunks"])
+def test_however_little_is_inherited_a_request_for_everything_computes_it_again(selection: str) -> None:
+    """A share of 1e-4 of the attention went to a document that had lost next to nothing: 2^-20 of its context."""
+    spans = chunk_spans(range(24), [(0, 8), (9, 16), (17, 24)])
+    reservation = Reservation(0, spans[2].key, 7, spans[2].context, (0,), "r")
+    capture = Capture(("r", spans[2].key, 0), 17, 24, ((0, 8), (9, 16)), (0,))
+    each = OpenCapture(capture, reservation, tuple(spans[:2]), lost=(0.0, LEAST_LOST))
+    statistics = statistics_of(each, CapturedChunk((3.0, 7e-4), 2.0, (0.4,) * 7))
+    assert statistics is not None
+    stored = {spans[2].key: [ChunkVariant(spans[2].key, 0, 7, statistics)]}
+    found = plan_reuse(spans, stored, start=17, end=24, selection=make_selection(selection), alpha=1e9)
+    assert found.recomputed == tuple(range(17, 24))

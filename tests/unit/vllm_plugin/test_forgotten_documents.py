@@ -162,3 +162,31 @@ def test_what_was_made_of_something_too_old_is_given_up_with_it() -> None:
     assert not it.state_of("one").apart  # type: ignore[union-attr]  # it is there
     it.on_finished("one")
     check_invariants(it.tree)
+
+
+def test_the_same_tokens_under_two_ids_are_the_document_of_both() -> None:
+    for wanted in ("a", "copy"):
+        it = controller()
+        gpu = Shelf(it, Tier.GPU)
+        for request_id, name in (("r1", "a"), ("r2", "copy"), ("r3", "a")):
+            run(it, request_id, segments(("", 4), (name, 12)), keys(3))
+        gpu.put(keys(3))
+        assert it.forget({wanted})["forgotten"] == [wanted]
+        assert gpu.seen[0].units == keys(3)[1:]
+
+
+def test_what_may_have_been_made_of_a_document_elsewhere_is_forgotten_with_it() -> None:
+    """A variant of ``a`` behind ``b`` was reused behind ``c``: the place does not say so."""
+    it = controller()
+    gpu, exact = Shelf(it, Tier.GPU), keys(6)
+    apart = private_hashes(exact, 3, b"alike")
+    it.on_new_request("one", RequestMetadata(segments(("", 4), ("c", 12), ("a", 20), (None, 24))), exact, 24, 0.0)
+    it.on_admitted("one", exact, {}, 0.0)
+    it.on_approximated("one", 3, apart)
+    gpu.put(apart)
+    it.on_finished("one")
+    it.forgetting.forget_nodes([])
+    assert all(map(it.is_on_gpu, apart)), "nothing was forgotten"
+    it.forget({"b"})
+    assert [it.is_on_gpu(key) for key in apart] == [True, True, True, False, False, False]
+    check_invariants(it.tree)

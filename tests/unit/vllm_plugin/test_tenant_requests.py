@@ -191,3 +191,22 @@ def test_a_server_knows_its_tenants_by_the_configuration_of_its_engine(path: Pat
     assert set(found.by_name) == {"acme", "other"}
     with pytest.raises(ConfigError, match="own API key is one of tenant 'acme'"):
         tenants_of(args(tenants=str(path)), [ACME])
+
+
+@pytest.mark.parametrize("strange", [None, 3, [], "x", {KEY: 5}, {KEY: {"speculation": 5}}])
+def test_what_contradicts_itself_is_a_tenants_all_the_same(server: TestClient, strange: object) -> None:
+    assert sent(server, kv_transfer_params=strange)["cache_salt"] == salt_of("acme")
+
+
+@pytest.mark.parametrize(("keys", "status"), [([], 200), ([SERVER], 401)])
+def test_a_file_of_collections_alone_opens_and_closes_nothing(tmp_path: Path, keys: list[str], status: int) -> None:
+    async def told(_: Request) -> JSONResponse:
+        return JSONResponse({})
+
+    path = tmp_path / "collections.toml"
+    path.write_text('[[collections]]\nname = "handbook"\nids = ["handbook/*"]\n')
+    app = Starlette(routes=[Route("/{path:path}", told)])
+    app.add_middleware(AuthMiddleware, keys=AcceptedKeys(keys, Tenants.from_toml(path)), work=Work())
+    with TestClient(app) as client:
+        assert client.get("/v1/models").status_code == status
+        assert client.get("/metrics").status_code == 200
