@@ -304,7 +304,7 @@ def report(runs: Sequence[FinishedRun], num_requests: Mapping[str, int], notes: 
 
 def notes_on(runs: Sequence[FinishedRun], *, leaves_out_belady: bool) -> list[str]:
     """Return what a reader should know of the runs, each sentence once."""
-    from ragcache_core.sim.belady import above_belady
+    from ragcache_core.sim.sweep import above_belady
 
     left_out = "there is no belady with order cache_aware or replicas, which decide while they run"
     notes = [*dict.fromkeys(note for run in runs for note in run.notes), *above_belady(runs)]
