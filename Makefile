@@ -21,14 +21,14 @@ PUBLISH := build/publish-venv
 # Where the repository is, for links from the site and from PyPI's page to what they do not hold.
 REPOSITORY ?=
 VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' ragcache_core/_version.py)
-# Processes that run tests, a file with engines in one of them. 0: all in one.
+# Processes that run tests. Those that share an engine run in one of them. 0: all in one.
 WORKERS ?= 2
-# Files with tests that look at an engine between two tokens: those, marked `alone`, run with nothing beside them.
+# Files with slow tests that look at an engine between two tokens: those, marked `alone`, run with nothing beside them.
 ALONE  := $(addprefix tests/engine/,client/test_speculating.py client/test_lifecycle.py rag/test_pair.py \
   vllm_plugin/test_tenants.py)
 UNIT   := tests/unit tests/contracts -n $(WORKERS)
-# Files in the order of tests/engine/conftest.py, those that take longest first.
-ENGINE := tests/engine tests/vllm_facts -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=15 --durations-min=20
+# Groups and their order are those of tests/engine/conftest.py: what shares an engine, the longest first.
+ENGINE := tests/engine tests/vllm_facts -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations=15 --durations-min=20
 # What also runs on another release of vLLM: answers over all tiers, restarts, speculation, and schedulers without a model.
 ELSEWHERE := tests/vllm_facts $(addprefix tests/engine/,vllm_plugin/test_tiers_on_the_engine.py vllm_plugin/test_storing.py \
   vllm_plugin/test_room.py client/test_speculating.py)
@@ -75,7 +75,7 @@ test test-quick test-engine test-slow test-parallel test-benchmarks test-install
 demo: $(READY) ## answer questions from documents through LangChain and LlamaIndex; writes build/demo.json
 	$(VENV)/bin/python -m examples.demo $(if $(MODEL),--model $(MODEL))
 
-test: $(READY) ## lint, types and tests, but those of test-slow, test-parallel and test-benchmarks: a quarter of an hour on two cores
+test: $(READY) ## lint, types and tests, but those of test-slow, test-parallel and test-benchmarks: eight minutes on two cores
 	@$(MAKE) --no-print-directory --jobs=2 lint test-quick
 	@$(MAKE) --no-print-directory test-engine
 
@@ -83,8 +83,7 @@ test-quick: $(READY) ## the tests that need no engine
 	$(call timed,unit tests,$(VENV)/bin/python -m pytest $(UNIT) -m "not slow")
 
 test-engine: $(READY) ## the tests on real engines
-	$(call timed,tests on engines,$(VENV)/bin/python -m pytest $(ENGINE) -m "not benchmark and not alone and not slow" --ignore=$(PARALLEL))
-	$(call timed,tests with nothing beside them,$(VENV)/bin/python -m pytest $(ALONE) -m "alone and not slow")
+	$(call timed,tests on engines,$(VENV)/bin/python -m pytest $(ENGINE) -m "not benchmark and not slow" --ignore=$(PARALLEL))
 
 test-slow: $(READY) ## what takes minutes and seldom breaks: model families, kills, containers, stores that are shared, examples
 	$(call timed,slow unit tests,$(VENV)/bin/python -m pytest $(UNIT) -m slow)

@@ -217,44 +217,45 @@ class CacheConfig(_Settings):
     """
 
     kv_cache_bytes: Bytes | None = None
-    """KV memory of the engine: of the GPU, or of main memory on a machine without one. ``None`` leaves it to vLLM
-    (a share of GPU memory; 1 GiB without a GPU)."""
+    """KV memory of the engine: of the GPU, or of main memory on a machine without one. By default vLLM chooses (a share
+    of GPU memory; 1 GiB without a GPU)."""
 
     block_size: Annotated[int, Field(ge=1, le=1024, strict=True)] | None = None
-    """Tokens in a KV block; a document is cached in whole blocks. ``None`` leaves it to vLLM (mostly 16; 32 without a
+    """Tokens in a KV block; a document is cached in whole blocks. By default vLLM chooses (mostly 16; 32 without a
     GPU)."""
 
     host_bytes: BytesOrNone | None = None
-    """Host memory for the KV of documents that left the engine's own: "64GiB", at most what is free at launch, because
-    all of it is taken then. 0 keeps none there. ``None`` is an eighth of the memory that is available to the machine,
-    or to the container where that has a limit, at most 8 GiB; where the engine's own KV memory turns out to be larger,
-    as much as that, up to half of what is available, without a GPU a quarter."""
+    """Host memory for the KV of documents that left the engine's own, as 64GiB; 0 for none. All of it is taken at
+    launch, so it is at most what is free then. By default it is an eighth of the memory that is available to the
+    machine, or to the container where that has a limit, at most 8 GiB; where the engine's own KV memory turns out to be
+    larger, as much as that, up to half of what is available, without a GPU a quarter."""
 
     disk_bytes: BytesOrNone = ByteSize(0)
-    """Disk space for the KV of documents that left host memory; it outlives the engine. 0 keeps none there."""
+    """Disk space for the KV of documents that left host memory, as 1TiB; it outlives the engine. 0 keeps none there."""
 
     directory: Annotated[Path, BeforeValidator(_parse_directory)] | None = None
-    """Where the disk tier keeps its files; made if it is missing, and used by one engine at a time. ``None`` is
+    """Where the disk tier keeps its files; made if it is missing, and used by one engine at a time. By default it is
     ``kv`` in the user's cache folder. From a TOML file, a relative path is relative to that file."""
 
     disk_key_file: Annotated[Path, BeforeValidator(_parse_directory)] | None = None
     """Encrypts what is on disk (AES-256-GCM) with the key in this file: 32 bytes in base64 on a line; further lines are
-    keys that were used before. Without it the environment's ``RAGCACHE_DISK_KEY`` may hold the same; with neither
+    keys that were used before. By default the key is what ``RAGCACHE_DISK_KEY`` of the environment holds; with neither
     nothing is encrypted. From a TOML file, a relative path is relative to that file."""
 
     shared: str | None = None
     """A store that engines on several machines use together, below their host memory: ``redis://host:6379/0`` (Redis or
-    Valkey; ``rediss`` with TLS) or ``s3://bucket/prefix``. What one of them has computed, another one loads. Passwords
-    are the environment's: ``RAGCACHE_SHARED_PASSWORD``, ``AWS_SECRET_ACCESS_KEY``. How much it holds, and how long, is
-    the store's own setting. ``disk_key_file`` encrypts what is there as well."""
+    Valkey; ``rediss`` with TLS) or ``s3://bucket/prefix``; passwords are ``RAGCACHE_SHARED_PASSWORD`` and
+    ``AWS_SECRET_ACCESS_KEY`` of the environment. What one of them has computed, another one loads. How much it holds,
+    and how long, is the store's own setting. ``disk_key_file`` encrypts what is there as well."""
 
     shared_ttl: Annotated[float, Field(gt=0, le=_LARGEST, allow_inf_nan=False, strict=True)] | None = None
-    """Seconds after which a ``shared`` Redis or Valkey deletes what this engine stored; ``None`` leaves that to the
-    server's ``maxmemory-policy``. Buckets have lifecycle rules instead."""
+    """Seconds after which a ``shared`` Redis or Valkey deletes what this engine stored. By default the server's
+    ``maxmemory-policy`` decides. Buckets have lifecycle rules instead."""
 
     tenants: Annotated[Path, BeforeValidator(_parse_file)] | None = None
     """A TOML file of tenants and collections: whose API key is whose, who shares KV, and how much of a tier is whose.
-    Without it who has the server's key is everybody. From a TOML file, a relative path is relative to that file."""
+    By default all who have the server's key share everything. From a TOML file, a relative path is relative to that
+    file."""
 
     policy: PolicyName = "mixture"
     """What decides which document leaves a full tier: ``pgdsf`` by uses, cost of a recomputation and size (RAGCache
@@ -263,24 +264,24 @@ class CacheConfig(_Settings):
     online from frequencies over several half-lives."""
 
     max_cached_documents: Annotated[int, Field(ge=1, le=_LARGEST, strict=True)] | None = None
-    """The number of documents of a prompt that are cached, from the first one on; ``None`` caches all."""
+    """The number of documents of a prompt that are cached, from the first one on. By default all are."""
 
     layerwise_loads: bool | None = None
-    """Whether a request computes its first layers while KV of later layers still comes from host memory: where nothing
-    else runs, or where the load is expected to be hidden. ``None`` is yes without a GPU. On a GPU it is not tested yet:
-    ``True`` switches it on there. Answers are the same."""
+    """Whether a request computes its first layers while KV of later layers still comes from host memory. It does so
+    where nothing else runs, or where the load is expected to be hidden; answers are the same. By default without a GPU
+    only: it was not tested on one."""
 
     replicated_share: Annotated[float, Field(ge=0, le=1, strict=True)] = 0.0
-    """Of host memory, the share for copies of the most used upper documents (a prompt's prefix, the first behind it):
-    they are given up last while the GPU has them, so that a GPU's failure does not take them along (RAGCache §6)."""
+    """Of host memory, the share for copies of the most used upper documents (a prompt's prefix and first document):
+    they are evicted last while the GPU has them, so that a GPU's failure does not lose them (RAGCache §6)."""
 
     pinned_share: Annotated[float, Field(ge=0, le=1, strict=True)] = 0.25
-    """Of the smallest tier, the share that the paths of pinned documents may take (:meth:`EngineClient.cache
-    <ragcache_core.client.engine_client.EngineClient>`): they are given up last in every tier. 0 allows no pins."""
+    """Of the smallest tier, the share that the paths of pinned documents may take: every tier evicts them last; 0
+    allows no pins. See :meth:`EngineClient.cache <ragcache_core.client.engine_client.EngineClient>`."""
 
     max_age: Annotated[float, Field(gt=0, le=_LARGEST, allow_inf_nan=False, strict=True)] | None = None
     """Seconds after its computation at which KV expires: no request hits older KV, and every tier deletes it, also on
-    an idle engine and over restarts. ``None`` keeps KV until it is evicted."""
+    an idle engine and over restarts. By default KV stays until it is evicted."""
 
     queue: QueueOrder = "cache_aware"
     """Which waiting request is next: ``cache_aware`` takes the one with most cached tokens for each that has to be
@@ -290,7 +291,7 @@ class CacheConfig(_Settings):
     """No waiting request is overtaken by more later ones than this; 0 lets none overtake."""
 
     max_prefill_bs: Annotated[int, Field(ge=0, le=_LARGEST, strict=True)] = 4
-    """Speculative requests that may run at a time while no other request waits or is prefilled (RAGCache §5.3). 0
+    """Speculative requests that may run at a time while no other request waits or is prefilled (RAGCache §5.3); 0
     switches speculation off."""
 
     connectors: tuple[dict[str, Any], ...] = ()

@@ -19,7 +19,7 @@ from ragcache_core.stats import EngineStats
 
 __all__ = ["check_kernels", "has_gpu", "measure_copies"]
 
-_KERNEL_CHECK = Path(__file__).parents[3] / "kernels" / "gpu_check.py"
+_KERNEL_CHECK = Path(__file__).parents[2] / "kernels" / "gpu_check.py"
 _COST_MODEL = Path("build") / "gpu-cost-model.json"
 _LARGE = ModelShape(hidden_size=2048, num_layers=24, num_heads=16, num_kv_heads=8, intermediate_size=8192)
 """1.5 billion parameters, 96 KiB of KV a token in bfloat16."""
@@ -93,8 +93,8 @@ def _links() -> dict[str, float]:
     """Return the bytes a second of pinned copies to the device and from it; of plain copies where there is none."""
     import torch
 
-    from ragcache_kernels.check.ceilings import measure_ceilings
-    from ragcache_kernels.check.timing import Stopwatch
+    from benchmarks.kernels.ceilings import measure_ceilings
+    from benchmarks.kernels.timing import Stopwatch
 
     if has_gpu():
         found = measure_ceilings(Stopwatch(torch.device("cuda"), 11))

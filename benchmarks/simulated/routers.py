@@ -11,8 +11,8 @@ from ragcache_core.ordering import DocPath
 from ragcache_core.routing.choice import ReplicaState, below_load_limit, choose_replica, rendezvous_replica
 from ragcache_core.routing.load import PromptInfo
 from ragcache_core.sim.engine import SimulatedCache
-from ragcache_core.sim.fleet import Router
 from ragcache_core.sim.options import SimulationOptions
+from ragcache_core.sim.simulator import Router
 
 _CACHE_THRESHOLD = 0.3
 _BALANCE_ABS_THRESHOLD = 64

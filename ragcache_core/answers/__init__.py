@@ -5,7 +5,6 @@
     parse_question(messages) -> QuestionKey -> AnswerCache.find | keep | forget -> SQLite, in memory or in a folder
 """
 
-from ragcache_core.answers.cache import AnswerCache, FoundAnswer
-from ragcache_core.answers.question_key import QuestionKey, parse_question
+from ragcache_core.answers.cache import AnswerCache, FoundAnswer, QuestionKey, parse_question
 
 __all__ = ["AnswerCache", "FoundAnswer", "QuestionKey", "parse_question"]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -50,7 +50,6 @@ from ragcache_core.chunkstore.namespace import (
 )
 from ragcache_core.chunkstore.old_namespaces import delete_old, delete_plaintext
 from ragcache_core.chunkstore.opening import open_index, start_empty
-from ragcache_core.chunkstore.readers import Readers
 from ragcache_core.chunkstore.sealing import Keys, SealedSlotFile
 from ragcache_core.chunkstore.slotfile import SlotFile
 from ragcache_core.errors import CacheCapacityError, CacheTierError, CacheWriteError
@@ -58,6 +57,40 @@ from ragcache_core.log import logger_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+
+class Readers:
+    """Counts reads in flight, and allows them until it is closed. Any thread may call any method."""
+
+    def __init__(self) -> None:
+        self._reading = threading.Condition()
+        self._num_reading = 0
+        self._is_closed = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether reads are no longer allowed."""
+        return self._is_closed
+
+    @contextmanager
+    def one(self) -> Iterator[bool]:
+        """Count one read as long as the context lasts; it yields whether the read is allowed."""
+        with self._reading:
+            is_open = not self._is_closed
+            self._num_reading += is_open
+        try:
+            yield is_open
+        finally:
+            with self._reading:
+                self._num_reading -= is_open
+                self._reading.notify_all()
+
+    def close(self) -> None:
+        """Allow no more reads, and wait for those in flight. Idempotent."""
+        with self._reading:
+            self._is_closed = True
+            self._reading.wait_for(lambda: not self._num_reading)
+
 
 logger = logger_of(__name__)
 

@@ -7,11 +7,12 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from ragcache_core.config import Bytes, CacheConfig, PolicyName, QueueOrder
+from ragcache_core.cli.settings_options import settings_options
+from ragcache_core.config import Bytes, CacheConfig
 from ragcache_core.errors import ConfigError
 from ragcache_core.prompt import PromptLayout
 from ragcache_core.runtime.environment import API_KEY_ENV
@@ -68,112 +69,6 @@ _LAYOUT_OPTIONS = (
     click.option("--document-format", default=_LAYOUT.document_format, help="How a document is shown; holds {text}."),
     click.option("--question-format", default=_LAYOUT.question_format, help="How the question is; holds {question}."),
 )
-_CACHE_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
-    cache_config_option,
-    click.option(
-        "--kv-cache-bytes", metavar="SIZE", help="KV memory of the engine, as 512MiB. [default: vLLM's choice]"
-    ),
-    click.option(
-        "--block-size",
-        type=int,
-        metavar="TOKENS",
-        help="Tokens in a KV block. [default: vLLM's choice; 32 without a GPU]",
-    ),
-    click.option(
-        "--host-bytes",
-        metavar="SIZE",
-        help="Host memory for documents, as 64GiB; 0 for none. [default: an eighth of what is free, at most 8GiB; as "
-        "much as the engine's own KV, where that is larger and memory allows]",
-    ),
-    click.option(
-        "--disk-bytes", metavar="SIZE", help="Disk space for documents, as 1TiB; it outlives the server. [default: 0]"
-    ),
-    click.option(
-        "--cache-dir",
-        "directory",
-        metavar="DIR",
-        help="Where the disk space is; with --disk-bytes. [default: kv in your cache folder]",
-    ),
-    click.option(
-        "--disk-key-file",
-        metavar="FILE",
-        help="Encrypt what is on disk, or in the shared store, with the key in FILE: 32 random bytes in base64. "
-        "[default: what RAGCACHE_DISK_KEY holds; not encrypted]",
-    ),
-    click.option(
-        "--shared",
-        metavar="URL",
-        help="A store that several servers use together: redis://host:6379/0 or s3://bucket/prefix; its password is "
-        "what RAGCACHE_SHARED_PASSWORD, or AWS_SECRET_ACCESS_KEY, holds. [default: none]",
-    ),
-    click.option(
-        "--shared-ttl",
-        type=float,
-        metavar="SECONDS",
-        help="After how long Redis deletes what this server stored there. [default: the store's own settings]",
-    ),
-    click.option(
-        "--tenants",
-        metavar="FILE",
-        help="Keep the tenants in FILE apart: a TOML file of keys and quotas, of collections too. [default: none]",
-    ),
-    click.option(
-        "--policy",
-        type=click.Choice(get_args(PolicyName)),
-        help="What decides which document leaves a full tier. [default: mixture]",
-    ),
-    click.option(
-        "--max-cached-documents", type=int, metavar="N", help="Keep the first N documents of a prompt. [default: all]"
-    ),
-    click.option(
-        "--layerwise-loads/--no-layerwise-loads",
-        default=None,
-        help="Whether a prompt's first layers are computed while host memory still gives KV of later layers. "
-        "[default: without a GPU]",
-    ),
-    click.option(
-        "--replicated-share",
-        type=float,
-        metavar="SHARE",
-        help="Of host memory, for copies of the hottest upper documents, which go last. [default: 0]",
-    ),
-    click.option("--max-age", type=float, metavar="SECONDS", help="Age at which KV expires. [default: never]"),
-    click.option(
-        "--pinned-share",
-        type=float,
-        metavar="SHARE",
-        help="Of the smallest tier, what pinned documents may take, which go last. [default: 0.25]",
-    ),
-    click.option(
-        "--queue",
-        type=click.Choice(get_args(QueueOrder)),
-        help="Which waiting request is next: the one the cache knows best, or the first. [default: cache_aware]",
-    ),
-    click.option(
-        "--queue-window", type=int, metavar="N", help="Later requests that may overtake a waiting one. [default: 32]"
-    ),
-    click.option(
-        "--max-prefill-bs", type=int, metavar="N", help="Speculative requests at a time; 0 for none. [default: 4]"
-    ),
-    click.option(
-        "--connector",
-        "connectors",
-        multiple=True,
-        metavar="JSON",
-        callback=lambda _context, _option, texts: tuple(map(_connector, texts)) or None,
-        help="Another KV connector of vLLM beside RAGCache's, as "
-        '\'{"kv_connector": "NixlConnector", "kv_role": "kv_both"}\'; may be repeated. [default: none]',
-    ),
-    click.option(
-        "--chunk-reuse",
-        is_flag=False,
-        flag_value="",
-        metavar="[KEY=VALUE,...]",
-        callback=lambda _context, _option, text: None if text is None else _chunk_reuse(text),
-        help="Reuse documents behind others than they were computed behind: APPROXIMATE. With the settings of "
-        "ChunkReuse, as selection=cache_craft,max_recompute=0.3. [default: off]",
-    ),
-)
 vllm_args_argument = click.argument("vllm_args", nargs=-1, type=click.UNPROCESSED, metavar="[-- VLLM_ARGS]...")
 
 
@@ -211,9 +106,31 @@ def _plain_value(text: str) -> object:
 
 def cache_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add an option for every setting of the cache; the command gets them under the settings' own names."""
-    for option in reversed(_CACHE_OPTIONS):
-        command = option(command)
-    return command
+    decorate = settings_options(
+        CacheConfig,
+        keeps_unset=True,
+        directory={"flag": "--cache-dir"},
+        shared={"metavar": "URL"},
+        layerwise_loads={"flag": "--layerwise-loads/--no-layerwise-loads", "metavar": None},
+        connectors={
+            "flag": "--connector",
+            "type": str,
+            "multiple": True,
+            "metavar": "JSON",
+            "callback": lambda _context, _option, texts: tuple(map(_connector, texts)) or None,
+            "help": "Another KV connector of vLLM beside RAGCache's, as "
+            '\'{"kv_connector": "NixlConnector", "kv_role": "kv_both"}\'; may be repeated. [default: none]',
+        },
+        chunk_reuse={
+            "is_flag": False,
+            "flag_value": "",
+            "metavar": "[KEY=VALUE,...]",
+            "callback": lambda _context, _option, text: None if text is None else _chunk_reuse(text),
+            "help": "Reuse documents behind others than they were computed behind: APPROXIMATE. With the settings of "
+            "ChunkReuse, as selection=cache_craft,max_recompute=0.3. [default: off]",
+        },
+    )
+    return cache_config_option(decorate(command))
 
 
 def layout_options(command: Callable[..., Any]) -> Callable[..., Any]:

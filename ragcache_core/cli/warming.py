@@ -2,26 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import click
 
 from ragcache_core.cli.output import counting_requests
-from ragcache_core.errors import ConfigError, RAGCacheError, TraceError
+from ragcache_core.errors import ConfigError, EmptyStoreError, RAGCacheError, TraceError
 from ragcache_core.prompt import PromptLayout
+from ragcache_core.types import DocId, Document
 
 if TYPE_CHECKING:
     from ragcache_core.client import Engine
     from ragcache_core.client.warming import WarmingReceipt
     from ragcache_core.retrieval import DocumentStore
+    from ragcache_core.retrieval.reader import StoreReader
     from ragcache_core.sim.options import SimulationOptions
     from ragcache_core.sim.traces.trace import Trace
     from ragcache_core.sim.warming import Forecast, WarmPath
     from ragcache_core.stats import EngineStats
-    from ragcache_core.types import DocId, Document
+
+
+_MAX_ASKED: Final = 2_000
+"""Documents of a store, evenly spread, that are asked about: a search takes about a millisecond."""
+_QUESTION_CHARS: Final = 200
+
+_Progress = Callable[[int], object]
+
+
+def retrieved_for(store: StoreReader, questions: Iterable[str], k: int, progress: _Progress) -> list[tuple[DocId, ...]]:
+    """Return what the store's own search finds for each question, the best first; ``progress`` is told of each.
+
+    Raises:
+        SearchError, EmptyStoreError
+    """
+    found = []
+    for question in questions:
+        found.append(tuple(document.doc_id for document in store.search(question, k).documents))
+        progress(1)
+    return found
+
+
+def retrieved_by_popularity(store: StoreReader, k: int, progress: _Progress) -> list[tuple[DocId, ...]]:
+    """Return what is found for the beginning of each of the store's documents, without the document itself.
+
+    It stands for questions that are not known: what is near to much else is found often.
+
+    Raises:
+        EmptyStoreError: there is no document.
+    """
+    ids = store.ids()
+    if not ids:
+        raise EmptyStoreError(f"{store.path} is empty: index documents before they are warmed")
+    found = []
+    for document in store.get(ids[:: -(-len(ids) // _MAX_ASKED)]):
+        near = store.search(_beginning(document), k + 1).documents
+        others = tuple(other.doc_id for other in near if other.doc_id != document.doc_id)
+        found.append(others[:k] or (document.doc_id,))
+        progress(1)
+    return found
+
+
+def num_asked_for_popularity(store: StoreReader) -> int:
+    """Return how many searches :func:`retrieved_by_popularity` takes."""
+    return -(-len(store) // -(-len(store) // _MAX_ASKED)) if len(store) else 0
+
+
+def most_retrieved(found: Iterable[tuple[DocId, ...]], num_documents: int) -> list[tuple[DocId, ...]]:
+    """Return what was found, each up to the first document that is not among the ``num_documents`` found most."""
+    found = list(found)
+    counts = Counter(doc_id for ids in found for doc_id in ids)
+    top = {doc_id for doc_id, _ in counts.most_common(num_documents)}
+    return [up_to_unknown(ids, top.__contains__) for ids in found]
+
+
+def up_to_unknown(ids: tuple[DocId, ...], is_known: Callable[[DocId], bool]) -> tuple[DocId, ...]:
+    """Return the ids before the first that is not known."""
+    return ids[: next((i for i, doc_id in enumerate(ids) if not is_known(doc_id)), len(ids))]
+
+
+def _beginning(document: Document) -> str:
+    title = document.metadata.get("title")
+    return title if isinstance(title, str) and title.strip() else document.text[:_QUESTION_CHARS]
+
 
 DEFAULT_COST_MODEL = "a10g-mistral-7b"
 _DEFAULT_K = 2
@@ -78,7 +144,6 @@ def expected_of(
         EmptyStoreError: the store has none.
     """
     from ragcache_core.ordering import arrange
-    from ragcache_core.retrieval import expected as retrieved
 
     num_wanted = k or _DEFAULT_K
     if trace is not None:
@@ -88,14 +153,14 @@ def expected_of(
 
         asked = read_questions(from_log)
         with counting_requests("searching", len(asked)) as progress:
-            documents = retrieved.retrieved_for(store, (text for _, text in asked), num_wanted, progress)
+            documents = retrieved_for(store, (text for _, text in asked), num_wanted, progress)
         times_s, questions = zip(*asked, strict=True)
         found = Expected(f"{len(asked):,} questions of {from_log.name}", times_s, documents, questions)
     else:
-        with counting_requests("searching", retrieved.num_asked_for_popularity(store)) as progress:
-            documents = retrieved.retrieved_by_popularity(store, num_wanted, progress)
+        with counting_requests("searching", num_asked_for_popularity(store)) as progress:
+            documents = retrieved_by_popularity(store, num_wanted, progress)
         if top is not None:
-            documents = retrieved.most_retrieved(documents, top)
+            documents = most_retrieved(documents, top)
         num = len(documents)
         source = "what is near to what in the store" + (f", its {top:,} documents" if top else "")
         found = Expected(source, [_APART_S * i for i in range(num)], documents, [_QUESTION_TOKENS] * num)
@@ -104,8 +169,6 @@ def expected_of(
 
 
 def _expected_of_trace(store: DocumentStore, path: Path) -> Expected:
-    from ragcache_core.retrieval.expected import up_to_unknown
-
     trace = _read_trace(path)
     known = set(store.ids()).intersection(trace.doc_ids)
     if not len(trace.docs):

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from ragcache_core.client.engine import Engine
 from ragcache_core.client.profiling import Ask
 from ragcache_core.errors import EngineError
-from ragcache_core.policy.step_times import StepTimes
+from ragcache_core.policy.prefill_cost import StepTimes
 from ragcache_core.prompt import RenderedPrompt
 
 _NUM_TOGETHER = 4

@@ -3,15 +3,12 @@
 from collections.abc import Callable
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.policy.arc import ARCPolicy
+from ragcache_core.policy.adaptive import ARCPolicy, S3FIFOPolicy
 from ragcache_core.policy.base import NodeStats, ReplacementPolicy
-from ragcache_core.policy.gdsf import GDSFPolicy
-from ragcache_core.policy.lfu import LFUPolicy
-from ragcache_core.policy.lru import LRUPolicy
+from ragcache_core.policy.gdsf import GDSFPolicy, PGDSFPolicy
 from ragcache_core.policy.mixture import MixturePolicy
-from ragcache_core.policy.pgdsf import PGDSFPolicy
 from ragcache_core.policy.prefill_cost import PrefillCost, PrefillCostModel
-from ragcache_core.policy.s3fifo import S3FIFOPolicy
+from ragcache_core.policy.recency import LFUPolicy, LRUPolicy
 
 POLICIES: dict[str, Callable[[PrefillCost], ReplacementPolicy]] = {
     "pgdsf": lambda _: PGDSFPolicy(),

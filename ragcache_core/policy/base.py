@@ -74,8 +74,9 @@ class ReplacementPolicy(ABC):
     """Says which of two nodes a tier evicts first.
 
     A rank is computed when a node is retrieved and stands until it is retrieved again: that lets a tier keep its
-    nodes in a heap. Where the order changes between retrievals (:class:`~ragcache_core.policy.arc.ARCPolicy`), nodes
-    are put in buckets in which it does not, and only the first of each bucket are compared, by :meth:`score`.
+    nodes in a heap. Where the order changes between retrievals
+    (:class:`~ragcache_core.policy.adaptive.ARCPolicy`), nodes are put in buckets in which it does not, and only the
+    first of each bucket are compared, by :meth:`score`.
     """
 
     name: ClassVar[str]

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Self, cast
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.policy.prefill_cost import PrefillCostModel
-from ragcache_core.policy.step_times import StepTimes
+from ragcache_core.policy.prefill_cost import PrefillCostModel, StepTimes
 from ragcache_core.profiles.files import kept_path, model_identity, read_json, write_json
 
 FORMAT = 1

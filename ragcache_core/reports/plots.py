@@ -15,8 +15,6 @@ from textwrap import wrap
 from typing import IO, TYPE_CHECKING, Any
 from zlib import crc32
 
-import numpy as np
-
 from ragcache_core.errors import ConfigError
 from ragcache_core.private_files import replacing
 
@@ -198,27 +196,6 @@ def lines(
         axes.set(title=title, xlabel=x_label, ylabel=y_label)
 
     return Plot(title, (Panel(tuple(series), draw),))
-
-
-def cdfs(title: str, x_label: str, samples: Mapping[str, Sequence[float]]) -> Plot:
-    """Return a plot with the share of each name's samples that are at most x."""
-    styles = styles_of(samples)
-
-    def draw(axes: Axes) -> None:
-        last = max((max(values) for values in samples.values() if len(values)), default=1.0)
-        for name, values in samples.items():
-            x = np.sort(np.asarray(values, dtype=float))
-            share = np.arange(len(x) + 1) / max(len(x), 1)
-            x = np.concatenate((x[:1], x, [last])) if len(x) else np.zeros(2)
-            style = styles[name]
-            axes.step(
-                x, [*share, share[-1]], where="post", color=style.colour, linestyle=style.dashes, label=name,
-                linewidth=1.8, clip_on=False, zorder=2.5,
-            )  # fmt: skip
-        axes.set(ylim=(0, 1), title=title, xlabel=x_label, ylabel="share of requests")
-        axes.set_xlim(left=0)
-
-    return Plot(title, (Panel(tuple(samples), draw),))
 
 
 def bars(

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Hashable, Iterable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from ragcache_core.policy import NodeStats, ReplacementPolicy
-from ragcache_core.sim.options import BELADY, INFINITE
-
-if TYPE_CHECKING:
-    from ragcache_core.sim.sweep import FinishedRun
 
 
 class Foreseen(NamedTuple):
@@ -93,32 +88,3 @@ def next_uses(requests: Sequence[Foreseen]) -> list[list[float]]:
         found.append([following.get(key, math.inf) for key, _ in requests[number].steps])
         following.update(dict.fromkeys(requests[number].marks, number))
     return found[::-1]
-
-
-def above_belady(runs: Sequence[FinishedRun]) -> list[str]:
-    """Return why a policy of ``runs`` came out better than belady with the same trace, capacities and order.
-
-    One sentence with the run where it shows most; none where no policy did.
-    """
-    bounds = {_setting(run): run for run in runs if run.options["policy"] == BELADY}
-    above = []
-    for run in runs:
-        bound = bounds.get(_setting(run))
-        if bound is not None and run.options["policy"] not in (BELADY, INFINITE):
-            for key, sign in (("token_hit_rate", 1), ("mean_ttft_s", -1)):
-                if (gain := sign * (run.summary[key] - bound.summary[key]) / max(bound.summary[key], 1e-9)) > 0:
-                    above.append((gain, run, bound, key))
-    if not above:
-        return []
-    _, run, bound, key = max(above, key=lambda each: each[0])
-    return [
-        f"{run.options['policy']} came out better than belady ({key} {run.summary[key]:.3f} against "
-        f"{bound.summary[key]:.3f}; {Path(run.trace).name}, order {run.options['order']}, GPU "
-        f"{run.options['gpu_tokens']:,}, host {run.options['host_tokens']:,}): belady is a bound of one tier where "
-        "requests are served in the order of the trace. It ignores what blocks cost to compute or to load, and keeps "
-        "those that are in two tiers twice"
-    ]
-
-
-def _setting(run: FinishedRun) -> tuple[object, ...]:
-    return run.trace, *(run.options[name] for name in ("gpu_tokens", "host_tokens", "disk_tokens", "order"))

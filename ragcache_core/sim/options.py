@@ -24,30 +24,6 @@ MAX_REPLICAS = 1_024
 class SimulationOptions:
     """All settings of a simulation besides its trace.
 
-    Attributes:
-        policy: one of :data:`SIMULATED_POLICIES`.
-        order: in which order a prompt shows its documents.
-        gpu_tokens, host_tokens, disk_tokens: capacity of each tier in tokens of KV; 0 of host or disk: no such tier.
-        system_tokens: of the prompt that all requests share, before the documents.
-        cost_model: a name of :data:`~ragcache_core.sim.testbeds.TESTBEDS` or ``MEASURED``, or a JSON file.
-        queue: the scheduling order of waiting requests. ``window`` bounds how often one is overtaken.
-        block_size: tokens in a block.
-        retrieval_s: seconds from a request's arrival until its documents are known. With ``search``, a file of measured
-            searches, each request draws one of those instead.
-        max_batch: requests that the engine runs at a time.
-        max_cached_documents: of each prompt, that are stored below the GPU; later ones are evicted first. None: all.
-        overlaps_transfers: whether KV is loaded layer by layer while earlier layers are computed.
-        speculation: whether candidates of an unfinished search are prefilled in idle time.
-        settle_shares: for each stage of a search, the share of searches whose candidates are final from then on.
-            Searches beyond their sum settle with the last stage.
-        chunk_reuse: the fraction of a document that is recomputed when it is reused at another position. None: only
-            exact prefixes are reused.
-        chunk_share: of host and disk, for chunks; the rest is for exact prefixes.
-        replicas: engines, each with tiers of the sizes above. ``routing`` divides the requests among them: in turn, or
-            as a ``Fleet`` chooses the replica together with the order of the documents.
-        warm_up: requests at the beginning that are served and not counted.
-        seed: of random draws besides the trace: measured searches, and the stages in which candidates settle.
-
     Raises:
         ConfigError: a value is invalid, or two contradict each other.
     """
@@ -55,28 +31,77 @@ class SimulationOptions:
     routings: ClassVar[tuple[str, ...]] = ROUTINGS
 
     policy: str = "mixture"
+    """What a full tier evicts; belady knows the future, and infinite evicts nothing."""
+
     order: DocumentOrder = "retrieval"
+    """In which order a prompt shows its documents."""
+
     gpu_tokens: int = 40_960
+    """Tokens of KV that the GPU holds."""
+
     host_tokens: int = 65_536
+    """Tokens of KV that host memory holds; 0 for no such tier."""
+
     disk_tokens: int = 0
+    """Tokens of KV that the disk holds; 0 for no such tier."""
+
     system_tokens: int = 0
+    """Tokens of the prompt that all requests share, before the documents."""
+
     cost_model: str = "a10g-mistral-7b"
+    """What a prefill costs: a10g-mistral-7b, a10g-llama2-7b, h800-mixtral-8x7b, h800-llama2-70b, h100-llama3-8b, or a
+    file of 'ragcache profile --output'."""
+
     queue: Queue = "fifo"
+    """The scheduling order of waiting requests."""
+
     window: int = 32
+    """How often a waiting request may be overtaken."""
+
     block_size: int = 16
+    """Tokens in a block."""
+
     retrieval_s: float = 0.08
+    """Seconds from a request's arrival until its documents are known."""
+
     search: str | None = None
+    """A file of measured searches; each request draws one instead of ``retrieval_s``: {"search_s": [0.12, 0.31]}."""
+
     max_batch: int = 1
+    """Requests that the engine runs at a time."""
+
     max_cached_documents: int | None = None
+    """Documents of each prompt that are stored below the GPU, from the first one on; later ones are evicted first. By
+    default all are stored."""
+
     overlaps_transfers: bool = True
+    """Load KV layer by layer, while earlier layers are computed."""
+
     speculation: Speculation = "none"
+    """Prefill a search's candidates in idle time, before it has ended."""
+
     settle_shares: tuple[float, ...] = (0.25, 0.25, 0.25, 0.25)
+    """For each stage of a search, the share of searches whose candidates are final from then on. Searches beyond their
+    sum settle with the last stage."""
+
     chunk_reuse: float | None = None
+    """Reuse documents at any position and recompute this fraction of them: approximate. By default only exact prefixes
+    are reused."""
+
     chunk_share: float = 0.5
+    """Of host and disk, the share for documents that are reused so; the rest is for exact prefixes."""
+
     replicas: int = 1
+    """Engines, each with tiers of these sizes."""
+
     routing: str = "joint"
+    """Which replica gets a request: each in turn, or, with the order of its documents, the choice of a Fleet."""
+
     warm_up: int = 0
+    """Requests at the beginning that are served and not counted."""
+
     seed: int = 0
+    """Of random draws besides the trace: measured searches, and the stages in which candidates settle."""
 
     def __post_init__(self) -> None:
         _check_choice("policy", self.policy, SIMULATED_POLICIES)

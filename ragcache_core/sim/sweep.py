@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from ragcache_core._version import __version__
 from ragcache_core.errors import ConfigError
 from ragcache_core.private_files import make_folders, open_private
-from ragcache_core.sim.options import BELADY, SimulationOptions
+from ragcache_core.sim.options import BELADY, INFINITE, SimulationOptions
 from ragcache_core.sim.result import SimulationResult
 from ragcache_core.sim.traces.trace import Trace, read_trace
 
@@ -152,10 +152,6 @@ def plan(
     return list({(run.trace, run.key): run for run in runs}.values())
 
 
-def _is_without_bound(settings: Mapping[str, object]) -> bool:
-    return settings["policy"] == BELADY and (settings["order"] == "cache_aware" or settings["replicas"] != 1)
-
-
 def run_all(
     runs: Sequence[SweepRun],
     *,
@@ -201,6 +197,35 @@ def run_all(
                 report(counter.value - num_reported)
                 num_reported = counter.value
     return [replace(by_key[run.key], trace=str(run.trace)) for run in runs]
+
+
+def above_belady(runs: Sequence[FinishedRun]) -> list[str]:
+    """Return why a policy of ``runs`` came out better than belady with the same trace, capacities and order.
+
+    One sentence with the run where it shows most; none where no policy did.
+    """
+    bounds = {_setting(run): run for run in runs if run.options["policy"] == BELADY}
+    above = []
+    for run in runs:
+        bound = bounds.get(_setting(run))
+        if bound is not None and run.options["policy"] not in (BELADY, INFINITE):
+            for key, sign in (("token_hit_rate", 1), ("mean_ttft_s", -1)):
+                if (gain := sign * (run.summary[key] - bound.summary[key]) / max(bound.summary[key], 1e-9)) > 0:
+                    above.append((gain, run, bound, key))
+    if not above:
+        return []
+    _, run, bound, key = max(above, key=lambda each: each[0])
+    return [
+        f"{run.options['policy']} came out better than belady ({key} {run.summary[key]:.3f} against "
+        f"{bound.summary[key]:.3f}; {Path(run.trace).name}, order {run.options['order']}, GPU "
+        f"{run.options['gpu_tokens']:,}, host {run.options['host_tokens']:,}): belady is a bound of one tier where "
+        "requests are served in the order of the trace. It ignores what blocks cost to compute or to load, and keeps "
+        "those that are in two tiers twice"
+    ]
+
+
+def _setting(run: FinishedRun) -> tuple[object, ...]:
+    return run.trace, *(run.options[name] for name in ("gpu_tokens", "host_tokens", "disk_tokens", "order"))
 
 
 @contextmanager

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.policy.prefill_cost import PrefillCost, PrefillCostModel
-from ragcache_core.policy.step_times import StepTimes, read_number
+from ragcache_core.policy.prefill_cost import PrefillCost, PrefillCostModel, StepTimes, read_number
 
 _PCIE4_GIB_PER_S, _PCIE5_GIB_PER_S, _NVME_GIB_PER_S = 11.5, 23.0, 2.0
 _KV_7B_TOKENS_PER_GIB = 8_192

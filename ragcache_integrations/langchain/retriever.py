@@ -24,8 +24,15 @@ from ragcache_core.errors import ConfigError, SearchError
 from ragcache_core.ordering import DocumentOrder
 from ragcache_core.retrieval import MMR, DocumentStore
 from ragcache_core.retrieval.base import Metric
-from ragcache_core.retrieval.reranking import Reranking, num_candidates_of
-from ragcache_core.retrieval.sources import StageSource, as_source, empty_result, filter_by_score, or_nothing
+from ragcache_core.retrieval.sources import (
+    Reranking,
+    StageSource,
+    as_source,
+    empty_result,
+    filter_by_score,
+    num_candidates_of,
+    or_nothing,
+)
 from ragcache_core.retrieval.threads import in_thread, run_blocking
 from ragcache_core.swaps import check_max_score_loss
 from ragcache_core.types import Document, RetrievalUpdate

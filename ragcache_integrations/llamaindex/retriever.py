@@ -32,8 +32,14 @@ from ragcache_core.errors import ConfigError, SearchError
 from ragcache_core.ordering import DOCUMENT_ORDERS, DocumentOrder
 from ragcache_core.retrieval import MMR, DocumentStore, PrecomputedEmbedder
 from ragcache_core.retrieval.base import Metric
-from ragcache_core.retrieval.reranking import Reranking, num_candidates_of
-from ragcache_core.retrieval.sources import StageSource, as_source, empty_result, or_nothing
+from ragcache_core.retrieval.sources import (
+    Reranking,
+    StageSource,
+    as_source,
+    empty_result,
+    num_candidates_of,
+    or_nothing,
+)
 from ragcache_core.retrieval.threads import in_thread, run_blocking
 from ragcache_core.swaps import check_max_score_loss
 from ragcache_core.types import DocId, Document, RetrievalUpdate

@@ -16,7 +16,7 @@ from ragcache_core.client.prompts.bound_prompt import BoundPrompt
 from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.ordering import DocumentOrder
 from ragcache_core.retrieval.base import Metric
-from ragcache_core.retrieval.reranking import NUM_CANDIDATES, Reranking
+from ragcache_core.retrieval.sources import NUM_CANDIDATES, Reranking
 from ragcache_core.swaps import CANDIDATES_PER_DOCUMENT
 from ragcache_core.types import DocId, Document, RetrievalUpdate
 

@@ -1,66 +1,20 @@
-"""The order of the tests on engines, which process runs them, and plain vLLM for those that ask it."""
+"""The order of the tests on engines, which of them share a process, and plain vLLM for those that ask it."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from xdist.remote import Producer
-from xdist.scheduler import LoadFileScheduling
 
 from ragcache_core.client import Engine
 from tests.conftest import DEMO_MODEL, ENGINE_ARGS
 
-LONGEST_FIRST = (
-    "vllm_plugin/test_tiers_on_the_engine.py",
-    "chunk/test_exact.py",
-    "client/test_lifecycle.py",
-    "vllm_plugin/test_simulated_engine.py",
-    "vllm_plugin/test_model_families.py",
-    "chunk/test_launched.py",
-    "examples/test_examples.py",
-    "cli/test_serve.py",
-    "cli/test_in_a_container.py",
-    "chunk/test_interleavings.py",
-    "llamaindex_integration/test_llamaindex_on_the_engine.py",
-)
-"""Files that take more than half a minute: with the short ones at the end no process runs on for long by itself."""
-
-ASK_PLAIN = (
-    "vllm_plugin/test_tiers_on_the_engine.py",
-    "vllm_plugin/test_beside_on_the_engine.py",
-    "vllm_plugin/test_unknown_release.py",
-    "vllm_plugin/test_recognition_on_the_engine.py",
-    "client/test_plain_vllm.py",
-)
-"""Files whose tests ask ``plain``: one process runs all of them, and starts it once."""
+LONGEST_FIRST = ("engine", "plain", "chunk/test_exact.py", "client/test_lifecycle.py", "cli/test_serve.py", "facts")
+"""Groups that take more than half a minute: with the short ones at the end no process runs on for long by itself."""
 
 _FOLDER = Path(__file__).parent
-
-
-class ByEngine(LoadFileScheduling):
-    """A file's tests in one process, and those of the files that ask ``plain``."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        file = super()._split_scope(nodeid)
-        return ASK_PLAIN[0] if file.endswith(ASK_PLAIN) else file
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByEngine:
-    return ByEngine(config, log)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest files first."""
-    items.sort(key=_rank)
-
-
-def _rank(item: pytest.Item) -> int:
-    if not item.path.is_relative_to(_FOLDER):
-        return -1  # what needs no engine comes before all of them
-    name = item.path.relative_to(_FOLDER).as_posix()
-    return LONGEST_FIRST.index(name) if name in LONGEST_FIRST else len(LONGEST_FIRST)
 
 
 @pytest.fixture(scope="session")
@@ -76,3 +30,32 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         log_path=tmp_path_factory.mktemp("plain") / "server.log",
     ) as running:
         yield running
+
+
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own hook
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run what shares a file or an engine in one process, where the engine is started once; the longest come first."""
+    shared: dict[Path, set[str]] = defaultdict(set)
+    for item in items:
+        shared[item.path] |= _shared_by(item)
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(_group(item.path, shared[item.path])))
+    items.sort(key=_rank)
+
+
+def _shared_by(item: pytest.Item) -> set[str]:
+    """Return which engines of the session a test asks; a file may have another fixture of the same name."""
+    homes = {"engine": "tests", "plain": "tests/engine"}
+    fixtures = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009 (pytest shows it nowhere else)
+    return {name for name, home in homes.items() if name in fixtures and fixtures[name][-1].baseid == home}
+
+
+def _group(path: Path, engines: set[str]) -> str:
+    if not path.is_relative_to(_FOLDER):
+        return "facts"
+    return min(engines) if engines else path.relative_to(_FOLDER).as_posix()
+
+
+def _rank(item: pytest.Item) -> int:
+    (group,) = item.get_closest_marker("xdist_group").args  # type: ignore[union-attr]
+    return LONGEST_FIRST.index(group) if group in LONGEST_FIRST else len(LONGEST_FIRST)

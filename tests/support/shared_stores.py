@@ -13,6 +13,8 @@ from importlib.util import find_spec
 import httpx
 import pytest
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from ragcache_core.client.launch.process import free_port
 from tests.support.waiting import until
@@ -35,7 +37,7 @@ class RedisServer:
         assert until(self._answers, 20.0)
 
     def client(self) -> redis.Redis:
-        return redis.Redis(port=self.port)
+        return redis.Redis(port=self.port, retry=Retry(NoBackoff(), 0))  # a wrong password is no reason to try again
 
     def close(self) -> None:
         self.process.kill()

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ragcache_core.cli.cli_wording import options_in_cli_wording
-from ragcache_core.cli.command import Command, print_json
+from ragcache_core.cli.command import Command, options_in_cli_wording, print_json
 from ragcache_core.cli.options import FiniteRange, api_key_option
 from ragcache_core.cli.output import (
     check_outputs,
@@ -19,7 +18,7 @@ from ragcache_core.cli.output import (
     printable,
     write_json,
 )
-from ragcache_core.cli.simulation_options import simulation_options
+from ragcache_core.cli.settings_options import simulation_options
 from ragcache_core.errors import EngineError
 
 if TYPE_CHECKING:

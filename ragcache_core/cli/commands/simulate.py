@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ragcache_core.cli.cli_wording import options_in_cli_wording
-from ragcache_core.cli.command import Command, Group, print_json
+from ragcache_core.cli.command import Command, Group, options_in_cli_wording, print_json
+from ragcache_core.cli.commands.sweep import sweep
 from ragcache_core.cli.output import check_output, counting_requests, output_option, write_json
-from ragcache_core.cli.simulation_options import simulation_options
-from ragcache_core.cli.subcommands.sweep import sweep
+from ragcache_core.cli.settings_options import simulation_options
 
 if TYPE_CHECKING:
     from ragcache_core.sim.result import SimulationResult

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ragcache_core.cli.cli_wording import options_in_cli_wording
-from ragcache_core.cli.command import Command, print_json
+from ragcache_core.cli.command import Command, options_in_cli_wording, print_json
 from ragcache_core.cli.options import (
     EmbedderName,
     FiniteRange,

@@ -12,13 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from ragcache_core.errors import ConfigError, TraceError
-from ragcache_core.sim.traces.log_formats import READERS, LogFormat, LoggedAnswer, Retrieval, format_of, question_of
-from ragcache_core.sim.traces.published import (
+from ragcache_core.sim.traces.log_formats import (
     PUBLISHED_READERS,
+    READERS,
+    LogFormat,
+    LoggedAnswer,
     PublishedFormat,
+    Retrieval,
+    format_of,
     is_table,
     lengths_beside,
     published_format_of,
+    question_of,
 )
 from ragcache_core.sim.traces.trace import Trace, TracedRequest, are_lengths, check_request
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from ragcache_core.errors import ConfigError
-from ragcache_core.retrieval import DocumentStore, TfidfSvdEmbedder
+from ragcache_core.retrieval import DocumentStore
 from ragcache_core.types import Document
 from tests.contracts.rag.frameworks import Framework
 from tests.support.scripted_server import Reply, ScriptedServer
@@ -118,11 +117,3 @@ async def test_answers_come_back_from_a_folder(
         answers.close()
     assert said[1].stats["answer_cache"]["similarity"] == 1
     assert said[0].text == said[1].text
-
-
-def test_an_embedding_that_is_none_or_the_built_in_one_is_refused(framework: Framework) -> None:
-    with pytest.raises(ConfigError, match="int is not an embedding model"):
-        framework.answer_cache(3)
-    built_in = TfidfSvdEmbedder(8).fit(list(TEXTS.values()))
-    with pytest.raises(ConfigError, match="leave it out to compare questions by their words"):
-        framework.answer_cache(built_in)

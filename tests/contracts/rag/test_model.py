@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import pickle
-import time
 from typing import Any
 
 import openai
@@ -136,15 +135,6 @@ async def test_a_prompt_is_sent_as_token_ids_beside_its_messages(framework: Fram
     assert [m["content"] for m in request.messages] == [QUESTION]
 
 
-async def test_own_fields_of_a_request_are_kept(framework: Framework, server: ScriptedServer) -> None:
-    framework.engine.remember_documents([STORMS])
-    model = framework.model(extra_body={"priority": 3, "kv_transfer_params": {"mine": 1}})
-    await plain(framework, model)
-    body = server.requests[-1].body
-    assert (body["priority"], body["kv_transfer_params"]["mine"]) == (3, 1)
-    assert [d["id"] for d in server.requests[-1].documents] == ["storms"]
-
-
 async def test_a_prompt_that_the_server_renders_is_sent_without_token_ids(
     framework: Framework, server: ScriptedServer
 ) -> None:
@@ -154,16 +144,6 @@ async def test_a_prompt_that_the_server_renders_is_sent_without_token_ids(
     assert answer.stats["num_prompt_tokens"] > 0
     framework.tool_calls(framework.model(), is_streamed=False)
     assert "prompt_token_ids" not in server.requests[-1].kv_transfer_params
-
-
-@pytest.mark.parametrize(
-    ("prompt", "settings"), [("Who\ud800?", {}), ("Who?", {"temperature": 10**400}), ("Who?", {"top_p": float("nan")})]
-)
-async def test_a_request_that_cannot_be_sent_is_an_error_of_ours(
-    framework: Framework, prompt: str, settings: Any
-) -> None:
-    with pytest.raises(ConfigError, match="surrogate pair|64 bits|must be finite"):
-        await plain(framework, framework.model(), prompt, **settings)
 
 
 # Settings
@@ -217,27 +197,6 @@ async def test_a_key_is_never_shown_and_openais_never_sent(
             pickle.dumps(model)
 
 
-@pytest.mark.parametrize("setting", ["restart_timeout_s", "hang_timeout_s", "first_token_timeout_s"])
-def test_a_time_to_recover_belongs_to_an_address_and_must_be_one(framework: Framework, setting: str) -> None:
-    with pytest.raises(ConfigError, match=rf"engine= and {setting}= were both given"):
-        framework.model(**{setting: 5.0})
-    with pytest.raises(ValueError, match=f"{setting} is -1"):
-        framework.model(base_url="http://127.0.0.1:1", **{setting: -1.0})
-
-
-async def test_how_long_a_request_waits_for_its_server_is_a_setting(
-    framework: Framework, server: ScriptedServer
-) -> None:
-    model = framework.model(base_url=server.url, restart_timeout_s=0.3, hang_timeout_s=None)
-    await plain(framework, model)
-    server.is_healthy, server.rules = False, [lambda _: ENGINE_DEAD]
-    began_s = time.monotonic()
-    with pytest.raises(EngineUnreachableError):
-        await plain(framework, model)
-    assert time.monotonic() - began_s < 30
-    model.close()
-
-
 async def test_a_late_first_token_of_an_address_is_asked_for_once_more(
     framework: Framework, server: ScriptedServer
 ) -> None:
@@ -246,15 +205,6 @@ async def test_a_late_first_token_of_an_address_is_asked_for_once_more(
     (way,) = [name for name in framework.asks if name in ("stream", "stream_chat")]
     assert (await framework.ask(way, model, "hello")).text == "in time"
     model.close()
-
-
-async def test_a_setting_that_there_is_not_is_refused_with_the_cure(
-    framework: Framework, ask: str, server: ScriptedServer
-) -> None:
-    for name in ("cache_salt", "temprature"):
-        with pytest.raises(ConfigError, match=rf"no setting '{name}': .* extra_body="):
-            await framework.ask(ask, framework.model(), QUESTION, **{name: 0})
-    assert server.requests == []
 
 
 # Streams that are left
@@ -332,14 +282,6 @@ async def test_errors_of_requests_are_ours_and_the_openai_sdks(
         assert isinstance(pickle.loads(pickle.dumps(raised.value)), ours)
         if name == "an answer that does not fit":
             assert "Lower max_tokens" in str(raised.value)
-
-
-async def test_a_connection_that_breaks_in_a_stream_is_an_error(
-    framework: Framework, stream: str, server: ScriptedServer
-) -> None:
-    server.script(Reply("one two three four", cut_after_tokens=2))
-    with pytest.raises(EngineDiedError):
-        await framework.ask(stream, framework.model(), QUESTION)
 
 
 @pytest.mark.parametrize(("temperature", "end"), [(0.0, "four"), (0.7, "five")])

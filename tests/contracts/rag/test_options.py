@@ -75,20 +75,6 @@ async def test_a_model_and_a_call_refer_to_what_the_chat_has_shown(
             assert "deduplicate" not in server.requests[-1].body
 
 
-@pytest.mark.parametrize(
-    ("option", "value"), [("chunk_reuse", {"max_recompute": 7}), ("ttft_slo", 0), ("deduplicate", "no")]
-)
-async def test_an_impossible_option_is_refused_by_model_and_call(
-    framework: Framework, server: ScriptedServer, option: str, value: Any
-) -> None:
-    with pytest.raises(ValueError, match=r"is 7|is 0|is 'no'"):
-        framework.model(**{option: value})
-    for way in list(framework.asks)[:4]:
-        with pytest.raises(ValueError, match=r"is 7|is 0|is 'no'"):
-            await framework.ask(way, framework.model(), ASKED, **{option: value})
-    assert server.requests == []
-
-
 @pytest.mark.usefixtures("measured")
 @pytest.mark.parametrize(("option", "value"), [("chunk_reuse", {"max_recompute": 0.3}), ("ttft_slo", 5.0)])
 async def test_a_speculation_has_the_same_options_and_is_joined(

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from typing import Any
 
 import pytest
 
-from ragcache_core.client import Engine
 from ragcache_core.errors import RequestRejectedError, SearchTimeoutError
 from ragcache_core.prompt import PromptLayout
 from tests.contracts.rag.frameworks import Framework
@@ -108,15 +106,6 @@ async def test_equal_questions_join_their_own_speculations(
     assert all(said.stats["pipeline"]["is_confirmed"] for said in answers)
     assert await eventually(lambda: sorted(server.confirmed) == sorted(g.speculation for g in generations()))
     assert len(generations()) == 2
-
-
-async def test_many_questions_at_the_same_time_are_answered(
-    framework: Framework, generations: Any, server: ScriptedServer
-) -> None:
-    server.rules = (lambda _: Reply("word " * 50, token_wait_s=0.001),)
-    pair = framework.over(Stage("moon"), Stage("moon", once=lambda: len(generations()) >= 4))
-    answers = await asyncio.gather(*(framework.answer(pair) for _ in range(8)))
-    assert {said.text for said in answers} == {("word " * 50).strip()}
 
 
 async def test_pairs_that_share_a_retriever_speculate_each_for_itself(
@@ -255,27 +244,6 @@ async def test_a_search_that_never_ends_is_timed_out(
     assert source.num_open == 0
 
 
-async def test_a_retriever_that_blocks_for_good_is_timed_out_too(
-    framework: Framework, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go_on, retriever = threading.Event(), framework.other_retriever()
-    blocking = "_get_relevant_documents" if framework.name == "langchain" else "_retrieve"
-    monkeypatch.setattr(type(retriever), blocking, lambda *_, **__: go_on.wait(30.0) and [])
-    with pytest.raises(SearchTimeoutError):
-        await framework.answer(framework.pair(retriever, search_timeout_s=0.1))
-    go_on.set()
-
-
-async def test_a_source_that_finds_too_much_is_cut_and_repeats_count_once(
-    framework: Framework, few: str, generations: Any
-) -> None:
-    pair = framework.over(Stage("moon sun mars"), Stage("moon sun moon mars", once=lambda: bool(generations())))
-    said = await framework.answer(pair, few)
-    assert said.text == expected("moon", "sun")
-    assert said.stats["pipeline"]["is_confirmed"]
-    assert len(generations()) == 1
-
-
 async def test_a_speculation_that_the_engine_refuses_is_asked_again_for_real(
     framework: Framework, generations: Any, server: ScriptedServer
 ) -> None:
@@ -302,14 +270,3 @@ async def test_leaving_during_the_search_leaves_nothing_behind(framework: Framew
         assert await eventually(lambda: server.num_running == 0)
         assert source.num_open == 0
         assert await eventually(lambda: asyncio.all_tasks(loop) == before), "the loop closes generators in tasks"
-
-
-async def test_a_model_that_connects_by_its_address_is_joined_too(
-    framework: Framework, generations: Any, engine: Engine
-) -> None:
-    model = framework.model(base_url=engine.base_url)
-    source = ScriptedSource((Stage("moon"), Stage("moon", once=lambda: bool(generations()))))
-    said = await framework.answer(framework.pair(framework.retriever(source, engine=None), model))
-    assert said.stats["pipeline"]["is_confirmed"]
-    assert [[d["id"] for d in seen.documents] for seen in generations()] == [["moon"]]
-    model.close()

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ragcache_core.client import Engine
-from ragcache_core.client.pipeline.result import similarities
-from ragcache_core.errors import ConfigError, SearchError, SearchTimeoutError
+from ragcache_core.errors import SearchError, SearchTimeoutError
 from ragcache_core.prompt import PromptLayout
 from ragcache_core.retrieval import DocumentStore
-from ragcache_core.types import Document, RetrievalUpdate
+from ragcache_core.types import Document
 from tests.contracts.rag.frameworks import Framework
 from tests.support.cached_orders import keep_cached
 from tests.support.late_search import begin_late
@@ -53,14 +51,6 @@ async def test_the_nearest_documents_are_found_and_each_stage_is_an_event(
     assert {event.query for event in events} == {"Who is Mel?"}
 
 
-async def test_a_small_or_empty_store_has_fewer_documents(
-    framework: Framework, store: DocumentStore, tmp_path: Path
-) -> None:
-    assert len(await framework.find(framework.retriever(store, k=100))) == len(TEXTS)
-    with DocumentStore.create(tmp_path / "empty") as empty:
-        assert await framework.find(framework.retriever(empty)) == []
-
-
 async def test_what_a_question_found_last_is_its_first_stage_whichever_retriever_is_asked(
     framework: Framework, store: DocumentStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,13 +75,6 @@ def test_threads_share_a_retriever(framework: Framework, store: DocumentStore) -
     for thread in threads:
         thread.join()
     assert found == [["p1"]] * 8
-
-
-@pytest.mark.parametrize("scores", [(-3.0, -1.0, 0.0, 2.0), (2.0, 0.5, -1.0), (0.25, 4.0)])
-def test_scores_of_any_source_become_similarities_in_its_order(scores: tuple[float, ...]) -> None:
-    found = similarities(scores, None)
-    assert found == sorted(set(found), reverse=True)
-    assert len(found) == len(scores)
 
 
 # What the engine does meanwhile
@@ -161,16 +144,6 @@ async def test_without_speculation_nothing_is_sent_and_the_documents_are_the_sam
         assert server.cache_questions == []
 
 
-async def test_a_plain_server_is_named_once(
-    framework: Framework, server: ScriptedServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    retriever = framework.retriever(ScriptedSource((Stage("mars"), Stage("moon", once=lambda: bool(caplog.records)))))
-    for _ in range(3):
-        await framework.find(retriever)
-    (warning,) = [r for r in caplog.records if r.levelno == logging.WARNING]
-    assert "RAGCache's scheduler" in warning.message
-
-
 @pytest.mark.usefixtures("idle")
 async def test_retrievers_that_share_an_engine_each_have_their_prompt(framework: Framework, warmed: Any) -> None:
     mine = framework.bind(PromptLayout(static_prefix="Answer from the documents. This is a prompt of mine alone."))
@@ -229,15 +202,6 @@ async def test_a_pair_goes_by_its_own_prompt(
     await framework.answer(framework.pair(retriever, layout=layout), few)
     (seen,) = generations()[num_before:]
     assert [d["id"] for d in seen.documents] == order
-
-
-@pytest.mark.usefixtures("cached")
-@pytest.mark.parametrize("how", ["its own", "the engine's"])
-async def test_a_retriever_goes_by_the_prompt_that_is_bound(framework: Framework, how: str) -> None:
-    bound = framework.bind(MINE, is_default=how == "the engine's")
-    settings = {"document_order": "cache_aware", "prompt": bound if how == "its own" else None}
-    retriever = framework.retriever(ScriptedSource((Stage("moon sun"),)), **settings)
-    assert await framework.find(retriever) == ["sun", "moon"]
 
 
 @pytest.fixture
@@ -358,12 +322,6 @@ async def test_a_search_that_goes_wrong_leaves_no_prefill(
     assert source.num_open == 0
 
 
-@both_ways
-async def test_a_source_that_finds_too_much_is_cut_and_repeats_count_once(framework: Framework, is_async: bool) -> None:
-    retriever = framework.retriever(ScriptedSource((Stage("moon sun mars"), Stage("moon sun moon mars"))))
-    assert await framework.find(retriever, is_async=is_async) == ["moon", "sun"]
-
-
 @pytest.mark.usefixtures("idle")
 async def test_leaving_a_search_leaves_no_task(framework: Framework, server: ScriptedServer) -> None:
     framework.bind(PromptLayout())
@@ -377,42 +335,3 @@ async def test_leaving_a_search_leaves_no_task(framework: Framework, server: Scr
     assert asyncio.all_tasks() == before
     assert source.num_open == 0
     assert await asyncio.to_thread(until, lambda: server.num_running == 0)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"search_timeout_s": 0},
-        {"document_order": "best"},
-        {"max_score_loss": 1.5},
-        {"max_score_loss": 0.1, "document_order": "canonical"},
-        {"num_candidates": 9},
-        {"k": 0},
-        {"unknown": 1},
-    ],
-)
-def test_a_setting_that_cannot_work_is_refused(framework: Framework, settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="|".join((*settings, "timeout_s", "similarity_top_k"))):
-        framework.retriever(ScriptedSource(()), **settings)
-
-
-@pytest.mark.parametrize("source", ["docs.store", 7, object()])
-def test_what_cannot_be_searched_in_stages_is_refused(framework: Framework, source: object) -> None:
-    with pytest.raises(ValueError, match="no source of stages"):
-        framework.retriever(source)
-    with pytest.raises(ValueError, match="engine"):
-        framework.retriever(ScriptedSource(()), engine="http://127.0.0.1:8000")
-    with pytest.raises(ConfigError, match="stages is 4, but ScriptedSource cuts its search itself"):
-        asyncio.run(framework.find(framework.retriever(ScriptedSource((Stage("moon"),)), stages=4)))
-
-
-async def test_what_yields_no_stages_is_an_error_with_its_cure(framework: Framework) -> None:
-    class Listing:
-        def stages(self, query: str, k: int) -> AsyncGenerator[RetrievalUpdate, None]:
-            async def listed() -> Any:
-                yield []
-
-            return listed()
-
-    with pytest.raises(SearchError, match=r"write stages\(query, k\) as an async def that yields RetrievalUpdates"):
-        await framework.find(framework.retriever(Listing()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
 from types import ModuleType
 from typing import Any
@@ -139,23 +138,3 @@ async def test_without_an_sdk_nothing_is_recorded_and_no_header_sent(
     pair = framework.over(Stage("moon"), Stage("moon", once=lambda: bool(generations())))
     await framework.answer(pair, few)
     assert [seen.traceparent for seen in generations()] == [None]
-
-
-def test_it_is_not_imported(server: ScriptedServer) -> None:
-    code = (
-        "import sys; from ragcache_core import Engine\n"
-        f"with Engine.connect({server.url!r}, tokenizer=False) as engine:\n"
-        "    engine.generate('What goes around the earth?', max_tokens=4)\n"
-        "assert not [name for name in sys.modules if name.startswith('opentelemetry')]"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_requests_whose_statistics_are_not_asked_for_end_too(
-    framework: Framework, traced: Traced, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ragcache_core.client.tracing._NUM_OPEN", 3)
-    monkeypatch.setattr(framework.engine.integration.stats, "complete", lambda stats, _: stats)
-    for _ in range(5):
-        framework.engine.generate(QUESTION, max_tokens=2)
-    assert len(traced.named("text_completion scripted-model")) == 2

@@ -44,20 +44,6 @@ async def test_documents_are_stored_found_and_removed(framework: Framework, stor
     assert set(await framework.search(store, "star", 9, is_async=is_async)) == set("abc")
 
 
-@both_ways
-async def test_an_empty_store_finds_nothing(framework: Framework, store: Any, is_async: bool) -> None:
-    assert await framework.search(store, "star", 4, is_async=is_async) == []
-    assert await framework.add(store, {}, is_async=is_async) == []
-    assert await framework.get(store, ["a"], is_async=is_async) == {}
-
-
-async def test_a_stored_id_is_replaced(framework: Framework, store: Any) -> None:
-    await framework.add(store, TEXTS)
-    await framework.add(store, {"a": "The sun has set."})
-    assert await framework.get(store, ["a"]) == {"a": ("The sun has set.", {})}
-    assert len(framework.documents_of(store)) == len(TEXTS)
-
-
 async def test_documents_survive_in_their_folder_which_one_process_opens(framework: Framework, tmp_path: Path) -> None:
     for run in range(2):
         store = framework.vector_store(tmp_path / "store", EMBEDDER, metric="ip")

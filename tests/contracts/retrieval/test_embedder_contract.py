@@ -124,11 +124,6 @@ def test_the_same_text_has_the_same_vector_whatever_is_beside_it(embedder: Embed
     np.testing.assert_array_equal(embedder.embed_query("Who?"), embedder.embed_query("Who?"))
 
 
-def test_odd_texts_have_vectors_too(embedder: Embedder) -> None:
-    for text in ("!", "word " * 5000, "漢字", "😀", "a\nb\tc", "ﬃ"):
-        assert np.isfinite(embedder.embed_query(text)).all()
-
-
 def test_several_threads_may_use_it_at_once(embedder: Embedder) -> None:
     expected = embedder.embed_documents(TEXTS)
     wrong: list[int] = []
@@ -160,10 +155,3 @@ def test_a_store_keeps_its_identity(embedder: Embedder, tmp_path: Path) -> None:
     other.name = "another"
     with pytest.raises(EmbedderMismatchError, match="another"):
         DocumentStore.open(tmp_path / "store", embedder=other)
-
-
-def test_objects_of_the_frameworks_are_told_by_their_methods() -> None:
-    assert as_embedder(BagOfLetters()).name == "langchain:BagOfLetters"
-    assert as_embedder(LettersLikeLlamaIndex()).name == "llamaindex:LettersLikeLlamaIndex:letters-1"
-    assert as_embedder(langchain_embedding()).name == "langchain:DeterministicFakeEmbedding"
-    assert as_embedder(llamaindex_embedding()).name == "llamaindex:Letters:letters-2"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import warnings
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import ExitStack, aclosing, nullcontext
@@ -173,46 +172,10 @@ def test_a_source_is_returned_as_it_is() -> None:
     assert as_source(retriever) is retriever
 
 
-def test_one_stage_says_that_it_knows_no_scores() -> None:
-    (update,) = asyncio.run(_all(one_stage(lambda: OtherRetriever().find(2))))
-    assert update.documents == tuple(DOCUMENTS[:2])
-    assert all(math.isnan(score) for score in update.scores)
-
-
-def test_what_the_only_stage_raises_is_raised() -> None:
-    async def find() -> list[Document]:
-        raise OSError("the other store is gone")
-
-    with pytest.raises(OSError, match="the other store is gone"):
-        asyncio.run(_all(one_stage(find)))
-
-
 @pytest.mark.parametrize("other", ["a string", 3, None, DocumentStore, object()], ids=lambda it: type(it).__name__)
 def test_what_has_no_stages_is_refused(other: object) -> None:
     with pytest.raises(ConfigError, match="is no source of stages: pass a DocumentStore"):
         as_source(other)
-
-
-def test_stages_for_what_cuts_its_search_itself_are_refused() -> None:
-    with pytest.raises(ConfigError, match="stages is 4, but OtherRetriever cuts its search itself: leave stages out"):
-        as_source(OtherRetriever(), stages=4)
-
-
-class _WithoutYield:
-    async def stages(self, query: str, k: int) -> list[RetrievalUpdate]:
-        return []
-
-
-class _Plain:
-    def search_staged(self, query: str, k: int, *, stages: object = None) -> Iterator[RetrievalUpdate]:
-        yield RetrievalUpdate((), (), 0, is_final=True)
-
-
-def test_what_would_yield_no_stages_is_refused_with_its_cure() -> None:
-    with pytest.raises(ConfigError, match="_WithoutYield.stages is an async def without yield: yield each stage"):
-        as_source(_WithoutYield())
-    with pytest.raises(ConfigError, match="_Plain.search_staged is a plain generator, .* make it an async def"):
-        as_source(_Plain())
 
 
 def test_pgvector_looks_at_as_much_as_it_is_asked_to_and_where_its_condition_holds(pgvector_address: str) -> None:

@@ -15,8 +15,6 @@ from tests.support.forks import printed
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # an engine for each mode, one after the other
 _MODES = {
     "float32": "float32",
-    "bfloat16": "bfloat16",
-    "float32, compiled": "float32,compiled",
     "float32, over host memory": "float32,tiers",
     "float32, as scattered rows": "float32,scattered",
     "bfloat16, compiled, in a process of its own": "bfloat16,compiled,process",

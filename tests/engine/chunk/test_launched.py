@@ -134,14 +134,6 @@ def test_answers_without_it_are_those_of_an_engine_that_has_it_not(launched: Eng
         assert _ask(launched, names, False)[0] == text
 
 
-def test_the_engine_tells_of_its_chunks(launched: Engine) -> None:
-    chunks = launched.stats().chunks
-    assert chunks is not None
-    assert chunks.num_reused_chunks >= 3
-    assert chunks.num_captured_chunks >= 4
-    assert 0 < chunks.used_tokens <= chunks.capacity_tokens
-
-
 def test_a_request_for_a_quality_that_nobody_measured_is_answered_exactly_and_counted(launched: Engine) -> None:
     before = launched.stats().chunks
     _, stats = _ask(launched, "cba", {"quality": 0.99})

@@ -62,11 +62,6 @@ def test_another_engine_is_refused_with_what_stands_against_it(changes: dict[str
         check_engine(_config(**changes), _ONE_GROUP)
 
 
-def test_a_model_of_several_groups_of_caches_is_refused() -> None:
-    with pytest.raises(ConfigError, match="several groups of KV caches"):
-        check_engine(_config(), SimpleNamespace(kv_cache_groups=[object(), object()]))
-
-
 @pytest.mark.parametrize("connector", [ChunkDocumentConnector, ChunkRAGCacheConnector])
 def test_a_connector_is_not_built_for_an_engine_that_is_refused(connector: Any) -> None:
     config = _config(enable_prefix_caching=False)

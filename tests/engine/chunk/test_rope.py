@@ -86,13 +86,6 @@ def test_a_rope_that_depends_on_more_than_a_position_is_refused_by_name(name: st
     assert said in reason
 
 
-def test_dual_chunk_attention_is_refused_by_name() -> None:
-    class DualChunkRotaryEmbedding:  # vLLM's can be made on a GPU only
-        pass
-
-    assert "dual-chunk" in str(unsupported(DualChunkRotaryEmbedding(), _HEAD))
-
-
 def test_a_table_that_is_not_what_the_module_does_is_refused() -> None:
     rotary = _made({"rope_parameters": {"rope_theta": 777.0}}, torch.float32)
     rotary.cos_sin_cache = rotary.cos_sin_cache.clone()

@@ -57,7 +57,7 @@ def test_the_answer_is_the_one_of_the_same_prompt_through_the_engine(engine: Eng
 
 
 def test_a_conversation_finds_all_that_was_said_before_in_the_cache(engine: Engine, store: Path) -> None:
-    from ragcache_core.cli.conversation import Conversation
+    from ragcache_core.cli.commands.ask import Conversation
     from ragcache_core.prompt import PromptLayout, RenderedPrompt
     from ragcache_core.retrieval import DocumentStore
 

@@ -24,6 +24,8 @@ from ragcache_core.retrieval import DocumentStore
 from ragcache_core.sim.traces.trace import read_trace
 from ragcache_core.types import Document
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[3]
 STARTUP_S = 240.0
 
@@ -91,7 +93,6 @@ def test_a_server_is_started_asked_and_ended_by_ctrl_c_without_a_trace(tmp_path:
     assert CliRunner().invoke(cli, ["simulate", str(recorded)]).exit_code == 0
 
 
-@pytest.mark.slow
 def test_sigterm_while_the_model_is_loading_leaves_no_process(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     with serving(log) as process:

@@ -10,7 +10,6 @@ import pytest
 from ragcache_core import Document
 from ragcache_core.client import Engine
 from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
-from ragcache_core.errors import PromptTooLongError
 
 FOUND = [
     Document("mirnal", "Mirnal is a town in the north. Mirnal was founded by Anna Zor, who made clocks. " * 3),
@@ -84,8 +83,3 @@ def test_the_second_of_two_agents_finds_the_documents_of_the_first_cached(engine
     for document in second.stats.documents:
         assert document.num_cached_tokens > document.num_tokens - 32
     assert [document.doc_id for document in second.stats.documents] == ["mirnal", "tenrik"]
-
-
-def test_a_result_of_a_megabyte_does_not_fit_into_the_context(engine: Engine) -> None:
-    with pytest.raises(PromptTooLongError, match="context window holds 2048"):
-        engine.generate([ASKED, called(), result("word " * 200_000)], **TOOLS)

@@ -14,7 +14,7 @@ import pytest
 from ragcache_core import Document, PromptLayout, SegmentKind
 from ragcache_core.client import Engine, ModelTokenizer
 from ragcache_core.client.server_api import ServerAPI
-from ragcache_core.errors import EngineAuthError, EngineClosedError, PromptTooLongError, RequestRejectedError
+from ragcache_core.errors import EngineAuthError, PromptTooLongError
 from tests.conftest import DEMO_MODEL
 
 LAYOUT = PromptLayout()
@@ -164,29 +164,11 @@ async def test_cancelling_a_task_leaves_no_running_request(engine: Engine) -> No
     assert await until(idle)
 
 
-async def test_many_requests_at_once_get_their_own_answers(engine: Engine) -> None:
-    asked = [documents(f"Nr{i}") for i in range(8)]
-    prompts = [LAYOUT.render(engine.tokenizer, docs, "Who founded Zorval?") for docs in asked]
-    alone = [engine.generate(p, max_tokens=8).text for p in prompts]
-    together = await asyncio.gather(*(engine.agenerate(p, max_tokens=8) for p in prompts))
-    assert [answer.text for answer in together] == alone
-
-
 def test_one_engine_serves_several_event_loops(engine: Engine) -> None:
     async def ask() -> str:
         return (await engine.agenerate("Document: Zorval", max_tokens=3)).text
 
     assert len({asyncio.run(ask()) for _ in range(3)}) == 1
-
-
-def test_an_answer_ends_where_the_context_window_ends(engine: Engine) -> None:
-    sentence = "Zorval makes clocks. "
-    num_tokens = len(engine.tokenize(sentence * 2)) - len(engine.tokenize(sentence))
-    text = sentence * ((engine.max_model_len - 80) // num_tokens)
-    prompt = LAYOUT.render(engine.tokenizer, [Document("long", text)], "Who?")
-    answer = engine.generate(prompt, max_tokens=10_000, extra_body={"ignore_eos": True})
-    assert answer.stats.num_prompt_tokens + answer.stats.num_output_tokens <= engine.max_model_len
-    assert answer.finish_reason == "length"
 
 
 @pytest.mark.parametrize("where", ["question", "documents", "raw"])
@@ -200,20 +182,6 @@ def test_a_prompt_longer_than_the_context_window_is_refused(engine: Engine, wher
                 engine.generate(LAYOUT.render(engine.tokenizer, [Document("long", long)], "Who?"))
             case "raw":
                 engine.generate(long)
-
-
-def test_a_request_that_the_server_refuses_says_why(engine: Engine) -> None:
-    with pytest.raises(RequestRejectedError, match="temperature"):
-        engine.generate("Hello", temperature=-1)
-
-
-def test_connecting_is_the_same_as_launching(engine: Engine) -> None:
-    with Engine.connect(engine.base_url.removesuffix("/v1"), api_key=engine.api_key) as joined:
-        assert (joined.model, joined.max_model_len) == (engine.model, engine.max_model_len)
-        assert joined.pid is None
-        prompt = LAYOUT.render(joined.tokenizer, documents("Joined"), "Who founded Zorval?")
-        assert joined.generate(prompt, max_tokens=8).text == engine.generate(prompt, max_tokens=8).text
-    assert engine.generate("Zorval", max_tokens=1).stats.num_output_tokens == 1
 
 
 def test_the_engine_hands_its_own_tokenizer_out_to_who_has_the_key(engine: Engine) -> None:
@@ -234,30 +202,6 @@ def test_the_engine_hands_its_own_tokenizer_out_to_who_has_the_key(engine: Engin
 def test_a_wrong_key_is_refused(engine: Engine, key: str | None) -> None:
     with pytest.raises(EngineAuthError, match="pass the server's api_key"):
         Engine.connect(engine.base_url, api_key=key)
-
-
-async def test_a_closed_engine_says_so(engine: Engine) -> None:
-    joined = await Engine.aconnect(engine.base_url, api_key=engine.api_key)
-    await joined.aclose()
-    for ask in (joined.generate, joined.stats):
-        with pytest.raises(EngineClosedError, match="launch or connect again"):
-            ask(*(["Hello"] if ask == joined.generate else []))
-    with pytest.raises(EngineClosedError):
-        await joined.agenerate("Hello")
-
-
-def test_contradictory_metadata_is_ignored_and_the_request_is_served(engine: Engine) -> None:
-    broken = {"ragcache": {"version": 1, "documents": [{"id": "x", "start": 500, "end": 100}]}}
-    answer = engine.generate("Zorval makes clocks", max_tokens=2, extra_body={"kv_transfer_params": broken})
-    assert answer.stats.num_output_tokens == 2
-    assert engine.log_path is not None
-    assert "RC-METADATA-IGNORED" in engine.log_path.read_text()
-
-
-def test_requests_without_documents_leave_no_warning_about_metadata(engine: Engine) -> None:
-    engine.generate(LAYOUT.render(engine.tokenizer, documents("Quiet"), "Who?"), max_tokens=1)
-    assert engine.log_path is not None
-    assert "no KVConnector found" not in engine.log_path.read_text()
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,7 @@ def test_seeded_prompts_that_share_a_step_have_the_answers_that_they_have_alone(
     assert together == [ask() for ask in asks]
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_a_speculation_without_room_waits_until_there_is(engine: Engine) -> None:
     for _ in range(ATTEMPTS):
@@ -108,6 +109,7 @@ def test_a_speculation_without_room_waits_until_there_is(engine: Engine) -> None
     assert becomes_idle(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_a_speculation_that_is_preempted_pauses_until_there_is_room_again(engine: Engine) -> None:
     for _ in range(ATTEMPTS):
@@ -163,6 +165,7 @@ def _while_waiting(engine: Engine, num_waiting: int, real: Iterator[object]) -> 
     return time.perf_counter() - since_s
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_the_engine_tells_when_it_began_while_it_still_answers(engine: Engine) -> None:
     for _ in range(ATTEMPTS):

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import httpx
-import pytest
 from click.testing import CliRunner
 
 from ragcache_core import Document, PromptLayout
@@ -50,20 +47,6 @@ def test_the_first_request_finds_what_was_warmed_and_a_second_warming_finds_all_
     ]
     other = LAYOUT.render(engine.tokenizer, [tenrik, zorval], "Who founded Tenrik?")
     assert engine.generate(other, max_tokens=8).stats.num_cached_tokens < asked.stats.num_cached_tokens
-
-
-@pytest.mark.parametrize("said", [{"expected_uses": 5}, {"prefill": True, "expected_uses": 10**6}])
-def test_the_server_refuses_expectations_that_cannot_be(engine: Engine, said: dict[str, Any]) -> None:
-    body = {
-        "model": engine.model,
-        "prompt": [1, 17, 20],
-        "max_tokens": 1,
-        "kv_transfer_params": {"ragcache": {"version": 1, "documents": [], **said}},
-    }
-    headers = {"Authorization": f"Bearer {engine.api_key}"}
-    answer = httpx.post(f"{engine.base_url}/completions", json=body, headers=headers, timeout=60.0)
-    assert answer.status_code == 400
-    assert "expected_uses" in answer.json()["error"]["message"]
 
 
 def test_a_store_is_warmed_from_the_command_line_by_the_questions_of_a_log(engine: Engine, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,6 @@ from examples import (
     document_order,
     near_equals,
     speculative_rag,
-    tiers,
-    token_chunks,
     vector_database,
 )
 from examples._shared import demo_questions
@@ -35,24 +32,18 @@ EXAMPLES = [
     "langchain_chain",
     "langchain_retriever_agent",
     "langchain_conversation",
-    "llamaindex_agent",
     "llamaindex_chat_engine",
     "llamaindex_query_engine",
     "llamaindex_retriever_agent",
-    "llamaindex_workflow",
     "reranking",
     "speculative_rag",
-    "tiers",
-    "token_chunks",
 ]
 HIDING = {
     "langchain_agent",
     "langchain_chain",
     "langchain_retriever_agent",
-    "llamaindex_agent",
     "llamaindex_query_engine",
     "llamaindex_retriever_agent",
-    "llamaindex_workflow",
     "reranking",
     "speculative_rag",
 }
@@ -145,19 +136,6 @@ def test_the_demo_is_served_from_every_tier_and_from_disk_after_a_restart(
     assert line.split()[4] == str(restarted["prompt_tokens"])
 
 
-@pytest.mark.benchmark
-def test_the_tiers_example_is_served_from_gpu_host_and_disk(capsys: pytest.CaptureFixture[str]) -> None:
-    tiers.main(["--json"])
-    rows = json.loads(capsys.readouterr().out)
-    cold, again = rows[: tiers.NUM_QUESTIONS], rows[tiers.NUM_QUESTIONS :][::-1]
-    assert [row["answer"] for row in again] == [row["answer"] for row in cold]
-    for tier in ("gpu", "host", "disk"):
-        assert sum(row[f"num_{tier}_tokens"] for row in again) > 0, tier
-    for row in rows:
-        by_tier = [row[f"num_{tier}_tokens"] for tier in ("gpu", "host", "disk")]
-        assert sum(by_tier) == row["num_cached_tokens"]
-
-
 def test_a_document_that_changes_is_forgotten_and_its_new_version_is_cached_before_it_is_asked_about(
     engine: Engine, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,16 +160,6 @@ def test_documents_of_a_vector_database_are_answered_from_and_found_cached(
     assert [row["answer"] for row in rows[::2]] == [asked["answer"] for asked in demo_questions("single")[:3]]
     assert [row["answer"] for row in rows[1::2]] == [row["answer"] for row in rows[::2]]
     assert all(row["num_cached_tokens"] > 0 for row in rows[1::2])
-
-
-def test_no_chunk_has_more_tokens_than_were_asked_for_as_the_engine_counts_them(
-    engine: Engine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    token_chunks.main(["--url", engine.base_url])
-    said = re.search(r"(\d+) chunks of 5 pages, the longest of (\d+) tokens", capsys.readouterr().out)
-    assert said is not None
-    assert int(said[1]) > 5
-    assert token_chunks.CHUNK_TOKENS // 2 < int(said[2]) <= token_chunks.CHUNK_TOKENS
 
 
 def test_the_fused_pair_prints_what_happened_to_each_speculation(

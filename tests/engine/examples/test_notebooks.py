@@ -12,6 +12,8 @@ from nbclient import NotebookClient
 from ragcache_core.client import Engine
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.slow
+
 NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 
 

@@ -110,14 +110,13 @@ def test_the_readme_runs_from_top_to_bottom_twice_and_finds_its_documents_cached
 @pytest.mark.parametrize(
     "page", [p for p in PAGES[1:] if blocks(p, "python")], ids=lambda p: p.relative_to(ROOT).with_suffix("").as_posix()
 )
-def test_a_page_of_the_docs_runs_twice_on_what_the_readme_begins_with(
+def test_a_page_of_the_docs_runs_on_what_the_readme_begins_with(
     page: Path, folder: Path, launched: list[dict[str, Any]]
 ) -> None:
-    for _ in range(2):
-        names = run(first_of_the_readme(), {"__name__": "__main__"})
-        for source in blocks(page, "python"):
-            run(source, names)
-        end(names)
+    names = run(first_of_the_readme(), {"__name__": "__main__"})
+    for source in blocks(page, "python"):
+        run(source, names)
+    end(names)
 
 
 def test_settings_that_a_page_shows_are_read() -> None:

@@ -62,6 +62,7 @@ async def test_the_answer_is_under_way_before_the_search_has_ended(framework: Fr
     assert engine.stats().num_speculative_requests == before.num_speculative_requests + 2
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 async def test_what_the_engine_did_during_the_search_is_told_as_hidden(framework: Framework) -> None:
     for _ in range(3):  # a busy engine may tell too late when it began
@@ -100,6 +101,7 @@ async def test_the_trace_has_the_engines_phases_below_what_was_asked_ahead(
     assert right[0].text not in traced.texts()
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.parametrize("how", ["bound", "learned"])
 def test_an_ordinary_chain_finds_its_documents_prefilled(

@@ -161,15 +161,6 @@ def test_files_that_change_without_a_load_share_no_kv_once_a_worker_may_read_the
     assert first_step_of(stage, "A", adapter=first) == 4
 
 
-def test_a_salt_separates_an_adapters_requests_as_others(tmp_path: Path) -> None:
-    stage = Stage(max_loras=2)
-    first = adapter(tmp_path)
-    Core(stage.scheduler, stage.weights).add_lora(first)
-    for salt in ("a", "b", None):
-        assert first_step_of(stage, "A", adapter=first, salt=salt) == 164
-        assert first_step_of(stage, "A", adapter=first, salt=salt) == 4
-
-
 def test_no_request_finds_kv_of_former_weights_in_host_memory(tmp_path: Path) -> None:
     first = adapter(tmp_path)
     with host_scheduler(60, "1MiB") as scheduler:
@@ -194,3 +185,12 @@ def test_no_request_finds_kv_of_former_weights_in_host_memory(tmp_path: Path) ->
         core.add_lora(adapter(tmp_path, text="second", load_inplace=True))
         assert num_loaded_tokens("three") == 0
         assert num_loaded_tokens("four") == 6 * BLOCK
+
+
+def test_a_salt_separates_an_adapters_requests_as_others(tmp_path: Path) -> None:
+    stage = Stage(max_loras=2)
+    first = adapter(tmp_path)
+    Core(stage.scheduler, stage.weights).add_lora(first)
+    for salt in ("a", "b", None):
+        assert first_step_of(stage, "A", adapter=first, salt=salt) == 164
+        assert first_step_of(stage, "A", adapter=first, salt=salt) == 4

@@ -8,12 +8,11 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.chunks.private_hashes import private_hashes
-from tests.engine.vllm_plugin.pool_scene import BLOCK, LENGTHS, MODELS, POLICIES, Pool, Running, block_hasher
+from tests.engine.vllm_plugin.pool_scene import BLOCK, MODELS, POLICIES, Pool, Running, block_hasher
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
@@ -127,18 +126,6 @@ BlockPoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_co
 TestBlockPool = BlockPoolMachine.TestCase
 
 
-def test_more_blocks_than_are_free_are_refused_as_vllm_does() -> None:
-    it = Pool(6)
-    with pytest.raises(ValueError, match="free blocks"):
-        it.pool.get_new_blocks(6)
-    taken = it.pool.get_new_blocks(5)
-    with pytest.raises(ValueError, match="No free blocks available"):
-        it.queue.popleft()
-    it.pool.free_blocks(taken)
-    assert it.pool.get_num_free_blocks() == 5
-    assert it.pool.get_usage() == 0.0
-
-
 class ToldTree:
     """A tree, and how often it was told that blocks are gone."""
 
@@ -172,66 +159,6 @@ def test_the_tree_is_told_of_what_it_did_not_choose_and_of_nothing_else() -> Non
     it.pool.evict_blocks({block.block_id for block in it.pool.blocks if block.block_hash is not None})
     assert it.resident_keys() == it.cached_keys() == set()
     assert tree.num_told == 5
-
-
-def test_blocks_without_content_go_before_documents() -> None:
-    it = Pool(12)
-    request = it.new("B", question=1)
-    assert it.start(request) == 0
-    it.finish(request)
-    assert len(it.resident_keys()) == 3
-    taken = it.pool.get_new_blocks(8)
-    assert len(it.resident_keys()) == 3, "eight blocks were free and empty"
-    it.pool.free_blocks(taken)
-
-
-def test_a_document_gives_up_its_last_blocks_first_and_still_serves_its_beginning() -> None:
-    it = Pool(12)
-    request = it.new("D", question=1)
-    it.start(request)
-    it.finish(request)
-    num_spare = it.pool.get_num_free_blocks() - len(it.resident_keys())
-    it.pool.free_blocks(it.pool.get_new_blocks(num_spare + 2))
-    again = it.new("D", question=1)
-    assert it.start(again) == LENGTHS["D"] // BLOCK * BLOCK - 2 * BLOCK
-    it.finish(again)
-    it.check_nothing_leaks()
-
-
-@pytest.mark.parametrize("is_taken_over", [False, True], ids=["stock", "ours"])
-def test_what_is_used_often_outlives_what_is_used_once(is_taken_over: bool) -> None:
-    """vLLM keeps what was used last; the tree what its policy says."""
-    it = Pool(12, "lfu", is_taken_over=is_taken_over)
-    for documents in ("D", "D", "D", "A", "B", "C", "BA", "CB"):
-        request = it.new(documents, question=1)
-        assert it.start(request) is not None
-        it.finish(request)
-    again = it.new("D", question=1)
-    num_hits = it.start(again)
-    assert num_hits is not None
-    assert (num_hits >= 12) == is_taken_over
-
-
-def test_copies_of_the_same_content_are_one_unit_and_the_last_copy_keeps_it() -> None:
-    it = Pool(16)
-    one, two = it.new("B", question=1), it.new("B", question=1)
-    assert it.start(one, delays=True) == it.start(two, delays=True) == 0
-    it.manager.cache_blocks(one, one.num_computed_tokens)
-    it.manager.cache_blocks(two, two.num_computed_tokens)
-    assert len(it.resident_keys()) == 3
-    it.finish(one)
-    it.settle()
-    it.check()
-    assert len(it.held_keys()) == 3, "the other request still uses this content"
-    it.finish(two)
-    it.settle()
-    it.check()
-    assert it.held_keys() == set()
-    hit = it.new("B", question=1)
-    assert it.start(hit) == 12
-    it.check()
-    it.finish(hit)
-    it.check_nothing_leaks()
 
 
 def test_a_block_that_came_back_is_hit_evicted_and_counted_before_anybody_has_looked_at_it() -> None:
@@ -294,18 +221,6 @@ def test_an_allocation_that_fits_succeeds_when_every_free_block_stands_below_one
     it.check_nothing_leaks()
 
 
-def test_the_free_blocks_can_be_walked_from_any_of_them() -> None:
-    it = Pool(8)
-    request = it.new("B", question=1)
-    it.start(request)
-    it.finish(request)
-    free: list[KVCacheBlock] = it.queue.get_all_free_blocks()
-    assert list(it.queue.iter_blocks_after(None)) == free
-    assert list(it.queue.iter_blocks_after(free[2])) == free[3:]
-    with pytest.raises(RuntimeError, match="not free"):
-        it.queue.remove(it.pool.null_block)
-
-
 def test_a_pool_without_prefix_caching_hands_blocks_out_all_the_same() -> None:
     it = Pool(8)
     it.pool.enable_caching = False
@@ -347,27 +262,6 @@ def test_approximate_blocks_of_a_prompt_are_found_by_who_asks_alike_and_those_of
     assert it.start(plain) == 2 * BLOCK
     it.finish(plain)
     assert it.start(same) > 2 * BLOCK
-
-
-@pytest.mark.parametrize("ends", ["finish", "preempt"])
-def test_an_answer_is_in_the_tree_once_its_blocks_are_free_and_is_hit_then(ends: str) -> None:
-    pool = Pool(40)
-    request = pool.new("B")
-    pool.start(request)
-    for _ in range(20):
-        assert pool.advance(request, 7)
-    pool.check()
-    if ends == "finish":
-        pool.finish(request)
-    else:
-        pool.controller.insert_answer(request.request_id)  # as the scheduler does
-        pool.preempt(request)
-    pool.settle()
-    pool.check()
-    num_full = request.num_tokens // BLOCK
-    assert pool.resident_keys() == pool.cached_keys() == set(request.block_hashes[:num_full])
-    again = Request("again", [*request.all_token_ids, 1, 2], request.sampling_params, None, block_hasher=block_hasher)
-    assert pool.manager.get_computed_blocks(again)[1] == num_full * BLOCK
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1, 9, 20])
@@ -456,19 +350,6 @@ def test_a_block_that_lost_its_content_is_no_units_block_when_an_answer_ends() -
     pool.settle()
     pool.check()
     pool.check_nothing_leaks()
-
-
-def test_units_beyond_a_quota_take_the_windows_behind_them_along() -> None:
-    pool = Pool(200, "lru", model="a window")
-    pool.tree.tiers[Tier.GPU].shares.divide(200, {}, {None: 8})
-    for seed in range(1, 60):
-        request = pool.new("", question=20, seed=seed)
-        assert pool.start(request) is not None
-        pool.finish(request)
-        pool.settle()
-    others = pool.queue._others
-    assert len(others) - len(list(others.useless())) <= 8, "windows of units that have left go first"
-    pool.check()
 
 
 def test_copies_of_a_unit_beyond_a_quota_are_not_found_after_its_document_was_deleted() -> None:

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from ragcache_core.vllm_plugin.build_context import building, current_context
-from tests.unit.vllm_plugin.scene import controller
 
 CONFIG: Any = object()
-
-
-def test_a_part_that_is_built_inside_another_adds_to_what_both_have() -> None:
-    it = controller()
-    with building(CONFIG, CONFIG, has_room=lambda: True) as outer:
-        with building(CONFIG, CONFIG, chunks=cast("Any", "chunks")):
-            current_context().controller = it
-        assert current_context() is outer
-    assert outer.controller is it
-    assert (outer.has_room is not None and outer.has_room(), outer.chunks) == (True, "chunks")
 
 
 def test_engines_that_are_built_after_another_share_nothing() -> None:

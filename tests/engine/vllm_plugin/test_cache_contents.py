@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from starlette.requests import Request
 
 from ragcache_core.tree import PathSegment
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin import build_context
-from ragcache_core.vllm_plugin.cache import operator_calls
 from ragcache_core.vllm_plugin.cache.controller import TierReport
-from ragcache_core.vllm_plugin.compat import call_cache
 from ragcache_core.vllm_plugin.scheduler import scheduler as scheduler_module
-from ragcache_core.vllm_plugin.server import cache_routes, document_routes
 from tests.engine.vllm_plugin import test_forgetting
 from tests.engine.vllm_plugin.storing_scene import BLOCK
 from tests.engine.vllm_plugin.test_forgetting import DOCUMENTS, SYSTEM, Scene, first_block, keys_of, prompt
@@ -118,18 +112,6 @@ def test_a_pinned_document_stays_where_others_press_and_goes_like_any_when_it_is
             it.ask(f"q{number}", random.Random(number).choice(["BC", "CD", "DB", "EC"]), question=100 + number)
         assert it.ask("last", "A", question=8)[Tier.GPU] < len(SYSTEM) + len(DOCUMENTS["A"]) // BLOCK * BLOCK
         it.check()
-
-
-def test_pins_beyond_the_share_are_refused_and_change_nothing() -> None:
-    with engine(None, num_blocks=60, host="256KiB", pinned_share=0.1) as it:
-        it.ask("first", "A")
-        it.ask("second", "C")
-        refused = act(it, "pin", "A", "C")["refused"]
-        assert "limit is" in refused
-        assert "pinned_share" in refused
-        assert not any(document["pinned"] for document in by_id(it).values())
-        assert not it.controller.tree.protected_keys
-        assert act(it, "pin", "E", dry_run=True)["changed"] == []
 
 
 def test_a_path_that_comes_later_is_protected_too_and_forgetting_ends_the_pin() -> None:
@@ -230,55 +212,6 @@ def test_whatever_is_done_to_the_cache_meanwhile_no_request_reads_other_kv(tmp_p
             assert it.num_resident(*DOCUMENTS) == 0
             it.check()
     assert all(number > 2 for number in done.values())
-
-
-def test_what_was_only_expected_of_a_document_is_no_use_of_it_and_has_saved_nothing() -> None:
-    with engine(None) as it:
-        for number in range(3):
-            it.ask(f"r{number}", "A", question=number)
-        before = by_id(it)["A"]
-        it.controller.tree.seed([*it.controller.tree.nodes()], expected_uses=500)
-        after = by_id(it)["A"]
-        assert before["saved_s"] > 0
-        assert (after["uses"], after["saved_s"]) == (3, before["saved_s"])
-        assert act(it, "show", "A")["documents"][0]["places"][0]["uses"] == 3
-
-
-async def test_any_number_of_listings_at_once_come_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine keeps 32: of more that went on by turns, each would begin again at its turn, for ever."""
-    monkeypatch.setattr(operator_calls, "NODES_AT_ONCE", 1)
-    with engine(None) as it:
-        it.ask("first", "AB")
-        num_asked = 0
-
-        async def call(_: str, action: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-            nonlocal num_asked
-            num_asked += 1
-            assert num_asked < 1000, "it does not end"
-            await asyncio.sleep(0)  # the others go on
-            return [it.scheduler.act_on_cache(action, dict(body))]
-
-        client = SimpleNamespace(engine_core=SimpleNamespace(call_utility_all_async=call))
-        monkeypatch.setattr(document_routes.received, "engine", dict)
-        state = SimpleNamespace(ragcache_operator_call=asyncio.Lock(), ragcache_engine_client=client)
-        asked = Request({"type": "http", "app": SimpleNamespace(state=state)})
-        for answer in await asyncio.gather(*(cache_routes.contents(asked) for _ in range(40))):
-            assert {document["id"] for document in answer["documents"]} == {"A", "B"}
-
-
-async def test_several_engines_answer_as_one_though_one_needs_more_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operator_calls, "NODES_AT_ONCE", 1)
-    with engine(None) as one, engine(None) as other:
-        one.ask("first", "A")
-        for number in range(5):
-            other.ask(f"r{number}", random.Random(number).choice(["AB", "BA", "CB"]), question=number)
-
-        async def call(_: str, action: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-            return [it.scheduler.act_on_cache(action, dict(body)) for it in (one, other)]
-
-        client = SimpleNamespace(engine_core=SimpleNamespace(call_utility_all_async=call))
-        answers = await call_cache(client, "show", {"ids": ["A", "B"]})
-        assert [[document["id"] for document in each["documents"]] for each in answers] == [["A"], ["A", "B"]]
 
 
 @pytest.mark.parametrize("action", ["show", "pin", "unpin", "prefetch", "list", "tree"])

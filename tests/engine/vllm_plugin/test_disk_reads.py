@@ -238,11 +238,10 @@ def test_what_is_computed_faster_than_it_was_read_lately_is_a_miss(
         assert ask(2) == 96, "it is measured again now and then"
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["one step in flight", "two steps in flight"])
 @pytest.mark.parametrize(
-    "groups",
-    [(FULL,), (LATENT,), (FULL, WINDOW), (STATE, WINDOW, FULL)],
-    ids=["full attention", "latent attention", "windows", "states and windows"],
+    ("groups", "is_async"),
+    [((FULL,), False), ((LATENT,), True), ((FULL, WINDOW), True), ((STATE, WINDOW, FULL), False)],
+    ids=["full attention", "latent attention, two steps in flight", "windows, two steps", "states and windows"],
 )
 def test_no_request_reads_kv_of_other_tokens_however_long_the_disk_takes(
     tmp_path: Path, groups: tuple[KVCacheSpec, ...], is_async: bool, monkeypatch: pytest.MonkeyPatch

@@ -25,7 +25,6 @@ from ragcache_core.client import Engine
 from ragcache_core.client.launch.arguments import check_names
 from ragcache_core.vllm_plugin.server import document_routes
 from ragcache_core.vllm_plugin.server.middleware import OPEN_PATHS
-from ragcache_core.wire import max_body_bytes
 
 KEY = "the key"
 AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
@@ -164,13 +163,6 @@ def test_documents_are_forgotten_by_all_engines_and_the_answer_waits_for_what_is
     assert engines[-2:] == [["a", "c", "b"], "left"], "it does not wait"
 
 
-def test_what_is_forgotten_is_in_no_statistics_though_the_engine_takes_no_step(
-    client: TestClient, engines: list[Any], told: list[Any]
-) -> None:
-    client.post("/v1/ragcache/documents/forget", headers=AUTHORIZED, json={"ids": ["a"]})
-    assert told == [{"hottest_documents": []}]
-
-
 @pytest.mark.parametrize("action", ["show", "pin", "unpin", "prefetch"])
 def test_an_id_is_unknown_where_no_engine_knows_it(
     client: TestClient, engines: list[Any], monkeypatch: pytest.MonkeyPatch, action: str
@@ -199,51 +191,6 @@ def test_an_id_is_unknown_where_no_engine_knows_it(
     answer = client.post(f"/v1/ragcache/documents/{action}", headers=AUTHORIZED, json={"ids": ["a", "c", "b"]})
     assert answer.status_code == 200
     assert answer.json()["unknown"] == ["c"]
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        *("", "no json", "[]", '"a"', "{}", '{"ids": "a"}', '{"ids": []}', '{"ids": [1]}', '{"ids": [""]}'),
-        *('{"ids": ["a"], "wait_s": -1}', '{"ids": ["a"], "wait_s": "1"}', '{"ids": ["a"], "wait_s": 601}'),
-        *('{"ids": ["a"], "wait_s": true}', '{"ids": ["a"], "more": 1}', '{"ids": ["\\ud800"]}', '{"ids": [NaN]}'),
-        json.dumps({"ids": ["x" * 1025]}),
-        json.dumps({"ids": ["x"] * 4097}),
-        *("[" * depth + "]" * depth for depth in (900, 20_000)),
-        *('{"ids": ["a"], "wait_s": ' + "[" * depth + "]" * depth + "}" for depth in (900, 20_000)),
-        '{"ids": [' + "[" * 900 + "]" * 900 + "]}",
-    ],
-)
-def test_what_names_no_documents_is_refused_and_nothing_is_forgotten(
-    client: TestClient, app: FastAPI, engines: list[Any], body: str
-) -> None:
-    app.state.ragcache_max_body_bytes = 100_000
-    headers = {**AUTHORIZED, "content-type": "application/json"}
-    answer = client.post("/v1/ragcache/documents/forget", headers=headers, content=body)
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["message"]
-    assert engines == []
-
-
-def test_an_engine_that_cannot_forget_and_a_server_without_ragcache_say_so(
-    client: TestClient, engines: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def refuse(*_: object) -> list[Any]:
-        return [{"refused": "its groups are in no tree"}]
-
-    monkeypatch.setattr(document_routes, "call_forget", refuse)
-    answer = client.post("/v1/ragcache/documents/forget", headers=AUTHORIZED, json={"ids": ["a"]})
-    assert answer.status_code == 409
-    assert "its groups are in no tree" in answer.text
-    monkeypatch.setattr(document_routes.received, "engine", lambda: None)
-    answer = client.post("/v1/ragcache/documents/forget", headers=AUTHORIZED, json={"ids": ["a"]})
-    assert answer.status_code == 404
-    assert "without RAGCache" in answer.text
-
-
-def test_the_routes_on_the_list_answer_without_the_key(client: TestClient) -> None:
-    for path in OPEN_PATHS:
-        assert client.get(path).status_code != 401, path
 
 
 def test_a_server_behind_a_prefix_asks_for_the_key_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,12 +245,6 @@ async def test_a_body_that_does_not_say_how_long_it_is_is_counted(app: FastAPI, 
     assert num_sent < 20
 
 
-def test_the_limit_grows_with_the_window_and_leaves_room_for_images() -> None:
-    assert max_body_bytes(2048, takes_files=False) == (16 << 20) + 131_072
-    assert max_body_bytes(131_072, takes_files=False) < 30_000_000
-    assert max_body_bytes(2048, takes_files=True) > 256 << 20
-
-
 # Before it ends
 
 
@@ -347,18 +288,6 @@ async def test_a_server_that_drains_ends_its_answers_and_refuses_further_request
         assert drained.json() == {"num_running": 0}
 
 
-async def test_an_answer_that_fails_is_not_waited_for(app: FastAPI) -> None:
-    @app.post("/broken")
-    async def broken() -> None:
-        raise RuntimeError
-
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-        assert (await client.post("/broken", headers=AUTHORIZED)).status_code == 500
-        drained = await client.post("/v1/ragcache/drain", headers=AUTHORIZED)
-    assert drained.json() == {"num_running": 0}
-
-
 def test_a_server_whose_engine_died_is_not_ready(app: FastAPI, client: TestClient) -> None:
     app.state.ragcache_engine_client = SimpleNamespace(errored=True)
     assert client.get("/ready").status_code == 503
@@ -385,27 +314,9 @@ def spans(num_documents: int) -> dict[str, object]:
     return {"kv_transfer_params": {"ragcache": {"version": 1, "documents": documents}}}
 
 
-@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"top_k": 10**30},
-        {"top_k": 2**64},
-        {"stop": "\ud800"},
-        {"bad_words": ["\udfff"]},
-        {"vllm_xargs": {"a": "\ud800"}},
-        {"request_id": "\ud800"},
-    ],
-    ids=repr,
-)
-def test_what_cannot_be_sent_to_the_engine_is_refused_with_the_reason(
-    engine: Engine, route: str, more: dict[str, object]
-) -> None:
-    answer = ask(engine, route, more)
-    assert answer.status_code == 400
-    (name,) = more
-    assert re.match(rf"the request\.{name}.* (half of a surrogate pair|must lie within 64 bits)", said(answer))
-    assert ask(engine, route, {}).status_code == 200
+def test_the_hosting_platforms_door_needs_the_key_on_a_running_server(engine: Engine) -> None:
+    assert ask(engine, "/invocations", {}, {}).status_code == 401
+    assert ask(engine, "/invocations", {}).json()["choices"][0]["text"]
 
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
@@ -419,8 +330,3 @@ def test_more_documents_than_the_engine_reads_are_refused_and_a_million_before_t
     answer = ask(engine, route, spans(1_000_000))
     assert answer.status_code == 413
     assert "this server takes 16908288, which its context window sets" in answer.json()["error"]["message"]
-
-
-def test_the_hosting_platforms_door_needs_the_key_on_a_running_server(engine: Engine) -> None:
-    assert ask(engine, "/invocations", {}, {}).status_code == 401
-    assert ask(engine, "/invocations", {}).json()["choices"][0]["text"]

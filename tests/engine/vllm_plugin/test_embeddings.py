@@ -89,12 +89,6 @@ async def test_embeddings_that_are_left_out_are_refused(model: Path, is_enabled:
         await render(client, LEFT_OUT)
 
 
-async def test_whole_embeddings_are_taken_where_they_are_enabled(model: Path) -> None:
-    client = engine_client(model)
-    await enter(client, is_enabled=True)
-    assert len(await render(client, {"audio_embeds": embeddings()})) >= NUM_TOKENS
-
-
 async def test_a_document_beside_a_sound_is_found_in_the_tokens_that_vllm_makes(model: Path) -> None:
     client, tokenizer = engine_client(model), ModelTokenizer(str(model))
     await enter(client, is_enabled=True)
@@ -107,12 +101,6 @@ async def test_a_document_beside_a_sound_is_found_in_the_tokens_that_vllm_makes(
     (found,) = [s for s in segments if s.kind is SegmentKind.DOCUMENT]
     assert found.start > NUM_TOKENS
     assert tuple(ids[found.start : found.text_end]) == tokenizer.encode(document).token_ids
-
-
-async def test_a_server_of_another_connector_stays_as_vllm_made_it(model: Path) -> None:
-    client = engine_client(model, "OffloadingConnector", module=None)
-    await enter(client, is_enabled=False)
-    assert len(await render(client, LEFT_OUT)) >= NUM_TOKENS
 
 
 def test_an_engine_that_listens_survives_embeddings_that_are_left_out(model: Path, tmp_path: Path) -> None:

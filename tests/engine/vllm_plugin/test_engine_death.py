@@ -20,9 +20,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from ragcache_core.client.http.errors import says_engine_died
-from ragcache_core.vllm_plugin.engine_death import until_dead
 from ragcache_core.vllm_plugin.server import middleware, routes
-from ragcache_core.vllm_plugin.server.progress import EngineProgress
 
 DEADLINE_S = 20.0
 
@@ -134,26 +132,6 @@ async def test_an_answer_that_never_comes_does_not_keep_a_server_from_ending(
         await asyncio.wait_for(asyncio.shield(server), DEADLINE_S)
         await asyncio.wait([asking], timeout=DEADLINE_S)
         assert asking.done(), "its connection is closed, too"
-
-
-async def test_an_engine_that_dies_while_it_is_asked_for_progress_is_not_watched_any_more(engine: DyingEngine) -> None:
-    progress = EngineProgress.of(engine, 60.0, 0)
-    watching = asyncio.create_task(progress.watch())
-    await until(lambda: engine.num_calls)
-    engine.errored = True
-    await asyncio.wait_for(watching, DEADLINE_S)
-
-
-async def test_a_call_that_is_answered_or_fails_passes_on_what_it_got(engine: DyingEngine) -> None:
-    async def answer() -> str:
-        return "an answer"
-
-    async def fail() -> None:
-        raise RuntimeError("this method failed")
-
-    assert await until_dead(engine, answer()) == "an answer"
-    with pytest.raises(RuntimeError, match="this method failed"):
-        await until_dead(engine, fail())
 
 
 # Clients that send half a request

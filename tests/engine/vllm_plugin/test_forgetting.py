@@ -326,21 +326,6 @@ def test_what_is_being_written_or_read_is_overwritten_after_that(opening: Openin
     assert it.controller.counters.num_corrupt_chunks == 0, "it was forgotten, not damaged"
 
 
-def test_a_disk_that_is_gone_is_a_problem_and_no_error(opening: Opening) -> None:
-    it = opening()
-    it.store("B")
-    shutil.rmtree(it.directory)
-    receipt = forget(it, "B")
-    assert receipt["forgotten"] == ["B"]
-    assert left_of(it) == 0
-    why = it.tier.why_left()
-    assert why is not None
-    assert str(it.tier.path) in why
-    assert it.num_hits("B") == 0
-    forget(it, "B", "never stored")
-    assert left_of(it) == 0
-
-
 @pytest.mark.parametrize("what", ["the index cannot be read", "the key is gone"])
 def test_a_disk_that_an_engine_comes_back_without_is_a_problem_and_nobody_waits_for_it(
     tmp_path: Path, what: str
@@ -396,23 +381,6 @@ def test_an_erasure_that_the_disk_refuses_is_tried_again_until_it_does_it(
     assert it.tier.why_left() is None
     assert not [key for key in (*keys, *others) if payload(key)[:64] in files_of(it)]
     assert until(lambda: it.store("B") == it.hits(keys)), "then it is"
-
-
-def test_an_erasure_that_the_disk_refuses_to_the_end_is_found_no_more_after_a_restart(
-    opening: Opening, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    it = opening()
-    keys = it.store("B")
-    with monkeypatch.context() as patched:
-        patched.setattr(slotfile, "_punch", failing(errno.EIO))
-        forget(it, "B")
-        assert left_of(it, patience_s=1) > 0
-        it.close()
-    after = opening()
-    assert after.num_hits("B") == 0, "rows go before slots: what is not found cannot be served"
-    forget(after, "B")
-    assert left_of(after) == 0
-    assert not [key for key in keys if payload(key)[:64] in files_of(after)]
 
 
 def test_blocks_of_windows_and_states_go_with_their_units(opening: Opening) -> None:
@@ -529,6 +497,23 @@ def test_a_reset_that_could_not_empty_the_disk_is_a_problem(
     forget(it, "B")
     assert left_of(it) == 0
     assert (it.tier.why_left() is not None) == is_full
+
+
+def test_an_erasure_that_the_disk_refuses_to_the_end_is_found_no_more_after_a_restart(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = opening()
+    keys = it.store("B")
+    with monkeypatch.context() as patched:
+        patched.setattr(slotfile, "_punch", failing(errno.EIO))
+        forget(it, "B")
+        assert left_of(it, patience_s=1) > 0
+        it.close()
+    after = opening()
+    assert after.num_hits("B") == 0, "rows go before slots: what is not found cannot be served"
+    forget(after, "B")
+    assert left_of(after) == 0
+    assert not [key for key in keys if payload(key)[:64] in files_of(after)]
 
 
 def test_an_erasure_that_fails_after_a_reset_is_a_problem(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:

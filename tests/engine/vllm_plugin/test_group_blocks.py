@@ -54,41 +54,6 @@ def test_a_window_amid_a_document_goes_first_and_the_document_is_hit_all_the_sam
     it.check_nothing_leaks()
 
 
-def test_the_last_block_of_each_document_is_kept_of_states() -> None:
-    it = Pool(40, model="states")
-    used_once(it, "BD")
-    take(it, 6)
-    assert (num_blocks_of(it, 0), num_blocks_of(it, 1)) == (2, 8)
-    assert hit(it, "BC") == LENGTHS["B"]
-    assert hit(it, "BD") == LENGTHS["B"] + LENGTHS["D"]
-
-
-def test_a_window_is_evicted_with_its_unit() -> None:
-    it = Pool(24, model=WINDOWED)
-    used_once(it, "D")
-    take(it, 3 + 1)
-    assert (num_blocks_of(it, 0), num_blocks_of(it, 1)) == (4, 2), "its content stays until the block is needed"
-    take(it, 1)
-    assert (num_blocks_of(it, 0), num_blocks_of(it, 1)) == (4, 1), "nothing more went for the second block"
-    it.check_nothing_leaks()
-
-
-def test_where_a_prompt_ends_is_kept_while_its_answer_grows() -> None:
-    it = Pool(40, model=WINDOWED)
-    request = it.new("", question=14)
-    it.start(request)
-    for _ in range(30):
-        assert it.advance(request, 7)
-    assert (num_blocks_of(it, 0), num_blocks_of(it, 1)) == (11, 11)
-    take(it, 5)
-    assert (num_blocks_of(it, 0), num_blocks_of(it, 1)) == (11, 6)
-    again = it.new("", question=14)
-    assert it.start(again) == 12
-    it.finish(again)
-    it.finish(request)
-    it.check_nothing_leaks()
-
-
 def test_what_a_running_request_has_passed_goes_after_all_else() -> None:
     """Its units are in use, so that the tree would never evict it."""
     it = Pool(40, model=WINDOWED)
@@ -105,22 +70,6 @@ def test_what_a_running_request_has_passed_goes_after_all_else() -> None:
     assert it.resident_keys() == it.held_keys()
     it.finish(request)
     it.check_nothing_leaks()
-
-
-@pytest.mark.parametrize("model", ["full", WINDOWED, "two windows", "states", "chunks", "full twice"])
-def test_it_beats_least_recently_used_where_some_documents_are_popular(model: str) -> None:
-    """Every request is about two documents, and a few documents come again and again."""
-    shares = []
-    for is_taken_over in (False, True):
-        it = Pool(30, "pgdsf", is_taken_over=is_taken_over, model=model)
-        num_hits = num_tokens = 0
-        for i, documents in enumerate(["AB", "CD", "AB", "DC", "BA", "AB", "CA", "AB", "DB", "AC", "AB"] * 3):
-            request = it.new(documents, question=3, seed=i)
-            num_hits += it.start(request) or 0
-            num_tokens += request.num_prompt_tokens
-            it.finish(request)
-        shares.append(num_hits / num_tokens)
-    assert shares[1] >= shares[0]
 
 
 def groups_of(*specs: KVCacheSpec, tokens_per_hash: int = BLOCK, dcp: int = 1, speculative: object = None) -> Any:

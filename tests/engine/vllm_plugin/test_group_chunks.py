@@ -195,37 +195,6 @@ def test_of_windows_and_states_only_what_a_hit_may_need_is_stored() -> None:
     assert host.here(request, WINDOW) == [1, 2, 6, 7, 8], "and one more where a prompt ends"
 
 
-@pytest.mark.parametrize("policy", ["pgdsf", "mixture"])
-def test_a_document_takes_its_windows_and_states_along(policy: str) -> None:
-    host = Host(18, policy, is_selective=policy == "mixture")
-    old = host.stored("D")
-    for _ in range(2):
-        host.stored("B")
-    new = host.stored("C")
-    assert host.here(new, MAIN) == [0, 1]
-    assert host.here(new, WINDOW) == [0, 1]
-    gone = set(range(6)) - set(host.here(old, MAIN))
-    assert gone
-    assert not gone & {*host.here(old, WINDOW), *host.here(old, STATE)}
-
-
-def test_a_state_that_is_offered_alone_is_taken_in_for_what_is_worth_less() -> None:
-    host = Host(9, "mixture", is_selective=True)
-    host.stored("C")
-    for _ in range(9):
-        popular = host.ask("B")
-        host.finish(popular)
-    popular = host.ask("B")
-    for keys in ([k for k in popular.chunks() if k[-1] != STATE], [make_offload_key(popular.hashes[-1], STATE)]):
-        output = host.tier.prepare_store(keys, popular.context)
-        assert output is not None
-        host.tier.complete_store(output.keys_to_store, popular.context)
-    assert host.here(popular, MAIN) == [0, 1, 2]
-    assert host.here(popular, STATE) == [2]
-    host.finish(popular)
-    host.check()
-
-
 def test_every_group_of_a_document_is_on_the_disk_after_a_new_start(opening: Opening) -> None:
     scene = opening(groups=GROUPS)
     request = stored_on_disk(scene, "BC")

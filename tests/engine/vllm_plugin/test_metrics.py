@@ -8,19 +8,14 @@ from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 from fastapi import HTTPException
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 
-from ragcache_core._version import __version__
-from ragcache_core.errors import ConfigError
-from ragcache_core.policy import PrefillCostModel, make_policy
-from ragcache_core.stats import ChunkReuseStats
+from ragcache_core.policy import PrefillCostModel
 from ragcache_core.types import PromptSegment, SegmentKind, Tier
 from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
 from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
@@ -153,14 +148,6 @@ def test_times_of_requests_are_told_by_their_slowest_tier() -> None:
     assert (server.value(f"{load}_count", tier="disk"), server.value(f"{load}_sum", tier="disk")) == (1, 2.5)
 
 
-def test_the_releases_and_the_policy_are_told_by_the_first_api_server() -> None:
-    builds = [Server(num_engines=2, index=index).registry.collect() for index in (0, 1)]
-    first, second = [[s for m in build if m.name == "ragcache_build_info" for s in m.samples] for build in builds]
-    assert [(s.labels["engine"], s.value) for s in first] == [("0", 1), ("1", 1)]
-    assert {(s.labels["version"], s.labels["policy"]) for s in first} == {(__version__, "mixture")}
-    assert second == []
-
-
 def of_tenants(**num_requests: int) -> dict[str, Any]:
     """Return a report of an engine with a host tier and tenants, with these numbers of requests."""
     data = Engine().stats().data
@@ -193,21 +180,6 @@ def test_tenants_have_series_up_to_a_number_and_all_others_one(monkeypatch: pyte
     assert server.value("ragcache_tenant_hit_tokens_total", tenant="acme", tier="disk") == 10
     assert server.value("ragcache_tenant_used_bytes", tenant="(others)", tier="gpu") == 800
     assert server.value("ragcache_tenant_evicted_blocks_total", tenant="globex", tier="gpu") == 2
-
-
-def test_tenants_have_no_series_unless_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAGCACHE_TENANT_METRICS", raising=False)
-    server = Server()
-    server.metrics.observe(of_tenants(acme=1))
-    assert b"ragcache_tenant" not in generate_latest(server.registry)
-    assert b"acme" not in generate_latest(server.registry)
-
-
-@pytest.mark.parametrize("number", ["many", "-1", "1001", "1.5"])
-def test_a_number_of_tenants_that_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch, number: str) -> None:
-    monkeypatch.setenv("RAGCACHE_TENANT_METRICS", number)
-    with pytest.raises(ConfigError, match=f"RAGCACHE_TENANT_METRICS is '{number}'"):
-        Server()
 
 
 Begin = Callable[..., Awaitable[Any]]
@@ -262,31 +234,6 @@ async def test_a_server_of_several_engines_has_a_choice_and_the_report_of_each(b
     assert (await routes.stats(request))["tiers"][0]["capacity_bytes"] == 1000 * num_engines
 
 
-async def test_a_server_has_the_tiers_of_an_engine_that_nobody_has_asked_yet(begin: Begin) -> None:
-    engine, server = Engine(), Server()
-    engine.controller.tiers[Tier.DISK].is_enabled = False
-    request = await begin(engine.controller.report)
-    assert (await routes.stats(request))["tiers"] == engine.controller.report()["tiers"]
-    assert server.value("ragcache_tier_capacity_bytes", tier="gpu") == 1000
-    assert server.value("ragcache_tier_enabled", tier="disk") == 0
-    assert server.value("ragcache_requests_total") == 0
-    engine.serve("r1", 4, 0)
-    server.metrics.observe(engine.stats().data)
-    assert server.value("ragcache_requests_total") == 1
-
-
-async def test_a_server_whose_engine_says_nothing_of_its_tiers_serves_all_the_same(
-    begin: Begin, received: Received
-) -> None:
-    def fail() -> object:
-        raise RuntimeError("Call to ragcache_report method failed: another scheduler")
-
-    await begin(fail)
-    assert received.engine() is None, "a server without RAGCache does not ask"
-    Server()
-    assert (await routes.stats(await begin(fail)))["tiers"] == []
-
-
 async def test_a_server_asks_the_engine_for_what_no_step_has_told(begin: Begin) -> None:
     engine = Engine()
     Server()
@@ -314,51 +261,6 @@ async def test_who_asks_what_is_cached_is_answered_by_all_engines(received: Rece
     again = json.loads((await routes.cached_paths(request, first["cursor"])).body)
     assert first["is_complete"]
     assert [[each["is_reset"] for each in answer["engines"]] for answer in (first, again)] == [[True] * 2, [False] * 2]
-
-
-def test_what_became_of_chunks_is_counted_in_series_of_its_own() -> None:
-    library = ChunkManager(make_policy("lru"), PrefillCostModel.default(), num_pages=9, tokens_per_page=4)
-    engine, server = Engine(library), Server(reuses_chunks=True)
-    segments = (PromptSegment(SegmentKind.QUESTION, 0, 10),)
-    engine.controller.on_new_request("r1", RequestMetadata(segments), [b"0"], 10, 1.0)
-    engine.controller.on_chunks_reused("r1", ChunkReuseStats(2, 7, 3, 4, 0.3, (0, 1)))
-    assert library.reserve(b"k" * 32, range(6), b"", "r2", inherits=0.0) is not None
-    engine.controller.on_finished("r1")
-    stats = engine.stats()
-    assert json.loads(json.dumps(stats.data)) == stats.data
-    assert stats.data["requests"]["r1"]["chunk_reuse"]["variants"] == [0, 1]
-    server.metrics.observe(stats.data)
-    assert server.value("ragcache_chunk_requests_total") == 1
-    assert server.value("ragcache_chunk_reused_total") == 2
-    assert server.value("ragcache_chunk_reused_tokens_total") == 7
-    assert server.value("ragcache_chunk_recomputed_tokens_total") == 3
-    assert server.value("ragcache_chunk_capacity_tokens") == 36
-    assert server.value("ragcache_chunk_used_tokens") == 8
-    assert server.value("ragcache_chunk_disk_enabled") == 0
-
-
-def test_without_chunk_reuse_there_are_no_series_of_it() -> None:
-    engine, server = Engine(), Server()
-    engine.serve("r1", 4, 0)
-    stats = engine.stats()
-    server.metrics.observe(stats.data)
-    assert "chunks" not in stats.data["engine"]
-    assert "chunk_reuse" not in stats.data["requests"]["r1"]
-    assert b"ragcache_chunk_" not in generate_latest(server.registry)
-
-
-def test_what_speculation_cost_may_shrink_when_it_is_confirmed_late() -> None:
-    engine, server = Engine(), Server()
-    engine.speculate("r1", "s")
-    server.metrics.observe(engine.stats().data)
-    assert server.value("ragcache_speculative_requests_total") == 1
-    assert server.value("ragcache_speculative_tokens_total") == 10
-    assert server.value("ragcache_wasted_tokens") == 10
-    assert engine.controller.confirm("s") == []
-    server.metrics.observe(engine.stats().data)
-    assert server.value("ragcache_confirmed_speculations_total") == 1
-    assert server.value("ragcache_wasted_tokens") == 0
-    assert server.value("ragcache_speculative_tokens_total") == 10
 
 
 def test_the_load_is_that_of_the_last_step_over_all_engines(received: Received) -> None:
@@ -455,26 +357,6 @@ def test_every_api_server_has_what_our_connector_says_and_nothing_is_counted_twi
         assert len(silent) == num_before
 
 
-def test_vllms_own_series_of_the_offloading_are_kept() -> None:
-    server = Server(has_tiers=True)
-    offload = OffloadingConnectorStats()
-    offload.set_gauge(CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC, 0.25)
-    server.metrics.observe(Engine().stats(offload).data)
-    assert server.value(CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC) == 0.25
-    assert server.value("ragcache_requests_total") == 0
-
-
-def test_statistics_survive_the_way_between_the_processes() -> None:
-    engine = Engine()
-    engine.serve("r1", 4, 0)
-    stats = engine.stats()
-    data = msgspec.msgpack.decode(msgspec.msgpack.encode(stats.data))
-    assert data == json.loads(json.dumps(stats.data)) == stats.data
-    server = Server()
-    server.metrics.observe(data)
-    assert server.value("ragcache_requests_total") == 1
-
-
 def test_steps_are_merged_and_the_later_report_counts() -> None:
     engine = Engine()
     engine.serve("r1", 4, 0)
@@ -494,13 +376,6 @@ def test_steps_are_merged_and_the_later_report_counts() -> None:
     assert merged.reduce() == {"ragcache_requests": 0}
 
 
-def test_a_step_without_a_report_changes_no_series() -> None:
-    server = Server()
-    server.metrics.observe({})
-    server.metrics.observe({"requests": {}, "engine": None, "offload": None})
-    assert server.value("ragcache_requests_total") is None
-
-
 @pytest.mark.parametrize(
     ("inside", "response_id"),
     [
@@ -515,14 +390,6 @@ def test_a_request_is_found_by_the_id_of_its_response(inside: str, response_id: 
     received.add({"requests": {inside: {"num_gpu_tokens": 4}}}, 0)
     assert received.request(response_id) == {"num_gpu_tokens": 4}
     assert received.request("another") is None
-
-
-def test_the_newest_requests_are_remembered() -> None:
-    received = Received(max_requests=3)
-    for i in range(5):
-        received.add({"requests": {f"chatcmpl-{i}-1a2b3c4d": {"num_gpu_tokens": i}}}, 0)
-    assert [received.request(f"chatcmpl-{i}") is not None for i in range(5)] == [False, False, True, True, True]
-    assert received.engine() is None
 
 
 def test_a_server_of_a_later_engine_shows_what_that_engine_says_last(received: Received) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +21,8 @@ from ragcache_core.client.launch.process import free_port
 from ragcache_core.vllm_plugin.server import document_routes, routes
 from ragcache_core.vllm_plugin.server.page import files
 from ragcache_core.vllm_plugin.server.page import routes as page_routes
-from tests.engine.vllm_plugin.test_door import AUTHORIZED, KEY, server
-from tests.support.browser import DESK, PHONE, browser, darken, resize, why_no_browser
+from tests.engine.vllm_plugin.test_door import KEY, server
+from tests.support.browser import DESK, browser, darken, resize, why_no_browser
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -143,37 +142,6 @@ def test_documents_of_a_request_appear_while_one_looks_and_are_text_whatever_the
     assert wrong == [], "nothing breaks the page's own rules, or is missing"
 
 
-@needs_browser
-def test_the_tree_is_walked_and_zoomed_by_keys(page: Chrome, engine: Engine) -> None:
-    ask_about(engine, "page-b.md", "page-c.md", first=300)
-    type_key(page, str(engine.api_key))
-    assert sees(page, "live", "state")
-    page.find_element("id", "size").send_keys("uses")
-    assert sees_node(page, "page-b.md")
-    cell = page.find_element("xpath", "//*[@id='tree']/div[starts-with(@aria-label, 'page-b.md')]")
-    page.execute_script("arguments[0].focus()", cell)
-    assert "requests, gpu" in text(page, "node")
-    page.switch_to.active_element.send_keys("\ue007")  # Enter
-    assert sees(page, "page-b.md", "crumbs")
-    page.switch_to.active_element.send_keys("\ue014")  # to the right
-    assert text(page, "node").startswith("page-c.md"), "the document behind it"
-    page.switch_to.active_element.send_keys("\ue00c")  # Escape
-    assert until(lambda: "page-b.md" not in text(page, "crumbs"), 5)
-
-
-@needs_browser
-def test_the_page_fits_a_telephone_and_is_dark_where_one_likes_it(page: Chrome, engine: Engine) -> None:
-    type_key(page, str(engine.api_key))
-    assert sees(page, "live", "state")
-    light = page.find_element("tag name", "body").value_of_css_property("background-color")
-    darken(page, is_dark=True)
-    assert page.find_element("tag name", "body").value_of_css_property("background-color") != light
-    for size in (DESK, PHONE):
-        resize(page, size)
-        wide, shown = page.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
-        assert wide <= shown == size[0]
-
-
 def test_what_the_page_is_told_needs_the_key_and_has_a_limit(engine: Engine) -> None:
     ask_about(engine, "page-e.md", first=400, times=3)
     authorized = {"Authorization": f"Bearer {engine.api_key}"}
@@ -257,20 +225,6 @@ def test_the_page_is_open_says_nothing_of_the_cache_and_takes_nothing_from_elsew
     assert on_disk == set(files.FILES.values())
 
 
-def test_a_server_behind_a_prefix_has_the_page_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    client = TestClient(server(monkeypatch, "--api-key", KEY, "--root-path", "/llm"))
-    for prefix in ("", "/llm"):
-        assert client.get(f"{prefix}/ragcache/page.js").status_code == 200
-
-
-def test_a_server_without_ragcache_has_no_tree(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_routes.received, "engine", lambda: None)
-    for what in ("tree", "requests"):
-        answer = TestClient(app).get(f"/v1/ragcache/{what}", headers=AUTHORIZED)
-        assert answer.status_code == 404
-        assert "without RAGCache" in answer.text
-
-
 @needs_browser
 def test_the_page_says_that_the_server_is_gone_and_goes_on_with_the_next_one(
     app: FastAPI, window: Chrome, monkeypatch: pytest.MonkeyPatch
@@ -333,58 +287,3 @@ def test_with_a_tenants_key_the_page_shows_what_is_the_tenants_own_and_says_what
         type_key(window, KEY)
         assert sees(window, "theirs.md", "tree")
         assert text(window, "tenant") == ""
-
-
-@needs_browser
-def test_of_several_engines_one_tree_is_shown_and_chosen(
-    app: FastAPI, window: Chrome, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told_of_one_engine(app, monkeypatch, "first.md", "second.md")
-    port = free_port("127.0.0.1")
-    with serving(app, port):
-        visit(window, f"http://127.0.0.1:{port}")
-        type_key(window, KEY)
-        assert sees(window, "first.md", "tree")
-        window.find_element("id", "engine").send_keys("1")
-        assert sees(window, "second.md", "tree")
-        assert "first.md" not in text(window, "tree")
-
-
-@needs_browser
-def test_nothing_is_asked_while_the_page_is_paused_or_nobody_looks(
-    app: FastAPI, window: Chrome, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[float] = []
-    monkeypatch.setattr(page_routes.received, "load", counting(asked, page_routes.received.load))
-    port = free_port("127.0.0.1")
-    with serving(app, port):
-        visit(window, f"http://127.0.0.1:{port}")
-        type_key(window, KEY)
-        assert sees(window, "live", "state")
-        assert until(lambda: len(asked) > 2, 10)
-        window.find_element("id", "pause").click()
-        assert rests(asked)
-        window.find_element("id", "pause").click()
-        before = len(asked)
-        assert until(lambda: len(asked) > before + 1, 10)
-        mine = window.current_window_handle
-        window.switch_to.new_window("tab")  # the page's own tab is hidden now
-        assert rests(asked)
-        window.close()
-        window.switch_to.window(mine)
-
-
-def counting(asked: list[float], answer: Callable[[], Any]) -> Callable[[], Any]:
-    def counted() -> Any:
-        asked.append(time.monotonic())
-        return answer()
-
-    return counted
-
-
-def rests(asked: list[float]) -> bool:
-    """Return whether nothing is asked for more than two seconds, after a moment for what is under way."""
-    time.sleep(0.5)  # an answer that was under way arrives
-    before = len(asked)
-    time.sleep(2.2)  # nothing to wait for: two questions would have come
-    return len(asked) == before

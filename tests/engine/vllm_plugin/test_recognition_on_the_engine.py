@@ -248,6 +248,7 @@ def test_a_forgotten_document_is_neither_cached_nor_recognised(client: PlainClie
     assert client.recognition()["num_recognised"] == before
 
 
+@pytest.mark.slow
 def test_restricted_texts_are_hit_by_their_groups_alone_after_a_restart_too(engine: Engine, folder: Path) -> None:
     client = PlainClient(engine, KEY)
     secret, public = text_of(200), text_of(201)

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
-from vllm.config import DeviceConfig, KVTransferConfig, ModelConfig, VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import check_json_nesting
 
@@ -24,7 +23,7 @@ from ragcache_core.errors import ConfigError
 from ragcache_core.vllm_plugin.chunks.worker import RAGCacheWorker
 from ragcache_core.vllm_plugin.refusals import check_engine
 from ragcache_core.vllm_plugin.scheduler.seeded_prefill import SeededWorker
-from tests.conftest import DEMO_MODEL, ROOT
+from tests.conftest import ROOT
 from tests.engine.vllm_plugin.scheduler_scene import Stage
 
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"}
@@ -227,18 +226,6 @@ def test_what_can_be_served_is_not_refused() -> None:
 def test_an_engine_is_refused_before_its_model_is_loaded(worker: Any) -> None:
     with pytest.raises(ConfigError, match="orders the queue"):
         worker(vllm_config=engine(policy="priority"), local_rank=0, rank=0, distributed_init_method="")
-
-
-def test_vllm_still_takes_no_connector_with_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it does one day, so can we."""
-    for name, value in EXPANDABLE.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="expandable_segments:True"):
-        VllmConfig(
-            model_config=ModelConfig(model=str(DEMO_MODEL), dtype="float32"),
-            device_config=DeviceConfig("cpu"),
-            kv_transfer_config=KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both"),
-        )
 
 
 def test_the_page_on_refusals_has_each_line() -> None:

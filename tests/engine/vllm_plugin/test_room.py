@@ -39,12 +39,6 @@ def test_there_is_room_where_a_speculation_would_be_admitted_now(is_gpu: bool) -
     assert stage.controller.has_room()
 
 
-@pytest.mark.parametrize("queue", ["fifo", "cache_aware"])
-def test_where_speculation_is_off_there_is_never_room(queue: str) -> None:
-    stage = Stage(settings={"max_prefill_bs": 0, "queue": queue})
-    assert not stage.controller.has_room()
-
-
 @pytest.mark.parametrize("ends_by", ["answer", "abort"])
 def test_the_room_is_said_when_it_changes_and_when_the_engine_is_idle_again(
     ends_by: str, monkeypatch: pytest.MonkeyPatch
@@ -70,16 +64,6 @@ def test_the_room_is_said_when_it_changes_and_when_the_engine_is_idle_again(
         stage.step()
     stage.finish_all()
     assert said == [False, True]
-
-
-def test_the_collector_does_not_stop_the_scheduler_for_every_hundredth_request() -> None:
-    thresholds = gc.get_threshold()
-    try:
-        gc.set_threshold(700, 10, 10)  # Python's
-        Stage()
-        assert gc.get_threshold() == (10_000, 10, 10)
-    finally:
-        gc.set_threshold(*thresholds)
 
 
 def test_what_an_engine_core_of_its_own_has_made_is_frozen_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,19 +110,6 @@ def test_the_tokens_of_a_structured_answer_do_not_wait_for_blocks_to_be_placed(
     placed.clear()
     stage.scheduler.get_grammar_bitmask(output)
     assert bool(placed) is not is_structured
-
-
-def test_what_a_step_has_to_tell_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = Stage()
-    connector = stage.scheduler.connector
-    told: list[Any] = []
-    stats = connector.get_kv_connector_stats
-    monkeypatch.setattr(connector, "get_kv_connector_stats", lambda: told.append(stats()) or told[-1])
-    request_id = stage.ask("A", num_answers=20)
-    stage.finish_all()
-    said = [answer.data for answer in told if answer is not None]
-    assert [list(data["requests"]) for data in said if data["requests"]] == [[request_id]]
-    assert len(said) < len(told) / 2, "most steps of an answer have nothing to tell"
 
 
 def test_which_documents_are_cached_is_said_from_one_question_to_the_next() -> None:

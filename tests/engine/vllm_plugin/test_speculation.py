@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
-from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.request import RequestStatus
 
 from ragcache_core.types import Tier
@@ -58,17 +57,6 @@ def test_beside_answers_speculation_runs_on_a_gpu_only(kind: dict[str, Any]) -> 
     check_answers(stage, real, guess)
 
 
-def test_a_step_of_speculation_alone_is_short_and_a_real_one_is_not() -> None:
-    stage = Stage()
-    guesses = [stage.ask(documents, speculation=documents) for documents in ("ABCDE", "FGHIJ")]
-    assert sum(stage.step().values()) == 512
-    assert stage.step()[guesses[0]] == 804 - 512, "the first goes on first"
-    real = stage.ask("KLMNOPQ")
-    assert stage.step() == {real: 7 * 160 + 4}
-    stage.finish_all()
-    check_answers(stage, *guesses, real)
-
-
 def test_a_model_that_reads_images_speculates_on_text_in_short_steps_and_takes_an_image_whole() -> None:
     stage = Stage()
     scheduler = stage.scheduler
@@ -83,25 +71,6 @@ def test_a_model_that_reads_images_speculates_on_text_in_short_steps_and_takes_a
     behind = stage.ask("KLMNO", speculation="behind")
     stage.finish_all()
     check_answers(stage, text, picture, behind)
-
-
-def test_no_more_speculation_runs_at_a_time_than_was_allowed() -> None:
-    stage = Stage(settings={"max_prefill_bs": 2})
-    guesses = [stage.ask(name, speculation=name) for name in "ABCD"]
-    stage.step()
-    assert stage.running_ids == guesses[:2]
-    stage.finish_all()
-    assert max(len(step) for step in stage.steps) == 2
-    check_answers(stage, *guesses)
-
-
-def test_where_speculation_is_off_a_marked_request_is_like_any_other() -> None:
-    stage = Stage(settings={"max_prefill_bs": 0})
-    real, marked = stage.ask("A"), stage.ask("B", speculation="s")
-    assert set(stage.step()) == {real, marked}
-    stage.finish_all()
-    check_answers(stage, real, marked)
-    assert stage.controller.report()["num_speculative_requests"] == 0
 
 
 @pytest.mark.parametrize("num_steps", [None, 0, 1, 2, 30])
@@ -160,15 +129,6 @@ def test_a_speculation_that_is_cancelled_leaves_nothing(kind: dict[str, Any], nu
     check_answers(stage, real)
     report = stage.controller.report()
     assert report["num_wasted_tokens"] == report["num_speculative_tokens"] == (0, 512, 804, 804, 804)[num_steps]
-
-
-def test_documents_count_as_used_only_once_somebody_asks() -> None:
-    stage = Stage()
-    stage.ask("A", speculation="s")
-    stage.finish_all()
-    assert stage.uses == {}
-    stage.scheduler.confirm("s")
-    assert stage.uses == {"A": 1}
 
 
 def test_a_prefill_and_the_request_that_it_was_for_are_one_use_and_one_request() -> None:
@@ -231,17 +191,6 @@ def test_what_was_loaded_for_a_speculation_neither_delays_nor_blocks_a_real_requ
     check_answers(stage, guess, real)
 
 
-def test_a_speculation_that_was_loaded_goes_on_while_nobody_else_comes() -> None:
-    stage = Stage()
-    guess = stage.ask("ABCDE", speculation="s", is_loaded=True)
-    assert stage.step() == {}
-    stage.finish_loading(guess)
-    stage.step()
-    assert stage.step() == {guess: 4}
-    stage.finish_all()
-    check_answers(stage, guess)
-
-
 def test_a_real_request_that_cannot_start_yet_keeps_its_place_and_speculation_back() -> None:
     stage = Stage()
     guess = stage.ask("A", speculation="s")
@@ -281,20 +230,6 @@ def test_a_guess_whose_documents_contradict_its_prompt_stays_a_guess() -> None:
     assert stage.controller.counters.num_ignored_metadata == 3
     stage.finish_all()
     check_answers(stage, guess, real, wrong)
-
-
-def test_a_speculation_that_gave_way_and_is_confirmed_finds_what_it_had() -> None:
-    stage = Stage(max_num_seqs=1)
-    guess = stage.ask("ABCDE", speculation="s")
-    stage.step()
-    first = stage.ask("FG", num_answers=20)
-    stage.step()
-    assert stage.requests[guess].status == RequestStatus.PREEMPTED
-    stage.scheduler.confirm("s")
-    (protected,) = stage.controller.tree.protected_keys
-    assert protected == stage.requests[guess].block_hashes[50 - 1]
-    stage.finish_all()
-    check_answers(stage, guess, first)
 
 
 @pytest.mark.parametrize(
@@ -371,14 +306,6 @@ def test_what_is_cached_while_a_request_waits_moves_it_forward() -> None:
     check_answers(stage, running, other, same)
 
 
-@pytest.mark.parametrize("settings", [{"queue": "fifo"}, {"queue_window": 0}])
-def test_without_reordering_the_first_is_served_first(settings: dict[str, Any]) -> None:
-    stage = Stage(max_num_seqs=1, settings=settings)
-    ids = [stage.ask(documents) for documents in ("AB", "DE", "AB")]
-    stage.finish_all()
-    assert list(dict.fromkeys(request_id for step in stage.steps for request_id in step)) == ids
-
-
 def test_nobody_is_overtaken_more_often_than_the_window_allows() -> None:
     stage = Stage(max_num_seqs=1, settings={"queue_window": 3})
     first = stage.ask("A", num_answers=1)
@@ -389,13 +316,3 @@ def test_nobody_is_overtaken_more_often_than_the_window_allows() -> None:
     order = list(dict.fromkeys(request_id for step in stage.steps for request_id in step))
     assert order == [first, *friends[:3], stranger, *friends[3:]]
     assert stage.controller.report()["max_overtaken"] == 3
-
-
-def test_a_queue_without_order_or_speculation_stays_vllms_own() -> None:
-    off = {"queue": "fifo", "max_prefill_bs": 0}
-    assert type(Stage(settings=off).scheduler.waiting) is FCFSRequestQueue
-    stage = Stage(settings=off, policy="priority")
-    real = stage.ask("A")
-    stage.scheduler.confirm("s")
-    stage.finish_all()
-    check_answers(stage, real)

@@ -49,9 +49,17 @@ def test_a_request_that_waits_for_a_store_of_another_gets_it(num_answers: int, i
         assert not scheduler.connector.scheduler._jobs
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["one step in flight", "two steps in flight"])
-@pytest.mark.parametrize("store_steps", [1, 2, 5])
-@pytest.mark.parametrize(("num_blocks", "host_bytes"), [(24, "1MiB"), (24, "64KiB"), (60, "160KiB")])
+@pytest.mark.parametrize(
+    ("num_blocks", "host_bytes", "store_steps", "is_async"),  # each memory, delay and depth with each of the others
+    [
+        (24, "1MiB", 1, False),
+        (24, "1MiB", 2, True),
+        (24, "64KiB", 2, False),
+        (24, "64KiB", 5, True),
+        (60, "160KiB", 5, False),
+        (60, "160KiB", 1, True),
+    ],
+)
 def test_no_request_reads_kv_of_other_tokens_however_late_copies_are_made(
     num_blocks: int, host_bytes: str, store_steps: int, is_async: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,6 @@ import torch
 from ragcache_core.runtime.shared_memory import EngineFiles, new_engine_id, region_place
 from ragcache_core.vllm_plugin.compat import CanonicalKVCaches, KVConnectorRole, OffloadingConnector, RequestStatus
 from ragcache_core.vllm_plugin.connector import tiered_connector
-from ragcache_core.vllm_plugin.connector.gpu_connector import DocumentConnector
 from ragcache_core.vllm_plugin.connector.tiered_connector import RAGCacheConnector
 from ragcache_core.vllm_plugin.offload.worker_memory import WorkerMemory
 from tests.engine.vllm_plugin.storing_scene import BLOCK_BYTES, Steps, engine_config, host_scheduler, request
@@ -93,16 +92,6 @@ def test_stages_that_need_more_than_the_first_leave_an_engine_with_gpu_memory_al
     assert plugin_log.text.count(line) == 1
 
 
-def test_a_disk_that_such_an_engine_leaves_may_hold_what_is_forgotten(
-    files: EngineFiles, tmp_path: Path, identity: None
-) -> None:
-    with host_scheduler(400, "1MiB", files=files, disk_bytes="1MiB", directory=tmp_path) as scheduler:
-        tell(scheduler, BLOCK_BYTES, BLOCK_BYTES, 2 * BLOCK_BYTES)
-        scheduler.forget(["d"])
-        (why,) = scheduler.left()["problems"]
-        assert str(tmp_path) in why
-
-
 def test_stages_that_need_less_than_the_first_have_all_tiers(
     files: EngineFiles, plugin_log: pytest.LogCaptureFixture
 ) -> None:
@@ -143,15 +132,6 @@ def test_workers_with_host_memory_of_their_own_have_no_disk(
         assert tiers(scheduler)["disk"] == NUM_BLOCKS, "what was on disk was not theirs to delete"
 
 
-def test_workers_with_host_memory_of_their_own_find_nothing_there_after_a_crash(files: EngineFiles) -> None:
-    for apart, num_found in ((0, 0), (0, NUM_BLOCKS), (1, 0), (0, 0)):
-        with host_scheduler(400, "1MiB", files=files) as scheduler:
-            tell(scheduler, BLOCK_BYTES, BLOCK_BYTES, elsewhere=apart)
-            assert tiers(scheduler)["host"] == num_found
-            if not num_found:
-                assert ask(scheduler, "r").num_stored == NUM_BLOCKS
-
-
 def worker(engine_id: str, stages: list[int], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return the connector of the second stage's worker, of a pipeline whose blocks take that many bytes."""
     config, kv_config = engine_config(400, "1MiB", engine_id)
@@ -174,13 +154,6 @@ def memory() -> CanonicalKVCaches:
     return CanonicalKVCaches([CanonicalKVCacheTensor(layer, BLOCK_BYTES)], [[CanonicalKVCacheRef(0, BLOCK_BYTES)]])
 
 
-def test_a_worker_that_needs_more_than_the_first_maps_nothing(engine_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    connector = worker(engine_id, [BLOCK_BYTES // 2, BLOCK_BYTES], monkeypatch)
-    assert type(connector) is DocumentConnector
-    assert connector.get_handshake_metadata() == WorkerMemory(BLOCK_BYTES, None)
-    assert not region_of(engine_id).exists()
-
-
 def test_a_worker_that_needs_less_than_the_first_writes_behind_what_the_first_may(
     engine_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,3 +172,12 @@ def test_a_worker_that_needs_less_than_the_first_writes_behind_what_the_first_ma
     assert connector.get_handshake_metadata() == WorkerMemory(BLOCK_BYTES, region_place(engine_id))
     del rows
     copying.shutdown()
+
+
+def test_workers_with_host_memory_of_their_own_find_nothing_there_after_a_crash(files: EngineFiles) -> None:
+    for apart, num_found in ((0, 0), (0, NUM_BLOCKS), (1, 0), (0, 0)):
+        with host_scheduler(400, "1MiB", files=files) as scheduler:
+            tell(scheduler, BLOCK_BYTES, BLOCK_BYTES, elsewhere=apart)
+            assert tiers(scheduler)["host"] == num_found
+            if not num_found:
+                assert ask(scheduler, "r").num_stored == NUM_BLOCKS

@@ -56,12 +56,6 @@ def test_other_settings_numbers_and_question_words_are_another_key() -> None:
     )
 
 
-def test_what_nobody_searched_for_is_no_question() -> None:
-    one = key_of(chat(), "Where is Mel?")
-    assert one.question is None
-    assert one.context_hash != key_of(chat("Where is Zur?"), "Where is Mel?").context_hash
-
-
 def test_a_question_is_not_taken_out_of_a_document_that_quotes_it() -> None:
     quoting = ("faq", f"People ask: {QUESTION} It is on the river Mel.")
     prompt = [{"role": "user", "content": f"Question: {QUESTION}\n\n{quoting[1]}"}]
@@ -70,11 +64,3 @@ def test_a_question_is_not_taken_out_of_a_document_that_quotes_it() -> None:
     assert one.documents
     other = [{"role": "user", "content": f"Question: Where is it?\n\n{quoting[1]}"}]
     assert parse_question(other, "", [quoting], ["Where is it?", QUESTION]).context_hash == one.context_hash
-
-
-def test_a_text_among_content_parts_is_read_and_images_are_part_of_the_key() -> None:
-    parts = [{"role": "user", "content": [{"type": "text", "text": QUESTION}]}]
-    assert key_of(parts).question == QUESTION
-    image = {"type": "image_url", "image_url": {"url": "data:1"}}
-    pictures = [{"role": "user", "content": [*parts[0]["content"], image]}]
-    assert key_of(pictures).question is None

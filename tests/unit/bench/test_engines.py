@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
@@ -14,12 +13,10 @@ from ragcache_core.bench.comparison import Amounts, Session, measure
 from ragcache_core.bench.engines import BASELINES, Setup
 from ragcache_core.bench.options import BenchOptions, prepare
 from ragcache_core.bench.prompts import TracedPrompts
-from ragcache_core.bench.results import Results
 from ragcache_core.client import Engine
 from ragcache_core.client.launch.settings import VLLMOffload
 from ragcache_core.config import CacheConfig, ChunkReuse
-from ragcache_core.errors import ConfigError, TraceError
-from ragcache_core.sim.traces.trace import Trace, TracedRequest, write_trace
+from ragcache_core.sim.traces.trace import Trace, TracedRequest
 from ragcache_core.stats import ChunkStats
 from tests.support.scripted_server import THREE_TIERS, Reply, ScriptedServer, Seen
 
@@ -104,50 +101,6 @@ def test_what_chunk_reuse_computes_on_the_way_is_not_cached(name: str, num_cache
         runs = list(measure(engine, session, prompts, (50.0,), Amounts(0, 2), Silent()))
     assert [run.num_cached_tokens for run in runs] == [num_cached]
     assert [set(run.tokens_by_tier) for run in runs] == [{"gpu", "host", "disk"}]
-
-
-def test_the_random_model_of_8_billion_is_loaded_without_weights_and_asked_whole_prompts(
-    launched: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    options = replace(SMALL, model="random-8b", dtype="bfloat16", max_num_batched_tokens=8_192, vllm_args=("--seed=1",))
-    prepared = prepare(options)
-    with prepared.open_engine(BASELINES["ragcache"], 1 << 30, tmp_path):
-        pass
-    assert prepared.facts["scale"] == 1
-    assert prepared.facts["kv_bytes_per_token"] == 128 << 10
-    assert launched[0]["extra_args"] == ("--load-format=dummy", "--seed=1")
-    assert launched[0]["max_num_batched_tokens"] == 8_192
-
-
-def test_results_of_another_trace_or_version_are_not_gone_on_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "trace.jsonl"
-
-    def facts(num_tokens: int) -> Mapping[str, Any]:
-        write_trace(Trace.from_requests(TracedRequest(float(i), ("a",), (num_tokens,), 9, 1) for i in range(10)), path)
-        return prepare(replace(SMALL, trace=path)).facts
-
-    out = tmp_path / "out.json"
-    Results.open(out, facts(99), {}).write()
-    Results.open(out, facts(99), {}, resume=True)
-    with pytest.raises(ConfigError, match="measured with trace_sha256 = .* the same options, trace and version"):
-        Results.open(out, facts(98), {}, resume=True)
-    monkeypatch.setattr("ragcache_core.bench.options.__version__", "0.0.0")
-    with pytest.raises(ConfigError, match=r"measured with ragcache_version = .*, not '0\.0\.0'"):
-        Results.open(out, facts(99), {}, resume=True)
-
-
-def test_a_trace_that_is_too_short_or_broken_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    write_trace(Trace.from_requests(TracedRequest(float(i), ("a",), (99,), 9, 1) for i in range(9)), path)
-    with pytest.raises(ConfigError, match="has 9 requests, 10 are needed"):
-        prepare(replace(SMALL, trace=path))
-    assert len(prepare(replace(SMALL, trace=path, requests=3)).prompts[0]) == 8
-    path.write_text('{"t": 1}\n', encoding="utf-8")
-    with pytest.raises(TraceError, match=r"trace\.jsonl:1"):
-        prepare(replace(SMALL, trace=path))
 
 
 def test_a_server_that_runs_is_measured_as_it_is(demo_model: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 
@@ -46,14 +44,6 @@ def test_every_request_is_answered_and_says_what_it_is(demo_model: str) -> None:
     assert all(0 < a.ttft_s <= a.total_s and a.num_prompt_tokens > 0 for a in answers)
 
 
-def test_plain_vllm_is_told_nothing_of_documents(demo_model: str) -> None:
-    with ScriptedServer() as server, Engine.connect(server.url, tokenizer=demo_model) as engine:
-        Load(engine, PROMPTS, sends_documents=False).run_through(range(3), in_flight=2)
-        bodies = [seen.body for seen in server.requests if "prompt" in seen.body]
-    assert len(bodies) == 3
-    assert not any("kv_transfer_params" in body for body in bodies)
-
-
 def test_a_slow_answer_holds_nobody_up(demo_model: str) -> None:
     def slow(seen: Seen) -> Reply | None:
         return Reply("late", wait_s=1.5) if seen.body.get("prompt") == list(PROMPTS.request(0).token_ids) else None
@@ -64,13 +54,6 @@ def test_a_slow_answer_holds_nobody_up(demo_model: str) -> None:
     assert answers[0].ttft_s >= 1.5
     slow_end_s, *ends_s = (after_s + answer.total_s for after_s, answer in zip(due_s, answers, strict=True))
     assert max(ends_s) < slow_end_s
-
-
-def test_the_clock_starts_when_a_request_was_due(demo_model: str) -> None:
-    with ScriptedServer() as server, Engine.connect(server.url, tokenizer=demo_model) as engine:
-        load = Load(engine, PROMPTS, on_answer=lambda: time.sleep(0.3))  # a client that lags behind
-        answers = load.replay(range(3), [0.0, 0.2, 0.2])
-    assert answers[-1].ttft_s > 0.08
 
 
 @pytest.mark.parametrize("answer", [Refusal(400, "too long"), ENGINE_DEAD])

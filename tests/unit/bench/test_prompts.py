@@ -37,14 +37,6 @@ def test_a_document_is_the_same_wherever_it_stands_and_a_shorter_one_is_its_begi
     assert TracedPrompts(TRACE, 6_144, seed=0).request(2).token_ids == third  # whatever was asked for before
 
 
-def test_questions_differ_by_request_and_by_seed() -> None:
-    prompts, others = TracedPrompts(TRACE, 6_144, seed=0), TracedPrompts(TRACE, 6_144, seed=1)
-    questions = [prompts.request(0).token_ids[160:], prompts.request(1).token_ids[160:]]
-    questions.append(others.request(0).token_ids[160:])
-    assert len(set(questions)) == 3
-    assert prompts.request(0).token_ids[:160] == others.request(0).token_ids[:160]
-
-
 def test_the_metadata_says_where_the_documents_are_in_the_order_shown() -> None:
     prompts = TracedPrompts(TRACE, 6_144, seed=0)
     request = prompts.request(0, orders={0: ["b", "a"]})
@@ -94,14 +86,3 @@ def test_a_turn_begins_with_all_that_was_shown_asked_and_answered_before(factor:
         num_own = sum(traced.doc_tokens) + traced.question_tokens
         assert len(request) == traced.history_tokens + num_own
         assert prompts.num_tokens(number) == len(request) + traced.output_tokens
-
-
-def test_a_history_shows_documents_in_the_order_of_its_own_turn() -> None:
-    prompts = TracedPrompts(TALK, 6_144, seed=0)
-    orders = {0: ["b", "a"]}
-    first, third = (prompts.request(i, orders=orders) for i in (0, 3))
-    assert third.token_ids[: len(first.token_ids)] == first.token_ids
-    assert third.params is not None
-    metadata = decode_kv_transfer_params(third.params, len(third.token_ids))
-    assert [s.doc_id for s in metadata.segments if s.doc_id] == ["b", "a", "c"]
-    assert not metadata.is_reordered  # its own documents stand as they were retrieved

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html.parser import HTMLParser
 from pathlib import Path
 
-from ragcache_core.bench.report import summarise, tables, write_report
+from ragcache_core.bench.report import summarise, write_report
 from ragcache_core.bench.results import Results, TimedRun
 from ragcache_core.bench.summary import ComparisonSummary
 
@@ -77,25 +77,3 @@ def test_the_page_loads_nothing_and_is_well_formed(tmp_path: Path) -> None:
     assert any(text.startswith("2 requests at each rate") for text in checker.text)
     assert {path.name for path in tmp_path.iterdir()} == {path.name for path in paths}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths[1:])
-
-
-def test_the_tables_have_each_engine_and_size_at_each_rate(tmp_path: Path) -> None:
-    results, summary = measured(tmp_path / "out.json")
-    throughput, *others = tables(summary, results.rates_rps)
-    assert throughput.rows[0] == ("no-cache", ">= 4")
-    assert throughput.rows[-1] == ("ragcache, 256 MiB", ">= 4")
-    assert [len(table.rows) for table in others] == [5, 5, 5]
-    first, *_, last = others[1].rows
-    assert [cell.partition(" [")[0] for cell in first[:6]] == ["no-cache", "-", "3,150", "3,150", "4,179", "-"]
-    assert [cell.partition(" [")[0] for cell in last[:6]] == ["ragcache", "256", "1,050", "1,050", "1,393", "3.00"]
-    assert "[" in last[2]
-    assert "[" not in others[1].text()
-
-
-def test_a_comparison_that_was_interrupted_early_has_a_page(tmp_path: Path) -> None:
-    results, _ = measured(tmp_path / "out.json")
-    del results.runs[1:]
-    (page, *_) = write_report(tmp_path / "report.html", results)
-    text = page.read_text(encoding="utf-8").partition("Options<")[0]
-    assert ">no-cache<" in text
-    assert ">vllm-host-lru<" not in text

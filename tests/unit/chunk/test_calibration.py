@@ -54,22 +54,3 @@ def test_the_curve_never_falls_and_keeps_the_mean(points: list[AlphaPoint]) -> N
     assert all(after >= before - 1e-9 for before, after in pairwise(qualities))
     weighed = sum(point.num_questions * quality for point, quality in curve)
     assert weighed == pytest.approx(sum(point.num_questions * point.quality for point in points))
-
-
-@given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=8).map(sorted))
-def test_a_curve_that_never_falls_is_left_as_it_is(qualities: list[float]) -> None:
-    points = [AlphaPoint(number / 4, quality, 0.1) for number, quality in enumerate(qualities)]
-    assert [quality for _, quality in smoothed(points)] == qualities
-
-
-def test_without_a_measurement_there_is_nothing_to_choose() -> None:
-    with pytest.raises(ConfigError, match="nothing was measured"):
-        choose_alpha([], 0.5)
-
-
-@pytest.mark.parametrize(
-    "values", [(-0.1, 0.5, 0.5, 1), (0.5, float("nan"), 0.5, 1), (0.5, 0.5, 1.5, 1), (0.5, 0.5, 0.5, 0)]
-)
-def test_an_impossible_measurement_is_refused(values: tuple[float, float, float, int]) -> None:
-    with pytest.raises(ConfigError, match="AlphaPoint"):
-        AlphaPoint(*values)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.chunk import FocusedChunks
 from ragcache_core.chunk.focus import gap_cut
-from ragcache_core.errors import ConfigError
 
 MASSES = st.integers(0, 8)  # whole numbers add up to the same in any order
 LAYERS = st.integers(1, 6).flatmap(
@@ -44,26 +40,8 @@ def test_a_cut_leaves_at_least_one_chunk(scores: list[float]) -> None:
     assert 1 <= gap_cut(sorted(scores, reverse=True)) <= len(scores)
 
 
-@given(st.lists(st.integers(0, 1000), min_size=2, max_size=8, unique=True))
-def test_the_gap_is_the_widest(scores: list[int]) -> None:
-    scores = sorted(scores, reverse=True)
-    widest = max(above - below for above, below in itertools.pairwise(scores))
-    cut = gap_cut(scores)
-    assert scores[cut - 1] - scores[cut] == widest
-
-
 def test_chunks_that_are_looked_at_alike_are_all_focused() -> None:
     assert gap_cut([2.0, 2.0, 2.0]) == 3
-
-
-def test_of_two_chunks_the_higher_is_focused() -> None:
-    assert gap_cut([3.0, 1.0]) == 1
-    assert gap_cut([3.0]) == 1
-
-
-def test_a_clear_separation_is_found() -> None:
-    clear = [10.0, 9.0, 0.5, 0.4]  # two chunks are far above the others
-    assert gap_cut(clear) == 2
 
 
 def test_the_sums_over_layers_decide_and_not_the_last_layer() -> None:
@@ -78,17 +56,3 @@ def test_a_set_that_never_settles_keeps_all_chunks() -> None:
         detector.observe([(-2.0) ** number + 64.0, 64.0])
     assert not detector.is_settled
     assert detector.focused == {0, 1}
-
-
-def test_a_request_without_chunks_has_none_to_focus_on() -> None:
-    assert FocusedChunks(0, window=1).observe([]) == frozenset()
-
-
-def test_a_layer_of_other_chunks_is_refused() -> None:
-    with pytest.raises(ValueError, match="attention to 2 chunks of 3"):
-        FocusedChunks(3).observe([1.0, 2.0])
-
-
-def test_a_window_of_no_layers_is_refused() -> None:
-    with pytest.raises(ConfigError, match="window is 0; it must be 1 or more layers"):
-        FocusedChunks(3, window=0)

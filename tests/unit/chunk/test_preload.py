@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,23 +34,3 @@ def test_the_depth_is_the_smallest_that_waits_for_nothing(num_layers: int, prefi
     if depth > 1:
         assert depth - 1 < (num_layers - 1) * (1 - prefill_s / load_s) + 1
         assert waits_s(num_layers, depth - 1, prefill_s, load_s) > 0.0
-
-
-def test_what_loads_faster_than_it_is_computed_needs_one_layer() -> None:
-    assert preload_depth(32, prefill_s=2.0, load_s=1.0) == 1
-    assert preload_depth(32, prefill_s=0.0, load_s=0.0) == 1
-
-
-def test_what_computes_nothing_loads_everything_first() -> None:
-    assert preload_depth(32, prefill_s=0.0, load_s=1.0) == 32
-
-
-@pytest.mark.parametrize("times", [(-1.0, 1.0), (1.0, -1.0), (math.nan, 1.0)])
-def test_a_negative_time_is_refused(times: tuple[float, float]) -> None:
-    with pytest.raises(ValueError, match="no less than 0 s"):
-        preload_depth(3, prefill_s=times[0], load_s=times[1])
-
-
-def test_a_model_without_layers_is_refused() -> None:
-    with pytest.raises(ValueError, match="0 layers"):
-        preload_depth(0, prefill_s=1.0, load_s=1.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -21,7 +20,6 @@ from ragcache_core.chunk import (
 from ragcache_core.chunk.recompute import in_runs, losses
 from ragcache_core.chunk.scores import adjusted_overlap, context_impact, lost_context
 from ragcache_core.chunk.types import context_behind
-from ragcache_core.errors import ConfigError, PromptError
 from tests.unit.chunk.captures import key, prompt, spans, variant, variants
 
 CACHE_CRAFT = make_selection("cache_craft")
@@ -141,13 +139,6 @@ def test_the_plan_of_the_paper_is_found_by_hand() -> None:
     assert made.recomputed == (*range(8, 18), *chunk.recomputed)
 
 
-def test_a_chunk_behind_the_same_chunks_is_read_as_it_is() -> None:
-    stored = {key(0): [variant(0, 6)], key(1): [variant(1, 8, [(0, 6, 2.0)])]}
-    made = plan(spans((0, 6), (1, 8)), stored, 0, 14, alpha=100.0)
-    assert made.recomputed == ()
-    assert [chunk.overhead for chunk in made.reused] == [0.0, 0.0]
-
-
 @settings(deadline=None)
 @given(scene=scenes(), alpha=st.floats(0.0, 3.0), max_recompute=st.floats(0.0, 1.0))
 def test_a_selection_of_whole_chunks_splits_none_and_keeps_to_its_share(scene, alpha, max_recompute: float) -> None:
@@ -158,17 +149,6 @@ def test_a_selection_of_whole_chunks_splits_none_and_keeps_to_its_share(scene, a
     assert sum(computed) <= math.ceil(max_recompute * sum(chunk.span.num_tokens for chunk in made.reused))
 
 
-def test_of_whole_chunks_that_is_computed_which_looks_outwards_and_lost_its_neighbour() -> None:
-    asks = variant(1, 8, [(0, 6, 4.0)], intra=2.0)  # three quarters of its attention leave it
-    tells = variant(2, 8, [(0, 6, 4.0)], intra=6.0)  # one quarter
-    stored = {key(1): [asks], key(2): [tells]}
-    beside = plan(spans((9, 6), (1, 8), (2, 8)), stored, 6, 22, alpha=2.0, selection=WHOLE_CHUNKS)
-    assert [bool(chunk.recomputed) for chunk in beside.reused] == [True, False]
-    assert [chunk.overhead for chunk in beside.reused] == [1.0, 0.0]
-    behind = plan(spans((0, 6), (1, 8)), stored, 6, 14, alpha=2.0, selection=WHOLE_CHUNKS)
-    assert behind.recomputed == ()
-
-
 def test_a_chunk_known_only_from_the_beginning_of_prompts_is_computed_once_where_it_moves_to() -> None:
     first = variant(1, 8, intra=8.0)
     moved = plan(spans((0, 6), (1, 8)), {key(1): [first]}, 6, 14, alpha=1.5, selection=WHOLE_CHUNKS)
@@ -176,12 +156,6 @@ def test_a_chunk_known_only_from_the_beginning_of_prompts_is_computed_once_where
     known = [first, variant(1, 8, [(0, 6, 1.0)], number=1, intra=6.0)]
     again = plan(spans((7, 6), (1, 8)), {key(1): known}, 6, 14, alpha=1.5, selection=WHOLE_CHUNKS)
     assert again.recomputed == ()
-
-
-def test_where_not_all_may_be_computed_those_that_lost_most_are() -> None:
-    stored = {key(n): [variant(n, 8, [(0, 6, 1.0)], intra=float(n))] for n in (1, 2, 3)}
-    made = plan(spans((3, 8), (2, 8), (1, 8)), stored, 0, 24, alpha=9.0, max_recompute=0.5, selection=WHOLE_CHUNKS)
-    assert [bool(chunk.recomputed) for chunk in made.reused] == [False, False, True]
 
 
 def test_what_inherited_an_error_is_computed_where_alpha_asks_for_more_than_it_was_captured_under() -> None:
@@ -205,28 +179,6 @@ def test_alpha_without_bound_reads_nothing_but_what_a_prefill_makes(selection: T
         assert found.recomputed == (() if is_read else tuple(range(start, end)))
 
 
-@pytest.mark.parametrize("selection", [CACHE_CRAFT, WHOLE_CHUNKS])
-def test_alpha_without_bound_reads_nothing_behind_other_text_between_the_same_chunks(selection: TokenSelection) -> None:
-    stored = {key(1): [variant(1, 8, [(6, 4, 4.0)])]}
-    placed = spans((6, 4), (1, 8), gap=1)
-    assert plan(placed, stored, 5, 13, alpha=1e9, selection=selection).recomputed == tuple(range(5, 13))
-    assert plan(placed, stored, 5, 13, alpha=100.0, selection=selection).recomputed == ()
-
-
-def test_of_variants_that_keep_the_same_neighbours_the_one_of_the_very_context_is_read() -> None:
-    placed = spans((7, 4), (6, 4), (1, 8))
-    near, very = variant(1, 8, [(6, 4, 4.0)]), variant(1, 8, [(7, 4, 0.0), (6, 4, 4.0)], number=1)
-    (chunk,) = plan(placed, {key(1): [near, very]}, 8, 16, alpha=1e9, selection=WHOLE_CHUNKS).reused
-    assert chunk.variant is very
-    assert chunk.recomputed == ()
-    inherits = replace(very, statistics=replace(very.statistics, inherited=0.1))
-    (chunk,) = plan(placed, {key(1): [near, inherits]}, 8, 16, alpha=0.0, selection=WHOLE_CHUNKS).reused
-    assert chunk.variant is inherits, "it has seen what the other has not"
-    off = replace(very, statistics=replace(very.statistics, context=b"", inherited=0.1))
-    (chunk,) = plan(placed, {key(1): [off, near]}, 8, 16, alpha=0.0, selection=WHOLE_CHUNKS).reused
-    assert chunk.variant is near, "it inherited nothing"
-
-
 def test_a_prompts_chunks_have_lost_what_was_read_and_what_stands_behind_it_inherits_at_most_that() -> None:
     placed = spans((1, 4), (2, 4), (3, 4), (4, 4))
     stored = {key(2): [variant(2, 4, [(9, 4, 1.0)])]}
@@ -246,13 +198,6 @@ def test_what_a_request_has_lost_is_remembered_where_its_blocks_still_are() -> N
     assert losses(placed, [0.0, 0.3, 0.0], 6, None) == [0.0, 0.3, 0.3], "its first half is still there"
 
 
-def test_separators_and_chunks_that_are_not_stored_are_computed() -> None:
-    placed = spans((0, 4), (1, 4), (2, 4), start=2, gap=1)
-    made = plan(placed, {key(1): [variant(1, 4, [(0, 4, 1.0)])]}, 2, 18, alpha=0.0)
-    assert [chunk.span for chunk in made.reused] == [placed[1]]
-    assert made.recomputed == (2, 3, 4, 5, 6, 11, 12, 13, 14, 15, 16, 17)
-
-
 def test_of_a_chunk_that_is_cached_exactly_in_part_only_the_rest_is_planned() -> None:
     stored = {key(1): [variant(1, 8, [(5, 3, 1.0)])]}
     made = plan(spans((0, 4), (1, 8)), stored, 6, 12, selection=make_selection("cache_craft"), alpha=2.0)
@@ -263,27 +208,6 @@ def test_of_a_chunk_that_is_cached_exactly_in_part_only_the_rest_is_planned() ->
     (first,) = few.reused
     assert few.recomputed == tuple(at for at in first.recomputed if at >= 6)
     assert 0 < len(few.recomputed) < 6
-
-
-def test_chunks_before_the_range_are_prefix_all_the_same() -> None:
-    stored = {key(1): [variant(1, 8, [(0, 6, 2.0)])]}
-    assert plan(spans((0, 6), (1, 8)), stored, 6, 14, alpha=100.0).recomputed == ()
-
-
-def test_a_variant_of_another_length_is_not_used() -> None:
-    assert plan(spans((0, 6)), {key(0): [variant(0, 7)]}, 0, 6).reused == ()
-
-
-def test_equally_good_variants_are_settled_by_age() -> None:
-    stored = {key(0): [variant(0, 6, number=7), variant(0, 6, number=3)]}
-    (chunk,) = plan(spans((0, 6)), stored, 0, 6).reused
-    assert chunk.variant.number == 3
-
-
-def test_a_chunk_that_stands_twice_is_read_twice() -> None:
-    made = plan(spans((0, 4), (1, 4), (0, 4)), {key(0): [variant(0, 4)]}, 0, 12, alpha=0.0)
-    assert [chunk.span.start for chunk in made.reused] == [0, 8]
-    assert made.recomputed == (4, 5, 6, 7)
 
 
 @given(st.integers(1, 50), st.integers(1, 9), st.data())
@@ -303,39 +227,3 @@ def test_a_flat_fraction_is_an_alpha_without_bound_under_a_limit() -> None:
     made = plan(spans((0, 5), (1, 10), (2, 10)), stored, 5, 25, alpha=math.inf, max_recompute=0.3)
     assert [len(chunk.recomputed) for chunk in made.reused] == [3, 3]
     assert [chunk.overhead for chunk in made.reused] == [1.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_recompute": 1.1}, "max_recompute is 1.1; it must lie in"),
-        ({"max_recompute": math.nan}, "max_recompute is nan"),
-        ({"run_tokens": 0}, "run_tokens is 0; it must be 1 or more"),
-        ({"alpha": -1.0}, "alpha is -1.0"),
-    ],
-)
-def test_an_impossible_setting_is_refused_with_its_limit(options: dict[str, float], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        plan(spans((0, 6)), {key(0): [variant(0, 6)]}, 0, 6, **options)
-
-
-def test_a_range_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"tokens \[5, 3\)"):
-        plan([], {}, 5, 3)
-
-
-def test_overlapping_spans_are_refused_and_named() -> None:
-    placed = [ChunkSpan(0, 5, key(0), b""), ChunkSpan(4, 8, key(1), b"")]
-    with pytest.raises(ValueError, match=r"\[0, 5\) and \[4, 8\) overlap"):
-        plan(placed, {}, 0, 8)
-
-
-@pytest.mark.parametrize(("start", "end"), [(-1, 3), (3, 3), (4, 3)])
-def test_a_span_without_tokens_is_no_span(start: int, end: int) -> None:
-    with pytest.raises(PromptError, match="at least one token"):
-        ChunkSpan(start, end, key(0), b"")
-
-
-def test_statistics_of_other_tokens_are_refused() -> None:
-    with pytest.raises(ValueError, match="statistics of 5 tokens for a chunk of 6"):
-        ChunkVariant(key(0), 0, 6, variant(0, 5).statistics)

@@ -11,19 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.chunk import ChunkStatistics
 from ragcache_core.chunk.scores import (
     adjusted_overlap,
     context_impact,
     fix_overhead,
     lost_context,
     neighbour_overlap,
-    num_selected,
     order_penalty,
-    outward_attention,
     prefix_overlap,
 )
-from ragcache_core.errors import ConfigError
 from tests.unit.chunk.captures import behind, key, prompt, statistics, variants
 
 NAMES = st.lists(st.integers(0, 9), max_size=6)
@@ -65,16 +61,6 @@ def test_order_penalty_counts_the_pairs_that_changed_places(old: list[int], data
     assert order_penalty(keys(old), keys(new)) == pytest.approx(expected)
 
 
-def test_the_same_order_costs_nothing_and_the_opposite_one_everything() -> None:
-    assert order_penalty(keys([1, 2, 3]), keys([7, 1, 8, 2, 3])) == 0.0
-    assert order_penalty(keys([1, 2, 3]), keys([3, 2, 1])) == 1.0
-
-
-def test_a_chunk_that_stands_twice_counts_where_it_stands_first() -> None:
-    assert order_penalty(keys([1, 2]), keys([1, 2, 1])) == 0.0
-    assert order_penalty(keys([1, 2, 1]), keys([2, 1])) == 1.0
-
-
 @given(variants(0, 3), NAMES, st.integers(0, 100))
 def test_every_overlap_lies_between_nothing_and_all(variant, prefix: list[int], unseen: int) -> None:
     found = variant.statistics
@@ -84,55 +70,16 @@ def test_every_overlap_lies_between_nothing_and_all(variant, prefix: list[int], 
     assert adjusted == pytest.approx(overlap * (1.0 - order_penalty(found.prefix, keys(prefix))))
 
 
-@given(variants(0, 3))
-def test_the_prefix_of_the_capture_fits_as_a_whole(variant) -> None:
-    assert adjusted_overlap(variant.statistics, variant.statistics.prefix) == pytest.approx(1.0)
-
-
 def test_a_chunk_that_was_computed_alone_fits_only_where_it_stands_alone() -> None:
     assert adjusted_overlap(statistics(4), []) == 1.0
     assert adjusted_overlap(statistics(4), [key(1)]) == 0.0
     assert adjusted_overlap(statistics(4), [key(1)], unseen_tokens=5) == 0.0
 
 
-def test_tokens_that_are_new_in_front_get_the_attention_that_others_got() -> None:
-    captured = statistics(4, [(1, 10, 3.0), (2, 20, 1.0)])
-    here = [key(1), key(5)]
-    expected = 3.0 / (4.0 + 4.0 / 30 * 15)  # Eq. 6 with 15 tokens more, at the old prefix's attention a token
-    assert adjusted_overlap(captured, here) == pytest.approx(3.0 / 4.0)
-    assert adjusted_overlap(captured, here, unseen_tokens=15) == pytest.approx(expected)
-
-
-@given(variants(0, 3))
-def test_context_impact_lies_between_a_half_and_one(variant) -> None:
-    assert 0.5 <= context_impact(variant.statistics) <= 1.0
-
-
-def test_who_looked_at_nothing_has_half_and_who_looked_at_others_alone_has_all() -> None:
-    assert context_impact(statistics(4, [(1, 10, 0.0)])) == 0.5
-    assert context_impact(statistics(1, intra=0.0)) == 0.5
-    assert context_impact(statistics(1, [(1, 10, 0.2)], intra=0.0)) == 1.0
-
-
-@given(st.floats(0.5, 1.0), st.floats(0.0, 1.0), st.floats(0.0, 10.0), st.floats(0.0, 10.0))
-def test_overhead_is_a_fraction_that_grows_with_alpha(impact: float, overlap: float, one: float, two: float) -> None:
-    lost = impact * (1.0 - overlap)
-    low, high = sorted((fix_overhead(lost, one), fix_overhead(lost, two)))
-    assert 0.0 <= low <= high <= 1.0
-    assert fix_overhead(lost, min(one, two)) == low
-    assert fix_overhead(0.0, one) == 0.0
-
-
 def test_overhead_is_the_papers_product() -> None:
     captured = statistics(3, [(1, 5, 1.0)])
     lost = lost_context(captured, behind([2]), weight=0.8, overlap=0.25)
     assert fix_overhead(lost, 0.5) == pytest.approx(0.5 * 0.8 * 0.75)
-
-
-@pytest.mark.parametrize("alpha", [-0.1, math.nan])
-def test_an_impossible_alpha_is_refused_with_its_limit(alpha: float) -> None:
-    with pytest.raises(ConfigError, match="alpha is .*must be 0 or more"):
-        fix_overhead(0.5, alpha)
 
 
 def test_an_alpha_without_bound_recomputes_what_changed_and_no_more() -> None:
@@ -167,41 +114,6 @@ def test_what_was_inherited_counts_where_it_is_more_than_what_was_lost() -> None
     assert lost_context(much, behind([1]), weight=0.8, overlap=1.0) == 0.3
 
 
-@given(st.integers(0, 1000), st.integers(1, 1000))
-def test_a_whole_number_of_tokens_stays_whole(count: int, num_tokens: int) -> None:
-    if count <= num_tokens:
-        assert num_selected(count / num_tokens, num_tokens) == count
-
-
-@given(st.floats(0.0, 1.0), st.integers(1, 4096))
-def test_a_fraction_of_a_token_is_a_token(overhead: float, num_tokens: int) -> None:
-    assert overhead * num_tokens <= num_selected(overhead, num_tokens) + 1e-6
-    assert num_selected(overhead, num_tokens) < overhead * num_tokens + 1
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])
-@pytest.mark.parametrize("place", ["inter", "intra", "token_inter"])
-def test_attention_that_is_no_attention_is_no_statistics(bad: float, place: str) -> None:
-    masses = {"inter": (1.0, 1.0), "intra": 1.0, "token_inter": (1.0, 1.0, 1.0)}
-    masses[place] = bad if place == "intra" else (1.0, bad, *masses[place][2:])
-    with pytest.raises(ValueError, match="negative or not finite"):
-        ChunkStatistics(prefix=(key(1), key(2)), prefix_lengths=(4, 5), context=b"", **masses)
-
-
-def test_scores_must_be_as_many_as_the_chunks_before() -> None:
-    with pytest.raises(ValueError, match="1 scores and 2 lengths for a prefix of 2 chunks"):
-        ChunkStatistics((key(1), key(2)), (4, 5), (1.0,), 1.0, (1.0,), context=b"")
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_what_does_not_look_inwards_looks_outwards(seed: int) -> None:
-    captured = prompt([5, 7, 11], seed=seed)
-    own = captured.spans[2]
-    rows = captured.averaged()[own.start : own.end]
-    before, itself = rows[:, : own.start].sum(), np.diagonal(rows[:, own.start :]).sum()
-    assert outward_attention(captured.statistics(2)) == pytest.approx((before + itself) / own.num_tokens)
-
-
 @pytest.mark.parametrize(
     ("now", "kept"),
     [
@@ -218,9 +130,3 @@ def test_what_does_not_look_inwards_looks_outwards(seed: int) -> None:
 def test_a_neighbour_counts_as_long_as_nothing_new_stands_between(now: list[int], kept: float) -> None:
     captured = statistics(8, [(1, 5, 1.0), (2, 5, 3.0)])
     assert neighbour_overlap(captured, keys(now)) == pytest.approx(kept)
-
-
-@given(variants(0, 4), NAMES)
-def test_neighbours_are_kept_between_not_at_all_and_wholly(variant, names: list[int]) -> None:
-    assert 0.0 <= neighbour_overlap(variant.statistics, keys(names)) <= 1.0
-    assert neighbour_overlap(variant.statistics, variant.statistics.prefix) == 1.0

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcache_core.chunk import SELECTIONS, SelectableChunk, make_selection
-from ragcache_core.errors import ConfigError
 from tests.unit.chunk.captures import prompt, variant, variants
 
 
@@ -34,13 +33,6 @@ def test_a_selection_spends_its_budget_within_the_chunks(name: str, chunks: list
     assert sum(map(len, selected)) == sum(chunk.budget for chunk in chunks)
 
 
-@pytest.mark.parametrize("name", SELECTIONS)
-@settings(deadline=None, max_examples=30)
-@given(chunks=selectable())
-def test_a_selection_chooses_the_same_tokens_again(name: str, chunks: list[SelectableChunk]) -> None:
-    assert make_selection(name).select(chunks) == make_selection(name).select(chunks)
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_cache_craft_takes_the_tokens_that_looked_most_at_other_chunks(seed: int) -> None:
     captured = prompt([5, 7, 13], seed=seed)
@@ -52,16 +44,6 @@ def test_cache_craft_takes_the_tokens_that_looked_most_at_other_chunks(seed: int
     assert set(offsets) == set(outside.argsort()[-4:].tolist())
 
 
-def test_of_tokens_that_looked_alike_the_first_are_taken() -> None:
-    alone = SelectableChunk(variant(0, 6), 2)  # computed alone: no token looked at anything
-    assert make_selection("cache_craft").select([alone]) == [(0, 1)]
-
-
 def test_whole_chunks_takes_all_that_it_may_of_each_chunk() -> None:
     chunks = [SelectableChunk(variant(0, 3), 0), SelectableChunk(variant(1, 4), 4)]
     assert make_selection("whole_chunks").select(chunks) == [(), (0, 1, 2, 3)]
-
-
-def test_an_unknown_selection_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(ConfigError, match="selection is 'best'; choose one of cache_craft, whole_chunks"):
-        make_selection("best")

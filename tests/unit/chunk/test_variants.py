@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from ragcache_core.chunk import ChunkVariant, VariantTable
-from ragcache_core.errors import ConfigError
 from tests.unit.chunk.captures import key, statistics
 
 CHUNKS, PREFIXES = st.integers(0, 3), st.lists(st.integers(10, 13), max_size=2, unique=True)
@@ -120,20 +119,6 @@ def test_the_variant_that_was_cheap_to_reuse_outlives_the_one_that_was_dear() ->
     assert table.victim(key(2)) is expensive
 
 
-def test_one_popular_chunk_may_have_every_instance() -> None:
-    table = VariantTable(4)
-    for name in range(1, 5):
-        table.add(key(0), 3, statistics(3, [(name, 5, 1.0)]))
-    assert len(table.variants(key(0))) == 4
-
-
-def test_a_use_that_recomputed_nothing_counts_as_one_token() -> None:
-    table = VariantTable(1)
-    variant = table.add(key(0), 20, statistics(20))
-    table.record_use(variant, 0.0)
-    assert table.reuse(variant) == 20.0
-
-
 def test_a_restored_table_goes_on_where_the_old_one_was() -> None:
     old, new = VariantTable(3), VariantTable(3)
     kept = [old.add(key(name), 3, statistics(3)) for name in range(3)]
@@ -145,24 +130,9 @@ def test_a_restored_table_goes_on_where_the_old_one_was() -> None:
     assert new.add(key(1), 3, statistics(3)).number > max(variant.number for variant in kept)
 
 
-def test_the_same_content_behind_the_same_chunks_is_refused() -> None:
-    table = VariantTable(3)
-    first = table.add(key(0), 3, statistics(3))
-    with pytest.raises(ValueError, match="is kept already"):
-        table.add(key(0), 3, statistics(3))
-    with pytest.raises(ValueError, match="is kept already"):
-        table.restore(ChunkVariant(key(1), first.number, 3, statistics(3)), reuse=0.0)
-
-
 def test_uses_without_end_do_not_make_the_table_larger() -> None:
     table = VariantTable(2)
     variant = table.add(key(0), 3, statistics(3))
     for _ in range(1000):
         table.record_use(variant, 0.5)
     assert len(table._heap) < 100
-
-
-@pytest.mark.parametrize("bounds", [(0, None), (4, 0)])
-def test_a_table_for_nothing_is_refused(bounds: tuple[int, int | None]) -> None:
-    with pytest.raises(ConfigError, match="both must be 1 or more"):
-        VariantTable(*bounds)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from ragcache_core.chunkstore import AsyncStore, ChunkStore, ChunkWrite, Scratch
 from ragcache_core.chunkstore.async_store import ReadRate
 from ragcache_core.chunkstore.index import ChunkIndex
 from ragcache_core.chunkstore.slotfile import SlotFile
-from ragcache_core.errors import CacheCapacityError, CacheTierError, CacheWriteError
+from ragcache_core.errors import CacheTierError, CacheWriteError
 from tests.support.waiting import until
 
 CHUNK_BYTES = 4096
@@ -98,15 +97,6 @@ def test_changes_keep_their_order_and_reads_bring_what_was_written(scene: Scene)
     assert bytes(target) == b"b".ljust(CHUNK_BYTES)
 
 
-def test_a_store_that_is_only_full_stays_in_service(scene: Scene) -> None:
-    for key in (b"a", b"b", b"c", b"d", b"e"):
-        scene.write(key)
-    scene.settle()
-    (error,) = scene.errors
-    assert isinstance(error, CacheCapacityError)
-    assert scene.threads.why_down() is None
-
-
 def test_a_full_disk_rests_is_tried_again_and_is_logged_once_each_way(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -135,13 +125,6 @@ def test_a_full_disk_rests_is_tried_again_and_is_logged_once_each_way(
     assert "is out of service" not in failed
     assert "as the test wants it" in failed
     assert works == "RC-TIER-WORKS: Writing to The test's store works again"
-
-
-def test_a_write_that_fails_as_the_files_are_gone_takes_the_store_down(scene: Scene) -> None:
-    shutil.rmtree(scene.store.path)
-    scene.write(b"a", is_write=True)
-    scene.settle()
-    assert "restart the engine" in str(scene.threads.why_down())
 
 
 @pytest.mark.parametrize("change", ["evict", "rename"])
@@ -183,16 +166,6 @@ def test_a_change_that_fails_takes_the_store_down_and_the_next_ones_but_those_th
     assert b"b" not in scene.store
     (message,) = [record.getMessage() for record in caplog.records]
     assert message.startswith("RC-TIER-OFF: The test's store is out of service until the next start: a change failed: ")
-
-
-def test_what_is_read_when_the_store_is_down_is_left_to_whoever_waits(scene: Scene) -> None:
-    scene.write(b"a")
-    scene.settle()
-    scene.threads.take_down("the test wants it")
-    transfer = scene.read(b"a", bytearray(CHUNK_BYTES))
-    scene.settle()
-    assert not transfer.is_finished
-    assert transfer.abandon()
 
 
 @pytest.mark.parametrize("what", ["read", "write"])
@@ -272,15 +245,6 @@ def test_giving_up_while_a_reader_delivers_is_all_or_nothing() -> None:
         assert is_abandoned != transfer.is_finished
 
 
-def test_a_reader_reads_into_the_same_aligned_memory_again() -> None:
-    scratch = Scratch()
-    first = scratch.rows(2, 4096)
-    again = scratch.rows(1, 4096)
-    assert first.ctypes.data == again.ctypes.data
-    assert first.ctypes.data % 4096 == 0
-    assert scratch.rows(3, 4096).shape == (3, 4096)
-
-
 def test_the_rate_is_that_of_all_readers_together_over_the_time_in_which_any_reads() -> None:
     rate = ReadRate()
     assert rate.bytes_per_s(0.0) is None
@@ -292,28 +256,3 @@ def test_the_rate_is_that_of_all_readers_together_over_the_time_in_which_any_rea
     rate.begin(50.0)  # nothing was read meanwhile
     rate.end(51.0, 190)
     assert rate.bytes_per_s(51.0) == pytest.approx(190.0, rel=0.06)
-
-
-def test_a_rate_follows_the_disk_and_is_measured_again_after_a_minute() -> None:
-    rate = ReadRate()
-    for number in range(100):
-        rate.begin(float(number))
-        rate.end(number + 0.5, 1000 if number < 50 else 10)
-    measured = rate.bytes_per_s(100.0)
-    assert measured is not None
-    assert 10.0 < measured < 100.0, "it was 2000 in the first half"
-    assert rate.bytes_per_s(159.0) is not None
-    assert rate.bytes_per_s(160.0) is None
-
-
-def test_the_rate_of_a_store_is_what_its_readers_did(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene.write(b"a")
-    scene.settle()
-    assert scene.threads.read_bytes_per_s() is None
-    read = SlotFile.read
-    monkeypatch.setattr(SlotFile, "read", lambda self, *args: (time.sleep(0.05), read(self, *args))[1])
-    scene.read(b"a", bytearray(CHUNK_BYTES))
-    scene.settle()
-    measured = scene.threads.read_bytes_per_s()
-    assert measured is not None
-    assert 0 < measured <= CHUNK_BYTES / 0.05

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from ragcache_core.chunkstore import ChunkNote, ChunkStore, ChunkWrite, slotfile
-from ragcache_core.chunkstore.chunks import names_of_text, text_of_names
 from ragcache_core.chunkstore.index import ChunkIndex
 from ragcache_core.chunkstore.sealing import Keys
 from ragcache_core.errors import CacheWriteError
@@ -63,38 +61,6 @@ def test_nothing_is_left_of_erased_chunks_nor_of_what_was_deleted_before(
     store = opening()
     assert is_left(store, names) == [False] * 6 + [True] * 6
     assert len(store) == 6
-
-
-def test_what_an_earlier_run_deleted_goes_with_the_first_erasure(store: ChunkStore, opening: Opening) -> None:
-    store.write_many(named(keys(4)))
-    store.delete_many(keys(2))
-    store.close()
-    store = opening()
-    assert store.erase([b"never stored"]) == 0
-    assert is_left(store, keys(4)) == [False, False, True, True]
-
-
-def test_nothing_is_left_of_encrypted_chunks_either(opening: Opening) -> None:
-    store = opening(keys=Keys.parse("A" * 43 + "=", "a test"))
-    store.write_many(named(keys(8)))
-    names = keys(8)
-    data = (store.path / "chunks.data").read_bytes()
-    sealed = {key: data[at : at + 64] for key, at in zip(names, range(0, len(data), CHUNK_BYTES), strict=True)}
-    seals = (store.path / "chunks.seals").read_bytes()
-    store.erase(names[:3])
-    content = files(store)
-    assert [sealed[key] in content for key in names] == [False] * 3 + [True] * 5
-    size = len(seals) // 8
-    assert [seals[i * size : i * size + size] in content for i in range(8)] == [False] * 3 + [True] * 5
-    assert [read(store, key) for key in names] == [None] * 3 + [payload(key) for key in names[3:]]
-    store.write_many(named(names))
-    assert [read(store, key) for key in names] == [payload(key) for key in names]
-
-
-def test_a_cleared_store_holds_nothing(store: ChunkStore) -> None:
-    store.write_many(named(keys(4)))
-    store.clear()
-    assert not any(is_left(store, keys(4)))
 
 
 @pytest.mark.parametrize("fails", ["slots", "rows"])
@@ -183,24 +149,27 @@ def test_a_chunk_is_named_anew_and_keeps_its_place(store: ChunkStore, opening: O
     ]
 
 
-@pytest.mark.parametrize(
-    ("doc_id", "others"),
-    [(None, []), ("a", []), ("a", ["b", "c"]), (None, ["b"]), ("\x1elike it", []), ("ä" * 9, ["ü"])],
-)
-def test_names_are_read_as_they_were_written(doc_id: str | None, others: list[str]) -> None:
-    assert names_of_text(text_of_names(doc_id, others)) == (doc_id, frozenset(others))
+def test_what_an_earlier_run_deleted_goes_with_the_first_erasure(store: ChunkStore, opening: Opening) -> None:
+    store.write_many(named(keys(4)))
+    store.delete_many(keys(2))
+    store.close()
+    store = opening()
+    assert store.erase([b"never stored"]) == 0
+    assert is_left(store, keys(4)) == [False, False, True, True]
 
 
-def test_of_more_names_than_there_is_room_for_the_first_are_kept() -> None:
-    others = [random.Random(number).choice("äöü") * 900 + str(number) for number in range(9)]
-    text = text_of_names("a", others)
-    assert text is not None
-    ChunkNote(doc_id=text)
-    doc_id, found = names_of_text(text)
-    assert doc_id == "a"
-    assert found < set(others)
-    assert text_of_names("\x1e" + "ü" * 2048, []) is None
-
-
-def test_an_id_of_an_older_engine_that_looks_like_several_is_one() -> None:
-    assert names_of_text("\x1eno json") == ("\x1eno json", frozenset())
+def test_nothing_is_left_of_encrypted_chunks_either(opening: Opening) -> None:
+    store = opening(keys=Keys.parse("A" * 43 + "=", "a test"))
+    store.write_many(named(keys(8)))
+    names = keys(8)
+    data = (store.path / "chunks.data").read_bytes()
+    sealed = {key: data[at : at + 64] for key, at in zip(names, range(0, len(data), CHUNK_BYTES), strict=True)}
+    seals = (store.path / "chunks.seals").read_bytes()
+    store.erase(names[:3])
+    content = files(store)
+    assert [sealed[key] in content for key in names] == [False] * 3 + [True] * 5
+    size = len(seals) // 8
+    assert [seals[i * size : i * size + size] in content for i in range(8)] == [False] * 3 + [True] * 5
+    assert [read(store, key) for key in names] == [None] * 3 + [payload(key) for key in names[3:]]
+    store.write_many(named(names))
+    assert [read(store, key) for key in names] == [payload(key) for key in names]

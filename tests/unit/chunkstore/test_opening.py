@@ -18,7 +18,7 @@ from ragcache_core.chunkstore.namespace import FORMAT
 from ragcache_core.errors import CacheTierError, CacheWriteError
 from tests.support.failing_reads import run_with_failing_reads
 
-from .conftest import CHUNK_BYTES, IDENTITY, Opening, keys, payload, read, writes
+from .conftest import IDENTITY, Opening, keys, payload, read, writes
 
 
 def full(index: ChunkIndex, slots: Iterable[int]) -> None:
@@ -142,12 +142,6 @@ def test_a_read_that_fails_anywhere_while_a_store_is_opened_costs_nothing(tmp_pa
     assert int(num_refused) > 10
 
 
-def test_a_path_that_is_too_long_for_sqlite_is_refused_with_the_reason(tmp_path: Path) -> None:
-    directory = tmp_path.joinpath(*["d" * 200] * 3)
-    with pytest.raises(CacheTierError, match="SQLite takes paths of up to 512 bytes, name a shorter directory"):
-        ChunkStore(directory, IDENTITY, chunk_bytes=CHUNK_BYTES, capacity_bytes=16 * CHUNK_BYTES)
-
-
 def test_what_is_written_after_a_clear_that_failed_outlives_the_store(
     opening: Opening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,16 +156,6 @@ def test_what_is_written_after_a_clear_that_failed_outlives_the_store(
     store = opening()
     assert [read(store, key) for key in again] == [payload(key) for key in again]
     assert [len(store), store.stats.num_missing] == [4, 0]
-
-
-def test_a_neighbours_folder_that_cannot_be_read_is_listed_without_its_size(store: ChunkStore) -> None:
-    with ChunkStore(store.path.parent, {"model": "other"}, chunk_bytes=4096, capacity_bytes=4096) as other:
-        neighbour = other.path
-    (neighbour / "identity.json").unlink()
-    (neighbour / "identity.json").mkdir()
-    listed = {namespace.path: namespace for namespace in list_namespaces(store.path.parent)}
-    assert (listed[neighbour].format, listed[neighbour].num_bytes) == (0, 0)
-    assert listed[store.path].format == 3
 
 
 def test_a_full_disk_keeps_neither_the_store_from_opening_nor_what_is_of_no_use_in_it(
@@ -215,10 +199,6 @@ def test_a_smaller_capacity_counts_no_row_that_a_full_disk_has_kept(
     monkeypatch.setattr(ChunkIndex, "delete", full_once)
     store = opening(4)
     assert sorted(entry.key for entry in store.entries()) == [b"key 0", b"key 1", b"key 2", b"key 4"]
-
-
-def test_an_index_is_sorted_in_memory_and_needs_no_room_elsewhere(store: ChunkStore) -> None:
-    assert store._index._connection.execute("PRAGMA temp_store").fetchone() == (2,)  # MEMORY
 
 
 FORMAT_2 = Path(__file__).with_name("format_2.zip")

@@ -213,31 +213,6 @@ def test_a_store_without_a_key_does_not_find_what_is_encrypted(
     assert [read(plain, key) for key in keys(2)] == [None, None]
 
 
-def test_more_sealed_chunks_move_down_at_once_than_the_system_writes_seals_in_a_call(folder: Path) -> None:
-    def opened(num_slots: int) -> ChunkStore:
-        return ChunkStore(folder, IDENTITY, chunk_bytes=4096, capacity_bytes=num_slots * 4096, keys=FIRST)
-
-    names = keys(2200)
-    with opened(2200) as store:
-        store.write_many(writes(names[:1100], 4096))
-        store.write_many(writes(names[1100:], 4096))
-        store.delete_many(names[:1100])
-    with opened(1100) as store:
-        assert (len(store), store.stats.num_missing) == (1100, 0)
-        assert read(store, names[-1]) == payload(names[-1], 4096)
-
-
-def test_a_cleared_or_smaller_store_keeps_no_seals_of_slots_that_it_has_no_more(
-    sealed: Callable[..., ChunkStore],
-) -> None:
-    with sealed() as store:
-        store.write_many(writes(keys(8)))
-    with sealed(num_slots=2) as store:
-        assert (store.path / "chunks.seals").stat().st_size == 2 * 32
-        store.clear()
-        assert (store.path / "chunks.seals").stat().st_size == 0
-
-
 def test_a_start_that_is_refused_for_its_capacity_notes_no_new_key(sealed: Callable[..., ChunkStore]) -> None:
     with sealed() as store:
         store.write_many(writes(keys(2)))
@@ -295,21 +270,6 @@ def test_a_file_without_a_key_is_refused_and_its_content_is_not_shown(tmp_path: 
         load_keys(path)
     assert "openssl rand -base64 32" in str(refused.value)
     assert not any(part in str(refused.value) for part in text.split() if len(part) > 12)
-
-
-def test_a_file_that_is_not_there_or_no_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load_keys(tmp_path / "nothing")
-    (tmp_path / "key").write_bytes(b"\xff" * 32)
-    with pytest.raises(ConfigError, match="is no text"):
-        load_keys(tmp_path / "key")
-
-
-def test_without_the_extra_its_name_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY_ENV, line(b"c" * 32))
-    monkeypatch.setattr("ragcache_core.chunkstore.sealing.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'ragcache\[encryption\]'"):
-        load_keys(None)
 
 
 def test_keys_do_not_show_in_a_log() -> None:

@@ -10,26 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.chunkstore import ChunkStore
-from ragcache_core.chunkstore.slots import SlotMap
+from ragcache_core.chunkstore.slotfile import SlotMap
 
 from .conftest import CHUNK_BYTES, aligned, keys, writes
-
-
-def test_a_batch_lies_in_one_piece_where_there_is_one() -> None:
-    slots = SlotMap(16)
-    slots.reserve(16)
-    slots.release([0, 2, 5, 6, 7, 8, 12])
-    assert slots.reserve(4) == [5, 6, 7, 8]
-    assert slots.num_free == 3
-
-
-def test_a_batch_is_split_where_there_is_no_such_piece() -> None:
-    slots = SlotMap(16)
-    slots.reserve(16)
-    slots.release([1, 4, 5, 9, 12, 13])
-    assert slots.reserve(5) == [1, 4, 5, 12, 13]
-    assert slots.reserve(1) == [9]
-    assert slots.num_free == 0
 
 
 @given(st.integers(1, 40), st.lists(st.tuples(st.integers(1, 9), st.randoms(use_true_random=False)), max_size=40))

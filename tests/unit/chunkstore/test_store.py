@@ -18,10 +18,6 @@ from ragcache_core.errors import CacheDirectoryError, CacheTierError
 from .conftest import CHUNK_BYTES, IDENTITY, Opening, aligned, keys, payload, read, writes
 
 
-def test_direct_and_buffered_input_and_output_are_both_tested_here(store: ChunkStore, direct: bool) -> None:
-    assert store.is_direct == direct
-
-
 @pytest.mark.parametrize("function", ["open", "preadv", "pwritev"])
 def test_where_the_file_system_has_no_direct_input_and_output_it_is_buffered(
     folder: Path, monkeypatch: pytest.MonkeyPatch, function: str
@@ -42,15 +38,6 @@ def test_where_the_file_system_has_no_direct_input_and_output_it_is_buffered(
         assert read(store, b"key 1") == payload(b"key 1")
 
 
-def test_many_chunks_are_read_in_any_order_and_misses_are_among_them(store: ChunkStore) -> None:
-    store.write_many(writes(keys(8)))
-    wanted = [b"key 6", b"none", b"key 0", b"key 1", b"key 6", b"key 7"]
-    targets = [aligned(CHUNK_BYTES) for _ in wanted]
-    assert store.read_many(list(zip(wanted, targets, strict=True))) == [True, False, True, True, True, True]
-    for key, target in zip(wanted, targets, strict=True):
-        assert key == b"none" or target == payload(key)
-
-
 @pytest.mark.parametrize("chunk_bytes", [1, 1000, 4096, 4097, 40_000])
 @pytest.mark.parametrize("offset", [0, 1, 512])
 def test_chunks_of_any_size_go_to_and_from_memory_anywhere(opening: Opening, chunk_bytes: int, offset: int) -> None:
@@ -68,14 +55,6 @@ def test_chunks_of_any_size_go_to_and_from_memory_anywhere(opening: Opening, chu
     assert (store.path / "chunks.data").stat().st_size == 5 * store.slot_bytes
 
 
-def test_a_batch_that_no_single_system_call_takes_is_written_and_read(opening: Opening) -> None:
-    store = opening(700, chunk_bytes=100)
-    store.write_many(writes(keys(700), 100))
-    targets = [bytearray(100) for _ in range(700)]
-    assert all(store.read_many(list(zip(keys(700), targets, strict=True))))
-    assert targets == [payload(key, 100) for key in keys(700)]
-
-
 def test_entries_come_with_their_notes_parents_first(opening: Opening) -> None:
     noted = [
         ChunkWrite(b"leaf", payload(b"leaf"), ChunkNote(b"root", "Straße 7", 1, 2.5, 0.25)),
@@ -88,39 +67,6 @@ def test_entries_come_with_their_notes_parents_first(opening: Opening) -> None:
         ChunkEntry(b"root", None, None, 0, 7.0, 1e-9),
         ChunkEntry(b"leaf", b"root", "Straße 7", 1, 2.5, 0.25),
     ]
-
-
-def test_changes_while_entries_are_listed_leave_the_list_whole(opening: Opening) -> None:
-    store = opening(3000, chunk_bytes=16)
-    store.write_many(writes(keys(2500), 16))
-    listed = store.entries()
-    first = next(listed)
-    store.delete_many(keys(100, first=2000))
-    store.write_many(writes(keys(50, first=5000), 16))
-    assert [first.key, *(entry.key for entry in listed)] == [*keys(2000), *keys(400, first=2100)]
-
-
-def test_a_list_that_was_left_half_way_does_not_keep_the_store_from_opening_again(opening: Opening) -> None:
-    store = opening(3000, chunk_bytes=16)
-    store.write_many(writes(keys(2500), 16))
-    listed = store.entries()
-    next(listed)
-    store.close()
-    assert len(opening(3000, chunk_bytes=16)) == 2500
-    with pytest.raises(CacheTierError, match="closed"):
-        list(listed)
-
-
-def test_clear_forgets_everything_and_gives_the_space_back(opening: Opening) -> None:
-    with opening() as store:
-        store.write_many(writes(keys(16)))
-        store.clear()
-        assert [len(store), store.num_free_slots, read(store, b"key 0")] == [0, 16, None]
-        assert (store.path / "chunks.data").stat().st_size == 0
-        store.write_many(writes([b"new"]))
-    store = opening()
-    assert [entry.key for entry in store.entries()] == [b"new"]
-    assert read(store, b"new") == payload(b"new")
 
 
 def test_a_smaller_capacity_keeps_parents_and_what_is_worth_most(opening: Opening) -> None:
@@ -187,12 +133,6 @@ def test_a_bad_sector_costs_one_chunk_when_a_store_shrinks_and_a_disk_that_canno
     assert len(opening(8)) == 8
 
 
-def test_what_was_dropped_for_capacity_is_counted(opening: Opening) -> None:
-    with opening() as store:
-        store.write_many(writes(keys(16)))
-    assert opening(10).stats.num_over_capacity == 6
-
-
 def test_caches_of_other_identities_are_left_alone_and_listed(opening: Opening, store: ChunkStore) -> None:
     store.write_many(writes(keys(4)))
     folder = store.path.parent
@@ -213,10 +153,6 @@ def test_caches_of_other_identities_are_left_alone_and_listed(opening: Opening, 
         **IDENTITY,
         "chunk_bytes": CHUNK_BYTES,
     }
-
-
-def test_a_directory_that_is_not_there_has_no_namespaces(store: ChunkStore) -> None:
-    assert list_namespaces(store.path / "nowhere") == []
 
 
 def test_closing_twice_is_fine_and_reads_are_misses_from_then_on(store: ChunkStore) -> None:

@@ -14,7 +14,7 @@ from ragcache_core.client import Engine
 from ragcache_core.config import CacheConfig
 from ragcache_core.retrieval import DocumentStore
 from ragcache_core.types import Document
-from tests.support.scripted_server import THREE_TIERS, Reply, ScriptedServer, Seen
+from tests.support.scripted_server import Reply, ScriptedServer
 
 QUESTION = "Where does Mel end?"
 
@@ -39,10 +39,6 @@ def ask(server: ScriptedServer, store: Path, *options: str, question: str = QUES
     return CliRunner(env={"RAGCACHE_API_KEY": "secret"}).invoke(cli, arguments, **settings)  # type: ignore[arg-type]
 
 
-def sent(server: ScriptedServer, number: int = -1) -> Seen:
-    return server.requests[number]
-
-
 def test_the_answer_goes_to_standard_output_and_what_it_cost_to_standard_error(
     server: ScriptedServer, store: Path
 ) -> None:
@@ -53,36 +49,6 @@ def test_the_answer_goes_to_standard_output_and_what_it_cost_to_standard_error(
     assert "0 of them cached; first token after" in result.stderr
 
 
-def test_the_tiers_that_the_tokens_came_from_are_told(server: ScriptedServer, store: Path) -> None:
-    server.cache = THREE_TIERS
-    ask(server, store)
-    told = ask(server, store).stderr
-    counts = server._figures["cmpl-2"]
-    assert f"{counts['num_gpu_tokens']} from GPU, {counts['num_host_tokens']} from host" in told
-
-
-def test_the_prompt_carries_the_documents_and_their_spans(server: ScriptedServer, store: Path) -> None:
-    ask(server, store, "--k", "3", "--max-tokens", "7", "--temperature", "0.5")
-    body = sent(server).body
-    documents = body["kv_transfer_params"]["ragcache"]["documents"]
-    assert sorted(d["id"] for d in documents) == ["mel.txt", "tar.md", "zor.md"]
-    assert (body["max_tokens"], body["temperature"]) == (7, 0.5)
-    assert isinstance(body["prompt"][0], int)
-
-
-def test_json_is_one_object_with_everything(server: ScriptedServer, store: Path) -> None:
-    result = ask(server, store, "--json")
-    answer = json.loads(result.stdout)
-    assert set(answer) == {"question", "answer", "finish_reason", "documents", "stats"}
-    assert answer["question"] == QUESTION
-    assert len(answer["documents"]) == 2
-    assert set(answer["documents"][0]) == {"id", "distance"}
-    distances = [document["distance"] for document in answer["documents"]]
-    assert distances == sorted(distances)
-    assert answer["stats"]["ttft_s"] > 0
-    assert result.stderr == ""
-
-
 def test_the_second_question_from_standard_input_finds_the_documents_cached(
     server: ScriptedServer, store: Path
 ) -> None:
@@ -90,31 +56,6 @@ def test_the_second_question_from_standard_input_finds_the_documents_cached(
     first, second = (json.loads(line)["stats"] for line in result.stdout.splitlines())
     assert first["num_cached_tokens"] == 0
     assert second["num_cached_tokens"] > 0
-
-
-def test_a_streamed_answer_is_the_same_text(server: ScriptedServer, store: Path) -> None:
-    assert ask(server, store, "--stream").stdout == ask(server, store).stdout
-
-
-def test_the_layout_of_the_prompt_can_be_chosen(server: ScriptedServer, store: Path, demo_model: str) -> None:
-    options = [
-        "--static-prefix",
-        "Be brief.",
-        "--document-format",
-        "<{doc_id}> {text}",
-        "--question-format",
-        "Q {question}",
-    ]
-    assert ask(server, store, *options, "--k", "3").exit_code == 0
-    with Engine.connect(server.url, api_key="secret") as engine:
-        tokens = set(engine.tokenize("Be brief. <mel.txt> Mel is a river.")) - set(engine.tokenize("Mel is a river."))
-    assert tokens & set(sent(server).body["prompt"])
-
-
-def test_the_key_comes_from_the_option_or_the_environment(server: ScriptedServer, store: Path) -> None:
-    result = ask(server, store, "--api-key", "wrong")
-    assert result.exit_code == 1
-    assert "pass the server's with --api-key" in result.stderr
 
 
 def test_a_store_that_cannot_answer_is_known_before_a_model_is_loaded(
@@ -162,11 +103,6 @@ def test_a_question_that_is_not_utf8_is_told_by_its_line_once_those_before_it_ar
     result = ask(server, store, question="-", input=questions)  # type: ignore[arg-type]
     assert (result.exit_code, len(server.requests)) == (1, 1)
     assert "error: question in line 3 is not UTF-8 (byte 0xf6 at offset 8): save the file as text" in result.stderr
-
-
-def test_a_byte_order_mark_is_no_part_of_a_question(server: ScriptedServer, store: Path) -> None:
-    assert ask(server, store, question="-", input=f"\ufeff{QUESTION}\r\n{QUESTION}\n").exit_code == 0
-    assert sent(server, 0).body["prompt"] == sent(server, 1).body["prompt"]
 
 
 def test_shown_documents_do_not_steer_the_terminal(server: ScriptedServer, tmp_path: Path) -> None:

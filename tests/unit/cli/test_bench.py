@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,6 @@ from ragcache_core.bench.load import Load
 from ragcache_core.cli import cli
 from tests.support.scripted_server import ScriptedServer
 
-ROOT = Path(__file__).resolve().parents[3]
-
 
 def bench(*arguments: str) -> Result:
     return CliRunner().invoke(cli, ["bench", *arguments])
@@ -25,19 +22,6 @@ def on(server: ScriptedServer, path: Path) -> list[str]:
     """Return the arguments of a small load on a server that runs."""
     amounts = ["--requests", "3", "--warm-up", "2", "--seeds", "2", "--rates", "50,100"]
     return ["--engine", server.url, "--scale", "0.125", *amounts, "--output", str(path)]
-
-
-@pytest.mark.parametrize("option", ["--output", "--html"])
-def test_a_file_that_cannot_be_written_or_is_read_is_refused_before_anything_runs(tmp_path: Path, option: str) -> None:
-    kept, trace = tmp_path / "kept.json", tmp_path / "trace.jsonl"
-    trace.write_text("{}\n")
-    for path, said in ((trace / "new.json", "no directory"), (trace, f"would overwrite {trace}")):
-        done = bench("--trace", str(trace), "--output", str(kept), option, str(path))
-        assert done.exit_code == 1
-        assert f"ragcache: error: {option} {path}" in done.stderr
-        assert said in done.stderr
-    assert trace.read_text() == "{}\n"
-    assert not kept.exists()
 
 
 def test_a_server_that_runs_is_put_under_load(tmp_path: Path) -> None:
@@ -52,18 +36,6 @@ def test_a_server_that_runs_is_put_under_load(tmp_path: Path) -> None:
     assert (tmp_path / "report.html").is_file()
     said = done.stderr.splitlines()
     assert any(line.startswith("ragcache: warning: 3 requests at each rate are few") for line in said)
-
-
-def test_a_report_is_made_again_without_measuring(tmp_path: Path) -> None:
-    page = tmp_path / "again.html"
-    measured = ROOT / "docs" / "results" / "bench-compare-slo.json"
-    done = bench("report", str(measured), "--html", str(page))
-    assert done.exit_code == 0, done.output
-    assert re.search(r"vllm-host-arc +>= 9\n", done.stdout)
-    assert "ragcache: warning: one seed gives no interval" in done.stderr
-    assert page.is_file()
-    points = json.loads(bench("report", str(measured), "--json").stdout)["summary"]["points"]
-    assert [point["engine"] for point in points[:2]] == ["no-cache", "vllm"]
 
 
 def test_an_interruption_keeps_what_is_finished_and_resume_goes_on(

@@ -71,16 +71,6 @@ def test_documents_are_a_table_with_sizes_for_a_person_and_json_has_the_numbers(
     assert run(server, "ls", "--limit", "0").exit_code == run(server, "ls", "--sort", "size").exit_code == 2
 
 
-def test_the_paths_of_a_document_are_shown(server: ScriptedServer) -> None:
-    result = run(server, "show", "terms.md")
-    assert result.exit_code == 0
-    first, place = result.stdout.splitlines()
-    assert first.startswith("terms.md: 512 tokens, 1,200 uses")
-    assert place == "  behind a.md: host 8.0 MiB; 7 uses"
-    assert run(server, "show", "-", typed="x\ny\n").exit_code == 0
-    assert asked(server) == ("documents/show", {"ids": ["x", "y"]})
-
-
 UNKNOWN = ["no such\x1b", *(f"x{number}" for number in range(11))]
 
 
@@ -120,12 +110,6 @@ def test_nothing_is_purged_that_nobody_has_confirmed(server: ScriptedServer) -> 
     assert result.exit_code == 0
     assert result.stdout.startswith("forgotten 1 of 1 documents on 2 paths")
     assert asked(server) == ("cache/purge", {"wait_s": 5.0})
-
-
-def test_forget_is_the_same_command_here(server: ScriptedServer) -> None:
-    server.receipt = ForgetReceipt(forgotten=("a",)).to_dict()
-    assert run(server, "forget", "a").exit_code == 0
-    assert server.forgotten == [["a"]]
 
 
 def test_folders_are_collected_through_a_server_or_in_a_directory(server: ScriptedServer, tmp_path: Path) -> None:

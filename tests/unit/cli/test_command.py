@@ -17,10 +17,8 @@ import pytest
 from click.testing import CliRunner
 
 import ragcache_core
-from ragcache_core._version import __version__
 from ragcache_core.cli import cli
-from ragcache_core.cli.cli_wording import _AS_TYPED
-from ragcache_core.cli.command import Command, Group, print_json
+from ragcache_core.cli.command import _AS_TYPED, Command, Group, print_json
 from ragcache_core.cli.commands.simulate import run as simulate
 from ragcache_core.errors import EmptyStoreError
 
@@ -59,16 +57,6 @@ def test_json_errors_are_an_object_on_standard_output_as_well() -> None:
     assert (status, err) == (1, "ragcache: error: nothing there: add\n")
 
 
-def test_the_systems_errors_are_reported_like_ours() -> None:
-    status, _, err = invoke(PermissionError(13, "Permission denied", "notes.store"))
-    assert (status, err) == (1, "ragcache: error: [Errno 13] Permission denied: 'notes.store'\n")
-
-
-def test_an_error_nobody_expected_says_its_kind_and_how_to_see_more() -> None:
-    status, _, err = invoke(KeyError("text"))
-    assert (status, err) == (1, "ragcache: error: unexpected KeyError: 'text' (--debug shows where)\n")
-
-
 def test_json_is_utf8_even_where_a_file_name_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     print_json({"name": "caf\u00e9 \udcff"})
     out = capsys.readouterr().out
@@ -78,13 +66,6 @@ def test_json_is_utf8_even_where_a_file_name_is_not(capsys: pytest.CaptureFixtur
 
 def test_a_reader_that_goes_away_is_no_error_of_ours() -> None:
     assert invoke(BrokenPipeError(32, "Broken pipe")) == (1, "", "")
-
-
-def test_debug_shows_the_traceback() -> None:
-    status, _, err = invoke(EmptyStoreError("nothing there"), "--debug")
-    assert status == 1
-    assert "Traceback" in err
-    assert err.endswith("ragcache: error: nothing there\n")
 
 
 def test_ctrl_c_is_status_130_and_sigterm_143() -> None:
@@ -114,10 +95,6 @@ def test_with_json_a_command_that_cannot_be_understood_says_so_in_json_as_well(a
     assert error["message"] in result.stderr
 
 
-def test_what_follows_two_dashes_asks_nothing_of_us() -> None:
-    assert CliRunner().invoke(cli, ["ask", "q", "--", "--json"]).stdout == ""
-
-
 @pytest.mark.parametrize("command", ["index", "ask", "serve", "stats", "profile"])
 def test_the_help_of_every_command_ends_with_examples_that_name_real_options(command: str) -> None:
     text = CliRunner().invoke(cli, [command, "--help"], terminal_width=100).stdout
@@ -128,10 +105,6 @@ def test_the_help_of_every_command_ends_with_examples_that_name_real_options(com
     used = {flag for line in lines for flag in re.findall(r"(?<= )--[a-z-]+", line.split(" -- ")[0])}
     assert used
     assert all(re.search(rf"{flag}\b", described) for flag in used), used
-
-
-def test_the_version_is_the_packages() -> None:
-    assert __version__ in CliRunner().invoke(cli, ["--version"]).stdout
 
 
 @pytest.mark.parametrize("arguments", [["ask", "--help"], ["profile", "--help"]])

@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ragcache_core.cli import cli
-from ragcache_core.cli.conversation import Conversation
+from ragcache_core.cli.commands.ask import Conversation
 from ragcache_core.client import Engine
 from ragcache_core.prompt import PromptLayout, RenderedPrompt
 from ragcache_core.retrieval import DocumentStore
@@ -147,24 +147,6 @@ def test_ctrl_c_stops_an_answer_and_not_the_conversation(server: ScriptedServer,
     assert terminal.leave() == 0
 
 
-def test_json_gives_a_line_per_answer_and_only_those_to_a_file(
-    server: ScriptedServer, store: Path, tmp_path: Path
-) -> None:
-    server.script(Reply("In Tar."), Reply("A lake."))
-    with (tmp_path / "answers.jsonl").open("wb") as file:
-        terminal = Terminal(server, store, "--json", stdout=file.fileno())
-    try:
-        for question in ("Where does Mel end?", "What is that?"):
-            terminal.wait_for("> ")
-            terminal.type(f"{question}\n")
-        terminal.wait_for("> ")
-        assert terminal.leave() == 0
-    finally:
-        terminal.close()
-    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
-    assert [answer["answer"] for answer in answers] == ["In Tar.", "A lake."]
-
-
 def piped(server: ScriptedServer, store: Path, *arguments: str, text: str) -> Result:
     command = ["ask", "--store", str(store), "--url", server.url, *arguments]
     return CliRunner(env={"RAGCACHE_API_KEY": "secret"}).invoke(cli, command, input=text)
@@ -175,19 +157,6 @@ def test_piped_questions_are_asked_one_by_one_each_by_itself(server: ScriptedSer
     assert [json.loads(line)["question"] for line in result.stdout.splitlines()] == ["Where does Mel end?"] * 2
     first, second = (request.body["prompt"] for request in server.requests if "prompt" in request.body)
     assert first == second
-
-
-def test_options_of_vllm_are_no_question(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, object] = {}
-
-    def launch(model: str, **settings: object) -> Engine:
-        seen.update(settings)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Engine, "launch", launch)
-    command = ["ask", "--store", str(store), "--model", "m", "--", "--max-model-len", "512"]
-    assert CliRunner().invoke(cli, command, input="Where?\n").exit_code == 130
-    assert seen["extra_args"] == ("--max-model-len", "512")
 
 
 def test_a_document_is_shown_once_and_where_the_tokens_are_is_known(engine: Engine) -> None:

@@ -48,15 +48,6 @@ def test_the_receipt_is_one_line_and_what_is_unknown_another(server: ScriptedSer
     assert server.forgotten == [["a", "b", "c"]]
 
 
-def test_json_is_the_receipt_and_ids_may_come_from_standard_input(server: ScriptedServer) -> None:
-    result = forget(server, "a", "-", "--json", "--wait", "0", typed="b/with space\n\nc\n")
-    assert result.exit_code == 0
-    told = json.loads(result.stdout)
-    assert told["is_complete"] is True
-    assert told["num_bytes"] == {"gpu": 4 << 20, "host": 8 << 20}
-    assert server.forgotten == [["a", "b/with space", "c"]]
-
-
 def test_what_is_left_is_an_error_that_says_what_to_do(server: ScriptedServer) -> None:
     server.receipt = replace(RECEIPT, num_requests=2, problems=("the disk tier is out of service",)).to_dict()
     result = forget(server, "a")
@@ -64,15 +55,6 @@ def test_what_is_left_is_an_error_that_says_what_to_do(server: ScriptedServer) -
     assert "forgotten 2 of 3" in result.stdout
     assert "2 requests that are being answered" in result.stderr
     assert "the disk tier is out of service" in result.stderr
-
-
-def test_a_server_without_ragcache_and_wrong_usage_are_told(server: ScriptedServer) -> None:
-    server.receipt = None
-    result = forget(server, "a")
-    assert result.exit_code == 1
-    assert "without RAGCache" in result.stderr
-    assert forget(server).exit_code == 2
-    assert forget(server, "a", "--wait", "-1").exit_code == 2
 
 
 @pytest.fixture

@@ -9,9 +9,7 @@ import signal
 import subprocess
 import sys
 import termios
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -54,14 +52,6 @@ def test_a_directory_becomes_a_store_that_can_be_searched(notes: Path) -> None:
         assert store.search("Who rules Zor?", 1).documents[0].doc_id == "faq-1"
 
 
-def test_json_sums_up_in_one_object(notes: Path) -> None:
-    summary = json.loads(index(notes, "--json").stdout)
-    assert summary == {
-        "store": str(store_of(notes)), "num_files": 4, "num_other_files": 1, "num_bad": 0, "num_added": 4,
-        "num_replaced": 0, "num_removed": 0, "num_unchanged": 0, "num_kept": 0, "num_documents": 4,
-    }  # fmt: skip
-
-
 def test_progress_is_only_drawn_on_a_terminal(notes: Path) -> None:
     assert index(notes).stderr == ""
     ours, terminal = pty.openpty()
@@ -75,13 +65,6 @@ def test_progress_is_only_drawn_on_a_terminal(notes: Path) -> None:
     assert b"reading" in drawn
     assert b"embedding" in drawn
     assert done.stdout.endswith("it holds 4 documents\n")
-
-
-def test_options_reach_the_new_store(notes: Path) -> None:
-    assert index(notes, "--index", "hnsw", "--metric", "ip", "--chunk-chars", "20").exit_code == 0
-    with DocumentStore.open(store_of(notes), read_only=True) as store:
-        assert (store.index_kind, store.metric) == ("hnsw", "ip")
-        assert max(len(document.text) for document in store.get(store.ids())) <= 20
 
 
 def test_a_second_reading_skips_what_is_unchanged_and_adds_what_is_new(notes: Path) -> None:
@@ -119,26 +102,6 @@ def test_update_replaces_changed_documents_and_removes_former_chunks(notes: Path
     assert not any(doc_id.startswith("mel.txt#") for doc_id in after)
 
 
-def test_update_removes_the_rows_and_lines_that_were_taken_out_of_a_file(notes: Path) -> None:
-    line = '{{"id": "{0}", "text": "{0}", "metadata": {{"source": "elsewhere"}}}}\n'
-    (notes / "faq.jsonl").write_text(line.format("faq-1") + line.format("faq-2"))
-    (notes / "cities.csv").write_text("name\nZor\nTar\n")
-    index(notes)
-    (notes / "faq.jsonl").write_text(line.format("faq-2"))
-    (notes / "cities.csv").write_text("name\nTar\n")
-    assert "replace what has changed with --update" in index(notes).stderr
-    assert "1 replaced, 2 former documents removed" in index(notes, "--update").stdout
-    assert set(stored(notes)) == {"cities.csv:2", "faq-2", "mel.txt", "tar.html", "zor.md"}
-
-
-def test_the_documents_of_a_file_that_is_damaged_now_stay(notes: Path) -> None:
-    index(notes)
-    (notes / "mel.txt").write_bytes(b"\xff")
-    said = index(notes, "--update", "--skip-errors").stdout
-    assert "1 bad left out, 1 former document of bad files kept, " in said
-    assert "mel.txt" in stored(notes)
-
-
 def test_an_unreadable_directory_is_left_out_and_its_documents_stay(notes: Path) -> None:
     private = notes / "private"
     private.mkdir()
@@ -164,15 +127,6 @@ def index_without_root(notes: Path, *options: str) -> subprocess.CompletedProces
     drop = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all"] if os.geteuid() == 0 else []
     command = [sys.executable, "-m", "ragcache_core", "index", str(notes), "--store", str(store_of(notes)), *options]
     return subprocess.run([*drop, *command], capture_output=True, text=True, check=False)
-
-
-def test_a_store_is_not_made_among_other_files(notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(notes)
-    before = sorted(notes.iterdir())
-    result = CliRunner().invoke(cli, ["index", str(notes), "--store", ""])
-    assert result.exit_code == 1
-    assert "is no document store and holds other files: name a new directory" in result.stderr
-    assert sorted(notes.iterdir()) == before
 
 
 def test_a_file_of_the_same_name_elsewhere_does_not_replace_the_first(notes: Path, tmp_path: Path) -> None:
@@ -213,42 +167,6 @@ def test_bad_documents_are_left_out_and_reported_with_exit_code_1_unless_accepte
     assert len(stored(notes)) == 4
 
 
-def test_nothing_but_bad_documents_is_an_error(notes: Path) -> None:
-    for path in notes.iterdir():
-        path.write_text("")
-    result = index(notes, "--skip-errors")
-    assert result.exit_code == 1
-    assert "none of 4 files holds a document" in result.stderr
-    assert not store_of(notes).exists()
-
-
-@pytest.mark.parametrize("option", [("--index", "flat"), ("--metric", "ip"), ("--encoding", "sq8")])
-def test_a_store_keeps_what_it_was_made_with(notes: Path, option: tuple[str, str]) -> None:
-    index(notes)
-    result = index(notes, *option)
-    assert result.exit_code == 1
-    assert f"was made with {option[0]}" in result.stderr
-
-
-def test_a_store_that_somebody_else_makes_meanwhile_is_not_touched(
-    notes: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from ragcache_core.types import Document
-
-    create = DocumentStore.create
-    others = []
-
-    def slower(path: Path, **options: object) -> DocumentStore:
-        others.append(create(path, index="flat"))
-        others[0].add([Document("theirs", "Their document.")])
-        return create(path, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(DocumentStore, "create", slower)
-    assert index(notes).exit_code == 1
-    others[0].close()
-    assert stored(notes) == {"theirs": "Their document."}
-
-
 def test_a_damaged_index_can_be_made_anew(notes: Path) -> None:
     index(notes)
     (damaged,) = store_of(notes).glob("index-*.faiss")
@@ -285,24 +203,3 @@ def test_an_interruption_leaves_the_store_as_it_was(
         assert index(notes, "--update").exit_code == status
     assert stored(notes) == before
     assert index(notes, "--update").exit_code == 0
-
-
-def test_progress_moves_while_the_embedder_learns_and_every_few_documents(
-    notes: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    records = "\n".join(json.dumps({"id": f"n-{i}", "text": f"Note {i} is about w{i % 7}."}) for i in range(700))
-    (notes / "faq.jsonl").write_text(records)
-    put, calls = DocumentStore.put, []
-
-    def watched(store: DocumentStore, documents: Any, *, progress: Any, **how: Any) -> Any:
-        def report(num_done: int, total: int) -> None:
-            calls.append(num_done / total)
-            progress(num_done, total)
-
-        return put(store, documents, progress=report, **how)
-
-    monkeypatch.setattr(DocumentStore, "put", watched)
-    assert index(notes).exit_code == 0
-    assert calls == sorted(calls)
-    assert calls[-1] == 1
-    assert max(after - before for before, after in pairwise([0, *calls])) <= 0.07

@@ -54,14 +54,6 @@ def test_an_update_splits_as_the_store_was_split(notes: Path, monkeypatch: pytes
     assert json.loads((notes.parent / "store" / "chunking.json").read_text())["tokenizer"] == str(MODEL)
 
 
-def test_other_lengths_of_the_same_unit_replace_the_chunks(notes: Path) -> None:
-    index(notes, "--tokenizer", str(MODEL))
-    assert "replace what has changed with --update" in index(notes, "--chunk-tokens", "100").stderr
-    assert index(notes, "--chunk-tokens", "100", "--update").exit_code == 0
-    assert max(num_tokens(notes)) <= 100
-    assert "0 documents added" in index(notes).stdout
-
-
 @pytest.mark.parametrize(
     ("first", "then", "said"),
     [
@@ -80,12 +72,6 @@ def test_another_unit_is_refused(notes: Path, first: tuple[str, ...], then: tupl
     assert num_tokens(notes) == before
 
 
-def test_a_store_of_an_older_release_is_split_by_characters(notes: Path) -> None:
-    index(notes)
-    (notes.parent / "store" / "chunking.json").unlink()
-    assert "is split by characters" in index(notes, "--tokenizer", str(MODEL)).stderr
-
-
 def test_a_tokenizer_that_counts_otherwise_is_refused_and_a_copy_is_not(notes: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(MODEL, tmp_path / "copy", ignore=shutil.ignore_patterns("*.safetensors"))
     index(notes, "--tokenizer", str(MODEL))
@@ -94,9 +80,3 @@ def test_a_tokenizer_that_counts_otherwise_is_refused_and_a_copy_is_not(notes: P
     assert f"the tokens of {copy} as it was then" in index(notes).stderr
     shutil.rmtree(copy)
     assert "pass --tokenizer with a folder" in index(notes).stderr
-
-
-def test_a_damaged_note_of_the_lengths_names_its_cure(notes: Path) -> None:
-    index(notes)
-    (notes.parent / "store" / "chunking.json").write_text("[]")
-    assert "delete it, and give the lengths again" in index(notes).stderr

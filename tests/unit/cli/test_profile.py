@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -62,16 +61,6 @@ def test_the_profile_is_kept_for_the_model_and_shown_as_a_table(engine: ClockedE
     assert engine.num_closed == 1
 
 
-def test_json_is_one_object_with_every_time(engine: ClockedEngine, demo_model: str, tmp_path: Path) -> None:
-    result = run(demo_model, "--json", "--max-tokens", "120", "--repeats", "2", "--output", str(tmp_path / "p.json"))
-    told = json.loads(result.stdout)
-    assert result.stderr == ""
-    assert (told["num_repeats"], told["spread"], told["path"]) == (2, 0.0, str(tmp_path / "p.json"))
-    assert told["points"][0] == {"cached_tokens": 0, "new_tokens": 32, "times_s": [linear_s(0, 32)] * 2}
-    assert {**json.loads((tmp_path / "p.json").read_text()), "points": told["points"], "path": told["path"]} == told
-    assert find_profile(demo_model) is None
-
-
 def test_a_launch_is_of_plain_vllm_with_the_sizes_given(engine: ClockedEngine, demo_model: str, tmp_path: Path) -> None:
     options = ["--kv-cache-bytes", "1GiB", "--block-size", "32", "--startup-timeout", "9", "--api-key", "k"]
     log = str(tmp_path / "server.log")
@@ -102,16 +91,6 @@ def test_a_server_that_runs_is_joined(engine: ClockedEngine, demo_model: str) ->
     assert find_profile(demo_model) is not None
 
 
-def test_a_server_elsewhere_says_so_in_its_profile(engine: ClockedEngine, demo_model: str, tmp_path: Path) -> None:
-    path = tmp_path / "p.json"
-    arguments = ["--url", "http://gpu-7:8000", "--max-tokens", "120"]
-    refused = run(demo_model, *arguments)
-    assert refused.exit_code == 2
-    assert "has hardware of its own: give --output FILE" in refused.stderr
-    assert run(demo_model, *arguments, "--output", str(path)).exit_code == 0
-    assert json.loads(path.read_text())["hardware"] == "the machine of http://gpu-7:8000"
-
-
 def test_a_server_of_another_model_is_refused(engine: ClockedEngine, demo_model: str) -> None:
     engine.root = "org/other"
     result = run(demo_model, "--url", URL)
@@ -119,16 +98,6 @@ def test_a_server_of_another_model_is_refused(engine: ClockedEngine, demo_model:
     assert f"serves 'org/other', not '{demo_model}': give that as MODEL" in result.stderr
     engine.root = "/there/demo_model"  # the same name on a machine whose files are not here
     assert run(demo_model, "--url", URL, "--max-tokens", "120").exit_code == 0
-
-
-def test_times_that_cannot_be_saved_are_shown_all_the_same(
-    engine: ClockedEngine, demo_model: str, user_data_dir: Path
-) -> None:
-    engine.on_request = lambda _: user_data_dir.touch()  # a file where a folder is to be made
-    result = run(demo_model, "--max-tokens", "120")
-    assert result.exit_code == 1
-    assert "cached, new: ms" in result.stdout
-    assert str(user_data_dir) in result.stderr
 
 
 def test_ctrl_c_closes_the_engine_and_leaves_the_old_profile(engine: ClockedEngine, demo_model: str) -> None:
@@ -149,15 +118,6 @@ def test_ctrl_c_closes_the_engine_and_leaves_the_old_profile(engine: ClockedEngi
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_noise_is_told_but_not_for_a_single_slow_request(engine: ClockedEngine, demo_model: str) -> None:
-    engine.time_s = lambda _cached, _new: 3.0 if len(engine.prompts) == 2 else 1.0
-    assert "differ" not in run(demo_model, "--max-tokens", "120").stderr
-    engine.prompts.clear()
-    engine.time_s = lambda _cached, _new: 1.0 + len(engine.prompts) / 100
-    result = run(demo_model, "--max-tokens", "120", "--repeats", "9")
-    assert re.search(r"repeated times differ by \d\d%: measure on an idle machine, or raise --repeats", result.stderr)
-
-
 def test_a_dry_run_shows_the_plan_and_launches_nothing(
     demo_model: str, user_data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,10 +130,3 @@ def test_a_dry_run_shows_the_plan_and_launches_nothing(
     assert plan["max_tokens"] == 4095  # what the model's configuration says, and one token is generated
     assert [0, 4095] in plan["points"]
     assert not user_data_dir.exists()
-
-
-def test_a_dry_run_over_a_server_shows_what_it_takes(engine: ClockedEngine, demo_model: str) -> None:
-    engine.max_model_len = 512
-    plan = json.loads(run(demo_model, "--dry-run", "--json", "--url", URL).stdout)
-    assert (plan["max_tokens"], engine.prompts, engine.num_closed) == (511, [], 1)
-    assert find_profile(demo_model) is None

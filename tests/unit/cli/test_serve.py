@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import signal
-import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 from click.testing import CliRunner, Result
 
@@ -22,8 +18,7 @@ from ragcache_core.client import Engine
 from ragcache_core.client.http.attempt import Health
 from ragcache_core.client.launch import process
 from ragcache_core.config import CacheConfig, ChunkReuse
-from ragcache_core.errors import EngineDiedError, EngineStartError
-from tests.support.waiting import until
+from ragcache_core.errors import EngineStartError
 
 
 @dataclass
@@ -108,13 +103,6 @@ def test_sigterm_lets_running_requests_end_and_is_no_error(monkeypatch: pytest.M
         assert result.stderr.endswith(f"ragcache: stopping: running requests have {seconds:g} s\n")
 
 
-@pytest.mark.parametrize(("again", "status"), [(SystemExit(143), 143), (KeyboardInterrupt(), 130)])
-def test_a_second_signal_ends_it_at_once(monkeypatch: pytest.MonkeyPatch, again: BaseException, status: int) -> None:
-    engine = FakeEngine([0], SystemExit(143), end_of_drain=again)
-    result = run(monkeypatch, engine)
-    assert (result.exit_code, engine.num_closed) == (status, 1)
-
-
 def test_json_announces_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
     announced = json.loads(run(monkeypatch, FakeEngine([], KeyboardInterrupt()), "--json").stdout)
     assert set(announced) == {"url", "api_key", "page", "model", "max_model_len", "log", "pid"}
@@ -184,13 +172,6 @@ def test_a_liveness_probe_is_answered_while_the_engine_loads_and_restarts(monkey
     assert said == ["loading", "ready", "restarting", "ready", "stopping"]
 
 
-@pytest.mark.parametrize("options", [["--port", "8001"], ["--port", "8000", "--data-parallel-size", "2"]])
-def test_a_probe_port_that_a_server_has_is_refused(monkeypatch: pytest.MonkeyPatch, options: list[str]) -> None:
-    result = run(monkeypatch, FakeEngine([], KeyboardInterrupt()), "--probe-port", "8001", *options)
-    assert result.exit_code == 2
-    assert "--probe-port 8001" in result.stderr
-
-
 @dataclass
 class FakeFleet(FakeEngine):
     """Several engines of one launch."""
@@ -220,52 +201,6 @@ def test_several_ranks_announce_each_address_and_are_watched_and_ended_together(
     assert 'Fleet.connect(["http://127.0.0.1:8000", "http://127.0.0.1:8001"], api_key=...)' in result.stderr
     announced = json.loads(run(monkeypatch, two_ranks(KeyboardInterrupt()), "--json").stdout)
     assert [rank["log"] for rank in announced["ranks"]] == ["8000.log", "8001.log"]
-
-
-def test_sigterm_drains_all_ranks_and_a_rank_that_died_for_good_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet = two_ranks(SystemExit(143))
-    assert run(monkeypatch, fleet, "--data-parallel-size", "2").exit_code == 0
-    assert (fleet.drained_s, fleet.num_closed) == ([20.0], 1)
-    fleet = two_ranks(EngineDiedError("the engine died: launch it again"))
-    assert run(monkeypatch, fleet, "--data-parallel-size", "2").exit_code == 1
-    assert fleet.num_closed == 1
-
-
-def test_a_final_death_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = FakeEngine([0, 1, 1, 2], EngineDiedError("the engine died: launch it again"))
-    result = run(monkeypatch, engine)
-    assert (result.exit_code, engine.num_closed) == (1, 1)
-    assert result.stderr.endswith("ragcache: error: the engine died: launch it again\n")
-
-
-def test_the_death_of_an_engine_and_its_return_are_printed(
-    monkeypatch: pytest.MonkeyPatch, demo_model: str, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(process, "SERVER_MODULE", "tests.support.scripted_process")
-    port = process.free_port("127.0.0.1")
-
-    def children() -> list[psutil.Process]:
-        return [child for child in psutil.Process().children() if str(port) in child.cmdline()]
-
-    num_seen: list[int] = []
-    num_restarts = Engine.num_restarts
-    monkeypatch.setattr(Engine, "num_restarts", lambda engine: num_seen.append(num_restarts(engine)) or num_seen[-1])
-
-    def kill_once_and_interrupt() -> None:
-        try:
-            if until(lambda: num_seen, 60):
-                children()[0].kill()
-            until(lambda: num_seen[-1] == 1, 60)
-        finally:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Thread(target=kill_once_and_interrupt, daemon=True).start()
-    arguments = ["serve", demo_model, "--port", str(port), "--no-cache", "--max-restarts", "5"]
-    result = CliRunner().invoke(cli, [*arguments, "--log", str(tmp_path / "server.log")])
-    assert result.exit_code == 0, result.output
-    address = f"engine at http://127.0.0.1:{port}"
-    assert result.stderr.count(f"{address} died (exit status -9), restarting (attempt 1 of 5): ") == 1
-    assert result.stderr.count(f"{address} is ready again after ") == 1
 
 
 def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,38 +253,3 @@ def test_other_connectors_are_options_as_vllm_describes_them(monkeypatch: pytest
     nixl, example = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}, {"kv_connector": "ExampleConnector"}
     run(monkeypatch, engine, "--connector", json.dumps(nixl), "--connector", json.dumps(example))
     assert engine.settings["cache"] == CacheConfig(connectors=(nixl, example))
-
-
-def test_chunk_reuse_without_settings_has_its_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = FakeEngine([], KeyboardInterrupt())
-    run(monkeypatch, engine, "--chunk-reuse")
-    assert engine.settings["cache"] == CacheConfig(chunk_reuse=ChunkReuse())
-
-
-def test_options_win_over_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file = tmp_path / "cache.toml"
-    file.write_text('[cache]\nhost_bytes = "2GiB"\ndisk_bytes = "3GiB"\npolicy = "lru"\n')
-    engine = FakeEngine([], KeyboardInterrupt())
-    run(monkeypatch, engine, "--cache-config", str(file), "--policy", "lfu", "--cache-dir", "/kv")
-    assert engine.settings["cache"] == CacheConfig(host_bytes="2GiB", disk_bytes="3GiB", policy="lfu", directory="/kv")
-
-
-def test_an_error_in_the_file_names_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file = tmp_path / "cache.toml"
-    file.write_text('[cache]\nhost_bytes = "much"\n')
-    result = run(monkeypatch, FakeEngine([], KeyboardInterrupt()), "--cache-config", str(file))
-    assert result.exit_code == 1
-    assert result.stderr.startswith(f"ragcache: error: {file}: CacheConfig.host_bytes is 'much': ")
-
-
-def test_no_cache_runs_plain_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = FakeEngine([], KeyboardInterrupt())
-    run(monkeypatch, engine, "--no-cache")
-    assert engine.settings["cache"] is None
-
-
-def test_a_dash_is_standard_output_for_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    for typed, path in {"-": "/dev/stdout", "/dev/stderr": "/dev/stderr", "server.log": "server.log"}.items():
-        engine = FakeEngine([], KeyboardInterrupt())
-        run(monkeypatch, engine, "--log", typed)
-        assert engine.settings["log_path"] == Path(path)

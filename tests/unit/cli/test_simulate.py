@@ -49,17 +49,6 @@ def test_a_run_is_shown_as_a_table_and_written_as_json(trace: Path, tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_every_request_has_a_record_if_asked(trace: Path) -> None:
-    result = run(trace, "--per-request", "--json", "--disk-tokens", "100000")
-    assert result.exit_code == 0, result.output
-    data = json.loads(result.stdout)
-    assert len(data["requests"]) == 200
-    for record in data["requests"]:
-        assert record["ttft_s"] > 0.08
-        assert len(record["documents"]) == 2
-        assert set(record["documents"]) <= {"gpu", "host", "disk", "miss"}
-
-
 def test_reused_documents_are_counted_and_shown(trace: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     result = run(trace, "--chunk-reuse", "0.3", "--chunk-share", "0.25", "--host-tokens", "200000", "--output", out)
@@ -88,28 +77,6 @@ def test_a_fleet_is_shown_replica_by_replica_and_as_a_whole(trace: Path, tmp_pat
         [str(i), str(one["num_requests"])] for i, one in enumerate(data["replicas"])
     ]
     assert "replicas" not in json.loads(run(trace, "--json").stdout)
-
-
-def test_what_is_read_is_not_overwritten(trace: Path, tmp_path: Path) -> None:
-    before, link = trace.read_bytes(), tmp_path / "link.json"
-    link.symlink_to(trace)
-    for output in (trace, link):
-        result = run(trace, "--output", output)
-        assert result.exit_code == 1
-        assert f"--output {output} would overwrite {trace}, which is read: name another file" in result.stderr
-    assert trace.read_bytes() == before
-
-
-def test_a_profile_that_ends_too_early_is_extended_and_that_is_told(trace: Path, tmp_path: Path) -> None:
-    profile = tmp_path / "profile.json"
-    seconds = [[0.03, 0.1], [0.04, 0.12]]
-    times = {"format": 1, "cached_tokens": [0, 512], "new_tokens": [32, 512], "seconds": seconds}
-    profile.write_text(json.dumps(times))
-    extended = run(trace, "--cost-model", profile)
-    assert extended.exit_code == 0
-    assert "512 cached and 512 new tokens" in extended.stderr
-    assert "assumed tokens_per_gib 8,192, host_gib_per_s 11.5, disk_gib_per_s 2" in extended.stderr
-    assert "assumed" not in run(trace, "--cost-model", profile, "--host-tokens", "0").stderr
 
 
 def test_an_interrupted_run_leaves_one_line_and_its_status(tmp_path: Path) -> None:

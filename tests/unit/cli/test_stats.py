@@ -10,7 +10,6 @@ import re
 import select
 import signal
 import struct
-import subprocess
 import sys
 import termios
 import time
@@ -25,8 +24,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ragcache_core.cli import cli
-from ragcache_core.cli.reading import TEXT, reading_view
-from ragcache_core.client import Engine
+from ragcache_core.cli.commands.stats import TEXT, reading_view
 from ragcache_core.runtime.terminal import plain
 from ragcache_core.stats import DocumentUse, EngineStats, TierStats
 from tests.support.scripted_server import THREE_TIERS, ScriptedServer
@@ -66,21 +64,6 @@ def test_the_table_shows_each_tier_with_its_bytes_and_hits(server: ScriptedServe
     assert disk[1:3] == ["0 B of 1.0 TiB", "switched off: see the log"]
 
 
-def test_the_faults_of_a_shared_store_are_not_the_disks(server: ScriptedServer) -> None:
-    shared = {**THREE_TIERS["tiers"][2], "name": "shared", "num_corrupt_chunks": 7, "num_dropped_chunks": 80}
-    totals = {"num_corrupt_chunks": 9, "num_dropped_chunks": 84, "num_shared_failures": 5}
-    server.cache = {**THREE_TIERS, **totals, "tiers": [*THREE_TIERS["tiers"], shared]}
-    lines = stats(server).stdout.splitlines()
-    assert "disk chunks      2 corrupt, 3 lost, 4 dropped" in lines
-    assert "shared store     failed or did not answer 5 times; chunks: 7 corrupt, 80 dropped" in lines
-
-
-def test_the_hottest_documents_are_listed(server: ScriptedServer) -> None:
-    lines = stats(server).stdout.splitlines()
-    shown = [re.split(r"\s{2,}", line) for line in lines[lines.index("") :] if ".txt" in line or ".md" in line]
-    assert shown == [["mel.txt", "12.5", "300", "gpu, host"], ["zor.md", "3", "1,200", "disk"]]
-
-
 def test_json_is_the_whole_reading(server: ScriptedServer) -> None:
     reading = json.loads(stats(server, "--json").stdout)
     assert reading["model"] == server.model
@@ -108,14 +91,6 @@ def test_a_document_cannot_steer_the_terminal_and_fits_the_table() -> None:
     assert all(line.isprintable() and len(line) < 100 for line in lines)
     assert any(line.startswith("?[31mred?xxx") for line in lines)
     assert any(" 250% " in line for line in lines)
-
-
-@pytest.mark.parametrize("key", ["wrong", None])
-def test_a_wrong_key_is_an_error_with_a_cure(server: ScriptedServer, key: str | None) -> None:
-    arguments = ["stats", "--url", server.url, "--watch", *(["--api-key", key] if key else [])]
-    result = CliRunner().invoke(cli, arguments)
-    assert result.exit_code == 1
-    assert "pass the server's with --api-key" in result.stderr
 
 
 @dataclass
@@ -158,27 +133,6 @@ def test_a_watch_prints_an_object_per_reading_until_ctrl_c(server: ScriptedServe
     assert pauses.slept_s == [0.5, 0.5, 0.5]
 
 
-def test_a_watch_into_a_file_prints_readings_apart_and_no_control_characters(
-    server: ScriptedServer, pauses: Pauses
-) -> None:
-    pauses.events = [lambda: None]
-    shown = stats(server, "--watch").stdout
-    first, second = re.split(r"\n\n(?=\d\d:\d\d:\d\d)", shown)
-    assert [line.split("  ")[0] for line in first.splitlines()[2:]] == [
-        line.split("  ")[0] for line in second.rstrip("\n").splitlines()[2:]
-    ]
-    assert "\x1b" not in shown
-
-
-def test_ctrl_c_outside_a_watch_is_an_interruption(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(_: Engine) -> EngineStats:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Engine, "stats", interrupted)
-    assert stats(server).exit_code == 130
-    assert stats(server, "--watch").exit_code == 0
-
-
 def test_a_server_that_goes_away_ends_the_watch_with_a_cure(server: ScriptedServer, pauses: Pauses) -> None:
     pauses.events = [lambda: None, lambda: leave(server)]
     result = stats(server, "--watch", "--json")
@@ -210,13 +164,6 @@ def test_a_watch_into_a_file_says_once_that_the_server_is_away_and_goes_on(
 def leave(server: ScriptedServer) -> None:
     """Close the port and every connection, as a process that ends does."""
     server.__exit__()
-
-
-def test_a_server_that_was_never_there_is_an_ordinary_error() -> None:
-    result = CliRunner().invoke(cli, ["stats", "--url", "http://127.0.0.1:1", "--watch"])
-    assert result.exit_code == 1
-    assert "is the server running" in result.stderr
-    assert "went away" not in result.stderr
 
 
 def test_a_watch_shows_what_happened_since_the_last_reading_within_64_by_16(
@@ -283,31 +230,6 @@ def test_a_watch_fills_a_terminal_within_its_size_and_leaves_the_last_reading(
     assert any(re.match(r"\d\d:\d\d:\d\d  http", line) for line in shown_lines(after))
     assert "ragcache: stopping" in after
     assert SHOW_CURSOR in shown.rpartition(HIDE_CURSOR)[2]
-
-
-def test_whoever_asks_no_model_does_not_wait_for_what_asks_one(server: ScriptedServer) -> None:
-    arguments = ["ragcache", "stats", "--url", server.url, "--api-key", "secret"]
-    code = f"""
-import runpy, sys
-sys.argv = {arguments!r}
-try:
-    runpy.run_module("ragcache_core", run_name="__main__")
-finally:
-    print("openai" in sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "found in cache" in done.stdout
-    assert done.stdout.splitlines()[-1] == "False"
-
-
-def test_colours_are_left_out_where_nobody_wants_them(server: ScriptedServer) -> None:
-    coloured, shown = r"\x1b\[[0-9;]*3[0-9]", {}
-    for wish in ({}, {"NO_COLOR": "1"}):
-        with watching(server, 50, 120, **wish) as watch:
-            # From the third on the second drawing is whole.
-            shown[bool(wish)] = read_until(watch.terminal, lambda text: text.count(HOME) >= 3)
-    assert re.search(coloured, shown[False])
-    assert not re.search(coloured, shown[True])
 
 
 def test_a_watch_on_a_terminal_waits_for_a_server_that_is_started_again(server: ScriptedServer) -> None:

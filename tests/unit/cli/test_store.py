@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -54,29 +53,6 @@ def test_documents_are_listed_by_pages_with_their_sizes_and_files(notes: Path) -
     assert {row[1] for row in rows} == ALL
     assert next(row for row in rows if row[1] == "zor.txt") == ["15", "zor.txt", str(notes / "zor.txt")]
     assert run("store", "ls", "--offset", "8", store=store_of(notes)).exit_code == 0
-
-
-def test_where_documents_came_from_is_nobody_elses_business(notes: Path) -> None:
-    before = os.umask(0)
-    try:
-        assert run("store", "rm", "zor.txt", store=store_of(notes)).exit_code == 0
-    finally:
-        os.umask(before)
-    assert (store_of(notes) / "origins.json").stat().st_mode & 0o777 == 0o600
-
-
-def test_json_lists_one_object_with_statistics(notes: Path) -> None:
-    listed = json.loads(run("store", "ls", "--limit", "1", "--json", store=store_of(notes)).stdout)
-    assert listed["stats"]["num_documents"] == 8
-    assert listed["stats"]["num_bytes"] > 0
-    assert listed["documents"] == [
-        {
-            "id": "faq-0",
-            "num_chars": 9,
-            "file": str(notes / "faq.jsonl"),
-            "metadata": {"source": "elsewhere", "title": "faq-0", "chunk": 0},
-        }
-    ]
 
 
 def test_documents_are_removed_by_id_or_by_file_all_or_none(notes: Path) -> None:
@@ -138,14 +114,3 @@ def test_a_store_with_an_embedder_of_ones_own_needs_it_for_none_of_this(tmp_path
     assert run("store", "rm", "a", store=tmp_path / "s").exit_code == 0
     with DocumentStore.open(tmp_path / "s", embedder=Mine()) as store:
         assert store.search("B", 1).documents[0].doc_id == "b"
-
-
-def test_a_damaged_record_of_files_is_told_with_its_cure(notes: Path) -> None:
-    (store_of(notes) / "origins.json").write_text("{")
-    result = run("store", "prune", store=store_of(notes))
-    assert result.exit_code == 1
-    assert "delete it, and index the directories again" in result.stderr
-    (store_of(notes) / "origins.json").unlink()
-    assert run("index", str(notes), store=store_of(notes)).exit_code == 0
-    (notes / "zor.txt").unlink()
-    assert "1 document removed" in run("store", "prune", store=store_of(notes)).stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -17,7 +16,7 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner, Result
 
-from ragcache_core.cli.subcommands.sweep import sweep
+from ragcache_core.cli.commands.sweep import sweep
 from ragcache_core.sim.sweep import FinishedRun, Journal
 from ragcache_core.sim.traces.trace import write_trace
 from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
@@ -88,41 +87,6 @@ def test_resume_runs_what_is_missing_and_nothing_else(trace: Path, tmp_path: Pat
     assert [r["key"] for r in again] == [r["key"] for r in report["runs"]]
 
 
-def test_resume_does_not_write_over_runs_that_it_could_not_read(
-    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    output = tmp_path / "sweep.json"
-    run(trace, *SMALL, "--output", output)
-    whole, real = output.read_bytes(), Path.read_bytes
-
-    def fail(path: Path) -> bytes:
-        if path == output:
-            raise OSError(errno.EIO, "Input/output error")
-        return real(path)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "read_bytes", fail)
-        done = run(trace, *SMALL, "--output", output, "--resume")
-    assert done.exit_code != 0
-    assert "cannot be read (Input/output error): see to that, or name another file with --output" in done.stderr
-    assert output.read_bytes() == whole
-
-
-def test_resume_keeps_finished_runs_that_were_not_asked_for(trace: Path, tmp_path: Path) -> None:
-    output = tmp_path / "sweep.json"
-    run(trace, *SMALL, "--output", output)
-    journal = journal_of(output)
-    for data in json.loads(output.read_text())["runs"]:
-        journal.append(FinishedRun.from_dict(data))
-    output.unlink()
-    narrower = run(trace, *SMALL, "--policies", "lru", "--output", output, "--resume")
-    assert narrower.exit_code == 0, narrower.output
-    assert f"{journal.path} keeps 2 finished runs that were not asked for" in narrower.stderr
-    again = run(trace, *SMALL, "--output", output, "--resume")
-    assert "4 of 4 runs are finished already" in again.stderr
-    assert not journal.path.exists()
-
-
 def test_a_sweep_does_not_overwrite_what_an_interrupted_one_finished(trace: Path, tmp_path: Path) -> None:
     output = tmp_path / "sweep.json"
     run(trace, *SMALL, "--output", output)
@@ -154,30 +118,12 @@ def test_a_plot_is_written_as_its_name_says(trace: Path, tmp_path: Path, kind: s
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--warm-up", "150"), "short.jsonl: --warm-up is 150, the trace has 100 requests: lower --warm-up"),
-        (("--host-tokens", "0,65536", "--disk-tokens", "9"), "--disk-tokens is 9"),
-    ],
-)
-def test_what_fails_for_one_run_of_many_is_refused_before_the_first(
-    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], said: str
-) -> None:
-    short = tmp_path / "short.jsonl"
-    write_trace(make_trace(WORKLOADS["nq-small"], 100, seed=1), short)
-    monkeypatch.setattr("ragcache_core.sim.sweep.run_all", lambda *_, **__: pytest.fail("it ran"))
-    done = run(trace, short, *SMALL, *arguments)
-    assert done.exit_code == 1
-    assert said in done.stderr
-
-
 def test_an_interrupted_sweep_says_how_to_go_on_and_does(tmp_path: Path, trace: Path) -> None:
     long, output = tmp_path / "long.jsonl", tmp_path / "sweep.json"
     write_trace(make_trace(WORKLOADS["mmlu"], 2_500, seed=1), long)
     small = ("--policies", "lru", "--host-tokens", "65536", "--jobs", "2")
     arguments: list[str | Path] = [trace, long, *small, "--output", output]
-    code = "from ragcache_core.cli.subcommands.sweep import sweep\nif __name__ == '__main__': sweep()"
+    code = "from ragcache_core.cli.commands.sweep import sweep\nif __name__ == '__main__': sweep()"
     script = tmp_path / "script.py"
     script.write_text(code)
     process = subprocess.Popen(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,7 @@ from click.testing import CliRunner, Result
 
 from ragcache_core.cli import cli
 from ragcache_core.cli.commands.trace import LOG_FORMATS
-from ragcache_core.sim.traces.log_formats import READERS
-from ragcache_core.sim.traces.published import PUBLISHED_READERS
+from ragcache_core.sim.traces.log_formats import PUBLISHED_READERS, READERS
 from ragcache_core.sim.traces.trace import read_trace
 from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
 
@@ -34,27 +32,11 @@ def test_every_workload_can_be_made(tmp_path: Path, workload: str) -> None:
     assert read_trace(path) == make_trace(WORKLOADS[workload], 50, 7)
 
 
-def test_options_change_the_workload(tmp_path: Path) -> None:
-    result = make_one(tmp_path, "--documents", "50", "--k", "3", "--rate", "4", "--mean-tokens", "100", "--seed", "2")
-    assert result.exit_code == 0, result.output
-    changed = replace(
-        WORKLOADS["mmlu"], num_documents=50, documents_per_request=3, requests_per_s=4.0, mean_tokens=100.0
-    )
-    assert read_trace(tmp_path / "made.jsonl") == make_trace(changed, 200, 2)
-
-
 def test_a_trace_goes_to_standard_output_if_no_file_is_named(tmp_path: Path) -> None:
     assert make_one(tmp_path).exit_code == 0
     result = trace("make", "--workload", "mmlu", "--requests", "200")
     assert result.stdout == (tmp_path / "made.jsonl").read_text()
     assert "give --output FILE" in trace("make", "--workload", "mmlu", "--requests", "2", "--json").stderr
-
-
-def test_json_says_what_was_made(tmp_path: Path) -> None:
-    said = json.loads(make_one(tmp_path, "--json", "--k", "1").stdout)
-    assert said["output"] == str(tmp_path / "made.jsonl")
-    assert said["workload"]["documents_per_request"] == 1
-    assert said["summary"]["num_requests"] == 200
 
 
 def test_show_says_what_a_trace_is_like(tmp_path: Path) -> None:
@@ -82,46 +64,8 @@ def test_show_says_what_a_trace_is_like(tmp_path: Path) -> None:
     assert ["all,", "by", "tokens", "40.0%", "6.7%"] in [line.split() for line in lines]
 
 
-@pytest.mark.parametrize("kind", [".svg", ".html"])
-def test_show_draws_what_comes_again(tmp_path: Path, kind: str) -> None:
-    pytest.importorskip("matplotlib")
-    assert make_one(tmp_path).exit_code == 0
-    plot = tmp_path / f"reuse{kind}"
-    result = trace("show", tmp_path / "made.jsonl", "--plot", plot)
-    assert result.exit_code == 0, result.output
-    assert "Popularity" in result.stdout
-    text = plot.read_text()
-    assert all(title in text for title in ("Popularity", "Reuse by time", "Reuse by position", "Lengths"))
-
-
-def test_show_does_not_draw_over_the_trace_that_it_reads(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "made.svg"
-    assert trace("make", "--workload", "mmlu", "--requests", "5", "--output", path).exit_code == 0
-    before = path.read_bytes()
-    assert trace("show", path, "--plot", path).exit_code == 1
-    assert path.read_bytes() == before
-    assert "must end in" in trace("show", path, "--plot", tmp_path / "a.gif").stderr
-
-
 def test_every_format_that_can_be_read_can_be_named() -> None:
     assert set(LOG_FORMATS) == {"auto", *READERS, *PUBLISHED_READERS}
-
-
-def test_a_published_trace_is_imported(tmp_path: Path) -> None:
-    log = tmp_path / "azure.csv"
-    log.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n")
-    said = json.loads(trace("import", log, "--output", tmp_path / "out.jsonl", "--json").stdout)
-    assert (said["format"], said["summary"]["mean_prompt_tokens"]) == ("azure", 374.0)
-    log.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374\n")
-    assert f"{log}:2: 2 values for 3 columns" in trace("import", log, "--output", tmp_path / "out.jsonl").stderr
-
-
-def test_a_request_that_retrieves_nothing_is_shown(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text('{"t": 0, "docs": [], "doc_tokens": [], "question_tokens": 5, "output_tokens": 1}\n')
-    said = json.loads(trace("show", path, "--json").stdout)
-    assert (said["num_retrievals"], said["top_share"], said["requests_per_s"]) == (0, 0.0, None)
 
 
 def test_a_broken_trace_is_one_error_with_its_line(tmp_path: Path) -> None:
@@ -135,18 +79,6 @@ def test_a_broken_trace_is_one_error_with_its_line(tmp_path: Path) -> None:
     assert result.stderr.startswith(f"ragcache: error: {path}:100: 'docs' is missing")
     assert result.stderr.count("\n") == 1
     assert json.loads(trace("show", path, "--json").stdout)["error"]["type"] == "TraceError"
-
-
-@pytest.mark.parametrize("read", ["log.jsonl", "lengths.json"])
-def test_an_import_does_not_overwrite_what_it_reads(tmp_path: Path, read: str) -> None:
-    log, lengths = tmp_path / "log.jsonl", tmp_path / "lengths.json"
-    log.write_text('{"t": 5, "docs": ["a"]}\n')
-    lengths.write_text('{"a": 70}')
-    before = (tmp_path / read).read_bytes()
-    result = trace("import", log, "--lengths", lengths, "--output", tmp_path / read)
-    assert result.exit_code == 1
-    assert "which is read: name another file" in result.stderr
-    assert (tmp_path / read).read_bytes() == before
 
 
 def test_a_log_is_imported(tmp_path: Path) -> None:

@@ -24,10 +24,6 @@ from tests.support.waiting import until
 RIVERS = ("mel", "tar", "zor", "aro")
 
 
-def text_of(river: str) -> str:
-    return f"The river {river} flows from {river}berg to the sea. " * 8
-
-
 @pytest.fixture
 def server(demo_model: str) -> Iterator[ScriptedServer]:
     cache = {**THREE_TIERS, "num_requests": 0}
@@ -199,32 +195,6 @@ def test_an_engine_with_chunk_reuse_is_warmed_by_single_documents(
     assert all(seen.kv_transfer_params["ragcache"]["chunk_reuse"] == "store" for seen in server.requests)
 
 
-def test_wait_ready_waits_for_a_server_that_is_not_up_yet(store: Path, demo_model: str) -> None:
-    late = ScriptedServer(root=demo_model, cache=THREE_TIERS, load=IDLE, cached_paths=all_cached([]))
-    with late:
-        url = late.url
-    arguments = ["warm", "--store", str(store), "--url", url, "--wait-ready", "0.1"]
-    began_s = time.monotonic()
-    assert "no engine answers" in CliRunner().invoke(cli, arguments).stderr
-    assert time.monotonic() - began_s < 30
-
-
-def test_index_warms_what_it_has_stored(server: ScriptedServer, tmp_path: Path) -> None:
-    notes = tmp_path / "notes"
-    notes.mkdir()
-    for name in RIVERS:
-        (notes / f"{name}.txt").write_text(text_of(name))
-    command = ["index", str(notes), "--store", str(tmp_path / "n.store"), "--warm", server.url, "--api-key", "secret"]
-    result = CliRunner().invoke(cli, command)
-    assert result.exit_code == 0, result.output
-    assert "4 documents added" in result.stdout
-    assert "warmed" in result.stdout
-    assert len(server.requests) >= 4
-    told = json.loads(CliRunner().invoke(cli, [*command, "--json"]).stdout)
-    assert told["num_unchanged"] == 4
-    assert told["warmed"]["receipt"]["num_warmed"] >= 4
-
-
 # What can be wrong
 
 
@@ -251,23 +221,3 @@ def test_a_log_that_says_nothing_is_refused(
     assert result.exit_code == 1, result.output
     assert re.search(said, result.stderr), result.stderr
     assert server.requests == []
-
-
-def test_a_budget_that_cannot_be_is_refused_with_what_the_tiers_hold(
-    server: ScriptedServer, store: Path, trace: Path
-) -> None:
-    result = warm(server, "--store", store, "--trace", trace, "--budget", "20GiB")
-    assert result.exit_code == 1
-    assert "--budget is 20.0 GiB, the tiers hold gpu 1.0 GiB, host 8.0 GiB: lower it" in result.stderr
-    result = warm(server, "--store", store, "--trace", trace, "--budget", "64KiB")
-    assert result.exit_code == 1
-    assert "is the least that is of use" in result.stderr
-    assert warm(server, "--store", store, "--budget", "much").exit_code == 2
-    assert server.requests == []
-
-
-@pytest.mark.parametrize("key", ["wrong", None])
-def test_a_wrong_or_missing_key_is_told(server: ScriptedServer, store: Path, key: str | None) -> None:
-    result = warm(server, "--store", store, key=key)
-    assert result.exit_code == 1
-    assert "--api-key" in result.stderr

@@ -98,9 +98,3 @@ def test_option_of_vllm_is_answered_with_its_place(command: str) -> None:
     assert result.exit_code == 2
     assert "vLLM" in result.output.splitlines()[-1]
     assert "'--'" in result.output.splitlines()[-1]
-
-
-def test_unknown_option_of_a_command_without_vllm_does_not_name_it() -> None:
-    result = CliRunner().invoke(cli, ["index", "notes", "--max-model-len", "8192"])
-    assert result.exit_code == 2
-    assert "vLLM" not in result.output

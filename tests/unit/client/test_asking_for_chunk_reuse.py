@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ragcache_core import ChunkReuseStats, ChunkStats, Document, PromptLayout
-from ragcache_core.cli.reading import TEXT, reading_view
+from ragcache_core.cli.commands.stats import TEXT, reading_view
 from ragcache_core.client import Engine
 from ragcache_core.errors import ConfigError
 from ragcache_core.runtime.terminal import plain

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.policy.prefill_cost import PrefillCostModel
-from ragcache_core.policy.step_times import StepTimes
+from ragcache_core.policy.prefill_cost import PrefillCostModel, StepTimes
 from ragcache_core.profiles.files import model_identity
 from ragcache_core.profiles.prefill import (
     Profile,

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from ragcache_core import CacheConfig, ChunkReuse, ChunkReuseStats, RequestStats
-from ragcache_core.chunk import SELECTIONS
 from ragcache_core.config import ChunkReuseRequest
 from ragcache_core.errors import ConfigError
 from ragcache_core.stats import request_stats_from_dict
-from ragcache_core.types import DEFAULT_ALPHA, PromptSegment, SegmentKind, SelectionName
+from ragcache_core.types import PromptSegment, SegmentKind
 from ragcache_core.wire import (
     KEY,
     ChunkReuseOption,
@@ -23,27 +21,9 @@ from ragcache_core.wire import (
 )
 
 
-def test_every_selection_has_a_name_that_settings_and_requests_take() -> None:
-    assert set(get_args(SelectionName)) == set(DEFAULT_ALPHA) == set(SELECTIONS)
-    for name in SELECTIONS:
-        settings, request = ChunkReuse(selection=name), ChunkReuseRequest(selection=name)  # type: ignore[arg-type]  # registry's names are plain text
-        assert settings.selection == request.selection == name
-
-
-def test_chunk_reuse_is_off_until_it_is_asked_for() -> None:
-    assert CacheConfig().chunk_reuse is None
-    assert CacheConfig(chunk_reuse={}).chunk_reuse == ChunkReuse()
-
-
 def test_chunks_need_host_memory() -> None:
     with pytest.raises(ConfigError, match="set host_bytes or leave chunk_reuse out"):
         CacheConfig(chunk_reuse=ChunkReuse(), host_bytes=0)
-
-
-def test_a_toml_file_has_a_table_for_it(tmp_path: Path) -> None:
-    path = tmp_path / "cache.toml"
-    path.write_text('[cache]\nhost_bytes = "1GiB"\n[cache.chunk_reuse]\nselection = "cache_craft"\nmax_recompute = 1\n')
-    assert CacheConfig.from_toml(path).chunk_reuse == ChunkReuse(selection="cache_craft", max_recompute=1.0)
 
 
 # On the wire
@@ -117,10 +97,3 @@ def test_the_statistics_of_a_request_survive_their_way_through_a_response() -> N
     stats = RequestStats(1100, 760, 5, 0.1, 0.2, chunk_reuse=reuse)
     assert request_stats_from_dict(stats.to_dict()) == stats
     assert stats.num_computed_tokens == 340
-
-
-@pytest.mark.parametrize("reuse", [{"num_chunks": 1}, {"variants": []}, 7])
-def test_damaged_statistics_are_a_value_error(reuse: object) -> None:
-    data = {**RequestStats(1100, 760, 5, 0.1, 0.2).to_dict(), "chunk_reuse": reuse}
-    with pytest.raises(ValueError, match="not the statistics"):
-        request_stats_from_dict(data)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import subprocess
 import sys
 import tomllib
@@ -59,11 +58,6 @@ def instructions(dockerfile: Path) -> dict[str, str]:
     """Return the last instruction of each kind of a Dockerfile, its continued lines joined."""
     text = dockerfile.read_text(encoding="utf-8").replace("\\\n", " ")
     return dict(line.split(None, 1) for line in text.splitlines() if re.match(r"[A-Z]+ ", line))
-
-
-def environment(dockerfile: Path) -> dict[str, str]:
-    """Return the variables that a Dockerfile sets."""
-    return dict(pair.split("=", 1) for pair in shlex.split(instructions(dockerfile)["ENV"]))
 
 
 def arguments_of(entry: list[str], command: list[str], of: str) -> dict[str, Any]:
@@ -123,30 +117,9 @@ def test_an_image_installs_what_the_shipped_commands_need(dockerfile: Path, tmp_
     assert done.returncode == 0, done.stderr[-1000:]
 
 
-@pytest.mark.parametrize("dockerfile", IMAGES, ids=lambda path: path.name)
-def test_an_image_names_its_base_by_an_argument_and_says_what_it_is(dockerfile: Path) -> None:
-    text = dockerfile.read_text(encoding="utf-8")
-    assert set(re.findall(r"^FROM (\S+)", text, re.MULTILINE)) == {"${BASE}"}
-    parts = instructions(dockerfile)
-    assert int(parts["USER"]) > 0
-    assert {"title", "licenses", "version", "revision"} <= set(
-        re.findall(r"org\.opencontainers\.image\.(\w+)=", parts["LABEL"])
-    )
-
-
 def test_images_install_what_a_server_needs_of_the_lock_and_no_more() -> None:
     assert (ROOT / "requirements" / "serve.txt").read_text(encoding="utf-8") == serving_lines()
     assert not {"pytest", "mypy", "langchain", "jupyter-client"} & needed()
-
-
-@pytest.mark.parametrize("dockerfile", IMAGES, ids=lambda path: path.name)
-def test_an_image_keeps_compiled_code_on_a_volume(dockerfile: Path) -> None:
-    volume, set_to = Path(instructions(dockerfile)["VOLUME"]), environment(dockerfile)
-    for name in ("HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT"):
-        assert Path(set_to[name]).is_relative_to(volume), name
-    (container,) = STATEFUL_SET["spec"]["template"]["spec"]["containers"]
-    assert str(volume) in {mount["mountPath"] for mount in container["volumeMounts"]}
-    assert f"cache:{volume}" in COMPOSE["services"]["engine"]["volumes"]
 
 
 def test_containers_run_commands_that_are_understood_and_probe_what_answers_without_a_key() -> None:

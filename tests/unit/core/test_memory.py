@@ -13,7 +13,6 @@ import pytest
 from ragcache_core.memory import Memory, collect_rarely, freeze_survivors, read_memory
 
 GIB = 1 << 30
-UNLIMITED_V1 = 9223372036854771712
 
 
 class Groups:
@@ -64,39 +63,6 @@ def test_a_limit_of_a_group_or_of_one_above_it_counts(groups: Groups, membership
     groups.write(group, 8 * GIB, used=4 * GIB, inactive=GIB, active=2 * GIB)
     assert read_memory() == Memory(8 * GIB, 7 * GIB, is_limited=True)
     assert read_memory().whose == "this container may use"
-
-
-def test_the_smallest_limit_counts(groups: Groups) -> None:
-    groups.membership.write_text("0::/a/b\n")
-    groups.write("a", 8 * GIB, used=7 * GIB)
-    groups.write("a/b", 4 * GIB, used=0)
-    assert read_memory() == Memory(4 * GIB, GIB, is_limited=True)
-
-
-def test_a_group_without_statistics_has_its_limit_all_the_same(groups: Groups) -> None:
-    groups.membership.write_text("0::/\n")
-    groups.write(".", 8 * GIB, used=3 * GIB)
-    (groups.root / "memory.stat").unlink()
-    assert read_memory() == Memory(8 * GIB, 5 * GIB, is_limited=True)
-
-
-def test_a_group_may_take_no_more_than_it_has_even_if_it_has_taken_that(groups: Groups) -> None:
-    groups.membership.write_text("0::/\n")
-    groups.write(".", GIB, used=GIB + 4096)
-    assert read_memory().available == 0
-
-
-@pytest.mark.parametrize("limit", ["max", "", "many"])
-def test_a_group_without_a_limit_says_nothing(groups: Groups, limit: str) -> None:
-    groups.membership.write_text("0::/\n")
-    groups.write(".", limit, used=GIB)
-    assert read_memory() == Memory(64 * GIB, 32 * GIB)
-
-
-def test_a_limit_beyond_the_machine_is_none(groups: Groups) -> None:
-    groups.membership.write_text("4:memory:/\n")
-    groups.write("memory", UNLIMITED_V1, used=GIB)
-    assert read_memory() == Memory(64 * GIB, 32 * GIB)
 
 
 @pytest.mark.parametrize(("before", "after"), [(700, 10_000), (2000, 10_000), (50_000, 50_000), (0, 0)])

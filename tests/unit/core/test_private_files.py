@@ -16,7 +16,6 @@ from ragcache_core.cli import cli
 from ragcache_core.client.launch.arguments import new_log_path
 from ragcache_core.errors import CacheDirectoryError
 from ragcache_core.private_files import make_folders, make_once, make_private_folder, open_private
-from ragcache_core.profiles.files import write_json
 from ragcache_core.retrieval import DocumentStore
 from ragcache_core.runtime.shared_memory import EngineFiles, new_engine_id
 from ragcache_core.runtime.tokenizer_files import keep
@@ -80,15 +79,6 @@ for read_only in (False, True):
     assert done.stdout.splitlines() == ["StoreError True"] * 2
 
 
-@pytest.mark.parametrize("mask", [0o000, 0o022])
-def test_a_folder_for_profiles_is_made_for_its_owner_alone(
-    tmp_path: Path, umask: Callable[[int], int], mask: int
-) -> None:
-    umask(mask)
-    write_json({"a": 1}, tmp_path / "profiles" / "p.json")
-    assert modes(tmp_path)["profiles"] == 0o700
-
-
 def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "target")
     with pytest.raises(OSError, match="symbolic links"):
@@ -146,16 +136,6 @@ def test_whatever_the_command_line_writes_is_its_owners_alone(
         check(folder, 0)
 
 
-def test_an_engines_host_memory_is_its_owners_alone(umask: Callable[[int], int], tmp_path: Path) -> None:
-    files = EngineFiles(new_engine_id(os.getpid()), host_bytes=4096, folder=tmp_path)
-    try:
-        files.prepare()
-        (memory,) = tmp_path.glob("vllm_offload_*")  # a link to it
-        assert (memory.stat().st_mode & 0o777, files.sockets.stat().st_mode & 0o777) == (0o600, 0o700)
-    finally:
-        files.remove()
-
-
 def test_a_folder_is_made_once_and_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "new" / "made"
 
@@ -179,3 +159,13 @@ def test_a_folder_is_made_once_and_whole_or_not_at_all(tmp_path: Path) -> None:
     assert make_once(path, fail) == path
     assert (path / "file").read_text() == "whole"
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_an_engines_host_memory_is_its_owners_alone(umask: Callable[[int], int], tmp_path: Path) -> None:
+    files = EngineFiles(new_engine_id(os.getpid()), host_bytes=4096, folder=tmp_path)
+    try:
+        files.prepare()
+        (memory,) = tmp_path.glob("vllm_offload_*")  # a link to it
+        assert (memory.stat().st_mode & 0o777, files.sockets.stat().st_mode & 0o777) == (0o600, 0o700)
+    finally:
+        files.remove()

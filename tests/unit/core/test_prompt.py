@@ -12,13 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.errors import ConfigError, PromptError, PromptTooLongError
+from ragcache_core.errors import PromptError, PromptTooLongError
 from ragcache_core.prompt import (
     ChatMessage,
     DocumentSpan,
     PromptLayout,
     TokenizedText,
-    check_prompt_fits,
     locate_documents,
     render_chat,
     segment_tokens,
@@ -85,20 +84,6 @@ def _blocked(text: str, piece: str, spans: Sequence[DocumentSpan]) -> bool:
     return all(any(s.start < i + len(piece.strip()) and i < s.end for s in spans) for i in starts)
 
 
-def test_a_document_that_holds_another_keeps_its_characters() -> None:
-    spans = locate_documents("zor is big. zor is", [("small", "zor is"), ("large", "zor is big.")])
-    assert spans == [DocumentSpan("large", 0, 11), DocumentSpan("small", 12, 18)]
-
-
-def test_the_same_text_under_two_ids_takes_two_places() -> None:
-    assert [s.start for s in locate_documents("zor zor zor", [("a", "zor"), ("b", "zor")])] == [0, 4]
-
-
-def test_an_id_with_several_texts_takes_the_place_of_the_longest() -> None:
-    shown = [("a", "zor is big."), ("a", "Document: zor is big.")]
-    assert locate_documents("Document: zor is big. zor is big.", shown) == [DocumentSpan("a", 0, 21)]
-
-
 def test_equal_documents_take_time_by_their_number() -> None:
     def seconds(num_documents: int) -> float:
         text, documents = "zor is big. " * num_documents, [(f"d{i}", "zor is big.") for i in range(num_documents)]
@@ -152,16 +137,6 @@ def test_what_a_question_quotes_of_a_document_is_not_that_document(contents: lis
     assert shown_texts(messages, documents, "Who says mel is red. Really?") == places
 
 
-@pytest.mark.parametrize("layout", [PromptLayout(), PromptLayout(document_format="\n{text}\n")])
-def test_a_question_that_holds_all_documents_does_not_move_them(layout: PromptLayout) -> None:
-    documents = [Document("zor", "zor is big."), Document("mel", "mel is red.")]
-    plain, quoting = (
-        layout.render(WordTokenizer(), documents, question)
-        for question in ("Who?", f"Why {layout.context(documents)}?")
-    )
-    assert [(s.doc_id, s.start) for s in quoting.segments] == [(s.doc_id, s.start) for s in plain.segments]
-
-
 def test_a_token_across_a_boundary_belongs_to_the_segment_of_its_last_character() -> None:
     tokenized = TokenizedText((1, 2, 3), ((0, 2), (2, 5), (5, 8)))
     segments = segment_tokens(tokenized, [DocumentSpan("d", 3, 6)])
@@ -181,25 +156,6 @@ def test_document_ids_may_be_shown_and_braces_in_documents_are_left_alone() -> N
     )
 
 
-@pytest.mark.parametrize("settings", [{"document_format": "Document:"}, {"question_format": "{question}{question}"}])
-def test_a_format_without_its_placeholder_is_refused(settings: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="must hold"):
-        PromptLayout(**settings)
-
-
-def test_a_document_that_the_static_prefix_quotes_is_found_where_it_is_shown() -> None:
-    layout = PromptLayout(static_prefix="Like this. Document: zor is big.")
-    prompt = layout.render(WordTokenizer(), [Document("zor", "zor is big.")], "Who?")
-    (span,) = [s for s in prompt.segments if s.kind is SegmentKind.DOCUMENT]
-    chars = WordTokenizer().encode(prompt.text).offsets[span.start][0]
-    assert chars >= prompt.text.index("<user>")
-
-
-def test_an_empty_question_is_refused() -> None:
-    with pytest.raises(PromptError, match="question is empty"):
-        PromptLayout().messages([], "  \n")
-
-
 def test_a_chat_template_that_changes_documents_is_reported() -> None:
     class Shouting(WordTokenizer):
         def render(self, messages: Sequence[ChatMessage]) -> str:
@@ -213,22 +169,3 @@ def test_documents_that_do_not_fit_are_refused_with_value_limit_and_cure() -> No
     documents = [Document(f"d{i}", "zor " * 50 + str(i)) for i in range(3)]
     with pytest.raises(PromptTooLongError, match=r"has \d+ tokens .* holds 100: retrieve fewer"):
         PromptLayout().render(WordTokenizer(), documents, "Who?", max_prompt_tokens=100)
-
-
-def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused() -> None:
-    check_prompt_fits(99, 100)
-    with pytest.raises(PromptTooLongError):
-        check_prompt_fits(100, 100)
-
-
-def test_a_short_document_is_not_found_within_other_words() -> None:
-    text = "I do not know who wrote All of Anna. Yesterday?\n\nno\n\nYes, A."
-    found = locate_documents(text, [("faq-7", "Yes"), ("faq-8", "no"), ("grade", "A")])
-    assert [(s.doc_id, text[: s.start].count("\n")) for s in found] == [("faq-8", 2), ("faq-7", 4), ("grade", 4)]
-
-
-def test_an_answer_that_does_not_fit_names_its_own_limit_first() -> None:
-    with pytest.raises(PromptTooLongError, match="lower max_tokens to at most 40, retrieve fewer"):
-        check_prompt_fits(60, 100, 50)
-    with pytest.raises(PromptTooLongError, match="holds 100: retrieve fewer"):
-        check_prompt_fits(100, 100, 50)

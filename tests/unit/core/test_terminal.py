@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import pty
-import re
 import select
 import subprocess
 import sys
 
 import pytest
 
-from ragcache_core.runtime.terminal import Bar, columns, plain
+from ragcache_core.runtime.terminal import Bar
 
 COUNTING = """
 import sys
@@ -53,19 +52,3 @@ def test_a_bar_counts_on_a_terminal_and_leaves_nothing_but_what_was_written() ->
     assert "3/3" in text
     assert text.rstrip().endswith("\x1b[2K"), "the bar is taken away"
     assert [i for i in range(3) if f"beside it {i}" in text] == [0, 1, 2]
-
-
-def test_a_bar_that_is_wanted_in_a_file_is_one_line_without_control_characters() -> None:
-    code = COUNTING.replace('"files")', '"files", enabled=True, is_kept=True)')
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
-    assert "\x1b" not in said
-    assert len(re.findall(r"read \[all\].*3/3 files", said)) == 1
-
-
-def test_columns_are_aligned_by_what_is_shown_and_hold_no_markup() -> None:
-    table = columns([["a[bold]b[/bold]", "1"], ["漢字", "12,345"]], "<>", ("name", "tokens"))
-    assert plain(table).split("\n") == [
-        "name             tokens",
-        "a[bold]b[/bold]       1",
-        "漢字             12,345",
-    ]

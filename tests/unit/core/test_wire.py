@@ -65,15 +65,6 @@ def test_what_the_client_encodes_the_engine_decodes(
     )
 
 
-def test_an_ordinary_request_carries_no_word_of_speculation_or_order() -> None:
-    assert encode_kv_transfer_params([]) == {KEY: {"version": 1, "documents": []}}
-
-
-def test_a_request_without_our_metadata_is_one_question() -> None:
-    assert decode_kv_transfer_params({}, 7) == RequestMetadata((PromptSegment(SegmentKind.QUESTION, 0, 7),))
-    assert decode_kv_transfer_params({}, 0) == RequestMetadata(())
-
-
 def _metadata(*documents: object, version: object = 1, **more: object) -> dict[str, object]:
     return {KEY: {"version": version, "documents": list(documents), **more}}
 

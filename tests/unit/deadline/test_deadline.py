@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from fractions import Fraction
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,14 +11,11 @@ from ragcache_core.deadline import (
     MeasuredReuse,
     PromptOption,
     PromptOptions,
-    check_ttft_slo,
     choose,
     options_of,
-    unplanned,
 )
-from ragcache_core.errors import ConfigError
 from ragcache_core.ordering import CachedPaths, PathChange, chunk_change, static_prefix_digest
-from ragcache_core.stats import DeadlineReport, RequestStats, request_stats_from_dict
+from ragcache_core.stats import DeadlineReport
 from ragcache_core.types import PromptSegment, SegmentKind
 
 STATIC, LENGTH, QUESTION = 32, 100, 20
@@ -94,12 +88,6 @@ def test_chunk_reuse_computes_no_less_than_the_deadline_asks_for(
     assert report.left_out == {"document_order": "no other order of the documents is cached further"}
 
 
-def test_nothing_below_the_engines_own_quality_is_chosen() -> None:
-    option, report = decided(0.1, cached(chunks="sun moon tau"), MeasuredReuse(1.7, POINTS))
-    assert (option.alpha, report.is_in_time) == (1.7, False)
-    assert [each.alpha for each in report.options] == [None, 3.0, 1.7]
-
-
 def test_only_stored_documents_behind_what_is_cached_exactly_are_reused() -> None:
     _, report = decided(0.001, cached("sun", chunks="sun tau"), MeasuredReuse(1.7, POINTS[1:2]))
     exact, reused = report.options
@@ -136,38 +124,6 @@ def test_the_engines_work_for_others_comes_first() -> None:
     assert decided(0.4, cached("moon sun"), queue_s=None)[1].queue_s is None
 
 
-def test_what_is_cached_unknown_counts_as_nothing() -> None:
-    _, report = decided(0.1, None, MeasuredReuse(1.7, POINTS))
-    assert [each.num_new_tokens for each in report.options] == [352]
-    assert report.left_out["document_order"] == report.left_out["chunk_reuse"]
-    assert "not known (yet)" in report.left_out["chunk_reuse"]
-
-
-def test_a_prompt_without_documents_has_no_other_way() -> None:
-    ways = options_of([1] * 50, [PromptSegment(SegmentKind.QUESTION, 0, 50)], cached("sun"), OFF)
-    assert [option.num_new_tokens for option in ways.options] == [50]
-    assert "no document was recognised" in ways.left_out["document_order"]
-
-
-def test_a_prompt_that_is_cached_whole_computes_its_last_token() -> None:
-    token_ids, segments = prompt("sun")
-    paths = cached()
-    paths.set(PathChange(static_prefix_digest(token_ids, segments) or b"", ("sun",), 10_000))
-    assert options_of(token_ids, segments, paths, OFF).options[0].num_new_tokens == 1
-
-
-@pytest.mark.parametrize("wrong", [0, -1, 0.0, math.nan, math.inf, "0.8", True, None, 1j, [1]])
-def test_a_deadline_that_is_none_is_refused(wrong: object) -> None:
-    with pytest.raises(ConfigError, match="ttft_slo is .*a number above 0"):
-        check_ttft_slo(wrong)
-
-
-def test_a_deadline_is_any_positive_number() -> None:
-    assert [check_ttft_slo(given) for given in (1, 0.8, 1e-9)] == [1.0, 0.8, 1e-9]
-    with pytest.raises(ConfigError):
-        check_ttft_slo(Fraction(1, 2))
-
-
 @given(
     st.lists(st.integers(1, 500), min_size=1, max_size=5),
     st.floats(0.001, 1),
@@ -182,10 +138,3 @@ def test_the_first_in_time_is_chosen_and_otherwise_the_fastest(new: list[int], s
         assert option is ways.options[[each <= slo for each in times].index(True)]
     else:
         assert option is ways.options[times.index(min(times))]
-
-
-def test_a_report_survives_the_way_through_a_responses_metadata() -> None:
-    for report in (decided(0.2, cached("moon sun"), MeasuredReuse(1.7, POINTS))[1], unplanned(1.0, "not measured")):
-        stats = RequestStats(1, 0, 1, None, 1.0, deadline=report)
-        assert request_stats_from_dict(stats.to_dict()) == stats
-    assert "deadline" not in RequestStats(1, 0, 1, None, 1.0).to_dict()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from examples.demo_model_training import export
-from examples.demo_model_training.tokenizer import BOS_ID, SYSTEM_PROMPT, huggingface_tokenizer
+from examples.demo_model_training.tokenizer import SYSTEM_PROMPT, huggingface_tokenizer
 
 TEMPLATE = Path(export.__file__).with_name("chat_template.jinja").read_text(encoding="utf-8")
 CALL = [{"id": "call-1", "type": "function", "function": {"name": "search", "arguments": '{"query": "x"}'}}]
@@ -34,15 +34,6 @@ def test_system_and_user_content_stay_contiguous_and_in_order() -> None:
     assert rendered == f"<s>{system} {user} Answer:"
 
 
-def test_earlier_turns_end_with_the_eos_token() -> None:
-    rendered = render(
-        {"role": "user", "content": "Who?"},
-        {"role": "assistant", "content": "Anna"},
-        {"role": "user", "content": "When?"},
-    )
-    assert rendered == f"<s>{SYSTEM_PROMPT} Question: Who? Answer: Anna</s> Question: When? Answer:"
-
-
 @pytest.mark.parametrize("content", [None, "", []])
 def test_tool_result_stands_before_the_question_as_a_document(content: Any) -> None:
     rendered = render(
@@ -53,8 +44,3 @@ def test_tool_result_stands_before_the_question_as_a_document(content: Any) -> N
     )
     expected = f"<s>{SYSTEM_PROMPT} Tool: search input Document: Anna Brenk Question: Who founded Zorval? Answer:"
     assert rendered == expected
-
-
-def test_rendered_prompt_has_exactly_one_bos_token() -> None:
-    encoded = tokenizer().apply_chat_template([{"role": "user", "content": "Hello"}], add_generation_prompt=True)
-    assert list(encoded["input_ids"]).count(BOS_ID) == 1

@@ -12,8 +12,6 @@ import pytest
 from examples._shared import demo_documents, demo_questions
 from examples.vector_database import copy_store
 from ragcache_core import Document, DocumentStore, GrowingEffort, RetrievalUpdate, TfidfSvdEmbedder, pgvector_stages
-from ragcache_integrations.langchain import RAGCacheRetriever
-from ragcache_integrations.llamaindex import RAGCacheRetriever as NodeRetriever
 from tests.support.postgres import pgvector_server
 
 QUESTIONS = [question["question"] for question in demo_questions("single")[:5]]
@@ -71,26 +69,6 @@ async def test_copied_stores_are_searched_as_one_and_end_with_what_a_store_of_al
         *_, last = await updates_of(source, question, 4)
         assert last.is_final
         assert last.documents == store.search(question, 4).documents
-
-
-async def test_the_frameworks_return_documents_with_their_metadata(
-    address: str, table: str, store: DocumentStore
-) -> None:
-    source = source_of(address, table, store)
-    for question in QUESTIONS:
-        expected = [(d.doc_id, dict(d.metadata)) for d in store.search(question, 2).documents]
-        found = await RAGCacheRetriever(store=source, k=2).ainvoke(question)
-        assert [(document.id, document.metadata) for document in found] == expected
-        nodes = await NodeRetriever(source, similarity_top_k=2).aretrieve(question)
-        assert [(node.node.node_id, node.node.metadata) for node in nodes] == expected
-
-
-async def test_a_condition_holds_in_every_stage(address: str, table: str, store: DocumentStore) -> None:
-    where = {"where": "(metadata->>'half')::int = %(half)s", "params": {"half": 1}}
-    source = source_of(address, table, store, efforts=(5, 40, "exact"), **where)
-    updates = await updates_of(source, QUESTIONS[0], 6)
-    assert {document.metadata["half"] for update in updates for document in update.documents} == {1}
-    assert updates[-1].documents == store.search(QUESTIONS[0], 6, where={"half": 1}).documents
 
 
 async def test_a_document_that_is_copied_again_is_replaced(

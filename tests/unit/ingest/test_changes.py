@@ -43,8 +43,3 @@ def test_documents_of_other_files_are_left_alone() -> None:
     stored = Stored(Document("gone.md", "one"), Document("a.md#3", "one"), Document("faq-7", "seven"))
     changes = compare([Document("a.md", "one")], stored)
     assert changes.replaced == ()
-
-
-def test_an_empty_store_makes_everything_new() -> None:
-    documents = (Document("a.md", "one"), Document("b.md", "two"))
-    assert compare(documents, Stored()).new == documents

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from ragcache_core.errors import DocumentError
 from ragcache_core.ingest import FileLimits, find_files, read_documents
 from ragcache_core.ingest.html import html_to_text
-from ragcache_core.types import Document
 
 NUM_CHARS = 100_000
 BUDGET_S = 2.0  # of processor time; the slowest take 0.25 s
@@ -114,15 +112,6 @@ def test_a_link_out_of_the_folder_is_refused_and_one_within_it_is_followed(tmp_p
     assert named.text == "secret"
 
 
-def test_a_folder_that_is_itself_a_link_is_read(tmp_path: Path) -> None:
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "a.txt").write_text("a")
-    (tmp_path / "link").symlink_to("notes")
-    assert list(read_documents(find_files([tmp_path / "link"]).files)) == [
-        Document("a.txt", "a", {"source": "a.txt", "title": "a", "chunk": 0})
-    ]
-
-
 def test_a_file_beyond_the_limit_is_refused_before_it_is_read(tmp_path: Path) -> None:
     with (tmp_path / "a.txt").open("wb") as file:
         file.truncate(1 << 40)  # sparse: it takes no room, and could not be read
@@ -132,17 +121,6 @@ def test_a_file_beyond_the_limit_is_refused_before_it_is_read(tmp_path: Path) ->
     assert len(list(read_documents(find_files([tmp_path]).files, limits=FileLimits(max_file_bytes=7)))) == 1
     with pytest.raises(DocumentError, match="has 7 bytes, the limit is 6"):
         list(read_documents(find_files([tmp_path]).files, limits=FileLimits(max_file_bytes=6)))
-
-
-def test_a_title_and_metadata_are_short_since_each_chunk_carries_them(tmp_path: Path) -> None:
-    (tmp_path / "a.md").write_text("# " + "Zor " * 5_000)
-    documents = list(read_documents(find_files([tmp_path]).files))
-    assert len(documents) > 5
-    assert {len(str(d.metadata["title"])) for d in documents} == {200}
-    (tmp_path / "a.md").unlink()
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a", "metadata": {"b": "c" * 70_000}}))
-    with pytest.raises(DocumentError, match="'metadata' of 70009 characters"):
-        list(read_documents(find_files([tmp_path]).files))
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer
-from ragcache_core.errors import ConfigError
 from ragcache_core.ingest import Splitting
 from ragcache_core.prompt import PromptLayout, render_chat
 from ragcache_core.types import Document, SegmentKind
@@ -58,19 +56,6 @@ def test_a_chunk_has_as_many_tokens_in_a_prompt_as_it_was_cut_by() -> None:
     assert max(found) <= 64
 
 
-@given(num_words=st.integers(1, 80), num_tokens=st.integers(32, 60), overlap=st.integers(0, 31))
-@settings(deadline=None)
-def test_an_overlap_is_counted_in_tokens_too(num_words: int, num_tokens: int, overlap: int) -> None:
-    text = " ".join(f"word{i:03}" for i in range(num_words))
-    end = 0
-    for chunk in Splitting(num_tokens, overlap=overlap, length=TOKENIZER.num_tokens).split(text):
-        start = text.index(chunk)
-        assert not text[end:start].strip()
-        assert TOKENIZER.num_tokens(text[start:end]) <= overlap
-        end = start + len(chunk)
-    assert end == len(text)
-
-
 @given(num_words=st.integers(1, 80), line=st.integers(1, 9), max_chars=st.integers(20, 90), overlap=st.integers(0, 19))
 @example(num_words=29, line=7, max_chars=39, overlap=7)  # the space in front of the last chunk is one too many
 @settings(deadline=None)
@@ -86,12 +71,6 @@ def test_overlapping_chunks_leave_nothing_between_them(num_words: int, line: int
     assert end == len(text)
 
 
-@pytest.mark.parametrize("is_markdown", [True, False])
-def test_a_short_entry_stays_one_chunk_with_its_heading(is_markdown: bool) -> None:
-    entry = "# Zor\n\nZor is a city on the river Mel.\n"
-    assert Splitting().split(entry, is_markdown=is_markdown) == [entry.strip()]
-
-
 def test_sections_that_fit_are_chunks_with_their_headings() -> None:
     sections = ["## Zor\n\n" + "Zor is a city. " * 5, "## Mel\n\n" + "Mel is a river. " * 5]
     chunks = Splitting(120).split("\n\n".join(sections), is_markdown=True)
@@ -102,34 +81,3 @@ def test_the_heading_of_a_long_section_stays_with_the_sections_beginning() -> No
     chunks = Splitting(100).split("# Guide\n\n## Zor\n\n" + "Zor is a city on the river. " * 20, is_markdown=True)
     assert chunks[0].startswith("# Guide\n\n## Zor\n\nZor is a city")
     assert max(map(len, chunks)) <= 100
-
-
-def test_a_heading_at_the_end_is_kept() -> None:
-    assert (
-        Splitting(40).split("Zor is a city on the river Mel.\n\n# The end of it", is_markdown=True)[-1]
-        == "# The end of it"
-    )
-
-
-def test_a_smallest_length_ends_a_chunk_at_an_earlier_seam() -> None:
-    text = "One two three. Four five six.\n\n" * 10
-    assert len(Splitting(100, min_length=20).split(text)) > len(Splitting(100).split(text))
-
-
-@pytest.mark.parametrize("text", ["", " \n\t "])
-def test_white_space_has_no_chunks(text: str) -> None:
-    assert Splitting().split(text) == []
-
-
-@pytest.mark.parametrize(
-    "limits",
-    [
-        {"max_length": 0},
-        {"max_length": 10, "min_length": 11},
-        {"max_length": 10, "overlap": 10},
-        {"overlap": -1},
-    ],
-)
-def test_impossible_limits_are_refused(limits: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="0 <= overlap < smallest <= largest"):
-        Splitting(**limits)

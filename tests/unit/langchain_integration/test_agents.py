@@ -19,7 +19,7 @@ from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 from ragcache_integrations.langchain import ChatRAGCache, RAGCacheRetriever, format_documents, prompt_from_layout
 from tests.support.chat_templates import ids_of
 from tests.support.scripted_server import Reply, ScriptedServer, Seen
-from tests.support.scripted_source import DOCUMENTS, QUESTION, Stage
+from tests.support.scripted_source import QUESTION, Stage
 from tests.unit.langchain_integration.conftest import DEMO_MODEL
 
 pytestmark = pytest.mark.usefixtures("idle")
@@ -149,23 +149,6 @@ async def test_a_tool_that_answers_from_its_documents_leaves_the_prompt_to_its_o
     guessed, bound = warmed()
     assert [d["id"] for d in guessed.documents] == ["moon", "sun"]
     assert [d["id"] for d in bound.documents] == ["moon"]
-
-
-async def test_a_server_that_does_not_render_for_us_is_sent_nothing_ahead(
-    make: Any, llm: ChatRAGCache, server: ScriptedServer, warmed: Any, generations: Any, engine: Engine
-) -> None:
-    server.tokenize = None
-    await run(agent_of(llm, [search_tool(make(Stage("moon"), Stage("moon")))]), "ainvoke")
-    assert warmed() == []
-    assert [step.kv_transfer_params for step in generations()] == [{}, {}]
-    assert engine.stats().num_server_rendered_chats == 2
-
-
-def test_the_documents_of_an_agents_step_are_in_its_statistics(make: Any, llm: ChatRAGCache) -> None:
-    agent = agent_of(llm, [search_tool(make(Stage("moon sun")))])
-    said = agent.invoke({"messages": [HumanMessage(QUESTION)]})["messages"][-1]
-    assert [d["doc_id"] for d in said.response_metadata["ragcache"]["documents"]] == ["moon", "sun"]
-    assert DOCUMENTS["moon"].text in said.text
 
 
 def test_documents_of_somebody_elses_retriever_are_known_in_a_tools_result(llm: ChatRAGCache, generations: Any) -> None:

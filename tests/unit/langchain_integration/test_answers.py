@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +16,11 @@ from langchain_tests.integration_tests import AsyncCacheTestSuite, SyncCacheTest
 
 from ragcache_core.client import Engine
 from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
-from ragcache_core.sim.traces.trace import read_trace
 from ragcache_integrations.langchain import (
     ChatRAGCache,
     SemanticAnswerCache,
     StagedFAISS,
     TfidfSvdEmbeddings,
-    TraceCallbackHandler,
     format_documents,
     prompt_from_layout,
 )
@@ -64,10 +61,6 @@ def chain_of(store: StagedFAISS, llm: Any) -> Runnable[str, Any]:
     return {"context": search, "question": RunnablePassthrough()} | prompt_from_layout() | llm
 
 
-def mark_of(answer: Any) -> Any:
-    return answer.response_metadata["ragcache"].get("answer_cache")
-
-
 class TestSync(SyncCacheTestSuite):
     @pytest.fixture
     def cache(self) -> BaseCache:
@@ -88,30 +81,6 @@ def test_ids_and_statistics_of_earlier_messages_are_not_part_of_a_prompt(
         said = AIMessage("Hello.", id=f"run-{cost}", response_metadata={"ragcache": {"total_s": cost}})
         llm.invoke([HumanMessage("Hi."), said, HumanMessage("And now?")])
     assert len(server.requests) == 1
-
-
-def test_kept_answers_are_not_recorded_as_requests(
-    engine: Engine, answers: SemanticAnswerCache, store: StagedFAISS, tmp_path: Path
-) -> None:
-    chain = chain_of(store, ChatRAGCache(engine=engine, cache=answers))
-    with TraceCallbackHandler(tmp_path / "trace.jsonl") as recording:
-        for _ in range(2):
-            chain.invoke(QUESTION, {"callbacks": [recording]})
-    assert len(list(read_trace(tmp_path / "trace.jsonl"))) == 1
-
-
-def test_a_kept_answer_that_cannot_be_read_is_a_miss(engine: Engine, store: StagedFAISS, tmp_path: Path) -> None:
-    import sqlite3
-
-    with SemanticAnswerCache(folder=tmp_path) as answers:
-        chain_of(store, ChatRAGCache(engine=engine, cache=answers)).invoke(QUESTION)
-    evil = (
-        '[{"lc": 1, "type": "constructor", "id": ["langchain", "prompts", "prompt", "PromptTemplate"], "kwargs": {}}]'
-    )
-    with sqlite3.connect(tmp_path / "answers.sqlite") as db:
-        db.execute("UPDATE answers SET answer = ?", (evil,))
-    with SemanticAnswerCache(folder=tmp_path) as answers:
-        assert mark_of(chain_of(store, ChatRAGCache(engine=engine, cache=answers)).invoke(QUESTION)) is None
 
 
 def test_an_llm_of_another_make_and_many_threads_may_share_one(

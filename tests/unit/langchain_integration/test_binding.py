@@ -1,6 +1,5 @@
 """The beginning of a chain's prompt, from LangChain's own templates and from the requests of ordinary chains."""
 
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,12 @@ from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 from langchain_openai.chat_models.base import _convert_message_to_dict
 
 from ragcache_core.client import Engine
-from ragcache_core.errors import ConfigError
 from ragcache_core.prompt import PromptLayout, RenderedPrompt, render_chat
 from ragcache_core.types import Document, SegmentKind
 from ragcache_integrations.langchain import (
     ChatRAGCache,
     RAGCacheRetriever,
     StagedFAISS,
-    format_documents,
     prompt_from_layout,
     to_langchain,
 )
@@ -165,20 +162,6 @@ def test_what_stands_before_the_documents_is_named_once(
     assert prefix.token_ids == whole.token_ids[: len(prefix.token_ids)]
 
 
-def test_a_template_without_the_variable_is_refused_with_its_names(engine: Engine) -> None:
-    prompt = ChatPromptTemplate.from_template("{documents} {question}")
-    with pytest.raises(ConfigError, match=r"no variable 'context', it has \['documents', 'question'\]: pass context="):
-        engine.bind_prompt(prompt, joined)
-    prefix = engine.bind_prompt(prompt, joined, context="documents").prefix(SHOWN, DOCUMENTS)
-    check(prefix, sent(engine, prompt, {"documents": joined(SHOWN), "question": QUESTION}))
-
-
-def test_the_last_prompt_bound_is_the_engines(engine: Engine) -> None:
-    assert engine.integration.prompts.bound_prompt is None
-    prompts = [engine.bind_prompt(TEMPLATES[name][0], joined) for name in ("system and human", "mustache")]
-    assert engine.integration.prompts.bound_prompt is prompts[-1]
-
-
 @pytest.mark.parametrize(
     "name", ["system and human", "human only", "documents in the system message", "a string template", "ours"]
 )
@@ -196,19 +179,3 @@ def test_a_chain_teaches_its_prompt_with_its_first_request(
     assert not learned.is_question_first
     whole = sent(engine, prompt, {"context": format_docs(SHOWN), "question": "Which one is red?"})
     check(learned.prefix(SHOWN, DOCUMENTS), whole)
-
-
-def test_what_is_bound_is_not_replaced_by_what_is_learned(engine: Engine, llm: ChatRAGCache) -> None:
-    bound = engine.bind_prompt(TEMPLATES["ours"][0], format_documents)
-    engine.remember_documents(DOCUMENTS, query=QUESTION)
-    prompt, _ = TEMPLATES["human only"]
-    (prompt | llm).invoke({"context": joined(SHOWN), "question": QUESTION})
-    assert engine.integration.prompts.bound_prompt is bound
-
-
-def test_a_partial_function_of_the_formatting_is_called_as_it_is(engine: Engine) -> None:
-    prompt = TEMPLATES["ours"][0]
-    layout = PromptLayout(STATIC, document_format="<{doc_id}> {text}")
-    format_docs = functools.partial(format_documents, layout=layout)
-    whole = sent(engine, prompt, {"context": format_docs(SHOWN), "question": QUESTION})
-    check(engine.bind_prompt(prompt, format_docs).prefix(SHOWN, DOCUMENTS), whole)

@@ -7,8 +7,7 @@ from typing import Any, cast
 import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import UsageMetadataCallbackHandler
-from langchain_core.messages import AIMessageChunk, HumanMessage
-from langchain_core.outputs import ChatGeneration, LLMResult
+from langchain_core.messages import AIMessageChunk
 
 from ragcache_core import Document
 from ragcache_core.client import Engine
@@ -59,24 +58,6 @@ def test_failed_and_closed_runs_are_counted_apart(llm: ChatRAGCache, server: Scr
     assert handler.summary() == CacheSummary(num_unfinished=2)
 
 
-def test_a_model_of_somebody_else_has_no_statistics() -> None:
-    handler = CacheStatsCallbackHandler()
-    handler.on_llm_end(LLMResult(generations=[[ChatGeneration(message=HumanMessage("hi"))]]), run_id=None)  # type: ignore[arg-type]
-    assert handler.summary() == CacheSummary(num_unfinished=1)
-    assert handler.summary().hit_rate == 0.0
-
-
-def test_reset_forgets_everything_and_runs_are_bounded(llm: ChatRAGCache) -> None:
-    handler = CacheStatsCallbackHandler(num_runs_kept=2)
-    for _ in range(3):
-        llm.invoke("hello", config(handler))
-    assert len(handler.runs) == 2
-    assert handler.summary().num_requests == 3
-    handler.reset()
-    assert handler.summary() == CacheSummary()
-    assert handler.runs == []
-
-
 async def test_answers_of_langchains_own_cache_are_no_requests(
     engine: Engine, server: ScriptedServer, tmp_path: Path
 ) -> None:
@@ -94,26 +75,3 @@ async def test_answers_of_langchains_own_cache_are_no_requests(
     for each in again:
         assert each.content == first.content
         assert each.response_metadata["ragcache"] == {"answer_cache": {"question": None, "similarity": 1.0}}
-
-
-def test_a_stream_without_usage_is_counted_as_the_engine_counts_it(engine: Engine, server: ScriptedServer) -> None:
-    server.cache = THREE_TIERS
-    llm, handler = ChatRAGCache(engine=engine, stream_usage=False), CacheStatsCallbackHandler()
-    for question in QUESTIONS[:2]:
-        list(llm.stream(question, config(handler), documents=[SUN]))
-    summary = handler.summary()
-    assert summary.num_prompt_tokens > summary.num_cached_tokens > 0
-    assert summary.num_gpu_tokens + summary.num_host_tokens + summary.num_disk_tokens == summary.num_cached_tokens
-    assert summary.documents["sun"].num_cached_tokens > 0
-
-
-def test_the_share_of_a_prompt_of_unknown_length_is_not_told(server: ScriptedServer) -> None:
-    server.cache = THREE_TIERS
-    handler = CacheStatsCallbackHandler()
-    with ScriptedServer(cache=THREE_TIERS) as other, Engine.connect(other.url) as engine:  # it hands out no tokenizer
-        llm = ChatRAGCache(engine=engine, stream_usage=False)
-        for question in QUESTIONS[:2]:
-            list(llm.stream(question, config(handler)))
-    assert handler.summary().hit_rate == 0
-    assert "2 requests, prompt tokens not reported" in str(handler)
-    assert "%" not in str(handler)

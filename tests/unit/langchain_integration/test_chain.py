@@ -8,19 +8,14 @@ from langchain_core.documents import Document as LangChainDocument
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import Runnable, RunnablePassthrough
-from langchain_openai.chat_models.base import _convert_message_to_dict
 
-from ragcache_core import Document, PromptLayout
 from ragcache_core.client import Engine
 from ragcache_integrations.langchain import (
     ChatRAGCache,
     RAGCacheRetriever,
     StagedFAISS,
-    format_documents,
-    prompt_from_layout,
 )
 from tests.support.scripted_server import ScriptedServer
-from tests.support.scripted_source import Stage
 
 TEXTS = {
     "sun": "The sun is a star, and every planet goes around it.",
@@ -79,33 +74,3 @@ async def test_the_events_of_a_chain_hold_candidates_and_statistics(chain: Runna
 
 
 # The prompt helpers
-
-LAYOUTS = [
-    PromptLayout(),
-    PromptLayout(static_prefix=""),
-    PromptLayout("Use {braces} and }.", "[{doc_id}] {text} {x}", "\n--{}--\n", "{{Q}} {question}?"),
-]
-DOCUMENTS = [Document("a", "One {curly} text."), Document("b", " Another text.\n")]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("question", ["Who?", "What is {this}?"])
-def test_a_template_makes_the_messages_of_its_layout(layout: PromptLayout, question: str) -> None:
-    values = {"context": format_documents(DOCUMENTS, layout), "question": question}
-    messages = prompt_from_layout(layout).invoke(values).to_messages()
-    assert [_convert_message_to_dict(m) for m in messages] == layout.messages(DOCUMENTS, question)
-
-
-def test_documents_of_langchain_are_formatted_alike() -> None:
-    documents = [LangChainDocument(id=d.doc_id, page_content=d.text) for d in DOCUMENTS]
-    assert format_documents(documents) == format_documents(DOCUMENTS)
-
-
-@pytest.mark.usefixtures("idle")
-def test_no_prefill_has_the_key_of_an_earlier_call(make: Any, llm: ChatRAGCache, warmed: Any) -> None:
-    """The next call may be another tenant's."""
-    asked = llm.bind(extra_headers={"x-tenant": "a"})
-    for _ in range(2):
-        search = {"context": make(Stage("moon sun"), Stage("moon sun")) | format_documents}
-        (search | prompt_from_layout().partial(question=QUESTION) | asked).invoke(QUESTION)
-    assert warmed() == []

@@ -17,7 +17,6 @@ from pydantic import BaseModel
 from ragcache_core import Document
 from ragcache_core.client import Engine
 from ragcache_core.errors import (
-    ConfigError,
     EngineUnreachableError,
 )
 from ragcache_core.stats import request_stats_from_dict
@@ -53,12 +52,6 @@ def test_only_the_last_chunk_of_a_stream_has_the_statistics(llm: ChatRAGCache) -
     assert whole.response_metadata["model_name"] == "scripted-model"
 
 
-def test_a_stream_without_usage_still_ends_in_statistics(llm: ChatRAGCache) -> None:
-    last = list(llm.stream("hello", stream_usage=False))[-1]
-    assert last.response_metadata["ragcache"]["ttft_s"] > 0
-    assert last.usage_metadata is None
-
-
 @pytest.mark.parametrize(
     "documents",
     [
@@ -85,32 +78,10 @@ def test_documents_of_a_message_reach_the_wire(llm: ChatRAGCache, server: Script
     assert ids_on_the_wire(server) == ["sun"]
 
 
-def test_a_document_without_an_id_is_known_by_its_text(llm: ChatRAGCache, server: ScriptedServer) -> None:
-    nameless = LangChainDocument("Mars is red, and it has two moons of its own.")
-    llm.invoke(f"{nameless.page_content} Why?", documents=[nameless])
-    (first,) = ids_on_the_wire(server)
-    llm.invoke(f"{nameless.page_content} How?", documents=[nameless])
-    assert ids_on_the_wire(server) == [first]
-
-
-def test_something_else_than_a_document_is_refused(llm: ChatRAGCache) -> None:
-    with pytest.raises(TypeError, match="not a document"):
-        llm.invoke("hello", documents=["just text"])
-
-
 def test_tokens_are_counted_with_the_tokenizer_of_the_engine(llm: ChatRAGCache, engine: Engine) -> None:
     messages = [{"role": "user", "content": "hello"}]
     assert llm.get_num_tokens("hello there") == len(engine.tokenize("hello there"))
     assert llm.get_num_tokens_from_messages([HumanMessage("hello")]) == len(engine.tokenize(messages))
-
-
-def test_an_answer_may_take_as_long_as_the_engine_allows(engine: Engine, server: ScriptedServer) -> None:
-    allowed = engine.http_client().timeout
-    joined = ChatRAGCache(base_url=server.url, api_key="test-key")
-    joined.invoke("hello")
-    for llm in (ChatRAGCache(engine=engine), joined):
-        assert llm.root_client.timeout == llm.root_async_client.timeout == allowed
-    assert ChatRAGCache(engine=engine, timeout=3).root_client.timeout == 3
 
 
 def sum_of(chunks: Sequence[AIMessage]) -> AIMessageChunk:
@@ -137,17 +108,6 @@ def test_handlers_for_openais_errors_catch_those_that_no_answer_caused(engine: E
         answered_by(nothing_there, openai.RateLimitError)
 
 
-@pytest.mark.parametrize("name", ["use_responses_api", "use_previous_response_id"])
-def test_the_responses_api_is_refused_by_name(engine: Engine, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} is True, but the Responses API"):
-        ChatRAGCache(engine=engine, **{name: True})
-
-
-def test_no_setting_leads_to_the_responses_api(engine: Engine, server: ScriptedServer) -> None:
-    ChatRAGCache(engine=engine, use_responses_api=None, output_version="responses/v1").invoke("hello")
-    assert server.requests[-1].path == "/v1/chat/completions"
-
-
 class Founder(BaseModel):
     name: str
 
@@ -164,10 +124,6 @@ def model(request: pytest.FixtureRequest, engine: Engine, server: ScriptedServer
 def test_a_profile_knows_the_window_and_the_abilities(model: ChatRAGCache) -> None:
     assert model.profile == {"structured_output": True, "tool_calling": True, "max_input_tokens": 2048}
     assert SummarizationMiddleware(model=model, trigger=("fraction", 0.5))
-
-
-def test_a_profile_of_the_user_wins(engine: Engine) -> None:
-    assert ChatRAGCache(engine=engine, profile={"structured_output": False}).profile == {"structured_output": False}
 
 
 def test_an_agent_has_the_grammar_enforce_its_response_format(model: ChatRAGCache, server: ScriptedServer) -> None:

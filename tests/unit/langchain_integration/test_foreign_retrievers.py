@@ -69,8 +69,3 @@ def test_documents_without_ids_are_named_by_their_text(llm: ChatRAGCache) -> Non
     (name,) = named(chain.invoke(QUESTION))
     assert name.startswith("text-")
     assert named(chain.invoke(QUESTION)) == {name}
-
-
-def test_a_retriever_that_returns_no_documents_harms_nothing(llm: ChatRAGCache) -> None:
-    chain = chain_of(Listed(found=["no document"]) | (lambda found: found[0]), llm)
-    assert named(chain.invoke(QUESTION)) == set()

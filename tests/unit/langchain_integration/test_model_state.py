@@ -69,14 +69,6 @@ def test_a_field_of_a_model_is_configured_per_call(
     assert server.requests[-1].body["temperature"] == 0
 
 
-def test_configured_copies_share_one_connection(server: ScriptedServer) -> None:
-    llm = ChatRAGCache(base_url=server.base_url, api_key="test-key")
-    configurable: Any = llm.configurable_fields(temperature=ConfigurableField(id="t"))
-    copies = [configurable.prepare({"configurable": {"t": 0.1 * i}})[0] for i in range(3)]
-    assert len({id(each.connect()) for each in (*copies, llm)}) == 1
-    llm.close()
-
-
 def test_a_configured_address_or_engine_gets_the_request(engine: Engine, server: ScriptedServer) -> None:
     with ScriptedServer(root=server.root) as other, Engine.connect(other.url) as its_engine:
         joined = ChatRAGCache(base_url=server.base_url, api_key="test-key")
@@ -88,13 +80,6 @@ def test_a_configured_address_or_engine_gets_the_request(engine: Engine, server:
         joined.close()
     with pytest.raises(ConfigError, match="both given"):
         ChatRAGCache(engine=engine, base_url="http://elsewhere:8000/v1")
-
-
-def test_a_configured_timeout_holds(objects: dict[str, Runnable[Any, Any]]) -> None:
-    llm = cast("ChatRAGCache", objects["model"])
-    configurable: Any = llm.configurable_fields(request_timeout=ConfigurableField(id="s"))
-    copied, _ = configurable.prepare({"configurable": {"s": 0.25}})
-    assert copied.root_client.timeout == 0.25
 
 
 async def test_a_rag_speculates_with_configurable_parts(

@@ -21,7 +21,7 @@ from ragcache_integrations.langchain import (
     prompt_from_layout,
 )
 from tests.support.scripted_server import ScriptedServer, Seen
-from tests.support.scripted_source import DOCUMENTS, QUESTION, ScriptedSource, Stage
+from tests.support.scripted_source import QUESTION, ScriptedSource, Stage
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("idle")
@@ -83,20 +83,6 @@ def test_a_reranker_that_always_moves_them_is_not_worth_a_prefill_after_a_while(
         if len(warmed()) == began[-1]:
             break
     assert 0 < len(warmed()) < 30
-
-
-def test_scores_in_the_metadata_and_shortened_texts_are_kept(
-    make: Any, engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
-    def shorten(documents: list[Document]) -> list[Document]:
-        return [Document(id=d.id, page_content=d.page_content[:20], metadata={"score": 1.0}) for d in documents]
-
-    answer = chain_of(make(shorten), engine).invoke(QUESTION)
-    assert DOCUMENTS["moon"].text[:20] in answer.content
-    assert DOCUMENTS["moon"].text not in answer.content
-    assert [d["doc_id"] for d in answer.response_metadata["ragcache"]["documents"]] == ["moon", "sun"]
-    assert make(shorten).invoke(QUESTION)[0].metadata == {"score": 1.0}
-    assert caplog.messages == []
 
 
 def test_what_a_reranker_invents_is_shown_and_told_once(

@@ -7,11 +7,9 @@ from typing import Any
 
 import psycopg
 import pytest
-from langchain_core.callbacks import CallbackManagerForRetrieverRun
 from langchain_core.documents import Document as LangChainDocument
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
-from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import Runnable, RunnablePassthrough
 
 from examples.vector_database import copy_store
@@ -37,29 +35,6 @@ def chain_of(retriever: RAGCacheRetriever, llm: ChatRAGCache) -> Runnable[str, s
     """Return a chain with nothing in it but LangChain's own words."""
     parts = {"context": retriever | format_docs, "question": RunnablePassthrough()}
     return parts | PROMPT | llm | StrOutputParser()
-
-
-class OtherRetriever(BaseRetriever):
-    """A retriever without stages, which finds the same in every search."""
-
-    found: list[LangChainDocument]
-
-    def _get_relevant_documents(self, query: str, *, run_manager: CallbackManagerForRetrieverRun) -> Any:
-        return self.found
-
-
-QUESTION_FIRST = ChatPromptTemplate.from_messages([("system", STATIC), ("human", "Q: {question}\n\n{context}")])
-
-
-def test_a_prompt_with_a_part_of_an_older_search_teaches_nothing(
-    make: Any, llm: ChatRAGCache, engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
-    make(Stage("sun mars")).invoke("What is far away?")
-    found = [LangChainDocument(id="sun", page_content=DOCUMENTS["sun"].text)]
-    other = {"context": OtherRetriever(found=found) | format_docs, "question": RunnablePassthrough()}
-    (other | QUESTION_FIRST | llm).invoke(QUESTION)
-    assert caplog.records == []
-    assert engine.integration.prompts.bound_prompt is None
 
 
 def test_what_stands_before_a_question_is_prefilled_and_hides_nothing_of_the_search(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from itertools import count
@@ -33,9 +32,7 @@ from tests.support.scripted_server import Reply, ScriptedServer
 from tests.support.scripted_source import (
     DOCUMENTS,
     QUESTION,
-    ScriptedSource,
     Stage,
-    expected,
 )
 
 each_way = pytest.mark.parametrize("way", LANGCHAIN_WAYS)
@@ -102,19 +99,6 @@ def test_what_was_hidden_counts_when_the_engine_has_told_when_it_began(
     assert (handler.summary().num_confirmed_speculations, handler.summary().hidden_search_s) == (1, 0)
 
 
-def test_what_no_request_joined_hid_nothing(make_rag: Any, generations: Any, num_begun: Any) -> None:
-    numbers = count()
-    rag = make_rag(
-        Stage("moon"), Stage("moon", once=lambda: num_begun() == 1), format_docs=lambda _: f"Fact {next(numbers)}."
-    )
-    handler = CacheStatsCallbackHandler()
-    report = report_of(rag.invoke(QUESTION, {"callbacks": [handler]}))
-    assert len(generations()) == 2
-    assert (report["num_started"], report["is_confirmed"], report["hidden_search_s"]) == (1, False, 0)
-    summary = handler.summary()
-    assert (summary.num_speculations, summary.num_confirmed_speculations, summary.hidden_search_s) == (1, 0, 0)
-
-
 @each_way
 async def test_a_question_before_the_documents_is_as_good_as_one_behind_them(
     way: Any, make_rag: Any, generations: Any, llm: ChatRAGCache, caplog: pytest.LogCaptureFixture
@@ -163,19 +147,6 @@ def test_new_metadata_count_where_the_prompt_shows_them(
         assert report_of(answer)["hidden_search_s"] == 0
 
 
-async def test_retriever_prompt_and_model_are_children_of_its_run(make_rag: Any) -> None:
-    rag = make_rag(Stage("moon")).with_config(run_name="answering", tags=["mine"])
-    events: list[Any] = [e async for e in rag.astream_events(QUESTION, version="v2")]
-    starts = {e["name"]: e for e in events if e["event"].endswith("_start")}
-    assert list(starts) == ["answering", "RAGCacheRetriever", "ChatPromptTemplate", "ChatRAGCache"]
-    run_id = starts["answering"]["run_id"]
-    for name in list(starts)[1:]:
-        assert starts[name]["parent_ids"] == [run_id]
-        assert "mine" in starts[name]["tags"]
-    assert events[-1]["event"] == "on_chain_end"
-    assert "pipeline" in events[-1]["data"]["output"].response_metadata["ragcache"]
-
-
 def test_a_mapping_carries_the_other_variables_of_the_prompt(make_rag: Any, generations: Any) -> None:
     prompt = ChatPromptTemplate.from_messages([("human", "{facts}\n{ask} Answer in {language}.")])
     rag = make_rag(
@@ -189,34 +160,6 @@ def test_a_mapping_carries_the_other_variables_of_the_prompt(make_rag: Any, gene
     answer = rag.invoke({"ask": QUESTION, "language": "Latin"})
     assert answer.content == f"You said: {DOCUMENTS['moon'].text}\n{QUESTION} Answer in Latin."
     assert len(generations()) == 1
-
-
-@pytest.mark.parametrize("given", [{}, {"question": None}, {"ask": QUESTION}, 5, None])
-def test_an_input_without_a_question_is_refused(make_rag: Any, given: Any, server: ScriptedServer) -> None:
-    with pytest.raises(ValueError, match="pass the question as a string"):
-        make_rag(Stage("moon")).invoke(given)
-    assert server.requests == []
-
-
-@each_way
-async def test_bound_arguments_of_the_model_are_those_of_the_speculation(
-    way: Any, make_rag: Any, generations: Any, llm: ChatRAGCache
-) -> None:
-    bound = llm.bind(stop=["earth"]).with_config(tags=["bound"]).bind(max_tokens=7)
-    rag = make_rag(Stage("moon"), Stage("moon", once=lambda: bool(generations())), llm=bound)
-    assert len((await way(rag, QUESTION, None)).split()) == 7
-    (seen,) = generations()
-    assert (seen.body["stop"], seen.body["max_tokens"]) == (["earth"], 7)
-
-
-@each_way
-async def test_format_docs_holds_up_no_event_loop(way: Any, make_rag: Any) -> None:
-    threads: list[int] = []
-    stages = Stage("moon"), Stage("moon")
-    rag = make_rag(*stages, format_docs=lambda docs: threads.append(threading.get_ident()) or format_documents(docs))
-    assert await way(rag, QUESTION, None) == expected("moon")
-    assert threads
-    assert threading.get_ident() not in threads
 
 
 async def test_who_asks_the_same_may_join_either_speculation(
@@ -257,18 +200,6 @@ def test_an_answer_from_langchains_own_cache_leaves_no_request_behind(
     assert eventually(lambda: server.num_running == 0)
 
 
-def test_candidates_that_cannot_be_formatted_do_not_spoil_the_answer(make_rag: Any, generations: Any) -> None:
-    def fussy(documents: list[LangChainDocument]) -> str:
-        if documents[0].id == "mars":
-            raise KeyError("mars")
-        return format_documents(documents)
-
-    rag = make_rag(Stage("mars"), Stage("moon"), format_docs=fussy)
-    assert rag.invoke(QUESTION).content == expected("moon")
-    with pytest.raises(KeyError, match="mars"):
-        make_rag(Stage("mars"), format_docs=fussy).invoke(QUESTION)
-
-
 async def test_a_speculation_that_the_request_does_not_match_ends_with_its_first_token(
     make_rag: Any, generations: Any, server: ScriptedServer, eventually: Eventually
 ) -> None:
@@ -286,18 +217,3 @@ async def test_a_speculation_that_the_request_does_not_match_ends_with_its_first
     assert asked.speculation is None
     await chunks.aclose()
     assert await asyncio.to_thread(eventually, lambda: server.num_running == 0)
-
-
-def test_it_knows_what_its_prompt_shows_before_the_context(
-    make_rag: Any, engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
-    template = [("system", "You are {persona}."), ("human", "{context}\n\nQuestion: {question}")]
-    prompt = ChatPromptTemplate.from_messages(template)
-    source = ScriptedSource((Stage("moon sun"),))
-    retriever = RAGCacheRetriever(store=source, engine=engine, k=2, document_order="cache_aware")
-    rag = make_rag(retriever=retriever, prompt=prompt)
-    rag.invoke({"question": QUESTION, "persona": "brief"})
-    assert rag._bound is not None
-    assert "before the documents" not in caplog.text
-    engine.bind_prompt(prompt, format_documents)
-    assert "'persona' before the documents" in caplog.text

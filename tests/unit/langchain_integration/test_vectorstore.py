@@ -8,9 +8,8 @@ from langchain_core.indexing import InMemoryRecordManager, index
 from langchain_core.vectorstores import VectorStore
 from langchain_tests.integration_tests import VectorStoreIntegrationTests
 
-from ragcache_core.errors import ConfigError, RAGCacheError, StoreExistsError
-from ragcache_core.retrieval import PrecomputedEmbedder
-from ragcache_integrations.langchain import RAGCacheRetriever, StagedFAISS, TfidfSvdEmbeddings
+from ragcache_core.errors import ConfigError
+from ragcache_integrations.langchain import RAGCacheRetriever, StagedFAISS
 
 TEXTS = ["The sun is a star.", "The moon is a moon.", "Mars is a red planet.", "A star shines in the night."]
 
@@ -44,55 +43,6 @@ async def test_every_way_to_search_finds_the_same(store: StagedFAISS) -> None:
     assert store.search(question, "similarity", k=k) == expected
 
 
-def test_relevance_falls_from_one_towards_zero(store: StagedFAISS) -> None:
-    scores = [s for _, s in store.similarity_search_with_relevance_scores(TEXTS[0], 4)]
-    assert scores == sorted(scores, reverse=True)
-    assert scores[0] > 0.8, "its id is among its words, and not in the question"
-    assert all(0.0 <= s <= 1.0 for s in scores)
-
-
-async def test_the_last_stage_is_the_answer(store: StagedFAISS) -> None:
-    updates = [u async for u in store.asimilarity_search_staged("Which star shines?", 2, stages=3)]
-    assert [u.is_final for u in updates] == [False] * (len(updates) - 1) + [True]
-    assert [d.doc_id for d in updates[-1].documents] == [d.id for d in store.similarity_search("Which star shines?", 2)]
-
-
-async def test_diverse_results_differ_from_the_nearest(tmp_path: Path) -> None:
-    texts = ["star star sun", "star star sun one", "star star sun two", "star moon"]
-    store = StagedFAISS.from_texts(texts, ids=list("abcd"), path=tmp_path / "store")
-    diverse = store.max_marginal_relevance_search("star", k=2, fetch_k=4, lambda_mult=0.1)
-    assert len(diverse) == 2
-    assert {d.id for d in diverse} != {d.id for d in store.similarity_search("star", k=2)}
-    assert await store.amax_marginal_relevance_search("star", k=2, fetch_k=4, lambda_mult=0.1) == diverse
-    assert store.max_marginal_relevance_search("star", k=0) == []
-
-
-def test_a_store_without_a_folder_lives_as_long_as_its_object() -> None:
-    store = StagedFAISS.from_texts(TEXTS, TfidfSvdEmbeddings(TEXTS))
-    folder = store.store.path
-    assert folder.exists()
-    assert len(store.similarity_search("star", k=2)) == 2
-    store.close()
-    assert not folder.exists()
-
-
-@pytest.mark.parametrize(
-    ("accepted", "cure"),
-    [
-        (lambda document: document.metadata["n"] == 1, r"no attribute 'metadata'.* called with a document's metadata"),
-        ({"n": {"$near": 1}}, r"'n' has the operator '\$near' with 1: these are known: \$eq, \$ne"),
-        ({"m": 1}, "'m' eq 1: no document has this field; the fields are n"),
-        ({"n": "1"}, "'n' eq '1': it wants text, this field holds number"),
-    ],
-)
-def test_a_filter_of_another_kind_is_refused_with_how_to_write_it(
-    store: StagedFAISS, accepted: object, cure: str
-) -> None:
-    with pytest.raises(RAGCacheError, match=cure):
-        store.similarity_search("Which star?", 2, filter=accepted)
-    assert len(store.similarity_search("Which star?", 2, filter=lambda metadata: metadata["n"] in (1, 2))) == 2
-
-
 async def test_filters_thresholds_and_mmr_are_what_langchains_own_retriever_asks_for(store: StagedFAISS) -> None:
     question, some = "Which star shines?", {"$or": [{"n": [0, 1]}, {"n": {"$gte": 3}}]}
     found = store.similarity_search(question, 4, filter=some)
@@ -113,29 +63,6 @@ async def test_filters_thresholds_and_mmr_are_what_langchains_own_retriever_asks
     by_vector = store.max_marginal_relevance_search_by_vector(vector, **mmr)
     assert await store.amax_marginal_relevance_search_by_vector(vector, **mmr) == by_vector
     assert len(by_vector) == 2
-
-
-async def test_a_filtered_search_has_stages_too(store: StagedFAISS) -> None:
-    updates = [u async for u in store.asimilarity_search_staged("Which star?", 2, filter={"n": [1, 2, 3]}, stages=2)]
-    found = [d.doc_id for d in updates[-1].documents]
-    assert found == [d.id for d in store.similarity_search("Which star?", 2, filter={"n": {"$gt": 0}})]
-    assert all(d.metadata["n"] for u in updates for d in u.documents)
-
-
-def test_texts_without_content_are_left_out_with_one_warning(
-    store: StagedFAISS, caplog: pytest.LogCaptureFixture
-) -> None:
-    documents = [Document("First page"), Document(""), Document(" \n"), Document("Last\0 page", id="last")]
-    ids = store.add_documents(documents)
-    assert len(ids) == len(documents), "an id in the place of each document"
-    assert [d.page_content for d in store.get_by_ids(ids)] == ["First page", "Last page"]
-    assert [r.getMessage() for r in caplog.records] == [
-        "RC-DOCUMENTS-BLANK: 2 of 4 documents have no text and are not stored"
-    ]
-    vectors = np.eye(128)[:3].tolist()
-    plain = StagedFAISS.create(None, PrecomputedEmbedder())
-    plain.add_texts(["one", "", "three"], ids=["1", "2", "3"], embeddings=vectors)
-    assert [d.id for d in plain.similarity_search_by_vector(vectors[2], k=1)] == ["3"], "vectors keep their documents"
 
 
 def test_langchains_index_keeps_its_record_of_blank_and_changed_documents(tmp_path: Path) -> None:
@@ -195,35 +122,6 @@ def test_relevance_of_unit_vectors_is_one_for_the_document_itself(tmp_path: Path
         assert found.page_content == TEXTS[0]
         assert relevance == pytest.approx(1.0, abs=1e-6)
         assert all(other < 0.95 for _, other in others)
-
-
-async def test_a_store_is_made_alike_by_methods_that_are_awaited(tmp_path: Path) -> None:
-    documents = [Document(text, id=doc_id) for text, doc_id in zip(TEXTS, "abcd", strict=True)]
-    expected = StagedFAISS.from_documents(documents).similarity_search("Which star?", 4)
-    for made in (
-        await StagedFAISS.afrom_texts(TEXTS, ids=list("abcd")),
-        await StagedFAISS.afrom_documents(documents),
-        await StagedFAISS.afrom_documents(documents, path=tmp_path / "store"),
-    ):
-        assert made.similarity_search("Which star?", 4) == expected
-
-
-def test_a_store_is_opened_or_made(tmp_path: Path) -> None:
-    path, embedding = tmp_path / "store", DeterministicFakeEmbedding(size=8)
-    for run, text in enumerate(TEXTS):
-        with StagedFAISS.open_or_create(path, embedding, metric="ip") as store:
-            store.add_texts([text])
-            assert len(store.similarity_search("star", k=9)) == run + 1
-    with pytest.raises(ConfigError, match="metric 'ip', not 'l2'"):
-        StagedFAISS.open_or_create(path, embedding, metric="l2")
-    with pytest.raises(StoreExistsError, match="open_or_create"):
-        StagedFAISS.from_texts(TEXTS, embedding, path=path)
-
-
-@pytest.mark.parametrize("argument", ["engine", "k", "filter"])
-def test_an_argument_that_langchains_retriever_would_ignore_is_refused(store: StagedFAISS, argument: str) -> None:
-    with pytest.raises(ConfigError, match=rf"ignores {argument}: .*RAGCacheRetriever\(store=..., {argument}=...\)"):
-        store.as_retriever(**{argument: 3})
 
 
 def test_an_argument_that_would_remove_all_documents_is_refused(store: StagedFAISS) -> None:

@@ -19,7 +19,6 @@ from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
 from ragcache_integrations.langchain import (
     ChatRAGCache,
     RAGCacheRetriever,
-    SemanticAnswerCache,
     StagedFAISS,
     TfidfSvdEmbeddings,
     format_documents,
@@ -136,16 +135,3 @@ def test_a_prompt_of_a_retriever_around_ours_teaches_its_layout(
     learned = engine.integration.prompts.bound_prompt
     assert learned is not None
     assert not learned.is_question_first
-
-
-def test_an_answer_is_kept_by_the_question_and_not_by_its_rewordings(
-    store: StagedFAISS, engine: Engine, server: ScriptedServer
-) -> None:
-    answers = SemanticAnswerCache()
-    retriever = classic.MultiQueryRetriever.from_llm(store.as_retriever(search_kwargs={"k": 1}), REWORDED)
-    search = {"context": retriever | format_documents, "question": RunnablePassthrough()}
-    chain = search | prompt_from_layout() | ChatRAGCache(engine=engine, cache=answers)
-    first, near = chain.invoke(QUESTION), chain.invoke("Which moon has the seas of methane?")
-    assert near.content == first.content
-    assert near.response_metadata["ragcache"]["answer_cache"]["question"] == QUESTION
-    assert len(server.requests) == 1

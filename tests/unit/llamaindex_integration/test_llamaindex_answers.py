@@ -17,10 +17,8 @@ from ragcache_integrations.llamaindex import (
     RAGCacheLLM,
     TfidfSvdEmbedding,
 )
-from tests.contracts.rag.frameworks import LlamaIndex
 from tests.support.scripted_server import ScriptedServer
 from tests.unit.llamaindex_integration.conftest import EventLog
-from tests.unit.llamaindex_integration.test_llamaindex_llm import WAYS
 
 TEXTS = {
     "ganymede": "Ganymede is the largest moon of Jupiter, larger than the planet Mercury.",
@@ -71,24 +69,6 @@ async def test_a_near_query_about_the_same_nodes_asks_no_engine(
     assert (handler.summary().num_kept_answers, handler.summary().num_requests) == (2, 1)
     query_engine.query("Who found Ceres?")
     assert len(server.requests) == 2
-
-
-@pytest.mark.parametrize("way", WAYS)
-async def test_every_way_to_ask_looks_before_it_asks_and_keeps_what_it_got(
-    way: str, llm: RAGCacheLLM, server: ScriptedServer
-) -> None:
-    first, again = [await LlamaIndex(llm.engine).ask(way, llm, QUESTION) for _ in range(2)]
-    assert "answer_cache" not in first.stats
-    assert again.text == first.text
-    assert again.stats["answer_cache"]["similarity"] == 1
-    assert len(server.requests) == 1
-
-
-def test_a_stream_that_is_left_is_not_kept(llm: RAGCacheLLM, answers: AnswerCache) -> None:
-    stream = llm.stream_complete(QUESTION)
-    next(iter(stream))
-    stream.close()  # type: ignore[attr-defined]
-    assert len(answers) == 0
 
 
 def test_a_salt_of_the_llm_counts_beside_a_body_of_the_call(

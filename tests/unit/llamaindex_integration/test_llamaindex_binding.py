@@ -17,7 +17,6 @@ from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.llms.openai.utils import to_openai_message_dicts
 
 from ragcache_core.client import Engine
-from ragcache_core.errors import ConfigError
 from ragcache_core.prompt import PromptLayout, RenderedPrompt, render_chat
 from ragcache_core.types import Document, SegmentKind
 from ragcache_integrations.llamaindex import RAGCacheLLM, RAGCacheQueryEngine, node_from_document
@@ -86,22 +85,6 @@ def test_the_prefix_of_a_template_is_the_beginning_of_what_is_sent(scripted: Eng
     bound = scripted.bind_prompt(TEMPLATES[name], format_nodes, **NAMES)
     assert not bound.is_question_first
     check(bound.prefix(NODES, DOCUMENTS), sent(scripted, TEMPLATES[name], question))
-
-
-def test_a_question_before_the_documents_is_said_once(scripted: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    template = ChatPromptTemplate.from_messages([("system", STATIC), ("user", "{query_str}\n\n{context_str}")])
-    bound = scripted.bind_prompt(template, format_nodes, **NAMES)
-    assert bound.is_question_first
-    prefix = bound.prefix(NODES, DOCUMENTS)
-    assert prefix is not None
-    assert prefix.token_ids == sent(scripted, template, QUESTION).token_ids[: len(prefix.token_ids)]
-    (record,) = [r for r in caplog.records if r.name.startswith("ragcache")]
-    assert "'query_str' before the documents" in record.getMessage()
-
-
-def test_the_names_of_the_template_are_in_the_error(scripted: Engine) -> None:
-    with pytest.raises(ConfigError, match=r"no variable 'context', it has \['context_str', 'query_str'\]"):
-        scripted.bind_prompt(TEMPLATES["chat"], format_nodes)
 
 
 @pytest.mark.parametrize("layout", [PromptLayout(STATIC), PromptLayout(STATIC, document_format="[{doc_id}] {text}.")])

@@ -9,7 +9,6 @@ import pytest
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.instrumentation.events.llm import (
     LLMChatEndEvent,
-    LLMChatInProgressEvent,
     LLMChatStartEvent,
     LLMCompletionEndEvent,
     LLMCompletionStartEvent,
@@ -19,7 +18,6 @@ from llama_index.core.tools import FunctionTool
 from ragcache_core.client import Engine
 from ragcache_core.errors import (
     ConfigError,
-    PromptTooLongError,
     RequestRejectedError,
 )
 from ragcache_core.stats import request_stats_from_dict
@@ -55,14 +53,6 @@ async def test_one_request_publishes_each_event_once(ask: str, llm: RAGCacheLLM,
     assert event.span_id == event_log.of(*kinds)[0].span_id is not None
 
 
-async def test_event_of_a_stream_comes_after_its_last_token(llm: RAGCacheLLM, event_log: EventLog) -> None:
-    assert [r async for r in await llm.astream_chat(MESSAGES)]
-    kinds = [type(e) for e in event_log.events]
-    told = kinds.index(CacheStatsEvent)
-    tokens = [e for e in event_log.of(LLMChatInProgressEvent) if e.response.delta]
-    assert event_log.events.index(tokens[-1]) < told < kinds.index(LLMChatEndEvent)
-
-
 async def test_model_without_a_chat_template_is_asked_as_text(scripted: Engine, server: ScriptedServer) -> None:
     llm = RAGCacheLLM(scripted, is_chat_model=False, max_tokens=40)
     asked = LlamaIndex(scripted)
@@ -94,28 +84,6 @@ def add(first: int, second: int) -> int:
 ADD = FunctionTool.from_defaults(add)
 
 
-async def test_call_whose_name_and_arguments_come_in_one_chunk_is_whole(
-    llm: RAGCacheLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def as_vllm_does(_pieces: object, calls: list[Any], _is_chat: bool) -> Iterator[dict[str, Any]]:
-        for i, call in enumerate(calls):
-            arguments = call["function"]["arguments"]
-            opening = {"id": call["id"], "type": "function", "index": i, "function": {"name": call["function"]["name"]}}
-            begin = {"index": i, "function": {"arguments": arguments[:5]}}
-            yield {"delta": {"content": " " if i == 0 else None, "tool_calls": [opening, begin]}}
-            yield {"delta": {"tool_calls": [{"index": i, "function": {"arguments": arguments[5:]}}]}}
-
-    monkeypatch.setattr("tests.support.scripted_server._deltas", as_vllm_does)
-    asked = "What is 3 and 4 together?"
-    for response in (
-        list(llm.stream_chat_with_tools([ADD], user_msg=asked))[-1],
-        [r async for r in await llm.astream_chat_with_tools([ADD], user_msg=asked)][-1],
-    ):
-        (call,) = llm.get_tool_calls_from_response(response)
-        assert (call.tool_name, call.tool_kwargs) == ("add", {"first": 3, "second": 4})
-        assert response.message.content == " "
-
-
 async def test_calls_that_come_in_one_chunk_are_all_there(
     llm: RAGCacheLLM, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,11 +98,6 @@ async def test_calls_that_come_in_one_chunk_are_all_there(
     assert len({call.tool_id for call in calls}) == 2
 
 
-async def test_prompt_with_tools_that_is_too_long_is_refused_by_the_server(llm: RAGCacheLLM) -> None:
-    with pytest.raises(PromptTooLongError, match="2048"):
-        llm.chat_with_tools([FunctionTool.from_defaults(add)], user_msg="word " * 3000)
-
-
 async def test_what_openai_like_knows_is_taken(scripted: Engine, server: ScriptedServer) -> None:
     llm = RAGCacheLLM(
         scripted,
@@ -146,16 +109,6 @@ async def test_what_openai_like_knows_is_taken(scripted: Engine, server: Scripte
     llm.chat(MESSAGES, seed=1)
     sent = server.requests[-1].body
     assert (sent["stop"], sent["cache_salt"], sent["seed"]) == (["zz"], "tenant-a", 1)
-
-
-def test_an_llm_is_made_again_from_what_it_says_of_itself(llm: RAGCacheLLM, scripted: Engine) -> None:
-    described = llm.to_dict()
-    again = RAGCacheLLM.from_dict(described, engine=scripted)
-    assert again.engine is scripted
-    assert again.to_dict() == described
-    joined = RAGCacheLLM.from_dict(described)
-    assert joined.engine.base_url == scripted.base_url
-    joined.close()
 
 
 @pytest.mark.parametrize("settings", [{"n": 2}, {"extra_body": {"n": 2}}])

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from llama_index.core import StorageContext, VectorStoreIndex
-from llama_index.core.postprocessor import SimilarityPostprocessor
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from llama_index.core.vector_stores import FilterOperator, MetadataFilter, MetadataFilters
 
 from ragcache_core.client import Engine
-from ragcache_core.errors import ConfigError, SearchTimeoutError
+from ragcache_core.errors import ConfigError
 from ragcache_core.retrieval import MMR, DocumentStore
 from ragcache_core.types import Document, RetrievalUpdate
 from ragcache_integrations.llamaindex import (
@@ -28,7 +25,7 @@ from ragcache_integrations.llamaindex import (
     StagedFAISSVectorStore,
     TfidfSvdEmbedding,
 )
-from tests.support.scripted_source import DOCUMENTS, QUESTION, ScriptedSource, Stage
+from tests.support.scripted_source import QUESTION, ScriptedSource, Stage
 from tests.support.waiting import until
 
 TEXTS = {
@@ -103,25 +100,6 @@ async def test_any_source_of_stages_is_searched_and_its_scores_grow_with_nearnes
     assert [n.score for n in nodes] == expected
 
 
-async def test_the_embedding_of_a_query_is_part_of_the_search(store: DocumentStore) -> None:
-    is_over = threading.Event()
-
-    class StuckEmbedding(TfidfSvdEmbedding):
-        def _get_query_embedding(self, query: str) -> list[float]:
-            is_over.wait(30.0)
-            return super()._get_query_embedding(query)
-
-        async def _aget_query_embedding(self, query: str) -> list[float]:
-            return await asyncio.to_thread(self._get_query_embedding, query)
-
-    stuck = StuckEmbedding(list(TEXTS.values()))
-    retriever = RAGCacheRetriever(store, embed_model=stuck, search_timeout_s=0.05)
-    for retrieve in (partial(asyncio.to_thread, retriever.retrieve), retriever.aretrieve):
-        with pytest.raises(SearchTimeoutError):
-            await retrieve("Who is a pilot?")
-    is_over.set()
-
-
 pytestmark = pytest.mark.usefixtures("idle")
 
 
@@ -152,19 +130,3 @@ def make(scripted: Engine) -> Callable[..., RAGCacheRetriever]:
 
 def ids_of(nodes: list[NodeWithScore]) -> list[str]:
     return [n.node.node_id for n in nodes]
-
-
-def test_llamaindexs_own_cutoff_leaves_out_what_is_not_near(make: Any, scripted: Engine) -> None:
-    source = ScriptedSource((Stage("moon sun mars"),))  # their distances are 0, 1, 2
-    cutoff = SimilarityPostprocessor(similarity_cutoff=0.6)
-    assert ids_of(
-        RAGCacheRetriever(source, scripted, node_postprocessors=[cutoff], num_candidates=3).retrieve(QUESTION)
-    ) == ["moon"]
-
-
-def test_a_changed_text_is_returned_with_its_nodes_id(make: Any) -> None:
-    def shorten(nodes: list[NodeWithScore]) -> list[NodeWithScore]:
-        return [NodeWithScore(node=TextNode(id_=n.node.node_id, text=n.node.get_content()[:9])) for n in nodes]
-
-    node = make(shorten).retrieve(QUESTION)[0].node
-    assert (node.node_id, node.get_content()) == ("moon", DOCUMENTS["moon"].text[:9])

@@ -2,49 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
-import gc
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 from llama_index.core.agent.workflow import FunctionAgent, ToolCallResult
-from llama_index.core.instrumentation.events.llm import LLMChatStartEvent
-from llama_index.core.postprocessor import SimilarityPostprocessor
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import NodeWithScore, QueryBundle
 from llama_index.core.tools import QueryEngineTool
 
 from ragcache_core.client import Engine
 from ragcache_integrations.llamaindex import (
-    CacheStatsEvent,
     RAGCacheLLM,
 )
 from tests.contracts.rag.frameworks import LlamaIndex
-from tests.support.scripted_server import Reply, ScriptedServer
+from tests.support.scripted_server import ScriptedServer
 from tests.support.scripted_source import (
     QUESTION,
     Stage,
     expected,
 )
-from tests.support.waiting import until
-from tests.unit.llamaindex_integration.conftest import EventLog
 
 pytestmark = [
     pytest.mark.usefixtures("idle"),
     pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning"),  # workflows' own
 ]
-
-
-ENDLESS = Reply("word " * 200, token_wait_s=0.05)  # twice as long as anything here is waited for
-
-
-async def test_a_rehearsal_publishes_nothing(make_engine: Any, generations: Any, event_log: EventLog) -> None:
-    engine = make_engine(Stage("mars"), Stage("moon", once=lambda: bool(generations())))
-    assert str(await engine.aquery(QUESTION)) == expected("moon")
-    assert len(generations()) == 2
-    assert len(event_log.of(LLMChatStartEvent)) == len(event_log.of(CacheStatsEvent)) == 1
 
 
 async def test_an_agent_that_retrieves_overlaps_too(make_engine: Any, generations: Any, llm: RAGCacheLLM) -> None:
@@ -109,17 +92,6 @@ async def test_with_post_processors_nothing_is_asked_ahead_unless_they_run_ahead
     assert not caplog.records
 
 
-async def test_a_post_processor_that_drops_all_candidates_leaves_nothing_to_ask(
-    make_engine: Any, generations: Any
-) -> None:
-    cutoff = SimilarityPostprocessor(similarity_cutoff=5.0)
-    engine = make_engine(Stage("moon"), Stage("moon"), node_postprocessors=[cutoff], speculate_postprocessed=True)
-    response = await engine.aquery(QUESTION)
-    assert str(response) == "Empty Response"
-    assert response.metadata["ragcache"]["pipeline"]["num_started"] == 0
-    assert generations() == []
-
-
 async def test_two_steps_prefill_the_beginning_of_the_prompt_that_was_learned(
     make_engine: Any, generations: Any, server: ScriptedServer
 ) -> None:
@@ -135,40 +107,3 @@ async def test_two_steps_prefill_the_beginning_of_the_prompt_that_was_learned(
     known = warm.body["prompt"]
     assert real.kv_transfer_params["prompt_token_ids"][: len(known)] == known
     assert real.speculation is None
-
-
-async def test_leaving_while_the_answer_comes_leaves_nothing_behind(
-    make_engine: Any, generations: Any, server: ScriptedServer
-) -> None:
-    server.rules = (lambda _: ENDLESS,)
-    engine = make_engine(Stage("moon"), Stage("moon", once=lambda: bool(generations())))
-    task = asyncio.ensure_future(engine.aquery(QUESTION))
-    assert await asyncio.to_thread(until, lambda: bool(server.confirmed))
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert await asyncio.to_thread(until, lambda: server.num_running == 0)
-    assert len(generations()) == 1
-
-
-@pytest.mark.parametrize("how", ["closed", "closed unread", "forgotten"])
-@pytest.mark.parametrize("is_async", [False, True])
-async def test_a_stream_that_is_not_read_to_its_end_ends_the_request(
-    is_async: bool, how: str, make_engine: Any, generations: Any, server: ScriptedServer
-) -> None:
-    server.rules = (lambda _: ENDLESS,)
-    engine = make_engine(Stage("moon"), Stage("moon", once=lambda: bool(generations())), streaming=True)
-    response: Any = await engine.aquery(QUESTION) if is_async else await asyncio.to_thread(engine.query, QUESTION)
-    assert server.num_running == 1
-    if how == "closed":
-        assert (await anext(response.response_gen) if is_async else next(response.response_gen)).strip() == "word"
-    if how == "forgotten":
-        del response
-        gc.collect()
-    elif is_async:
-        await response.response_gen.aclose()
-    else:
-        response.response_gen.close()
-    await asyncio.sleep(0)  # what was forgotten is closed by the loop
-    assert await asyncio.to_thread(until, lambda: server.num_running == 0)
-    assert len(generations()) == 1

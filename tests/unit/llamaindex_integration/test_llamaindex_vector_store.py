@@ -20,7 +20,6 @@ from llama_index.core.vector_stores.types import (
     MetadataFilter,
     MetadataFilters,
     VectorStoreQuery,
-    VectorStoreQueryMode,
     VectorStoreQueryResult,
 )
 
@@ -28,8 +27,6 @@ from ragcache_core.errors import (
     ConfigError,
     EmbedderMismatchError,
 )
-from ragcache_core.retrieval import DocumentStore
-from ragcache_core.types import Document
 from ragcache_integrations.llamaindex import StagedFAISSVectorStore, TfidfSvdEmbedding
 
 NAMES = ("east", "north", "up", "north-east")
@@ -116,13 +113,6 @@ def test_nodes_of_other_kinds_come_back_as_they_were(vector_store: StagedFAISSVe
     assert (document.get_content(), document.metadata) == ("whole", {"nested": {"a": [1, None]}})
 
 
-def test_node_that_is_twice_in_a_batch_is_stored_once(vector_store: StagedFAISSVectorStore) -> None:
-    first, second = make_nodes()[:2]
-    second.id_ = first.id_
-    assert vector_store.add([first, second]) == ["east", "east"]
-    assert [n.get_content() for n in vector_store.get_nodes()] == [second.get_content()]
-
-
 def test_batch_that_cannot_be_stored_changes_nothing(filled: StagedFAISSVectorStore) -> None:
     before = without_embedding(filled.get_nodes())
     for nodes, error in (
@@ -135,13 +125,6 @@ def test_batch_that_cannot_be_stored_changes_nothing(filled: StagedFAISSVectorSt
     assert without_embedding(filled.get_nodes()) == before
 
 
-async def test_delete_removes_the_nodes_of_a_document(filled: StagedFAISSVectorStore) -> None:
-    filled.delete("flat")
-    assert (await both_ways(filled, query_of())).ids == ["north-east", "up"]
-    await filled.adelete("deep")
-    assert filled.get_nodes() == []
-
-
 def test_delete_nodes_takes_ids_filters_or_both(filled: StagedFAISSVectorStore) -> None:
     even = where(MetadataFilter(key="rank", value=2, operator=FilterOperator.GTE))
     filled.delete_nodes(["east", "up", "unknown"], even)
@@ -150,12 +133,6 @@ def test_delete_nodes_takes_ids_filters_or_both(filled: StagedFAISSVectorStore) 
     assert [n.node_id for n in filled.get_nodes()] == ["east", "north"]
     filled.delete_nodes(["north"])
     assert [n.node_id for n in filled.get_nodes()] == ["east"]
-
-
-def test_get_nodes_takes_ids_and_filters(filled: StagedFAISSVectorStore) -> None:
-    assert [n.node_id for n in filled.get_nodes(["up", "unknown", "east"])] == ["up", "east"]
-    mel = where(MetadataFilter(key="author", value="Mel"))
-    assert [n.node_id for n in filled.get_nodes(filters=mel)] == ["north", "up", "north-east"]
 
 
 _EQ, _OP = MetadataFilter, FilterOperator
@@ -200,25 +177,6 @@ async def test_query_finds_the_nearest_that_pass_the_filters(
     assert (nearest.ids or []) == (result.ids or [])[:1]
 
 
-async def test_mmr_finds_nodes_that_differ(filled: StagedFAISSVectorStore) -> None:
-    assert (await both_ways(filled, query_of(2))).ids == ["east", "north-east"]
-    mode = VectorStoreQueryMode.MMR
-    result = await both_ways(filled, query_of(2, mode=mode, mmr_threshold=0.2))
-    assert result.ids == ["east", "north"]
-    assert result.similarities == pytest.approx([0.9, 0.4])
-    mel = where(MetadataFilter(key="author", value="Mel"))
-    assert (await both_ways(filled, query_of(2, mode=mode, mmr_threshold=0.2, filters=mel))).ids == ["north-east", "up"]
-    near = query_of(1, mode=mode, mmr_threshold=0.2)
-    assert filled.query(near, mmr_prefetch_k=2).ids == ["east"]
-    index = VectorStoreIndex.from_vector_store(filled, embed_model=MockEmbedding(3))
-    kwargs = {"mmr_threshold": 0.2, "mmr_prefetch_factor": 2}
-    retriever = index.as_retriever(vector_store_query_mode="mmr", similarity_top_k=2, vector_store_kwargs=kwargs)
-    assert len(await retriever.aretrieve("Where?")) == len(retriever.retrieve("Where?")) == 2
-    for unusable in ({"mmr_threshold": 2}, {"mmr_prefetch_k": 0}, {"fetch_k": 3}):
-        with pytest.raises(ConfigError):
-            filled.query(near, **unusable)
-
-
 async def test_vector_store_kwargs_are_refused_that_would_find_everybodys_nodes(filled: StagedFAISSVectorStore) -> None:
     index = VectorStoreIndex.from_vector_store(filled, embed_model=MockEmbedding(3))
     retriever = index.as_retriever(vector_store_kwargs={"filter": {"author": "Mel"}})
@@ -226,44 +184,6 @@ async def test_vector_store_kwargs_are_refused_that_would_find_everybodys_nodes(
         retriever.retrieve("Who?")
     with pytest.raises(ConfigError, match="a search knows no filter"):
         await retriever.aretrieve("Who?")
-
-
-async def test_query_keeps_to_given_nodes_and_documents(filled: StagedFAISSVectorStore) -> None:
-    assert (await both_ways(filled, query_of(node_ids=["up", "north"]))).ids == ["north", "up"]
-    assert (await both_ways(filled, query_of(doc_ids=["deep"]))).ids == ["north-east", "up"]
-    assert (await both_ways(filled, query_of(doc_ids=["deep"], node_ids=["east", "up"]))).ids == ["up"]
-    assert len((await both_ways(filled, query_of(node_ids=[], doc_ids=[]))).ids or ()) == 4
-
-
-def test_open_store_is_shared_and_stays_open(tmp_path: Path) -> None:
-    with DocumentStore.create(tmp_path / "store") as documents:
-        documents.add([Document("zor", "The lighthouse of Zor.", {"page": 3}), Document("mel", "Mel is a pilot.")])
-        vector_store = StagedFAISSVectorStore(documents)
-        assert vector_store.client is documents
-        result = vector_store.query(VectorStoreQuery(query_str="Who is a pilot?", similarity_top_k=1))
-        assert result.ids == ["mel"]
-        (zor,) = vector_store.get_nodes(["zor"])
-        assert (zor.get_content(), zor.metadata, zor.ref_doc_id) == ("The lighthouse of Zor.", {"page": 3}, "zor")
-        vector_store.delete("zor")
-        vector_store.close()
-        assert documents.ids() == ["mel"]
-        with pytest.raises(ConfigError, match="folder"):
-            StagedFAISSVectorStore(documents, metric="ip")
-
-
-def test_a_blank_page_is_left_out_of_an_index_and_keeps_its_id(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    nodes = make_nodes()[:3]
-    nodes[1].text, nodes[2].text = " ", "The\0 wind"
-    with closing(StagedFAISSVectorStore(tmp_path / "store")) as store:
-        assert store.add(nodes) == [node.node_id for node in nodes], "an id in the place of each node"
-        assert [node.get_content() for node in store.get_nodes()] == [nodes[0].get_content(), "The wind"]
-        assert [r.getMessage() for r in caplog.records] == [
-            "RC-DOCUMENTS-BLANK: 1 of 3 documents have no text and are not stored"
-        ]
-        nodes[1].embedding = None
-        assert len(store.add(nodes[1:])) == 2, "a blank node needs no embedding"
 
 
 def test_an_upsert_of_a_changed_document_beside_a_blank_one_keeps_both_versions_apart(tmp_path: Path) -> None:
@@ -321,14 +241,6 @@ async def test_index_is_built_on_the_store_and_opened_from_it(tmp_path: Path, em
     store.close()
 
 
-async def test_index_adds_asynchronously(vector_store: StagedFAISSVectorStore, embed_model: TfidfSvdEmbedding) -> None:
-    index = VectorStoreIndex.from_vector_store(vector_store, embed_model=embed_model)
-    nodes = [TextNode(text=d.text, metadata=d.metadata) for d in DOCUMENTS]
-    await index.ainsert_nodes(nodes)
-    found = await index.as_retriever(similarity_top_k=1).aretrieve("rough sea in winter")
-    assert found[0].node.get_content() == DOCUMENTS[2].text
-
-
 def test_storage_context_is_persisted_beside_the_store(
     tmp_path: Path, vector_store: StagedFAISSVectorStore, embed_model: TfidfSvdEmbedding
 ) -> None:
@@ -340,20 +252,3 @@ def test_storage_context_is_persisted_beside_the_store(
         embed_model=embed_model,
     )
     assert loaded.as_retriever(similarity_top_k=1).retrieve("pilot")[0].node.ref_doc_id == "mel"
-
-
-async def test_embedding_is_the_same_from_every_method(embed_model: TfidfSvdEmbedding) -> None:
-    text = DOCUMENTS[0].text
-    rows = [
-        embed_model.get_text_embedding(text),
-        embed_model.get_query_embedding(text),
-        await embed_model.aget_text_embedding(text),
-        await embed_model.aget_query_embedding(text),
-        *embed_model.get_text_embedding_batch([text, text]),
-        *await embed_model.aget_text_embedding_batch([text]),
-    ]
-    assert all(row == rows[0] for row in rows)
-    assert len(rows[0]) == 16
-    assert embed_model.model_name == "tfidf-svd-16"
-    with pytest.raises(ConfigError):
-        TfidfSvdEmbedding([])

@@ -10,10 +10,9 @@ import pytest
 from llama_index.core import Document as LlamaDocument
 from llama_index.core import VectorStoreIndex, get_response_synthesizer
 from llama_index.core.base.base_retriever import BaseRetriever
-from llama_index.core.query_engine import RetrieverQueryEngine, RouterQueryEngine, SubQuestionQueryEngine
+from llama_index.core.query_engine import RetrieverQueryEngine, SubQuestionQueryEngine
 from llama_index.core.question_gen import LLMQuestionGenerator
 from llama_index.core.retrievers import QueryFusionRetriever
-from llama_index.core.selectors import LLMSingleSelector
 from llama_index.core.tools import QueryEngineTool
 
 from ragcache_core.client import Engine
@@ -75,17 +74,6 @@ def test_nodes_that_are_fused_of_several_queries_are_known(
     found = [n.node.node_id for n in response.source_nodes]
     assert len(found) == 2
     assert named(event_log) == [[], found]
-
-
-def test_a_router_answers_from_nodes_that_are_known(
-    inner: BaseRetriever, llm: RAGCacheLLM, server: ScriptedServer, event_log: EventLog
-) -> None:
-    tools = [tool_of(inner, llm, "moons"), tool_of(inner, llm, "planets")]
-    server.script(Reply(json.dumps([{"choice": 1, "reason": "Titan is a moon."}])))
-    router = RouterQueryEngine(LLMSingleSelector.from_defaults(llm), tools, llm=llm)
-    response = router.query(QUESTION)
-    assert response.metadata["selector_result"].selections[0].index == 0  # type: ignore[index]
-    assert named(event_log) == [[], [n.node.node_id for n in response.source_nodes]]
 
 
 @pytest.mark.parametrize("use_async", [False, True])

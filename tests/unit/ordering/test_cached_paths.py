@@ -57,17 +57,6 @@ def test_the_last_word_on_every_path_counts(answers: list[list[PathChange]]) -> 
         assert it.num_cached_tokens(prefix, documents) == num_cached_tokens(model, prefix, documents)
 
 
-def test_what_is_too_much_is_left_out() -> None:
-    it = CachedPaths(max_paths=2)
-    for name in "abc":
-        it.set(PathChange(P, (name,), 1))
-    it.set(PathChange(P, ("a",), 7))
-    assert [it.num_cached_tokens(P, name) for name in "abc"] == [7, 1, 0]
-    it.set(PathChange(P, ("a",), 0))
-    it.set(PathChange(P, ("c",), 1))
-    assert [it.num_cached_tokens(P, name) for name in "abc"] == [0, 1, 1]
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -86,11 +75,3 @@ def test_what_is_no_change_is_refused(changes: object) -> None:
     with pytest.raises(ValueError, match="another version"):
         it.apply(changes)
     assert len(it) == 0
-
-
-def test_paths_of_no_documents_are_the_static_part() -> None:
-    it = CachedPaths()
-    it.set(PathChange(P, (), 48))
-    it.set(PathChange(P, ("a",), 96))
-    assert [it.num_cached_tokens(P, ids) for ids in ((), ("a",), ("a", "b"), ("b", "a"))] == [48, 96, 96, 48]
-    assert it.num_cached_tokens(Q, ("a",)) == 0

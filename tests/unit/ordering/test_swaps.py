@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from itertools import combinations, permutations
 
@@ -49,46 +48,10 @@ def test_the_cached_one_of_two_nearly_equal_documents_takes_the_place_of_the_oth
     assert swaps == (Swap("b", "c", pytest.approx(1 - 0.79 / 0.8)),)
 
 
-def test_one_that_is_worse_by_more_is_not_shown() -> None:
-    assert shown("abc", [0.9, 0.80, 0.78], 2, mirror("ac")) == ("ab", ())
-    assert shown("abc", [0.9, 0.80, 0.78], 2, mirror("ac"), 0.03)[0] == "ac"
-
-
-def test_what_is_cached_elsewhere_is_not_cached_here() -> None:
-    assert shown("abc", [0.9, 0.8, 0.8], 2, mirror("c")) == ("ab", ())
-    assert shown("abc", [0.9, 0.8, 0.8], 2, mirror("c"), order="cache_aware")[0] == "ac"
-
-
-def test_what_is_cached_as_far_without_a_swap_stays() -> None:
-    assert shown("abc", [0.9, 0.9, 0.9], 2, mirror("ab", "ac", "cb")) == ("ab", ())
-    assert shown("abc", [0.9, 0.9, 0.9], 2, CachedPaths()) == ("ab", ())
-
-
 def test_the_best_document_stays_where_it_is_to_be_kept() -> None:
     assert shown("abc", [0.9, 0.89, 0.89], 2, mirror("cb"))[0] == "cb"
     assert shown("abc", [0.9, 0.89, 0.89], 2, mirror("cb"), keep_first=True) == ("ab", ())
     assert shown("abc", [0.9, 0.89, 0.89], 2, mirror("ac"), keep_first=True, order="cache_aware")[0] == "ac"
-
-
-@pytest.mark.parametrize("score", [0.0, -1.0, math.nan])
-def test_documents_without_a_score_above_zero_are_not_swapped(score: float) -> None:
-    assert shown("ab", [score, score], 1, mirror("b"), 0.5) == ("a", ())
-
-
-def test_fewer_documents_than_wanted_are_all_shown() -> None:
-    assert shown("ab", [0.9, 0.8], 4, mirror("ba")) == ("ab", ())
-    assert shown("", [], 4, mirror("ba")) == ("", ())
-
-
-def test_any_prompts_paths_count_where_its_own_is_not_known() -> None:
-    choice = prefer_cached("abc", [0.9, 0.8, 0.8], 2, [mirror("ac")], max_score_loss=0.1, prefix=None)
-    assert choice.places == (0, 2)
-
-
-@pytest.mark.parametrize("wrong", [-0.1, 1, 1.5, math.nan, math.inf, "0.02", True])
-def test_a_bound_that_is_none_is_refused(wrong: object) -> None:
-    with pytest.raises(ConfigError, match="max_score_loss is .*from 0 to below 1"):
-        check_max_score_loss(wrong, "retrieval")
 
 
 def test_an_order_by_ids_leaves_nothing_to_choose() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from itertools import pairwise
 from typing import Any
@@ -38,13 +37,6 @@ def inside(data: st.DataObject, axis: tuple[int, ...]) -> int:
     return data.draw(st.integers(axis[0], axis[-1]))
 
 
-@given(models())
-def test_it_is_exact_at_measured_points(model: PrefillCostModel) -> None:
-    for cached, row in zip(model.cached_tokens, model.seconds, strict=True):
-        for new, time_s in zip(model.new_tokens, row, strict=True):
-            assert model.estimate_s(cached, new) == time_s
-
-
 @given(models(), st.data())
 def test_inside_a_cell_it_is_between_the_corners(model: PrefillCostModel, data: st.DataObject) -> None:
     cached, new = inside(data, model.cached_tokens), inside(data, model.new_tokens)
@@ -76,26 +68,12 @@ def test_it_is_continuous_over_the_borders_of_cells(model: PrefillCostModel, dat
         assert difference <= highest / narrowest * (1 + 1e-9)
 
 
-@given(models(), st.integers(0, 1 << 20), st.integers(1, 1 << 20))
-def test_it_is_never_less_than_the_shortest_measured_time(model: PrefillCostModel, cached: int, new: int) -> None:
-    assert min(map(min, model.seconds)) <= model.estimate_s(cached, new) < math.inf
-
-
 def test_it_is_bilinear_between_and_straight_beyond() -> None:
     assert MODEL.estimate_s(64, 48) == pytest.approx((0.1 + 0.2 + 0.2 + 0.4) / 4)
     assert MODEL.estimate_s(128, 160) == pytest.approx((0.4 + 1.0) / 2)
     assert MODEL.estimate_s(0, 448) == pytest.approx(0.8 + 0.6)
     assert MODEL.estimate_s(896, 256) == pytest.approx(2.0 + 1.0)
     assert MODEL.estimate_s(896, 448) == pytest.approx(0.4 - 2 * 1.0 - 2 * 0.8 + 4 * 2.0)
-
-
-def test_a_profile_that_falls_does_not_reach_zero_beyond_its_end() -> None:
-    falling = PrefillCostModel((0, 32), (32, 64), ((0.4, 0.3), (0.2, 0.1)))
-    assert falling.estimate_s(1_000, 1_000) == 0.1
-
-
-def test_no_new_tokens_take_no_time() -> None:
-    assert MODEL.estimate_s(128, 0) == 0.0
 
 
 def test_the_default_is_the_published_fit() -> None:
@@ -119,15 +97,6 @@ def test_what_was_not_measured_continues_what_was() -> None:
     assert model.estimate_s(200, 300) == pytest.approx(true_s(200, 300))
     with_few_points = model.estimate_s(400, 401) - model.estimate_s(0, 401)
     assert with_few_points == pytest.approx(true_s(400, 300) - true_s(0, 300))
-
-
-def test_a_gap_between_measured_lengths_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"with 64 new tokens the cached lengths \[128\] were measured"):
-        PrefillCostModel.from_measured({(0, 32): 0.1, (128, 32): 0.2, (128, 64): 0.3})
-
-
-def test_it_survives_json() -> None:
-    assert PrefillCostModel.from_dict(json.loads(json.dumps(MODEL.to_dict()))) == MODEL
 
 
 TIMES = ((0.1, 0.2), (0.3, 0.4))
@@ -162,17 +131,3 @@ def test_a_profile_that_cannot_be_is_refused_with_value_and_cure(
         PrefillCostModel(cached, new, seconds)
     with pytest.raises(ConfigError, match=message):
         PrefillCostModel.from_dict({"format": 1, "cached_tokens": cached, "new_tokens": new, "seconds": seconds})
-
-
-@pytest.mark.parametrize(
-    "data",
-    [None, [], "text", {}, {"format": 1}, {**MODEL.to_dict(), "format": "1"}, {**MODEL.to_dict(), "seconds": [1, 2]}],
-)
-def test_data_that_is_no_model_is_refused(data: object) -> None:
-    with pytest.raises(ConfigError, match="are no prefill times"):
-        PrefillCostModel.from_dict(data)
-
-
-def test_a_newer_format_is_refused() -> None:
-    with pytest.raises(ConfigError, match="format 2, this RAGCache reads 1"):
-        PrefillCostModel.from_dict({**MODEL.to_dict(), "format": 2})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -136,41 +135,6 @@ def test_squad_shows_a_paragraph_among_its_neighbours_and_leaves_out_what_is_imp
     assert texts(question) == ["Zorval\nZorval was founded by Anna Krenvi in Tolmar.", "Zorval\nIt makes clocks."]
 
 
-@pytest.mark.parametrize("are_lines", [True, False], ids=["lines", "a list"])
-def test_squad_as_the_hub_has_it_reads_alike(are_lines: bool, tmp_path: Path) -> None:
-    rows = [
-        {
-            "id": f"{article}-{place}-{number}",
-            "title": f"Article {article}",
-            "context": f"Paragraph {place} of {article}.",
-            "question": f"What is {number} of {place}?",
-            "answers": {"text": ["x"] if number else [], "answer_start": [0] if number else []},
-        }
-        for article in range(2)
-        for place in range(7)
-        for number in range(3)
-    ]
-    articles = [
-        {
-            "title": f"Article {article}",
-            "paragraphs": [
-                {
-                    "context": f"Paragraph {place} of {article}.",
-                    "qas": [
-                        {"question": f"What is {number} of {place}?", "answers": [{"text": "x"}] if number else []}
-                        for number in range(3)
-                    ],
-                }
-                for place in range(7)
-            ],
-        }
-        for article in range(2)
-    ]
-    found = read(tmp_path, "\n".join(map(json.dumps, rows)) if are_lines else json.dumps(rows))
-    assert found == read(tmp_path, json.dumps({"data": articles}))
-    assert len(found) == 2 * 7 * 2
-
-
 def test_hotpotqa_has_titles_joined_sentences_and_types(tmp_path: Path) -> None:
     (question,) = read(tmp_path, FILES["hotpotqa"])
     assert (question.answers, question.kind) == (("Tolmar",), "bridge")
@@ -178,13 +142,6 @@ def test_hotpotqa_has_titles_joined_sentences_and_types(tmp_path: Path) -> None:
         "Zorval\nZorval was founded by Anna Krenvi. It makes clocks.",
         "Anna Krenvi\nAnna Krenvi is a person. She was born in Tolmar.",
     ]
-
-
-def test_hotpotqa_as_the_hub_has_it_reads_alike(tmp_path: Path) -> None:
-    (record,) = HOTPOTQA
-    pairs: Any = record["context"]
-    columns = {"title": [title for title, _ in pairs], "sentences": [sentences for _, sentences in pairs]}
-    assert read(tmp_path, json.dumps({**record, "context": columns})) == read(tmp_path, FILES["hotpotqa"])
 
 
 def test_2wikimultihopqa_takes_aliases_from_the_file_beside_it(tmp_path: Path) -> None:
@@ -212,17 +169,6 @@ def test_passages_of_longbench_are_documents_and_any_other_context_is_one(tmp_pa
     assert (several.kind, several.answers) == ("hotpotqa", ("Tolmar",))
     assert texts(several) == ["Zorval\nZorval was founded by Anna Krenvi.", "Anna Krenvi\nShe was born in Tolmar."]
     assert len(one.documents) == 1
-
-
-def test_the_same_paragraph_is_the_same_document_in_every_question(tmp_path: Path) -> None:
-    one, two = read(tmp_path, json.dumps([*HOTPOTQA, {**HOTPOTQA[0], "question": "Who?"}]))
-    assert one.documents == two.documents
-
-
-def test_a_limit_takes_as_many_of_each_type(tmp_path: Path) -> None:
-    records = [{**HOTPOTQA[0], "question": f"{n}?", "type": "comparison" if n > 7 else "bridge"} for n in range(10)]
-    kinds = [question.kind for question in read(tmp_path, json.dumps(records), limit=4)]
-    assert kinds == ["bridge", "bridge", "comparison", "comparison"]
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,6 @@ from ragcache_core.config import CacheConfig
 from ragcache_core.errors import ConfigError
 from ragcache_core.prompt import RenderedPrompt
 from ragcache_core.quality import (
-    FULL,
-    NAIVE,
-    PREFIX,
     REFERRED_TO,
     SHOWN_AGAIN,
     Question,
@@ -34,7 +31,6 @@ from ragcache_core.quality import (
     token_f1,
 )
 from ragcache_core.quality.answers import MAX_TURNS, answers_in_conversations
-from ragcache_core.quality.questions import to_line
 from ragcache_core.quality.scores import longest_common, wilson_interval
 from ragcache_core.stats import ChunkReuseStats, RequestStats
 from ragcache_core.types import Document, SegmentKind
@@ -98,26 +94,6 @@ def test_f1_counts_words_and_jaccard_distinct_ones_in_whichever_order(answer: st
     assert (token_f1(answer, expected), jaccard(answer, expected)) == (pytest.approx(f1), pytest.approx(shared))
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
-    question = Question("Who?", ("a", "b"), (Document("1", "Zor is."), Document("2", "Mel is.")), "two")
-    (read,) = read_questions(written(tmp_path / "q.jsonl", to_line(question), ""))
-    assert (read.text, read.answers, read.kind) == ("Who?", ("a", "b"), "two")
-    assert [document.text for document in read.documents] == ["Zor is.", "Mel is."]
-
-
-def test_scores_are_read_where_they_are_written(tmp_path: Path) -> None:
-    question = Question("Who?", ("a",), (Document("1", "Zor is."), Document("2", "Mel is.")), "two", (0.9, 0.8))
-    scored, plain = read_questions(written(tmp_path / "q.jsonl", to_line(question), LINE))
-    assert (scored.scores, plain.scores) == ((0.9, 0.8), ())
-
-
-def test_the_same_text_is_the_same_document_in_every_question(tmp_path: Path) -> None:
-    other = {**LINE, "documents": ["Mel is.", "Kel is."]}
-    one, two = read_questions(written(tmp_path / "q.jsonl", LINE, other))
-    assert one.documents[1].doc_id == two.documents[0].doc_id
-    assert len({document.doc_id for document in (*one.documents, *two.documents)}) == 3
-
-
 def test_documents_may_be_files_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "zor.md").write_text("Zorval is.", encoding="utf-8")
     (read,) = read_questions(written(tmp_path / "q.jsonl", {**LINE, "documents": ["zor.md"]}), tmp_path)
@@ -145,25 +121,6 @@ def test_documents_may_be_files_of_a_folder(tmp_path: Path) -> None:
 def test_a_line_that_is_no_question_is_refused_with_its_number(tmp_path: Path, line: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_questions(written(tmp_path / "q.jsonl", LINE, line))
-
-
-def test_a_limit_takes_the_first_of_each_kind_alike(tmp_path: Path) -> None:
-    lines = [{**LINE, "question": str(i), "kind": kind} for i, kind in enumerate(["a"] * 6 + ["b"] * 2 + ["c"] * 6)]
-    path = written(tmp_path / "q.jsonl", *lines)
-    assert [question.text for question in read_questions(path, limit=6)] == ["0", "1", "6", "7", "8", "9"]
-    assert [question.kind for question in read_questions(path, limit=9)].count("b") == 2
-    assert len(read_questions(path, limit=100)) == 14
-
-
-def test_only_plain_vllm_is_launched_without_a_cache() -> None:
-    sizes = CacheConfig(host_bytes="64MiB")
-    assert FULL.cache(sizes) is None
-    assert PREFIX.cache(sizes) is None
-    cache = NAIVE.cache(sizes)
-    assert cache is not None
-    assert cache.host_bytes == 64 << 20
-    assert cache.chunk_reuse is not None
-    assert cache.chunk_reuse.alpha == 0.0
 
 
 def test_orders_and_nearly_equal_documents_are_audited_alone_and_together() -> None:
@@ -221,11 +178,6 @@ def test_questions_that_share_documents_are_turns_of_a_conversation() -> None:
     assert [len(turns) for turns in long] == [MAX_TURNS, 2]
 
 
-def test_questions_that_share_nothing_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no two of the questions share a document"):
-        conversations_of([about("A"), about("B")])
-
-
 def test_later_turns_are_asked_with_all_that_was_said_and_refer_where_they_are_to(demo_model: str) -> None:
     turns = [about("A", "B"), about("B", "C"), about("A")]
     prompts = {}
@@ -278,26 +230,3 @@ def test_agreement_is_with_the_answers_to_the_same_questions_kind_by_kind() -> N
 
 def answer(kind: str, *, is_exact: bool = True, computed: int = 10, reused: int = 0, again: int = 0) -> ScoredAnswer:
     return ScoredAnswer(kind, "x", is_exact, float(is_exact), 100, computed, reused, again, ttft_s=0.25)
-
-
-def test_kinds_are_summed_up_in_their_order_and_together() -> None:
-    answers = [answer("b", reused=30, again=10), answer("a", is_exact=False), answer("b", computed=40)]
-    of_b, of_a, of_all = summarise("some", answers)
-    assert [s.kind for s in (of_b, of_a, of_all)] == ["b", "a", "all"]
-    assert (of_b.num_questions, of_b.exact_match, of_b.num_computed_tokens, of_b.recomputed) == (2, 1.0, 50, 0.25)
-    assert (of_all.exact_match, of_all.num_prompt_tokens) == (pytest.approx(2 / 3), 300)
-    assert of_a.recomputed == 0.0
-    assert [s.kind for s in summarise("some", answers[:1])] == ["b"]
-
-
-def test_the_table_compares_with_the_baseline_kind_by_kind() -> None:
-    by_way = {
-        PREFIX.name: summarise(PREFIX.name, [answer("a", computed=80), answer("b", computed=40)]),
-        "ours": summarise("ours", [answer("a", computed=20), answer("b", is_exact=False, computed=40)]),
-    }
-    head, *rows = summary_table(by_way, PREFIX.name).splitlines()
-    assert head.split()[:3] == ["kind", "way", "questions"]
-    assert [row.split()[0] for row in rows] == ["a", "a", "b", "b", "all", "all"]
-    assert "25.0%" in rows[1]
-    assert "0.0%" in rows[3]
-    assert "50.0%" in rows[5]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 from weakref import ref
 
-import pytest
-
 from ragcache_core.queueing import CacheAwareQueue, order_priority
 
 
@@ -42,47 +40,6 @@ def test_the_priority_is_what_is_cached_for_each_token_that_is_computed() -> Non
     assert order_priority(300, 100) == 3.0
     assert order_priority(0, 50) == 0.0
     assert order_priority(400, 0) == 400.0, "a prompt that is cached as a whole computes one token"
-
-
-def test_what_the_cache_helps_most_goes_first() -> None:
-    queue = queue_of(Waiting("a", 100, 300), Waiting("b", 300, 100), Waiting("c", 200, 100))
-    assert drain(queue) == "bca"
-    assert queue.num_reordered == 2, "b went before a, c before a"
-    assert queue.max_overtaken == 2
-
-
-def test_without_a_window_the_queue_is_first_come_first_served() -> None:
-    items = [Waiting(name, n) for n, name in enumerate("abcd")]
-    queue = queue_of(*items, window=0)
-    assert drain(queue) == "abcd"
-    assert queue.num_reordered == 0
-    assert not any(item.num_asked for item in items), "their priorities are not needed"
-
-
-def test_one_whose_place_is_not_known_is_put_first() -> None:
-    queue = queue_of(Waiting("a", 9), Waiting("b", 9))
-    queue.give_back(Waiting("stranger"))
-    assert [item.name for item in queue] == ["stranger", "a", "b"]
-
-
-def test_a_window_that_is_never_reached_leaves_all_to_the_priorities() -> None:
-    queue = queue_of(*(Waiting(f"{n}", n) for n in range(200)), window=10**12)
-    assert [int(queue.pop().name) for _ in range(200)] == list(range(199, -1, -1))
-    assert queue.max_overtaken == 199
-
-
-def test_an_empty_queue_has_nothing_to_serve() -> None:
-    queue = queue_of()
-    assert len(queue) == 0
-    with pytest.raises(IndexError, match="nothing waits"):
-        queue.peek()
-    with pytest.raises(IndexError, match="nothing waits"):
-        queue.pop()
-
-
-def test_a_negative_window_is_refused_with_what_is_allowed() -> None:
-    with pytest.raises(ValueError, match=r"window is -1: it must be 0 .* or more"):
-        queue_of(window=-1)
 
 
 def test_only_what_is_new_or_was_touched_is_asked_for_its_priority() -> None:

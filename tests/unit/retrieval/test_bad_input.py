@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ragcache_core import errors
-from ragcache_core.retrieval import DocumentStore, MiniLMEmbedder, PrecomputedEmbedder, TfidfSvdEmbedder
+from ragcache_core.retrieval import DocumentStore, PrecomputedEmbedder, TfidfSvdEmbedder
 from ragcache_core.types import Document
 
 from .conftest import make_documents
@@ -138,31 +138,6 @@ def test_a_pq_code_that_does_not_divide_the_dimensions_is_refused_before_anythin
     assert not list(folder.glob("documents-*"))
 
 
-def test_an_empty_store_says_so_before_it_says_that_k_is_too_large(folder: Path) -> None:
-    with DocumentStore.create(folder) as store:
-        for call in (
-            lambda: store.search("a", 1),
-            lambda: staged(store, "a", 5),
-            lambda: store.search_vector([1.0] * 128, 1),
-        ):
-            with pytest.raises(errors.EmptyStoreError):
-                call()
-
-
-def test_a_store_without_an_embedder_says_what_to_do(folder: Path) -> None:
-    with DocumentStore.create(folder, embedder=PrecomputedEmbedder()) as store:
-        with pytest.raises(errors.ConfigError):
-            store.add([new])
-        store.add([new], embeddings=[[1, 2]])
-        with pytest.raises(errors.ConfigError):
-            store.search("a", 1)
-
-
-def test_embeddings_for_an_embedder_that_is_not_fitted_are_refused(folder: Path) -> None:
-    with DocumentStore.create(folder) as store, pytest.raises(errors.ConfigError):
-        store.add([new], embeddings=[[1.0] * 128])
-
-
 def test_an_embedder_that_changes_its_dimension_is_refused(folder: Path) -> None:
     embedder = ConstantEmbedder(4)
     with DocumentStore.create(folder, embedder=embedder) as store:
@@ -174,19 +149,6 @@ def test_an_embedder_that_changes_its_dimension_is_refused(folder: Path) -> None
             store.search("a", 1)
         with pytest.raises(errors.EmbedderMismatchError):
             staged(store, "a", 1)
-
-
-@pytest.mark.parametrize("fill", [float("nan"), float("inf"), 1e300])
-def test_an_embedder_that_returns_no_numbers_is_refused(folder: Path, fill: float) -> None:
-    embedder = ConstantEmbedder()
-    with DocumentStore.create(folder, embedder=embedder) as store:
-        store.add([new])
-        embedder.fill = fill
-        with pytest.raises(errors.DocumentError):
-            store.add(make_documents(1))
-        with pytest.raises(errors.SearchError):
-            store.search("a", 1)
-        assert store.ids() == ["new"]
 
 
 def test_an_embedder_that_fails_leaves_the_store_as_it_was(folder: Path) -> None:
@@ -213,46 +175,7 @@ def test_another_embedder_than_the_stores_is_refused(store: DocumentStore, folde
         assert again.search("Person7", 1).documents[0].doc_id == "doc-7"
 
 
-def test_an_embedder_that_is_needed_is_asked_for(folder: Path) -> None:
-    with DocumentStore.create(folder, embedder=ConstantEmbedder()) as store:
-        store.add([new])
-    with pytest.raises(errors.EmbedderMismatchError):
-        DocumentStore.open(folder)
-    wrong = ConstantEmbedder(5)
-    wrong.dimension = 5
-    with pytest.raises(errors.EmbedderMismatchError):
-        DocumentStore.open(folder, embedder=wrong)
-    with DocumentStore.open(folder, embedder=ConstantEmbedder()) as store:
-        assert store.search("a", 1).documents == (new,)
-
-
-def test_a_missing_extra_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(errors.ConfigError):
-        MiniLMEmbedder()
-
-
 # Paths and handles
-
-
-def test_a_path_that_is_a_file_is_no_store(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_text("something")
-    with pytest.raises(errors.StoreNotFoundError):
-        DocumentStore.open(path)
-    with pytest.raises(errors.ConfigError):
-        DocumentStore.create(path)
-    with pytest.raises(errors.StoreError):
-        DocumentStore.create(path / "below")
-    assert path.read_text() == "something"
-
-
-def test_a_folder_without_a_store_is_not_opened_and_stays_empty(tmp_path: Path) -> None:
-    for folder in (tmp_path, tmp_path / "missing"):
-        for read_only in (False, True):
-            with pytest.raises(errors.StoreNotFoundError):
-                DocumentStore.open(folder, read_only=read_only)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_store_is_not_made_over_another(store: DocumentStore, folder: Path) -> None:
@@ -277,21 +200,6 @@ def test_two_writers_on_one_store_are_refused_and_readers_are_not(store: Documen
             reader.delete(["doc-1"])
     store.close()
     DocumentStore.open(folder).close()
-
-
-def test_a_closed_store_says_so(store: DocumentStore) -> None:
-    store.close()
-    store.close()
-    for call in (
-        lambda: store.search("a", 1),
-        lambda: store.add([new]),
-        lambda: store.delete(["doc-1"]),
-        lambda: store.get(["doc-1"]),
-        lambda: store.ids(),
-        lambda: staged(store, "a", 1),
-    ):
-        with pytest.raises(errors.StoreError):
-            call()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

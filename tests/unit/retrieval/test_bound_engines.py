@@ -60,17 +60,6 @@ def test_new_versions_are_prefilled_where_that_is_asked_for(store: DocumentStore
     assert own.told[-1] == ("forget", ["doc-2"])
 
 
-def test_only_a_document_that_is_here_can_be_replaced(store: DocumentStore) -> None:
-    engine = Recording(store)
-    store.bind(engine)
-    with pytest.raises(UnknownDocumentError, match="absent"):
-        store.replace(Document("absent", "A text."))
-    assert "absent" not in store
-    assert engine.told == []
-    store.replace(Document("doc-0", "Zyx."), embedding=[1.0] * (store.dimension or 0))
-    assert store.get(["doc-0"])[0].text == "Zyx."
-
-
 def test_an_engine_that_fails_undoes_no_change_and_a_change_that_fails_is_not_told(store: DocumentStore) -> None:
     class Gone(Recording):
         def forget(self, doc_ids: Iterable[DocId]) -> None:

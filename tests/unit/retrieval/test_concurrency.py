@@ -110,26 +110,6 @@ def test_a_search_keeps_the_documents_it_began_with(folder: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_one_store_serves_several_event_loops_and_plain_code_at_once(folder: Path) -> None:
-    store, vectors = make_store(folder, 500, index="ivf")
-    store.add(make_documents(500), embeddings=vectors)
-    expected = [store.search_vector(vector, 3) for vector in vectors[:20]]
-    found: dict[int, list[RetrievalUpdate]] = {}
-
-    async def many() -> list[RetrievalUpdate]:
-        return await asyncio.gather(*(last_update(store, vector, 3) for vector in vectors[:20]))
-
-    threads = [threading.Thread(target=lambda i=i: found.update({i: asyncio.run(many())})) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for updates in found.values():
-        assert [(u.documents, u.scores) for u in updates] == [(u.documents, u.scores) for u in expected]
-    assert len(found) == 3
-    store.close()
-
-
 class SlowIndex:
     """An index whose second stage runs until it is cancelled."""
 
@@ -178,23 +158,6 @@ def test_a_cancelled_search_leaves_no_task_and_no_running_thread(slow: tuple[Doc
     asyncio.run(scenario())
 
 
-def test_a_search_that_is_closed_early_leaves_no_task_and_no_running_thread(
-    slow: tuple[DocumentStore, SlowIndex],
-) -> None:
-    store, index = slow
-    before = set(threading.enumerate())
-
-    async def scenario() -> None:
-        async with aclosing(store.search_vector_staged([0.0] * 8, 3)) as updates:
-            assert not (await anext(updates)).is_final
-        assert not index.is_running.is_set()
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(scenario())
-    store.close()
-    assert not [t.name for t in set(threading.enumerate()) - before if t.name.startswith("ragcache-retrieval")]
-
-
 def test_a_store_closed_during_a_search_ends_it_with_one_clear_error(folder: Path) -> None:
     async def scenario() -> None:
         store, vectors = make_store(folder, 1000, index="flat")
@@ -234,24 +197,6 @@ def test_a_store_can_be_opened_at_any_moment_of_a_change(folder: Path) -> None:
     store.close()
     assert not failures, failures[0]
     assert sizes == sorted(sizes)
-
-
-def test_writers_in_several_threads_take_turns(folder: Path) -> None:
-    store, vectors = make_store(folder, 200, index="ivf")
-
-    def write(first: int) -> None:
-        for i in range(first, first + 50, 10):
-            store.add(make_documents(10, i), embeddings=vectors[i : i + 10])
-
-    threads = [threading.Thread(target=write, args=(first,)) for first in range(0, 200, 50)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(store.ids()) == sorted(f"doc-{i}" for i in range(200))
-    for i in range(0, 200, 17):
-        assert store.search_vector(vectors[i], 1).documents[0].doc_id == f"doc-{i}"
-    store.close()
 
 
 def test_a_search_for_more_documents_than_remain_returns_those_that_remain(folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragcache_core.errors import ConfigError, SearchError
+from ragcache_core.errors import SearchError
 from ragcache_core.retrieval import MMR, DocumentStore, PrecomputedEmbedder
-from ragcache_core.retrieval.filters import FieldCondition, matches, parse_filter
+from ragcache_core.retrieval.filters import matches, parse_filter
 from ragcache_core.types import Document, RetrievalUpdate
 from tests.unit.retrieval.conftest import make_documents
 
@@ -99,14 +98,6 @@ def test_a_filter_finds_what_filtering_everything_finds_in_every_stage(
     assert all(matches(parse_filter(written), m) == meant(m) for m in METADATA)
 
 
-def test_a_function_of_a_document_has_one_stage(numbered: DocumentStore, vectors: np.ndarray[Any, Any]) -> None:
-    def accepts(document: Document) -> bool:
-        return document.metadata["town"] == "Aro"
-
-    (update,) = asyncio.run(stages_of(numbered.search_vector_staged(vectors[5], 6, where=accepts, stages=4)))
-    assert update == numbered.search_vector(vectors[5], 6, where={"town": "Aro"})
-
-
 def test_a_filter_that_no_document_can_pass_is_an_error(numbered: DocumentStore, vectors: np.ndarray[Any, Any]) -> None:
     with pytest.raises(SearchError, match="the fields are is_old, note, number, share,"):
         numbered.search_vector(vectors[0], 3, where={"twon": "Aro"})
@@ -119,43 +110,6 @@ def test_a_filter_that_no_document_can_pass_is_an_error(numbered: DocumentStore,
             numbered.search_vector(vectors[0], 3, where=where)
         with pytest.raises(SearchError):
             asyncio.run(stages_of(numbered.search_vector_staged(vectors[0], 3, where=where)))
-
-
-def test_an_invalid_filter_is_an_error(numbered: DocumentStore) -> None:
-    filters: list[Any] = [
-        *({"town": {"$like": "A%"}}, {"$nor": [{"town": "Aro"}]}, {"$gt": 3}, {"$and": {"town": "Aro"}}, {"$or": []}),
-        *({"$not": "Aro"}, {"town": {}}, {"town": {"$in": "Aro"}}, {"number": {"$gt": True}}, {3: "Aro"}, {"": "Aro"}),
-        *({"number": float("nan")}, {"number": object()}, {"tags": {"$contains": ["a"]}}, "town = Aro"),
-    ]
-    for where in filters:
-        with pytest.raises(ConfigError):
-            numbered.search_vector(np.ones(8), 3, where=where)
-    with pytest.raises(ConfigError):
-        FieldCondition("town", "like", "A")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("of_a_field", [False, True])
-def test_filters_that_stand_in_one_another_without_end_are_refused(of_a_field: bool) -> None:
-    def nested(depth: int) -> dict[str, Any]:
-        inner: dict[str, Any] = {"$gt": 1} if of_a_field else {"number": 1}
-        for _ in range(depth):
-            inner = {"$not": inner} if of_a_field else {"$and": [inner]}
-        return {"number": inner} if of_a_field else inner
-
-    assert matches(parse_filter(nested(60)), {"number": 1}) is not of_a_field
-    with pytest.raises(ConfigError, match="more than 64 deep"):
-        parse_filter(nested(5_000))
-
-
-def test_what_is_added_and_deleted_is_found_and_not(numbered: DocumentStore, vectors: np.ndarray[Any, Any]) -> None:
-    def found() -> set[str]:
-        return {d.doc_id for d in numbered.search_vector(vectors[0], 100, where={"town": "Colt"}).documents}
-
-    before = found()
-    numbered.add([Document("new", "text", {"town": "Colt"})], embeddings=vectors[:1])
-    assert found() == before | {"new"}
-    numbered.delete(["new"])
-    assert found() == before
 
 
 def test_a_hybrid_search_among_some_documents_ends_as_it_is_asked_at_once(tmp_path: Path) -> None:
@@ -196,21 +150,6 @@ def test_a_threshold_leaves_out_what_is_not_near_in_every_stage(
             store.search_vector(vectors[5], 9, score_threshold="high")  # type: ignore[arg-type]
 
 
-def test_mmr_chooses_of_the_best_in_every_stage(numbered: DocumentStore, vectors: np.ndarray[Any, Any]) -> None:
-    wanted = MMR(fetch_k=30, lambda_mult=0.3)
-    where = {"town": ["Aro", "Brin"]}
-    best = numbered.search_vector(vectors[5], 30, where=where)
-    rows = vectors[[int(d.doc_id[1:]) for d in best.documents]]
-    chosen = wanted.choose(vectors[5], rows, 6)
-    assert chosen != sorted(chosen)  # it is not just the nearest
-    staged = asyncio.run(stages_of(numbered.search_vector_staged(vectors[5], 6, where=where, mmr=wanted, stages=4)))
-    for update in (numbered.search_vector(vectors[5], 6, where=where, mmr=wanted), staged[-1]):
-        assert [d.doc_id for d in update.documents] == [best.documents[i].doc_id for i in chosen]
-        assert update.scores == tuple(best.scores[i] for i in chosen)
-    few = numbered.search_vector(vectors[5], 6, mmr=MMR(fetch_k=2))  # those that are asked for, if they are more
-    assert set(few.scores) == set(numbered.search_vector(vectors[5], 6).scores)
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 25), st.integers(1, 12), st.sampled_from([0.0, 0.3, 0.5, 1.0]))
 def test_mmr_chooses_as_langchain_does(seed: int, count: int, k: int, lambda_mult: float) -> None:
@@ -219,22 +158,3 @@ def test_mmr_chooses_as_langchain_does(seed: int, count: int, k: int, lambda_mul
     rows, question = rng.standard_normal((count, 6)), rng.standard_normal(6)
     theirs = langchain.maximal_marginal_relevance(question, rows.tolist(), lambda_mult, k)
     assert MMR(lambda_mult=lambda_mult).choose(question, rows, k) == theirs  # type: ignore[arg-type]
-
-
-def test_an_invalid_mmr_is_an_error(numbered: DocumentStore) -> None:
-    for fetch_k, lambda_mult in ((0, 0.5), (True, 0.5), (20, 1.5), (20, "a")):
-        with pytest.raises(ConfigError):
-            MMR(fetch_k, lambda_mult)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError):
-        numbered.search_vector(np.ones(8), 3, mmr=20)  # type: ignore[arg-type]
-
-
-def test_a_filtered_search_has_stages_that_grow_towards_its_answer(tmp_path: Path) -> None:
-    rng = np.random.default_rng(1)
-    vectors = rng.standard_normal((3000, 16)).astype(np.float32)
-    with DocumentStore.create(tmp_path / "s", embedder=PrecomputedEmbedder(), index="ivf", nprobe=64) as store:
-        store.add([Document(f"d{i}", "text", {"n": i % 10}) for i in range(3000)], embeddings=vectors)
-        staged = asyncio.run(stages_of(store.search_vector_staged(vectors[0], 5, where={"n": [1, 2, 3]}, stages=4)))
-        assert len(staged) == 4
-        worst = [update.scores[-1] for update in staged if len(update.scores) == 5]
-        assert all(later <= earlier for earlier, later in itertools.pairwise(worst))

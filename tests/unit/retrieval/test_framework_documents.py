@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import date
-from pathlib import Path
 
 import pytest
 from langchain_core.documents import Document as LangChainDocument
@@ -11,7 +10,6 @@ from llama_index.core import Document as LlamaDocument
 from llama_index.core.schema import NodeWithScore, TextNode
 
 from ragcache_core import Document, DocumentStore
-from ragcache_core.errors import DocumentError, EmptyDocumentError
 from ragcache_integrations.langchain import StagedFAISS
 
 METADATA = {"source": "harbour.md", "acl": ["staff"]}
@@ -50,15 +48,3 @@ def test_documents_without_ids_have_the_same_ids_at_every_run(store: DocumentSto
     assert store.put(documents) == ids
     assert len(store) == 24
     assert store.get([ids[2]])[0].metadata == {"day": "2026-05-04"}
-
-
-def test_the_core_refuses_a_blank_document_of_a_framework(tmp_path: Path, store: DocumentStore) -> None:
-    with pytest.raises(EmptyDocumentError, match="'x' has an empty text"):
-        store.put([LangChainDocument(" ", id="x")])
-
-
-@pytest.mark.parametrize("document", [LangChainDocument("text"), LlamaDocument(text="text")])
-def test_one_document_instead_of_a_list_is_rejected_with_its_type(store: DocumentStore, document: object) -> None:
-    for change in (store.add, store.put):
-        with pytest.raises(DocumentError, match="schema.Document: put takes|base.Document: put takes a list"):
-            change(document)

@@ -9,35 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from ragcache_core import errors
 from ragcache_core.retrieval import DocumentStore
-from ragcache_core.retrieval.storage import manifest, snapshot
 from ragcache_core.retrieval.storage.documents import SegmentFile
 
 from .conftest import make_documents
-
-
-def test_a_store_of_a_relative_path_stays_where_it_is_when_the_process_changes_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in "ab":
-        (tmp_path / name).mkdir()
-    monkeypatch.chdir(tmp_path / "a")
-    with DocumentStore.create("store", index="flat") as made:
-        monkeypatch.chdir(tmp_path / "b")
-        made.add(make_documents(5))
-        assert made.path == tmp_path / "a" / "store"
-    monkeypatch.chdir(tmp_path / "a")
-    with DocumentStore.open("store") as opened:
-        monkeypatch.chdir(tmp_path / "b")
-        opened.add(make_documents(5, first=5))
-    assert not list((tmp_path / "b").iterdir())
-    with DocumentStore.open(tmp_path / "a" / "store", read_only=True) as reader:
-        assert len(reader) == 10
-
 
 FORKING = """
 import os, sys
@@ -145,22 +123,6 @@ def test_a_reader_waits_for_a_pause_of_a_busy_writer(folder: Path, monkeypatch: 
         assert len(reader) == 22
 
 
-def test_a_writer_that_never_pauses_is_not_called_damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "_PATIENCE_S", 0.2)
-    with pytest.raises(errors.StoreError, match="changed too fast: try again") as raised:
-        change_before_each_read(folder, monkeypatch, 10**6)()
-    assert not isinstance(raised.value, errors.StoreCorruptError)
-
-
-def test_damage_is_reported_at_once_even_when_patience_is_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with DocumentStore.create(folder, index="flat") as store:
-        store.add(make_documents(3))
-    next(folder.glob("documents-*")).write_bytes(b"x")
-    monkeypatch.setattr(snapshot, "_PATIENCE_S", -1.0)
-    with pytest.raises(errors.StoreCorruptError):
-        DocumentStore.open(folder, read_only=True)
-
-
 @pytest.mark.parametrize("again", ["add", "delete", "close"])
 def test_changing_the_store_from_a_progress_callback_is_refused(store: DocumentStore, again: str) -> None:
     calls: dict[str, Callable[[], object]] = {
@@ -173,23 +135,3 @@ def test_changing_the_store_from_a_progress_callback_is_refused(store: DocumentS
     assert len(store) == 20
     store.add(make_documents(2, first=50))
     assert len(store) == 22
-
-
-def test_the_folders_that_create_makes_are_flushed_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flushed: list[Path] = []
-    monkeypatch.setattr(manifest, "flush_folder", flushed.append)
-    DocumentStore.create(tmp_path / "a" / "store").close()
-    assert {tmp_path, tmp_path / "a"} <= set(flushed)
-
-
-def test_hnsw_answers_as_the_unmodified_index_does_with_the_documented_ef(folder: Path) -> None:
-    import faiss
-
-    with DocumentStore.create(folder, index="hnsw", ef_search=4, hnsw_m=4, word_weight=0) as store:
-        store.add(make_documents(200))
-        vector = np.asarray(store.embedder.embed_query("the miller"), np.float32)
-        for k in (2, 20):
-            graph = faiss.downcast_index(store.faiss_index.index)
-            params = faiss.SearchParametersHNSW(efSearch=max(4, k))
-            scores, _ = graph.search(vector[None], k, params=params)
-            assert store.search("the miller", k).scores == tuple(scores[0].tolist())

@@ -13,20 +13,17 @@ import sqlite3
 import threading
 import time
 from collections import Counter
-from contextlib import ExitStack, aclosing, closing
-from dataclasses import replace
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ragcache_core.errors import StoreFullError
-from ragcache_core.retrieval import DocumentStore, TfidfSvdEmbedder
+from ragcache_core.retrieval import DocumentStore
 from ragcache_core.retrieval.base import Metric
-from ragcache_core.retrieval.lexical import WordIndex, WordIndexWriter, WordScores, document_words, words_of
+from ragcache_core.retrieval.lexical import words_of
 from ragcache_core.retrieval.storage import writer
 from ragcache_core.retrieval.storage.manifest import MANIFEST_NAME
 from ragcache_core.types import Document, RetrievalUpdate
@@ -122,41 +119,6 @@ def test_the_last_stage_is_the_plain_search_bit_for_bit(folder: Path, index: Any
                 assert list(update.scores) == sorted(update.scores)
         if stages == 4 and index != "hnsw":
             assert len(updates) == 4
-
-
-@settings(max_examples=15, deadline=None)
-@given(data=st.data())
-def test_a_stores_history_does_not_matter(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    documents = make_documents(40)
-    embedder = TfidfSvdEmbedder(16).fit([d.text for d in documents])
-    folder = tmp_path_factory.mktemp("stores")
-    cuts = sorted(data.draw(st.sets(st.integers(1, 39), max_size=6)))
-    gone = data.draw(st.lists(st.sampled_from([d.doc_id for d in documents]), unique=True, max_size=20))
-    with ExitStack() as stack:
-        one = stack.enter_context(DocumentStore.create(folder / "one", embedder=embedder, index="flat"))
-        one.add([document for document in documents if document.doc_id not in gone])
-        store = stack.enter_context(DocumentStore.create(folder / "parts", embedder=embedder, index="flat"))
-        for begin, end in zip([0, *cuts], [*cuts, 40], strict=True):
-            store.add(documents[begin:end])
-            store.search("Person1", 1)  # what is cached of the words meanwhile must not stay
-        store.delete(gone)
-        expected = [answer(one.search(query, 5)) for query in QUESTIONS]
-        assert [answer(store.search(query, 5)) for query in QUESTIONS] == expected
-        store.close()
-        store = stack.enter_context(DocumentStore.open(folder / "parts"))
-        assert [answer(store.search(query, 5)) for query in QUESTIONS] == expected
-
-
-def test_a_filter_holds_for_what_the_words_find(folder: Path) -> None:
-    with DocumentStore.create(folder) as store:
-        store.add(make_documents(500))
-        everywhere = store.search("Who is the baker of Aro?", 3)
-        assert store.search("Who is the baker of Aro?", 3, where=lambda d: True) == everywhere
-        found = store.search("Who is the baker of Aro?", 3, where=lambda d: d.metadata["town"] == "Elm")
-        assert [d.metadata["town"] for d in found.documents] == ["Elm"] * 3
-        assert list(found.scores) == sorted(found.scores)
-        (one,) = store.search("baker of Aro", 3, where=lambda d: d.doc_id == "doc-499").documents
-        assert one.doc_id == "doc-499"
 
 
 def test_users_embedders_are_searched_by_vectors_alone_unless_words_are_asked_for(tmp_path: Path) -> None:
@@ -256,35 +218,6 @@ def _age(folder: Path, version: int) -> None:
         segment["file"] |= {"num_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     digest = hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
     (folder / MANIFEST_NAME).write_text(json.dumps({"format": version, "store": body, "sha256": digest}))
-
-
-def test_names_count_and_what_is_no_name_does_not() -> None:
-    def terms(document: Document) -> int:
-        return len(set(document_words(document.doc_id, document.text, document.metadata)))
-
-    plain = Document("a", "text")
-    assert terms(plain) == 2
-    assert terms(replace(plain, doc_id="a#17")) == 2, "a chunk's number"
-    assert terms(replace(plain, doc_id="0b7e4c6a-94d8-4b9e-9a55-1d0f6ce3a111")) == 1, "a UUID"
-    assert terms(replace(plain, doc_id="d41d8cd98f00b204e9800998ecf8427e")) == 1, "a hash"
-    assert terms(replace(plain, metadata={"title": "Two words", "source": "a", "author": "unknown"})) == 4
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.text("ab c", max_size=12), min_size=1, max_size=12), st.text("abcd ", min_size=1), st.integers(1, 8))
-def test_the_best_by_words_are_the_true_best(texts: list[str], query: str, count: int) -> None:
-    with closing(sqlite3.connect(":memory:")) as connection:
-        index = WordIndexWriter(connection)
-        for number, text in enumerate(texts):
-            index.add(3 * number, words_of(text))
-        connection.execute("CREATE VIRTUAL TABLE temp.word_places USING fts5vocab(main, words, instance)")
-        part = WordIndex(lambda sql, arguments: connection.execute(sql, arguments).fetchall())
-        matches = WordScores([(part, np.arange(len(part.ids)) % 4 != 3)], words_of(query))
-    similar = matches.of(part.ids)
-    assert ((similar >= 0) & (similar < 1 + 1e-9)).all()
-    assert not similar[3::4].any(), "they are not live"
-    ranked = sorted(np.flatnonzero(similar).tolist(), key=lambda i: (-similar[i], i))
-    assert sorted(matches.best(count).tolist()) == sorted(3 * i for i in ranked[:count])
 
 
 def test_a_word_is_the_same_however_its_accents_and_ligatures_are_encoded() -> None:

@@ -64,7 +64,7 @@ async def test_a_search_finds_k_documents_or_all_that_match(
     store, vectors = make(metric)
     with store:
         num_matching = (NUM_DOCUMENTS - 100) // (1 if where == "none" else 2)
-        for query in vectors[100:200:20]:
+        for query in vectors[100:200:50]:
             for k in (1, 40, 300, 400, 800, 5000):
                 once = store.search_vector(query, k, where=FILTERS[where])
                 assert len(once.documents) == min(k, num_matching)
@@ -73,9 +73,3 @@ async def test_a_search_finds_k_documents_or_all_that_match(
                     last = [update async for update in updates][-1]
                 assert last.is_final
                 assert (last.documents, last.scores) == (once.documents, once.scores)
-
-
-def test_a_search_by_words_and_vectors_finds_k_documents(tmp_path: Path) -> None:
-    with DocumentStore.create(tmp_path / "store", nprobe=1) as store:
-        store.add([Document(f"t{i}", f"word{i % 40} other{i % 7} thing{i}") for i in range(600)])
-        assert [len(store.search("word3", k).documents) for k in (10, 200, 600, 601)] == [10, 200, 600, 600]

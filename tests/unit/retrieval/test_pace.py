@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ragcache_core.retrieval import DocumentStore, PrecomputedEmbedder
-from ragcache_core.retrieval.base import DEFAULT_CUTS, MULTIPLY_ADDS_PER_MS, SearchThroughput, stage_cuts
+from ragcache_core.retrieval.base import DEFAULT_CUTS, MULTIPLY_ADDS_PER_MS, stage_cuts
 from ragcache_core.retrieval.threads import SearchThreads
 
 from .conftest import make_documents
@@ -25,43 +25,6 @@ class SteppingClock:
     def __call__(self) -> float:
         self.now_s += self.step_s
         return self.now_s
-
-
-def test_a_pace_settles_where_the_searches_are() -> None:
-    pace = SearchThroughput()
-    assert pace.multiply_adds_per_ms == MULTIPLY_ADDS_PER_MS
-    for _ in range(60):
-        pace.record(work=3e6, duration_s=0.01)
-    assert pace.multiply_adds_per_ms == pytest.approx(3e5, rel=0.01)
-    for _ in range(60):
-        pace.record(work=9e8, duration_s=0.03)
-    assert pace.multiply_adds_per_ms == pytest.approx(3e7, rel=0.01)
-
-
-@pytest.mark.parametrize("duration_s", [1e-3, 1e4], ids=["far too fast", "far too slow"])
-def test_one_strange_search_moves_the_pace_by_a_quarter_at_most(duration_s: float) -> None:
-    pace = SearchThroughput()
-    pace.record(work=1e9, duration_s=duration_s)
-    assert 0.75 < pace.multiply_adds_per_ms / MULTIPLY_ADDS_PER_MS < 1.33
-    assert pace.multiply_adds_per_ms != MULTIPLY_ADDS_PER_MS
-
-
-def test_searches_that_say_nothing_are_not_learnt_from() -> None:
-    pace = SearchThroughput()
-    pace.record(work=1e3, duration_s=0.0001)
-    pace.record(work=1e3, duration_s=0.0)
-    pace.record(work=0.0, duration_s=1.0)
-    assert pace.multiply_adds_per_ms == MULTIPLY_ADDS_PER_MS
-
-
-def test_a_pace_has_bounds() -> None:
-    pace = SearchThroughput()
-    for _ in range(200):
-        pace.record(work=1.0, duration_s=100.0)
-    assert pace.multiply_adds_per_ms == MULTIPLY_ADDS_PER_MS / 1000
-    for _ in range(200):
-        pace.record(work=1e15, duration_s=0.001)
-    assert pace.multiply_adds_per_ms == MULTIPLY_ADDS_PER_MS * 1000
 
 
 @pytest.mark.parametrize(("search_ms", "expected"), [(1.6, (1.0,)), (2.9, (0.4, 1.0)), (8, (0.15, 0.4, 1.0))])

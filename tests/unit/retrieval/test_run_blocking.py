@@ -6,13 +6,12 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
 
 import pytest
 
-from ragcache_core.retrieval.threads import in_thread, run_blocking
-from ragcache_core.runtime.daemon_threads import DaemonThreadPool
+from ragcache_core.retrieval.threads import run_blocking
 
 QUESTION: ContextVar[str] = ContextVar("QUESTION")
 
@@ -49,24 +48,6 @@ def test_it_runs_in_a_named_thread_with_a_copy_of_the_callers_context() -> None:
     assert thread.startswith("ragcache-blocking")
 
 
-@pytest.mark.parametrize("error", [ValueError("k is 0"), asyncio.CancelledError(), KeyboardInterrupt()])
-def test_what_the_coroutine_raises_is_raised(error: BaseException) -> None:
-    async def fail() -> None:
-        await asyncio.sleep(0)  # raised in a later step of the loop
-        raise error
-
-    with pytest.raises(type(error)):
-        run_blocking(fail)
-
-
-def test_what_fails_before_there_is_a_coroutine_is_raised() -> None:
-    def make() -> None:
-        raise ValueError("no query")
-
-    with pytest.raises(ValueError, match="no query"):
-        run_blocking(make)  # type: ignore[arg-type]  (no coroutine)
-
-
 def test_tasks_that_the_coroutine_leaves_are_ended() -> None:
     ended = threading.Event()
 
@@ -101,17 +82,3 @@ def test_an_interrupt_cancels_the_coroutine_and_waits_for_its_clean_up() -> None
     with pytest.raises(KeyboardInterrupt):
         run_blocking(search)
     assert events == ["cancelled", "cleaned up"]
-
-
-async def test_a_call_that_is_given_up_before_its_thread_runs_ends_without_a_word(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    late: list[Callable[[], None]] = []
-    monkeypatch.setattr(DaemonThreadPool, "run", lambda _, call: late.append(call))
-    task = asyncio.ensure_future(in_thread(lambda: "found"))
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    (call,) = late
-    call()

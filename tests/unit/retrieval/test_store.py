@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import sqlite3
 import subprocess
 import sys
 from contextlib import aclosing
@@ -15,8 +13,7 @@ import numpy as np
 import pytest
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.retrieval import DocumentStore, PrecomputedEmbedder, TfidfSvdEmbedder
-from ragcache_core.retrieval.storage.manifest import MANIFEST_NAME
+from ragcache_core.retrieval import DocumentStore, PrecomputedEmbedder
 from ragcache_core.types import Document, RetrievalUpdate
 
 from .conftest import make_documents
@@ -83,41 +80,6 @@ def test_the_last_update_is_what_the_unmodified_faiss_index_answers(folder: Path
             assert (update.documents, update.scores) == (plain.documents, plain.scores)
 
 
-def test_a_folder_with_an_odd_name_is_a_store_too(tmp_path: Path) -> None:
-    folder = tmp_path / "a b?c#d%20é" / "store"
-    with DocumentStore.create(folder) as store:
-        store.add(make_documents(3))
-    with DocumentStore.open(str(folder)) as store:
-        assert store.path == folder
-        assert len(store) == 3
-
-
-def test_documents_come_back_as_they_were_stored(store: DocumentStore, folder: Path) -> None:
-    odd = Document(
-        "ö/ß ж'\"", " text with\ttabs\nand ünïcödé 漢字 😀 ", {"a": [1, {"b": None}], "ключ": 1.5, "🔑": "v"}
-    )
-    assert store.add([odd]) == [odd.doc_id]
-    assert store.get([odd.doc_id, "doc-1"]) == [odd, make_documents(2)[1]]
-    store.close()
-    with DocumentStore.open(folder, read_only=True) as again:
-        assert again.get([odd.doc_id]) == [odd]
-        assert again.ids() == [*(f"doc-{i}" for i in range(20)), odd.doc_id]
-        assert odd.doc_id in again
-        assert "nothing" not in again
-        assert 5 not in again
-
-
-def test_put_replaces_what_is_stored_and_adds_the_rest(store: DocumentStore, folder: Path) -> None:
-    changed = [Document("doc-4", "Person4 has moved to Zyx."), Document("new", "Quux lives in Zyx, too.")]
-    assert store.put(changed) == ["doc-4", "new"]
-    assert len(store) == 21
-    assert {d.doc_id for d in store.search("Zyx", 2).documents} == {"doc-4", "new"}
-    assert "Person4 is the" not in " ".join(d.text for d in store.get(store.ids()))
-    store.close()
-    with DocumentStore.open(folder) as again:
-        assert again.get(["doc-4", "new"]) == changed
-
-
 def test_ivf_is_flat_until_it_can_be_trained_and_is_retrained_as_it_grows(folder: Path) -> None:
     with DocumentStore.create(folder, embedder=PrecomputedEmbedder(4)) as store:
         rng = np.random.default_rng(0)
@@ -155,44 +117,6 @@ def test_hnsw_keeps_deleted_documents_out_and_is_made_anew_when_many_are(folder:
         assert len(store.search_vector(vectors[3], 200).documents) == 200
 
 
-def test_given_embeddings_are_used_as_they_are(folder: Path) -> None:
-    with DocumentStore.create(folder, embedder=PrecomputedEmbedder(), index="flat", metric="ip") as store:
-        store.add(make_documents(3), embeddings=[[1, 0], [0, 1], [1, 1]])
-        update = store.search_vector([0.0, 2.0], 3)
-        assert sorted(update.scores, reverse=True) == list(update.scores) == [2.0, 2.0, 0.0]
-        assert store.dimension == 2
-    with DocumentStore.open(folder) as store:
-        assert store.search_vector(np.array([[0.0, 2.0]]), 3) == update
-
-
-def test_a_filter_finds_what_matches_however_far_away_it_is(folder: Path) -> None:
-    rng = np.random.default_rng(0)
-    vectors = rng.standard_normal((2000, 8)).astype(np.float32)
-    for index in ("flat", "ivf", "hnsw"):
-        with DocumentStore.create(folder / index, index=index, embedder=PrecomputedEmbedder()) as store:
-            store.add(make_documents(2000), embeddings=vectors)
-            update = store.search_vector(vectors[0], 5, where=lambda d: d.metadata["number"] in (17, 700, 1500))
-            assert {d.metadata["number"] for d in update.documents} == {17, 700, 1500}
-            distances = ((vectors[[d.metadata["number"] for d in update.documents]] - vectors[0]) ** 2).sum(axis=1)
-            assert list(distances) == sorted(distances)
-            town = store.search_vector(vectors[0], 5, where=lambda d: d.metadata["town"] == "Elm")
-            assert [d.metadata["town"] for d in town.documents] == ["Elm"] * 5
-            assert not store.search_vector(vectors[0], 5, where=lambda d: False).documents
-
-
-@pytest.mark.parametrize("stages", [None, 1, 2, 5, (0.3, 1.0)])
-def test_stages_are_counted_and_the_last_is_the_plain_search(store: DocumentStore, stages: Any) -> None:
-    updates = asyncio.run(all_updates(store, "Who is the smith of Elm?", 3, stages=stages))
-    assert [update.stage for update in updates] == list(range(len(updates)))
-    assert [update.is_final for update in updates] == [False] * (len(updates) - 1) + [True]
-    plain = store.search("Who is the smith of Elm?", 3)
-    assert (updates[-1].documents, updates[-1].scores) == (plain.documents, plain.scores)
-    if isinstance(stages, int):
-        assert len(updates) <= stages
-    if stages == (0.3, 1.0):
-        assert len(updates) == 2
-
-
 def test_progress_is_called_with_counts_and_can_be_a_bar(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     calls: list[tuple[int, int]] = []
     with DocumentStore.create(folder) as store:
@@ -203,16 +127,6 @@ def test_progress_is_called_with_counts_and_can_be_a_bar(folder: Path, capsys: p
         assert calls == [(4, 10), (8, 10), (10, 10)]
         store.add(make_documents(10, first=20), progress=True, batch_size=4)
     assert "10/10" in capsys.readouterr().err
-
-
-def test_progress_moves_while_the_built_in_embedder_learns(folder: Path) -> None:
-    calls: list[tuple[int, int]] = []
-    with DocumentStore.create(folder) as store:
-        store.add(make_documents(1000), progress=lambda done, total: calls.append((done, total)))
-    done = [number for number, total in calls if total == 2000]
-    assert done == sorted(done)
-    assert done[-1] == 2000
-    assert len([number for number in done if number < 1000]) >= 20
 
 
 def test_a_reader_keeps_its_state_while_another_handle_writes(store: DocumentStore, folder: Path) -> None:
@@ -239,48 +153,6 @@ def test_a_read_only_store_takes_up_changes_when_it_is_refreshed(folder: Path) -
         assert not writer.refresh()
 
 
-def test_many_small_adds_leave_few_segments_and_no_old_files(folder: Path) -> None:
-    with DocumentStore.create(folder, index="flat", embedder=PrecomputedEmbedder(2)) as store:
-        for i in range(60):
-            store.add(make_documents(1, first=i), embeddings=[[i, 1]])
-        assert store.stats().num_segments <= 7
-        assert store.ids() == [f"doc-{i}" for i in range(60)]
-    names = [path.name for path in folder.iterdir()]
-    manifest = json.loads((folder / MANIFEST_NAME).read_text())["store"]
-    assert len(names) == len(manifest["segments"]) + 3  # the index, the manifest and the lock
-
-
-def test_a_lagging_index_is_brought_up_to_date_when_it_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ragcache_core.retrieval.storage import writer
-
-    monkeypatch.setattr(writer, "_SMALL_INDEX_BYTES", 0)
-    rng = np.random.default_rng(0)
-    vectors = rng.standard_normal((520, 4))
-    for index in ("flat", "ivf", "hnsw"):
-        store = DocumentStore.create(folder / index, index=index, embedder=PrecomputedEmbedder())
-        store.add(make_documents(500), embeddings=vectors[:500])
-        store.add(make_documents(20, first=500), embeddings=vectors[500:])
-        store.delete(["doc-1", "doc-510"])
-        names = {path.name for path in (folder / index).glob("index-*")}
-        assert names == {"index-000001.faiss"}
-        with DocumentStore.open(folder / index, read_only=True) as reader:
-            assert reader.search_vector(vectors[515], 1).documents[0].doc_id == "doc-515"
-            assert len(reader.search_vector(vectors[1], 10, where=lambda d: True).documents) == 10
-            assert "doc-1" not in {d.doc_id for d in reader.search_vector(vectors[1], 400).documents}
-        store.close()
-        names = {path.name for path in (folder / index).glob("index-*")}
-        assert names == {"index-000004.faiss"}
-
-
-def test_the_same_documents_make_the_same_index(tmp_path: Path) -> None:
-    files = []
-    for name in ("a", "b"):
-        with DocumentStore.create(tmp_path / name) as store:
-            store.add(make_documents(500))
-        files.append((tmp_path / name / "index-000001.faiss").read_bytes())
-    assert files[0] == files[1]
-
-
 def test_an_interrupt_after_the_commit_does_not_confuse_the_store(
     store: DocumentStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,12 +170,6 @@ def test_an_interrupt_after_the_commit_does_not_confuse_the_store(
     assert store.search("Person22", 1).documents[0].doc_id == "doc-22"
 
 
-def test_the_store_is_readable_with_nothing_but_sqlite_and_json(store: DocumentStore, folder: Path) -> None:
-    (segment,) = json.loads((folder / MANIFEST_NAME).read_text())["store"]["segments"]
-    with sqlite3.connect(folder / segment["file"]["name"]) as connection:
-        assert connection.execute("SELECT doc_id FROM documents WHERE internal_id = 3").fetchone() == ("doc-3",)
-
-
 def test_staged_searches_import_neither_numba_nor_sklearn_nor_torch() -> None:
     code = """
 import sys
@@ -318,14 +184,3 @@ print([name for name in ("numba", "llvmlite", "sklearn", "torch") if name in sys
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_a_custom_embedder_of_a_fitted_kind_is_kept_with_the_store(folder: Path) -> None:
-    fitted = TfidfSvdEmbedder(32, seed=3).fit(["alpha beta", "gamma delta"])
-    with DocumentStore.create(folder, embedder=fitted, index="flat") as store:
-        vector = fitted.embed_query("alpha gamma")
-    with DocumentStore.open(folder) as store:
-        store.add(make_documents(5))
-    with DocumentStore.open(folder) as store:
-        assert store.embedder.name == "tfidf-svd-32-seed3"
-        np.testing.assert_array_equal(store.embedder.embed_query("alpha gamma"), vector)

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragcache_core.errors import ConfigError, StoreCorruptError
+from ragcache_core.errors import StoreCorruptError
 from ragcache_core.retrieval import TfidfSvdEmbedder, TrainableEmbedder
-from ragcache_core.retrieval.embedders import tfidf
 
 from .conftest import make_documents
 
@@ -58,19 +57,6 @@ def test_words_that_came_after_fitting_are_found_and_disturb_nothing() -> None:
     np.testing.assert_allclose(with_unknown, without * scale, atol=1e-6)
 
 
-def test_text_written_without_spaces_is_found_by_a_part_of_it() -> None:
-    texts = ["東京は日本の首都です", "大阪は食べ物で有名です", "서울은 한국의 수도이다"]
-    embedder = TfidfSvdEmbedder().fit(texts)
-    assert best(embedder, texts, "日本の首都") == 0
-    assert best(embedder, texts, "大阪") == 1
-    assert best(embedder, texts, "한국") == 2
-
-
-def test_case_does_not_matter() -> None:
-    embedder = TfidfSvdEmbedder().fit(["Straße und WEG", "other words"])
-    np.testing.assert_array_equal(embedder.embed_query("straße UND weg"), embedder.embed_query("STRASSE und Weg"))
-
-
 def test_the_same_texts_and_seed_give_the_same_vectors_in_another_process() -> None:
     code = (
         "import sys, threadpoolctl; threadpoolctl.threadpool_limits(1)\n"
@@ -105,36 +91,6 @@ def test_what_was_fitted_can_be_saved_and_read_back() -> None:
     del state["idf"]
     with pytest.raises(StoreCorruptError, match="idf"):
         TfidfSvdEmbedder.from_state(state)
-
-
-def test_of_very_many_texts_some_are_learnt_from_evenly_spread(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = [document.text for document in make_documents(35)]
-    expected = TfidfSvdEmbedder(32).fit(texts[::4]).state()
-    monkeypatch.setattr(tfidf, "_MOST_FITTED", 10)
-    found = TfidfSvdEmbedder(32).fit(texts).state()
-    for name, array in expected.items():
-        np.testing.assert_array_equal(found[name], array)
-
-
-def test_learning_tells_how_far_it_is() -> None:
-    shares: list[float] = []
-    TfidfSvdEmbedder(32).fit([document.text for document in make_documents(700)], shares.append)
-    assert shares == sorted(shares)
-    assert shares[-1] == 1
-    assert len(shares) >= 20
-
-
-@pytest.mark.parametrize("text", ["the same words", "!"])
-def test_many_equal_texts_are_learnt_from_too(text: str) -> None:
-    embedder = TfidfSvdEmbedder(32).fit([text] * 700)
-    assert float(embedder.embed_query(text) @ embedder.embed_documents([text])[0]) == pytest.approx(1, abs=1e-5)
-
-
-def test_it_says_when_it_is_not_fitted() -> None:
-    with pytest.raises(ConfigError, match="not fitted"):
-        TfidfSvdEmbedder().embed_query("a")
-    with pytest.raises(ConfigError, match="at least one"):
-        TfidfSvdEmbedder().fit([])
 
 
 @settings(max_examples=60, deadline=None)

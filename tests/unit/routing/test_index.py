@@ -128,12 +128,3 @@ def test_the_longest_order_is_seen_where_the_search_ends_early(num_documents: in
     paths = joined(index, cached(*wide, *long))
     (best,) = index.longest(paths.bit, documents, prefix=b"one")
     assert best.num_tokens == 100 * len(long)
-
-
-@pytest.mark.parametrize("num_caches", [1, 63, 64, 65, 200])
-def test_any_number_of_caches_fits(num_caches: int) -> None:
-    index = PathIndex()
-    caches = [joined(index, cached(PathChange(b"one", ("a",), 10 + i))) for i in range(num_caches)]
-    found = index.longest(sum(paths.bit for paths in caches), ["a"], prefix=b"one")
-    assert [one.num_tokens for one in found] == [10 + i for i in reversed(range(num_caches))]
-    assert [one.caches for one in found] == [paths.bit for paths in reversed(caches)]

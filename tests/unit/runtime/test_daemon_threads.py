@@ -36,12 +36,6 @@ def made(threads: DaemonThreadPool) -> threading.Thread:
     return calls[0]
 
 
-def test_a_call_after_another_is_made_by_the_same_thread(threads: DaemonThreadPool) -> None:
-    first = made(threads)
-    assert {made(threads) for _ in range(20)} == {first}
-    assert first.daemon
-
-
 def test_calls_that_last_hold_up_no_other(threads: DaemonThreadPool) -> None:
     end = threading.Event()
     for _ in range(5):
@@ -51,16 +45,6 @@ def test_calls_that_last_hold_up_no_other(threads: DaemonThreadPool) -> None:
     threads.run(called.set)
     assert called.wait(PATIENCE_S)
     end.set()
-
-
-def test_no_more_calls_are_made_than_may_be() -> None:
-    threads, end = DaemonThreadPool("few", most=2), threading.Event()
-    calls: list[int] = []
-    assert [threads.run(lambda: end.wait(PATIENCE_S) and None) for _ in range(3)] == [True, True, False]
-    end.set()
-    assert until(lambda: threads.num_busy == 0, PATIENCE_S)
-    assert threads.run(lambda: calls.append(1))
-    assert until(lambda: calls == [1], PATIENCE_S)
 
 
 def test_a_call_has_the_context_of_who_asks_for_it_and_leaves_none_behind(threads: DaemonThreadPool) -> None:
@@ -91,14 +75,6 @@ def test_a_thread_that_is_kept_keeps_nothing_alive_that_a_call_was_about(threads
     del thing
     assert until(lambda: threads.num_busy == 0 and gc.collect() >= 0 and known() is None, PATIENCE_S / 2)
     assert made(threads) is first, "it was kept all the while"
-
-
-def test_a_thread_that_nobody_needs_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(daemon_threads, "_KEPT_S", 0.05)
-    threads = DaemonThreadPool("soon gone")
-    first = made(threads)
-    assert until(lambda: not first.is_alive(), PATIENCE_S)
-    assert made(threads).name == "soon gone"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -49,12 +49,6 @@ def test_pieces_do_not_matter_and_no_text_is_lost(texts: list[str], data: st.Dat
     assert [line["message"] for line in converted(*pieces)] == texts
 
 
-def test_an_endless_line_is_not_kept() -> None:
-    lines = JSONLines()
-    assert lines.feed(b"x" * (1 << 17))
-    assert lines.end() == b""
-
-
 def test_a_line_of_ours_is_one_line_with_its_fields() -> None:
     line = json.loads(json_line("first\nsecond", level="ERROR", source="ragcache", pid=None))
     assert (line["message"], line["level"], line["source"]) == ("first\nsecond", "ERROR", "ragcache")

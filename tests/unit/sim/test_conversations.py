@@ -96,13 +96,12 @@ def test_histories_are_kept_below_the_gpu_and_single_turns_leave_nothing_there(
     assert None not in stored, "documents alone"
 
 
-@pytest.mark.parametrize("disk_tokens", [0, 40_000])
 def test_single_turns_about_documents_find_as_much_as_where_nobody_looks_for_conversations(
-    disk_tokens: int, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mmlu = replace(WORKLOADS["mmlu"], mean_tokens=200.0, mean_output_tokens=200.0, output_sigma=0.5)
     trace = make_trace(mmlu, 600, 3)
-    sizes = {"gpu_tokens": 8_000, "host_tokens": 20_000, "disk_tokens": disk_tokens}
+    sizes = {"gpu_tokens": 8_000, "host_tokens": 20_000, "disk_tokens": 40_000}
     learned = sum(cached for cached, _ in serve(trace, **sizes)[0])
     monkeypatch.setattr(NextTurnModel, "is_likely", lambda self, turn: False)
     assert learned == sum(cached for cached, _ in serve(trace, **sizes)[0])

@@ -58,33 +58,6 @@ def test_what_was_learnt_is_where_another_history_begins() -> None:
     assert not history.is_worthwhile(0, is_idle=True), "each learns by itself"
 
 
-def test_a_stage_that_leaves_no_time_to_gain_is_not_started_from() -> None:
-    history = after(StageStabilityStats(), 0, RIGHT, 20, left_s=0.005)
-    assert history.never_worthwhile
-    assert not history.is_worthwhile(0, is_idle=True)
-    assert after(history, 0, RIGHT, 5, left_s=0.1).is_worthwhile(0, is_idle=False), "a search that grew is tried again"
-
-
-def test_a_right_beginning_counts_for_its_share() -> None:
-    history = after(StageStabilityStats(), 0, ("sun", "mars"), 50)
-    assert history.is_worthwhile(0, is_idle=True)
-    history = after(StageStabilityStats(), 0, ("moon", "sun"), 50)  # the right documents in another order share nothing
-    assert not history.is_worthwhile(0, is_idle=True)
-
-
-def test_a_stage_wins_its_trust_back() -> None:
-    history = after(after(StageStabilityStats(), 0, WRONG, 50), 0, RIGHT, 5)
-    assert history.is_worthwhile(0, is_idle=False)
-
-
-@pytest.mark.parametrize("candidates", [(), ("sun",), ("sun", "moon", "mars")])
-def test_a_stage_may_name_fewer_or_more_than_there_are_in_the_end(candidates: tuple[str, ...]) -> None:
-    history = after(StageStabilityStats(), 0, candidates, 50)
-    assert history.is_worthwhile(0, is_idle=True) == bool(candidates)
-    history.record(0, candidates, (), 1.0)
-    history.record(1, (), (), 1.0)
-
-
 def test_searches_whose_stages_are_all_wrong_are_hopeless_until_one_is_right() -> None:
     history = StageStabilityStats()
     assert not history.never_worthwhile
@@ -105,10 +78,3 @@ def test_nothing_is_started_or_put_off_for_candidates_that_do_not_promise_anythi
     assert pipeline.on_stage("c", is_final=False, num_pending=9, is_worthwhile=False) == []
     assert pipeline.on_load(0) == []
     assert pipeline.on_stage("d", is_final=False, num_pending=0) == [Start(0, "d")]
-
-
-def test_a_start_that_was_put_off_is_forgotten_when_it_promises_nothing_any_more() -> None:
-    pipeline: SpeculativePipeline[str] = SpeculativePipeline(max_prefill_bs=4)
-    assert pipeline.on_stage("a", is_final=False, num_pending=9) == []
-    pipeline.on_unpromising()
-    assert (pipeline.is_deferred, pipeline.on_load(0)) == (False, [])

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -56,27 +55,10 @@ def test_the_search_of_figure_11_cancels_once_and_confirms() -> None:
     assert actions == [[Start(0, (1, 3))], [Cancel(0), Start(1, (1, 2))], [], [Confirm(1)]]
 
 
-def test_a_changed_order_is_another_prompt() -> None:
-    search: SpeculativePipeline[tuple[int, ...]] = SpeculativePipeline(max_prefill_bs=1)
-    search.on_stage((1, 2), is_final=False, num_pending=0)
-    assert search.on_stage((2, 1), is_final=True, num_pending=0) == [Cancel(0), Generate((2, 1))]
-
-
 # Failures
 
 
 # The end
-
-
-@pytest.mark.parametrize("end", ["final", "closed"])
-def test_a_stage_after_the_end_is_refused(end: Literal["final", "closed"]) -> None:
-    search = pipeline()
-    if end == "final":
-        search.on_stage("A", is_final=True, num_pending=0)
-    else:
-        search.on_closed()
-    with pytest.raises(ValueError, match="'B' after the end of the search: make a pipeline for each search"):
-        search.on_stage("B", is_final=False, num_pending=0)
 
 
 # Whatever happens in whatever order
@@ -239,15 +221,6 @@ def searches(num_stages: int) -> Iterator[list[Event]]:
                     events.append(Stage(shown[i], num_pending, is_final, is_worthwhile))
                     events += between[i]
                 yield events
-
-
-@pytest.mark.parametrize("num_stages", [1, 2])
-@pytest.mark.parametrize("max_failures", [1, 2])
-def test_every_short_search_keeps_every_promise(num_stages: int, max_failures: int) -> None:
-    ends = [play(events, max_failures=max_failures) for events in searches(num_stages)]
-    assert any(end.generated for end in ends)
-    assert any(end.confirmed for end in ends) == (num_stages > 1)
-    assert len(ends) >= len(INTERLUDES) ** num_stages
 
 
 @pytest.mark.parametrize("max_failures", [1, 2, 3])

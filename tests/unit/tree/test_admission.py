@@ -46,13 +46,6 @@ def new_tree() -> KnowledgeTree:
     return KnowledgeTree(MixturePolicy())
 
 
-def test_what_is_free_is_for_everybody() -> None:
-    tree = new_tree()
-    ask(tree, "A", "B")
-    assert offer(tree, keys_of("A", "B"), capacity=9) == 4
-    assert offer(tree, keys_of("A", "B")[:0], capacity=9) == 0
-
-
 def test_what_is_worth_less_than_all_that_is_there_stays_out() -> None:
     tree = new_tree()
     for _ in range(3):
@@ -68,18 +61,6 @@ def test_what_is_worth_less_than_all_that_is_there_stays_out() -> None:
     assert match.num_units == 1, "the last unit of what was worth least went"
 
 
-def test_a_path_is_admitted_up_to_the_first_document_that_is_not_worth_it() -> None:
-    tree = new_tree()
-    for _ in range(5):
-        ask(tree, "old")
-    offer(tree, keys_of("old"), capacity=2)
-    for _ in range(9):
-        ask(tree, "A")
-    ask(tree, "A", "B")
-    assert offer(tree, keys_of("A", "B"), capacity=2) == 2
-    assert tree.match_prefix([PathSegment(keys_of("A", "B"), 4)]).num_units == 2
-
-
 def test_units_that_count_for_several_are_taken_in_while_what_goes_makes_room_for_them() -> None:
     tree = new_tree()
     ask(tree, "old")
@@ -89,17 +70,6 @@ def test_units_that_count_for_several_are_taken_in_while_what_goes_makes_room_fo
     admission = admit(tree, Tier.HOST, keys_of("A"), 1, offered_size=lambda key: 3, evicted_size=lambda key: len(key))
     assert [unit.key for unit in admission.evicted] == keys_of("old")[::-1], "two and one, for five that are missing"
     assert admission.num_admitted == 1
-
-
-def test_nothing_goes_for_what_is_protected_or_not_known() -> None:
-    tree = new_tree()
-    ask(tree, "A")
-    offer(tree, keys_of("A"), capacity=2)
-    for _ in range(9):
-        ask(tree, "B")
-    assert offer(tree, keys_of("B"), capacity=2, protected=tuple(keys_of("A"))) == 0
-    admission = admit(tree, Tier.HOST, [("x",), ("x", "y")], 1)
-    assert (admission.num_admitted, admission.evicted) == (1, [])
 
 
 @given(

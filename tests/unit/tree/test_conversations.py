@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ragcache_core.policy import MixturePolicy
-from ragcache_core.policy.returning import NextTurnModel
 from ragcache_core.tree import KnowledgeTree, PathSegment, check_invariants
-from ragcache_core.tree.conversations import Conversations
 from ragcache_core.types import Tier
 from tests.unit.tree.scene import chain
 
@@ -67,23 +65,6 @@ def test_a_prompt_that_only_begins_alike_is_no_turn(prompt: str) -> None:
     assert chat.tree.returning.probability(1) == 0.0
 
 
-def test_a_turn_that_two_requests_go_on_from_returned_once() -> None:
-    returning = NextTurnModel()
-    conversations = Conversations(returning)
-    conversations.on_answered("a1", 1, 10)
-    for _ in range(3):
-        assert conversations.on_access(["q1", "a1", "q2"], 20) == 2
-    assert returning.probability(1) == pytest.approx(1 / 5)
-
-
-def test_to_ask_which_turn_it_is_counts_nothing() -> None:
-    returning = NextTurnModel()
-    conversations = Conversations(returning)
-    conversations.on_answered("a1", 1, 10)
-    assert conversations.turn_of(["q1", "a1", "q2"]) == 2
-    assert returning.probability(1) == 0.0
-
-
 def test_the_history_is_the_conversations_and_a_first_turns_documents_are_everybodys() -> None:
     chat = Chat()
     chat.ask("sys A q1", "a1")
@@ -91,15 +72,6 @@ def test_the_history_is_the_conversations_and_a_first_turns_documents_are_everyb
     assert [chat.turn_at(words) for words in ("sys", "sys A")] == [0, 0]
     for words in ("sys A q1", "sys A q1 a1", "sys A q1 a1 B", "sys A q1 a1 B q2"):
         assert chat.turn_at(words) == 2, words
-
-
-def test_what_another_conversation_begins_with_as_well_is_nobodys_own() -> None:
-    chat = Chat()
-    chat.ask("sys hello", "a1")
-    assert chat.turn_at("sys") == 1
-    chat.ask("sys goodbye", "a2")
-    assert chat.turn_at("sys") == 0
-    assert chat.turn_at("sys goodbye") == 1
 
 
 def test_what_ends_a_single_turn_goes_before_documents_and_what_may_return_stays() -> None:

@@ -6,70 +6,10 @@ from collections.abc import Iterable
 
 import pytest
 
-from ragcache_core.policy import POLICIES, LRUPolicy, MixturePolicy, PGDSFPolicy, PrefillCostModel, make_policy
+from ragcache_core.policy import POLICIES, LRUPolicy, MixturePolicy, make_policy
 from ragcache_core.tree import KnowledgeTree, PathSegment, TreeNode, check_invariants
 from ragcache_core.types import Tier
-from tests.unit.tree.scene import BLOCK, cache, chain, new_tree, prompt
-
-
-def test_the_tail_of_a_document_goes_first_and_the_rest_still_serves() -> None:
-    tree = new_tree()
-    cache(tree, prompt("A", "B", blocks=3))
-    evicted = tree.evict(Tier.GPU)
-    assert evicted is not None
-    assert evicted[0].key == prompt("A", "B", blocks=3)[1].keys[2]
-    assert tree.match_prefix(prompt("A", "B", blocks=3)).num_units == 5
-    check_invariants(tree)
-
-
-def test_a_parent_outlives_its_children_however_little_it_is_used() -> None:
-    tree = KnowledgeTree(PGDSFPolicy())
-    cache(tree, prompt("A", "B"))
-    for _ in range(5):
-        cache(tree, prompt("C"))
-    order = [unit.node.doc_id for _ in range(6) for unit in tree.evict(Tier.GPU) or ()]
-    assert order == ["B", "B", "A", "A", "C", "C"]
-
-
-def test_eviction_is_atomic() -> None:
-    tree = new_tree()
-    path = cache(tree, prompt("A", "B"))
-    tree.pin(path[:1])
-    clock = tree.tiers[Tier.GPU].clock
-    assert tree.evict(Tier.GPU, 3) is None
-    assert tree.match_prefix(prompt("A", "B")).num_units == 4
-    assert tree.tiers[Tier.GPU].clock == clock
-    assert tree.tiers[Tier.GPU].num_evicted_units == 0
-    check_invariants(tree)
-    assert len(tree.evict(Tier.GPU, 2) or ()) == 2
-
-
-def test_pinned_node_survives_eviction_until_it_is_unpinned() -> None:
-    tree = new_tree()
-    path = cache(tree, prompt("A"))
-    tree.pin(path)
-    tree.pin(path)
-    assert tree.evict(Tier.GPU) is None
-    tree.unpin(path)
-    assert tree.evict(Tier.GPU) is None
-    tree.unpin(path)
-    assert tree.evict(Tier.GPU) is not None
-
-
-@pytest.mark.parametrize("tier", Tier)
-def test_a_node_is_offered_again_when_a_cut_leaves_nothing_cached_below_it(tier: Tier) -> None:
-    tree = new_tree()
-    first, second = prompt("A", "B", blocks=3)
-    above, node = cache(tree, [first, second], tier=tier)
-    assert tree.evict(tier, 1, protected=tree.units_of(second.keys[-1:])) is None
-    tree.remove(node, 0b001, tier)
-    tree.insert([first, PathSegment([second.keys[0], "other"], 2 * BLOCK, "C")])
-    lower = tree.locate(second.keys[1])
-    assert lower is not None
-    assert lower.node is not node
-    tree.remove(lower.node, 0b11, tier)
-    check_invariants(tree, is_connected=False)
-    assert [(unit.node, unit.unit) for unit in tree.evict(tier) or ()] == [(above, 2)]
+from tests.unit.tree.scene import cache, new_tree, prompt
 
 
 def evicted_documents(tree: KnowledgeTree, num_units: int) -> set[str | None]:
@@ -92,24 +32,6 @@ def test_what_the_host_holds_as_well_goes_first() -> None:
     assert evicted_documents(tree, 2) == {"A"}
 
 
-def test_what_is_worth_far_more_stays_although_the_host_holds_it_as_well() -> None:
-    tree = KnowledgeTree(MixturePolicy())
-    for _ in range(40):
-        (popular,) = cache(tree, prompt("A"))
-    tree.add(popular, popular.full_mask, Tier.HOST)
-    cache(tree, prompt("B"))
-    assert evicted_documents(tree, 2) == {"B"}
-
-
-def test_policies_with_a_clock_do_not_look_at_the_tier_below() -> None:
-    tree = KnowledgeTree(PGDSFPolicy())
-    for _ in range(3):
-        (copied,) = cache(tree, prompt("A"))
-    tree.add(copied, copied.full_mask, Tier.HOST)
-    cache(tree, prompt("B"))
-    assert evicted_documents(tree, 2) == {"B"}
-
-
 def test_a_copy_below_is_a_copy_of_the_parts_of_a_document_that_was_cut() -> None:
     tree = KnowledgeTree(MixturePolicy())
     (node,) = cache(tree, prompt("A", blocks=4))
@@ -119,30 +41,6 @@ def test_a_copy_below_is_a_copy_of_the_parts_of_a_document_that_was_cut() -> Non
     gpu = tree.tiers[Tier.GPU]
     assert (gpu.is_copied(upper), gpu.is_copied(lower)) == (True, False)
     check_invariants(tree)
-
-
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_transient_documents_go_first(policy: str) -> None:
-    tree = KnowledgeTree(POLICIES[policy](PrefillCostModel.default()))
-    keys = chain("L.0", "L.1")
-    for _ in range(9):
-        cache(tree, [PathSegment(keys, 32, "L", is_transient=True)])
-    cache(tree, prompt("A"))
-    assert evicted_documents(tree, 2) == {"L"}
-
-
-def test_the_last_resort_takes_what_nobody_holds() -> None:
-    tree = new_tree()
-    first, second = cache(tree, prompt("A", "B"))
-    tree.acquire_units(second, 1 << 1, Tier.GPU)
-    assert tree.evict(Tier.GPU) is None
-    unit = tree.evict_anything(Tier.GPU)
-    assert unit is not None
-    assert unit.node in (first, second)
-    tree.acquire_units(second, 1 << 0, Tier.GPU)
-    for number in (0, 1):
-        tree.acquire_units(first, 1 << number, Tier.GPU)
-    assert tree.evict_anything(Tier.GPU) is None
 
 
 def node_of(tree: KnowledgeTree, doc_id: str) -> TreeNode:
@@ -233,13 +131,6 @@ def test_entries_do_not_pile_up_where_nothing_is_ever_evicted() -> None:
     assert all(state.num_entries < 2_000 for state in tree.tiers)
 
 
-def test_the_units_below_the_tail_are_looked_at_one_by_one() -> None:
-    tree = new_tree()
-    (node,) = cache(tree, prompt("A", blocks=5))
-    tree.add(node, 1 << 3, Tier.HOST)  # stands on what only the GPU has
-    assert [unit.unit for unit in tree.evict_up_to(Tier.GPU, 5)] == [4, 3]
-
-
 @pytest.mark.parametrize("moves_down", [False, True])
 def test_a_node_that_others_stand_on_leaves_where_its_evictor_moves_it_down(moves_down: bool) -> None:
     tree = new_tree(moves_down=moves_down)
@@ -284,25 +175,3 @@ def test_what_a_forecast_has_warmed_outlives_what_was_warmed_without(policy: str
     assert {"without", "without too"} <= set(order)
     gone = [unit.node.doc_id for _ in range(60) for unit in tree.evict(Tier.GPU) or ()]
     assert "warmed" not in gone
-
-
-def test_a_seed_takes_no_uses_away() -> None:
-    tree = KnowledgeTree(PGDSFPolicy())
-    for _ in range(5):
-        (node,) = cache(tree, prompt("A"))
-    tree.seed([node], expected_uses=3)
-    assert node.frequency == 5
-    tree.seed([node], expected_uses=7)
-    assert (node.frequency, node.num_uses) == (7, 5), "what is expected ranks, and is no use"
-    cache(tree, prompt("A"))
-    assert (node.frequency, node.num_uses) == (8, 6)
-
-
-def test_an_eviction_that_is_undone_makes_nothing_younger() -> None:
-    tree = new_tree()
-    (node,) = cache(tree, prompt("A", blocks=3))
-    tree.now_s = 1000.0
-    assert tree.evict(Tier.GPU, 4) is None
-    assert node.stored_s == 0.0
-    assert tree.older_than(1.0) == [node]
-    check_invariants(tree)

@@ -5,28 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ragcache_core.policy import LRUPolicy, PGDSFPolicy
-from ragcache_core.tree import KnowledgeTree, PathSegment, check_invariants, masks_of
+from ragcache_core.tree import KnowledgeTree, PathSegment, check_invariants
 from ragcache_core.types import Tier
 from tests.unit.tree.scene import BLOCK, cache, chain, new_tree, prompt
-
-
-def test_matching_changes_nothing() -> None:
-    tree = new_tree()
-    path = cache(tree, prompt("A", "B"))
-    before = [(n.frequency, n.updated, n.last_request) for n in path]
-    tree.match_prefix(prompt("A", "B"))
-    tree.match_prefix(prompt("A", "X"))
-    assert [(n.frequency, n.updated, n.last_request) for n in path] == before
-    assert len(tree) == 2
-
-
-def test_another_text_under_the_same_name_is_another_node() -> None:
-    tree = new_tree()
-    cache(tree, [PathSegment(chain("A.0", "A.1"), 32, "A")])
-    changed = [PathSegment(chain("A.0", "A.1 changed"), 32, "A")]
-    assert tree.match_prefix(changed).num_units == 1
-    cache(tree, changed)
-    assert tree.match_prefix(prompt("A")).num_units == 2
 
 
 @pytest.mark.parametrize("doc_ids", [(None, "B"), ("B", None), ("B", "B"), ("A", "B")])
@@ -52,15 +33,6 @@ def test_a_document_learned_later_cuts_a_nameless_run_and_names_it() -> None:
     assert tree.match_prefix(segments).num_units == 4
 
 
-def test_locations_are_grouped_by_node() -> None:
-    tree = new_tree()
-    first, second = tree.insert(prompt("A", "B", blocks=3))
-    places = [place for node in (first, second) for place in tree.locate_all(node.keys) if place is not None]
-    assert masks_of(places) == {first: 0b111, second: 0b111}
-    assert masks_of([places[4], places[0], places[2], places[3]]) == {second: 0b011, first: 0b101}
-    assert masks_of(()) == {}
-
-
 def test_each_token_is_counted_in_the_fastest_tier_that_holds_it() -> None:
     tree = new_tree()
     first, second = cache(tree, prompt("A", "B"))
@@ -72,15 +44,6 @@ def test_each_token_is_counted_in_the_fastest_tier_that_holds_it() -> None:
     match = tree.match_prefix(prompt("A", "B"))
     assert match.num_tokens_by_tier == (BLOCK, 2 * BLOCK, BLOCK)
     assert match.num_tokens == 4 * BLOCK
-
-
-def test_an_evicted_document_keeps_its_count_unless_told_otherwise() -> None:
-    for keeps, expected in ((True, 2), (False, 1)):
-        tree = KnowledgeTree(LRUPolicy(), keeps_frequency=keeps)
-        cache(tree, prompt("A"))
-        tree.evict(Tier.GPU, 2)
-        (node,) = cache(tree, prompt("A"))
-        assert node.frequency == expected
 
 
 def test_a_prefill_ahead_of_its_request_is_a_cost_and_no_use() -> None:
@@ -95,16 +58,6 @@ def test_a_prefill_ahead_of_its_request_is_a_cost_and_no_use() -> None:
     assert second.avg_cost_s == pytest.approx(0.01)
 
 
-def test_ghosts_are_bounded_and_the_oldest_is_forgotten() -> None:
-    tree = new_tree(ghost_size=2)
-    for doc in "ABCD":
-        cache(tree, prompt(doc))
-    tree.evict(Tier.GPU, 8)
-    tree.insert([])
-    assert {n.doc_id for n in tree.nodes()} == {"C", "D"}
-    check_invariants(tree)
-
-
 def test_a_new_node_ranks_lowest_although_its_id_was_anothers() -> None:
     tree = KnowledgeTree(PGDSFPolicy(), ghost_size=0)
     (first,) = cache(tree, prompt("A"))
@@ -115,14 +68,6 @@ def test_a_new_node_ranks_lowest_although_its_id_was_anothers() -> None:
     tree.insert(prompt("C"))
     assert number in [node.id for node in tree.nodes()], "an id of a node that is gone is given again"
     assert [tree.tiers[tier].ranks[number] for tier in Tier] == [0.0] * len(Tier)
-
-
-def test_a_nameless_run_is_forgotten_once_it_is_evicted() -> None:
-    tree = new_tree()
-    cache(tree, prompt("A", question="why?"))
-    tree.evict(Tier.GPU, 3)
-    tree.insert([])
-    assert [n.doc_id for n in tree.nodes()] == ["A"]
 
 
 def test_the_path_of_a_retained_prompt_is_what_inserting_it_again_returns() -> None:
@@ -144,19 +89,6 @@ def test_the_path_of_a_retained_prompt_is_what_inserting_it_again_returns() -> N
     assert tree.retained_path(last) is None
 
 
-def test_an_answer_grows_the_last_nameless_leaf() -> None:
-    tree = new_tree()
-    keys = chain("q", "a1", "a2", "b2")
-    tree.insert([PathSegment(keys[:1], BLOCK)])
-    node = tree.extend(keys[0], [keys[1]], BLOCK)
-    assert len(tree) == 1
-    assert node.num_tokens == 2 * BLOCK
-    other = tree.extend(keys[0], [("q", "b1")], BLOCK)
-    assert other is not node
-    assert len(tree) == 3
-    check_invariants(tree)
-
-
 @pytest.mark.parametrize("stored", [(5, 2, 3), (3, 5, 2)])
 def test_the_highest_of_the_counts_stored_with_a_documents_units_wins(stored: tuple[int, ...]) -> None:
     """Only its first unit is noted again after later uses."""
@@ -166,14 +98,6 @@ def test_the_highest_of_the_counts_stored_with_a_documents_units_wins(stored: tu
         assert node is not None
         tree.restore(node, frequency=frequency, cost_s=frequency * 1e-3)
     assert (node.frequency, node.avg_cost_s) == (5, 5e-3)
-
-
-def test_a_pinned_node_cannot_be_cut() -> None:
-    tree = new_tree()
-    keys = chain("a", "b")
-    tree.pin(cache(tree, [PathSegment(keys, 32)]))
-    with pytest.raises(AssertionError, match="pinned"):
-        tree.insert([PathSegment([keys[0], ("a", "x")], 32)])
 
 
 def test_counts_start_anew_also_where_blocks_are_cached_before_the_access_is_counted() -> None:

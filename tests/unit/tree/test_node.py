@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.tree import TreeNode, masks_of, runs_of
-from ragcache_core.types import Tier
 from tests.unit.tree.scene import chain, new_tree, prompt
 
 PROMPT = prompt("A", "B", "C", blocks=4)
@@ -34,17 +33,3 @@ def test_units_are_found_in_any_order_with_gaps_and_among_unknown_ones(keys: lis
     assert masks_of(map(tree.locate, keys)) == expected
     found = [key for at, _, length in tree.runs(keys) for key in keys[at : at + length]]
     assert found == [key for key in keys if key in KEYS], "runs leave something out, or are in another order"
-
-
-@given(st.integers(0, 15), st.integers(0, 15), st.integers(0, 15), st.sampled_from(["", "host", "disk"]))
-def test_units_on_which_slower_tiers_stand_are_known_at_once(gpu: int, host: int, disk: int, below: str) -> None:
-    tree = new_tree()
-    node, lower, _ = tree.insert(PROMPT)
-    for tier, units in ((Tier.GPU, gpu), (Tier.HOST, host), (Tier.DISK, disk)):
-        if units:
-            tree.add(node, units, tier)
-    if below:
-        tree.add(lower, 1, Tier[below.upper()])
-    for state in tree.tiers:
-        one_by_one = sum(1 << unit for unit in range(len(node.keys)) if state.is_base(node, unit))
-        assert state.bases(node) == one_by_one

@@ -113,48 +113,6 @@ def test_a_hotter_upper_node_takes_the_place_of_another_and_one_that_left_the_gp
     check_invariants(tree)
 
 
-def test_protection_never_makes_an_eviction_fail() -> None:
-    tree = KnowledgeTree(LRUPolicy())
-    for doc_id in "ABC":
-        cache(tree, document(doc_id))
-    for doc_id in "BA":
-        tree.protect((doc_id, 1))
-    evicted = tree.evict(Tier.GPU, 6)
-    assert evicted is not None
-    assert [unit.node.doc_id for unit in evicted] == ["C", "C", "A", "A", "B", "B"]
-
-
-def test_the_last_resort_takes_protected_units_last() -> None:
-    tree = KnowledgeTree(LRUPolicy())
-    for doc_id in "AB":
-        cache(tree, document(doc_id))
-    tree.protect(("A", 0))
-    order = [unit.node.doc_id for _ in range(4) if (unit := tree.evict_anything(Tier.GPU)) is not None]
-    assert order == ["B", "B", "A", "A"]
-
-
-def test_every_tier_heeds_protection() -> None:
-    tree = KnowledgeTree(LRUPolicy())
-    for doc_id in "AB":
-        for tier in Tier:
-            cache(tree, document(doc_id), tier=tier)
-    tree.protect(("A", 1))
-    assert [evict_all(tree, tier) for tier in Tier] == ["BA"] * 3
-
-
-def test_a_protected_run_can_be_cut() -> None:
-    """A document learned later: what the waiting request hits stays protected, what follows does not."""
-    for key, expected in ((("A", 0), "BCA"), (("A", "B", 1), "CBA")):
-        tree = KnowledgeTree(LRUPolicy())
-        first, second = document("A"), document("B", "A")
-        cache(tree, PathSegment([*first.keys, *second.keys], 4 * BLOCK))
-        tree.protect(key)
-        cache(tree, document("C"))
-        tree.insert([first, second])
-        check_invariants(tree)
-        assert evict_all(tree) == expected
-
-
 def told(changed: set[TreeNode]) -> set[Hashable]:
     """Return the documents of the nodes that changed, and forget them."""
     names: set[Hashable] = {node.doc_id for node in changed}

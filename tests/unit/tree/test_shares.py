@@ -112,16 +112,6 @@ def test_what_nobody_needs_may_be_used_by_others_and_comes_back() -> None:
     assert owned(tree) == {"a": 8, "b": 16}
 
 
-@pytest.mark.parametrize("is_protected", [False, True])
-def test_what_waiting_requests_will_hit_protects_nobody_from_giving_back(*, is_protected: bool) -> None:
-    tree = divided(new_tree())
-    cache(tree, prompt("a", "mine"))
-    flood = [cache(tree, prompt("b", f"flood {i}"), is_checked=False)[-1] for i in range(11)]
-    for node in flood if is_protected else ():
-        tree.protect(node.keys[-1])
-    assert [unit.node.owner for unit in tree.evict_up_to(Tier.GPU, 10)] == ["b"] * 10
-
-
 def test_who_has_less_than_his_share_is_taken_in_whatever_the_other_is_worth() -> None:
     """A selective host tier asks what is worth more: who came first, and is asked often, would keep it for ever."""
     tree = KnowledgeTree(make_policy("mixture", PrefillCostModel.default()))
@@ -136,15 +126,6 @@ def test_who_has_less_than_his_share_is_taken_in_whatever_the_other_is_worth() -
     another = prompt("b", "another")
     tree.record_access(tree.insert(another), num_hit_units=0, cost_per_token_s=1e-9)
     assert admit(tree, Tier.HOST, [key for s in another for key in s.keys], 0).num_admitted == 0
-
-
-def test_an_optional_tier_takes_from_nobody_for_who_has_his_share() -> None:
-    tree = divided(new_tree(), Tier.DISK)
-    for owner in TENANTS:
-        for i in range(4):
-            cache(tree, prompt(owner, f"own {i}"), Tier.DISK)
-    gone = tree.evict_up_to(Tier.DISK, 2, for_owner="b")
-    assert {unit.node.owner for unit in gone} == {"b"}
 
 
 def test_a_quota_is_kept_by_giving_up_ones_own() -> None:
@@ -200,24 +181,6 @@ def test_a_path_is_kept_up_to_the_first_unit_beyond_a_quota() -> None:
             tree.add(at.node, 1 << at.unit, Tier.GPU)
         assert owned(tree)["a"] <= 3
         check_invariants(tree)
-
-
-def test_an_eviction_that_cannot_be_done_leaves_the_counts_as_they_were() -> None:
-    tree = divided(new_tree())
-    cache(tree, prompt("a", "mine"))
-    before = dict(tree.tiers[Tier.GPU].shares.owned), tree.tiers[Tier.GPU].num_evicted_units
-    assert tree.evict(Tier.GPU, 3) is None
-    assert (dict(tree.tiers[Tier.GPU].shares.owned), tree.tiers[Tier.GPU].num_evicted_units) == before
-    assert sum(tree.tiers[Tier.GPU].shares.evicted.values()) == 0
-
-
-def test_a_tenant_whom_the_file_names_no_more_has_what_others_leave() -> None:
-    tree = divided(new_tree())
-    cache(tree, prompt("gone", "old"))
-    for i in range(11):
-        cache(tree, prompt("a", f"mine {i}"))
-    tree.tiers[Tier.GPU].shares.divide(CAPACITY, {"a": 1.0}, {})
-    assert {unit.node.owner for unit in tree.evict_up_to(Tier.GPU, 2)} == {"gone"}
 
 
 @pytest.mark.parametrize("other_ids", [frozenset(), frozenset({"x2"})])

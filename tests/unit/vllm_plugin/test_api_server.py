@@ -7,7 +7,6 @@ import pytest
 
 from ragcache_core import CacheConfig
 from ragcache_core.client.launch.arguments import cache_arguments
-from ragcache_core.client.launch.settings import VLLMOffload
 from ragcache_core.runtime.environment import CPU_KV_CACHE_BYTES_ENV
 from ragcache_core.vllm_plugin.server.api_server import (
     cpu_defaults,
@@ -26,12 +25,6 @@ def test_blocks_hold_32_tokens_on_a_cpu_unless_somebody_says_otherwise() -> None
         assert cpu_defaults([*OURS, *said], {}) == []
 
 
-def test_plain_vllm_and_its_own_offloading_keep_vllms_blocks() -> None:
-    assert cpu_defaults(["--model", "m"], {}) == []
-    offload = VLLMOffload(host_bytes=1 << 20)
-    assert cpu_defaults(cache_arguments(offload, engine_id="e"), {}) == []
-
-
 def test_kv_memory_on_a_cpu_is_what_the_launch_says_unless_somebody_says_otherwise() -> None:
     environ = {CPU_KV_CACHE_BYTES_ENV: "5"}
     assert cpu_defaults(["--model", "m"], environ) == ["--kv-cache-memory-bytes", "5"]
@@ -47,21 +40,6 @@ def test_freed_memory_is_kept_for_the_next_step() -> None:
         "MALLOC_TRIM_THRESHOLD_": "1073741824",
         "MALLOC_MMAP_THRESHOLD_": "33554432",
     }
-
-
-@pytest.mark.parametrize(
-    "tuned", [{"MALLOC_ARENA_MAX": "2"}, {"MALLOC_TRIM_THRESHOLD_": "1"}, {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}]
-)
-def test_whoever_tunes_malloc_himself_keeps_his_settings(tuned: dict[str, str]) -> None:
-    environ = dict(tuned)
-    keep_freed_memory(environ)
-    assert environ == tuned
-
-
-def test_other_settings_of_glibc_do_not_count() -> None:
-    environ = {"GLIBC_TUNABLES": "glibc.rtld.nns=8"}
-    keep_freed_memory(environ)
-    assert "MALLOC_TRIM_THRESHOLD_" in environ
 
 
 @pytest.mark.parametrize(

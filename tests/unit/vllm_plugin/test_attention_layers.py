@@ -149,16 +149,3 @@ def test_a_model_is_refused_by_the_name_of_what_one_layer_has(reason: str) -> No
     assert said in str(unsupported_model(model, model.context()))
     with pytest.raises(ConfigError, match=r"chunk reuse does not work with .*: leave CacheConfig\.chunk_reuse out"):
         attention_layers(model, model.context())
-
-
-def test_compressed_and_recurrent_attention_is_named() -> None:
-    class MLAAttention:
-        kv_cache = torch.zeros(1)
-
-    model = Model()
-    said = unsupported_model(model, {**model.context(), "layers.2.mla": MLAAttention()})
-    assert said == "layers of type MLAAttention (compressed or recurrent attention)"
-
-
-def test_a_model_without_attention_is_refused() -> None:
-    assert unsupported_model(Model(), {}) == "a model without attention layers"

@@ -19,7 +19,6 @@ from ragcache_core.vllm_plugin.chunks.messages import (
     DropChunks,
     MemoryReport,
     NameChunks,
-    NoteUses,
     ReadChunk,
     ScrubDisk,
     StoredChunk,
@@ -82,21 +81,6 @@ def test_a_chunk_that_was_captured_is_found_with_its_statistics() -> None:
     assert len(books.pages(variant)) == 2
 
 
-def test_what_is_found_is_what_is_stored() -> None:
-    books = library()
-    capture(books, tokens(1))
-    assert reserve(books, tokens(2)) is not None
-    assert books.stored() == {chunk_key(tokens(1)): 2 * T}
-    books.clear()
-    assert books.stored() == {}
-
-
-def test_a_chunk_on_its_way_is_not_found_yet() -> None:
-    books = library()
-    assert reserve(books, tokens(1)) is not None
-    assert found(books, tokens(1)) == ()
-
-
 def test_a_chunk_with_other_tokens_under_its_key_is_not_found_and_counted() -> None:
     books = library()
     capture(books, tokens(1))
@@ -113,12 +97,6 @@ def test_the_same_context_is_captured_once_and_another_is_another_variant() -> N
     assert found(books, tokens(1)) == (first, second)
 
 
-def test_a_context_that_is_being_captured_is_not_captured_twice() -> None:
-    books = library()
-    assert reserve(books, tokens(1), behind=7) is not None
-    assert reserve(books, tokens(1), behind=7, request="other") is None
-
-
 def test_a_variant_that_is_as_a_prefill_makes_it_takes_the_place_of_one_that_inherited_an_error() -> None:
     books = library()
     off = capture(books, tokens(1), behind=7, inherited=0.1)
@@ -128,46 +106,6 @@ def test_a_variant_that_is_as_a_prefill_makes_it_takes_the_place_of_one_that_inh
     assert books.is_lost(off)
     assert reserve(books, tokens(1), behind=7) is None
     assert books.num_used_pages == 2
-
-
-def test_a_variant_that_inherits_less_takes_the_place_of_one_that_inherited_more() -> None:
-    books = library()
-    off = capture(books, tokens(1), behind=7, inherited=0.6)
-    better = capture(books, tokens(1), behind=7, inherited=0.05)
-    assert books.is_lost(off)
-    assert found(books, tokens(1)) == (better,)
-
-
-def test_a_variant_that_is_about_to_go_keeps_no_other_from_being_captured() -> None:
-    books = library()
-    read = capture(books, tokens(1), behind=7)
-    assert books.pin([read], "reader")
-    books.clear()
-    again = capture(books, tokens(1), behind=7, request="other")
-    assert found(books, tokens(1)) == (again,)
-    books.release("reader")
-    assert found(books, tokens(1)) == (again,)
-
-
-def test_a_variant_that_somebody_reads_is_not_replaced() -> None:
-    books = library()
-    off = capture(books, tokens(1), behind=7, inherited=0.1)
-    assert books.pin([off], "reader")
-    reservation = reserve(books, tokens(1), behind=7)
-    assert reservation is not None
-    assert books.commit(reservation, statistics(reservation.context, 2 * T)) is None
-    assert found(books, tokens(1)) == (off,)
-    assert books.num_used_pages == 2
-
-
-def test_of_too_many_variants_the_one_that_saved_least_goes() -> None:
-    books = library()
-    first, second = capture(books, tokens(1), behind=7), capture(books, tokens(1), behind=8)
-    books.record_use(first, overhead=0.1)
-    books.record_use(second, overhead=0.5)
-    third = capture(books, tokens(1), behind=9)
-    assert found(books, tokens(1)) == (first, third)
-    assert books.is_lost(second)
 
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "lru"])
@@ -195,40 +133,6 @@ def test_a_pinned_chunk_is_never_evicted() -> None:
     for chunk in range(9, 15):
         capture(books, tokens(chunk))
     assert books.is_lost(pinned)
-
-
-def test_there_is_no_room_where_everything_is_in_use() -> None:
-    books = library()
-    assert books.pin([capture(books, tokens(chunk)) for chunk in range(6)], "asks")
-    assert reserve(books, tokens(7)) is None
-    assert books.counters.num_capacity_misses == 1
-    assert books.num_used_pages == NUM_PAGES
-
-
-def test_a_chunk_longer_than_the_memory_is_refused_and_counted() -> None:
-    books = library()
-    kept = capture(books, tokens(1))
-    assert reserve(books, tokens(2, num_tokens=(NUM_PAGES + 1) * T)) is None
-    assert books.counters.num_too_long_chunks == 1
-    assert books.is_on_host(kept)
-
-
-def test_what_a_request_had_reserved_is_free_again_when_it_is_released() -> None:
-    books = library()
-    reservation = reserve(books, tokens(1))
-    assert reservation is not None
-    books.release("r")
-    assert books.num_used_pages == 0
-    assert books.commit(reservation, statistics(reservation.context, 2 * T)) is None
-    assert found(books, tokens(1)) == ()
-
-
-def test_statistics_of_another_context_are_refused() -> None:
-    books = library()
-    reservation = reserve(books, tokens(1), behind=7)
-    assert reservation is not None
-    with pytest.raises(ValueError, match="reserve them for the context"):
-        books.commit(reservation, statistics(b"", 2 * T))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -290,17 +194,6 @@ def on_disk_alone(books: ChunkManager) -> ChunkVariant:
     return variant
 
 
-def test_a_pin_that_finds_no_room_changes_nothing() -> None:
-    books = library(num_disk_pages=NUM_DISK_PAGES)
-    wanted = on_disk_alone(books)
-    here = [found(books, tokens(chunk))[0] for chunk in range(2, 8)]
-    assert books.pin(here[1:], "others")
-    assert not books.pin([here[0], wanted], "asks")
-    assert not any(isinstance(c, ReadChunk) for c in books.take_commands())
-    capture(books, tokens(20))
-    assert not books.is_on_host(here[0]), "it is not held"
-
-
 def test_pages_that_are_read_into_belong_to_nobody_else_until_the_disk_is_done() -> None:
     books = library(num_disk_pages=NUM_DISK_PAGES)
     wanted = on_disk_alone(books)
@@ -329,18 +222,6 @@ def test_a_chunk_is_on_disk_when_every_worker_has_written_it() -> None:
         capture(books, tokens(chunk))
     assert not books.is_on_host(variant)
     assert not books.is_lost(variant)
-
-
-def test_what_one_of_two_workers_could_not_write_is_not_on_disk() -> None:
-    books = library(num_disk_pages=NUM_DISK_PAGES, num_workers=2)
-    variant = capture(books, tokens(1))
-    [write] = books.take_commands()
-    assert isinstance(write, WriteChunk)
-    one = Counter([write.command_id])
-    books.on_report(MemoryReport(num_done=one).merged(MemoryReport(num_failed=one)))
-    assert books.is_on_host(variant)
-    assert books.num_used_disk_pages == 0
-    assert [type(c) for c in books.take_commands()] == [DropChunks]
 
 
 def test_a_disk_that_is_down_is_not_used_any_more_and_what_is_in_memory_stays() -> None:
@@ -376,16 +257,6 @@ def test_a_full_disk_gives_up_the_chunk_that_is_worth_least() -> None:
     assert books.num_used_disk_pages == 4
 
 
-def test_a_disk_that_falls_behind_gets_no_more_chunks_until_it_has_caught_up() -> None:
-    books = library(num_disk_pages=NUM_DISK_PAGES)
-    for chunk in range(3):
-        capture(books, tokens(chunk))
-    assert len([c for c in report_all(books) if isinstance(c, WriteChunk)]) == 1
-    assert books.counters.num_dropped_chunks == 2
-    capture(books, tokens(3))
-    assert len([c for c in report_all(books) if isinstance(c, WriteChunk)]) == 1
-
-
 def test_chunks_are_found_again_after_a_restart_and_their_numbers_go_on() -> None:
     before = library(num_disk_pages=NUM_DISK_PAGES)
     variant = capture(before, tokens(1), behind=7)
@@ -397,16 +268,6 @@ def test_chunks_are_found_again_after_a_restart_and_their_numbers_go_on() -> Non
     assert capture(after, tokens(2)).number > variant.number
 
 
-def test_what_only_one_of_two_workers_has_is_deleted_at_the_start() -> None:
-    before = library(num_disk_pages=NUM_DISK_PAGES)
-    both, one = capture(before, tokens(1)), capture(before, tokens(2))
-    entries = [StoredChunk(v, pack_token_ids(tokens(i)), 1.0, 1.0) for i, v in ((1, both), (2, one))]
-    books = library(num_disk_pages=NUM_DISK_PAGES, num_workers=2)
-    assert books.restore([entries, entries[:1]]) == 1
-    assert found(books, tokens(2)) == ()
-    assert books.take_commands() == (DropChunks(((one.key, one.number, 2),)),)
-
-
 def test_what_workers_have_under_one_number_from_two_contexts_is_deleted_and_the_number_not_given_again() -> None:
     one, other = (capture(library(num_disk_pages=NUM_DISK_PAGES), tokens(1), behind=behind) for behind in (7, 8))
     assert (one.key, one.number) == (other.key, other.number)
@@ -416,15 +277,6 @@ def test_what_workers_have_under_one_number_from_two_contexts_is_deleted_and_the
     assert found(books, tokens(1)) == ()
     assert books.take_commands() == (DropChunks(((one.key, one.number, 2),)),)
     assert capture(books, tokens(1), behind=8).number > other.number
-
-
-def test_of_more_than_the_disk_holds_the_most_used_are_taken_up() -> None:
-    before = library(num_pages=100)
-    variants = [capture(before, tokens(chunk)) for chunk in range(4)]
-    entries = [StoredChunk(v, pack_token_ids(tokens(i)), float(i), 0.0) for i, v in enumerate(variants)]
-    books = library(num_disk_pages=4)
-    assert books.restore([entries]) == 2
-    assert [bool(found(books, tokens(chunk))) for chunk in range(4)] == [False, False, True, True]
 
 
 def test_after_a_reset_nothing_is_found_and_nothing_is_written() -> None:
@@ -441,19 +293,6 @@ def test_after_a_reset_nothing_is_found_and_nothing_is_written() -> None:
     assert (books.num_used_pages, books.num_used_disk_pages) == (0, 0)
     capture(books, tokens(3))
     assert not any(isinstance(c, WriteChunk) for c in books.take_commands())
-
-
-def test_uses_are_noted_on_disk_now_and_then() -> None:
-    books = library(num_pages=400, num_disk_pages=400)
-    variants = []
-    for chunk in range(70):
-        variants.append(capture(books, tokens(chunk)))
-        report_all(books)
-    for variant in variants:
-        books.record_use(variant, 0.5)
-    [note] = [c for c in books.take_commands() if isinstance(c, NoteUses)]
-    assert len(note.uses) == 70
-    assert note.uses[0][2:] == (2.0, 2.0)
 
 
 @pytest.mark.parametrize("policy", ["mixture", "arc", "lru"])

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,24 +23,17 @@ from ragcache_core.vllm_plugin.chunks.messages import (
     DropChunks,
     MemoryReport,
     NameChunks,
-    NoteUses,
     ReadChunk,
     ScrubDisk,
     WriteChunk,
 )
 from ragcache_core.vllm_plugin.chunks.page_layout import (
     LayerShape,
-    num_disk_pages_within,
     num_pages_of,
-    num_pages_within,
-    pack_statistics,
     pack_token_ids,
     part_key,
-    read_part_key,
-    statistics_bytes_per_page,
-    unpack_statistics,
 )
-from ragcache_core.vllm_plugin.chunks.storage.disk_store import ChunkDisk, DiskPlace
+from ragcache_core.vllm_plugin.chunks.storage.disk_store import DiskPlace
 from ragcache_core.vllm_plugin.chunks.storage.host_pool import ChunkMemory
 from tests.support.waiting import until
 
@@ -141,17 +133,6 @@ def test_tokens_may_arrive_in_parts_of_any_length(pages: list[int], lengths: lis
     assert torch.equal(got[1], v)
 
 
-def test_pages_are_read_without_a_copy_in_as_few_pieces_as_they_lie_in(opening: Opening) -> None:
-    memory = opening(is_on_disk=False)
-    fill(memory, (2, 3, 7, 5), 4 * T)
-    pieces = memory.pieces((2, 3, 7, 5), 1, 1, 4 * T - 1)
-    assert [len(keys) for keys, _ in pieces] == [2 * T - 1, T, T - 1]
-    for expected, half in zip(kv(1, 4 * T), zip(*pieces, strict=True), strict=True):
-        assert torch.equal(torch.cat(half), expected[1:-1])
-    pieces[0][0].zero_()
-    assert not lying(memory, (2, 3), 1, 2 * T)[0][1:].any()
-
-
 def test_a_chunk_goes_to_disk_and_comes_back_into_other_pages(opening: Opening) -> None:
     memory = opening()
     assert write(memory, (1, 2, 3), 13).num_done == {0: 1}
@@ -180,15 +161,6 @@ def test_chunks_are_found_after_a_restart_with_their_tokens_and_statistics(openi
     assert (stored.frequency, stored.worth) == (3.0, 2.5)
     assert read(after, (6, 0, 1), 13, number=4).num_done == {104: 1}
     assert holds(after, (6, 0, 1), 13, seed=4)
-
-
-def test_what_uses_are_noted_is_found_after_a_restart(opening: Opening) -> None:
-    before = opening()
-    write(before, (1,), 5)
-    before.run([NoteUses(((chunk(5)[0].key, 0, 9.0, 8.0),))])
-    before.close()
-    [stored] = opening().stored()
-    assert (stored.frequency, stored.worth) == (9.0, 8.0)
 
 
 def test_the_documents_of_a_chunk_are_found_after_a_restart_and_those_that_it_was_named_later(opening: Opening) -> None:
@@ -294,20 +266,6 @@ def test_two_engines_do_not_share_a_store(opening: Opening) -> None:
         opening()
 
 
-def test_a_deleted_chunk_is_a_miss_and_its_room_is_free(opening: Opening) -> None:
-    memory = opening(capacity_bytes=num_bytes_of_pages(3))
-    assert write(memory, (1, 2, 3), 13).num_done
-    assert write(memory, (4,), 5, number=1).num_failed == {1: 1}
-    assert not memory.take_report().is_disk_down, "it was only full"
-    memory.run([DropChunks(((chunk(13)[0].key, 0, 3),))])
-    assert write(memory, (4, 5, 6), 13, number=1).num_done == {1: 1}
-    assert read(memory, (1, 2, 3), 13).num_failed == {100: 1}
-
-
-def num_bytes_of_pages(num_pages: int) -> int:
-    return num_pages * (4096 + statistics_bytes_per_page(T))
-
-
 @pytest.mark.parametrize("damage", ["flip", "truncate", "lose"])
 def test_a_damaged_chunk_is_a_miss_and_counted(opening: Opening, damage: str) -> None:
     before = opening()
@@ -333,19 +291,6 @@ def test_a_damaged_chunk_is_a_miss_and_counted(opening: Opening, damage: str) ->
         assert holds(after, (4,), 5, seed=1)
     else:
         assert known == set()
-
-
-def test_damaged_statistics_are_a_miss_and_the_pages_are_deleted(opening: Opening, tmp_path: Path) -> None:
-    before = opening()
-    write(before, (1,), 5)
-    before.close()
-    for data in tmp_path.glob("*/chunks.data"):
-        if "statistics" in (data.parent / "identity.json").read_text():
-            data.write_bytes(b"x" * data.stat().st_size)
-    after = opening()
-    assert after.stored() == ()
-    assert after._disk is not None
-    assert len(after._disk._pages) == 0
 
 
 def test_chunks_that_cannot_be_read_at_a_start_are_not_deleted_for_it(
@@ -465,26 +410,6 @@ def test_a_chunk_whose_pages_were_given_away_before_they_were_read_is_not_writte
     assert {stored.variant.number for stored in opening().stored()} == {0}
 
 
-def test_a_disk_that_is_only_slow_is_waited_for(
-    opening: Opening, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate.set()
-    memory = opening()
-    write(memory, (1,), 5)
-    gate.clear()
-    variant, _ = chunk(5)
-    memory.run([ReadChunk(command_id, variant.key, 0, (2,)) for command_id in range(100, 105)])
-    assert until(lambda: sum(read.progressed_s is not None for read in memory._under_way.values()) == 2)
-    for read in memory._under_way.values():
-        read.submitted_s -= 30
-        if read.progressed_s is not None:
-            read.progressed_s -= 10
-    assert not memory.take_report()
-    gate.set()
-    memory.drain()
-    assert memory.take_report().num_done.keys() == set(range(100, 105))
-
-
 def test_closing_does_not_wait_for_ever_for_a_disk_that_does_not_answer(
     opening: Opening, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -501,82 +426,3 @@ def test_closing_does_not_wait_for_ever_for_a_disk_that_does_not_answer(
     assert memory.take_report().num_done == {0: 1}
     [stored] = opening().stored()
     assert (stored.variant, stored.token_ids) == (variant, token_ids)
-
-
-def test_a_chunk_that_is_not_there_is_a_miss(opening: Opening) -> None:
-    memory = opening()
-    report = read(memory, (1,), 5)
-    assert (report.num_failed, report.num_corrupt) == ({100: 1}, 1)
-
-
-def test_without_a_disk_every_read_fails(opening: Opening) -> None:
-    memory = opening(is_on_disk=False)
-    report = read(memory, (1,), 5)
-    assert (report.num_failed, report.num_corrupt) == ({100: 1}, 0)
-
-
-def test_a_share_of_the_disk_without_room_for_a_page_is_refused_with_the_cure(opening: Opening) -> None:
-    with pytest.raises(ConfigError, match=r"raise disk_bytes, or ChunkReuse\.share"):
-        opening(capacity_bytes=100)
-
-
-def test_a_share_of_host_memory_without_room_for_a_page_is_refused_with_the_cure() -> None:
-    assert num_pages_within(1000, 99) == 10
-    with pytest.raises(ConfigError, match=r"raise host_bytes, or ChunkReuse\.share"):
-        num_pages_within(1000, 1001)
-
-
-def test_a_disk_keeps_within_its_capacity(tmp_path: Path) -> None:
-    capacity_bytes = 1_000_000
-    disk = ChunkDisk(DiskPlace(tmp_path, {}, capacity_bytes), page_bytes=5000, tokens_per_page=T)
-    stores = (disk._pages, disk._statistics)
-    assert sum(store.num_slots * store.slot_bytes for store in stores) <= capacity_bytes
-    assert disk.num_pages == num_disk_pages_within(capacity_bytes, 5000, T) > 0
-    disk.close()
-
-
-@pytest.mark.parametrize("tokens_per_page", [32, 256, 640])
-def test_nothing_is_left_of_a_chunk_behind_as_many_as_a_request_may_have(tmp_path: Path, tokens_per_page: int) -> None:
-    before = 127
-    masses = (1.0,) * before
-    keys = tuple(bytes([i]) * 32 for i in range(before))
-    statistics = ChunkStatistics(keys, (9,) * before, masses, 0.5, (0.1,) * tokens_per_page, context=b"\3" * 32)
-    ids = list(range(tokens_per_page))
-    variant = ChunkVariant(chunk_key(ids), 0, tokens_per_page, statistics)
-    disk = ChunkDisk(DiskPlace(tmp_path, {}, 1 << 20), page_bytes=5000, tokens_per_page=tokens_per_page)
-    command = WriteChunk(0, variant, pack_token_ids(ids), (0,), 1.0, 1.0)
-    disk.write(command, lambda _, rows: rows.fill(1))
-    assert [stored.variant for stored in disk.stored()] == [variant]
-    disk.drop(DropChunks(((variant.key, 0, 1),)))
-    assert (len(disk._pages), len(disk._statistics)) == (0, 0)
-    disk.close()
-
-
-def test_an_unwritable_place_is_an_error_at_the_start(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(CacheTierError):
-        ChunkDisk(DiskPlace(tmp_path / "file", {}, 1 << 20), page_bytes=5000, tokens_per_page=T)
-
-
-@given(st.integers(1, 3000), st.integers(0, 40), st.floats(0, 1e6))
-@settings(max_examples=60, deadline=None)
-def test_statistics_are_unpacked_as_they_were_packed(num_tokens: int, num_before: int, intra: float) -> None:
-    prefix = tuple(bytes([i]) * 32 for i in range(num_before))
-    lengths, inter = tuple(range(num_before)), tuple(1 / (i + 1) for i in range(num_before))
-    masses, context = tuple(i / 7 for i in range(num_tokens)), bytes([num_before + 1]) * 32
-    statistics = ChunkStatistics(prefix, lengths, inter, intra, masses, intra / 20, context=context)
-    token_ids = np.arange(num_tokens, dtype="<u4").tobytes()
-    pieces = pack_statistics(statistics, token_ids)
-    assert unpack_statistics(pieces) == (statistics, token_ids)
-    num_pages = num_pages_of(num_tokens, T)
-    assert len(pieces) * 4096 <= num_pages * statistics_bytes_per_page(T)
-
-
-def test_statistics_of_another_format_are_refused() -> None:
-    with pytest.raises(ValueError, match="format"):
-        unpack_statistics([b"\7" * 4096])
-
-
-def test_a_part_is_told_from_other_keys() -> None:
-    assert read_part_key(part_key(b"k" * 32, 5, 6)) == (b"k" * 32, 5, 6)
-    assert read_part_key(b"something else") is None

@@ -148,17 +148,6 @@ def test_a_request_of_which_nothing_is_stored_is_prefilled_and_its_chunks_are_ca
     assert variant.statistics.prefix_lengths == (40,)
 
 
-def test_a_request_that_only_stores_reuses_nothing_and_has_its_new_chunks_captured() -> None:
-    bench = Bench()
-    bench.store("a")
-    tokens = bench.arrive("r", "ba", replace(_HALF, reuses=False))
-    assert bench.scheduling.offer("r", 0) == 0, "one of its documents is stored"
-    bench.scheduling.compute("r", 0)
-    bench.step(r=(0, len(tokens)))
-    bench.scheduling.on_finished("r")
-    assert bench.scheduling.library.stored().keys() == {_KEYS["a"], _KEYS["b"]}
-
-
 def test_chunks_that_a_forecast_has_stored_are_kept_with_the_uses_that_are_expected() -> None:
     bench = Bench(num_disk_pages=64)
     tokens = bench.arrive("forecast", "ab", replace(_HALF, reuses=False, expected_uses=9))
@@ -211,15 +200,6 @@ def test_slices_respect_the_budget_and_what_a_step_computes_already() -> None:
     assert sum(sizes) == len(job.positions)
     assert max(sizes) == 12
     assert bench.step().slices == []
-
-
-def test_a_full_step_still_leaves_a_quarter_of_its_tokens_to_jobs() -> None:
-    bench = Bench(max_step_tokens=32)
-    bench.store("ab")
-    bench.arrive("r", "ba", ReuseOptions("cache_craft", 1e9, 0.5, focus=0))
-    bench.scheduling.offer("r", 0)
-    bench.scheduling.begin("r", [1], awaits_load=False)
-    assert [part.num_rows for part in bench.step(other=(0, 32)).slices] == [8]
 
 
 def test_a_job_waits_until_every_worker_has_the_exact_tokens_from_below() -> None:
@@ -291,49 +271,6 @@ def test_what_is_captured_behind_reused_documents_inherits_what_they_have_lost_u
     assert len(bench.start("again", "bc", everything).injections) == 2, "both are now what a prefill makes"
 
 
-@pytest.mark.parametrize("selection", ["cache_craft", "whole_chunks"])
-def test_however_little_is_inherited_a_request_for_everything_computes_it_again(selection: str) -> None:
-    """A share of 1e-4 of the attention went to a document that had lost next to nothing: 2^-20 of its context."""
-    spans = chunk_spans(range(24), [(0, 8), (9, 16), (17, 24)])
-    reservation = Reservation(0, spans[2].key, 7, spans[2].context, (0,), "r")
-    capture = Capture(("r", spans[2].key, 0), 17, 24, ((0, 8), (9, 16)), (0,))
-    each = OpenCapture(capture, reservation, tuple(spans[:2]), lost=(0.0, LEAST_LOST))
-    statistics = statistics_of(each, CapturedChunk((3.0, 7e-4), 2.0, (0.4,) * 7))
-    assert statistics is not None
-    stored = {spans[2].key: [ChunkVariant(spans[2].key, 0, 7, statistics)]}
-    found = plan_reuse(spans, stored, start=17, end=24, selection=make_selection(selection), alpha=1e9)
-    assert found.recomputed == tuple(range(17, 24))
-
-
-def test_what_is_prefilled_behind_its_own_approximate_blocks_inherits_as_well() -> None:
-    bench = Bench()
-    bench.store("ab")
-    bench.start("r", "bc")
-    bench.finish_job("r", ())  # preempted: the first document's blocks are still its own
-    assert bench.scheduling.offer("r", 50) == 0
-    bench.scheduling.compute("r", 50)
-    bench.step(r=(50, 95))
-    key = _KEYS["c"]
-    (variant,) = bench.scheduling.library.find({key: _DOCUMENTS["c"]})[key]
-    assert variant.statistics.inherited > 0.0
-
-
-def test_a_document_whose_first_part_is_a_requests_own_approximate_kv_is_not_captured() -> None:
-    bench = Bench()
-    bench.store("ab")
-    bench.start("r", "bc", ReuseOptions(selection="cache_craft", alpha=0.0, max_recompute=1.0))
-    bench.finish_job("r", ())
-    bench.scheduling.clear()  # preempted, and what it read is gone: of its first document 20 tokens are still there
-    assert bench.scheduling.offer("r", 30) == 0
-    bench.scheduling.compute("r", 30)
-    bench.step(r=(30, 95))
-    library = bench.scheduling.library
-    assert not library.find({_KEYS["b"]: _DOCUMENTS["b"]})
-    key = _KEYS["c"]
-    (variant,) = library.find({key: _DOCUMENTS["c"]})[key]
-    assert variant.statistics.inherited > 0.0
-
-
 def test_an_aborted_job_is_cancelled_and_holds_nothing() -> None:
     bench = Bench()
     bench.store("ab")
@@ -347,22 +284,6 @@ def test_an_aborted_job_is_cancelled_and_holds_nothing() -> None:
     assert step.slices == []
     assert not bench.scheduling.is_known("r")
     assert not bench.scheduling.library._pins
-    assert not bench.scheduling.library._reservations
-
-
-def test_a_request_that_is_over_before_its_capture_is_reported_still_keeps_the_chunk() -> None:
-    bench = Bench()
-    tokens = bench.arrive("r", "a")
-    bench.scheduling.offer("r", 0)
-    bench.scheduling.compute("r", 0)
-    step = bench.scheduling.take_step(len(tokens), {"r": (0, len(tokens))}, lambda _: [1, 2, 3])
-    bench.scheduling.on_finished("r")
-    (capture,) = step.captures[0].captures
-    report = ChunkReport()
-    bench._captured(report, capture)
-    bench.scheduling.on_report(report)
-    assert bench.scheduling.library.counters.num_captured_chunks == 1
-    assert not bench.scheduling.is_known("r")
     assert not bench.scheduling.library._reservations
 
 
@@ -396,23 +317,6 @@ def test_clearing_keeps_nothing_that_is_being_computed() -> None:
     assert bench.scheduling.offer("s", 0) == 0
 
 
-def test_clearing_forgets_a_request_that_only_waited_for_its_captures() -> None:
-    bench = Bench()
-    tokens = bench.arrive("r", "a")
-    bench.scheduling.offer("r", 0)
-    bench.scheduling.compute("r", 0)
-    step = bench.scheduling.take_step(len(tokens), {"r": (0, len(tokens))}, lambda _: [1, 2, 3])
-    bench.scheduling.on_finished("r")
-    assert bench.scheduling.is_known("r")
-    bench.scheduling.clear()
-    assert not bench.scheduling.is_known("r")
-    report = ChunkReport()
-    bench._captured(report, step.captures[0].captures[0])
-    bench.scheduling.on_report(report)
-    assert bench.scheduling.library.counters.num_captured_chunks == 0
-    assert bench.scheduling.library.num_used_pages == 0
-
-
 def test_a_chunk_whose_attention_cannot_be_is_not_kept() -> None:
     bench = Bench()
     tokens = bench.arrive("r", "a")
@@ -426,15 +330,6 @@ def test_a_chunk_whose_attention_cannot_be_is_not_kept() -> None:
     bench.scheduling.on_report(report)
     assert bench.scheduling.library.counters.num_captured_chunks == 0
     assert not bench.scheduling.library._reservations
-
-
-def test_workers_figures_are_averaged() -> None:
-    bench = Bench(num_workers=2)
-    bench.store("ab")
-    key = _KEYS["b"]
-    (variant,) = bench.scheduling.library.find({key: _DOCUMENTS["b"]})[key]
-    assert variant.statistics.inter == (1.0,)
-    assert variant.statistics.intra == 20.0
 
 
 def test_a_request_waits_for_a_disk_no_longer_than_computing_takes() -> None:
@@ -468,20 +363,6 @@ def test_what_lies_on_disk_alone_is_read_while_its_request_waits() -> None:
     assert bench.scheduling.offer("r", 0) is not None, "it is there when its turn comes"
 
 
-def test_an_offer_waits_for_what_is_being_read_and_does_without_what_is_lost() -> None:
-    bench = Bench(num_pages=6, num_disk_pages=64)
-    for document in "abc":
-        bench.store(document)
-        bench.step()
-    bench.arrive("r", "da")
-    assert bench.scheduling.offer("r", 0) is None
-    (read,) = [each for each in bench.scheduling.library.take_commands() if isinstance(each, ReadChunk)]
-    bench.scheduling.library.on_report(MemoryReport(num_failed=Counter([read.command_id]), num_corrupt=1))
-    assert bench.scheduling.offer("r", 0) == 0
-    bench.scheduling.on_finished("r")
-    assert not bench.scheduling.library._pins
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_whatever_happens_nothing_stays_held(seed: int) -> None:
     rng = random.Random(seed)
@@ -513,38 +394,6 @@ def test_whatever_happens_nothing_stays_held(seed: int) -> None:
     assert not scheduling._capturing
     assert not scheduling.library._pins
     assert not scheduling.library._reservations
-
-
-@pytest.mark.parametrize(("num_question_tokens", "is_asked"), [(3, True), (8, True), (9, False), (60, False)])
-def test_a_question_too_long_to_be_computed_again_in_each_slice_is_not_asked(
-    num_question_tokens: int, is_asked: bool
-) -> None:
-    bench = Bench(max_step_tokens=64)
-    bench.store("ab")
-    bench.arrive("r", "ba", question=range(900, 900 + num_question_tokens))
-    bench.scheduling.offer("r", 0)
-    bench.scheduling.begin("r", [1], awaits_load=False)
-    step = bench.step()
-    assert (step.jobs[0].focus is not None) == is_asked
-    num_rows, num_steps = len(step.jobs[0].positions), 1
-    while bench.step().slices:
-        num_steps += 1
-    assert num_steps <= -(-num_rows // (64 - 8))
-
-
-def test_no_slice_is_begun_for_little_more_than_asking_the_question_again() -> None:
-    bench = Bench(max_step_tokens=64)
-    bench.store("ab")
-    rest = ReuseOptions("cache_craft", 1e9, 0.5, focus=0)
-    for name, options in (("first", rest), ("second", _HALF)):
-        bench.arrive(name, "ba", options, question=range(900, 908))
-        bench.scheduling.offer(name, 0)
-        bench.scheduling.begin(name, [1], awaits_load=False)
-    num_asking = bench.scheduling._requests["second"].num_asking
-    first = bench.step().slices
-    assert [part.request_id for part in first] == ["first"]
-    assert 0 < 64 - first[0].num_rows < 2 * num_asking
-    assert [part.request_id for part in bench.step().slices] == ["second"]
 
 
 @pytest.mark.parametrize(
@@ -659,27 +508,44 @@ def test_jobs_that_nobody_has_asked_for_run_in_short_steps() -> None:
     assert part.num_rows > 512, "a request waits for it now"
 
 
-def test_a_guess_with_a_long_question_still_gets_on() -> None:
-    bench = Bench(max_step_tokens=8192)
+def test_what_is_prefilled_behind_its_own_approximate_blocks_inherits_as_well() -> None:
+    bench = Bench()
     bench.store("ab")
-    bench.arrive("r", "ba", question=range(1000, 2000))
-    bench.scheduling.offer("r", 0)
-    bench.scheduling.begin("r", [1], awaits_load=False)
-    bench.guesses.add("r")
-    job = bench.step().jobs[0]
-    assert job.focus is not None
-    num_steps = 1
-    while bench.step().slices:
-        num_steps += 1
-    assert num_steps == 1, len(job.positions)
+    bench.start("r", "bc")
+    bench.finish_job("r", ())  # preempted: the first document's blocks are still its own
+    assert bench.scheduling.offer("r", 50) == 0
+    bench.scheduling.compute("r", 50)
+    bench.step(r=(50, 95))
+    key = _KEYS["c"]
+    (variant,) = bench.scheduling.library.find({key: _DOCUMENTS["c"]})[key]
+    assert variant.statistics.inherited > 0.0
 
 
-@pytest.mark.parametrize(("is_eager", "is_scattered", "first"), [(True, False, 10), (False, False, 0), (True, True, 0)])
-def test_what_vllm_itself_would_round_otherwise_is_nobody_elses(is_eager: bool, is_scattered: bool, first: int) -> None:
-    bench = Bench(is_eager=is_eager)
-    if is_scattered:
-        bench.scheduling.scatter_rows()
+def test_a_document_whose_first_part_is_a_requests_own_approximate_kv_is_not_captured() -> None:
+    bench = Bench()
     bench.store("ab")
-    bench.arrive("r", "ba")
-    bench.scheduling.offer("r", 0)
-    assert bench.scheduling.begin("r", [1], awaits_load=False) == first
+    bench.start("r", "bc", ReuseOptions(selection="cache_craft", alpha=0.0, max_recompute=1.0))
+    bench.finish_job("r", ())
+    bench.scheduling.clear()  # preempted, and what it read is gone: of its first document 20 tokens are still there
+    assert bench.scheduling.offer("r", 30) == 0
+    bench.scheduling.compute("r", 30)
+    bench.step(r=(30, 95))
+    library = bench.scheduling.library
+    assert not library.find({_KEYS["b"]: _DOCUMENTS["b"]})
+    key = _KEYS["c"]
+    (variant,) = library.find({key: _DOCUMENTS["c"]})[key]
+    assert variant.statistics.inherited > 0.0
+
+
+@pytest.mark.parametrize("selection", ["cache_craft", "whole_chunks"])
+def test_however_little_is_inherited_a_request_for_everything_computes_it_again(selection: str) -> None:
+    """A share of 1e-4 of the attention went to a document that had lost next to nothing: 2^-20 of its context."""
+    spans = chunk_spans(range(24), [(0, 8), (9, 16), (17, 24)])
+    reservation = Reservation(0, spans[2].key, 7, spans[2].context, (0,), "r")
+    capture = Capture(("r", spans[2].key, 0), 17, 24, ((0, 8), (9, 16)), (0,))
+    each = OpenCapture(capture, reservation, tuple(spans[:2]), lost=(0.0, LEAST_LOST))
+    statistics = statistics_of(each, CapturedChunk((3.0, 7e-4), 2.0, (0.4,) * 7))
+    assert statistics is not None
+    stored = {spans[2].key: [ChunkVariant(spans[2].key, 0, 7, statistics)]}
+    found = plan_reuse(spans, stored, start=17, end=24, selection=make_selection(selection), alpha=1e9)
+    assert found.recomputed == tuple(range(17, 24))

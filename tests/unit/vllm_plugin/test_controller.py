@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from ragcache_core.policy import PrefillCostModel, make_policy
-from ragcache_core.stats import DocumentUse
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
 from ragcache_core.wire import RequestMetadata
@@ -203,43 +201,6 @@ def test_a_speculation_waits_at_first_and_whenever_it_is_preempted_until_somebod
     assert it.speculations.take_waited_s() == {}, "a real request's pauses are no search's"
 
 
-def test_unknown_request_ids_are_no_error() -> None:
-    it = controller()
-    it.on_preempted("unknown", 1.0)
-    it.on_admitted("unknown", keys(2), {Tier.GPU: 8}, 1.0)
-    it.on_first_token("unknown", 1.0)
-    it.on_loaded("unknown", 5)
-    it.on_stored("unknown", 7)
-    assert it.on_finished("unknown") is None
-    report = it.report()
-    assert (report["num_requests"], report["num_loaded_bytes"], report["num_stored_bytes"]) == (0, 5, 7)
-    assert it.take_finished() == {}
-
-
-def test_what_a_finished_request_stored_late_still_counts_for_the_engine() -> None:
-    it = controller()
-    figures = run(it, "r", segments((None, 8)), keys(2))
-    it.on_stored("r", 100)
-    assert figures["num_stored_bytes"] == 0
-    assert it.report()["num_stored_bytes"] == 100
-
-
-def test_finished_requests_are_handed_out_once() -> None:
-    it = controller()
-    figures = {name: run(it, name, segments((None, 8)), keys(2)) for name in ("r1", "r2")}
-    assert it.take_finished() == figures
-    assert it.take_finished() == {}
-
-
-def test_a_report_is_made_when_something_happened() -> None:
-    it = controller()
-    assert it.take_report() is not None, "the first one says what there is"
-    assert it.take_report() is None
-    run(it, "r", segments((None, 8)), keys(2))
-    assert it.take_report() is not None
-    assert it.take_report() is None
-
-
 def test_a_report_is_plain_json() -> None:
     it = controller(tiers={Tier.GPU: TierReport(2000, 50)})
     it.add_tier(Tier.DISK, TierReport(4000, 100, is_enabled=False))
@@ -285,26 +246,6 @@ def test_the_hottest_documents_are_the_ten_most_used_wherever_they_stood() -> No
     assert [document["frequency"] for document in listed] == list(range(12, 2, -1))
 
 
-def test_a_request_counts_once_for_a_document_however_often_its_node_was_cut() -> None:
-    it = controller()
-    texts = [[b"1", b"2", b"3"], [b"1", b"2", b"X"], [b"1", b"Y", b"Z"]]
-    for turn in range(12):
-        run(it, f"r{turn}", segments(("a", 12), (None, 13)), texts[turn % 3])
-    assert len([node for node in it.tree.nodes() if node.doc_id == "a"]) > 3
-    (listed,) = cast("list[dict[str, object]]", it.report()["hottest_documents"])
-    assert (listed["doc_id"], listed["frequency"], listed["num_tokens"]) == ("a", 12, 12)
-
-
-def test_a_request_without_metadata_is_no_use_of_the_document_whose_text_it_repeats() -> None:
-    it = controller()
-    run(it, "named", segments(("a", 8), (None, 9)), keys(2))
-    for turn in range(5):
-        run(it, f"nameless {turn}", segments((None, 9)), keys(2))
-        run(it, f"other {turn}", segments(("b", 8), (None, 9)), keys(2))
-    listed = cast("list[dict[str, object]]", it.report()["hottest_documents"])
-    assert [tuple(document.values()) for document in listed] == [("b", 5, 8, []), ("a", 1, 8, [])]
-
-
 def test_a_document_lies_in_the_tiers_that_hold_any_part_of_it() -> None:
     it = controller(tiers={Tier.HOST: TierReport(1000, 10)})
     run(it, "r", segments(("a", 16), (None, 17)), keys(4))
@@ -326,18 +267,6 @@ def put(it: CacheController, tier: Tier, *block_keys: bytes) -> None:
 
 def hottest(it: CacheController) -> list[dict[str, Any]]:
     return cast("list[dict[str, Any]]", it.report()["hottest_documents"])
-
-
-def test_a_hot_document_lies_in_the_tiers_of_all_its_prefixes_not_of_the_latest_alone() -> None:
-    it = controller(tiers={tier: TierReport(1000, 10) for tier in Tier})
-    for number, tier in enumerate(Tier):
-        run(it, f"r{number}", segments((f"before {number}", 4), ("a", 12), (None, 13)), keys(3, f"{number} "))
-        put(it, tier, *keys(3, f"{number} "))
-    run(it, "latest", segments(("b", 4), ("a", 12), (None, 13)), keys(3, "latest "))
-    assert hottest(it)[0]["doc_id"] == "a"
-    assert hottest(it)[0]["tiers"] == ["gpu", "host", "disk"]
-    it.tree.clear_tier(Tier.HOST)
-    assert hottest(it)[0]["tiers"] == ["gpu", "disk"]
 
 
 def test_a_tenants_hot_documents_lie_where_his_own_kv_does(tmp_path: Path) -> None:
@@ -371,24 +300,6 @@ def test_a_forgotten_document_is_not_listed_by_requests_that_began_before(is_all
     assert it.report()["num_requests"] == 2, "they count all the same"
     run(it, "later", parts, keys(2))
     assert [use["doc_id"] for use in hottest(it)] == ["secret"], "asked about again, it is known again"
-
-
-def test_a_document_with_a_label_is_listed_with_it() -> None:
-    it = controller()
-    (document, question) = segments(("3f2a", 8), (None, 9))
-    run(it, "r", (replace(document, label="guide.pdf"), question), keys(2))
-    assert hottest(it)[0]["label"] == "guide.pdf"
-    it.forget({"3f2a"})
-    assert "guide.pdf" not in json.dumps(it.report())
-
-
-def test_a_document_that_was_given_up_is_listed_with_its_uses_and_no_tier() -> None:
-    it = controller()
-    run(it, "r", segments(("a", 8), (None, 9)), keys(2))
-    assert it.report()["hottest_documents"] == [{"doc_id": "a", "frequency": 1, "num_tokens": 8, "tiers": []}]
-    said = " ".join((DocumentUse.__doc__ or "").split())
-    assert "how many requests have used it" in said
-    assert "empty where it was given up" in said
 
 
 def test_a_million_documents_do_not_fill_the_memory_with_their_uses() -> None:

@@ -188,21 +188,6 @@ def test_a_slow_disk_that_gets_on_is_given_time_for_what_waits(
     assert scene.written() == (keys(6), [], []), "twelve times the patience, and less than a chunk a second needs"
 
 
-def test_draining_lets_go_of_host_memory_without_the_disk(
-    opening: Opening, gate: threading.Event, caplog: pytest.LogCaptureFixture
-) -> None:
-    scene = opening(num_buffers=3)
-    scene.write(keys(5))
-    scene.write(keys(2, "n"))
-    assert scene.io.finish_reads(0.0)
-    assert scene.num_copied == 2
-    assert scene.written() == ([], [b"k3", b"k4", *keys(2, "n")], [])
-    gate.set()
-    scene.settle()
-    assert scene.written() == (keys(3), [], [])
-    assert not caplog.records, "a reset says nothing of the disk"
-
-
 def test_closing_lets_go_of_host_memory_though_the_disk_hangs(
     opening: Opening, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,13 +197,6 @@ def test_closing_lets_go_of_host_memory_though_the_disk_hangs(
     scene.io.close()
     assert scene.num_copied == 1
     assert scene.written() == ([], [b"k3", b"k4"], [])
-
-
-def test_there_is_room_for_one_chunk_however_large_it_is(opening: Opening) -> None:
-    scene = opening(num_buffers=0)
-    scene.write(keys(1))
-    scene.settle()
-    assert scene.written() == (keys(1), [], [])
 
 
 def test_what_gave_way_is_deleted_first(opening: Opening) -> None:
@@ -310,44 +288,6 @@ def failing_write(file: SlotFile, *args: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_the_first_failed_write_is_logged_at_once_and_the_next_ones_are_not(
-    opening: Opening, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Before anybody takes the outcome: the scheduler may not do so before its next step."""
-    scene = opening()
-    monkeypatch.setattr(SlotFile, "write", failing_write)
-    with caplog.at_level("WARNING"):
-        for number in range(3):
-            scene.write(keys(2, f"{number} "))
-            assert scene.io.finish_writes(30)
-    (message,) = [record.getMessage() for record in caplog.records]
-    assert message.startswith("RC-TIER-FAILED: Writing to RAGCache's disk tier failed")
-    assert "No space left on device" in message
-    assert len(scene.written()[1]) == 6
-
-
-def test_what_is_not_there_leaves_memory_alone(opening: Opening) -> None:
-    scene = opening()
-    scene.write(keys(2))
-    scene.settle()
-    scene.memory[:] = 0xEE
-    load = scene.read([b"k0", b"nothing", b"k1"], [5, 6, 7])
-    scene.settle()
-    assert load.found == [True, False, True]
-    assert (scene.memory[6] == 0xEE).all()
-
-
-def test_a_reader_that_was_faster_is_not_abandoned(opening: Opening) -> None:
-    scene = opening()
-    scene.write(keys(2))
-    scene.settle()
-    load = scene.read(keys(2), [8, 9])
-    scene.settle()
-    load.abandon()
-    assert not any(part.is_abandoned for part in load.parts)
-    assert load.found == [True, True]
-
-
 def test_a_job_is_read_by_several_readers_and_what_is_given_up_of_it_costs_nothing_of_the_rest(
     opening: Opening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,23 +330,6 @@ def test_draining_waits_for_reads_and_writes(opening: Opening, gate: threading.E
     assert scene.written()[0] == keys(1) + keys(1, "w")
 
 
-def test_closing_finishes_what_was_asked_for_and_can_be_done_twice(opening: Opening, tmp_path: Path) -> None:
-    scene = opening()
-    before = set(threading.enumerate())
-    assert any(thread.name.startswith("ragcache-write") for thread in before)
-    scene.write(keys(100))
-    scene.io.close()
-    scene.io.close()
-    assert scene.written()[0] == keys(100)
-    ended = [thread.name for thread in before - set(threading.enumerate())]
-    assert sum(name.startswith("ragcache-read-") for name in ended) == disk_io._NUM_READERS
-    assert sum(name.startswith(("ragcache-write-", "ragcache-disk-copy")) for name in ended) == 2
-    with ChunkStore(
-        tmp_path / "cache0", {"model": "demo"}, chunk_bytes=CHUNK_BYTES, capacity_bytes=NUM_ROWS * CHUNK_BYTES
-    ) as store:
-        assert len(store) == 100
-
-
 def test_draining_a_disk_that_hangs_ends_with_host_memory_copied(opening: Opening, gate: threading.Event) -> None:
     scene = opening()
     scene.write(keys(3))
@@ -433,19 +356,6 @@ def test_host_memory_is_waited_for_however_long_a_copy_takes(opening: Opening, m
     with waiting(lambda: scene.io.finish_reads(0.0)):
         go_on.set()
     assert scene.num_copied == 1
-
-
-def test_a_reader_that_cannot_deliver_lives_on(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = opening()
-    scene.write(keys(2))
-    scene.settle()
-    lost = [scene.read(keys(2), [NUM_ROWS, NUM_ROWS]) for _ in range(2 * disk_io._NUM_READERS)]
-    scene.settle()
-    assert not any(part.is_finished for load in lost for part in load.parts)
-    assert all(load.has_ended for load in lost), "no request waits for them"
-    load = scene.read(keys(2), [8, 9])
-    scene.settle()
-    assert load.found == [True, True]
 
 
 def test_large_chunks_are_read_few_at_a_time(tmp_path: Path) -> None:

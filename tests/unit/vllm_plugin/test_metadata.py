@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from ragcache_core.chunkstore.regrowing import note_of
 from ragcache_core.errors import ConfigError
 from ragcache_core.tree import check_invariants
-from ragcache_core.types import PromptSegment, SegmentKind
 from ragcache_core.wire import (
     KEY,
     MAX_DOC_ID_CHARS,
@@ -21,7 +19,6 @@ from ragcache_core.wire import (
     check_depth,
     decode_kv_transfer_params,
     decode_speculation,
-    encode_kv_transfer_params,
     tile,
 )
 from tests.unit.vllm_plugin.scene import BLOCK, controller, keys, run
@@ -64,12 +61,6 @@ def test_metadata_that_cannot_be_is_a_config_error_with_a_short_message(metadata
     assert len(str(raised.value)) < 500
 
 
-@pytest.mark.parametrize("metadata", [7, "x", ["documents"], 1.5, True])
-def test_metadata_that_is_no_object_is_a_config_error(metadata: object) -> None:
-    with pytest.raises(ConfigError):
-        decode_kv_transfer_params({KEY: metadata}, 100)
-
-
 def nested(depth: int) -> object:
     value: object = 1
     for _ in range(depth):
@@ -93,13 +84,6 @@ def test_metadata_that_is_nested_too_deeply_is_a_config_error(metadata: object) 
     with pytest.raises(ConfigError, match="nested too deep"):
         decode_kv_transfer_params({KEY: metadata}, 100)
     assert decode_speculation({KEY: metadata}) is None
-
-
-def test_a_client_lists_as_many_documents_as_an_engine_reads_and_the_rest_is_the_question() -> None:
-    parts = tuple(PromptSegment(SegmentKind.DOCUMENT, i, i + 1, f"d{i}") for i in range(MAX_DOCUMENTS + 7))
-    read = decode_kv_transfer_params(encode_kv_transfer_params(parts), len(parts)).segments
-    assert read[:-1] == tuple(replace(part, text_end=part.end) for part in parts[:MAX_DOCUMENTS])
-    assert read[-1] == PromptSegment(SegmentKind.QUESTION, MAX_DOCUMENTS, len(parts))
 
 
 def test_metadata_may_be_as_deep_as_ours_and_not_as_deep_as_a_stack() -> None:

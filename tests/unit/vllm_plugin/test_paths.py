@@ -19,31 +19,6 @@ def test_a_block_that_straddles_two_documents_belongs_to_the_later_one() -> None
     assert nodes(it) == [("a", 0, 2, False), ("b", 2, 2, False), (None, 4, 1, False)]
 
 
-def test_a_document_shorter_than_a_block_is_part_of_the_next() -> None:
-    it = controller()
-    it.on_new_request("r", RequestMetadata(segments(("tiny", 2), ("a", 8), (None, 9))), keys(2), 9, 0.0)
-    assert nodes(it) == [("a", 0, 2, False)]
-
-
-@pytest.mark.parametrize("num_keys", [0, 1, 2, 3])
-def test_a_prompt_with_fewer_keys_than_blocks_is_taken_as_far_as_they_go(num_keys: int) -> None:
-    """vLLM hashes full blocks only, and none where prefix caching is off."""
-    it = controller()
-    parts = segments(("a", 8), (None, 14))
-    figures = run(it, "r", parts, keys(num_keys))
-    assert figures["num_gpu_tokens"] == 0
-    assert sum(num_blocks for _, _, num_blocks, _ in nodes(it)) == min(num_keys, 3)
-    assert it.is_idle
-
-
-def test_an_answers_keys_are_not_taken_for_the_prompts() -> None:
-    """A request that is resumed brings the keys of what it has answered."""
-    it = controller()
-    it.on_new_request("r", RequestMetadata(segments(("a", 8), (None, 10))), keys(2), 10, 0.0)
-    it.on_admitted("r", keys(6), {}, 1.0)
-    assert sum(num_blocks for _, _, num_blocks, _ in nodes(it)) == 2
-
-
 def test_documents_beyond_the_limit_are_transient_and_not_stored() -> None:
     it = controller(max_cached_documents=2)
     parts = segments(("", 4), ("a", 8), ("b", 14), ("c", 20), ("d", 24), (None, 30))
@@ -140,26 +115,6 @@ def test_who_only_guesses_or_prefills_is_no_turn() -> None:
     assert it.report()["num_followup_turns"] == 1
 
 
-def test_a_request_longer_than_the_host_tier_stores_what_fits() -> None:
-    it = controller(tiers={Tier.HOST: TierReport(capacity_bytes=350, block_bytes=100)})
-    for name, parts, expected in (
-        ("long", segments(("a", 20), (None, 24)), 12),
-        ("short", segments(("a", 8), (None, 24)), 8),
-        ("nameless", segments((None, 24)), 12),
-    ):
-        it.on_new_request(name, RequestMetadata(parts), keys(6, name), 24, 0.0)
-        assert it.num_storable_tokens(name) == expected
-
-
-def test_a_transient_document_is_kept_when_another_prompt_has_it_in_front() -> None:
-    it = controller(max_cached_documents=1)
-    run(it, "r1", segments(("a", 4), ("b", 8)), keys(2))
-    run(it, "r2", segments(("a", 4), ("b", 8)), keys(2))
-    assert [n for n in nodes(it) if n[0] == "b"] == [("b", 1, 1, True)]
-    run(it, "r3", segments(("", 4), ("b", 8)), keys(2))
-    assert [n for n in nodes(it) if n[0] == "b"] == [("b", 1, 1, False)]
-
-
 def test_a_path_stays_in_the_tree_as_long_as_its_request_lives() -> None:
     it = controller(ghost_size=0)
     it.on_new_request("r1", RequestMetadata(segments(("a", 8), (None, 12))), keys(3), 12, 0.0)
@@ -174,23 +129,6 @@ def test_a_path_stays_in_the_tree_as_long_as_its_request_lives() -> None:
 
 
 # Blocks
-
-
-def test_a_block_of_an_answer_is_added_to_the_tree_after_its_prompt() -> None:
-    it = controller()
-    it.on_new_request("r", RequestMetadata(segments(("a", 8), (None, 10))), keys(2), 10, 0.0)
-    location = it.locate_block(keys(5), 4)
-    assert (location.node.doc_id, location.node.start, location.unit) == (None, 2, 2)
-    assert it.locate_block(keys(5), 4) == location
-    assert it.locate_block(keys(6), 5).node is location.node, "an answer is one node"
-    check_invariants(it.tree)
-
-
-def test_a_block_whose_whole_prompt_is_gone_from_the_tree_is_added_with_it() -> None:
-    it = controller()
-    location = it.locate_block(keys(3), 2)
-    assert (location.node.start, location.unit, location.node.num_tokens) == (0, 2, 12)
-    check_invariants(it.tree)
 
 
 # From storage
@@ -217,22 +155,6 @@ def test_a_tree_grows_again_from_what_was_noted_with_its_blocks() -> None:
     }
     check_invariants(again.tree)
     assert [unit.key for unit in again.tree.evict(Tier.DISK, 5) or ()] == keys(5)[::-1]
-
-
-@pytest.mark.parametrize("policy", ["pgdsf", "gdsf", "lru", "lfu", "s3fifo", "arc", "mixture"])
-def test_what_grew_again_gives_way_in_the_order_of_its_numbers(policy: str) -> None:
-    it = controller(policy=policy)
-    entries = [
-        ChunkEntry(f"{doc} {i}".encode(), f"{doc} {i - 1}".encode() if i else None, doc, i, frequency, 0.01)
-        for doc, frequency, num_blocks in (("often", 9.0, 2), ("once", 1.0, 6))
-        for i in range(num_blocks)
-    ]
-    regrow(it.tree, entries, Tier.DISK, it.tokens_per_block)
-    check_invariants(it.tree)
-    evicted = it.tree.evict(Tier.DISK, 6)
-    assert evicted is not None
-    if policy not in ("lru", "s3fifo", "arc"):  # those go by when something came
-        assert {unit.node.doc_id for unit in evicted} == {"once"}
 
 
 def test_blocks_without_their_prefix_are_orphans_and_so_is_what_follows_them() -> None:

@@ -68,18 +68,6 @@ def test_a_tenant_who_names_pinned_ids_takes_nothing_of_what_the_operator_may_pi
         answer_of(it.pin(["rules"]))
 
 
-def test_paths_of_tenants_do_not_keep_an_operator_from_pinning_and_are_pinned_as_far_as_they_may(
-    it: CacheController,
-) -> None:
-    for number in range(9):
-        ask(it, f"flood {number}", "terms", 2, tenant="a")
-    ask(it, "own", "terms", 4)
-    answer_of(it.pin(["terms"]))
-    assert pinned(it) == {None: 4, "a": 4}
-    answer_of(it.unpin(["terms"]))
-    assert pinned(it) == {}
-
-
 def ask_about(it: CacheController, chain: str, *documents: tuple[str, int], is_cached: bool = True) -> None:
     """Ask a prompt whose blocks are the beginnings of a text, over documents with the blocks in which they end."""
     block_keys = [chain[: end + 1].encode() for end in range(len(chain))]
@@ -140,18 +128,3 @@ def test_a_new_pinned_path_costs_the_same_however_many_are_pinned(monkeypatch: p
         assert it.pins.num_units == pinned(it)[None]
         costs.append(num_looked_at)
     assert costs[0] == costs[1]
-
-
-def test_where_the_limit_is_reached_evicted_paths_give_way_to_used_ones() -> None:
-    it = controller(tiers={Tier.GPU: TierReport(8 * UNIT_BYTES, UNIT_BYTES)}, pinned_share=0.5)
-    ask_about(it, "old!", ("terms", 4))
-    answer_of(it.pin(["terms"]))
-    ask_about(it, "new!", ("terms", 4))
-    assert protected_ends(it) == {b"old!"}, "no room"
-    it.tree.clear_tier(Tier.GPU)
-    ask_about(it, "new!", ("terms", 4))
-    assert protected_ends(it) == {b"new!"}
-
-
-def protected_ends(it: CacheController) -> set[object]:
-    return set(it.tree.protected_keys)

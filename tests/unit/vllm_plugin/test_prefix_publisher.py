@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -117,32 +116,6 @@ def test_a_prompt_that_was_computed_is_cached_up_to_each_of_its_documents() -> N
     assert it.mirror.num_cached_tokens(prefix_of(1), "a") == 0
 
 
-def test_what_was_evicted_is_not_cached_any_more_and_what_came_back_is() -> None:
-    it = Engine()
-    keys = it.ask("ac")
-    it.tell()
-    tree = it.controller.tree
-    assert tree.evict(Tier.GPU, 5) is not None
-    it.tell()
-    assert it.mirror.num_cached_tokens(prefix_of(), "ac") == 8
-    it.hold(keys, Tier.DISK)
-    it.tell()
-    assert it.mirror.num_cached_tokens(prefix_of(), "ac") == 24
-
-
-def test_chunks_are_known_while_they_are_stored_and_are_no_paths() -> None:
-    it, chunks = Engine(), {b"k" * 32: 8, b"l" * 32: 4}
-    it.controller.paths = PrefixPublisher(it.controller.tree, BLOCK, chunks=lambda: chunks)
-    it.tell()
-    assert [it.mirror.has_chunk(name * 32) for name in (b"k", b"l", b"m")] == [True, True, False]
-    assert best_order([it.mirror], (b"k" * 16).hex(), prefix=None, keep_first=False) == tuple(range(32))
-    it.tell()
-    assert it.last == []
-    chunks = {b"l" * 32: 4, b"m" * 32: 9}
-    it.tell()
-    assert [it.mirror.has_chunk(name * 32) for name in (b"k", b"l", b"m")] == [False, True, True]
-
-
 def restarted(old: Engine, **settings: Any) -> Engine:
     """Return an engine whose tree grew again from all that ``old`` has in any tier, as from a disk."""
     tree, new = old.controller.tree, Engine(**settings)
@@ -190,81 +163,6 @@ def test_paths_from_before_a_restart_belong_to_the_static_prefix_in_front_of_the
     assert new.mirror.num_cached_tokens(prefix_of(1), "ac") == 24
 
 
-def test_what_begins_with_a_document_is_behind_the_first_static_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "STATIC", BLOCK - 1)
-    old = Engine()
-    old.ask("ac")
-    new = restarted(old)
-    new.ask("b", static=1)
-    new.ask("b")
-    new.tell()
-    assert new.mirror.num_cached_tokens(prefix_of(1), "ac") == 20, "a guess"
-    new.ask("ac", static=1)
-    new.ask("ac")
-    new.shown |= old.shown
-    new.check()
-
-
-def test_an_answer_takes_in_a_few_paths_from_before_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = Engine()
-    for documents in ("ac", "bca", "cb"):
-        old.ask(documents)
-    new = restarted(old)
-    new.ask("cb")
-    new.shown |= old.shown
-    monkeypatch.setattr(prefix_publisher, "_MAX_AT_ONCE", 2)
-    num_shown = len(new.controller.paths)
-    new.tell_a_part()
-    assert num_shown < len(new.controller.paths) <= num_shown + 2
-    new.check()
-
-
-def test_of_prefixes_that_share_their_units_the_first_one_gets_what_was_there_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    old = Engine()
-    old.ask("ac")
-    new = restarted(old)
-    monkeypatch.setattr(sys.modules[__name__], "STATIC", STATIC + 1)  # the same first unit, and two tokens more
-    for question in range(2):
-        new.ask("b", question)
-    monkeypatch.setattr(sys.modules[__name__], "STATIC", STATIC - 1)
-    new.ask("b")
-    new.tell()
-    assert new.mirror.num_cached_tokens(prefix_of(), "ac") < 24 == new.mirror.num_cached_tokens(guessed(), "ac")
-
-
-def guessed() -> bytes:
-    found = static_prefix_digest([0] * (STATIC + 1), segments(("", STATIC + 1), ("a", STATIC + 2)))
-    assert found is not None
-    return found
-
-
-def test_behind_so_many_static_prefixes_and_no_more_paths_from_before_are_looked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(prefix_publisher, "_MAX_PLACES", 2)
-    old = Engine()
-    for static in range(3):
-        old.ask("ac", static=static)
-    new = restarted(old)
-    for static in range(3):
-        new.ask("b", static=static)
-    new.tell()
-    assert [new.mirror.num_cached_tokens(prefix_of(static), "ac") for static in range(3)] == [24, 24, 4]
-
-
-def test_a_document_that_fills_no_unit_is_known_again_when_it_is_shown() -> None:
-    old = Engine()
-    old.ask("dac")
-    new = restarted(old)
-    new.ask("b")
-    new.tell()
-    assert new.mirror.num_cached_tokens(prefix_of(), "ac") == new.mirror.num_cached_tokens(prefix_of(), "dac") == 4
-    new.ask("dac")
-    new.check()
-
-
 def test_what_is_private_is_not_told_after_a_restart() -> None:
     old = Engine()
     old.ask("ac")
@@ -301,51 +199,6 @@ def test_after_a_restart_everybody_is_told_what_is_nobodys_and_a_tenant_what_is_
     assert (mirror.num_cached_tokens(prefix_of(), "ac") == 24) == is_acmes
 
 
-def test_nothing_is_said_while_nothing_changes() -> None:
-    it = Engine()
-    it.tell()
-    assert it.last == []
-    it.ask("ab")
-    it.tell()
-    keys = it.ask("ab", question=1)
-    it.tell()
-    assert it.last == [], "the question's blocks are no document's"
-    it.hold(keys, Tier.HOST)
-    it.tell()
-    assert it.last == [], "it was cached already"
-
-
-def test_what_was_shown_before_somebody_asks_is_known() -> None:
-    it = Engine()
-    it.ask("ab")
-    assert not it.controller.paths.is_following
-    it.tell()
-    assert it.mirror.num_cached_tokens(prefix_of(), "ab") == 16
-
-
-def test_somebody_who_asks_an_engine_that_was_started_again_gets_what_that_has() -> None:
-    it, other = Engine(), Engine()
-    it.ask("a")
-    it.tell()
-    other.ask("b")
-    other.mirror, other.cursor = it.mirror, it.cursor
-    other.tell()
-    assert [other.mirror.num_cached_tokens(prefix_of(), name) for name in "ab"] == [4, 8]
-
-
-def test_two_who_ask_get_the_same() -> None:
-    it = Engine()
-    it.ask("ac")
-    it.tell()
-    first = it.cursor
-    it.ask("b")
-    it.tell()
-    said = it.last
-    it.cursor = first
-    it.tell()
-    assert it.last == said != []
-
-
 def test_each_of_several_engines_knows_its_own_part_of_a_cursor() -> None:
     engines = [Engine(), Engine()]
     for it, documents in zip(engines, ("ac", "b"), strict=True):
@@ -375,29 +228,6 @@ def test_nobody_asks_any_more_and_the_tree_is_not_followed() -> None:
     it.check()
 
 
-def test_a_log_that_repeats_itself_is_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ragcache_core.vllm_plugin.cache.prefix_publisher._MIN_LOG", 10)
-    it = Engine()
-    keys = it.ask("ab")
-    it.tell()
-    first, _, _ = it.cursor.partition(".")
-    for _ in range(10):
-        it.controller.tree.clear_tier(Tier.GPU)
-        it.check()
-        it.hold(keys, Tier.GPU)
-        it.check()
-    assert not it.cursor.startswith(first)
-    assert int(it.cursor.partition(".")[2]) <= 12
-
-
-def test_requests_without_documents_are_not_tracked() -> None:
-    it = Engine()
-    it.controller.paths.track(list(range(8)), segments((None, 8)), [b"0", b"1"])
-    assert len(it.controller.paths) == 0
-    it.tell()
-    assert len(it.mirror) == 0
-
-
 def test_a_cache_that_is_emptied_at_once_is_told_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ragcache_core.vllm_plugin.cache.prefix_publisher._MAX_AT_ONCE", 2)
     it = Engine()
@@ -422,21 +252,6 @@ def test_the_oldest_paths_are_forgotten_and_said_to_be_gone() -> None:
     assert len(it.controller.paths) == 3
     assert it.mirror.num_cached_tokens(prefix_of(), "a") == 4
     assert it.mirror.num_cached_tokens(prefix_of(), "b") == 8
-
-
-def test_the_same_ids_with_other_texts_are_what_was_seen_last() -> None:
-    it = Engine()
-    core, parts = it.controller, segments(("", 4), ("a", 12), (None, 16))
-    for mark, cached in (("x", 12), ("y", 4)):
-        keys = [b"static", *(f"{mark}{i}".encode() for i in range(3))]
-        core.on_new_request(mark, RequestMetadata(parts), keys, 16, 0.0)
-        core.paths.track([0] * 4, parts, keys)
-        if mark == "x":
-            it.hold(keys, Tier.GPU)
-        it.tell()
-        prefix = static_prefix_digest([0] * 4, parts)
-        assert prefix is not None
-        assert it.mirror.num_cached_tokens(prefix, "a") == cached
 
 
 def test_documents_behind_the_last_that_is_told_of_are_not_looked_at() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from random import Random
 
@@ -51,15 +50,6 @@ def test_an_engine_that_is_far_busier_than_another_is_spared_until_its_requests_
     assert {sent(fresh, "a") for _ in range(20)} == {home}
 
 
-def test_a_request_that_fails_does_not_count_any_more() -> None:
-    choice = RankChoice(2)
-    home = sent(choice, "a")
-    for _ in range(9):
-        with pytest.raises(ConnectionError), choice.sending("a"):
-            raise ConnectionError
-    assert sent(choice, "a") == home
-
-
 def test_what_was_sent_long_ago_is_forgotten() -> None:
     """And does not count where new documents go: they go to the one with fewer remembered documents."""
     choice = RankChoice(2, max_known=2)
@@ -79,21 +69,6 @@ def test_a_tenants_documents_go_where_his_own_are_whatever_others_send() -> None
     for documents, rank in (("a", home), ("b", elsewhere)):
         with choice.sending(documents, "acme") as again:
             assert again == rank
-
-
-def test_many_documents_are_a_path_of_the_first_of_them() -> None:
-    choice = RankChoice(2)
-    many = [f"d{i}" for i in range(4000)]
-    with choice.sending(many) as rank:
-        pass
-    sent(choice, "other")
-    with choice.sending([*many[:32], "another"]) as again:
-        assert again == rank
-
-
-def test_a_request_says_which_documents_it_shows() -> None:
-    params = {"ragcache": {"version": 1, "documents": [{"id": "b", "start": 1, "end": 5}, {"id": "a"}]}}
-    assert documents_of(json.dumps({"kv_transfer_params": params}).encode()) == ["b", "a"]
 
 
 @pytest.mark.parametrize(

@@ -3,31 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
-from ragcache_core.chunk import AlphaPoint
-from ragcache_core.config import ChunkReuse
-from ragcache_core.policy import PrefillCostModel
-from ragcache_core.profiles.prefill import Profile, save_profile
 from ragcache_core.vllm_plugin.server.engine_view import Received, Wait
 from ragcache_core.vllm_plugin.settings import PluginSettings
-
-
-def test_a_server_that_nobody_has_asked_yet_has_an_empty_report() -> None:
-    received = Received()
-    received.begin(PluginSettings(policy="pgdsf"))
-    report = received.engine()
-    assert report is not None
-    assert report["policy"] == "pgdsf"
-    assert (report["tiers"], report["hottest_documents"]) == ([], [])
-    assert {report[name] for name in report if name.startswith("num_")} == {0}
-
-
-def test_the_first_report_of_an_engine_takes_the_empty_ones_place() -> None:
-    received = Received()
-    received.begin(PluginSettings(policy="pgdsf"))
-    received.add({"engine": {"policy": "pgdsf", "num_requests": 1}}, engine_index=0)
-    assert received.engine() == {"policy": "pgdsf", "num_requests": 1}
 
 
 def test_what_an_idle_engine_says_without_a_step_is_its_report() -> None:
@@ -92,22 +70,6 @@ def test_an_engine_has_as_long_to_compute_as_it_said_less_the_time_since() -> No
     assert pending_s() == 0.0
 
 
-def test_what_was_measured_is_told_with_the_engines_own_alpha(tmp_path: Path) -> None:
-    received = Received()
-    assert received.costs() is None
-    received.begin(PluginSettings())
-    assert received.costs() == {"prefill": None, "chunk_reuse": None}
-    times = PrefillCostModel((0, 10), (1, 10), ((0.1, 0.2), (0.3, 0.4)))
-    save_profile(Profile("model", "machine", "today", "0.32.0", "float32", 1, 0.0, times), tmp_path / "times.json")
-    points = (AlphaPoint(1.3, 0.9, 0.2, 5), AlphaPoint(2.0, 1.0, 0.5, 5))
-    received.begin(PluginSettings(profile=tmp_path / "times.json", points=points, chunk_reuse=ChunkReuse(quality=0.95)))
-    told = received.costs()
-    assert told is not None
-    assert PrefillCostModel.from_dict(told["prefill"]) == times
-    assert told["chunk_reuse"]["alpha"] == 2.0
-    assert tuple(AlphaPoint(**point) for point in told["chunk_reuse"]["points"]) == points
-
-
 def test_how_long_a_speculation_waited_is_what_the_first_engine_said_last() -> None:
     received = Received()
     assert received.wait_of("s") is None
@@ -137,14 +99,6 @@ async def test_whoever_waits_for_figures_gets_them_when_they_arrive() -> None:
     await asyncio.to_thread(received.add, {"waited_s": {"s": (0.25, None)}}, 0)
     assert await waiting[1] == Wait(0, 1, 0.25)
     assert await waiting[2] is None
-
-
-def test_where_speculation_is_off_there_is_no_room() -> None:
-    received = Received()
-    received.begin(PluginSettings(policy="pgdsf", max_prefill_bs=0))
-    load = received.load()
-    assert load is not None
-    assert load["has_room"] is False
 
 
 def test_a_tenants_requests_and_waits_neither_replace_nor_evict_those_of_others() -> None:

@@ -81,12 +81,6 @@ def test_a_body_that_is_no_list_of_documents_is_refused_with_an_example(client: 
     assert '{"documents": [' in said["detail"]
 
 
-def test_a_body_beyond_the_servers_limit_is_refused(client: TestClient) -> None:
-    status, said = post(client, b" " * (LIMIT + 1))
-    assert status == 413
-    assert str(LIMIT) in said["error"]["message"]
-
-
 def test_a_tenant_registers_for_itself_alone(client: TestClient, server: Server) -> None:
     assert post(client, {"documents": [document("mine", SUN)]}, ACME)[1]["num_registered"] == 1
     assert post(client, {"documents": [document("mine", SUN)]}, OTHER)[1]["num_registered"] == 1, "no word of another's"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ragcache_core.runtime.environment import SOCKETS_ENV
-from ragcache_core.vllm_plugin.rendezvous import MeetingInOwnFolder, in_own_folder
+from ragcache_core.vllm_plugin.rendezvous import MeetingInOwnFolder
 
 
 class Worker:
@@ -25,14 +25,3 @@ def test_the_file_at_which_workers_meet_lies_in_the_engines_folder(monkeypatch: 
     assert [worker.rank for worker in workers] == [0, 1]
     met = {worker.distributed_init_method for worker in workers}
     assert met == {"file:///dev/shm/ragcache-1-2-3-a/ragcache-1-2-3-a.vllm_dist_0c7f"}
-
-
-@pytest.mark.parametrize("method", ["tcp://127.0.0.1:29500", "env://"])
-def test_workers_that_meet_at_no_file_meet_where_vllm_says(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    monkeypatch.setenv(SOCKETS_ENV, "/dev/shm/ragcache-1-2-3-a")
-    assert in_own_folder(method) == method
-
-
-def test_without_a_folder_of_their_own_they_meet_where_vllm_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(SOCKETS_ENV, raising=False)
-    assert in_own_folder("file:///tmp/vllm_dist_0c7f") == "file:///tmp/vllm_dist_0c7f"

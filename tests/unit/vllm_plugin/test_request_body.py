@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from ragcache_core.vllm_plugin.server.rank_choice import RankChoice
-from ragcache_core.vllm_plugin.server.request_body import RequestBodyCheck, problem_of
-from ragcache_core.wire import MAX_DOCUMENTS
+from ragcache_core.vllm_plugin.server.request_body import RequestBodyCheck
 
 HUGE = "1" + "0" * 400
 
@@ -134,39 +133,3 @@ async def test_other_bodies_arrive_as_they_were_sent(body: str) -> None:
     assert await ask(sent) == (200, sent)
     assert await ask(sent[:7], sent[7:9], sent[9:]) == (200, sent)
     assert await ask(b'{"seed": 1e999}', method="GET") == (200, b'{"seed": 1e999}')
-
-
-async def test_more_documents_than_an_engine_reads_are_refused() -> None:
-    documents = [{"id": str(i), "start": i, "end": i + 1} for i in range(MAX_DOCUMENTS + 1)]
-    for num_documents, expected in ((MAX_DOCUMENTS, 200), (MAX_DOCUMENTS + 1, 413)):
-        metadata = {"version": 1, "documents": documents[:num_documents]}
-        status, answer = await ask(json.dumps({"kv_transfer_params": {"ragcache": metadata}}).encode())
-        assert status == expected
-    assert f"lists {MAX_DOCUMENTS + 1} documents" in json.loads(answer)["error"]["message"]
-
-
-async def test_a_number_in_two_parts_of_a_body_is_found() -> None:
-    status, _ = await ask(b'{"temperature": 1e', b"999}")
-    assert status == 400
-
-
-def test_a_body_nested_as_deep_as_it_likes_is_left_to_vllm() -> None:
-    assert problem_of(b'{"a": NaN, "b": ' + b"[" * 200_000) is None
-
-
-@pytest.mark.parametrize(
-    ("said", "why"),
-    [
-        ({"prefill": True, "expected_uses": 10**6}, "it must be a whole number from 1 to 1000"),
-        ({"expected_uses": 5}, "of a request with an answer"),
-    ],
-)
-async def test_a_forecast_that_cannot_be_is_refused(said: dict[str, Any], why: str) -> None:
-    def body(**metadata: Any) -> bytes:
-        return json.dumps({"prompt": "x", "kv_transfer_params": {"ragcache": {"version": 1, **metadata}}}).encode()
-
-    status, answered = await ask(body(**said))
-    assert status == 400
-    assert why in json.loads(answered)["error"]["message"]
-    accepted = body(prefill=True, expected_uses=5)
-    assert await ask(accepted) == (200, accepted)

@@ -7,13 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from starlette.applications import Starlette
-from starlette.responses import PlainTextResponse
-from starlette.routing import Route
-from starlette.testclient import TestClient
 
-from ragcache_core.vllm_plugin.server.request_defaults import DefaultsHeader, request_defaults
-from ragcache_core.wire import DEFAULTS_HEADER
+from ragcache_core.vllm_plugin.server.request_defaults import request_defaults
 
 
 def model(kind: str = "llama", source: str = "auto", override: dict[str, Any] | None = None, **defaults: Any) -> Any:
@@ -39,17 +34,3 @@ def model(kind: str = "llama", source: str = "auto", override: dict[str, Any] | 
 )
 def test_it_says_what_depends_on_where_an_answer_is_cut(config: Any, said: dict[str, Any]) -> None:
     assert json.loads(request_defaults(config)) == said
-
-
-def test_answers_to_completions_have_it_once_there_is_an_engine() -> None:
-    async def fine(request: Any) -> PlainTextResponse:
-        return PlainTextResponse("fine")
-
-    app = Starlette(routes=[Route(path, fine) for path in ("/v1/completions", "/v1/chat/completions", "/health")])
-    app.add_middleware(DefaultsHeader)
-    with TestClient(app) as client:
-        assert DEFAULTS_HEADER not in client.get("/v1/completions").headers
-        app.state.ragcache_defaults = "{}"
-        assert client.get("/v1/completions").headers[DEFAULTS_HEADER] == "{}"
-        assert client.get("/v1/chat/completions").headers[DEFAULTS_HEADER] == "{}"
-        assert DEFAULTS_HEADER not in client.get("/health").headers

@@ -79,15 +79,3 @@ def test_an_answer_with_the_words_of_a_streams_end_stays_whole(server: TestClien
     events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
     assert events[0]["choices"][0]["text"].count("[DONE]") == 2
     assert ["ragcache" in event for event in events] == [False, True]
-
-
-@pytest.mark.parametrize("kind", ["error", "text", "unknown"])
-def test_what_has_no_statistics_passes_as_it_is(server: TestClient, kind: str) -> None:
-    asked = server.post("/v1/completions", json={"kind": kind}, headers=ASKED)
-    plain = server.post("/v1/completions", json={"kind": kind})
-    assert (asked.status_code, asked.content) == (plain.status_code, plain.content) or kind == "unknown"
-    assert "ragcache" not in asked.text
-
-
-def test_other_routes_pass_as_they_are(server: TestClient) -> None:
-    assert "ragcache" not in server.post("/v1/models", json={}, headers=ASKED).text

@@ -68,21 +68,6 @@ def test_each_row_attends_to_its_own_requests_keys_up_to_itself(cache: torch.Ten
         torch.testing.assert_close(output[row], torch.einsum("hk,khd->hd", weights, values))
 
 
-@pytest.mark.parametrize("kind", [{"is_late": True}, {"soft_cap": 30.0}, {"head_size_v": 4}])
-def test_attention_that_the_kernel_does_not_do_is_left_alone(
-    kind: dict[str, Any], cache: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ragcache_kernels.scattered_attention.scattered_attention", naive_scattered_attention)
-    assert ScatteredRows.on_gpu([_layer(cache), _layer(cache, **kind)], tokens_per_block=_SIZE, max_runs=9) is None
-
-
-def test_without_kernels_it_is_left_to_the_backend(cache: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ragcache_kernels.scattered_attention.scattered_attention", naive_scattered_attention)
-    layer = _layer(cache)
-    layer.unrotated.uses_kernels = False
-    assert ScatteredRows.on_gpu([layer], tokens_per_block=_SIZE, max_runs=9) is None
-
-
 def test_a_kernel_that_does_not_compile_is_left_out_with_a_warning(
     cache: torch.Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -93,11 +78,6 @@ def test_a_kernel_that_does_not_compile_is_left_out_with_a_warning(
     with caplog.at_level(logging.WARNING):
         assert ScatteredRows.on_gpu([_layer(cache)], tokens_per_block=_SIZE, max_runs=9) is None
     assert "no such instruction" in caplog.text
-
-
-def test_a_kernel_that_compiles_is_used(cache: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ragcache_kernels.scattered_attention.scattered_attention", naive_scattered_attention)
-    assert ScatteredRows.on_gpu([_layer(cache)], tokens_per_block=_SIZE, max_runs=9) is not None
 
 
 def test_where_a_kernel_does_not_compile_pytorch_does_its_work_with_a_warning(

@@ -5,20 +5,13 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ragcache_core.client.launch.arguments import cache_arguments
 from ragcache_core.config import CacheConfig
-from ragcache_core.errors import ConfigError
 from ragcache_core.policy import PrefillCostModel
 from ragcache_core.vllm_plugin.settings import PluginSettings
-
-
-@pytest.mark.parametrize("extra", [{}, {"ragcache": {}}, {"ragcache": None}, {"spec_name": "RAGCacheSpec"}])
-def test_what_is_missing_has_its_default(extra: dict[str, Any]) -> None:
-    assert PluginSettings.from_extra_config(extra) == PluginSettings()
 
 
 def test_what_a_launch_sends_is_what_the_plugin_reads(tmp_path: Path) -> None:
@@ -43,12 +36,6 @@ def test_what_a_launch_sends_is_what_the_plugin_reads(tmp_path: Path) -> None:
         queue_window=5,
         max_prefill_bs=2,
     )
-
-
-@pytest.mark.parametrize("given", [{"polcy": "lru"}, "lru", 7, [1], {"profile": 7}, {"profile": []}])
-def test_what_this_version_does_not_know_is_a_config_error(given: object) -> None:
-    with pytest.raises(ConfigError, match="ragcache"):
-        PluginSettings.from_extra_config({"ragcache": given})
 
 
 def test_the_cost_of_a_prefill_is_the_default_until_it_is_measured(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 from ragcache_core.stats import merged_report
 from ragcache_core.vllm_plugin.server.several_engines import (
     joined_changes,
-    joined_requests,
     merged_contents,
     merged_pins,
 )
@@ -46,15 +45,6 @@ def test_figures_of_several_engines_add_up() -> None:
     assert merged_report([second]) is second
 
 
-def test_figures_of_tenants_add_up_where_one_engine_does_not_know_them_all() -> None:
-    told = [report(tenants={"a": report(), "b": report()}), report(tenants={"b": report(), "c": report()}), report()]
-    merged = merged_report(told)
-    assert {name: figures["num_requests"] for name, figures in merged["tenants"].items()} == {"a": 3, "b": 6, "c": 3}
-    tiers = {"tiers": [{"name": "gpu", "num_blocks": 2}]}
-    told = [report(collections={"handbook": tiers}), report(), report(collections={"handbook": tiers})]
-    assert merged_report(told)["collections"] == {"handbook": {"tiers": [{"name": "gpu", "num_blocks": 4}]}}
-
-
 def test_what_engines_have_cached_stands_side_by_side_and_is_complete_when_all_is_told() -> None:
     told = [
         {"cursor": "5f.2", "is_reset": True, "is_complete": True, "changes": [["00", ["a"], 32, True]]},
@@ -65,19 +55,6 @@ def test_what_engines_have_cached_stands_side_by_side_and_is_complete_when_all_i
     assert joined["is_complete"] is False
     assert joined["engines"] == [{"is_reset": t["is_reset"], "changes": t["changes"]} for t in told]
     assert joined_changes(told[:1])["is_complete"] is True
-
-
-def test_the_latest_requests_of_several_engines_are_one_list_those_that_run_first() -> None:
-    def request(name: str, age_s: float, total_s: float | None) -> dict[str, Any]:
-        return {"id": name, "age_s": age_s, "total_s": total_s}
-
-    told = [
-        {"num_queued": 1, "num_running": 0, "requests": [request("a-12345678", 5.0, None), request("b", 1.0, 0.5)]},
-        {"num_queued": 0, "num_running": 2, "requests": [request("c", 2.0, None), request("d", 9.0, 1.0)]},
-    ]
-    joined = joined_requests(told, limit=3)
-    assert (joined["num_queued"], joined["num_running"]) == (1, 2)
-    assert [(each["id"], each["engine"]) for each in joined["requests"]] == [("c", 1), ("a", 0), ("b", 0)]
 
 
 def document(doc_id: str, host: int, **figures: Any) -> dict[str, Any]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from ragcache_core.types import PromptSegment, SegmentKind
-from ragcache_core.vllm_plugin.cache.request_state import RequestState, arrived_s
+from ragcache_core.vllm_plugin.cache.request_state import RequestState
 from ragcache_core.vllm_plugin.cache.speculations import QueuedSpeculations
 from ragcache_core.wire import RequestMetadata
 
@@ -19,16 +17,6 @@ def state(speculation: str | None, request_id: str = "r") -> RequestState:
 
 def admitted(speculation: str | None, request_id: str, waited_s: float) -> RequestState:
     return replace(state(speculation, request_id), admitted_s=waited_s)
-
-
-def test_a_request_is_real_unless_it_says_otherwise() -> None:
-    it = QueuedSpeculations()
-    real = state(None)
-    it.on_new_request(real)
-    it.on_finished(real)
-    assert not it
-    assert not real.is_speculative
-    assert set(it.to_dict().values()) == {0}
 
 
 def test_all_requests_of_a_speculation_are_confirmed_at_once() -> None:
@@ -130,20 +118,3 @@ def test_of_a_speculation_it_is_told_how_long_the_request_waited_that_was_admitt
     it.on_admitted(admitted("other", "other", 1.0))
     it.on_admitted(second)
     assert it.take_waited_s() == {"other": (1.0, None), "s": (13.0, None)}, "what was first is forgotten in the end"
-
-
-@pytest.mark.parametrize(
-    ("age_s", "last_step", "waited_s", "why"),
-    [
-        (0.003, (9.0, 9.5), 0.0, "the engine was idle when it came"),
-        (0.3, (9.5, 9.999), 0.299, "it came during the step, which took that long to end"),
-        (2.0, (9.5, 9.999), 0.499, "it was on its way before the step, too, during which it waited"),
-        (2.0, (0.0, 0.0), 0.0, "there was no step yet"),
-        (2.0, (9.9, 9.5), 0.0, "the step has not ended: the next one is scheduled meanwhile"),
-        (-5.0, (9.5, 9.999), 0.0, "the server's clock is ahead"),
-    ],
-)
-def test_a_request_that_came_during_a_step_waited_for_its_end(
-    age_s: float, last_step: tuple[float, float], waited_s: float, why: str
-) -> None:
-    assert 10.0 - arrived_s(10.0, age_s, last_step) == pytest.approx(waited_s), why

@@ -8,7 +8,6 @@ import pytest
 
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
-from ragcache_core.vllm_plugin.cache.recent_requests import MAX_REQUESTS
 from ragcache_core.wire import RequestMetadata
 
 from .scene import answer_of, controller, keys, run, segments
@@ -67,13 +66,6 @@ def test_of_more_nodes_than_are_wanted_the_most_used_are_told_and_the_others_cou
     assert (said["num_nodes"], said["num_left_out"]) == (4, 2)
 
 
-def test_what_lies_nowhere_is_no_part_of_the_picture() -> None:
-    it = controller(tiers=TIERS)
-    ask(it, "a")
-    it.tree.clear_tier(Tier.GPU)
-    assert view(it) == {"num_nodes": 2, "num_left_out": 2, "nodes": []}
-
-
 def test_what_a_request_with_a_salt_asks_for_is_in_no_picture_and_its_documents_have_no_name() -> None:
     it = controller(tiers=TIERS)
     ask(it, "open")
@@ -96,15 +88,6 @@ def test_a_request_is_told_in_its_times_the_latest_first_and_those_that_run_befo
     assert (ended["queue_s"], round(ended["load_s"], 9), ended["ttft_s"], ended["total_s"]) == (0.5, 0.7, 1.0, 2.0)
     assert (ended["num_prompt_tokens"], ended["num_gpu_tokens"], ended["num_host_tokens"]) == (14, 4, 4)
     assert it.recent_requests(1, 13.0)["requests"] == [waits]
-
-
-def test_as_many_requests_are_kept_as_a_page_shows() -> None:
-    it = controller(tiers=TIERS)
-    for number in range(MAX_REQUESTS + 5):
-        ask(it, f"{number}")
-    told: Any = it.recent_requests(10_000, 13.0)["requests"]
-    assert len(told) == MAX_REQUESTS
-    assert told[0]["id"] == f"{MAX_REQUESTS + 4}"
 
 
 def test_a_forgotten_document_has_no_name_in_the_times_of_requests() -> None:

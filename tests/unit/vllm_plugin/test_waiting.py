@@ -124,36 +124,6 @@ def test_priorities_follow_whatever_comes_goes_and_is_cut() -> None:
             known[name] = it.order_priority(name)
 
 
-def test_a_request_that_comes_between_two_changes_follows_what_is_cached_after_them() -> None:
-    it = controller()
-    first = wait(it, "first", "a", "b")
-    for key in first[:2]:
-        put(it, key)
-    it.take_touched()
-    drop(it, first[0])
-    second = wait(it, "second", "a", "c")
-    put(it, first[0])
-    it.take_touched()
-    for key in second[2:]:
-        put(it, key)
-    assert it.take_touched() == {"second"}
-    assert it.order_priority("second") == 16 / 2
-
-
-def test_nothing_is_kept_of_changes_that_nobody_asks_for() -> None:
-    it = controller(queue="fifo", max_prefill_bs=0, max_protected_units=8)
-    chain = wait(it, "r", "a")
-    put(it, chain[0])
-    assert set(it.tree.protected_keys) == {chain[-1]}
-    assert not it._queued._changed
-    it.on_finished("r")
-    assert not it.tree.protected_keys
-
-
-def test_an_unknown_request_has_no_priority() -> None:
-    assert controller().order_priority("unknown") == 0
-
-
 def test_a_waiting_requests_path_is_protected_until_it_is_admitted_or_ends() -> None:
     it = controller(max_protected_units=8)
     first, second = wait(it, "r1", "a"), wait(it, "r2", "a", "b")
@@ -253,40 +223,6 @@ def test_a_speculation_that_was_preempted_and_confirmed_is_protected_until_it_is
     assert not it.tree.protected_keys
 
 
-def test_reordered_prompts_are_counted() -> None:
-    it = controller()
-    for request_id, is_reordered in (("r1", True), ("r2", False)):
-        metadata = RequestMetadata(segments(("a", 8), (None, 10)), None, is_reordered)
-        it.on_new_request(request_id, metadata, keys(2), 10, 0.0)
-        it.on_admitted(request_id, keys(2), {}, 1.0)
-    assert it.report()["num_reordered_prompts"] == 1
-
-
-def test_ordering_256_waiting_requests_takes_a_fraction_of_a_millisecond_a_step() -> None:
-    it = controller(max_protected_units=2000)
-    steps = _Steps(it)
-    chains = {f"r{i}": steps.add(f"r{i}", "system", *(f"d{(i * k) % 40}" for k in range(1, 5))) for i in range(256)}
-    for step in range(100):
-        put(it, chains[f"r{step}"][2 + step % 8])
-        steps.choose()
-        it.on_admitted(steps.queue.pop().name, [], {}, 1.0)
-    assert median(steps.duration_s) < median(steps.all_priorities_s), "a thirtieth, on an idle machine"
-
-
-def test_a_document_that_256_requests_wait_for_may_arrive_block_by_block() -> None:
-    it = controller()
-    steps = _Steps(it)
-    for i in range(256):
-        chain = steps.add(f"r{i}", "hot", f"d{i}", num_blocks=100)
-    for key in chain[:100]:
-        put(it, key)
-        steps.choose()
-        assert len({it.order_priority(f"r{i}") for i in range(256)}) == 1
-    assert it.order_priority("r0") == 400 / 402
-    assert median(steps.found_s) < median(steps.all_priorities_s) / 4, "a thirtieth: whom a block concerns"
-    assert median(steps.duration_s) < 4 * median(steps.all_priorities_s), "1.8 times: 256 priorities have changed"
-
-
 @pytest.mark.parametrize("block", [50, 99])
 def test_a_document_that_256_requests_wait_for_may_lose_a_block_and_get_it_back(block: int) -> None:
     it = controller()
@@ -302,20 +238,6 @@ def test_a_document_that_256_requests_wait_for_may_lose_a_block_and_get_it_back(
         num_cached = 400 if step % 2 else block * BLOCK
         assert {it.order_priority(f"r{i}") for i in range(256)} == {num_cached / (802 - num_cached)}
     assert median(steps.duration_s) < 4 * median(steps.all_priorities_s), "1.8 times: 256 priorities have changed"
-
-
-def test_a_block_behind_a_gap_touches_nobody() -> None:
-    it = controller()
-    chain = wait(it, "r", "a", "b", "c")
-    for key in (*chain[:2], chain[4]):
-        put(it, key)
-    it.take_touched()
-    put(it, chain[5])
-    assert it.take_touched() == set(), "the second document is not there"
-    put(it, chain[2])
-    put(it, chain[3])
-    assert it.take_touched() == {"r"}
-    assert it.order_priority("r") == 24 / 2
 
 
 class _Steps:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from ragcache_core.chunk import VariantTable
 from ragcache_core.chunk.types import ChunkKey, ChunkVariant
-from ragcache_core.chunkstore.slots import SlotMap
+from ragcache_core.chunkstore.slotfile import SlotMap
 from ragcache_core.tree.node import MAX_OTHER_IDS
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.chunks.manager.entries import ChunkCounters, ChunkTransfer, StoredVariants, Variant

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ragcache_kernels.check.cases import KernelCase, Shape, make_case
+from benchmarks.kernels.cases import KernelCase, Shape, make_case
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ragcache_kernels.check.cases import KernelCase, largest_error
+from benchmarks.kernels.cases import KernelCase, largest_error
 from ragcache_kernels.chunk_mass import chunk_attention_mass
 from ragcache_kernels.scattered_attention import Tiles, attention_probabilities, scattered_attention
 
@@ -59,15 +59,6 @@ def test_some_positions_are_some_rows_of_all(make: Make) -> None:
     assert largest_error(_attend(case, query[some], some), whole[some]) < 1e-5
 
 
-def test_the_order_of_queries_changes_nothing(make: Make) -> None:
-    case = make()
-    positions = case.scattered(19)
-    query = _query(case, positions)
-    order = torch.randperm(19, generator=case.generator, device=query.device)
-    shuffled = _attend(case, query[order], positions[order])
-    assert largest_error(shuffled, _attend(case, query, positions)[order]) < 1e-5
-
-
 def test_keys_behind_a_query_do_not_count(make: Make) -> None:
     case = make()
     positions = torch.tensor([3, 17], device=case.key_cache.device)
@@ -114,15 +105,6 @@ def test_sequences_attend_to_their_own_blocks_and_may_have_no_queries(make: Make
     assert torch.equal(both, torch.cat(alone))
 
 
-def test_a_result_may_be_written_in_place_of_another(make: Make) -> None:
-    case = make()
-    positions = case.scattered(7)
-    query = _query(case, positions)
-    out = torch.full_like(query, float("nan"))
-    assert _attend(case, query, positions, out=out) is out
-    assert torch.equal(out, _attend(case, query, positions))
-
-
 def test_chunks_that_cover_a_prompt_have_all_of_the_mass_but_what_tokens_give_to_themselves(make: Make) -> None:
     case = make()
     query = _query(case, _all(case))
@@ -130,32 +112,6 @@ def test_chunks_that_cover_a_prompt_have_all_of_the_mass_but_what_tokens_give_to
     weights = attention_probabilities(query, _all(case), case.key_cache, case.block_table, SCALE).mean(0)
     assert largest_error(mass.sum(1), 1 - weights.diagonal()) < 1e-5
     assert (mass[:, 1] == 0).all()
-
-
-def test_a_chunk_has_nothing_of_tokens_before_it(make: Make) -> None:
-    case = make()
-    mass = _mass(case, _query(case, _all(case)), _all(case), [0, 7, 13, 23])
-    for chunk, start in enumerate((0, 7, 13)):
-        assert (mass[: start + 1, chunk] == 0).all()  # the first token of a chunk has but itself
-        assert (mass[start + 1 :, chunk] > 0).all()
-
-
-def test_more_chunks_than_a_program_holds(make: Make) -> None:
-    case = make(num_keys=71)
-    positions = case.scattered(5)
-    query = _query(case, positions)
-    by_token = _mass(case, query, positions, list(range(72)))
-    assert by_token.shape == (5, 71)
-    wide = _mass(case, query, positions, [0, 29, 71])
-    assert largest_error(torch.stack((by_token[:, :29].sum(1), by_token[:, 29:].sum(1)), 1), wide) < 1e-5
-
-
-def test_no_queries_and_no_chunks_are_empty(make: Make) -> None:
-    case = make()
-    none = _all(case)[:0]
-    assert _attend(case, _query(case, none), none).shape == (0, 4, 22)
-    assert _mass(case, _query(case, none), none, [0, 23]).shape == (0, 1)
-    assert _mass(case, _query(case, _all(case)), _all(case), [0]).shape == (23, 0)
 
 
 def test_what_a_kernel_cannot_attend_with_is_refused(make: Make) -> None:

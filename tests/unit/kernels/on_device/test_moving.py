@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ragcache_kernels.check.cases import TOLERANCE, KernelCase, largest_error
+from benchmarks.kernels.cases import TOLERANCE, KernelCase, largest_error
 from ragcache_kernels.rotary import RotaryTable, rotate, unrotate
 from ragcache_kernels.rotate_into_cache import rotate_into_cache
 from ragcache_kernels.unrotate_from_cache import unrotate_from_cache
@@ -42,15 +42,6 @@ def test_the_twin_turns_pairs_as_complex_numbers(make: Make) -> None:
     turned = torch.view_as_complex(keys.unflatten(-1, (-1, 2)).contiguous()) * torch.complex(cos, sin)[:, None]
     expected = torch.view_as_real(turned).flatten(-2)
     assert largest_error(rotate(keys, _positions(case), case.table), expected) < 1e-6
-
-
-def test_neox_pairs_are_halves_where_others_are_neighbours(make: Make) -> None:
-    case = make(is_neox=True)
-    keys, _ = _rows(case)
-    neighbours = RotaryTable(case.table.cos_sin, is_neox=False)
-    as_neighbours = keys.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
-    turned = rotate(as_neighbours, _positions(case), neighbours).unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    assert torch.equal(rotate(keys, _positions(case), case.table), turned)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -105,16 +96,6 @@ def test_blocks_of_others_are_left_alone(make: Make) -> None:
     assert torch.equal(case.key_cache[others], before)
 
 
-@pytest.mark.parametrize("is_neox", [True, False])
-def test_what_lies_behind_the_rotated_dimensions_passes_through(make: Make, is_neox: bool) -> None:
-    case = make(rotary_dim=6, is_neox=is_neox)
-    keys, values = _rows(case)
-    _into_cache(case, keys, values, case.slots(_positions(case)))
-    cached, _ = _in_cache(case)
-    assert torch.equal(cached[..., 6:], keys[..., 6:])
-    assert not torch.equal(cached[1:, :, :6], keys[1:, :, :6])
-
-
 def test_rows_may_lie_in_pages_of_all_layers(make: Make) -> None:
     case = make()
     shape = case.shape
@@ -123,16 +104,6 @@ def test_rows_may_lie_in_pages_of_all_layers(make: Make) -> None:
     keys, values = _in_cache(case)
     assert torch.equal(values, pages[:, 3, 1])
     assert largest_error(keys, rotate(pages[:, 3, 0], _positions(case), case.table)) < 1e-6
-
-
-def test_no_tokens_are_nothing_to_do(make: Make) -> None:
-    case = make()
-    keys, values = _rows(case)
-    nothing = _positions(case)[:0]
-    before = case.key_cache.clone()
-    rotate_into_cache(keys, values, nothing, nothing, nothing, case.table, case.key_cache, case.value_cache)
-    unrotate_from_cache(case.key_cache, case.value_cache, nothing, nothing, case.table, keys, values, nothing)
-    assert torch.equal(case.key_cache, before)
 
 
 def test_what_a_kernel_cannot_move_is_refused(make: Make) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ragcache_kernels.check.agreement import COMPARISONS
-from ragcache_kernels.check.cases import TOLERANCE, Shape, make_case
+from benchmarks.kernels.agreement import COMPARISONS
+from benchmarks.kernels.cases import TOLERANCE, Shape, make_case
 
 SHAPES = [
     Shape(3, 3, 16, 29),

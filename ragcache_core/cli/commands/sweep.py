@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,18 +12,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ragcache_core._version import __version__
-from ragcache_core.cli.cli_wording import options_in_cli_wording
-from ragcache_core.cli.command import Command, print_json
+from ragcache_core.cli.command import Command, options_in_cli_wording, print_json
 from ragcache_core.cli.output import check_outputs, check_plot, counting_requests, output_option, write_json
-from ragcache_core.cli.simulation_options import simulation_options
+from ragcache_core.cli.settings_options import Listed, field_helps, simulation_options
 from ragcache_core.errors import ConfigError
 from ragcache_core.ordering import DOCUMENT_ORDERS
-from ragcache_core.sim.options import BELADY, ROUTINGS, SIMULATED_POLICIES
+from ragcache_core.sim.options import BELADY, ROUTINGS, SIMULATED_POLICIES, SimulationOptions
 
 if TYPE_CHECKING:
     from ragcache_core.reports.page import Report, Table
     from ragcache_core.reports.plots import Plot
-    from ragcache_core.sim.options import SimulationOptions
     from ragcache_core.sim.sweep import FinishedRun, Journal, SweepRun
 
 _TIERS = {"host_tokens": "host memory", "gpu_tokens": "GPU", "disk_tokens": "disk"}
@@ -41,25 +39,30 @@ _COLUMNS = (
 )
 
 
-class Listed(click.ParamType):  # type: ignore[type-arg]
-    """Several values with commas between them: names of ``choices``, or whole numbers where there are none."""
+_LISTED = {
+    "policies": ("policy", SIMULATED_POLICIES, "pgdsf,lru,mixture"),
+    "orders": ("order", DOCUMENT_ORDERS, "retrieval"),
+    "gpu_tokens": ("gpu_tokens", (), "40960"),
+    "host_tokens": ("host_tokens", (), "65536,262144,1048576"),
+    "disk_tokens": ("disk_tokens", (), "0"),
+    "replicas": ("replicas", (), "1"),
+    "routing": ("routing", ROUTINGS, "joint"),
+}
+"""The options that take several values: the setting, its choices and the default of each."""
 
-    name = "list"
 
-    def __init__(self, choices: Sequence[str] = ()) -> None:
-        self._choices = tuple(choices)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
-        """Return the values, each once."""
-        if isinstance(value, tuple):
-            return value
-        words = [word.strip().replace("_", "") if not self._choices else word.strip() for word in value.split(",")]
-        for word in words:
-            if self._choices and word not in self._choices:
-                self.fail(f"{word!r} is not one of {', '.join(self._choices)}.", param, ctx)
-            if not self._choices and not word.isdecimal():
-                self.fail(f"{word!r} is no whole number of tokens: give some as 65536,262144.", param, ctx)
-        return tuple(dict.fromkeys(words if self._choices else map(int, words)))
+def _listed_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for name, (setting, choices, default) in reversed(_LISTED.items()):
+        text = field_helps(SimulationOptions)[setting].removesuffix(".")
+        command = click.option(
+            "--" + name.replace("_", "-"),
+            type=Listed(choices),
+            default=default,
+            show_default=True,
+            metavar="X,X,...",
+            help=f"{text}: {', '.join(choices)}." if choices else f"{text}.",
+        )(command)
+    return command
 
 
 @click.command(
@@ -73,45 +76,7 @@ class Listed(click.ParamType):  # type: ignore[type-arg]
     ],
 )
 @click.argument("traces", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="TRACE...")
-@click.option(
-    "--policies",
-    type=Listed(SIMULATED_POLICIES),
-    default="pgdsf,lru,mixture",
-    show_default=True,
-    metavar="P,P,...",
-    help=f"What a full tier evicts: {', '.join(SIMULATED_POLICIES)}.",
-)
-@click.option(
-    "--orders",
-    type=Listed(DOCUMENT_ORDERS),
-    default="retrieval",
-    show_default=True,
-    metavar="O,O,...",
-    help=f"In which order a prompt shows its documents: {', '.join(DOCUMENT_ORDERS)}.",
-)
-@click.option(
-    "--gpu-tokens", type=Listed(), default="40960", show_default=True, metavar="N,N,...", help="KV on the GPU."
-)
-@click.option(
-    "--host-tokens",
-    type=Listed(),
-    default="65536,262144,1048576",
-    show_default=True,
-    metavar="N,N,...",
-    help="KV in host memory.",
-)
-@click.option("--disk-tokens", type=Listed(), default="0", show_default=True, metavar="N,N,...", help="KV on disk.")
-@click.option(
-    "--replicas", type=Listed(), default="1", show_default=True, metavar="N,N,...", help="Engines of these sizes each."
-)
-@click.option(
-    "--routing",
-    type=Listed(ROUTINGS),
-    default="joint",
-    show_default=True,
-    metavar="R,R,...",
-    help=f"Which replica gets a request: {', '.join(ROUTINGS)}.",
-)
+@_listed_options
 @simulation_options(
     *("system_tokens", "cost_model", "queue", "window", "block_size", "retrieval_s", "max_batch"),
     *("overlaps_transfers", "chunk_reuse", "chunk_share", "warm_up"),
@@ -147,7 +112,6 @@ def sweep(
     A trace is a file of 'ragcache trace'. Interrupted by Ctrl-C, a sweep with --output keeps what is finished, and
     goes on with --resume, which also takes over the runs of an earlier sweep that this one asks for again.
     """
-    from ragcache_core.sim.options import SimulationOptions
     from ragcache_core.sim.sweep import Journal, plan
 
     if resume and output is None:
@@ -340,7 +304,7 @@ def report(runs: Sequence[FinishedRun], num_requests: Mapping[str, int], notes: 
 
 def notes_on(runs: Sequence[FinishedRun], *, leaves_out_belady: bool) -> list[str]:
     """Return what a reader should know of the runs, each sentence once."""
-    from ragcache_core.sim.belady import above_belady
+    from ragcache_core.sim.sweep import above_belady
 
     left_out = "there is no belady with order cache_aware or replicas, which decide while they run"
     notes = [*dict.fromkeys(note for run in runs for note in run.notes), *above_belady(runs)]

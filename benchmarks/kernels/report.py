@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple
 
-from ragcache_kernels.check.agreement import Agreement
-from ragcache_kernels.check.ceilings import Ceilings
-from ragcache_kernels.check.prefill import PrefillProfile
-from ragcache_kernels.check.speeds import Speed
+from benchmarks.kernels.agreement import Agreement
+from benchmarks.kernels.ceilings import Ceilings
+from benchmarks.kernels.prefill import PrefillProfile
+from benchmarks.kernels.speeds import Speed
 from ragcache_kernels.scattered_attention import Tiles
 
 _BANDWIDTH_GOAL = 0.8

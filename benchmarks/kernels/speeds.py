@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - as everywhere
 
-from ragcache_kernels.check.cases import TOLERANCE, KernelCase, Shape, largest_error, make_case
-from ragcache_kernels.check.stock import Stock
-from ragcache_kernels.check.timing import Stopwatch
+from benchmarks.kernels.cases import TOLERANCE, KernelCase, Shape, largest_error, make_case
+from benchmarks.kernels.stock import Stock
+from benchmarks.kernels.timing import Stopwatch
 from ragcache_kernels.chunk_mass import chunk_attention_mass, naive_chunk_attention_mass
 from ragcache_kernels.rotate_into_cache import naive_rotate_into_cache, rotate_into_cache
 from ragcache_kernels.scattered_attention import Tiles, naive_scattered_attention, scattered_attention

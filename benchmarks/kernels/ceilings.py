@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ragcache_kernels.check.timing import Stopwatch
+from benchmarks.kernels.timing import Stopwatch
 
 
 @dataclass(frozen=True, slots=True)

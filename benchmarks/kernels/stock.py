@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ragcache_kernels.check.cases import KernelCase
+from benchmarks.kernels.cases import KernelCase
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - as everywhere
 from torch.nn.attention.bias import causal_lower_right
 
-from ragcache_kernels.check.timing import Stopwatch, Timing
+from benchmarks.kernels.timing import Stopwatch, Timing
 
 CACHED_TOKENS = (0, 1024, 4096, 16384, 32768)
 NEW_TOKENS = (1, 16, 64, 256, 1024, 4096, 8192)

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ragcache_kernels.check.preset import Preset, write_json
+from benchmarks.kernels.preset import Preset, write_json
 
 _NEEDED = {"numpy": (1, 26), "torch": (2, 11), "triton": (3, 6)}
 _DESCRIPTION = (
@@ -57,12 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     import torch
 
-    from ragcache_kernels.check import report
-    from ragcache_kernels.check.agreement import SHAPES, check_all
-    from ragcache_kernels.check.ceilings import measure_ceilings
-    from ragcache_kernels.check.speeds import TILES, KernelWorkload, measure_speeds, measure_tiles
-    from ragcache_kernels.check.stock import find_stock
-    from ragcache_kernels.check.timing import Stopwatch
+    from benchmarks.kernels import report
+    from benchmarks.kernels.agreement import SHAPES, check_all
+    from benchmarks.kernels.ceilings import measure_ceilings
+    from benchmarks.kernels.speeds import TILES, KernelWorkload, measure_speeds, measure_tiles
+    from benchmarks.kernels.stock import find_stock
+    from benchmarks.kernels.timing import Stopwatch
 
     small = options.interpret
     device = torch.device("cpu" if small else "cuda")
@@ -109,8 +109,8 @@ def _run(options: argparse.Namespace) -> int:
 def _prefill(stopwatch: Any, machine: dict[str, str], limits: Any, options: argparse.Namespace) -> Any:
     import torch
 
-    from ragcache_kernels.check import report
-    from ragcache_kernels.check.prefill import Sizes, continues_exactly, measure_prefill
+    from benchmarks.kernels import report
+    from benchmarks.kernels.prefill import Sizes, continues_exactly, measure_prefill
 
     error = continues_exactly(stopwatch.device)
     if not error < (5e-2 if stopwatch.device.type == "cuda" else 1e-4):
@@ -202,7 +202,7 @@ def _machine(device: Any) -> dict[str, str]:
 def _toy_shapes() -> Any:
     import torch
 
-    from ragcache_kernels.check.cases import Shape
+    from benchmarks.kernels.cases import Shape
 
     return (Shape(4, 2, 16, 23, 16, 10, False, 1.3), Shape(3, 1, 16, 19, dtype=torch.bfloat16))
 

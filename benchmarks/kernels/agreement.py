@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ragcache_kernels.check.cases import TOLERANCE, KernelCase, Shape, largest_error, make_case
+from benchmarks.kernels.cases import TOLERANCE, KernelCase, Shape, largest_error, make_case
 from ragcache_kernels.chunk_mass import chunk_attention_mass, naive_chunk_attention_mass
 from ragcache_kernels.rotate_into_cache import naive_rotate_into_cache, rotate_into_cache
 from ragcache_kernels.scattered_attention import naive_scattered_attention, scattered_attention

@@ -1,1 +1,0 @@
-"""Commands of a command: `simulate sweep`."""
