@@ -70,6 +70,25 @@ def test_a_tenant_who_has_left_the_file_is_locked_out_and_a_new_one_waits_for_th
     assert tenants_of(keys, OLD, OTHER) == ["acme", None], "who comes back has been known from the start"
 
 
+@pytest.mark.parametrize(
+    ("more", "waits"),
+    [
+        ("weight = 3", ["quota or weight of 'acme'"]),
+        ('quota = {host = "1GiB"}', ["quota or weight of 'acme'"]),
+        ("[operators]\nweight = 2", ["weight of operators"]),
+        ('[[collections]]\nname = "handbook"\nids = ["h/*"]', ["collection 'handbook'"]),
+    ],
+)
+def test_what_the_engine_must_know_is_named(keys: AcceptedKeys, path: Path, more: str, waits: list[str]) -> None:
+    assert keys.replace(write(path, table("acme", NEW, more), table("globex", OTHER))) == waits
+    assert tenants_of(keys, NEW) == ["acme"], "keys count at once"
+
+
+def test_another_secret_waits_for_a_restart(keys: AcceptedKeys, path: Path) -> None:
+    changed = write(path, f'secret = "{"s" * 32}"', table("acme", OLD), table("globex", OTHER))
+    assert keys.replace(changed) == ["secret"]
+
+
 def test_the_servers_own_key_for_a_tenant_is_refused_and_changes_nothing(keys: AcceptedKeys, path: Path) -> None:
     with pytest.raises(ConfigError, match="own API key"):
         keys.replace(write(path, table("acme", SERVER)))

@@ -114,6 +114,18 @@ def test_a_pinned_document_stays_where_others_press_and_goes_like_any_when_it_is
         it.check()
 
 
+def test_pins_beyond_the_share_are_refused_and_change_nothing() -> None:
+    with engine(None, num_blocks=60, host="256KiB", pinned_share=0.1) as it:
+        it.ask("first", "A")
+        it.ask("second", "C")
+        refused = act(it, "pin", "A", "C")["refused"]
+        assert "limit is" in refused
+        assert "pinned_share" in refused
+        assert not any(document["pinned"] for document in by_id(it).values())
+        assert not it.controller.tree.protected_keys
+        assert act(it, "pin", "E", dry_run=True)["changed"] == []
+
+
 def test_a_path_that_comes_later_is_protected_too_and_forgetting_ends_the_pin() -> None:
     with engine(None, pinned_share=0.9) as it:
         it.ask("first", "A")

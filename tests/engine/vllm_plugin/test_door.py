@@ -163,6 +163,13 @@ def test_documents_are_forgotten_by_all_engines_and_the_answer_waits_for_what_is
     assert engines[-2:] == [["a", "c", "b"], "left"], "it does not wait"
 
 
+def test_what_is_forgotten_is_in_no_statistics_though_the_engine_takes_no_step(
+    client: TestClient, engines: list[Any], told: list[Any]
+) -> None:
+    client.post("/v1/ragcache/documents/forget", headers=AUTHORIZED, json={"ids": ["a"]})
+    assert told == [{"hottest_documents": []}]
+
+
 @pytest.mark.parametrize("action", ["show", "pin", "unpin", "prefetch"])
 def test_an_id_is_unknown_where_no_engine_knows_it(
     client: TestClient, engines: list[Any], monkeypatch: pytest.MonkeyPatch, action: str
@@ -191,6 +198,51 @@ def test_an_id_is_unknown_where_no_engine_knows_it(
     answer = client.post(f"/v1/ragcache/documents/{action}", headers=AUTHORIZED, json={"ids": ["a", "c", "b"]})
     assert answer.status_code == 200
     assert answer.json()["unknown"] == ["c"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *("", "no json", "[]", '"a"', "{}", '{"ids": "a"}', '{"ids": []}', '{"ids": [1]}', '{"ids": [""]}'),
+        *('{"ids": ["a"], "wait_s": -1}', '{"ids": ["a"], "wait_s": "1"}', '{"ids": ["a"], "wait_s": 601}'),
+        *('{"ids": ["a"], "wait_s": true}', '{"ids": ["a"], "more": 1}', '{"ids": ["\\ud800"]}', '{"ids": [NaN]}'),
+        json.dumps({"ids": ["x" * 1025]}),
+        json.dumps({"ids": ["x"] * 4097}),
+        *("[" * depth + "]" * depth for depth in (900, 20_000)),
+        *('{"ids": ["a"], "wait_s": ' + "[" * depth + "]" * depth + "}" for depth in (900, 20_000)),
+        '{"ids": [' + "[" * 900 + "]" * 900 + "]}",
+    ],
+)
+def test_what_names_no_documents_is_refused_and_nothing_is_forgotten(
+    client: TestClient, app: FastAPI, engines: list[Any], body: str
+) -> None:
+    app.state.ragcache_max_body_bytes = 100_000
+    headers = {**AUTHORIZED, "content-type": "application/json"}
+    answer = client.post("/v1/ragcache/documents/forget", headers=headers, content=body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"]
+    assert engines == []
+
+
+def test_an_engine_that_cannot_forget_and_a_server_without_ragcache_say_so(
+    client: TestClient, engines: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: object) -> list[Any]:
+        return [{"refused": "its groups are in no tree"}]
+
+    monkeypatch.setattr(document_routes, "call_forget", refuse)
+    answer = client.post("/v1/ragcache/documents/forget", headers=AUTHORIZED, json={"ids": ["a"]})
+    assert answer.status_code == 409
+    assert "its groups are in no tree" in answer.text
+    monkeypatch.setattr(document_routes.received, "engine", lambda: None)
+    answer = client.post("/v1/ragcache/documents/forget", headers=AUTHORIZED, json={"ids": ["a"]})
+    assert answer.status_code == 404
+    assert "without RAGCache" in answer.text
+
+
+def test_the_routes_on_the_list_answer_without_the_key(client: TestClient) -> None:
+    for path in OPEN_PATHS:
+        assert client.get(path).status_code != 401, path
 
 
 def test_a_server_behind_a_prefix_asks_for_the_key_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -326,6 +326,21 @@ def test_what_is_being_written_or_read_is_overwritten_after_that(opening: Openin
     assert it.controller.counters.num_corrupt_chunks == 0, "it was forgotten, not damaged"
 
 
+def test_a_disk_that_is_gone_is_a_problem_and_no_error(opening: Opening) -> None:
+    it = opening()
+    it.store("B")
+    shutil.rmtree(it.directory)
+    receipt = forget(it, "B")
+    assert receipt["forgotten"] == ["B"]
+    assert left_of(it) == 0
+    why = it.tier.why_left()
+    assert why is not None
+    assert str(it.tier.path) in why
+    assert it.num_hits("B") == 0
+    forget(it, "B", "never stored")
+    assert left_of(it) == 0
+
+
 @pytest.mark.parametrize("what", ["the index cannot be read", "the key is gone"])
 def test_a_disk_that_an_engine_comes_back_without_is_a_problem_and_nobody_waits_for_it(
     tmp_path: Path, what: str

@@ -94,6 +94,12 @@ def test_vllm_asks_for_no_other_key_than_the_door(server: TestClient, method: st
     assert server.request(method, route, json={}, headers=headers(SERVER)).status_code not in (401, 403)
 
 
+def test_a_browser_that_asks_before_it_asks_needs_no_key(server: TestClient) -> None:
+    asked = {"Origin": "https://a.page", "Access-Control-Request-Method": "POST"}
+    answer = server.options("/v1/completions", headers=asked)
+    assert "CORS" in answer.text, "vLLM answers it, by its own list of origins"
+
+
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
 def test_vllm_reads_requests_with_their_tenants_salt(server: TestClient, read: list[Any], route: str) -> None:
     body = {

@@ -89,6 +89,27 @@ def test_what_nobody_knows_may_change_weights_while_an_engine_is_paused(core: Co
     assert core.num_forgotten == 1
 
 
+@pytest.mark.parametrize("method", ["compute_weight_checksums", "init_weight_transfer_engine", "checkpoint_prepare"])
+def test_calls_that_leave_the_weights_alone_forget_nothing(core: Core, method: str) -> None:
+    core.pause_scheduler()
+    core.collective_rpc(method)
+    assert (core.called[-1], core.num_forgotten) == (method, 0)
+
+
+def test_another_scheduler_in_the_same_process_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = Core(monkeypatch)
+    core.scheduler = SimpleNamespace(  # one that knows nothing of us
+        **{name: lambda *args, **kwargs: True for name in ("reset_prefix_cache", "finish_requests", "set_pause_state")},
+        has_unfinished_requests=lambda: False,
+        reset_encoder_cache=lambda: None,
+        pause_state=PauseState.PAUSED_NEW,
+    )
+    core.sleep(2)
+    core.collective_rpc("update_weights")
+    assert core.called[-2:] == ["sleep 2", "update_weights"]
+    assert core.num_forgotten == 0
+
+
 def test_an_explicit_reset_forgets_it_also_while_the_engine_is_paused(core: Core) -> None:
     core.reset_prefix_cache(reset_connector=True)
     core.pause_scheduler()

@@ -92,6 +92,16 @@ def test_stages_that_need_more_than_the_first_leave_an_engine_with_gpu_memory_al
     assert plugin_log.text.count(line) == 1
 
 
+def test_a_disk_that_such_an_engine_leaves_may_hold_what_is_forgotten(
+    files: EngineFiles, tmp_path: Path, identity: None
+) -> None:
+    with host_scheduler(400, "1MiB", files=files, disk_bytes="1MiB", directory=tmp_path) as scheduler:
+        tell(scheduler, BLOCK_BYTES, BLOCK_BYTES, 2 * BLOCK_BYTES)
+        scheduler.forget(["d"])
+        (why,) = scheduler.left()["problems"]
+        assert str(tmp_path) in why
+
+
 def test_stages_that_need_less_than_the_first_have_all_tiers(
     files: EngineFiles, plugin_log: pytest.LogCaptureFixture
 ) -> None:

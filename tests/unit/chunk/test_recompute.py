@@ -149,6 +149,17 @@ def test_a_selection_of_whole_chunks_splits_none_and_keeps_to_its_share(scene, a
     assert sum(computed) <= math.ceil(max_recompute * sum(chunk.span.num_tokens for chunk in made.reused))
 
 
+def test_of_whole_chunks_that_is_computed_which_looks_outwards_and_lost_its_neighbour() -> None:
+    asks = variant(1, 8, [(0, 6, 4.0)], intra=2.0)  # three quarters of its attention leave it
+    tells = variant(2, 8, [(0, 6, 4.0)], intra=6.0)  # one quarter
+    stored = {key(1): [asks], key(2): [tells]}
+    beside = plan(spans((9, 6), (1, 8), (2, 8)), stored, 6, 22, alpha=2.0, selection=WHOLE_CHUNKS)
+    assert [bool(chunk.recomputed) for chunk in beside.reused] == [True, False]
+    assert [chunk.overhead for chunk in beside.reused] == [1.0, 0.0]
+    behind = plan(spans((0, 6), (1, 8)), stored, 6, 14, alpha=2.0, selection=WHOLE_CHUNKS)
+    assert behind.recomputed == ()
+
+
 def test_a_chunk_known_only_from_the_beginning_of_prompts_is_computed_once_where_it_moves_to() -> None:
     first = variant(1, 8, intra=8.0)
     moved = plan(spans((0, 6), (1, 8)), {key(1): [first]}, 6, 14, alpha=1.5, selection=WHOLE_CHUNKS)
@@ -156,6 +167,12 @@ def test_a_chunk_known_only_from_the_beginning_of_prompts_is_computed_once_where
     known = [first, variant(1, 8, [(0, 6, 1.0)], number=1, intra=6.0)]
     again = plan(spans((7, 6), (1, 8)), {key(1): known}, 6, 14, alpha=1.5, selection=WHOLE_CHUNKS)
     assert again.recomputed == ()
+
+
+def test_where_not_all_may_be_computed_those_that_lost_most_are() -> None:
+    stored = {key(n): [variant(n, 8, [(0, 6, 1.0)], intra=float(n))] for n in (1, 2, 3)}
+    made = plan(spans((3, 8), (2, 8), (1, 8)), stored, 0, 24, alpha=9.0, max_recompute=0.5, selection=WHOLE_CHUNKS)
+    assert [bool(chunk.recomputed) for chunk in made.reused] == [False, False, True]
 
 
 def test_what_inherited_an_error_is_computed_where_alpha_asks_for_more_than_it_was_captured_under() -> None:

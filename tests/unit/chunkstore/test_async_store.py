@@ -15,7 +15,7 @@ from ragcache_core.chunkstore import AsyncStore, ChunkStore, ChunkWrite, Scratch
 from ragcache_core.chunkstore.async_store import ReadRate
 from ragcache_core.chunkstore.index import ChunkIndex
 from ragcache_core.chunkstore.slotfile import SlotFile
-from ragcache_core.errors import CacheTierError, CacheWriteError
+from ragcache_core.errors import CacheCapacityError, CacheTierError, CacheWriteError
 from tests.support.waiting import until
 
 CHUNK_BYTES = 4096
@@ -97,6 +97,15 @@ def test_changes_keep_their_order_and_reads_bring_what_was_written(scene: Scene)
     assert bytes(target) == b"b".ljust(CHUNK_BYTES)
 
 
+def test_a_store_that_is_only_full_stays_in_service(scene: Scene) -> None:
+    for key in (b"a", b"b", b"c", b"d", b"e"):
+        scene.write(key)
+    scene.settle()
+    (error,) = scene.errors
+    assert isinstance(error, CacheCapacityError)
+    assert scene.threads.why_down() is None
+
+
 def test_a_full_disk_rests_is_tried_again_and_is_logged_once_each_way(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -125,6 +134,13 @@ def test_a_full_disk_rests_is_tried_again_and_is_logged_once_each_way(
     assert "is out of service" not in failed
     assert "as the test wants it" in failed
     assert works == "RC-TIER-WORKS: Writing to The test's store works again"
+
+
+def test_a_write_that_fails_as_the_files_are_gone_takes_the_store_down(scene: Scene) -> None:
+    shutil.rmtree(scene.store.path)
+    scene.write(b"a", is_write=True)
+    scene.settle()
+    assert "restart the engine" in str(scene.threads.why_down())
 
 
 @pytest.mark.parametrize("change", ["evict", "rename"])

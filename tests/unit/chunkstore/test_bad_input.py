@@ -79,6 +79,27 @@ def test_a_cache_of_a_newer_version_is_refused_and_left_alone(opening: Opening) 
     assert len(opening()) == 3
 
 
+@pytest.mark.parametrize("identity", [{"model": None}, {"model": 1.5}, {7: "x"}])
+def test_an_identity_holds_texts_and_whole_numbers(folder: Path, identity: Any) -> None:
+    with pytest.raises(ValueError, match="use texts and whole numbers"):
+        ChunkStore(folder, identity, chunk_bytes=10, capacity_bytes=1 << 20)
+
+
+@pytest.mark.parametrize("key", [b"", bytes(65), "text", None, 7])
+def test_a_key_has_up_to_64_bytes(store: ChunkStore, key: Any) -> None:
+    with pytest.raises(ValueError, match="use 1 to 64 bytes"):
+        store.write_many([*writes(keys(2)), ChunkWrite(key, payload(b""))])
+    assert len(store) == 0
+    assert store.delete_many([key]) == 0
+    assert read(store, key) is None
+
+
+def test_keys_of_any_64_bytes_are_kept_apart(store: ChunkStore) -> None:
+    odd = [b"\0", b"\0\0", bytes(64), b"\xff" * 64, b"'; DROP TABLE chunks"]
+    store.write_many([ChunkWrite(key, payload(key)) for key in odd])
+    assert [read(store, key) for key in odd] == [payload(key) for key in odd]
+
+
 def test_an_update_that_is_not_finite_changes_nothing(store: ChunkStore) -> None:
     store.write_many(writes(keys(2)))
     with pytest.raises(ValueError, match="finite"):

@@ -105,6 +105,13 @@ def test_a_chunk_that_moved_to_another_slot_meanwhile_is_found_there(
     assert read(store, b"new") == payload(b"new")
 
 
+def test_clearing_meanwhile_is_a_miss(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.write_many(writes(keys(4)))
+    in_the_middle_of_reading(monkeypatch, store.clear)
+    assert read(store, b"key 2") is None
+    assert store.stats.num_damaged == 0
+
+
 def test_closing_waits_for_reads_in_flight(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.write_many(writes(keys(4)))
     is_reading, may_read = threading.Event(), threading.Event()

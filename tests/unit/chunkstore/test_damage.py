@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ragcache_core.chunkstore import ChunkStore
+from ragcache_core.chunkstore import ChunkNote, ChunkStore, ChunkWrite
 from tests.support.crash_points import run_damage
 
 from .conftest import CHUNK_BYTES, IDENTITY, Opening, aligned, keys, payload, read, writes
@@ -74,6 +74,40 @@ def test_the_right_bytes_of_another_chunk_are_a_miss(store: ChunkStore) -> None:
     assert [read(store, key) for key in keys(2)] == [payload(b"key 0"), None]
 
 
+def test_a_chunk_whose_key_was_damaged_is_a_miss_under_both(opening: Opening) -> None:
+    with opening() as store:
+        store.write_many(writes(keys(2)))
+    with sqlite3.connect(store.path / "index.sqlite") as connection:
+        connection.execute("UPDATE chunks SET key = ? WHERE slot = 1", (b"key 5",))
+    connection.close()
+    store = opening()
+    assert b"key 5" in store
+    assert [read(store, key) for key in (b"key 0", b"key 1", b"key 5")] == [payload(b"key 0"), None, None]
+    assert store.stats.num_damaged == 1
+
+
+def test_what_a_cut_file_lacks_is_a_miss_at_once_and_after_opening(opening: Opening) -> None:
+    with opening() as store:
+        store.write_many(writes(keys(8)))
+        os.truncate(store.path / "chunks.data", 6 * store.slot_bytes + 100)
+        targets = [aligned(CHUNK_BYTES) for _ in range(8)]
+        assert store.read_many(list(zip(keys(7), targets, strict=False))) == [True] * 6 + [False]
+        assert store.stats.num_damaged == 1
+    store = opening()
+    assert store.stats.num_missing == 1
+    assert [read(store, key) for key in keys(8)] == [*map(payload, keys(6)), None, None]
+    assert store.num_free_slots == 10
+
+
+def test_a_data_file_that_is_gone_is_a_cache_that_is_empty(opening: Opening) -> None:
+    with opening() as store:
+        store.write_many(writes(keys(8)))
+    (store.path / "chunks.data").unlink()
+    store = opening()
+    assert [len(store), store.stats.num_missing, store.num_free_slots] == [0, 8, 16]
+    assert store.write_many(writes(keys(8))) == keys(8)
+
+
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "garbage": lambda content: b"this is not a database" * 500,
     "empty": lambda content: b"",
@@ -116,6 +150,15 @@ def test_a_damaged_list_of_free_pages_does_not_refuse_writes_for_ever(opening: O
     assert store.write_many(writes(keys(600), 16)) == keys(600)
 
 
+def test_a_schema_that_is_no_text_is_a_cache_that_starts_empty(opening: Opening) -> None:
+    with opening() as store:
+        store.write_many(writes(keys(2)))
+    path = store.path / "index.sqlite"
+    path.write_bytes(path.read_bytes().replace(b"CREATE TABLE chunks", b"CREATE TAB\xeb\xff chunks"))
+    store = opening()
+    assert [len(store), store.stats.num_resets] == [0, 1]
+
+
 def test_chunks_that_were_moved_under_another_identity_are_not_served(opening: Opening) -> None:
     with opening(chunk_bytes=4096) as other:
         other.write_many(writes(keys(2), 4096))
@@ -148,6 +191,26 @@ def test_a_row_that_cannot_be_right_is_dropped_and_its_slot_is_free(opening: Ope
     assert [e.key for e in store.entries()] == [key for key in keys(8) if key != b"key 3"]
     assert store.write_many(writes([b"key 3"])) == [b"key 3"]
     assert [read(store, key) for key in keys(8)] == [payload(key) for key in keys(8)]
+
+
+IMPOSSIBLE = ["parent = 7", "doc_id = x'ff'", "doc_id = CAST(x'ff' AS TEXT)", "position = 'x'", "cost = 'x'"]
+
+
+OTHER_PLACES = ["parent = x'6b65792033'", "parent = NULL", "doc_id = 'b'", "doc_id = NULL", "position = 7"]
+
+
+@pytest.mark.parametrize("change", [*IMPOSSIBLE, *OTHER_PLACES, "place_checksum = 7", "place_checksum = 'x'"])
+def test_a_chunk_with_another_note_than_was_written_is_dropped_when_it_is_listed(opening: Opening, change: str) -> None:
+    with opening() as store:
+        note = ChunkNote(parent=b"key 0", doc_id="a", position=1)
+        store.write_many([ChunkWrite(key, payload(key), note) for key in keys(4)])
+    with sqlite3.connect(store.path / "index.sqlite") as connection:
+        connection.execute(f"UPDATE chunks SET {change} WHERE slot = 2")
+    connection.close()
+    with opening() as store:
+        assert [entry.key for entry in store.entries()] == [b"key 0", b"key 1", b"key 3"]
+        assert [len(store), store.stats.num_damaged] == [3, 1]
+    assert len(opening()) == 3
 
 
 def test_an_input_error_is_a_miss_for_its_chunk_alone_and_forgets_nothing(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +14,10 @@ from typing import Any
 import pytest
 
 from ragcache_core.chunkstore import ChunkStore, ChunkWrite
-from ragcache_core.errors import CacheWriteError
+from ragcache_core.errors import CacheLockedError, CacheWriteError
 from tests.support.crash_points import run_killpoints
 
-from .conftest import CHUNK_BYTES, Opening, aligned, keys, payload, read, writes
+from .conftest import CHUNK_BYTES, IDENTITY, Opening, aligned, keys, payload, read, writes
 
 
 @pytest.mark.slow
@@ -25,6 +26,30 @@ def test_killed_at_any_instant_a_store_loses_nothing_acknowledged_and_serves_not
     assert result.num_points == 40
     assert result.num_in_flight > 0
     assert (result.num_lost, result.num_wrong) == (0, 0)
+
+
+HOLDING = """
+import sys, time
+from tests.unit.chunkstore import conftest as c
+store = c.ChunkStore(sys.argv[1], c.IDENTITY, chunk_bytes=c.CHUNK_BYTES, capacity_bytes=16 * c.CHUNK_BYTES)
+store.write_many(c.writes(c.keys(3)))
+print("written", flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_lock_and_the_chunks_of_a_killed_process_are_there_for_the_next(folder: Path) -> None:
+    settings: dict[str, Any] = {"chunk_bytes": CHUNK_BYTES, "capacity_bytes": 16 * CHUNK_BYTES}
+    with subprocess.Popen([sys.executable, "-c", HOLDING, str(folder)], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        try:
+            assert holder.stdout.readline() == b"written\n"
+            with pytest.raises(CacheLockedError, match="another engine"):
+                ChunkStore(folder, IDENTITY, **settings)
+        finally:
+            holder.send_signal(signal.SIGKILL)
+    with ChunkStore(folder, IDENTITY, **settings) as store:
+        assert [read(store, key) for key in keys(3)] == [payload(key) for key in keys(3)]
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EIO, errno.EDQUOT])
@@ -68,6 +93,13 @@ def test_a_system_that_writes_a_part_at_a_time_is_asked_again(
     parts = [source[i * CHUNK_BYTES : (i + 1) * CHUNK_BYTES] for i in range(3)]
     store.write_many([ChunkWrite(key, part) for key, part in zip(keys(3), parts, strict=True)])
     assert [read(store, key) for key in keys(3)] == [payload(key) for key in keys(3)]
+
+
+def test_a_write_that_goes_nowhere_is_an_error(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "pwritev", lambda *_: 0)
+    with pytest.raises(CacheWriteError, match="nothing more was written"):
+        store.write_many(writes(keys(1)))
+    assert len(store) == 0
 
 
 FILLING = """

@@ -173,3 +173,9 @@ def test_nothing_is_left_of_encrypted_chunks_either(opening: Opening) -> None:
     assert [read(store, key) for key in names] == [None] * 3 + [payload(key) for key in names[3:]]
     store.write_many(named(names))
     assert [read(store, key) for key in names] == [payload(key) for key in names]
+
+
+def test_a_cleared_store_holds_nothing(store: ChunkStore) -> None:
+    store.write_many(named(keys(4)))
+    store.clear()
+    assert not any(is_left(store, keys(4)))

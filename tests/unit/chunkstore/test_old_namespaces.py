@@ -17,7 +17,7 @@ import pytest
 from ragcache_core.chunkstore import ChunkStore, list_namespaces
 from ragcache_core.chunkstore.namespace import changing
 from ragcache_core.chunkstore.old_namespaces import delete_unused
-from ragcache_core.errors import CacheCapacityError
+from ragcache_core.errors import CacheCapacityError, CacheDirectoryError
 
 from .conftest import CHUNK_BYTES, IDENTITY, keys, read, unlink_failing_after, writes
 
@@ -80,6 +80,14 @@ def test_older_identities_of_the_same_model_make_room_the_longest_unused_first(
     assert f"its space is needed for capacity_bytes, {MIB:,}" in caplog.text
 
 
+def test_caches_of_another_model_are_not_deleted_for_room(folder: Path, give_room: Callable[[int], None]) -> None:
+    other = closed(folder, days=3, model="other")
+    give_room(MIB)
+    with pytest.raises(CacheCapacityError, match=f"{other} holds"):
+        opened(folder)
+    assert other.exists()
+
+
 def test_a_cache_that_an_engine_has_open_is_never_deleted(folder: Path, give_room: Callable[[int], None]) -> None:
     closed(folder, days=40, weights="in use")
     with opened(folder, weights="in use") as store:
@@ -93,6 +101,13 @@ def test_a_cache_that_an_engine_has_open_is_never_deleted(folder: Path, give_roo
         assert read(store, b"key 3") is not None
 
 
+def test_an_identity_that_comes_back_within_a_month_finds_its_chunks(folder: Path) -> None:
+    closed(folder, days=20)
+    closed(folder, weights="tried")
+    with opened(folder) as store:
+        assert len(store) == 8
+
+
 def test_what_a_newer_version_wrote_and_what_is_no_cache_stays(folder: Path) -> None:
     newer = closed(folder, days=99, weights="newer")
     (newer / "identity.json").write_text('{"format": 99, "identity": {}}')
@@ -104,6 +119,18 @@ def test_what_a_newer_version_wrote_and_what_is_no_cache_stays(folder: Path) -> 
     with opened(folder):
         assert newer.exists()
         assert documents.exists()
+
+
+def test_one_that_cannot_be_deleted_is_said_and_does_no_harm(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = closed(folder, days=31, weights="old")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", unlink_failing_after(0, PermissionError(13, "Permission denied")))
+        store = opened(folder)
+    with store:
+        assert f"{old}, an old cache, cannot be deleted" in caplog.text
 
 
 def test_nobody_enters_a_cache_while_another_engine_deletes_some(folder: Path) -> None:
@@ -140,6 +167,14 @@ def test_by_hand_folders_go_that_nobody_has_open_in_workers_folders_as_well_and_
         delete_unused(folder, unused_s=0)
         assert not young.exists()
         assert store.path.exists(), "an engine has it open"
+
+
+def test_by_hand_a_clock_that_was_set_back_makes_nothing_old_and_a_missing_folder_is_told(folder: Path) -> None:
+    future = closed(folder, days=-400)
+    assert not delete_unused(folder, unused_s=1).folders
+    assert future.exists()
+    with pytest.raises(CacheDirectoryError, match="nowhere"):
+        delete_unused(folder / "nowhere", unused_s=0)
 
 
 def without(name: str, path: Path) -> Path:
@@ -237,6 +272,14 @@ def test_a_dry_run_changes_nothing_on_the_disk(folder: Path) -> None:
     assert {str(old), str(of_a_worker), str(without_lock)} < {each.path for each in trial.folders}
     done = delete_unused(folder, unused_s=7 * DAY_S)
     assert [(each.path, each.num_bytes) for each in done.folders] == [(t.path, t.num_bytes) for t in trial.folders]
+
+
+def test_gc_makes_no_lock_where_it_finds_no_cache(tmp_path: Path) -> None:
+    foreign(tmp_path / "photos")
+    foreign(tmp_path / "engine-1" / ("0" * 32))
+    before = state_of(tmp_path)
+    assert not delete_unused(tmp_path, unused_s=0).folders
+    assert state_of(tmp_path) == before
 
 
 def test_caches_from_before_there_were_markers_are_deleted_when_they_are_old_and_marked_when_they_are_not(

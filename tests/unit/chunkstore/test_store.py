@@ -38,6 +38,15 @@ def test_where_the_file_system_has_no_direct_input_and_output_it_is_buffered(
         assert read(store, b"key 1") == payload(b"key 1")
 
 
+def test_many_chunks_are_read_in_any_order_and_misses_are_among_them(store: ChunkStore) -> None:
+    store.write_many(writes(keys(8)))
+    wanted = [b"key 6", b"none", b"key 0", b"key 1", b"key 6", b"key 7"]
+    targets = [aligned(CHUNK_BYTES) for _ in wanted]
+    assert store.read_many(list(zip(wanted, targets, strict=True))) == [True, False, True, True, True, True]
+    for key, target in zip(wanted, targets, strict=True):
+        assert key == b"none" or target == payload(key)
+
+
 @pytest.mark.parametrize("chunk_bytes", [1, 1000, 4096, 4097, 40_000])
 @pytest.mark.parametrize("offset", [0, 1, 512])
 def test_chunks_of_any_size_go_to_and_from_memory_anywhere(opening: Opening, chunk_bytes: int, offset: int) -> None:
@@ -67,6 +76,18 @@ def test_entries_come_with_their_notes_parents_first(opening: Opening) -> None:
         ChunkEntry(b"root", None, None, 0, 7.0, 1e-9),
         ChunkEntry(b"leaf", b"root", "Straße 7", 1, 2.5, 0.25),
     ]
+
+
+def test_clear_forgets_everything_and_gives_the_space_back(opening: Opening) -> None:
+    with opening() as store:
+        store.write_many(writes(keys(16)))
+        store.clear()
+        assert [len(store), store.num_free_slots, read(store, b"key 0")] == [0, 16, None]
+        assert (store.path / "chunks.data").stat().st_size == 0
+        store.write_many(writes([b"new"]))
+    store = opening()
+    assert [entry.key for entry in store.entries()] == [b"new"]
+    assert read(store, b"new") == payload(b"new")
 
 
 def test_a_smaller_capacity_keeps_parents_and_what_is_worth_most(opening: Opening) -> None:
@@ -153,6 +174,10 @@ def test_caches_of_other_identities_are_left_alone_and_listed(opening: Opening, 
         **IDENTITY,
         "chunk_bytes": CHUNK_BYTES,
     }
+
+
+def test_a_directory_that_is_not_there_has_no_namespaces(store: ChunkStore) -> None:
+    assert list_namespaces(store.path / "nowhere") == []
 
 
 def test_closing_twice_is_fine_and_reads_are_misses_from_then_on(store: ChunkStore) -> None:

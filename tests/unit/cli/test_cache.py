@@ -112,6 +112,12 @@ def test_nothing_is_purged_that_nobody_has_confirmed(server: ScriptedServer) -> 
     assert asked(server) == ("cache/purge", {"wait_s": 5.0})
 
 
+def test_forget_is_the_same_command_here(server: ScriptedServer) -> None:
+    server.receipt = ForgetReceipt(forgotten=("a",)).to_dict()
+    assert run(server, "forget", "a").exit_code == 0
+    assert server.forgotten == [["a"]]
+
+
 def test_folders_are_collected_through_a_server_or_in_a_directory(server: ScriptedServer, tmp_path: Path) -> None:
     result = run(server, "gc", "--unused-days", "8", "--dry-run")
     assert result.stdout.splitlines() == ["   2.0 KiB  8.5 days  /kv/ab", "1 folders with 2.0 KiB would be deleted"]

@@ -97,3 +97,10 @@ def test_the_statistics_of_a_request_survive_their_way_through_a_response() -> N
     stats = RequestStats(1100, 760, 5, 0.1, 0.2, chunk_reuse=reuse)
     assert request_stats_from_dict(stats.to_dict()) == stats
     assert stats.num_computed_tokens == 340
+
+
+@pytest.mark.parametrize("reuse", [{"num_chunks": 1}, {"variants": []}, 7])
+def test_damaged_statistics_are_a_value_error(reuse: object) -> None:
+    data = {**RequestStats(1100, 760, 5, 0.1, 0.2).to_dict(), "chunk_reuse": reuse}
+    with pytest.raises(ValueError, match="not the statistics"):
+        request_stats_from_dict(data)

@@ -67,6 +67,21 @@ for module in modules:
 
 
 @pytest.mark.parametrize("floor", LAYERS)
+def test_a_floor_imports_with_everything_above_it_blocked(floor: str) -> None:
+    names = list(LAYERS)
+    above = [folder for name in names[names.index(floor) + 1 :] for folder in LAYERS[name]]
+    blocked = [*above, *FOREIGN[floor], "vllm", "torch", "ragcache_core.vllm_plugin"]
+    if floor == "top":
+        blocked = ["vllm", "torch"]
+    if floor == "integrations":  # the frameworks may import torch where it is installed; we do not
+        blocked.remove("torch")
+    modules = [name for folder in LAYERS[floor] for name in _modules(folder)]
+    code = _BLOCKED.format(blocked=blocked, modules=modules)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("floor", LAYERS)
 def test_a_layer_imports_nothing_above_it_nor_what_it_works_without(floor: str) -> None:
     names = list(LAYERS)
     above = [folder for name in names[names.index(floor) + 1 :] for folder in LAYERS[name]]

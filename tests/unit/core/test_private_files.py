@@ -16,6 +16,7 @@ from ragcache_core.cli import cli
 from ragcache_core.client.launch.arguments import new_log_path
 from ragcache_core.errors import CacheDirectoryError
 from ragcache_core.private_files import make_folders, make_once, make_private_folder, open_private
+from ragcache_core.profiles.files import write_json
 from ragcache_core.retrieval import DocumentStore
 from ragcache_core.runtime.shared_memory import EngineFiles, new_engine_id
 from ragcache_core.runtime.tokenizer_files import keep
@@ -77,6 +78,15 @@ for read_only in (False, True):
         pytest.skip("only root can become another user")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["StoreError True"] * 2
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o022])
+def test_a_folder_for_profiles_is_made_for_its_owner_alone(
+    tmp_path: Path, umask: Callable[[int], int], mask: int
+) -> None:
+    umask(mask)
+    write_json({"a": 1}, tmp_path / "profiles" / "p.json")
+    assert modes(tmp_path)["profiles"] == 0o700
 
 
 def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path: Path) -> None:

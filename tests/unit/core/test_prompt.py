@@ -84,6 +84,11 @@ def _blocked(text: str, piece: str, spans: Sequence[DocumentSpan]) -> bool:
     return all(any(s.start < i + len(piece.strip()) and i < s.end for s in spans) for i in starts)
 
 
+def test_a_document_that_holds_another_keeps_its_characters() -> None:
+    spans = locate_documents("zor is big. zor is", [("small", "zor is"), ("large", "zor is big.")])
+    assert spans == [DocumentSpan("large", 0, 11), DocumentSpan("small", 12, 18)]
+
+
 def test_equal_documents_take_time_by_their_number() -> None:
     def seconds(num_documents: int) -> float:
         text, documents = "zor is big. " * num_documents, [(f"d{i}", "zor is big.") for i in range(num_documents)]
@@ -135,6 +140,16 @@ def test_what_a_question_quotes_of_a_document_is_not_that_document(contents: lis
     messages = [{"role": "user", "content": content} for content in contents]
     documents = [("zor", "zor is big."), ("mel", "mel is red.")]
     assert shown_texts(messages, documents, "Who says mel is red. Really?") == places
+
+
+@pytest.mark.parametrize("layout", [PromptLayout(), PromptLayout(document_format="\n{text}\n")])
+def test_a_question_that_holds_all_documents_does_not_move_them(layout: PromptLayout) -> None:
+    documents = [Document("zor", "zor is big."), Document("mel", "mel is red.")]
+    plain, quoting = (
+        layout.render(WordTokenizer(), documents, question)
+        for question in ("Who?", f"Why {layout.context(documents)}?")
+    )
+    assert [(s.doc_id, s.start) for s in quoting.segments] == [(s.doc_id, s.start) for s in plain.segments]
 
 
 def test_a_token_across_a_boundary_belongs_to_the_segment_of_its_last_character() -> None:

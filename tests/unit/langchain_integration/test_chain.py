@@ -14,8 +14,11 @@ from ragcache_integrations.langchain import (
     ChatRAGCache,
     RAGCacheRetriever,
     StagedFAISS,
+    format_documents,
+    prompt_from_layout,
 )
 from tests.support.scripted_server import ScriptedServer
+from tests.support.scripted_source import Stage
 
 TEXTS = {
     "sun": "The sun is a star, and every planet goes around it.",
@@ -71,6 +74,16 @@ async def test_the_events_of_a_chain_hold_candidates_and_statistics(chain: Runna
     (ended,) = [e for e in events if e["event"] == "on_chat_model_end"]
     stats = ended["data"]["output"].response_metadata["ragcache"]
     assert {d["doc_id"] for d in stats["documents"]} == set(candidates["data"]["doc_ids"])
+
+
+@pytest.mark.usefixtures("idle")
+def test_no_prefill_has_the_key_of_an_earlier_call(make: Any, llm: ChatRAGCache, warmed: Any) -> None:
+    """The next call may be another tenant's."""
+    asked = llm.bind(extra_headers={"x-tenant": "a"})
+    for _ in range(2):
+        search = {"context": make(Stage("moon sun"), Stage("moon sun")) | format_documents}
+        (search | prompt_from_layout().partial(question=QUESTION) | asked).invoke(QUESTION)
+    assert warmed() == []
 
 
 # The prompt helpers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -80,6 +81,22 @@ def test_no_single_flipped_bit_goes_unnoticed(saved: Path) -> None:
     DocumentStore.open(saved).close()
 
 
+def test_no_flipped_bit_of_the_manifest_goes_unnoticed(saved: Path) -> None:
+    path = saved / MANIFEST_NAME
+    whole = path.read_bytes()
+    meant = json.loads(whole)
+    for position in range(0, len(whole), 3):
+        harmed = flip(whole, position, position % 7)
+        path.write_bytes(harmed)
+        try:
+            if json.loads(harmed) == meant:  # white space
+                continue
+        except ValueError:
+            pass
+        with pytest.raises((errors.StoreCorruptError, errors.StoreVersionError)):
+            DocumentStore.open(saved, read_only=True)
+
+
 def test_a_damaged_index_is_made_again_from_the_stored_vectors(saved: Path) -> None:
     (path,) = saved.glob("index-*")
     with DocumentStore.open(saved) as store:
@@ -109,6 +126,28 @@ def test_a_store_of_a_newer_version_is_refused_and_left_alone(saved: Path) -> No
     with pytest.raises(errors.StoreVersionError, match=f"format {FORMAT + 1}.*reads up to {FORMAT}: upgrade"):
         DocumentStore.open(saved)
     assert {part: part.read_bytes() for part in parts(saved)} == before
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "7", "null", '{"format": 2}', '{"format": "1", "store": {}, "sha256": ""}', "{" * 9]
+)
+def test_a_manifest_that_is_something_else_is_corrupt(saved: Path, text: str) -> None:
+    (saved / MANIFEST_NAME).write_text(text)
+    with pytest.raises(errors.StoreCorruptError, match="manifest"):
+        DocumentStore.open(saved)
+
+
+def test_a_manifest_with_a_right_hash_but_wrong_content_is_corrupt(saved: Path) -> None:
+    path = saved / MANIFEST_NAME
+    manifest = json.loads(path.read_text())
+    there = manifest["store"]["index"]
+    elsewhere = there | {"file": there["file"] | {"name": "../index-000001.faiss"}}
+    for key, value in (("index", elsewhere), ("options", {"kind": "tree"}), ("segments", [{}]), ("index", 5)):
+        body = manifest["store"] | {key: value}
+        digest = hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        path.write_text(json.dumps({"format": 2, "store": body, "sha256": digest}))
+        with pytest.raises(errors.StoreCorruptError):
+            DocumentStore.open(saved)
 
 
 def test_a_file_in_another_files_place_is_noticed(saved: Path) -> None:

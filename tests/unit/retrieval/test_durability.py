@@ -15,6 +15,7 @@ import pytest
 
 from ragcache_core import errors
 from ragcache_core.retrieval import DocumentStore
+from ragcache_core.types import Document
 
 from .conftest import make_documents
 
@@ -177,6 +178,64 @@ def test_a_change_that_cannot_be_saved_changes_nothing(
     assert refused >= 3
     assert after != before
     assert contents(folder) == after
+
+
+FILLING = """
+import resource, sys
+from pathlib import Path
+from tests.unit.retrieval import test_durability as t
+
+folder = Path(sys.argv[1])
+before = t.contents(folder)
+for num_bytes in map(int, sys.argv[2:]):
+    with t.DocumentStore.open(folder) as store:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+        try:
+            store.add([t.Document(f"big-{i}", f"word{i} " * 2000) for i in range(30)])
+        except t.errors.StoreFullError as error:
+            assert "nothing was lost" in str(error), error
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        found = store.search(store.get(["doc-7"])[0].text, 1).documents[0].doc_id
+    now = t.contents(folder)
+    print(num_bytes, len(now), found, "as before" if now == before else "")
+"""
+
+
+def test_a_file_that_cannot_grow_is_a_full_store_and_nothing_is_lost(folder: Path) -> None:
+    make_store(folder, "add")
+    done = subprocess.run(
+        [sys.executable, "-c", FILLING, str(folder), "0", "5000", "200000", "10000000"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[3],
+    )
+    assert done.stdout.splitlines() == [
+        "0 30 doc-7 as before",
+        "5000 30 doc-7 as before",
+        "200000 30 doc-7 as before",
+        "10000000 60 doc-7 ",
+    ], done.stderr
+
+
+def test_a_store_that_cannot_be_made_leaves_no_manifest(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing_at(monkeypatch, 1, errno.ENOSPC)
+    with pytest.raises(errors.StoreFullError):
+        DocumentStore.create(folder)
+    DocumentStore.create(folder).close()
+
+
+def test_a_full_disk_at_close_loses_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ragcache_core.retrieval.storage import writer
+
+    monkeypatch.setattr(writer, "_SMALL_INDEX_BYTES", 0)
+    make_store(folder, "add")
+    store = DocumentStore.open(folder)
+    store.add([Document("one", "one more")])
+    with pytest.MonkeyPatch.context() as patched:
+        failing_at(patched, 1, errno.ENOSPC)
+        store.close()
+    assert contents(folder)[-1] == ("one", "one more")
 
 
 def test_what_a_crash_left_is_swept_up_by_the_next_writer_only(folder: Path) -> None:

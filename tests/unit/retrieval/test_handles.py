@@ -13,6 +13,7 @@ import pytest
 
 from ragcache_core import errors
 from ragcache_core.retrieval import DocumentStore
+from ragcache_core.retrieval.storage import snapshot
 from ragcache_core.retrieval.storage.documents import SegmentFile
 
 from .conftest import make_documents
@@ -121,6 +122,22 @@ def change_before_each_read(
 def test_a_reader_waits_for_a_pause_of_a_busy_writer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with change_before_each_read(folder, monkeypatch, 20)() as reader:
         assert len(reader) == 22
+
+
+def test_a_writer_that_never_pauses_is_not_called_damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "_PATIENCE_S", 0.2)
+    with pytest.raises(errors.StoreError, match="changed too fast: try again") as raised:
+        change_before_each_read(folder, monkeypatch, 10**6)()
+    assert not isinstance(raised.value, errors.StoreCorruptError)
+
+
+def test_damage_is_reported_at_once_even_when_patience_is_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with DocumentStore.create(folder, index="flat") as store:
+        store.add(make_documents(3))
+    next(folder.glob("documents-*")).write_bytes(b"x")
+    monkeypatch.setattr(snapshot, "_PATIENCE_S", -1.0)
+    with pytest.raises(errors.StoreCorruptError):
+        DocumentStore.open(folder, read_only=True)
 
 
 @pytest.mark.parametrize("again", ["add", "delete", "close"])

@@ -101,6 +101,15 @@ def test_what_cannot_be_meant_is_refused_and_keys_are_not_shown(tmp_path: Path, 
     assert "tenants.toml" in str(raised.value)
 
 
+def test_a_file_that_is_not_there_and_a_servers_key_that_is_a_tenants_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml cannot be read"):
+        Tenants.from_toml(tmp_path / "none.toml")
+    tenants = read(tmp_path, table())
+    tenants.check_own_keys([OTHER])
+    with pytest.raises(ConfigError, match="own API key is one of tenant 'acme'"):
+        tenants.check_own_keys([OTHER, KEY])
+
+
 def test_no_salt_and_no_speculation_of_a_tenant_is_anothers_whatever_they_say() -> None:
     said = [None, "s", "a", "b", '"', "null", "tenant-", salt_of("a"), salt_of("b", "s")]
     for make in (salt_of, speculation_of):
@@ -156,6 +165,11 @@ def test_a_file_that_every_user_can_access_is_refused_with_its_mode(open_folder:
     link.symlink_to(path)
     with pytest.raises(ConfigError, match=f"mode {mode:04o}"):
         Tenants.from_toml(link)
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o400, 0o640, 0o440])
+def test_a_file_of_one_user_or_group_is_taken(open_folder: Path, mode: int) -> None:
+    assert Tenants.from_toml(put(open_folder, table(), mode)).by_name
 
 
 def test_an_open_file_is_taken_in_a_private_folder_or_without_secrets_or_from_a_read_only_mount(

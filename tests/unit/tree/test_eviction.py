@@ -12,6 +12,19 @@ from ragcache_core.types import Tier
 from tests.unit.tree.scene import cache, new_tree, prompt
 
 
+def test_eviction_is_atomic() -> None:
+    tree = new_tree()
+    path = cache(tree, prompt("A", "B"))
+    tree.pin(path[:1])
+    clock = tree.tiers[Tier.GPU].clock
+    assert tree.evict(Tier.GPU, 3) is None
+    assert tree.match_prefix(prompt("A", "B")).num_units == 4
+    assert tree.tiers[Tier.GPU].clock == clock
+    assert tree.tiers[Tier.GPU].num_evicted_units == 0
+    check_invariants(tree)
+    assert len(tree.evict(Tier.GPU, 2) or ()) == 2
+
+
 def evicted_documents(tree: KnowledgeTree, num_units: int) -> set[str | None]:
     return {unit.node.doc_id for unit in tree.evict(Tier.GPU, num_units) or ()}
 

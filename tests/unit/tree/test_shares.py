@@ -183,6 +183,24 @@ def test_a_path_is_kept_up_to_the_first_unit_beyond_a_quota() -> None:
         check_invariants(tree)
 
 
+def test_an_eviction_that_cannot_be_done_leaves_the_counts_as_they_were() -> None:
+    tree = divided(new_tree())
+    cache(tree, prompt("a", "mine"))
+    before = dict(tree.tiers[Tier.GPU].shares.owned), tree.tiers[Tier.GPU].num_evicted_units
+    assert tree.evict(Tier.GPU, 3) is None
+    assert (dict(tree.tiers[Tier.GPU].shares.owned), tree.tiers[Tier.GPU].num_evicted_units) == before
+    assert sum(tree.tiers[Tier.GPU].shares.evicted.values()) == 0
+
+
+def test_a_tenant_whom_the_file_names_no_more_has_what_others_leave() -> None:
+    tree = divided(new_tree())
+    cache(tree, prompt("gone", "old"))
+    for i in range(11):
+        cache(tree, prompt("a", f"mine {i}"))
+    tree.tiers[Tier.GPU].shares.divide(CAPACITY, {"a": 1.0}, {})
+    assert {unit.node.owner for unit in tree.evict_up_to(Tier.GPU, 2)} == {"gone"}
+
+
 @pytest.mark.parametrize("other_ids", [frozenset(), frozenset({"x2"})])
 def test_what_is_stored_is_its_tenants_after_a_restart(other_ids: frozenset[str]) -> None:
     tree = new_tree()

@@ -32,6 +32,7 @@ from ragcache_core.vllm_plugin.chunks.page_layout import (
     num_pages_of,
     pack_token_ids,
     part_key,
+    read_part_key,
 )
 from ragcache_core.vllm_plugin.chunks.storage.disk_store import DiskPlace
 from ragcache_core.vllm_plugin.chunks.storage.host_pool import ChunkMemory
@@ -293,6 +294,19 @@ def test_a_damaged_chunk_is_a_miss_and_counted(opening: Opening, damage: str) ->
         assert known == set()
 
 
+def test_damaged_statistics_are_a_miss_and_the_pages_are_deleted(opening: Opening, tmp_path: Path) -> None:
+    before = opening()
+    write(before, (1,), 5)
+    before.close()
+    for data in tmp_path.glob("*/chunks.data"):
+        if "statistics" in (data.parent / "identity.json").read_text():
+            data.write_bytes(b"x" * data.stat().st_size)
+    after = opening()
+    assert after.stored() == ()
+    assert after._disk is not None
+    assert len(after._disk._pages) == 0
+
+
 def test_chunks_that_cannot_be_read_at_a_start_are_not_deleted_for_it(
     opening: Opening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -426,3 +440,8 @@ def test_closing_does_not_wait_for_ever_for_a_disk_that_does_not_answer(
     assert memory.take_report().num_done == {0: 1}
     [stored] = opening().stored()
     assert (stored.variant, stored.token_ids) == (variant, token_ids)
+
+
+def test_a_part_is_told_from_other_keys() -> None:
+    assert read_part_key(part_key(b"k" * 32, 5, 6)) == (b"k" * 32, 5, 6)
+    assert read_part_key(b"something else") is None

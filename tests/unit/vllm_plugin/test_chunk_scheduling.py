@@ -202,6 +202,15 @@ def test_slices_respect_the_budget_and_what_a_step_computes_already() -> None:
     assert bench.step().slices == []
 
 
+def test_a_full_step_still_leaves_a_quarter_of_its_tokens_to_jobs() -> None:
+    bench = Bench(max_step_tokens=32)
+    bench.store("ab")
+    bench.arrive("r", "ba", ReuseOptions("cache_craft", 1e9, 0.5, focus=0))
+    bench.scheduling.offer("r", 0)
+    bench.scheduling.begin("r", [1], awaits_load=False)
+    assert [part.num_rows for part in bench.step(other=(0, 32)).slices] == [8]
+
+
 def test_a_job_waits_until_every_worker_has_the_exact_tokens_from_below() -> None:
     bench = Bench(num_workers=2)
     bench.store("ab")
@@ -317,6 +326,23 @@ def test_clearing_keeps_nothing_that_is_being_computed() -> None:
     assert bench.scheduling.offer("s", 0) == 0
 
 
+def test_clearing_forgets_a_request_that_only_waited_for_its_captures() -> None:
+    bench = Bench()
+    tokens = bench.arrive("r", "a")
+    bench.scheduling.offer("r", 0)
+    bench.scheduling.compute("r", 0)
+    step = bench.scheduling.take_step(len(tokens), {"r": (0, len(tokens))}, lambda _: [1, 2, 3])
+    bench.scheduling.on_finished("r")
+    assert bench.scheduling.is_known("r")
+    bench.scheduling.clear()
+    assert not bench.scheduling.is_known("r")
+    report = ChunkReport()
+    bench._captured(report, step.captures[0].captures[0])
+    bench.scheduling.on_report(report)
+    assert bench.scheduling.library.counters.num_captured_chunks == 0
+    assert bench.scheduling.library.num_used_pages == 0
+
+
 def test_a_chunk_whose_attention_cannot_be_is_not_kept() -> None:
     bench = Bench()
     tokens = bench.arrive("r", "a")
@@ -361,6 +387,20 @@ def test_what_lies_on_disk_alone_is_read_while_its_request_waits() -> None:
     (read,) = [each for each in bench.step().commands if isinstance(each, ReadChunk)]
     assert read.key == _KEYS["a"]
     assert bench.scheduling.offer("r", 0) is not None, "it is there when its turn comes"
+
+
+def test_an_offer_waits_for_what_is_being_read_and_does_without_what_is_lost() -> None:
+    bench = Bench(num_pages=6, num_disk_pages=64)
+    for document in "abc":
+        bench.store(document)
+        bench.step()
+    bench.arrive("r", "da")
+    assert bench.scheduling.offer("r", 0) is None
+    (read,) = [each for each in bench.scheduling.library.take_commands() if isinstance(each, ReadChunk)]
+    bench.scheduling.library.on_report(MemoryReport(num_failed=Counter([read.command_id]), num_corrupt=1))
+    assert bench.scheduling.offer("r", 0) == 0
+    bench.scheduling.on_finished("r")
+    assert not bench.scheduling.library._pins
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -506,6 +546,17 @@ def test_jobs_that_nobody_has_asked_for_run_in_short_steps() -> None:
     bench.guesses.clear()
     (part,) = bench.step().slices
     assert part.num_rows > 512, "a request waits for it now"
+
+
+@pytest.mark.parametrize(("is_eager", "is_scattered", "first"), [(True, False, 10), (False, False, 0), (True, True, 0)])
+def test_what_vllm_itself_would_round_otherwise_is_nobody_elses(is_eager: bool, is_scattered: bool, first: int) -> None:
+    bench = Bench(is_eager=is_eager)
+    if is_scattered:
+        bench.scheduling.scatter_rows()
+    bench.store("ab")
+    bench.arrive("r", "ba")
+    bench.scheduling.offer("r", 0)
+    assert bench.scheduling.begin("r", [1], awaits_load=False) == first
 
 
 def test_what_is_prefilled_behind_its_own_approximate_blocks_inherits_as_well() -> None:

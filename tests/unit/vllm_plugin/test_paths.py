@@ -19,6 +19,25 @@ def test_a_block_that_straddles_two_documents_belongs_to_the_later_one() -> None
     assert nodes(it) == [("a", 0, 2, False), ("b", 2, 2, False), (None, 4, 1, False)]
 
 
+@pytest.mark.parametrize("num_keys", [0, 1, 2, 3])
+def test_a_prompt_with_fewer_keys_than_blocks_is_taken_as_far_as_they_go(num_keys: int) -> None:
+    """vLLM hashes full blocks only, and none where prefix caching is off."""
+    it = controller()
+    parts = segments(("a", 8), (None, 14))
+    figures = run(it, "r", parts, keys(num_keys))
+    assert figures["num_gpu_tokens"] == 0
+    assert sum(num_blocks for _, _, num_blocks, _ in nodes(it)) == min(num_keys, 3)
+    assert it.is_idle
+
+
+def test_an_answers_keys_are_not_taken_for_the_prompts() -> None:
+    """A request that is resumed brings the keys of what it has answered."""
+    it = controller()
+    it.on_new_request("r", RequestMetadata(segments(("a", 8), (None, 10))), keys(2), 10, 0.0)
+    it.on_admitted("r", keys(6), {}, 1.0)
+    assert sum(num_blocks for _, _, num_blocks, _ in nodes(it)) == 2
+
+
 def test_documents_beyond_the_limit_are_transient_and_not_stored() -> None:
     it = controller(max_cached_documents=2)
     parts = segments(("", 4), ("a", 8), ("b", 14), ("c", 20), ("d", 24), (None, 30))

@@ -68,6 +68,18 @@ def test_a_tenant_who_names_pinned_ids_takes_nothing_of_what_the_operator_may_pi
         answer_of(it.pin(["rules"]))
 
 
+def test_paths_of_tenants_do_not_keep_an_operator_from_pinning_and_are_pinned_as_far_as_they_may(
+    it: CacheController,
+) -> None:
+    for number in range(9):
+        ask(it, f"flood {number}", "terms", 2, tenant="a")
+    ask(it, "own", "terms", 4)
+    answer_of(it.pin(["terms"]))
+    assert pinned(it) == {None: 4, "a": 4}
+    answer_of(it.unpin(["terms"]))
+    assert pinned(it) == {}
+
+
 def ask_about(it: CacheController, chain: str, *documents: tuple[str, int], is_cached: bool = True) -> None:
     """Ask a prompt whose blocks are the beginnings of a text, over documents with the blocks in which they end."""
     block_keys = [chain[: end + 1].encode() for end in range(len(chain))]

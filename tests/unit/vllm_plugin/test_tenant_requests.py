@@ -100,6 +100,11 @@ def test_it_opens_nothing_else_and_an_operators_key_opens_all(server: TestClient
         assert server.request(method, route, headers=headers(key), json={}).status_code == 200
 
 
+@pytest.mark.parametrize("route", ["/health", "/ready", "/version"])
+def test_probes_need_no_key_as_ever(server: TestClient, route: str) -> None:
+    assert server.get(route).status_code == 200
+
+
 def test_a_request_has_its_tenants_salt_whatever_it_says(server: TestClient) -> None:
     lie = {"version": WIRE_VERSION, "tenant": "other", "documents": [{"id": "d", "start": 0, "end": 2}]}
     for route in ("/v1/completions", "/v1/chat/completions", "/v1/ragcache/prefetch"):
@@ -133,6 +138,12 @@ def test_the_same_speculation_of_two_tenants_is_two(server: TestClient) -> None:
     ]
     assert named == [speculation_of("acme", "guess"), speculation_of("other", "guess"), "guess"]
     assert decode_kv_transfer_params({KEY: {"version": WIRE_VERSION, "speculation": named[0]}}, 1).speculation
+
+
+def test_operators_send_what_they_want(server: TestClient) -> None:
+    body = {"prompt": [1], "cache_salt": "s", "kv_transfer_params": {"do_remote_decode": True}}
+    for key in (SERVER, OPERATOR):
+        assert sent(server, key, **body) == body
 
 
 @pytest.mark.parametrize(
