@@ -75,12 +75,13 @@ def is_sendable(value: object) -> TypeGuard[str]:
 
 def _prompt(body: Mapping[str, Any], named: Sequence[Any], token_ids: object) -> PromptInfo:
     """Return what decides who gets a request; its documents' places are known where its prompt is tokens."""
-    spans = [(str(each["id"]), int(each["start"]), int(each.get("end", 0))) for each in named][:MAX_PATH_DOCUMENTS]
-    documents = tuple(name for name, _, _ in spans)
+    named = named[:MAX_PATH_DOCUMENTS]
+    documents = tuple(str(each["id"]) for each in named)
     key = f"{body.get('cache_salt')}\0{documents[0] if documents else _opening(body)}"
-    if not isinstance(token_ids, list):
+    if not isinstance(token_ids, list) or any("start" not in each for each in named):
         shown = body.get("prompt") or body.get("messages")
         return PromptInfo(documents, (), 0, len(str(shown)) // _CHARACTERS_PER_TOKEN, None, key)
+    spans = [(str(each["id"]), int(each["start"]), int(each.get("end", 0))) for each in named]
     if not spans:
         return PromptInfo((), (), 0, len(token_ids), None, key)
     first = PromptSegment(SegmentKind.DOCUMENT, spans[0][1], len(token_ids), spans[0][0])

@@ -16,7 +16,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from ragcache_core.recognition import MIN_TOKENS, Recognition
+from ragcache_core.recognition import MIN_TOKENS, Recognition, ShownTexts
 from ragcache_core.runtime.rights import is_rights_salt, joined_salt, private_salt, rights_salt
 from ragcache_core.runtime.tenants import Tenants, mark_of, salt_of
 from ragcache_core.types import PromptSegment, SegmentKind
@@ -57,7 +57,7 @@ def attach(engine_client: Any, recogniser: Recogniser) -> bool:
             why = f"its generate cannot be replaced ({error})"
     if why is not None:
         logger.warning(
-            "RC-RECOGNITION-OFF: documents of plain clients are not recognised, clients of RAGCache work as ever. "
+            "RC-RECOGNITION-OFF: documents in prompts are not recognised, and have no names in the statistics. "
             "This vLLM's engine client cannot be wrapped: %s. Install a vLLM that docs/dev/vllm-versions.md names",
             why,
         )
@@ -87,16 +87,22 @@ class Recogniser:
     """Prepares the requests of one API server.
 
     Args:
-        service: knows the registered documents.
+        service: knows the registered documents; ``None`` where none are registered.
         tenants: of the server.
         choice: among data-parallel engines; ``None`` where there is one engine.
+        texts: finds the documents that a client names by their texts; ``None`` leaves them unnamed.
     """
 
     def __init__(
-        self, service: RecognitionService, tenants: Tenants | None = None, choice: RankChoice | None = None
+        self,
+        service: RecognitionService | None,
+        tenants: Tenants | None = None,
+        choice: RankChoice | None = None,
+        texts: ShownTexts | None = None,
     ) -> None:
         self._service = service
         self._choice = choice
+        self._texts = texts
         self._secret = "" if tenants is None else tenants.secret
         self._by_mark = {} if tenants is None else {mark_of(name): name for name in tenants.by_name}
 
@@ -143,19 +149,22 @@ class Recogniser:
             metadata = {name: value for name, value in metadata.items() if name != REGISTER} or None
             params = {**params, KEY: metadata} if metadata else {n: v for n, v in params.items() if n != KEY}
             sampling_params = _with_params(sampling_params, params)
-        is_restricted = self._service.is_restricted(tenant)
+        token_ids = prompt.get("prompt_token_ids") or ()
         is_plain = not isinstance(metadata, Mapping) or _DOCUMENTS not in metadata
+        if isinstance(metadata, Mapping) and (placed := self._placed(metadata.get(_DOCUMENTS), token_ids)) is not None:
+            params = {**params, KEY: {**metadata, _DOCUMENTS: placed}}
+            sampling_params = _with_params(sampling_params, params)
+        service = self._service
+        if service is None:
+            return RecognisedRequest(prompt, sampling_params)
+        is_restricted = service.is_restricted(tenant)
         if not is_plain and (not is_restricted or not self._is_unsalted(salt, tenant)):
             return RecognisedRequest(prompt, sampling_params)
-        token_ids = prompt.get("prompt_token_ids") or ()
-        if not token_ids:
-            found = Recognition((), frozenset(), MIN_TOKENS)
-        else:
-            found = self._service.recognise(tenant, token_ids)
+        found = service.recognise(tenant, token_ids) if token_ids else Recognition((), frozenset(), MIN_TOKENS)
         rights = rights_salt(found.acls)
         is_private = is_plain and is_restricted and not found.is_known and self._is_unsalted(salt, tenant)
         if is_plain:
-            self._service.count(found, is_private=is_private)
+            service.count(found, is_private=is_private)
         new_salt = self._salt(salt, tenant, rights, is_private=is_private)
         if new_salt != salt:
             prompt = {**prompt, "cache_salt": new_salt}
@@ -180,7 +189,26 @@ class Recogniser:
             hides_params=metadata is None,
         )
 
+    def _placed(self, documents: object, token_ids: Sequence[int]) -> list[Any] | None:
+        """Return the documents that a request names by their texts, by their tokens; ``None`` if it names none so.
+
+        A document that the prompt does not show is left out.
+        """
+        if not isinstance(documents, list) or not any(_has_text(each) for each in documents):
+            return None
+        shown = [each for each in documents[:MAX_DOCUMENTS] if _has_text(each)]
+        if self._texts is None:
+            return []
+        places = self._texts.find(token_ids, [each["text"] for each in shown])
+        return [
+            {**{name: value for name, value in each.items() if name != "text"}, "start": place[0], "end": place[1]}
+            for each, place in zip(shown, places, strict=True)
+            if place is not None
+        ]
+
     async def _register_inline(self, tenant: str | None, records: object) -> None:
+        if self._service is None:
+            raise ValueError(f"kv_transfer_params.{KEY}.{REGISTER}: this server registers no documents: leave it out")
         if not isinstance(records, list) or len(records) > MAX_DOCUMENTS:
             raise ValueError(f"kv_transfer_params.{KEY}.{REGISTER} must be a list of at most {MAX_DOCUMENTS} documents")
         for index, result in enumerate(await self._service.register(tenant, records)):
@@ -207,6 +235,10 @@ class Recogniser:
             return salt_of(tenant, joined_salt(e for e in (own, rights) if e is not None), secret=self._secret)
         digest = hashlib.sha256(f"{salt} {rights}".encode()).hexdigest()
         return f"{mark_of(tenant)}-{digest}"
+
+
+def _has_text(document: object) -> bool:
+    return isinstance(document, dict) and isinstance(document.get("text"), str)
 
 
 def _with_params(sampling_params: Any, params: Mapping[str, Any]) -> Any:
