@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ragcache_core.errors import ConfigError, PromptError, PromptTooLongError
 from ragcache_core.types import DocId, Document, PromptSegment, SegmentKind
@@ -50,12 +50,12 @@ class PromptTokenizer(Protocol):
     def lay_out(
         self,
         messages: Sequence[ChatMessage],
-        documents: Sequence[tuple[DocId, str]],
+        documents: Sequence[ShownDocument],
         *,
         other: Sequence[ChatMessage] | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> RenderedPrompt:
-        """Return a chat as token ids, with the spans of ``documents`` (id, text as shown), which are in its order.
+        """Return a chat as token ids, with the spans of ``documents``, which are in its order.
 
         With ``other`` messages, return the common beginning of both prompts, which has no messages. ``settings`` are
         the other fields of the request.
@@ -70,6 +70,14 @@ class DocumentSpan:
     doc_id: DocId
     start: int
     end: int
+
+
+class ShownDocument(NamedTuple):
+    """A document as a chat shows it, after ``num_others`` other occurrences of its text since the document before."""
+
+    doc_id: DocId
+    text: str
+    num_others: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,20 +229,33 @@ def _control_pattern(control_tokens: frozenset[str]) -> re.Pattern[str]:
 
 def shown_documents(
     messages: Iterable[ChatMessage], documents: Iterable[tuple[DocId, str]], questions: Iterable[str] = ()
-) -> list[tuple[DocId, str]]:
+) -> list[ShownDocument]:
     """Return those of ``documents`` (id, text as shown) that a chat shows, in its order.
 
     They are looked for in every message but the assistant's, once in each: a chat may show one again. What one of
     ``questions`` quotes is not a document.
     """
     documents, questions = list(documents), list(questions)
-    return [
-        (span.doc_id, text[span.start : span.end])
+    return _shown(
+        (text, [] if message.get("role") == "assistant" else locate_documents(text, documents, questions))
         for message in messages
-        if message.get("role") != "assistant"
         for text in texts_of(message.get("content"))
-        for span in locate_documents(text, documents, questions)
-    ]
+    )
+
+
+def _shown(parts: Iterable[tuple[str, Sequence[DocumentSpan]]]) -> list[ShownDocument]:
+    """Return the documents of a chat, whose texts have them at the spans."""
+    shown: list[ShownDocument] = []
+    between = ""
+    for text, spans in parts:
+        end = 0
+        for span in spans:
+            between += text[end : span.start]
+            of_document = text[span.start : span.end]
+            shown.append(ShownDocument(span.doc_id, of_document, between.count(of_document)))
+            between, end = "", span.end
+        between += text[end:]
+    return shown
 
 
 def render_chat(
@@ -390,8 +411,12 @@ class PromptLayout:
         """
         messages: Sequence[ChatMessage] = self.messages(documents, question, relevance=relevance)
         check_sendable(list(messages), "the prompt")
-        shown = [(d.doc_id, self.document_text(d)) for d in documents]
-        prompt = tokenizer.lay_out(*escape_documents(tokenizer.control_tokens, messages, shown))
+        shown: Sequence[tuple[DocId, str]] = [(d.doc_id, self.document_text(d)) for d in documents]
+        messages, shown = escape_documents(tokenizer.control_tokens, messages, shown)
+        *before, (last,) = (texts_of(message["content"]) for message in messages)
+        context = self.document_separator.join(text for _, text in shown)
+        spans = locate_documents(last[: len(context)], shown)
+        prompt = tokenizer.lay_out(messages, _shown([*((text, []) for (text,) in before), (last, spans)]))
         if max_prompt_tokens is not None:
             check_prompt_fits(len(prompt.token_ids), max_prompt_tokens, num_output_tokens=0)
         found = {s.doc_id for s in prompt.segments if s.kind is SegmentKind.DOCUMENT}

@@ -7,7 +7,8 @@
         "ragcache": {
             "version": 1,
             "documents": [{"id": "faq-7", "start": 21, "end": 407}, ...],  # and a "label", where the id is not readable
-                                                   # or with a "text" for start and end: the server finds its tokens
+                                                   # or with a "text" for start and end: the server finds its tokens,
+                                                   # after "skip" other occurrences of the text
             "speculation": "3f2a...",              # only if the answer is not asked for yet: see confirm
             "reordered": true,                     # only if the documents stand in another order than retrieved
             "chunk_reuse": {"max_recompute": 0.3}, # or true, false, "store"; only if it is not to be as the engine does
@@ -134,12 +135,15 @@ def encode_kv_transfer_params(
 
 
 def encode_shown_documents(
-    shown: Iterable[tuple[str, str, str | None]], *, is_reordered: bool = False, chunk_reuse: ChunkReuseOption = None
+    shown: Iterable[tuple[str, str, int, str | None]],
+    *,
+    is_reordered: bool = False,
+    chunk_reuse: ChunkReuseOption = None,
 ) -> dict[str, object]:
     """Return the ``kv_transfer_params`` of a request whose documents the server finds in the prompt.
 
     Args:
-        shown: id, text as shown and label of each document, in the order of the prompt.
+        shown: id, text as shown, number of other occurrences before and label of each document, in prompt order.
         is_reordered: they are in another order than they were retrieved in.
         chunk_reuse: how documents are reused, if it is not to be as the engine does.
 
@@ -147,7 +151,13 @@ def encode_shown_documents(
         ConfigError: ``chunk_reuse`` is none, or an id cannot be sent.
     """
     documents: list[dict[str, object]] = [
-        {"id": doc_id, "text": text, **({} if label is None else {"label": label})} for doc_id, text, label in shown
+        {
+            "id": doc_id,
+            "text": text,
+            **({"skip": num_others} if num_others else {}),
+            **({} if label is None else {"label": label}),
+        }
+        for doc_id, text, num_others, label in shown
     ]
     return {KEY: _metadata(documents, is_reordered, chunk_reuse)}
 

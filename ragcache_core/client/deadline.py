@@ -173,8 +173,10 @@ class DeadlineClient:
         exactly: ChunkReuseOption = None  # where there is no reuse, the request is what it is without a deadline
         if isinstance(costs.reuse, MeasuredReuse):
             exactly = "store" if costs.reuse.points else False  # to be chosen from when there is less time
+        if isinstance(costs.prefill, str):
+            planned = partial(planned, needs_tokens=False)
         plan = planned(messages, chunk_reuse=wish if wish is not None else exactly)
-        why_not = costs.prefill if plan.prompt is not None else _UNKNOWN_PROMPT
+        why_not = _UNKNOWN_PROMPT if plan.prompt is None and not isinstance(costs.prefill, str) else costs.prefill
         if isinstance(why_not, str):
             return replace(plan, deadline=unplanned(ttft_slo_s, why_not))
         key = current_scope(), _digest(plan, ttft_slo_s, rules_out_reuse=wish is False)

@@ -15,9 +15,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
+from ragcache_core.recognition.forms import text_forms
+
 _WHITE_SPACE = b" \t\n\r\x0b\x0c"
-_SHORT_BYTES = 32
-"""A shorter text may be a part of a word."""
 
 
 class ShownTexts:
@@ -32,12 +32,13 @@ class ShownTexts:
         self._encode = encode
         self._bytes = None if token_bytes is None else [_without_space(each) for each in token_bytes]
 
-    def find(self, token_ids: Sequence[int], texts: Iterable[str]) -> list[tuple[int, int] | None]:
+    def find(self, token_ids: Sequence[int], texts: Iterable[tuple[str, int]]) -> list[tuple[int, int] | None]:
         """Return where a prompt shows texts, which are in the order of the prompt.
 
         Args:
             token_ids: the prompt.
-            texts: as the prompt shows them.
+            texts: each as the prompt shows it, and how many of its occurrences after the text before are others: a
+                quotation in an answer, or a short text within a word.
 
         Returns:
             For each text its tokens ``[start, end)``, without overlap, or ``None`` if the prompt does not show it. A
@@ -49,9 +50,12 @@ class ShownTexts:
         haystack: bytes | None = None
         found: list[tuple[int, int] | None] = []
         position = 0
-        for text in texts:
-            place = _place_of(_without_space(text.encode("utf-8", "replace")), shown, ends, position)
-            if place is None:
+        for text, num_others in texts:
+            forms = () if known is None else text_forms(text)
+            needles = (_without_space(form.encode("utf-8", "replace")) for form in forms)
+            places = (_place_of(needle, num_others, shown, ends, position) for needle in needles)
+            place = next((each for each in places if each is not None), None)
+            if place is None and not num_others:
                 haystack = array("I", token_ids).tobytes() if haystack is None else haystack
                 place = _place_of_tokens(list(self._encode(text.strip())), haystack, token_ids, position)
             found.append(place)
@@ -63,21 +67,19 @@ def _without_space(data: bytes) -> bytes:
     return data.translate(None, _WHITE_SPACE)
 
 
-def _place_of(needle: bytes, shown: bytes, ends: Sequence[int], position: int) -> tuple[int, int] | None:
-    """Return the tokens of ``needle`` from the token ``position`` on."""
-    first_place: tuple[int, int] | None = None
+def _place_of(
+    needle: bytes, num_others: int, shown: bytes, ends: Sequence[int], position: int
+) -> tuple[int, int] | None:
+    """Return the tokens of ``needle`` from the token ``position`` on, after ``num_others`` other occurrences."""
     at = shown.find(needle, ends[position - 1] if position else 0) if needle else -1
-    while at >= 0:
-        start, end = bisect_right(ends, at), bisect_left(ends, at + len(needle))
-        is_whole = end < len(ends) and ends[end] == at + len(needle)
-        place = max(start, position), end + is_whole
-        begins = at == (ends[start - 1] if start else 0)
-        if place[0] < place[1]:
-            if len(needle) >= _SHORT_BYTES or (begins and is_whole):
-                return place
-            first_place = first_place or place
-        at = shown.find(needle, at + 1)
-    return first_place
+    for _ in range(num_others):
+        at = shown.find(needle, at + len(needle)) if at >= 0 else -1
+    if at < 0:
+        return None
+    start, end = bisect_right(ends, at), bisect_left(ends, at + len(needle))
+    is_whole = end < len(ends) and ends[end] == at + len(needle)
+    place = max(start, position), end + is_whole
+    return place if place[0] < place[1] else None
 
 
 def _place_of_tokens(

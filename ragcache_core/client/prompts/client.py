@@ -31,6 +31,7 @@ from ragcache_core.errors import EngineError, PromptError, PromptTooLongError
 from ragcache_core.prompt import (
     ChatMessage,
     RenderedPrompt,
+    ShownDocument,
     check_prompt_fits,
     escape_documents,
     has_other_than_text,
@@ -217,13 +218,15 @@ class PromptClient:
             plan,
             extra_body={**plan.extra_body, **changed_messages(messages, sent)},
             num_chars=sum(len(text) for message in sent for text in texts_of(message.get("content"))),
-            asked=AskedChat(sent, settings, list(dict.fromkeys(shown))) if fields.get("tools") else None,
+            asked=AskedChat(sent, settings, list(dict.fromkeys(each[:2] for each in shown)))
+            if fields.get("tools")
+            else None,
         )
 
     def _laid_out(
-        self, messages: Sequence[ChatMessage], shown: Sequence[tuple[DocId, str]], settings: Mapping[str, Any]
+        self, messages: Sequence[ChatMessage], shown: Sequence[ShownDocument], settings: Mapping[str, Any]
     ) -> RenderedPrompt | None:
-        """Return a chat with its tokens; ``None`` where the server does not tell them, or not of which document.
+        """Return a chat with its tokens; ``None`` where the server does not tell them, or names no documents.
 
         Raises:
             PromptTooLongError: it does not fit into the context window.

@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any
 
 from ragcache_core.errors import ConfigError, quoted
-from ragcache_core.prompt import ChatMessage, RenderedPrompt, check_prompt_fits
+from ragcache_core.prompt import ChatMessage, RenderedPrompt, ShownDocument, check_prompt_fits
 from ragcache_core.runtime.rights import joined_salt, rights_salt
 from ragcache_core.stats import DeadlineReport, RequestStats, document_stats
 from ragcache_core.types import DocId, Document, PromptSegment, SegmentKind
@@ -161,7 +161,7 @@ def as_plain_text(message: ChatMessage) -> ChatMessage:
 
 
 def plan_texts(
-    shown: Sequence[tuple[DocId, str]],
+    shown: Sequence[ShownDocument],
     facts: DocumentFacts,
     *,
     reordered: Container[tuple[DocId, ...]] = (),
@@ -171,7 +171,7 @@ def plan_texts(
     """Return the plan of a chat whose tokens the server makes, and finds the documents in them.
 
     Args:
-        shown: (id, text as shown) of its documents, in its order.
+        shown: its documents, in its order.
         facts: what is known of these documents.
         reordered: the orders of documents that are not those of a search.
         chunk_reuse: how documents are reused, if it is not to be as the engine does.
@@ -180,10 +180,10 @@ def plan_texts(
     Raises:
         ConfigError: ``chunk_reuse`` holds what cannot be.
     """
-    ids = tuple(doc_id for doc_id, _ in shown)
+    ids = tuple(each.doc_id for each in shown)
     body: dict[str, Any] = facts.body(ids)
     if names_documents:
-        named = ((doc_id, text, facts.label_of(doc_id)) for doc_id, text in shown)
+        named = ((*each, facts.label_of(each.doc_id)) for each in shown)
         params = encode_shown_documents(named, is_reordered=ids in reordered, chunk_reuse=chunk_reuse)
         body["kv_transfer_params"] = params
     return RequestPlan(body, ids)

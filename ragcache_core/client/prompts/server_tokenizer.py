@@ -20,9 +20,9 @@ import httpx
 
 from ragcache_core.client.server_api import Call, ServerAPI, json_object
 from ragcache_core.errors import PromptError, PromptTooLongError, TokenizerUnavailableError
-from ragcache_core.prompt import ChatMessage, RenderedPrompt, TokenizedText
-from ragcache_core.types import DocId, PromptSegment, SegmentKind
-from ragcache_core.wire import tile
+from ragcache_core.prompt import ChatMessage, RenderedPrompt, ShownDocument, TokenizedText
+from ragcache_core.types import PromptSegment, SegmentKind
+from ragcache_core.wire import MAX_DOCUMENTS, tile
 
 _OF_TOKENIZE = (
     *("tools", "chat_template", "continue_final_message", "add_special_tokens", "add_generation_prompt"),
@@ -79,12 +79,12 @@ class ServerTokenizer:
     def lay_out(
         self,
         messages: Sequence[ChatMessage],
-        documents: Sequence[tuple[DocId, str]],
+        documents: Sequence[ShownDocument],
         *,
         other: Sequence[ChatMessage] | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> RenderedPrompt:
-        """Return a chat as token ids, with the spans of ``documents`` (id, text as shown), which are in its order.
+        """Return a chat as token ids, with the spans of ``documents``, which are in its order.
 
         A server without RAGCache tells no spans. With ``other`` messages, return the common beginning of both prompts.
 
@@ -95,7 +95,8 @@ class ServerTokenizer:
         body: dict[str, Any] = {**fields_of(settings or {}), "messages": list(messages)}
         if not self.names_documents:
             return RenderedPrompt(tuple(messages), self._tokenized(body), ())
-        body["documents"] = [{"id": doc_id, "text": text} for doc_id, text in documents]
+        named = documents[:MAX_DOCUMENTS]
+        body["documents"] = [{"id": doc_id, "text": text, "skip": skip} for doc_id, text, skip in named]
         if other is not None:
             body["other"] = list(other)
         key = hashlib.sha256(json.dumps(body, default=repr).encode("utf-8", "replace")).digest()

@@ -30,10 +30,11 @@ router = APIRouter(prefix="/v1/ragcache", tags=["ragcache"])
 
 
 class ShownDocument(BaseModel):
-    """A document that a prompt shows, with its text as shown."""
+    """A document with its text as the prompt shows it, after ``skip`` other occurrences of the text."""
 
     id: str = Field(min_length=1, max_length=MAX_DOC_ID_CHARS)
     text: str
+    skip: int = Field(0, ge=0, le=MAX_DOCUMENTS)
 
 
 class PromptRequest(BaseModel):
@@ -63,7 +64,7 @@ async def prompt(asked: PromptRequest, request: Request) -> dict[str, Any]:
         num_common = common_prefix_len(token_ids, await _token_ids(request, asked, asked.other))
         token_ids = token_ids[: max(num_common - 1, 0)]  # with what follows, the last one may be another
     texts: ShownTexts | None = getattr(request.app.state, "ragcache_shown_texts", None)
-    places = [] if texts is None else texts.find(token_ids, [document.text for document in asked.documents])
+    places = [] if texts is None else texts.find(token_ids, [(each.text, each.skip) for each in asked.documents])
     shown = [
         {"id": document.id, "start": place[0], "end": place[1]}
         for document, place in zip(asked.documents, places, strict=texts is not None)

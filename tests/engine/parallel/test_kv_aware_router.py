@@ -11,11 +11,11 @@ from random import Random
 
 import httpx
 import pytest
+from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 
 from ragcache_core import CacheConfig
 from ragcache_core.client import Engine
 from ragcache_core.client.launch.process import free_port
-from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 from tests.conftest import DEMO_MODEL, ENGINE_ARGS
 from tests.support.waiting import until
 

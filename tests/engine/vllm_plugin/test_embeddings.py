@@ -13,13 +13,13 @@ import httpx
 import pytest
 import torch
 from fastapi import FastAPI
+from ragcache_core.client.prompts.chat_request import segments_in
 from vllm.config import DeviceConfig, KVTransferConfig, ModelConfig, VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers import ChatParams, renderer_from_config
 
 from ragcache_core import CacheConfig
 from ragcache_core.client import Engine, ModelTokenizer
-from ragcache_core.client.prompts.chat_request import segments_in
 from ragcache_core.types import SegmentKind
 from ragcache_core.vllm_plugin.server.routes import RAGCacheEndpoint
 from tests.conftest import ENGINE_ARGS

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 
 from ragcache_core.cli import cli
-from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 from ragcache_core.retrieval import DocumentStore
 
 MODEL = Path(__file__).parents[3] / "examples" / "demo_model"

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer
+
 from ragcache_core.errors import ConfigError
 from ragcache_core.ingest import Splitting
 from ragcache_core.prompt import PromptLayout, render_chat

@@ -13,9 +13,9 @@ from langchain_core.tools import BaseTool, create_retriever_tool, tool
 from langgraph.graph import START, StateGraph
 from langgraph.graph.message import add_messages
 from langgraph.prebuilt import ToolNode, tools_condition
+from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 
 from ragcache_core.client import Engine
-from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 from ragcache_integrations.langchain import ChatRAGCache, RAGCacheRetriever, format_documents, prompt_from_layout
 from tests.support.chat_templates import ids_of
 from tests.support.scripted_server import Reply, ScriptedServer, Seen

@@ -9,9 +9,9 @@ import pytest
 from llama_index.core.agent.workflow import AgentOutput, AgentWorkflow, FunctionAgent
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.tools import QueryEngineTool, RetrieverTool
+from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 
 from ragcache_core.client import Engine
-from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 from ragcache_integrations.llamaindex import RAGCacheLLM, RAGCacheRetriever
 from tests.support.chat_templates import ids_of
 from tests.support.scripted_server import Reply, ScriptedServer, Seen

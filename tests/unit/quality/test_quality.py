@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 
 from ragcache_core.client.generation import Generation, Prompt
-from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 from ragcache_core.config import CacheConfig
 from ragcache_core.errors import ConfigError
 from ragcache_core.prompt import RenderedPrompt

@@ -199,9 +199,13 @@ class Recogniser:
         shown = [each for each in documents[:MAX_DOCUMENTS] if _has_text(each)]
         if self._texts is None:
             return []
-        places = self._texts.find(token_ids, [each["text"] for each in shown])
+        places = self._texts.find(token_ids, [(each["text"], _skip_of(each)) for each in shown])
         return [
-            {**{name: value for name, value in each.items() if name != "text"}, "start": place[0], "end": place[1]}
+            {
+                **{name: value for name, value in each.items() if name not in ("text", "skip")},
+                "start": place[0],
+                "end": place[1],
+            }
             for each, place in zip(shown, places, strict=True)
             if place is not None
         ]
@@ -239,6 +243,11 @@ class Recogniser:
 
 def _has_text(document: object) -> bool:
     return isinstance(document, dict) and isinstance(document.get("text"), str)
+
+
+def _skip_of(document: Mapping[str, Any]) -> int:
+    skip = document.get("skip", 0)
+    return min(skip, MAX_DOCUMENTS) if isinstance(skip, int) and skip > 0 else 0
 
 
 def _with_params(sampling_params: Any, params: Mapping[str, Any]) -> Any:
