@@ -280,10 +280,15 @@ class ScriptedServer:
     def _prompt(self, request: Seen) -> tuple[tuple[object, ...], list[JsonObject]]:
         """Return the tokens of a request, and the documents that are named in it."""
         tokens, named = prompt_tokens(request), list(request.documents)
-        if not self.names_documents or all("text" not in document for document in named):
+        has_tokens = "prompt" in request.body or "prompt_token_ids" in request.kv_transfer_params
+        if self.tokenizer is None or not self.names_documents or has_tokens:
             return tokens, [document for document in named if "start" in document]
-        laid_out = self._laid_out({**request.body, "documents": named})
-        return tokens if laid_out is None else tuple(laid_out["token_ids"]), laid_out["documents"] if laid_out else []
+        laid_out = self._laid_out({**request.body, "documents": [each for each in named if "text" in each]})
+        return (tokens, []) if laid_out is None else (tuple(laid_out["token_ids"]), laid_out["documents"])
+
+    def tokens_of(self, request: Seen) -> list[Any]:
+        """Return the tokens of a request as the server makes them."""
+        return list(self._prompt(request)[0])
 
     def _laid_out(self, body: JsonObject) -> dict[str, Any] | None:
         """Return what ``/v1/ragcache/prompt`` answers; ``None`` for what no template renders."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from threading import Lock
+from threading import Event, Lock
 from typing import Any, Protocol, get_origin
 
 from ragcache_core.errors import ConfigError, EngineError, PromptError
@@ -42,6 +42,7 @@ UNKNOWN = ("Xqz", "Jvw kuy")
 """Two texts in place of one that is not known yet: other first characters, other lengths."""
 
 _ROLES = {"human": "user", "ai": "assistant"}
+_FIRST_WAIT_S = 0.1
 _SHOWN = ("<first>", "another")
 _MAX_OPENING_CHARS = 60
 
@@ -207,22 +208,27 @@ class BoundPrompt:
         self._max_model_len = max_model_len
         self._warned = Lock()
         self._made_s = -math.inf
+        self._answered = Event()
         self._static_prefix: bytes | None = None
 
     def static_prefix(self, shown_documents: Sequence[Any], documents: Sequence[Document]) -> bytes | None:
         """Return what names the tokens before the documents in the cache, as they were of late; None: not known (yet).
 
-        Never waits: the server is asked by another thread, at the first call and every ten seconds or so, about a
-        prompt of one document. :meth:`prefix` asks as well.
+        The server is asked by another thread, at the first call and every ten seconds or so, about a prompt of one
+        document. The first call waits for the answer, 0.1 s at most. :meth:`prefix` asks as well.
         """
         if time.monotonic() - self._made_s >= _REMADE_AFTER_S and self._names_documents:
             self._made_s = time.monotonic()
             with suppress(RuntimeError):  # no more threads: the next call asks
-                _threads.run(partial(self._ask, shown_documents[:1], documents[:1]))
+                if _threads.run(partial(self._ask, shown_documents[:1], documents[:1])):
+                    self._answered.wait(_FIRST_WAIT_S)
         return self._static_prefix
 
     def _ask(self, shown_documents: Sequence[Any], documents: Sequence[Document]) -> None:
-        self.prefix(shown_documents, documents)
+        try:
+            self.prefix(shown_documents, documents)
+        finally:
+            self._answered.set()
 
     @property
     def _names_documents(self) -> bool:
