@@ -130,6 +130,9 @@ def profile(
     if max_tokens is not None:  # a length that cannot work is known before a model is loaded
         make_grid(block_size=block_size or _ASSUMED_BLOCK_SIZE, max_tokens=max_tokens)
 
+    if url is not None and tokenizer is not None:
+        raise click.UsageError("A server that runs already has its tokenizer: leave out --tokenizer, or --url.")
+
     def join() -> Engine:
         if url is not None:
             return _connect(url, api_key)

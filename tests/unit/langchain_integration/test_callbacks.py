@@ -107,10 +107,9 @@ def test_a_stream_without_usage_is_counted_as_the_engine_counts_it(engine: Engin
     assert summary.documents["sun"].num_cached_tokens > 0
 
 
-def test_the_share_of_a_prompt_of_unknown_length_is_not_told(server: ScriptedServer) -> None:
-    server.cache = THREE_TIERS
+def test_the_share_of_a_prompt_of_unknown_length_is_not_told() -> None:
     handler = CacheStatsCallbackHandler()
-    with ScriptedServer(cache=THREE_TIERS) as other, Engine.connect(other.url) as engine:  # it hands out no tokenizer
+    with ScriptedServer() as plain, Engine.connect(plain.url) as engine:
         llm = ChatRAGCache(engine=engine, stream_usage=False)
         for question in QUESTIONS[:2]:
             list(llm.stream(question, config(handler)))

@@ -58,11 +58,11 @@ def test_a_large_model_is_made_without_weights_and_never_taken_for_one_that_has_
 
 
 def test_a_word_is_a_token(tmp_path: Path) -> None:
-    from ragcache_core.client import ModelTokenizer
+    from tests.support.local_tokenizer import LocalTokenizer
 
-    tokenizer = ModelTokenizer(random_model(SMALL, tmp_path))
+    tokenizer = LocalTokenizer.of_model(str(random_model(SMALL, tmp_path)))
     assert tokenizer.encode("w17 w3  w63").token_ids == (17, 3, 63)
-    assert tokenizer.encode(tokenizer.render([{"role": "user", "content": "w9"}])).token_ids[-1] == 9
+    assert tokenizer.lay_out([{"role": "user", "content": "w9"}], ()).token_ids[-1] == 9
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
