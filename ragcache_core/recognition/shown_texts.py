@@ -11,9 +11,11 @@ leave out or add::
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ragcache_core.recognition.forms import text_forms
 
@@ -30,7 +32,8 @@ class ShownTexts:
 
     def __init__(self, token_bytes: Sequence[bytes] | None, encode: Callable[[str], Sequence[int]]) -> None:
         self._encode = encode
-        self._bytes = None if token_bytes is None else [_without_space(each) for each in token_bytes]
+        self._bytes = None if token_bytes is None else [*(_without_space(each) for each in token_bytes), b""]
+        self._sizes = np.array([len(each) for each in self._bytes or ()], np.int64)
 
     def find(self, token_ids: Sequence[int], texts: Iterable[tuple[str, int]]) -> list[tuple[int, int] | None]:
         """Return where a prompt shows texts, which are in the order of the prompt.
@@ -44,17 +47,17 @@ class ShownTexts:
             For each text its tokens ``[start, end)``, without overlap, or ``None`` if the prompt does not show it. A
             token that straddles a boundary belongs to what holds its last character.
         """
-        known = self._bytes
-        parts = [known[token] if 0 <= token < len(known) else b"" for token in token_ids] if known is not None else []
-        ends, shown = list(accumulate(map(len, parts))), b"".join(parts)
+        prompt = _Bytes.of(self._bytes, self._sizes, token_ids)
         haystack: bytes | None = None
         found: list[tuple[int, int] | None] = []
         position = 0
         for text, num_others in texts:
-            forms = () if known is None else text_forms(text)
-            needles = (_without_space(form.encode("utf-8", "replace")) for form in forms)
-            places = (_place_of(needle, num_others, shown, ends, position) for needle in needles)
-            place = next((each for each in places if each is not None), None)
+            place = None
+            if prompt is not None:
+                place = prompt.place_of(text, num_others, position)
+                if place is None:  # a template may show it as JSON
+                    forms = (prompt.place_of(form, num_others, position) for form in text_forms(text)[1:])
+                    place = next((each for each in forms if each is not None), None)
             if place is None and not num_others:
                 haystack = array("I", token_ids).tobytes() if haystack is None else haystack
                 place = _place_of_tokens(list(self._encode(text.strip())), haystack, token_ids, position)
@@ -67,19 +70,38 @@ def _without_space(data: bytes) -> bytes:
     return data.translate(None, _WHITE_SPACE)
 
 
-def _place_of(
-    needle: bytes, num_others: int, shown: bytes, ends: Sequence[int], position: int
-) -> tuple[int, int] | None:
-    """Return the tokens of ``needle`` from the token ``position`` on, after ``num_others`` other occurrences."""
-    at = shown.find(needle, ends[position - 1] if position else 0) if needle else -1
-    for _ in range(num_others):
-        at = shown.find(needle, at + len(needle)) if at >= 0 else -1
-    if at < 0:
-        return None
-    start, end = bisect_right(ends, at), bisect_left(ends, at + len(needle))
-    is_whole = end < len(ends) and ends[end] == at + len(needle)
-    place = max(start, position), end + is_whole
-    return place if place[0] < place[1] else None
+@dataclass(frozen=True, slots=True)
+class _Bytes:
+    """The bytes of a prompt without white space, and where each of its tokens ends in them."""
+
+    shown: bytes
+    ends: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, known: Sequence[bytes] | None, sizes: NDArray[np.int64], token_ids: Sequence[int]) -> _Bytes | None:
+        """Return those of ``token_ids``; ``None`` where they are not known. Other ids have no bytes."""
+        if known is None:
+            return None
+        last = len(known) - 1
+        ids = np.asarray(token_ids, np.int64)
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < last:
+            ids = np.where((ids < 0) | (ids >= last), last, ids)
+            token_ids = ids.tolist()
+        return cls(b"".join(map(known.__getitem__, token_ids)), np.cumsum(sizes[ids]))
+
+    def place_of(self, text: str, num_others: int, position: int) -> tuple[int, int] | None:
+        """Return the tokens of ``text`` from the token ``position`` on, after ``num_others`` other occurrences."""
+        needle, ends = _without_space(text.encode("utf-8", "replace")), self.ends
+        at = self.shown.find(needle, int(ends[position - 1]) if position else 0) if needle else -1
+        for _ in range(num_others):
+            at = self.shown.find(needle, at + len(needle)) if at >= 0 else -1
+        if at < 0:
+            return None
+        start = int(np.searchsorted(ends, at, "right"))
+        end = int(np.searchsorted(ends, at + len(needle)))
+        is_whole = end < len(ends) and int(ends[end]) == at + len(needle)
+        place = max(start, position), end + is_whole
+        return place if place[0] < place[1] else None
 
 
 def _place_of_tokens(

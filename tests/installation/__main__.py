@@ -1,7 +1,7 @@
 """Install the wheel with each extra into a clean environment, and ask an engine from there: ``make test-install``.
 
 The engine runs here, on a relative path and with a chat template of its own, neither of which a client elsewhere can
-know: it has the tokenizer and the template from the server, or finds no documents.
+know: the server finds the documents.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from ragcache_core.wire import MAX_DOC_ID_CHARS, MAX_DOCUMENTS
 router = APIRouter(prefix="/v1/ragcache", tags=["ragcache"])
 
 
-class ShownDocument(BaseModel):
+class DocumentText(BaseModel):
     """A document with its text as the prompt shows it, after ``skip`` other occurrences of the text."""
 
     id: str = Field(min_length=1, max_length=MAX_DOC_ID_CHARS)
@@ -44,7 +44,7 @@ class PromptRequest(BaseModel):
 
     messages: list[Any]
     other: list[Any] | None = None
-    documents: list[ShownDocument] = Field(default=[], max_length=MAX_DOCUMENTS)
+    documents: list[DocumentText] = Field(default=[], max_length=MAX_DOCUMENTS)
 
 
 @router.get("/tokenizer")
