@@ -150,6 +150,9 @@ _CACHE_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] =
         "--max-prefill-bs", type=int, metavar="N", help="Speculative requests at a time; 0 for none. [default: 4]"
     ),
     click.option(
+        "--max-documents", type=int, metavar="N", help="Documents that clients may register. [default: 100000]"
+    ),
+    click.option(
         "--connector",
         "connectors",
         multiple=True,

@@ -122,10 +122,10 @@ class EngineClient(Handle, ABC):
         self._http = httpx.Client(transport=self._transport, timeout=_TIMEOUT)
         self._http_async = httpx.AsyncClient(transport=self._async_transport, timeout=_TIMEOUT)
         self._api = ServerAPI(base_url, api_key, self._http, self._http_async)
-        self._cache_stats = CacheStatsRoutes(self._api, traces, self._resumed)
+        self._registrations = DocumentRegistrations(self._api)
+        self._cache_stats = CacheStatsRoutes(self._api, traces, self._resumed, self._registrations.saw)
         self.cache = CacheRoutes(self._api)
         self._documents = DocumentRoutes(self._api)
-        self._registrations = DocumentRegistrations(self._api)
         self._prefetching: PrefetchRoute = PrefetchRoute(self._api)
         self._cached_prefixes = cached_prefixes or CachedPrefixes(base_url, api_key)
 

@@ -137,6 +137,8 @@ class ScriptedServer:
     """What ``/v1/ragcache/cached_paths`` answers, whatever was answered before; with ``None`` there is no route."""
     tokenizer: LocalTokenizer | None = None
     """Its tokenizer; by default that of ``root``."""
+    epoch: str | None = None
+    """What names its registered documents."""
     names_documents: bool = True
     """Whether it finds documents in prompts, as a server of RAGCache with a tokenizer does."""
     laid_out: list[JsonObject] = field(default_factory=list)
@@ -268,6 +270,7 @@ class ScriptedServer:
                 "num_loaded_bytes": (host + disk) * BYTES_PER_TOKEN,
                 "num_stored_bytes": (len(tokens) - cached) * BYTES_PER_TOKEN, "queue_s": 0.001, "ttft_s": 0.002,
                 "num_prompt_tokens": len(tokens), "documents": spans,
+                **({} if self.epoch is None else {"epoch": self.epoch}),
                 **({} if self.reuse is None else {"chunk_reuse": self.reuse}),
             }  # fmt: skip
         return {

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Annotated, Any, get_type_hints
@@ -106,6 +106,7 @@ class _Span(BaseModel):
 
 
 _READ["documents"] = list[_Span] | None, None
+_READ["epoch"] = str | None, None
 _READ["num_prompt_tokens"] = Annotated[int, Field(ge=0)] | None, None
 _REQUEST_STATS = create_model("_REQUEST_STATS", **_READ)
 """The engine's answer about one request; what it leaves out is unknown."""
@@ -116,9 +117,14 @@ class CacheStatsRoutes:
     """Asks one server about requests and about its cache. May be used by any thread and any event loop."""
 
     def __init__(
-        self, api: ServerAPI, traces: RequestTraces | None = None, resumed: ResumedAnswers | None = None
+        self,
+        api: ServerAPI,
+        traces: RequestTraces | None = None,
+        resumed: ResumedAnswers | None = None,
+        on_epoch: Callable[[str | None], object] = lambda _: None,
     ) -> None:
-        """``traces``: those of the requests."""
+        """``traces``: those of the requests. ``on_epoch`` gets what names the server's registered documents."""
+        self._on_epoch = on_epoch
         self._api = api
         self._traces = traces or RequestTraces()
         self._resumed = resumed or ResumedAnswers()
@@ -180,6 +186,7 @@ class CacheStatsRoutes:
             with self._suppress_stats_errors():
                 read = dict(_REQUEST_STATS.model_validate(json_object(said) or {}))
                 ttft_s = read.pop("ttft_s")
+                self._on_epoch(read.pop("epoch"))
                 stats = _with_figures(stats, read, ttft_s)
         stats = self._resumed.mark(response_id, stats)
         self._traces.complete(response_id, stats, ttft_s)

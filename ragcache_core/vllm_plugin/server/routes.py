@@ -80,7 +80,8 @@ async def request_figures(response_id: str, asked: Request) -> dict[str, Any]:
         if figures is None and tenant is None:
             figures = received.request(response_id, any_tenant=True)
         if figures is not None:
-            return figures
+            recognition = recognition_of(asked)
+            return figures if recognition is None else {**figures, "epoch": recognition.epoch}
     raise HTTPException(404, f"no request {response_id!r:.80} ended lately")
 
 

@@ -282,7 +282,7 @@ def test_every_setting_of_the_cache_is_an_option(monkeypatch: pytest.MonkeyPatch
     options += ["--disk-key-file", "/key", "--tenants", "/tenants.toml", "--max-cached-documents", "5"]
     options += ["--shared", "redis://host:6379/0", "--shared-ttl", "60"]
     options += ["--replicated-share", "0.25", "--max-age", "3600", "--pinned-share", "0.5"]
-    options += ["--queue", "fifo", "--queue-window", "7", "--max-prefill-bs", "2"]
+    options += ["--queue", "fifo", "--queue-window", "7", "--max-prefill-bs", "2", "--max-documents", "500"]
     options += ["--chunk-reuse", "selection=cache_craft, max-recompute=0.3,is_default=false"]
     run(monkeypatch, engine, *options, "--kv-cache-bytes", "1GiB", "--block-size", "32")
     given = engine.settings["cache"]
@@ -304,6 +304,7 @@ def test_every_setting_of_the_cache_is_an_option(monkeypatch: pytest.MonkeyPatch
         queue="fifo",
         queue_window=7,
         max_prefill_bs=2,
+        max_documents=500,
         chunk_reuse=ChunkReuse(selection="cache_craft", max_recompute=0.3, is_default=False),
     )
     assert given.model_fields_set == set(CacheConfig.model_fields) - {"connectors"}, "which excludes chunk_reuse"

@@ -708,3 +708,28 @@ def test_a_restricted_document_that_cannot_be_registered_makes_its_tenant_restri
         assert "6000 characters, the limit is 4096" in (await server.register(many))[0]
 
     run(scene)
+
+
+def test_a_document_that_is_not_told_apart_from_64_others_is_refused_for_that_reason_each_time() -> None:
+    async def scene() -> None:
+        server = await Server().begin()
+        same = [document(f"d{i}", "word " * (10 + i)) for i in range(66)]
+        results = [(await server.register(each))[0] for each in same]
+        assert results[:64] == [True] * 64
+        for _ in range(2):
+            for each in same[64:]:
+                assert "64 other documents" in (await server.register(each))[0]
+
+    run(scene)
+
+
+@pytest.mark.parametrize("token", [-1, 1 << 31, 1 << 40])
+def test_a_token_id_that_no_vocabulary_has_is_refused_with_its_place_and_the_limit(token: int) -> None:
+    async def scene() -> None:
+        server = await Server().begin()
+        sampling = SimpleNamespace(extra_args=None)
+        with pytest.raises(ValueError, match=rf"token 2 of the prompt is {token}; a token id is 0 to 2147483647"):
+            async for _ in server.clients[0].generate({"prompt_token_ids": [1, 2, token]}, sampling, "r"):
+                pass
+
+    run(scene)

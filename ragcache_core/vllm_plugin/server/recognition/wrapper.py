@@ -32,6 +32,7 @@ _PARAMS = "kv_transfer_params"
 _DOCUMENTS = "documents"
 _MAX_OFFLOAD = "max_offload_tokens"
 """vLLM's own parameter: how many tokens of a request are stored below the GPU."""
+_MAX_TOKEN_ID = 1 << 31
 _ARGUMENTS = ("prompt", "sampling_params", "request_id", "data_parallel_rank")
 
 
@@ -135,7 +136,8 @@ class Recogniser:
         """Return a request with the documents that it shows, and with the salt that keeps restricted ones apart.
 
         Raises:
-            ValueError: documents that the request registers cannot be registered. vLLM answers with status 400.
+            ValueError: documents that the request registers cannot be registered, or a token id is out of range. vLLM
+                answers with status 400.
         """
         unchanged = RecognisedRequest(prompt, sampling_params)
         if not isinstance(prompt, Mapping) or not hasattr(sampling_params, "extra_args"):
@@ -150,6 +152,7 @@ class Recogniser:
             params = {**params, KEY: metadata} if metadata else {n: v for n, v in params.items() if n != KEY}
             sampling_params = _with_params(sampling_params, params)
         token_ids = prompt.get("prompt_token_ids") or ()
+        _check_ids(token_ids)
         is_plain = not isinstance(metadata, Mapping) or _DOCUMENTS not in metadata
         if isinstance(metadata, Mapping) and (placed := self._placed(metadata.get(_DOCUMENTS), token_ids)) is not None:
             params = {**params, KEY: {**metadata, _DOCUMENTS: placed}}
@@ -239,6 +242,20 @@ class Recogniser:
             return salt_of(tenant, joined_salt(e for e in (own, rights) if e is not None), secret=self._secret)
         digest = hashlib.sha256(f"{salt} {rights}".encode()).hexdigest()
         return f"{mark_of(tenant)}-{digest}"
+
+
+def _check_ids(token_ids: Sequence[int]) -> None:
+    """Refuse token ids that no vocabulary has, before they are looked up as 32-bit numbers.
+
+    Raises:
+        ValueError: with the id, its place and the limit.
+    """
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < _MAX_TOKEN_ID):
+        at, token = next((i, each) for i, each in enumerate(token_ids) if not 0 <= each < _MAX_TOKEN_ID)
+        raise ValueError(
+            f"token {at} of the prompt is {token}; a token id is 0 to {_MAX_TOKEN_ID - 1}: send those of the model's "
+            "tokenizer"
+        )
 
 
 def _has_text(document: object) -> bool:
