@@ -37,11 +37,11 @@ class PromptTokenizer(Protocol):
     Attributes:
         control_tokens: texts that it takes for a single token which begins or ends a message. They are broken up in
             documents: see :func:`escape_documents`.
-        names_documents: whether it finds documents in a prompt.
+        finds_documents: whether it finds documents in a prompt.
     """
 
     control_tokens: frozenset[str]
-    names_documents: bool
+    finds_documents: bool
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> TokenizedText:
         """Return the token ids of ``text``."""
@@ -420,7 +420,7 @@ class PromptLayout:
         if max_prompt_tokens is not None:
             check_prompt_fits(len(prompt.token_ids), max_prompt_tokens, num_output_tokens=0)
         found = {s.doc_id for s in prompt.segments if s.kind is SegmentKind.DOCUMENT}
-        if tokenizer.names_documents and (missing := {d.doc_id for d in documents} - found):
+        if tokenizer.finds_documents and (missing := {d.doc_id for d in documents} - found):
             raise PromptError(
                 f"the chat template does not show document {min(missing)!r} as it was given: use a "
                 "document_format of plain text, and documents that are not empty"

@@ -28,7 +28,7 @@ Render = Callable[[Sequence[ChatMessage], Mapping[str, Any]], str]
 class LocalTokenizer:
     """A :class:`~ragcache_core.prompt.PromptTokenizer`. ``render`` returns the text of messages with settings."""
 
-    names_documents = True
+    finds_documents = True
     identity = "local"
 
     def __init__(self, tokenizer: Tokenizer, render: Render, control_tokens: frozenset[str] = frozenset()) -> None:

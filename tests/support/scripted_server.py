@@ -139,8 +139,10 @@ class ScriptedServer:
     """Its tokenizer; by default that of ``root``."""
     epoch: str | None = None
     """What names its registered documents."""
-    names_documents: bool = True
+    finds_documents: bool = True
     """Whether it finds documents in prompts, as a server of RAGCache with a tokenizer does."""
+    names_documents: bool = True
+    """Whether it finds them in requests, too."""
     laid_out: list[JsonObject] = field(default_factory=list)
     """The bodies of chats whose tokens it was asked for."""
     receipt: JsonObject | None = None
@@ -284,7 +286,7 @@ class ScriptedServer:
         """Return the tokens of a request, and the documents that are named in it."""
         tokens, named = prompt_tokens(request), list(request.documents)
         has_tokens = "prompt" in request.body or "prompt_token_ids" in request.kv_transfer_params
-        if self.tokenizer is None or not self.names_documents or has_tokens:
+        if self.tokenizer is None or not self.finds_documents or not self.names_documents or has_tokens:
             return tokens, [document for document in named if "start" in document]
         laid_out = self._laid_out({**request.body, "documents": [each for each in named if "text" in each]})
         return (tokens, []) if laid_out is None else (tuple(laid_out["token_ids"]), laid_out["documents"])
@@ -400,11 +402,11 @@ class _Handler(BaseHTTPRequestHandler):
             case path if path.startswith("/v1/ragcache/cached_paths") and owner.cached_paths is not None:
                 if self._is_allowed():
                     self._send(200, owner.cached_paths)
-            case "/v1/ragcache/tokenizer" if owner.tokenizer is not None and owner.names_documents:
+            case "/v1/ragcache/tokenizer" if owner.tokenizer is not None and owner.finds_documents:
                 if self._is_allowed():
                     control = sorted(owner.tokenizer.control_tokens)
                     self._send(200, {"identity": owner.tokenizer.identity, "control_tokens": control,
-                                     "names_documents": True})  # fmt: skip
+                                     "finds_documents": True, "names_documents": owner.names_documents})  # fmt: skip
             case path if path.startswith("/v1/ragcache/cache?"):
                 if self._is_allowed():
                     self._act_on_cache("cache", dict(parse_qsl(urlsplit(path).query)))

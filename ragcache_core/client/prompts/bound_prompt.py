@@ -217,7 +217,7 @@ class BoundPrompt:
         The server is asked by another thread, at the first call and every ten seconds or so, about a prompt of one
         document. The first call waits for the answer, 0.1 s at most. :meth:`prefix` asks as well.
         """
-        if time.monotonic() - self._made_s >= _REMADE_AFTER_S and self._names_documents:
+        if time.monotonic() - self._made_s >= _REMADE_AFTER_S and self._finds_documents:
             self._made_s = time.monotonic()
             with suppress(RuntimeError):  # no more threads: the next call asks
                 if _threads.run(partial(self._ask, shown_documents[:1], documents[:1])):
@@ -231,8 +231,8 @@ class BoundPrompt:
             self._answered.set()
 
     @property
-    def _names_documents(self) -> bool:
-        return self._tokenizer is not None and self._tokenizer.names_documents
+    def _finds_documents(self) -> bool:
+        return self._tokenizer is not None and self._tokenizer.finds_documents
 
     def prefix(self, shown_documents: Sequence[Any], documents: Sequence[Document]) -> RenderedPrompt | None:
         """Return the tokens that a request about these documents, in this order, begins with; asks the server.
@@ -241,7 +241,7 @@ class BoundPrompt:
         where nothing is worth a prefill. Never fails: a prompt that cannot be made is not speculated on, and said once.
         """
         self._made_s = time.monotonic()
-        if self._tokenizer is None or not self._names_documents:
+        if self._tokenizer is None or not self._finds_documents:
             return None
         try:
             one, other = self._prompt.drafts(shown_documents, documents)

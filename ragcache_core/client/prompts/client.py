@@ -108,7 +108,7 @@ class PromptClient:
         if isinstance(told, list) and all(isinstance(token, int) for token in told):
             return told
         try:
-            if isinstance(messages := body.get("messages"), list) and messages and self.tokenizer.names_documents:
+            if isinstance(messages := body.get("messages"), list) and messages and self.tokenizer.finds_documents:
                 return self.tokenizer.lay_out(messages, (), settings=body).token_ids
         except PromptError:  # the request itself will say so
             return None
@@ -200,6 +200,7 @@ class PromptClient:
             self._tool_calls.see(messages, searches)
         if shown:
             self._scopes.note(settings)
+        needs_tokens |= bool(shown) and not self.tokenizer.names_documents
         prompt = self._laid_out(sent, shown, settings) if needs_tokens else None
         if prompt is None:
             plan = plan_texts(
@@ -231,7 +232,7 @@ class PromptClient:
         Raises:
             PromptTooLongError: it does not fit into the context window.
         """
-        if not self.tokenizer.names_documents:
+        if not self.tokenizer.finds_documents:
             return None
         try:
             prompt = self.tokenizer.lay_out(messages, shown, settings=settings)

@@ -44,13 +44,14 @@ class ServerTokenizer:
     Attributes:
         control_tokens: what begins and ends messages, and is broken up in documents, where it must not. An empty set
             leaves documents as they are.
-        names_documents: whether the server finds documents in prompts by their texts.
+        finds_documents: whether the server finds documents by their texts in prompts that it lays out.
+        names_documents: whether it does so in requests. If not, their documents are found before, with one question.
         identity: names the tokenizer and the chat template; ``None`` for a server without RAGCache.
     """
 
     def __init__(self, api: ServerAPI, model: str) -> None:
         self.control_tokens: frozenset[str] = frozenset()
-        self.names_documents = False
+        self.finds_documents = self.names_documents = False
         self.identity: str | None = None
         self._api = api
         self._model = model
@@ -64,8 +65,13 @@ class ServerTokenizer:
             EngineError: it cannot be asked.
         """
         match self._api.ask(Call("/v1/ragcache/tokenizer", json_object)):
-            case {"identity": str(identity), "control_tokens": [*tokens], "names_documents": bool(names)}:
-                self.identity, self.names_documents = identity, names
+            case {
+                "identity": str(identity),
+                "control_tokens": [*tokens],
+                "finds_documents": bool(finds),
+                "names_documents": bool(names),
+            }:
+                self.identity, self.finds_documents, self.names_documents = identity, finds, names
                 self.control_tokens = frozenset(map(str, tokens))
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> TokenizedText:
@@ -93,7 +99,7 @@ class ServerTokenizer:
             TokenizerUnavailableError: it does not tell the tokens. EngineError: it cannot be asked.
         """
         body: dict[str, Any] = {**fields_of(settings or {}), "messages": list(messages)}
-        if not self.names_documents:
+        if not self.finds_documents:
             return RenderedPrompt(tuple(messages), self._tokenized(body), ())
         named = documents[:MAX_DOCUMENTS]
         body["documents"] = [{"id": doc_id, "text": text, "skip": skip} for doc_id, text, skip in named]

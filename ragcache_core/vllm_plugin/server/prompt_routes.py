@@ -2,7 +2,8 @@
 
 ::
 
-    GET  /v1/ragcache/tokenizer   ->  {"identity": "3f2a...", "control_tokens": ["</s>", ...], "names_documents": true}
+    GET  /v1/ragcache/tokenizer   ->  {"identity": "3f2a...", "control_tokens": ["</s>", ...],
+                                   "finds_documents": true, "names_documents": true}
     POST /v1/ragcache/prompt      {"messages": [...], "documents": [{"id": "faq-7", "text": "How do I ..."}]}
                                   ->  {"token_ids": [1, 17, ...], "documents": [{"id": "faq-7", "start": 5, "end": 90}]}
 
@@ -49,11 +50,18 @@ class PromptRequest(BaseModel):
 
 @router.get("/tokenizer")
 async def tokenizer(request: Request) -> dict[str, Any]:
-    """Return what names the tokenizer and the chat template, and which texts are control tokens."""
+    """Return what names tokenizer and chat template, the control tokens, and whether documents are found by texts.
+
+    They are found in prompts of ``/prompt``, and named in all requests unless this vLLM refuses it.
+    """
     state = request.app.state
     if not hasattr(state, "ragcache_tokenizer"):
         state.ragcache_tokenizer = await asyncio.to_thread(_described, state.serving_tokenization)
-    return {**state.ragcache_tokenizer, "names_documents": getattr(state, "ragcache_shown_texts", None) is not None}
+    return {
+        **state.ragcache_tokenizer,
+        "finds_documents": getattr(state, "ragcache_shown_texts", None) is not None,
+        "names_documents": getattr(state, "ragcache_names_documents", False),
+    }
 
 
 @router.post("/prompt")

@@ -270,7 +270,7 @@ class RAGCacheEndpoint:
                 getattr(state, "ragcache_rank_choice", None),
             )
             state.ragcache_recognition, state.ragcache_recognition_task = begun.service, begun.following
-            state.ragcache_shown_texts = begun.texts
+            state.ragcache_shown_texts, state.ragcache_names_documents = begun.texts, begun.names_documents
             try:
                 reports = await call_report(engine_client)
             except Exception as error:  # another scheduler class: its first step reports

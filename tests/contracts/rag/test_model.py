@@ -64,7 +64,7 @@ async def test_an_answer_reports_the_statistics_of_its_request(
 async def test_plain_vllm_answers_with_the_statistics_of_its_usage_alone(
     framework: Framework, ask: str, server: ScriptedServer
 ) -> None:
-    server.cache, server.names_documents = None, False
+    server.cache, server.finds_documents = None, False
     with Engine.connect(server.url) as engine:
         engine.remember_documents([STORMS])
         await framework.ask(ask, framework.model(engine=engine), QUESTION)

@@ -232,6 +232,7 @@ def test_connecting_is_the_same_as_launching(engine: Engine) -> None:
 
 
 def test_the_tokenizer_is_described_to_who_has_the_key(engine: Engine) -> None:
+    assert engine.tokenizer.finds_documents
     assert engine.tokenizer.names_documents
     assert {"<s>", "</s>"} <= engine.tokenizer.control_tokens
     for path, body in (("tokenizer", None), ("prompt", {"messages": [{"role": "user", "content": "Who?"}]})):

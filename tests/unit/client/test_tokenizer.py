@@ -63,7 +63,7 @@ def test_a_chat_that_no_template_renders_is_a_prompt_error(engine: Engine) -> No
 def test_a_server_without_ragcache_is_asked_with_vllms_own_route_and_names_no_documents(
     server: ScriptedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server.names_documents = False
+    server.finds_documents = False
     with Engine.connect(server.url, api_key="secret") as engine:
         engine.remember_documents([SUN])
         answer = engine.generate(MESSAGES, max_tokens=4)
@@ -75,6 +75,20 @@ def test_a_server_without_ragcache_is_asked_with_vllms_own_route_and_names_no_do
         assert rendered.token_ids
         assert not [s for s in rendered.segments if s.kind is SegmentKind.DOCUMENT]
     assert caplog.records == []
+
+
+def test_a_server_that_cannot_find_documents_in_requests_is_asked_before(server: ScriptedServer) -> None:
+    server.names_documents = False
+    with Engine.connect(server.url, api_key="secret") as engine:
+        engine.remember_documents([SUN])
+        answer = engine.generate(MESSAGES, max_tokens=4)
+        (asked,) = server.laid_out
+        assert [document["id"] for document in asked["documents"]] == ["sun"]
+        params = server.requests[-1].kv_transfer_params
+        assert params["prompt_token_ids"] == engine.tokenize(MESSAGES)
+        assert [document.doc_id for document in answer.stats.documents] == ["sun"]
+        engine.generate([{"role": "user", "content": "No document."}], max_tokens=4)
+        assert len(server.laid_out) == 2, "tokenize is the other one"
 
 
 def test_a_server_that_tells_no_tokens_is_an_error_that_says_so() -> None:

@@ -34,7 +34,7 @@ class WordTokenizer:
     """A tokenizer whose tokens are words with the white space before them, or single other characters."""
 
     control_tokens: frozenset[str] = frozenset()
-    names_documents = True
+    finds_documents = True
 
     def render(self, messages: Sequence[ChatMessage]) -> str:
         return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<answer>"

@@ -34,12 +34,14 @@ class StartedRecognition:
     Attributes:
         service: the registered documents; ``None`` where none can be registered.
         following: the task that follows other API servers; ``None`` where there are none.
-        texts: finds documents that clients name by their texts; ``None`` where this vLLM cannot do it.
+        texts: finds documents by their texts in prompts; ``None`` for a model without a tokenizer.
+        names_documents: it does so in all requests, where clients name documents.
     """
 
     service: RecognitionService | None
     following: asyncio.Task[None] | None
     texts: ShownTexts | None
+    names_documents: bool
 
 
 async def start_recognition(
@@ -56,8 +58,9 @@ async def start_recognition(
     if tokenizer is not None and settings.max_documents:
         service = await _begun(engine_client, settings, restricted, tokenizer)
     texts = None if tokenizer is None else ShownTexts(tokenizer.token_bytes, tokenizer.encode)
-    if texts is None or not attach(engine_client, Recogniser(service, tenants, choice, texts)):
-        service = texts = None
+    names_documents = texts is not None and attach(engine_client, Recogniser(service, tenants, choice, texts))
+    if not names_documents:
+        service = None
     if service is None and restricted:
         named = ", ".join(sorted("operators" if name is None else name for name in restricted))
         raise ConfigError(
@@ -65,11 +68,11 @@ async def start_recognition(
             "above 0, use a vLLM that docs/dev/vllm-versions.md names, or leave restricted out"
         )
     if service is None:
-        return StartedRecognition(None, None, texts)
+        return StartedRecognition(None, None, texts, names_documents)
     show_metrics(service)
     _, num_readers = front_end_of(engine_client.vllm_config)
     following = asyncio.create_task(_follow(service, engine_client)) if num_readers > 1 else None
-    return StartedRecognition(service, following, texts)
+    return StartedRecognition(service, following, texts, names_documents)
 
 
 async def _tokenizer_of(engine_client: Any) -> DocumentTokenizer | None:

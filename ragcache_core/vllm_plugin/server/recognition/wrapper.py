@@ -58,7 +58,7 @@ def attach(engine_client: Any, recogniser: Recogniser) -> bool:
             why = f"its generate cannot be replaced ({error})"
     if why is not None:
         logger.warning(
-            "RC-RECOGNITION-OFF: documents in prompts are not recognised, and have no names in the statistics. "
+            "RC-RECOGNITION-OFF: documents of plain clients are not recognised, clients of RAGCache work as ever. "
             "This vLLM's engine client cannot be wrapped: %s. Install a vLLM that docs/dev/vllm-versions.md names",
             why,
         )
