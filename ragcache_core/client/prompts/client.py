@@ -24,7 +24,7 @@ from ragcache_core.client.prompts.request_plan import (
     plan_tokens,
 )
 from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
-from ragcache_core.client.prompts.server_tokenizer import ServerTokenizer, fields_of
+from ragcache_core.client.prompts.server_tokenizer import ServerTokenizer, fields_of, is_rendered_alike
 from ragcache_core.client.prompts.tool_calls import ToolCalls
 from ragcache_core.client.speculation.request_capture import current_scope
 from ragcache_core.errors import EngineError, PromptError, PromptTooLongError
@@ -217,7 +217,12 @@ class PromptClient:
             )
         return replace(
             plan,
-            extra_body={**plan.extra_body, **changed_messages(messages, sent)},
+            # Rights are those of all documents that are shown here, also if the server does not find one of them.
+            extra_body={
+                **plan.extra_body,
+                **self.facts.body(each.doc_id for each in shown),
+                **changed_messages(messages, sent),
+            },
             num_chars=sum(len(text) for message in sent for text in texts_of(message.get("content"))),
             asked=AskedChat(sent, settings, list(dict.fromkeys(each[:2] for each in shown)))
             if fields.get("tools")
@@ -232,7 +237,7 @@ class PromptClient:
         Raises:
             PromptTooLongError: it does not fit into the context window.
         """
-        if not self.tokenizer.finds_documents:
+        if not self.tokenizer.finds_documents or not is_rendered_alike(settings):
             return None
         try:
             prompt = self.tokenizer.lay_out(messages, shown, settings=settings)

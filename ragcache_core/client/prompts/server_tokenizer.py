@@ -29,6 +29,7 @@ _OF_TOKENIZE = (
     *("chat_template_kwargs", "media_io_kwargs", "mm_processor_kwargs"),
 )
 """Fields of a request on which its prompt depends, and which ``/tokenize`` has as well."""
+_NOT_OF_TOKENIZE = ("functions", "truncate_prompt_tokens")
 _MAX_KEPT = 16
 """Chats whose tokens are kept: a request that is planned again is the same."""
 _TIMEOUT_S = 30.0
@@ -140,6 +141,14 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("documents") is not None and isinstance(variables, Mapping):
         variables = {**variables, "documents": given["documents"]}
     return {**fields, "chat_template_kwargs": variables} if variables else fields
+
+
+def is_rendered_alike(settings: Mapping[str, Any]) -> bool:
+    """Return whether ``/tokenize`` knows all that the prompt of a request with these ``settings`` depends on."""
+    given = {**settings, **(settings.get("extra_body") or {})}
+    if any(given.get(name) is not None for name in _NOT_OF_TOKENIZE):
+        return False
+    return not given.get("tools") or given.get("tool_choice") != "none"  # the server may leave them out
 
 
 def _read(answer: httpx.Response) -> tuple[tuple[int, ...], tuple[PromptSegment, ...]]:

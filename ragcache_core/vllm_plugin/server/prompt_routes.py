@@ -67,6 +67,8 @@ async def tokenizer(request: Request) -> dict[str, Any]:
 @router.post("/prompt")
 async def prompt(asked: PromptRequest, request: Request) -> dict[str, Any]:
     """Return the token ids of a chat, and which of them show which document."""
+    if request.app.state.serving_tokenization.online_renderer.use_harmony:
+        raise HTTPException(400, "chats of this model are laid out otherwise than its template says: send messages")
     token_ids = await _token_ids(request, asked, asked.messages)
     if asked.other is not None:
         num_common = common_prefix_len(token_ids, await _token_ids(request, asked, asked.other))

@@ -210,3 +210,33 @@ def test_documents_are_known_in_a_message_that_is_a_list_of_one_text(engine: Eng
     assert [d.doc_id for d in engine.generate(parts).stats.documents] == [SUN.doc_id]
     several = [{"role": "user", "content": [*parts[0]["content"], {"type": "text", "text": "Well?"}]}]
     assert engine.integration.prompts.plan_chat(several).doc_ids == (SUN.doc_id,)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"extra_body": {"truncate_prompt_tokens": 8}},
+        {"functions": []},
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"},
+    ],
+)
+def test_no_tokens_are_sent_of_a_chat_that_tokenize_might_render_otherwise(
+    engine: Engine, settings: dict[str, Any]
+) -> None:
+    plan = engine.integration.prompts.plan_chat(QUESTION, settings=settings, needs_tokens=True)
+    assert plan.prompt is None
+    assert "prompt_token_ids" not in plan.extra_body["kv_transfer_params"]
+
+
+def test_the_rights_of_a_document_count_also_if_the_server_does_not_find_it(
+    engine: Engine, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = Document("secret", SUN.text, acl=("hr",))
+    found = server._laid_out
+    monkeypatch.setattr(server, "_laid_out", lambda body: {**(found(body) or {}), "documents": []})
+    chat = [{"role": "user", "content": f"{SUN.text}\n\nWhy?"}]
+    salts = set()
+    for needs_tokens in (False, True):
+        plan = engine.integration.prompts.plan_chat(chat, documents=[secret], needs_tokens=needs_tokens)
+        salts.add(plan.extra_body["cache_salt"])
+    assert len(salts) == 1
