@@ -144,7 +144,7 @@ class RequestState:
             "documents": [
                 {"id": s.doc_id, "start": s.start, "end": s.end if s.text_end is None else s.text_end}
                 for s in self.metadata.segments
-                if s.kind is SegmentKind.DOCUMENT
+                if s.kind is SegmentKind.DOCUMENT and s.doc_id is not None and not self.has_forgotten
             ],
             **({} if self.tenant is None else {"tenant": self.tenant}),
             **({} if self.chunk_reuse is None else {"chunk_reuse": self.chunk_reuse.to_dict()}),
