@@ -19,6 +19,11 @@ from numpy.typing import NDArray
 
 from ragcache_core.recognition.forms import text_forms
 
+_MAX_MISSES = 16
+_MAX_OTHERS = 4096
+_MAX_CHARS_PER_TOKEN = 16
+# Of a prompt: texts that it does not show as they are, other occurrences, and characters that are tokenised for them.
+# Beyond these limits a text counts as not shown, so that no request holds up the others of its server.
 _WHITE_SPACE = b" \t\n\r\x0b\x0c"
 
 
@@ -50,15 +55,19 @@ class ShownTexts:
         prompt = _Bytes.of(self._bytes, self._sizes, token_ids)
         haystack: bytes | None = None
         found: list[tuple[int, int] | None] = []
-        position = 0
+        position, num_misses, others_left = 0, 0, _MAX_OTHERS
+        chars_left = _MAX_CHARS_PER_TOKEN * len(token_ids)
         for text, num_others in texts:
             place = None
-            if prompt is not None:
+            others_left -= num_others
+            if prompt is not None and others_left >= 0:
                 place = prompt.place_of(text, num_others, position)
-                if place is None:  # a template may show it as JSON
+                if place is None and num_misses < _MAX_MISSES:  # a template may show it as JSON
+                    num_misses += 1
                     forms = (prompt.place_of(form, num_others, position) for form in text_forms(text)[1:])
                     place = next((each for each in forms if each is not None), None)
-            if place is None and not num_others:
+            if place is None and not num_others and len(text) <= chars_left:
+                chars_left -= len(text)
                 haystack = array("I", token_ids).tobytes() if haystack is None else haystack
                 place = _place_of_tokens(list(self._encode(text.strip())), haystack, token_ids, position)
             found.append(place)

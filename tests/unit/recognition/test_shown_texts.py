@@ -74,3 +74,19 @@ def test_a_tokenizer_without_bytes_finds_the_tokens_of_a_text_but_for_its_edges(
     texts = ShownTexts(None, encode)
     prompt = [*encode("eight one two three four five"), ids["merged"], *encode("one two three four five six eight")]
     assert find(texts, prompt, ["one two three four five six"] * 2) == [(1, 6), (7, 13)]
+
+
+def test_texts_that_a_prompt_does_not_show_cost_no_more_than_the_prompt() -> None:
+    encoded: list[int] = []
+
+    def encode(text: str) -> list[int]:
+        encoded.append(len(text))
+        return [200, 201, 202]
+
+    prompt = list(range(100))
+    for token_bytes in (None, [b"x"] * 256):
+        encoded.clear()
+        texts = ShownTexts(token_bytes, encode)
+        assert texts.find(prompt, [("not there " * 20, 0)] * 4096) == [None] * 4096
+        assert sum(encoded) <= 16 * len(prompt)
+        assert texts.find(prompt, [("x", 4096)] * 3) == [None] * 3
