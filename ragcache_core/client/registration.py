@@ -95,7 +95,7 @@ class DocumentRegistrations:
                 return
 
     def saw(self, epoch: str | None) -> None:
-        """Take note of the server's registry: a new one has none of the documents that were registered here."""
+        """Record the server's registry: a new one has none of the documents that were registered here."""
         with self._lock:
             if epoch is None or epoch in self._epochs:
                 return
