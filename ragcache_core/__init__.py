@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     from ragcache_core.client.launch.settings import VLLMOffload
     from ragcache_core.client.ordering.document_order import Arrangement
     from ragcache_core.client.prompts.bound_prompt import BoundPrompt
-    from ragcache_core.client.prompts.tokenizer import ModelTokenizer
     from ragcache_core.client.ray_serve.deployment import ragcache_deployment
     from ragcache_core.config import CacheConfig, ChunkReuse
     from ragcache_core.ordering import DocumentOrder
@@ -108,7 +107,6 @@ else:
             "ragcache_core.client.launch.settings": ("VLLMOffload",),
             "ragcache_core.client.ordering.document_order": ("Arrangement",),
             "ragcache_core.client.prompts.bound_prompt": ("BoundPrompt",),
-            "ragcache_core.client.prompts.tokenizer": ("ModelTokenizer",),
             "ragcache_core.client.ray_serve.deployment": ("ragcache_deployment",),
             "ragcache_core.config": ("CacheConfig", "ChunkReuse"),
             "ragcache_core.ordering": ("DocumentOrder",),
@@ -198,7 +196,6 @@ __all__ = [
     "LangChainEmbedder",
     "LlamaIndexEmbedder",
     "MiniLMEmbedder",
-    "ModelTokenizer",
     "PipelineReport",
     "PrecomputedEmbedder",
     "PromptError",

@@ -294,6 +294,10 @@ class CacheConfig(_Settings):
     """Speculative requests that may run at a time while no other request waits or is prefilled (RAGCache §5.3); 0
     switches speculation off."""
 
+    max_documents: Annotated[int, Field(ge=0, le=_LARGEST, strict=True)] = 100_000
+    """Registered documents that the server recognises in prompts without a tenant; a tenant has a fifth of it. 0: none
+    are registered. Each takes about 1 kB in every API server."""
+
     connectors: tuple[dict[str, Any], ...] = ()
     """Other KV connectors of vLLM beside RAGCache's, each as vLLM's ``kv_transfer_config`` describes it:
     ``({"kv_connector": "NixlConnector", "kv_role": "kv_both"},)``. What one of them has of a prompt is loaded from it,

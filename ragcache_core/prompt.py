@@ -1,29 +1,24 @@
-"""Lay a prompt out as static prefix, documents and question, and know which tokens are whose.
+"""Lay a prompt out as static prefix, documents and question, and know which texts are whose.
 
-A prompt is tokenised as ONE string, after the model's chat template, exactly as the server would do it, so that a
-prompt with document spans has the same token ids as the same prompt without. Documents are found in that string by
-their characters and mapped to tokens through the tokenizer's offsets::
+Documents are found in the messages of a chat by their characters. The server renders and tokenises the chat, and finds
+the tokens of their texts::
 
     chars   <s>Answer from the documents.\\n\\nDocument: Zor is ...\\n\\nDocument: Mel is ...\\n\\nQuestion: Who ...?
     tokens  |------- PREFIX ------------|-------- DOCUMENT ------|-------- DOCUMENT ------|---- QUESTION -----|
-
-A token that straddles a boundary belongs to the segment that holds its last character: many tokenizers put white
-space in front of a word into the word's token.
 """
 
 from __future__ import annotations
 
 import re
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ragcache_core.errors import ConfigError, PromptError, PromptTooLongError
 from ragcache_core.types import DocId, Document, PromptSegment, SegmentKind
-from ragcache_core.wire import check_text, tile
+from ragcache_core.wire import check_sendable
 
 ChatMessage = Mapping[str, Any]
 """A message of the OpenAI protocol: ``{"role": ..., "content": ...}``."""
@@ -31,25 +26,40 @@ ChatMessage = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TokenizedText:
-    """Token ids of a text and the characters ``[start, end)`` that each of them covers."""
+    """Token ids of a text."""
 
     token_ids: tuple[int, ...]
-    offsets: tuple[tuple[int, int], ...]
 
 
 class PromptTokenizer(Protocol):
-    """The one way from messages to token ids; it agrees with the server's own.
+    """The one way from messages to token ids: the server's own.
 
-    One with ``control_tokens``, texts that it takes for a single token which begins or ends a message, has them broken
-    up in documents: see :func:`escape_documents`.
+    Attributes:
+        control_tokens: texts that it takes for a single token which begins or ends a message. They are broken up in
+            documents: see :func:`escape_documents`.
+        finds_documents: whether it finds documents in a prompt.
     """
 
-    def render(self, messages: Sequence[ChatMessage]) -> str:
-        """Return the text that the model's chat template makes of ``messages``, ready for the answer."""
-        ...
+    control_tokens: frozenset[str]
+    finds_documents: bool
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> TokenizedText:
-        """Return the token ids of ``text`` with character offsets."""
+        """Return the token ids of ``text``."""
+        ...
+
+    def lay_out(
+        self,
+        messages: Sequence[ChatMessage],
+        documents: Sequence[ShownDocument],
+        *,
+        other: Sequence[ChatMessage] | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> RenderedPrompt:
+        """Return a chat as token ids, with the spans of ``documents``, which are in its order.
+
+        With ``other`` messages, return the common beginning of both prompts, which has no messages. ``settings`` are
+        the other fields of the request.
+        """
         ...
 
 
@@ -62,15 +72,22 @@ class DocumentSpan:
     end: int
 
 
+class ShownDocument(NamedTuple):
+    """A document as a chat shows it, after ``num_others`` other occurrences of its text since the document before."""
+
+    doc_id: DocId
+    text: str
+    num_others: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """A prompt ready to be sent: its messages, its text after the chat template, its token ids and their segments.
+    """A prompt ready to be sent: its messages, its token ids and their segments.
 
     ``acls`` are those of the documents in it that not everybody may read.
     """
 
     messages: tuple[ChatMessage, ...]
-    text: str
     token_ids: tuple[int, ...]
     segments: tuple[PromptSegment, ...]
     acls: frozenset[tuple[str, ...]] = frozenset()
@@ -153,32 +170,24 @@ class _Places:
 
 
 def escape_documents(
-    tokenizer: PromptTokenizer, messages: Sequence[ChatMessage], documents: Iterable[tuple[DocId, str]]
-) -> Sequence[ChatMessage]:
-    """Return messages whose documents (id, text as shown) hold none of the tokenizer's control tokens.
+    control_tokens: frozenset[str], messages: Sequence[ChatMessage], documents: Sequence[tuple[DocId, str]]
+) -> tuple[Sequence[ChatMessage], Sequence[tuple[DocId, str]]]:
+    """Return messages and their documents (id, text as shown) without ``control_tokens`` in the documents.
 
     A document that says ``<|im_end|>`` would end the message that shows it, and could continue in another role:
     there is a space in the word then, ``< |im_end|>``, which makes it text. What is no document stays as it is.
     """
-    return _with_escapes(messages, _escapes(tokenizer, messages, documents))
-
-
-def _escapes(
-    tokenizer: PromptTokenizer, messages: Iterable[ChatMessage], documents: Iterable[tuple[DocId, str]]
-) -> dict[str, str]:
-    """Return the documents with control tokens in them and what they become, the longest first."""
-    tokens = frozenset(getattr(tokenizer, "control_tokens", ()))
     texts = (text for message in messages for text in texts_of(message.get("content")))
-    if not tokens or not any(_control_pattern(tokens).search(text) for text in texts):
-        return {}
+    if not control_tokens or not any(_control_pattern(control_tokens).search(text) for text in texts):
+        return messages, documents
     stripped = sorted({shown.strip() for _, shown in documents}, key=len, reverse=True)
-    return {shown: escaped for shown in stripped if (escaped := _escaped(shown, tokens)) != shown}
-
-
-def _with_escapes(messages: Sequence[ChatMessage], escapes: Mapping[str, str]) -> Sequence[ChatMessage]:
+    escapes = {shown: escaped for shown in stripped if (escaped := _escaped(shown, control_tokens)) != shown}
     if not escapes:
-        return messages
-    return [{**m, "content": _replaced(m["content"], escapes)} if texts_of(m.get("content")) else m for m in messages]
+        return messages, documents
+    changed = [
+        {**m, "content": _replaced(m["content"], escapes)} if texts_of(m.get("content")) else m for m in messages
+    ]
+    return changed, [(doc_id, _replaced(shown, escapes)) for doc_id, shown in documents]
 
 
 def texts_of(content: Any) -> list[str]:
@@ -218,18 +227,35 @@ def _control_pattern(control_tokens: frozenset[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(breakable, key=len, reverse=True))) or r"(?!)")
 
 
-def segment_tokens(tokenized: TokenizedText, spans: Sequence[DocumentSpan]) -> tuple[PromptSegment, ...]:
-    """Return the segments that tile the tokens, given the characters of each document.
+def shown_documents(
+    messages: Iterable[ChatMessage], documents: Iterable[tuple[DocId, str]], questions: Iterable[str] = ()
+) -> list[ShownDocument]:
+    """Return those of ``documents`` (id, text as shown) that a chat shows, in its order.
 
-    ``spans`` are in text order and do not overlap. A document shorter than a token may vanish.
+    They are looked for in every message but the assistant's, once in each: a chat may show one again. What one of
+    ``questions`` quotes is not a document.
     """
-    ends = list(accumulate((end for _, end in tokenized.offsets), max))
-    documents = []
-    for span in spans:
-        first, last = bisect_right(ends, span.start), bisect_right(ends, span.end)
-        if first < last:
-            documents.append(PromptSegment(SegmentKind.DOCUMENT, first, last, span.doc_id))
-    return tile(documents, len(tokenized.token_ids))
+    documents, questions = list(documents), list(questions)
+    return _shown(
+        (text, [] if message.get("role") == "assistant" else locate_documents(text, documents, questions))
+        for message in messages
+        for text in texts_of(message.get("content"))
+    )
+
+
+def _shown(parts: Iterable[tuple[str, Sequence[DocumentSpan]]]) -> list[ShownDocument]:
+    """Return the documents of a chat, whose texts have them at the spans."""
+    shown: list[ShownDocument] = []
+    between = ""
+    for text, spans in parts:
+        end = 0
+        for span in spans:
+            between += text[end : span.start]
+            of_document = text[span.start : span.end]
+            shown.append(ShownDocument(span.doc_id, of_document, between.count(of_document)))
+            between, end = "", span.end
+        between += text[end:]
+    return shown
 
 
 def render_chat(
@@ -238,58 +264,15 @@ def render_chat(
     documents: Iterable[tuple[DocId, str]],
     *,
     questions: Iterable[str] = (),
-    context: str | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> RenderedPrompt:
-    """Return ``messages`` as tokens with the spans of those ``documents`` (id, text as shown) that they hold.
+    """Return a chat as tokens with the spans of those ``documents`` (id, text as shown) that it shows.
 
-    Documents are looked for in every message but the assistant's, once in each: a chat may show one again. What one of
-    ``questions`` quotes is not a document. ``context`` is what the last message begins with, if all of them are there.
+    See :func:`shown_documents` for ``questions``; ``settings`` are the other fields of the request.
     """
-    escapes = _escapes(tokenizer, messages, documents := list(documents))
-    messages = _with_escapes(messages, escapes)
-    documents = [(doc_id, _replaced(shown, escapes)) for doc_id, shown in documents]
-    questions = [_replaced(question, escapes) for question in questions]
-    text = tokenizer.render(messages)
-    check_text(text, "the prompt")
-    tokenized = tokenizer.encode(text)
-    parts = message_places(text, messages)
-    if context and (context := _replaced(context.strip(), escapes)):
-        start = parts[-1][0] if parts and text.startswith(context, parts[-1][0]) else max(text.rfind(context), 0)
-        parts = [(start, start + len(context) if text.startswith(context, start) else len(text))]
-    segments = segment_tokens(tokenized, _locate_in(text, parts, documents, questions))
-    return RenderedPrompt(tuple(messages), text, tokenized.token_ids, segments)
-
-
-def message_places(text: str, messages: Iterable[ChatMessage]) -> list[tuple[int, int]]:
-    """Return the characters ``[start, end)`` of each message that may show documents: of all but the assistant's.
-
-    All of ``text`` is one place where a chat template does not show every such message, in its order.
-    """
-    places: list[tuple[int, int]] = []
-    position = 0
-    for message in messages:
-        content = "\n".join(texts_of(message.get("content"))).strip()
-        is_answer = message["role"] == "assistant"
-        if (start := text.find(content, position)) >= 0:
-            position = start + len(content)
-            places += [] if is_answer else [(start, position)]
-        elif not is_answer:  # templates may leave parts of answers out
-            return [(0, len(text))]
-    return places
-
-
-def _locate_in(
-    text: str,
-    places: Iterable[tuple[int, int]],
-    documents: Iterable[tuple[DocId, str]],
-    questions: Iterable[str] = (),
-) -> list[DocumentSpan]:
-    documents, questions = list(documents), list(questions)
-    return [
-        DocumentSpan(span.doc_id, start + span.start, start + span.end)
-        for start, end in places
-        for span in locate_documents(text[start:end], documents, questions)
-    ]
+    check_sendable(list(messages), "the prompt")
+    messages, shown = escape_documents(tokenizer.control_tokens, messages, list(documents))
+    return tokenizer.lay_out(messages, shown_documents(messages, shown, questions), settings=settings)
 
 
 def render_known(
@@ -297,24 +280,17 @@ def render_known(
     one: Sequence[ChatMessage],
     other: Sequence[ChatMessage],
     documents: Iterable[tuple[DocId, str]],
+    settings: Mapping[str, Any] | None = None,
 ) -> RenderedPrompt:
     """Return the common beginning of two prompts, as tokens that every prompt with that beginning begins with.
 
-    ``one`` and ``other`` differ in all that is not known yet, from its first character on. The last token is left out:
-    with what follows it might be another one. The result is no whole prompt, so it has no messages.
+    ``one`` and ``other`` differ in all that is not known yet, from its first character on.
     """
-    escapes = _escapes(tokenizer, one, documents := list(documents))
-    one, other = _with_escapes(one, escapes), _with_escapes(other, escapes)
-    documents = [(doc_id, _replaced(shown, escapes)) for doc_id, shown in documents]
-    rendered = tokenizer.render(one)
-    check_text(rendered, "the prompt")
-    text = rendered[: common_prefix_len(rendered, tokenizer.render(other))]
-    cut = tokenizer.encode(text)
-    num_known = max(common_prefix_len(tokenizer.encode(rendered).token_ids, cut.token_ids) - 1, 0)
-    known = TokenizedText(cut.token_ids[:num_known], cut.offsets[:num_known])
-    end = known.offsets[-1][1] if num_known else 0
-    spans = _locate_in(text, [(start, min(end, len(text))) for start, end in message_places(rendered, one)], documents)
-    return RenderedPrompt((), text[:end], known.token_ids, segment_tokens(known, spans))
+    given = list(documents)
+    check_sendable([list(one), list(other)], "the prompt")
+    one, shown = escape_documents(tokenizer.control_tokens, one, given)
+    other, _ = escape_documents(tokenizer.control_tokens, other, given)
+    return tokenizer.lay_out(one, shown_documents(one, shown), other=other, settings=settings)
 
 
 def common_prefix_len(one: Sequence[object], other: Sequence[object]) -> int:
@@ -425,22 +401,28 @@ class PromptLayout:
         relevance: Sequence[Document] | None = None,
         max_prompt_tokens: int | None = None,
     ) -> RenderedPrompt:
-        """Return the prompt as token ids, with the exact span of every document; see :meth:`messages`.
+        """Return the prompt as token ids, with the span of every document; see :meth:`messages`.
+
+        The ``tokenizer`` is an engine's, which asks its server. One without RAGCache tells no spans.
 
         Raises:
             PromptError: the question is empty, or the chat template does not show a document as it was given.
             PromptTooLongError: more than ``max_prompt_tokens`` tokens.
         """
-        shown = [(d.doc_id, self.document_text(d)) for d in documents]
-        messages = self.messages(documents, question, relevance=relevance)
-        prompt = render_chat(tokenizer, messages, shown, context=self.context(documents))
+        messages: Sequence[ChatMessage] = self.messages(documents, question, relevance=relevance)
+        check_sendable(list(messages), "the prompt")
+        shown: Sequence[tuple[DocId, str]] = [(d.doc_id, self.document_text(d)) for d in documents]
+        messages, shown = escape_documents(tokenizer.control_tokens, messages, shown)
+        *before, (last,) = (texts_of(message["content"]) for message in messages)
+        context = self.document_separator.join(text for _, text in shown)
+        spans = locate_documents(last[: len(context)], shown)
+        prompt = tokenizer.lay_out(messages, _shown([*((text, []) for (text,) in before), (last, spans)]))
         if max_prompt_tokens is not None:
             check_prompt_fits(len(prompt.token_ids), max_prompt_tokens, num_output_tokens=0)
-        found = [s.doc_id for s in prompt.segments if s.kind is SegmentKind.DOCUMENT]
-        if sorted(filter(None, found)) != sorted(d.doc_id for d in documents):
-            missing = {d.doc_id for d in documents} - set(found)
+        found = {s.doc_id for s in prompt.segments if s.kind is SegmentKind.DOCUMENT}
+        if tokenizer.finds_documents and (missing := {d.doc_id for d in documents} - found):
             raise PromptError(
-                f"the chat template does not show document {min(missing, default='?')!r} as it was given: use a "
+                f"the chat template does not show document {min(missing)!r} as it was given: use a "
                 "document_format of plain text, and documents that are not empty"
             )
         labels = {document.doc_id: document.label for document in documents}

@@ -597,9 +597,6 @@ class EngineStats:
 
     ``num_first_tokens`` answers have begun, ``sum_ttft_s`` after the arrival of their requests, added up.
 
-    ``num_server_rendered_chats`` is this client's own count: the chats that the server rendered. Which of their tokens
-    are a document is unknown.
-
     The rest is RAGCache's own: ``policy`` is the name of its replacement policy (``None``: plain vLLM), ``tiers`` go
     from the fastest to the slowest, ``hottest_documents`` from the most used on. ``num_ignored_metadata`` requests
     announced documents that contradicted their prompt; ``num_lost_chunks`` of the disk tier were gone, and computed
@@ -628,7 +625,6 @@ class EngineStats:
     num_first_tokens: int = _of_vllm("time_to_first_token_seconds_count", 0)
     sum_ttft_s: float = _of_vllm("time_to_first_token_seconds_sum", 0.0)
     num_restarts: int = 0
-    num_server_rendered_chats: int = 0
     policy: str | None = field(default=None, metadata=_ALWAYS_REPORTED)
     tiers: tuple[TierStats, ...] = field(default=(), metadata=_ALWAYS_REPORTED)
     hottest_documents: tuple[DocumentUse, ...] = field(default=(), metadata=_ALWAYS_REPORTED)

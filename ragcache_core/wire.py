@@ -7,6 +7,8 @@
         "ragcache": {
             "version": 1,
             "documents": [{"id": "faq-7", "start": 21, "end": 407}, ...],  # and a "label", where the id is not readable
+                                                   # or with a "text" for start and end: the server finds its tokens,
+                                                   # after "skip" other occurrences of the text
             "speculation": "3f2a...",              # only if the answer is not asked for yet: see confirm
             "reordered": true,                     # only if the documents stand in another order than retrieved
             "chunk_reuse": {"max_recompute": 0.3}, # or true, false, "store"; only if it is not to be as the engine does
@@ -113,7 +115,7 @@ def encode_kv_transfer_params(
         ConfigError: ``chunk_reuse`` is none, or ``expected_uses`` are out of bounds.
     """
     params: dict[str, object] = {} if prompt_token_ids is None else {"prompt_token_ids": list(prompt_token_ids)}
-    documents = [
+    documents: list[dict[str, object]] = [
         {
             "id": s.doc_id,
             "start": s.start,
@@ -122,24 +124,61 @@ def encode_kv_transfer_params(
         }
         for s in segments
         if s.kind is SegmentKind.DOCUMENT
-    ][:MAX_DOCUMENTS]
-    check_sendable([document["id"] for document in documents], "the ids of documents")
+    ]
     params[KEY] = {
-        "version": WIRE_VERSION,
-        "documents": documents,
+        **_metadata(documents, is_reordered, chunk_reuse),
         **({} if speculation is None else {"speculation": speculation}),
-        **({"reordered": True} if is_reordered else {}),
         **({"prefill": True} if is_prefill else {}),
         **({"expected_uses": check_expected_uses(expected_uses)} if expected_uses else {}),
-        **_encoded(read_chunk_reuse(chunk_reuse)),
     }
     return params
+
+
+def encode_shown_documents(
+    shown: Iterable[tuple[str, str, int, str | None]],
+    *,
+    is_reordered: bool = False,
+    chunk_reuse: ChunkReuseOption = None,
+) -> dict[str, object]:
+    """Return the ``kv_transfer_params`` of a request whose documents the server finds in the prompt.
+
+    Args:
+        shown: id, text as shown, number of other occurrences before and label of each document, in prompt order.
+        is_reordered: they are in another order than they were retrieved in.
+        chunk_reuse: how documents are reused, if it is not to be as the engine does.
+
+    Raises:
+        ConfigError: ``chunk_reuse`` is none, or an id cannot be sent.
+    """
+    documents: list[dict[str, object]] = [
+        {
+            "id": doc_id,
+            "text": text,
+            **({"skip": num_others} if num_others else {}),
+            **({} if label is None else {"label": label}),
+        }
+        for doc_id, text, num_others, label in shown
+    ]
+    return {KEY: _metadata(documents, is_reordered, chunk_reuse)}
+
+
+def _metadata(
+    documents: Sequence[Mapping[str, object]], is_reordered: bool, chunk_reuse: ChunkReuseOption
+) -> dict[str, object]:
+    listed = list(documents[:MAX_DOCUMENTS])
+    check_sendable([document["id"] for document in listed], "the ids of documents")
+    return {
+        "version": WIRE_VERSION,
+        "documents": listed,
+        **({"reordered": True} if is_reordered else {}),
+        **_encoded(read_chunk_reuse(chunk_reuse)),
+    }
 
 
 def decode_kv_transfer_params(params: Mapping[str, object], num_prompt_tokens: int) -> RequestMetadata:
     """Return what a request with a prompt of ``num_prompt_tokens`` tokens says of itself.
 
-    One without our metadata is one QUESTION segment.
+    One without our metadata is one QUESTION segment. Documents by text, which no server has found, have no segment.
 
     Raises:
         ConfigError: the metadata contradicts itself or the prompt; the message says where.
@@ -161,8 +200,9 @@ def _decode(raw: object, num_prompt_tokens: int) -> RequestMetadata:
     documents = raw.get("documents", [])
     if not isinstance(documents, list) or len(documents) > MAX_DOCUMENTS:
         raise ConfigError(f"ragcache metadata must list at most {MAX_DOCUMENTS} documents, got {_size(documents)}")
+    placed = [(i, d) for i, d in enumerate(documents) if not (isinstance(d, dict) and "text" in d and "start" not in d)]
     return RequestMetadata(
-        tile([_document(d, i) for i, d in enumerate(documents)], num_prompt_tokens),
+        tile([_document(d, i) for i, d in placed], num_prompt_tokens),
         _speculation(raw.get("speculation")),
         _flag(raw, "reordered"),
         read_chunk_reuse(raw.get("chunk_reuse")),

@@ -40,7 +40,6 @@ _AS_TYPED = {
     "or connect to an engine that runs elsewhere": "or name an engine that runs elsewhere with --url to the other "
     "commands",
     "give each engine a directory of its own": "give each engine a --cache-dir of its own",
-    "pass tokenizer=": "pass --tokenizer",
     "set disk_bytes": "set --disk-bytes",
     "lower disk_bytes": "lower --disk-bytes",
     "leave disk_bytes out": "leave --disk-bytes out",

@@ -47,7 +47,7 @@ api_key_option = click.option(
 tokenizer_option = click.option(
     "--tokenizer",
     metavar="NAME",
-    help="A folder, or a name of the hub, with the model's tokenizer. [default: the model's own]",
+    help="The launched server's tokenizer: a folder, or a name of the hub. [default: the model's own]",
 )
 log_option = click.option(
     "--log",

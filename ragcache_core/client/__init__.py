@@ -6,7 +6,6 @@ from ragcache_core.client.fleet.fleet import Fleet
 from ragcache_core.client.generation import Generation, GenerationChunk
 from ragcache_core.client.http.errors import translate_errors
 from ragcache_core.client.prompts.request_plan import RequestPlan
-from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 
 __all__ = [
     "Engine",
@@ -14,7 +13,6 @@ __all__ = [
     "Fleet",
     "Generation",
     "GenerationChunk",
-    "ModelTokenizer",
     "RequestPlan",
     "translate_errors",
 ]

@@ -46,7 +46,7 @@ _NO_REUSE = "the engine was started without chunk reuse"
 _NOT_SAID = "the server did not say what its engine takes"
 _UNSUPPORTED = "the server runs without RAGCache, or with an older one"
 _NUM_REMEMBERED = 256
-_UNKNOWN_PROMPT = "the server lays this prompt out, so that nothing of it is known here"
+_UNKNOWN_PROMPT = "the server does not tell the tokens of this prompt"
 _REFERRED_TO = "documents that the conversation shows already are referred to where they stand"
 _NOT_WANTED = "the request rules it out: chunk_reuse=False"
 _SEPARATE = "requests with a cache_salt or an adapter reuse no chunks"
@@ -153,7 +153,13 @@ class DeadlineClient:
                 deadline decides.
         """
         documents = None if documents is None else list(documents)
-        planned = partial(self._prompts.plan_chat, documents=documents, settings=settings, deduplicates=deduplicates)
+        planned = partial(
+            self._prompts.plan_chat,
+            documents=documents,
+            settings=settings,
+            deduplicates=deduplicates,
+            needs_tokens=ttft_slo is not None,
+        )
         if ttft_slo is None:
             return planned(messages, chunk_reuse=chunk_reuse)
         ttft_slo_s = check_ttft_slo(ttft_slo)
@@ -167,8 +173,10 @@ class DeadlineClient:
         exactly: ChunkReuseOption = None  # where there is no reuse, the request is what it is without a deadline
         if isinstance(costs.reuse, MeasuredReuse):
             exactly = "store" if costs.reuse.points else False  # to be chosen from when there is less time
+        if isinstance(costs.prefill, str):
+            planned = partial(planned, needs_tokens=False)
         plan = planned(messages, chunk_reuse=wish if wish is not None else exactly)
-        why_not = costs.prefill if _token_ids(plan) is not None else _UNKNOWN_PROMPT
+        why_not = _UNKNOWN_PROMPT if plan.prompt is None and not isinstance(costs.prefill, str) else costs.prefill
         if isinstance(why_not, str):
             return replace(plan, deadline=unplanned(ttft_slo_s, why_not))
         key = current_scope(), _digest(plan, ttft_slo_s, rules_out_reuse=wish is False)
@@ -201,18 +209,18 @@ class DeadlineClient:
     ) -> _Decision:
         """Choose how a prompt is shown; ``is_told``: what the engine tells of its cache is true of this request."""
         assert not isinstance(costs.prefill, str)
-        token_ids = _token_ids(plan)
-        assert token_ids is not None
+        assert plan.prompt is not None
+        token_ids, segments = plan.prompt.token_ids, plan.prompt.segments
         reuse = _NOT_WANTED if rules_out_reuse else costs.reuse if is_told else _SEPARATE
         ways = None
         if is_told:
             ways = self._cached.look(  # of several engines it goes to the one that has most of it
                 lambda engines: min(
-                    (options_of(token_ids, plan.segments, cached, reuse) for cached in engines),
+                    (options_of(token_ids, segments, cached, reuse) for cached in engines),
                     key=lambda ways: ways.options[0].num_new_tokens,
                 )
             )
-        ways = ways or options_of(token_ids, plan.segments, None, reuse)
+        ways = ways or options_of(token_ids, segments, None, reuse)
         queue_s = self._routes.queue_s()
         option, report = choose(ttft_slo_s, ways, costs.prefill, queue_s)
         if option.order is None:
@@ -238,13 +246,7 @@ class DeadlineClient:
                 self._decided.popitem(last=False)
 
 
-def _token_ids(plan: RequestPlan) -> list[int] | None:
-    """Return the tokens that are sent with a request; None where the server makes them itself."""
-    found: list[int] | None = plan.extra_body.get("kv_transfer_params", {}).get("prompt_token_ids")
-    return found
-
-
 def _digest(plan: RequestPlan, ttft_slo_s: float, *, rules_out_reuse: bool) -> bytes:
     """Return what names a prompt and what is asked of it."""
-    token_ids = array("q", _token_ids(plan) or ())
+    token_ids = array("q", () if plan.prompt is None else plan.prompt.token_ids)
     return hashlib.sha256(f"{ttft_slo_s} {rules_out_reuse} ".encode() + token_ids.tobytes()).digest()

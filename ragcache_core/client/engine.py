@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, cast, overload
 
 import httpx
 
-from ragcache_core.client.engine_client import EngineClient, FindTokenizer
+from ragcache_core.client.engine_client import EngineClient
 from ragcache_core.client.http.affinity import ProxyAffinity
 from ragcache_core.client.http.attempt import AUTO, FirstTokenTimeout, Health, RetryPolicy, check_seconds
 from ragcache_core.client.http.remote_server import HANG_TIMEOUT_S, RESTART_TIMEOUT_S, RemoteServerMonitor
@@ -23,15 +21,13 @@ from ragcache_core.client.launch.launch import LaunchedServer, launch_server
 from ragcache_core.client.launch.process import GRACE_S
 from ragcache_core.client.launch.settings import LaunchSettings, VLLMOffload
 from ragcache_core.client.launch.supervisor import Supervisor
-from ragcache_core.client.prompts.tokenizer import ModelTokenizer, handed_out
-from ragcache_core.client.server_api import Call, ModelCard, ServerAPI
+from ragcache_core.client.server_api import Call
 from ragcache_core.config import CacheConfig
 from ragcache_core.errors import (
     ConfigError,
     EngineDiedError,
     EngineError,
     EngineUnreachableError,
-    TokenizerUnavailableError,
     quoted,
 )
 
@@ -64,12 +60,12 @@ class Engine(EngineClient):
         *,
         watch: Supervisor | RemoteServerMonitor,
         policy: RetryPolicy,
-        find_tokenizer: FindTokenizer | None,
+        is_for_requests: bool = True,
         log_path: Path | None = None,
     ) -> None:
         """Join the server at ``base_url``; use :meth:`launch` or :meth:`connect` instead.
 
-        Without ``find_tokenizer`` there is none. :meth:`close` ends the ``watch``.
+        Unless it ``is_for_requests``, nothing is imported for them yet. :meth:`close` ends the ``watch``.
         """
         is_behind_proxy = isinstance(watch, RemoteServerMonitor)  # perhaps
         super().__init__(base_url, api_key, watch, policy, replicas=ProxyAffinity() if is_behind_proxy else None)
@@ -78,7 +74,7 @@ class Engine(EngineClient):
         self._closing = threading.Lock()
         atexit.register(self.close, 5.0)
         try:
-            self._handshake(find_tokenizer)
+            self._handshake(is_for_requests=is_for_requests)
         except BaseException:
             self.close()
             raise
@@ -124,7 +120,7 @@ class Engine(EngineClient):
             host: where to listen; by default loopback.
             port: where to listen; by default a free one.
             api_key: the key to ask for; by default a random one.
-            tokenizer: folder or name of the tokenizer, if it is not the model's.
+            tokenizer: folder or name of the server's tokenizer, if it is not the model's.
             startup_timeout_s: seconds that loading may go without progress (600): without a line in its log that was
                 not there before, and without 16 MiB that are read or written.
             max_restarts: how often (3) the server is started again within ``restart_window_s`` seconds (600), if it
@@ -167,7 +163,6 @@ class Engine(EngineClient):
             server.api_key,
             watch=server.supervisor,
             policy=policy,
-            find_tokenizer=lambda api, _: handed_out(api) or server.tokenizer(),
             log_path=server.log_path,
         )
 
@@ -223,7 +218,7 @@ class Engine(EngineClient):
         url: str,
         *,
         api_key: str | None = None,
-        tokenizer: str | os.PathLike[str] | Literal[False] | None = None,
+        tokenizer: Literal[False] | None = None,
         timeout_s: float = 10.0,
         restart_timeout_s: float | None = RESTART_TIMEOUT_S,
         hang_timeout_s: float | None = HANG_TIMEOUT_S,
@@ -238,16 +233,17 @@ class Engine(EngineClient):
         answer for ``hang_timeout_s`` seconds. ``first_token_timeout_s`` and ``resume_streams`` are those of
         :meth:`launch`.
 
-        Documents are found in prompts with the model's tokenizer, which the server hands out. One without RAGCache does
-        not: then ``tokenizer`` names a folder, or a model of the Hugging Face hub, that has it, and without one
-        requests still work, but their documents are not known. ``False`` does without, for who asks for figures only.
+        Documents are found in prompts by their texts, and the server finds their tokens. One without RAGCache does not:
+        requests still work, but statistics do not name their documents. With ``tokenizer=False`` the packages that
+        requests need are imported by the first one: for statistics only.
 
         Raises:
             EngineUnreachableError: nothing answers there within ``timeout_s`` seconds.
             EngineAuthError: the key is wrong or missing.
             EngineError: what answers is not a vLLM server.
-            ConfigError: a time that cannot work.
+            ConfigError: a time that cannot work, or ``tokenizer`` names one.
         """
+        check_tokenizer(tokenizer)
         if not isinstance(url, str):
             raise ConfigError(f"url is {quoted(url)}: pass the address of a server, 'http://host:8000'")
         policy = RetryPolicy(first_token_timeout_s, resume_streams)
@@ -261,10 +257,9 @@ class Engine(EngineClient):
             raise EngineUnreachableError(
                 f"no engine answers at {url} ({error}): is the server running, and the URL right?"
             ) from error
-        find_tokenizer = None if tokenizer is False else partial(_tokenizer_of, tokenizer)
         health_url = f"{base_url.removesuffix('/v1')}/health"
         watch = RemoteServerMonitor(health_url, retry_timeout_s=restart_timeout_s, hang_timeout_s=hang_timeout_s)
-        return cls(base_url, api_key or "none", watch=watch, policy=policy, find_tokenizer=find_tokenizer)
+        return cls(base_url, api_key or "none", watch=watch, policy=policy, is_for_requests=tokenizer is None)
 
     @classmethod
     async def aconnect(cls, url: str, **settings: Any) -> Self:
@@ -320,23 +315,17 @@ class Engine(EngineClient):
             atexit.unregister(self.close)
 
 
-def _tokenizer_of(wish: str | os.PathLike[str] | None, server: ServerAPI, card: ModelCard) -> ModelTokenizer:
-    """Return the tokenizer of a server that runs elsewhere. The hub is asked only for what a user named.
+def check_tokenizer(tokenizer: object) -> None:
+    """Refuse a client-side tokenizer, which there was in former releases.
 
     Raises:
-        TokenizerUnavailableError: there is none.
+        ConfigError: ``tokenizer`` names one.
     """
-    if wish is not None:
-        return ModelTokenizer(wish)
-    if (tokenizer := handed_out(server)) is not None:
-        return tokenizer
-    root = Path(card.root)
-    if root.is_absolute() and root.is_dir():
-        return ModelTokenizer(root)
-    raise TokenizerUnavailableError(
-        f"the server at {server.base_url} hands out no tokenizer (it runs without RAGCache, or an older one), and its "
-        f"model {card.root!r} is no folder of this machine: pass tokenizer= with a folder or a name of the hub"
-    )
+    if tokenizer is not None and tokenizer is not False:
+        raise ConfigError(
+            f"tokenizer is {quoted(tokenizer)}, but clients tokenise nothing: leave it out. The server finds the "
+            "tokens of documents; to serve with another tokenizer, start the server with --tokenizer"
+        )
 
 
 def _num_running(answer: httpx.Response) -> int:

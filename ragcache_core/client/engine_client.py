@@ -6,8 +6,8 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import aclosing, nullcontext
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakSet
@@ -38,17 +38,17 @@ from ragcache_core.client.ordering.document_order import Arrangement, OrderingCl
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt, FormatDocuments, KVScopes
 from ragcache_core.client.prompts.client import PromptClient
 from ragcache_core.client.prompts.request_plan import RequestPlan
-from ragcache_core.client.prompts.tokenizer import ModelTokenizer, checked_tokenizer
+from ragcache_core.client.prompts.server_tokenizer import ServerTokenizer
 from ragcache_core.client.registration import DocumentRegistrations
-from ragcache_core.client.server_api import ModelCard, ServerAPI, importing_requests
+from ragcache_core.client.server_api import ServerAPI, importing_requests
 from ragcache_core.client.speculation.client import LoadRoute, SpeculationClient
 from ragcache_core.client.speculation.speculation import SpeculationManager
 from ragcache_core.client.stats.cache_stats import METRICS, CacheStatsRoutes, parse_metrics
 from ragcache_core.client.tracing import RequestTraces
 from ragcache_core.client.warming import WarmingClient, WarmingReceipt, check_bound, known_scope
-from ragcache_core.errors import ConfigError, TokenizerUnavailableError
+from ragcache_core.errors import ConfigError
 from ragcache_core.ordering import DocumentOrder
-from ragcache_core.prompt import ChatMessage, PromptTokenizer, RenderedPrompt, check_prompt_fits
+from ragcache_core.prompt import ChatMessage, RenderedPrompt, check_prompt_fits
 from ragcache_core.runtime.handle import Handle, OneProcess
 from ragcache_core.stats import EngineStats, ForgetReceipt, RegistrationReceipt
 from ragcache_core.types import DocId, Document
@@ -57,8 +57,6 @@ from ragcache_core.wire import ChunkReuseOption, check_sendable, check_text
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
 
-FindTokenizer = Callable[[ServerAPI, ModelCard], ModelTokenizer]
-"""Returns the tokenizer of a server's model, or raises ``TokenizerUnavailableError``."""
 _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
 
@@ -124,10 +122,10 @@ class EngineClient(Handle, ABC):
         self._http = httpx.Client(transport=self._transport, timeout=_TIMEOUT)
         self._http_async = httpx.AsyncClient(transport=self._async_transport, timeout=_TIMEOUT)
         self._api = ServerAPI(base_url, api_key, self._http, self._http_async)
-        self._cache_stats = CacheStatsRoutes(self._api, traces, self._resumed)
+        self._registrations = DocumentRegistrations(self._api)
+        self._cache_stats = CacheStatsRoutes(self._api, traces, self._resumed, self._registrations.saw)
         self.cache = CacheRoutes(self._api)
         self._documents = DocumentRoutes(self._api)
-        self._registrations = DocumentRegistrations(self._api)
         self._prefetching: PrefetchRoute = PrefetchRoute(self._api)
         self._cached_prefixes = cached_prefixes or CachedPrefixes(base_url, api_key)
 
@@ -153,25 +151,20 @@ class EngineClient(Handle, ABC):
 
         return AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, http_client=self._http_async, max_retries=0)
 
-    def _handshake(self, find_tokenizer: FindTokenizer | None) -> None:
-        """Ask the server about itself; ``None`` does without a tokenizer, and imports nothing for prompts yet."""
+    def _handshake(self, *, is_for_requests: bool = True) -> None:
+        """Ask the server about itself. Unless it ``is_for_requests``, import nothing for requests yet."""
         server = self._api
         card = server.model_card()
         self.model, self.max_model_len = card.name, card.max_model_len
-        with nullcontext() if find_tokenizer is None else importing_requests():
-            tokenizer = (
-                TokenizerUnavailableError("this connection was made with tokenizer=False: leave that out")
-                if find_tokenizer is None
-                else checked_tokenizer(lambda: find_tokenizer(server, card), partial(server.token_ids, card.name))
-            )
-        self._resumed.decode = tokenizer.decode if isinstance(tokenizer, ModelTokenizer) else None
+        tokenizer = ServerTokenizer(server, card.name)
+        with importing_requests() if is_for_requests else nullcontext():
+            tokenizer.connect()
         reordered, scopes = RememberedOrders(), KVScopes(card.name, self.api_key)
         load = LoadRoute(server)
         prompts = PromptClient(
             tokenizer,
             max_model_len=card.max_model_len,
             reordered=reordered,
-            ask_tokens=partial(server.token_ids, card.name),
             scopes=scopes,
         )
         self._scopes = scopes
@@ -185,7 +178,7 @@ class EngineClient(Handle, ABC):
                 load=load,
                 prefetching=self._prefetching,
                 scopes=scopes,
-                facts=prompts.facts,
+                prompts=prompts,
             ),
             OrderingClient(self._cached_prefixes, reordered),
             DeadlineClient(prompts, self._cached_prefixes, DeadlineRoutes(server)),
@@ -471,9 +464,8 @@ class EngineClient(Handle, ABC):
 
     async def aprefetch(self, prompt: Prompt, *, cache_salt: str | None = None, model: str | None = None) -> int:
         """Do :meth:`prefetch` without blocking the event loop."""
-        return await self._prefetching.aprefetch(
-            self._token_ids(prompt), self._salt_of(prompt, cache_salt), model=model
-        )
+        token_ids = await asyncio.to_thread(self._token_ids, prompt)
+        return await self._prefetching.aprefetch(token_ids, self._salt_of(prompt, cache_salt), model=model)
 
     def _salt_of(self, prompt: Prompt, cache_salt: str | None) -> str | None:
         if isinstance(prompt, RenderedPrompt):
@@ -489,19 +481,15 @@ class EngineClient(Handle, ABC):
     # Prompts
 
     @property
-    def tokenizer(self) -> PromptTokenizer:
-        """The model's tokenizer and chat template.
-
-        Raises:
-            TokenizerUnavailableError: it is not at hand here.
-        """
+    def tokenizer(self) -> ServerTokenizer:
+        """The server's tokenizer and chat template, which are asked over HTTP. Its calls block."""
         return self.integration.prompts.tokenizer
 
     def tokenize(self, prompt: str | Sequence[ChatMessage]) -> list[int]:
         """Return the token ids of a text (with the model's special tokens) or of messages, as the server has them.
 
         Raises:
-            TokenizerUnavailableError: the model's tokenizer is not at hand here.
+            TokenizerUnavailableError: the server does not tell them. EngineError: it cannot be asked.
             ConfigError: it is no Unicode text, or no prompt.
         """
         check_prompt(prompt)
@@ -624,10 +612,9 @@ class EngineClient(Handle, ABC):
                 plan = prompts.plan_rendered(prompt, settings=sampling, chunk_reuse=chunk_reuse)
             case _:
                 plan = prompts.plan_chat(prompt, settings=sampling, chunk_reuse=chunk_reuse)
-        if plan.num_prompt_tokens is not None:
-            settings["max_tokens"] = min(max_tokens, self.max_model_len - plan.num_prompt_tokens)
+        if plan.prompt is not None:
+            settings["max_tokens"] = min(max_tokens, self.max_model_len - len(plan.prompt.token_ids))
         return plan, streamed_body(prompt, plan, settings)
 
     def _read(self, page: str) -> EngineStats:
-        counted = parse_metrics(page, num_restarts=self._watch.run - 1)
-        return replace(counted, num_server_rendered_chats=self.integration.prompts.num_server_rendered_chats)
+        return parse_metrics(page, num_restarts=self._watch.run - 1)

@@ -150,7 +150,7 @@ def asker(engine: Engine) -> Ask:
     """Return what asks ``engine``."""
 
     def ask(token_ids: Sequence[int]) -> TimedAnswer:
-        stats = engine.generate(RenderedPrompt((), "", tuple(token_ids), ()), max_tokens=1).stats
+        stats = engine.generate(RenderedPrompt((), tuple(token_ids), ()), max_tokens=1).stats
         in_kv_memory = stats.num_cached_tokens if stats.num_gpu_tokens is None else stats.num_gpu_tokens
         return TimedAnswer(stats.total_s, in_kv_memory)
 

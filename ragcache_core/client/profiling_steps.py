@@ -26,7 +26,7 @@ def asker_together(engine: Engine) -> Together:
     """Return what asks ``engine`` several prompts at once."""
 
     def ask(prompt: Sequence[int], max_tokens: int) -> None:
-        rendered = RenderedPrompt((), "", tuple(prompt), ())
+        rendered = RenderedPrompt((), tuple(prompt), ())
         engine.generate(rendered, max_tokens=max_tokens, extra_body={"ignore_eos": True})
 
     def together(prompts: Sequence[Sequence[int]], max_tokens: int) -> float:

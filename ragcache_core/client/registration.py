@@ -29,6 +29,7 @@ _MAX_DOCUMENTS = 256
 _MAX_CHARS = 2 << 20
 """Of a request: the server tokenises it within seconds, and takes bodies of 16 MiB."""
 _MAX_SENT = 1 << 17
+_MAX_EPOCHS = 256
 _MAX_WAITING = 1 << 14
 _TIMEOUT = httpx.Timeout(120.0, connect=10.0)
 
@@ -48,6 +49,7 @@ class DocumentRegistrations:
         self._sent: OrderedDict[DocId, bytes] = OrderedDict()
         self._waiting: queue.Queue[Document | None] = queue.Queue(_MAX_WAITING)
         self._lock = threading.Lock()
+        self._epochs: OrderedDict[str, None] = OrderedDict()
         self._thread: threading.Thread | None = None
         self._is_closed = self._is_warned = False
         self.is_used = False
@@ -59,7 +61,9 @@ class DocumentRegistrations:
         self.is_used = True
         receipts = []
         for batch in _batches(documents):
-            receipts.append(self._api.ask(_registering(batch)))
+            receipt, epoch = self._api.ask(_registering(batch))
+            receipts.append(receipt)
+            self.saw(epoch)
             with self._lock:
                 failed = receipts[-1].errors
                 for document in batch:
@@ -89,6 +93,24 @@ class DocumentRegistrations:
                 self._waiting.put_nowait(document)
             except queue.Full:
                 return
+
+    def saw(self, epoch: str | None) -> None:
+        """Record the server's registry: a new one has none of the documents that were registered here."""
+        with self._lock:
+            if epoch is None or epoch in self._epochs:
+                return
+            is_lost = bool(self._epochs) and bool(self._sent)
+            self._epochs[epoch] = None
+            while len(self._epochs) > _MAX_EPOCHS:
+                self._epochs.popitem(last=False)
+            if is_lost:
+                self._sent.clear()
+        if is_lost:
+            logger.warning(
+                "RC-REGISTRATIONS-LOST: a server has none of the documents that were registered: it was restarted "
+                "without a disk tier, or is another replica. Those that retrievers return are registered again; "
+                "register others with engine.register"
+            )
 
     def forget(self, doc_ids: Iterable[DocId]) -> None:
         """Register documents again when they are given again: the server has forgotten them."""
@@ -142,13 +164,13 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def _registering(documents: Iterable[Document]) -> Call[RegistrationReceipt]:
+def _registering(documents: Iterable[Document]) -> Call[tuple[RegistrationReceipt, str | None]]:
     records = [{"id": d.doc_id, "text": d.text, **({} if d.acl is None else {"acl": list(d.acl)})} for d in documents]
     body = {"documents": records}
     return Call("/v1/ragcache/documents/register", _read, method="POST", body=body, timeout=_TIMEOUT)
 
 
-def _read(answer: httpx.Response) -> RegistrationReceipt:
+def _read(answer: httpx.Response) -> tuple[RegistrationReceipt, str | None]:
     if answer.status_code in (400, 403, 404, 405, 413):
         raise RequestRejectedError(
             f"the server registers no documents (status {answer.status_code}: {answer.text:.200}): use one with "
@@ -156,12 +178,14 @@ def _read(answer: httpx.Response) -> RegistrationReceipt:
         )
     answer.raise_for_status()
     try:
-        said: list[dict[str, Any]] = answer.json()["documents"]
-        return RegistrationReceipt(
+        body: dict[str, Any] = answer.json()
+        said: list[dict[str, Any]] = body["documents"]
+        receipt = RegistrationReceipt(
             num_registered=sum(bool(each["registered"]) for each in said),
             errors={str(each.get("id")): each["error"] for each in said if "error" in each},
             warnings={str(each.get("id")): each["warning"] for each in said if "warning" in each},
         )
+        return receipt, body.get("epoch")
     except (ValueError, LookupError, TypeError) as error:
         raise EngineError(f"the server's answer to a registration cannot be read: {error}") from error
 

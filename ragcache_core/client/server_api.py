@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -14,12 +13,10 @@ import httpx
 
 from ragcache_core.client.http.attempt import NO_RETRY
 from ragcache_core.client.http.errors import translate_errors
-from ragcache_core.errors import EngineAuthError, EngineError, TokenizerUnavailableError
-from ragcache_core.prompt import ChatMessage
-from ragcache_core.runtime.tokenizer_files import TokenizerFiles, keep, load_kept, sha256_of
+from ragcache_core.errors import EngineAuthError, EngineError
 
-_LAZY = ("openai.resources", "anyio._backends._asyncio", "ragcache_core.client.prompts.chat_template")
-"""What openai needs for its first request, httpx for its first asynchronous one, and a prompt: 0.2 to 0.4 s."""
+_LAZY = ("openai.resources", "anyio._backends._asyncio")
+"""What openai needs for its first request, and httpx for its first asynchronous one: 0.2 to 0.4 s."""
 _T = TypeVar("_T")
 
 
@@ -141,51 +138,6 @@ class ServerAPI:
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             raise EngineError(f"what answers at {self.base_url} is no vLLM server: it lists no model") from error
         raise EngineError(f"what answers at {self.base_url} is no vLLM server: its model card names no max_model_len")
-
-    def token_ids(
-        self, model: str, messages: Sequence[ChatMessage], settings: Mapping[str, Any] | None = None
-    ) -> list[int] | None:
-        """Return the server's own token ids of ``messages``, or ``None`` if it does not say.
-
-        ``settings`` are the other fields of ``/tokenize``.
-        """
-        asked = {**(settings or {}), "model": model, "messages": list(messages)}
-        match self.ask(Call("/tokenize", json_object, method="POST", body=asked)):
-            case {"tokens": [*tokens]}:
-                return tokens
-        return None
-
-    def tokenizer_offer(self) -> str | None:
-        """Return the SHA-256 of the tokenizer that the server hands out; ``None`` if it hands out none."""
-        match self.ask(Call("/v1/ragcache/tokenizer", json_object)):
-            case {"sha256": str(sha256)}:
-                return sha256
-        return None
-
-    def tokenizer_files(self) -> TokenizerFiles | None:
-        """Return the tokenizer that the server hands out; ``None`` if it hands out none.
-
-        It is kept on this machine by its hash, so that it is fetched once.
-
-        Raises:
-            TokenizerUnavailableError: the model has none that could be handed out, or it came damaged.
-        """
-        match self.ask(Call("/v1/ragcache/tokenizer", json_object)):
-            case {"sha256": str(sha256)} if re.fullmatch("[0-9a-f]{64}", sha256):
-                data = load_kept(sha256)
-            case {"reason": str(reason)}:
-                raise TokenizerUnavailableError(f"the server does not hand out its tokenizer: {reason:.200}")
-            case _:
-                return None
-        if data is None:
-            data = self.ask(Call(f"/v1/ragcache/tokenizer/{sha256}", lambda response: response.content))
-            if sha256_of(data) != sha256:
-                raise TokenizerUnavailableError(
-                    f"the tokenizer that {self.base_url} hands out came with another hash than it was offered under: "
-                    "connect again, or pass tokenizer= with a folder or a name of the hub"
-                )
-            keep(data)
-        return TokenizerFiles.from_bytes(data)
 
 
 def json_object(response: httpx.Response) -> dict[str, Any] | None:

@@ -20,6 +20,7 @@ class PromptInfo:
         num_tokens: of the whole prompt, about as many.
         prefix: :func:`~ragcache_core.ordering.static_prefix_digest`; None where it is not known.
         key: what is hashed: the first document, else how the prompt begins.
+        text_digest: names the text before the documents, where ``prefix`` is not known and ``ends`` are estimated.
     """
 
     documents: tuple[DocId, ...]
@@ -28,6 +29,7 @@ class PromptInfo:
     num_tokens: int
     prefix: bytes | None
     key: str
+    text_digest: bytes | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -86,8 +88,9 @@ class InFlightRequest:
 
 def _paths(prompt: PromptInfo) -> list[tuple[tuple[bytes, DocPath], int]]:
     """Return the paths that a prompt leaves in a cache, and the tokens up to their ends."""
-    if prompt.prefix is None or not prompt.ends:
+    prefix = prompt.prefix or prompt.text_digest
+    if prefix is None or not prompt.ends:
         return []
     ends = prompt.ends[:MAX_PATH_DOCUMENTS]
-    paths = [((prompt.prefix, prompt.documents[: n + 1]), end) for n, end in enumerate(ends)]
-    return [((prompt.prefix, ()), prompt.num_static_tokens), *paths]
+    paths = [((prefix, prompt.documents[: n + 1]), end) for n, end in enumerate(ends)]
+    return [((prefix, ()), prompt.num_static_tokens), *paths]

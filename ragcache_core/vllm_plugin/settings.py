@@ -42,10 +42,6 @@ class PluginSettings(CacheConfig):
     """Evicted documents whose uses are remembered; with few, a returning document counts as new. Each takes 0.7 KiB,
     and 0.2 KiB for each of its blocks."""
 
-    max_documents: int = 100_000
-    """Registered documents that the server recognises in prompts without a tenant; a tenant has a fifth of it. 0: none
-    are recognised. Each takes about 1 kB in every API server."""
-
     @model_validator(mode="after")
     def _check_quality(self) -> Self:
         if self.chunk_reuse is not None and self.chunk_reuse.quality is not None:

@@ -22,6 +22,7 @@ from langchain_openai.chat_models.base import BaseChatOpenAI
 from pydantic import Field, PrivateAttr, SecretStr, ValidationInfo, field_validator
 
 from ragcache_core.client import EngineClient, RequestPlan
+from ragcache_core.client.engine import check_tokenizer
 from ragcache_core.client.generation import check_settings
 from ragcache_core.client.http.attempt import AUTO, FirstTokenTimeout
 from ragcache_core.client.http.errors import translate_errors_as_openai
@@ -104,8 +105,6 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
 
     engine: EngineClient | None = Field(default=None, exclude=True, repr=False)
     """The engine that answers; its owner closes it."""
-    tokenizer: str | os.PathLike[str] | None = Field(default=None, exclude=True, repr=False)
-    """With ``base_url``: a folder, or a name of the hub, with the model's tokenizer, if the server hands out none."""
     restart_timeout_s: float | None = Field(default=RESTART_TIMEOUT_S, exclude=True, repr=False)
     """With ``base_url``: seconds that a request waits for a server that restarts; ``None``: its ``timeout``."""
     hang_timeout_s: float | None = Field(default=HANG_TIMEOUT_S, exclude=True, repr=False)
@@ -141,6 +140,7 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
                 "then requests are chat completions"
             )
         settings |= dict.fromkeys(settings.keys() & set(_RESPONSES_API), False)  # None lets LangChain choose the API
+        check_tokenizer(settings.pop("tokenizer", None))
         given = {alias: settings.pop(name) for name, alias in _ALIASES.items() if name in settings}
         settings |= {name: value for name, value in given.items() if value is not None}
         own_client = [settings.pop(name, None) for name in _CLIENTS][2]  # of the model that this one is a copy of
@@ -149,8 +149,6 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
         if engine is not None:
             if settings.get("base_url") not in (None, "", engine.base_url, own_url):
                 raise ConfigError("engine= and base_url= were both given: pass the engine, or the address of one")
-            if settings.get("tokenizer") is not None:
-                raise ConfigError("engine= and tokenizer= were both given: pass tokenizer= to Engine.connect")
             settings |= _address_of(engine)
             settings = {"model": engine.model, "timeout": engine.http_client().timeout, **settings}
         else:
@@ -216,7 +214,7 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
                 assert isinstance(self.openai_api_key, SecretStr)
                 assert self.openai_api_base is not None
                 key = self.openai_api_key.get_secret_value()
-                settings = {"api_key": key, "tokenizer": self.tokenizer, **self._recovery_settings()}
+                settings = {"api_key": key, **self._recovery_settings()}
                 engine = self.connections.open(self.openai_api_base, **settings)
                 self._use_clients_of(engine)
                 self.profile = {"max_input_tokens": engine.max_model_len, **(self.profile or {})}

@@ -31,6 +31,7 @@ from llama_index.llms.openai_like import OpenAILike  # type: ignore[import-untyp
 
 from ragcache_core.answers import AnswerCache
 from ragcache_core.client import Engine, EngineClient, RequestPlan
+from ragcache_core.client.engine import check_tokenizer
 from ragcache_core.client.generation import check_one_answer, check_settings
 from ragcache_core.client.http.attempt import AUTO, FirstTokenTimeout
 from ragcache_core.client.http.errors import translate_errors_as_openai
@@ -89,8 +90,8 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
     Requests go to the chat endpoint. One that is made with ``use_chat_completions=False`` (all, for a model without a
     chat template: ``is_chat_model=False``) goes to the completions endpoint, where the documents are not known.
 
-    The model's tokenizer comes from the server. Of one without RAGCache ``tokenizer`` names a folder, or a model of the
-    Hugging Face hub, that has it; an object with ``encode`` is ``OpenAILike``'s, for its ``max_tokens``.
+    A ``tokenizer`` is ``OpenAILike``'s, for its ``max_tokens``: an object with ``encode``. The server finds the tokens
+    of documents.
 
     With an ``answer_cache`` a chat without tools is not asked at all where nearly the same question was, with the same
     settings and about the same versions of the same documents: opt-in and approximate, see :class:`AnswerCache`. Such
@@ -162,9 +163,8 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
             )
         for name in kwargs.keys() & set(OPTIONS):
             check_option(name, kwargs[name])
-        own_tokenizer = tokenizer if isinstance(tokenizer, str | os.PathLike) else None
-        if engine is not None and own_tokenizer is not None:
-            raise ConfigError("engine= and tokenizer= were both given: pass tokenizer= to Engine.connect")
+        if isinstance(tokenizer, str | os.PathLike):
+            check_tokenizer(tokenizer)
         recovery = recovery_settings(
             has_engine=engine is not None,
             restart_timeout_s=restart_timeout_s,
@@ -176,7 +176,7 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
             if not (address := address or os.environ.get(BASE_URL_ENV)):
                 raise ConfigError(f"no engine: pass engine=Engine.launch(...), or api_base=, or set {BASE_URL_ENV}")
             key = os.environ.get(API_KEY_ENV) if api_key is None else api_key
-            engine = Engine.connect(address, api_key=key, tokenizer=own_tokenizer, **recovery)
+            engine = Engine.connect(address, api_key=key, **recovery)
         super().__init__(
             **{
                 "context_window": engine.max_model_len,
@@ -186,7 +186,7 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
                 "model": model or engine.model,
                 "api_base": engine.base_url,
                 "api_key": engine.api_key,
-                "tokenizer": tokenizer if own_tokenizer is None else None,
+                "tokenizer": tokenizer,
                 "timeout": timeout,
                 "max_retries": 0,  # the engine's http clients retry where it is safe
                 "http_client": engine.http_client(),

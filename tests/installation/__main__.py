@@ -1,7 +1,7 @@
 """Install the wheel with each extra into a clean environment, and ask an engine from there: ``make test-install``.
 
-The engine runs here, on a relative path and with a chat template of its own. A client elsewhere can know neither: it
-has the tokenizer and the template from the server, or finds no documents.
+The engine runs here, on a relative path and with a chat template of its own. A client elsewhere can know neither: the
+server finds the documents.
 """
 
 from __future__ import annotations

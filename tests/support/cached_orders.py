@@ -16,7 +16,7 @@ def keep_cached(server: ScriptedServer, engine: Engine, *orders: tuple[Seen, str
     """Have ``engine`` know that after the static part of each request that many tokens of documents are cached."""
     changes = []
     for seen, documents, num_tokens in orders:
-        prefix, ids = _static_prefix(seen), tuple(documents.split())
+        prefix, ids = _static_prefix(server, seen), tuple(documents.split())
         changes += [PathChange(prefix, ids[:n], 8 + n * num_tokens) for n in range(len(ids) + 1)]
     changes.append(PathChange(b"told" * 4, ("all is told",), 8))
     server.cached_paths = all_cached(changes)
@@ -34,8 +34,9 @@ def all_cached(*engines: Iterable[PathChange], cursor: str = "0.0", is_reset: bo
     }
 
 
-def _static_prefix(seen: Seen) -> bytes:
-    segments = [PromptSegment(SegmentKind.DOCUMENT, d["start"], d["end"], d["id"]) for d in seen.documents]
-    prefix = static_prefix_digest(seen.kv_transfer_params["prompt_token_ids"], segments)
+def _static_prefix(server: ScriptedServer, seen: Seen) -> bytes:
+    token_ids, documents = server._prompt(seen)
+    segments = [PromptSegment(SegmentKind.DOCUMENT, d["start"], d["end"], d["id"]) for d in documents]
+    prefix = static_prefix_digest(token_ids, segments)
     assert prefix is not None
     return prefix

@@ -1,18 +1,4 @@
-"""Chat templates in the manner of models that call tools, and a tokenizer of bytes with their control tokens."""
-
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
-from typing import Any
-
-from tokenizers import AddedToken, Tokenizer
-from tokenizers.decoders import ByteLevel as Bytes
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-
-from ragcache_core.client.prompts.chat_request import read_chat
-from ragcache_core.client.prompts.tokenizer import ModelTokenizer
-from ragcache_core.runtime.tokenizer_files import TokenizerFiles
+"""Chat templates in the manner of models that call tools."""
 
 QWEN = """\
 {%- if tools %}<|im_start|>system
@@ -62,24 +48,3 @@ PARTS = """\
 {% endfor %}{{ tools | tojson }}<|im_start|>assistant
 """
 """Iterates the parts of a message."""
-
-
-def files_of(template: str, *, wraps_text: bool = False) -> TokenizerFiles:
-    """Return what a tokenizer of bytes with ``template`` is made of."""
-    tokenizer = Tokenizer(BPE({letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}, []))
-    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = Bytes()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<|im_start|>", "<|im_end|>")])
-    return TokenizerFiles(tokenizer.to_str(), {}, template, wraps_text=wraps_text)
-
-
-def ids_of(tokenizer: ModelTokenizer) -> Callable[[Mapping[str, Any]], list[int]]:
-    """Return what a server with this tokenizer says of the tokens of a chat."""
-
-    def tokenize(body: Mapping[str, Any]) -> list[int]:
-        chat = read_chat(body["messages"], {k: v for k, v in body.items() if k not in ("messages", "model")})
-        assert chat is not None
-        rendered = tokenizer.of_chat(chat.tools, chat.variables).render(chat.messages)
-        return list(tokenizer.encode(rendered).token_ids)
-
-    return tokenize

@@ -4,7 +4,7 @@
 
     with ScriptedServer(api_key="secret") as server:          # loopback, a free port, its own threads
         server.script(Reply("Paris"), ENGINE_DEAD)            # the next two answers; then the rules decide again
-        engine = Engine.connect(server.url, api_key="secret", tokenizer="examples/demo_model")
+        engine = Engine.connect(server.url, api_key="secret")
         ...
         server.requests[-1].body["kv_transfer_params"]        # what the client really sent
         server.num_running                                    # falls to 0 soon after a client hangs up
@@ -14,13 +14,13 @@ Each answer comes from the first of: the script (in order), the rules given (the
 that is too long, with vLLM's words. It counts a word as a token, and keeps a prefix cache: ``cached_tokens`` of a
 prompt is what it shares with an earlier one, in whole blocks.
 
-It is plain vLLM until ``cache`` is set, to :data:`THREE_TIERS` for example; then it has RAGCache's routes as well.
+It is plain vLLM until ``cache`` is set, to :data:`THREE_TIERS` for example; then it has RAGCache's routes as well. With
+the folder of a model as its ``root``, it knows the tokens of chats and finds their documents.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import re
 import select
@@ -28,14 +28,19 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count, takewhile
+from pathlib import Path
 from typing import Any, Self
 from urllib.parse import parse_qsl, urlsplit
 
+from ragcache_core.errors import PromptError
+from ragcache_core.prompt import ShownDocument
+from ragcache_core.types import SegmentKind
 from ragcache_core.wire import DEFAULTS_HEADER, HUNG, REPLICA_HEADER, SESSION_HEADER
+from tests.support.local_tokenizer import LocalTokenizer
 from tests.support.scripted_answers import (
     ENGINE_DEAD,
     JsonObject,
@@ -97,7 +102,7 @@ class ScriptedServer:
     """A server of vLLM's protocol on loopback; a context manager that owns its port and its threads.
 
     Set ``rules``, ``is_healthy`` or ``max_model_len`` at any time. ``root`` is where ``/v1/models`` says that the
-    model lies, so that a client finds its tokenizer (``"examples/demo_model"``).
+    model lies; its tokenizer is the server's, if it is a folder (``"examples/demo_model"``).
     """
 
     rules: Sequence[Rule] = ()
@@ -130,16 +135,16 @@ class ScriptedServer:
     """What ``/v1/ragcache/costs`` answers; with ``None`` there is no route."""
     cached_paths: JsonObject | None = None
     """What ``/v1/ragcache/cached_paths`` answers, whatever was answered before; with ``None`` there is no route."""
-    tokenizer: bytes | None = None
-    """What ``/v1/ragcache/tokenizer`` hands out, ``TokenizerFiles`` as JSON; with ``None`` there is no such route."""
-    tokenize: Callable[[JsonObject], list[int] | None] | None = None
-    """What ``/tokenize`` answers to a body; it knows nothing of what is ``None``, and without it there is no route."""
-    tokenized: list[JsonObject] = field(default_factory=list)
-    """The bodies that ``/tokenize`` was asked about."""
-    offered_hash: str | None = None
-    """The hash under which it is offered; by default its own."""
-    tokenizer_questions: list[str] = field(default_factory=list)
-    """What was asked of it."""
+    tokenizer: LocalTokenizer | None = None
+    """Its tokenizer; by default that of ``root``."""
+    epoch: str | None = None
+    """What names its registered documents."""
+    finds_documents: bool = True
+    """Whether it finds documents in prompts, as a server of RAGCache with a tokenizer does."""
+    names_documents: bool = True
+    """Whether it finds them in requests, too."""
+    laid_out: list[JsonObject] = field(default_factory=list)
+    """The bodies of chats whose tokens it was asked for."""
     receipt: JsonObject | None = None
     """What it answers when documents are to be forgotten; ``None`` is a server without RAGCache."""
     cache_answers: dict[str, JsonObject | str] = field(default_factory=dict)
@@ -169,6 +174,8 @@ class ScriptedServer:
     """Requests whose client hung up before the end."""
 
     def __post_init__(self) -> None:
+        if self.tokenizer is None and (Path(self.root) / "tokenizer.json").is_file():
+            self.tokenizer = LocalTokenizer.of_model(self.root)
         self._script: deque[Reply | Refusal] = deque()
         self._prompts: deque[tuple[object, ...]] = deque(maxlen=256)
         self._figures: dict[str, JsonObject] = {}
@@ -217,7 +224,7 @@ class ScriptedServer:
         with self._lock:
             self.requests.clear()
             self.cache_questions.clear()
-            self.tokenized.clear()
+            self.laid_out.clear()
             self.confirmed.clear()
             self.aborted.clear()
             self._script.clear()
@@ -231,7 +238,7 @@ class ScriptedServer:
             if request.body.get("model") not in (None, self.model, *self.adapters):
                 message = f"The model `{request.body['model']}` does not exist."
                 return Refusal(404, message, "NotFoundError")
-            asked = len(prompt_tokens(request)) + (request.body.get("max_tokens") or 1)
+            asked = len(self._prompt(request)[0]) + (request.body.get("max_tokens") or 1)
             if asked > self.max_model_len:
                 return Refusal(
                     400,
@@ -243,7 +250,7 @@ class ScriptedServer:
         return next((a for rule in self.rules if (a := rule(request))), None) or answer_like_a_model(request)
 
     def _usage(self, request: Seen, reply: Reply, num_output_tokens: int, response_id: str) -> dict[str, Any]:
-        tokens = prompt_tokens(request)
+        tokens, spans = self._prompt(request)
         with self._lock:
             shared = max((sum(1 for _ in takewhile(lambda p: p[0] == p[1], zip(tokens, seen, strict=False)))
                           for seen in self._prompts), default=0)  # fmt: skip
@@ -264,6 +271,8 @@ class ScriptedServer:
                 "num_gpu_tokens": cached - host - disk, "num_host_tokens": host, "num_disk_tokens": disk,
                 "num_loaded_bytes": (host + disk) * BYTES_PER_TOKEN,
                 "num_stored_bytes": (len(tokens) - cached) * BYTES_PER_TOKEN, "queue_s": 0.001, "ttft_s": 0.002,
+                "num_prompt_tokens": len(tokens), "documents": spans,
+                **({} if self.epoch is None else {"epoch": self.epoch}),
                 **({} if self.reuse is None else {"chunk_reuse": self.reuse}),
             }  # fmt: skip
         return {
@@ -272,6 +281,34 @@ class ScriptedServer:
             "total_tokens": len(tokens) + num_output_tokens,
             "prompt_tokens_details": {"cached_tokens": cached} if cached else None,
         }
+
+    def _prompt(self, request: Seen) -> tuple[tuple[object, ...], list[JsonObject]]:
+        """Return the tokens of a request, and the documents that are named in it."""
+        tokens, named = prompt_tokens(request), list(request.documents)
+        has_tokens = "prompt" in request.body or "prompt_token_ids" in request.kv_transfer_params
+        if self.tokenizer is None or not self.finds_documents or not self.names_documents or has_tokens:
+            return tokens, [document for document in named if "start" in document]
+        laid_out = self._laid_out({**request.body, "documents": [each for each in named if "text" in each]})
+        return (tokens, []) if laid_out is None else (tuple(laid_out["token_ids"]), laid_out["documents"])
+
+    def tokens_of(self, request: Seen) -> list[Any]:
+        """Return the tokens of a request as the server makes them."""
+        return list(self._prompt(request)[0])
+
+    def _laid_out(self, body: JsonObject) -> dict[str, Any] | None:
+        """Return what ``/v1/ragcache/prompt`` answers; ``None`` for what no template renders."""
+        assert self.tokenizer is not None
+        shown = [ShownDocument(d["id"], d["text"], d.get("skip", 0)) for d in body.get("documents", ())]
+        try:
+            prompt = self.tokenizer.lay_out(body["messages"], shown, other=body.get("other"), settings=body)
+        except PromptError:
+            return None
+        spans = [
+            {"id": segment.doc_id, "start": segment.start, "end": segment.text_end}
+            for segment in prompt.segments
+            if segment.kind is SegmentKind.DOCUMENT
+        ]
+        return {"token_ids": list(prompt.token_ids), "documents": spans}
 
     def _cache_answer(self, question: str) -> JsonObject | None:
         """Return what a route of RAGCache's says; ``None`` where it does not know."""
@@ -365,10 +402,11 @@ class _Handler(BaseHTTPRequestHandler):
             case path if path.startswith("/v1/ragcache/cached_paths") and owner.cached_paths is not None:
                 if self._is_allowed():
                     self._send(200, owner.cached_paths)
-            case path if path.startswith("/v1/ragcache/tokenizer"):
+            case "/v1/ragcache/tokenizer" if owner.tokenizer is not None and owner.finds_documents:
                 if self._is_allowed():
-                    owner.tokenizer_questions.append(path.removeprefix("/v1/ragcache/"))
-                    self._hand_out(owner.tokenizer)
+                    control = sorted(owner.tokenizer.control_tokens)
+                    self._send(200, {"identity": owner.tokenizer.identity, "control_tokens": control,
+                                     "finds_documents": True, "names_documents": owner.names_documents})  # fmt: skip
             case path if path.startswith("/v1/ragcache/cache?"):
                 if self._is_allowed():
                     self._act_on_cache("cache", dict(parse_qsl(urlsplit(path).query)))
@@ -396,17 +434,6 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 self._send(200, answer)
 
-    def _hand_out(self, tokenizer: bytes | None) -> None:
-        offered_hash = self.server_of.offered_hash or hashlib.sha256(tokenizer or b"").hexdigest()
-        if tokenizer is None:
-            self._send(404, {"detail": "Not Found"})
-        elif self.path == "/v1/ragcache/tokenizer":
-            self._send(200, {"sha256": offered_hash, "num_bytes": len(tokenizer)})
-        elif self.path == f"/v1/ragcache/tokenizer/{offered_hash}":
-            self._send(200, tokenizer.decode())
-        else:
-            self._send(404, {"detail": "no tokenizer of that hash"})
-
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
         if not self._is_allowed():
@@ -424,10 +451,17 @@ class _Handler(BaseHTTPRequestHandler):
                 self.close_connection = True
             finally:
                 owner._running.discard(request_id)
-        elif self.path == "/tokenize" and owner.tokenize is not None:
-            owner.tokenized.append(body)
-            tokens = owner.tokenize(body)
-            self._send(400 if tokens is None else 200, {} if tokens is None else {"tokens": tokens})
+        elif self.path in ("/tokenize", "/v1/ragcache/prompt") and owner.tokenizer is not None:
+            if "prompt" in body:
+                encoded = owner.tokenizer.encode(body["prompt"], add_special_tokens=body["add_special_tokens"])
+                self._send(200, {"tokens": list(encoded.token_ids)})
+                return
+            owner.laid_out.append(body)
+            answer = owner._laid_out(body)
+            told = None if answer is None else answer if self.path != "/tokenize" else {"tokens": answer["token_ids"]}
+            self._send(400 if told is None else 200, {} if told is None else told)
+        elif self.path == "/detokenize" and owner.tokenizer is not None:
+            self._send(200, {"prompt": owner.tokenizer.decode(body["tokens"])})
         elif (found := _CONFIRM.fullmatch(self.path)) and owner.load is not None:
             owner.cache_questions.append(self.path.removeprefix("/v1/ragcache/"))
             if owner.cache_status == 200:

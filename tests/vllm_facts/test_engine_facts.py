@@ -143,7 +143,7 @@ def test_the_engine_answers_whether_it_sleeps_and_its_processes_have_titles(fact
     assert facts["process_titles"] == ["VLLM", 300], "runtime/hangs.py finds the engine's processes by them"
 
 
-def test_the_server_has_the_tokenizer_that_it_hands_out(facts: dict[str, Any]) -> None:
+def test_the_server_has_the_tokenizer_that_it_describes(facts: dict[str, Any]) -> None:
     assert facts["tokenization"] == [
         ["renderer", "model_config", "chat_template", "chat_template_content_format"],
         ["default_chat_template_kwargs"],
@@ -153,7 +153,7 @@ def test_the_server_has_the_tokenizer_that_it_hands_out(facts: dict[str, Any]) -
         ["chat_template", "tools", "given_format", "tokenizer", "model_config"],
         ["self"],
         True,
-    ], "routes.tokenizer() reads app.state.serving_tokenization: follow it in compat.chat_template_of()"
+    ], "prompt_routes reads app.state.serving_tokenization: follow it in compat.chat_template_of()"
 
 
 def test_vllm_looks_for_plugins_where_we_register_ours(facts: dict[str, Any]) -> None:

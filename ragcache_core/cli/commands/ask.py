@@ -183,6 +183,8 @@ def ask(
         raise click.UsageError("--stream prints text and --json an object: give one of them.")
     if url is not None and vllm_args:
         raise click.UsageError("A server that runs already takes no options of vLLM: leave out what follows '--'.")
+    if url is not None and tokenizer is not None:
+        raise click.UsageError("A server that runs already has its tokenizer: leave out --tokenizer, or give --model.")
     if url is not None and cache_config is not None:
         raise click.UsageError("A server that runs already has its cache: leave out --cache-config, or give --model.")
     cache = read_cache_config(cache_config)
@@ -192,7 +194,7 @@ def ask(
         from ragcache_core.client import Engine
 
         if url is not None:
-            return Engine.connect(url, api_key=api_key, tokenizer=tokenizer)
+            return Engine.connect(url, api_key=api_key)
         return Engine.launch(str(model), cache=cache, api_key=api_key, tokenizer=tokenizer, extra_args=vllm_args)
 
     is_conversation = question is None and sys.stdin.isatty()

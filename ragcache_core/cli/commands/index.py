@@ -111,11 +111,10 @@ def choose_splitting(store: Path, asked: dict[str, Any]) -> tuple[Splitting, Chu
 
 def _token_counter(name: str) -> tuple[Callable[[str], int], str]:
     """Return what counts the tokens of a text, and the hash of the tokenizer that does."""
-    from ragcache_core.client.prompts.tokenizer import ModelTokenizer
-    from ragcache_core.runtime.tokenizer_files import TokenizerFiles, sha256_of
+    from ragcache_core.ingest.token_counter import TokenCounter
 
-    files = TokenizerFiles.read(name)
-    return ModelTokenizer(files).num_tokens, sha256_of(files.tokenizer.encode())
+    counter = TokenCounter(name)
+    return counter.num_tokens, counter.sha256
 
 
 _DOCUMENTS_PER_READ = 1024

@@ -130,9 +130,12 @@ def profile(
     if max_tokens is not None:  # a length that cannot work is known before a model is loaded
         make_grid(block_size=block_size or _ASSUMED_BLOCK_SIZE, max_tokens=max_tokens)
 
+    if url is not None and tokenizer is not None:
+        raise click.UsageError("A server that runs already has its tokenizer: leave out --tokenizer, or --url.")
+
     def join() -> Engine:
         if url is not None:
-            return _connect(url, api_key, tokenizer)
+            return _connect(url, api_key)
         return _launch(model, sizes, api_key, tokenizer, startup_timeout, log, vllm_args)
 
     if dry_run and url is None:
@@ -160,10 +163,10 @@ def _is_here(url: str) -> bool:
     return host in (None, "localhost", "127.0.0.1", "::1")  # an address without a host is refused when it is joined
 
 
-def _connect(url: str, api_key: str | None, tokenizer: str | None) -> Engine:
+def _connect(url: str, api_key: str | None) -> Engine:
     from ragcache_core.client import Engine
 
-    return Engine.connect(url, api_key=api_key, tokenizer=tokenizer)
+    return Engine.connect(url, api_key=api_key)
 
 
 def _launch(

@@ -20,7 +20,6 @@ from ragcache_core.cli.options import (
     layout_options,
     open_store,
     read_size,
-    tokenizer_option,
 )
 from ragcache_core.cli.output import check_output, output_option, printable, write_json
 from ragcache_core.cli.warming import (
@@ -95,7 +94,6 @@ _HIT_COUNTS = ("num_requests", "num_prefix_query_tokens", "num_hit_tokens", "num
 )
 @layout_options
 @embedder_option
-@tokenizer_option
 @click.option(
     "--cost-model",
     default=DEFAULT_COST_MODEL,
@@ -127,7 +125,6 @@ def warm(
     report: Path | None,
     output: Path | None,
     wait_s: float | None,
-    tokenizer: str | None,
     embedder: EmbedderName | None,
     as_json: bool,
     **settings: Any,
@@ -158,7 +155,7 @@ def warm(
         layout = PromptLayout(
             settings["static_prefix"], settings["document_format"], question_format=settings["question_format"]
         )
-        with _joined(url, api_key, tokenizer, wait_s) as engine, options_in_cli_wording(warm):
+        with _joined(url, api_key, wait_s) as engine, options_in_cli_wording(warm):
             plan = plan_of(engine, documents, expected, layout, settings["budget"], settings["cost_model"])
             told = {**_facts(engine, store), **plan_to_dict(plan, expected)}
             if not as_json:
@@ -175,14 +172,14 @@ def warm(
         print_json(told)
 
 
-def _joined(url: str, api_key: str | None, tokenizer: str | None, wait_s: float | None) -> Engine:
+def _joined(url: str, api_key: str | None, wait_s: float | None) -> Engine:
     """Return the engine at ``url`` once it answers."""
     from ragcache_core.client import Engine
 
     until_s = time.monotonic() + (wait_s or 0.0)
     while True:
         try:
-            return Engine.connect(url, api_key=api_key, tokenizer=tokenizer)
+            return Engine.connect(url, api_key=api_key)
         except (EngineUnreachableError, EngineDiedError, EngineTimeoutError):
             if time.monotonic() >= until_s:
                 raise

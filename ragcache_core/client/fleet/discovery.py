@@ -77,14 +77,12 @@ class ReplicaFinder:
     is answering it ends. Nothing leaves the fleet while the look-up itself fails or finds nothing.
     """
 
-    def __init__(
-        self, source: Callable[[], Sequence[str]], connect: Callable[[str, bool], Engine], refresh_s: float
-    ) -> None:
+    def __init__(self, source: Callable[[], Sequence[str]], connect: Callable[[str], Engine], refresh_s: float) -> None:
         """Look for nothing yet.
 
         Args:
             source: returns the addresses as they are now, or raises ``OSError``. Its text names it in warnings.
-            connect: returns an engine at an address; the second argument says whether it brings the tokenizer.
+            connect: returns an engine at an address.
             refresh_s: seconds between two look-ups.
         """
         self._source = source
@@ -110,7 +108,7 @@ class ReplicaFinder:
             addresses, why = self._look_up()
             for address in addresses:
                 try:
-                    return self._connect(address, True)
+                    return self._connect(address)
                 except EngineUnreachableError as error:
                     why = str(error)
             if ends_s is not None and time.monotonic() >= ends_s:
@@ -182,7 +180,7 @@ class ReplicaFinder:
     def _joined(self, addresses: Iterable[str]) -> list[Engine]:
         def join(address: str) -> Engine | None:
             try:
-                return self._connect(address, False)
+                return self._connect(address)
             except EngineUnreachableError as error:  # as a replica that still loads
                 logger.debug("replica %s does not answer yet: %s", address, error)
             except RAGCacheError as error:

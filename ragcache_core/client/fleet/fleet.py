@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -14,7 +13,7 @@ from typing import Any, Literal, NoReturn, Self, TypeVar, cast
 from pydantic import TypeAdapter
 
 from ragcache_core.client.cache import CacheRoutes, PrefetchRoute
-from ragcache_core.client.engine import Engine
+from ragcache_core.client.engine import Engine, check_tokenizer
 from ragcache_core.client.engine_client import EngineClient
 from ragcache_core.client.fleet.discovery import REFRESH_S, ReplicaFinder, ServiceName, difference
 from ragcache_core.client.fleet.replicas import HOME, FleetPrefixes, Replica, ReplicaSet
@@ -22,7 +21,6 @@ from ragcache_core.client.http.attempt import AUTO, FirstTokenTimeout, RetryPoli
 from ragcache_core.client.http.remote_server import HANG_TIMEOUT_S, RESTART_TIMEOUT_S
 from ragcache_core.client.http.resume import ResumeStreams
 from ragcache_core.client.launch.process import GRACE_S
-from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 from ragcache_core.client.server_api import ServerAPI
 from ragcache_core.errors import ConfigError, EngineError, EngineUnreachableError
 from ragcache_core.log import logger_of
@@ -39,7 +37,7 @@ logger = logger_of(__name__)
 
 def served_model_identity(engine: Engine) -> dict[str, str | int | None]:
     """Return by name what a replica serves; what differs in another one makes it no replica of the same."""
-    offered = engine.integration.api.tokenizer_offer()
+    offered = engine.tokenizer.identity
     cache = "plain vLLM" if engine.stats().policy is None else "RAGCache"
     return {"model": engine.model, "max_model_len": engine.max_model_len, "tokenizer": offered, "cache": cache}
 
@@ -95,7 +93,7 @@ class Fleet(EngineClient):
         self._prefetching = _EachPrefetches(self._api, self._replicas)
         self.cache = cast("CacheRoutes", _NoSharedCache())
         try:
-            self._handshake(lambda *_: cast("ModelTokenizer", first[0].tokenizer))
+            self._handshake()
             if finder is not None:
                 finder.follow(self._replicas, served_model_identity)
         except BaseException:
@@ -114,7 +112,7 @@ class Fleet(EngineClient):
         *,
         refresh_s: float | None = None,
         api_key: str | None = None,
-        tokenizer: str | os.PathLike[str] | Literal[False] | None = None,
+        tokenizer: Literal[False] | None = None,
         timeout_s: float = 10.0,
         restart_timeout_s: float | None = RESTART_TIMEOUT_S,
         hang_timeout_s: float | None = HANG_TIMEOUT_S,
@@ -155,11 +153,13 @@ class Fleet(EngineClient):
         check_seconds("refresh_s", refresh_s)
         check_seconds("restart_timeout_s", restart_timeout_s or None)
 
-        def join(url: str, brings_tokenizer: bool) -> Engine:
+        check_tokenizer(tokenizer)
+
+        def join(url: str) -> Engine:
             return Engine.connect(
                 url,
                 api_key=api_key,
-                tokenizer=tokenizer if brings_tokenizer else False,
+                tokenizer=False,  # the fleet imports what requests need
                 timeout_s=timeout_s,
                 restart_timeout_s=restart_timeout_s,
                 hang_timeout_s=hang_timeout_s,
@@ -183,12 +183,12 @@ class Fleet(EngineClient):
             raise
 
     @classmethod
-    def _of_list(cls, urls: Sequence[str], join: Callable[[str, bool], Engine], settings: dict[str, Any]) -> Self:
+    def _of_list(cls, urls: Sequence[str], join: Callable[[str], Engine], settings: dict[str, Any]) -> Self:
         """Return a fleet of servers that all answer now."""
         asked: list[Future[Engine]] = []
         try:
             with ThreadPoolExecutor(len(urls)) as threads:
-                asked += [threads.submit(join, url, place == 0) for place, url in enumerate(urls)]
+                asked += [threads.submit(join, url) for url in urls]
             return cls([one.result() for one in asked], **settings)
         except BaseException:
             for one in asked:
@@ -299,7 +299,6 @@ class Fleet(EngineClient):
         return replace(
             merged,
             kv_cache_usage=sum(stats.kv_cache_usage for stats in told) / len(told),
-            num_server_rendered_chats=self.integration.prompts.num_server_rendered_chats,
         )
 
 

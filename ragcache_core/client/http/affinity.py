@@ -22,6 +22,7 @@ from pydantic_core import from_json
 
 from ragcache_core.client.speculation.request_capture import asks_completion
 from ragcache_core.ordering import MAX_PATH_DOCUMENTS, static_prefix_digest
+from ragcache_core.prompt import texts_of
 from ragcache_core.routing.load import PromptInfo
 from ragcache_core.types import PromptSegment, SegmentKind
 from ragcache_core.wire import KEY, REPLICA_HEADER, REQUEST_ROUTE, SESSION_HEADER, SPECULATION_HEADER, SPECULATION_ROUTE
@@ -75,17 +76,37 @@ def is_sendable(value: object) -> TypeGuard[str]:
 
 def _prompt(body: Mapping[str, Any], named: Sequence[Any], token_ids: object) -> PromptInfo:
     """Return what decides who gets a request; its documents' places are known where its prompt is tokens."""
-    spans = [(str(each["id"]), int(each["start"]), int(each.get("end", 0))) for each in named][:MAX_PATH_DOCUMENTS]
-    documents = tuple(name for name, _, _ in spans)
+    named = named[:MAX_PATH_DOCUMENTS]
+    documents = tuple(str(each["id"]) for each in named)
     key = f"{body.get('cache_salt')}\0{documents[0] if documents else _opening(body)}"
-    if not isinstance(token_ids, list):
-        shown = body.get("prompt") or body.get("messages")
-        return PromptInfo(documents, (), 0, len(str(shown)) // _CHARACTERS_PER_TOKEN, None, key)
+    if not isinstance(token_ids, list) or any("start" not in each for each in named):
+        return _of_texts(body, [str(each.get("text", "")) for each in named], documents, key)
+    spans = [(str(each["id"]), int(each["start"]), int(each.get("end", 0))) for each in named]
     if not spans:
         return PromptInfo((), (), 0, len(token_ids), None, key)
     first = PromptSegment(SegmentKind.DOCUMENT, spans[0][1], len(token_ids), spans[0][0])
     prefix = static_prefix_digest(token_ids, [first])
     return PromptInfo(documents, tuple(end for _, _, end in spans), first.start, len(token_ids), prefix, key)
+
+
+def _of_texts(body: Mapping[str, Any], texts: Sequence[str], documents: tuple[str, ...], key: str) -> PromptInfo:
+    """Return what is known of a prompt whose tokens the server makes: its lengths are estimated by its characters."""
+    shown = body.get("prompt") or "\n".join(
+        text for message in body.get("messages") or () for text in texts_of(message.get("content"))
+    )
+    prompt = shown if isinstance(shown, str) else str(shown)
+    num_tokens, position = len(prompt) // _CHARACTERS_PER_TOKEN, 0
+    places: list[tuple[int, int]] = []
+    for text in texts:
+        if (start := prompt.find(text, position)) < 0:
+            return PromptInfo(documents, (), 0, num_tokens, None, key)
+        position = start + len(text)
+        places.append((start, position))
+    if not places:
+        return PromptInfo(documents, (), 0, num_tokens, None, key)
+    static, ends = prompt[: places[0][0]], tuple(end // _CHARACTERS_PER_TOKEN for _, end in places)
+    digest = hashlib.sha256(static.encode("utf-8", "replace")).digest()
+    return PromptInfo(documents, ends, len(static) // _CHARACTERS_PER_TOKEN, num_tokens, None, key, digest)
 
 
 def _opening(body: Mapping[str, Any]) -> str:

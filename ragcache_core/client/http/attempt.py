@@ -12,7 +12,7 @@ import httpcore
 import httpx
 
 from ragcache_core.client.http.errors import says_engine_died
-from ragcache_core.client.http.resume import ResumableStream, ResumedAnswers, ResumeStreams, is_streamed
+from ragcache_core.client.http.resume import Decode, ResumableStream, ResumedAnswers, ResumeStreams, is_streamed
 from ragcache_core.client.speculation.request_capture import asks_completion
 from ragcache_core.errors import ConfigError, EngineDiedError, EngineHungError
 from ragcache_core.log import logger_of
@@ -118,7 +118,7 @@ class Attempt:
         self._watch = None if NO_RETRY.keys() <= request.extensions.keys() else watch
         self._resumed = resumed
         which: ResumeStreams = "off" if self._watch is None else policy.resume_streams
-        self.stream = ResumableStream.of(request, which, resumed.decode)
+        self.stream = ResumableStream.of(request, which)
         self.request = request if self.stream is None else self.stream.request()
         self._run = self._watch.run if self._watch else 0
         self._retry_timeout_s = self._watch.retry_timeout_s if self._watch else None
@@ -202,9 +202,9 @@ class Attempt:
             ) from self._error
         return False
 
-    def rest(self, error: Exception) -> httpx.Request:
+    async def rest(self, error: Exception, decode: Decode) -> httpx.Request:
         """Return the request for what is missing of an answer that ``error`` cut; raise that if there is none."""
-        request = None if self.stream is None else self.stream.rest()
+        request = None if self.stream is None else await self.stream.rest(decode)
         if request is None:
             raise EngineHungError(str(error)) if isinstance(error.__cause__, _HungError) else error
         assert self.stream is not None

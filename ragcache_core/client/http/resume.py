@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, Self
 
@@ -38,8 +38,8 @@ from ragcache_core.stats import RequestStats
 
 ResumeStreams = Literal["all", "greedy", "off"]
 """Which streamed answers continue after an engine failure."""
-Decode = Callable[[Sequence[int]], str]
-"""Returns the text of token ids."""
+Decode = Callable[[list[int]], Awaitable[str | None]]
+"""Returns the text of token ids; ``None`` where the server does not tell it."""
 _GREEDY_BELOW = 1e-5
 """Of temperatures: vLLM's own limit."""
 _HARMLESS = frozenset(
@@ -100,12 +100,11 @@ class ResumableStream:
         num_resumes: how often it continued after the client had a part of its text.
     """
 
-    def __init__(self, request: httpx.Request, body: dict[str, Any], decode: Decode | None = None) -> None:
+    def __init__(self, request: httpx.Request, body: dict[str, Any]) -> None:
         self.is_sampled = not _is_greedy(body)
         self.num_resumes = 0
         self._request = request
         self._body = body
-        self._decode = decode
         stops = body.get("stop") or []
         self._stops: list[str] = [stops] if isinstance(stops, str) else stops
         self._overlap = max(map(len, self._stops), default=1) - 1
@@ -125,13 +124,12 @@ class ResumableStream:
         self._is_finished = self._is_done = False
 
     @classmethod
-    def of(cls, request: httpx.Request, which: ResumeStreams = "all", decode: Decode | None = None) -> Self | None:
+    def of(cls, request: httpx.Request, which: ResumeStreams = "all") -> Self | None:
         """Return the stream that ``request`` asks for; ``None`` where its answer cannot continue after a cut.
 
         Args:
             request: with its body read.
             which: the answers that continue.
-            decode: finds unfinished characters; without it a sampled answer continues only after an event of one token.
         """
         if which == "off" or not asks_completion(request) or not is_streamed(request):
             return None
@@ -139,7 +137,7 @@ class ResumableStream:
             body = json.loads(request.content)
         except ValueError:
             return None
-        return cls(request, body, decode) if isinstance(body, dict) and can_resume(body, which) else None
+        return cls(request, body) if isinstance(body, dict) and can_resume(body, which) else None
 
     def request(self) -> httpx.Request:
         """Return the request that is sent first."""
@@ -188,14 +186,17 @@ class ResumableStream:
         *events, self._buffer = (self._buffer + part).split(b"\n\n")
         return b"".join(told + b"\n\n" for event in events if (told := self._told(event)) is not None)
 
-    def rest(self) -> httpx.Request | None:
-        """Return the request for what is missing; ``None`` if the answer was cut where it cannot go on."""
+    async def rest(self, decode: Decode) -> httpx.Request | None:
+        """Return the request for what is missing; ``None`` if the answer was cut where it cannot go on.
+
+        ``decode`` finds unfinished characters, if a sampled answer was cut after an event of several tokens.
+        """
         self._buffer = b""
         if self._first is None and self._is_known:  # the client has nothing yet
             return self.request()
         if not self._is_known or self._prompt_ids is None or self._is_finished:
             return None
-        if not (self._rewind_sampled() if self.is_sampled else self._rewind_greedy()):
+        if not (await self._rewind_sampled(decode) if self.is_sampled else self._rewind_greedy()):
             return None
         num_ids = self._num_ids_before = len(self._ids)
         self.num_resumes += self._num_passed_on > 0
@@ -224,28 +225,19 @@ class ResumableStream:
         del self._ids[self._marks[-1].num_ids :]
         return True
 
-    def _rewind_sampled(self) -> bool:
+    async def _rewind_sampled(self, decode: Decode) -> bool:
         """Go back to the tokens of the text that the client has; return whether these are known."""
         while self._marks[-1].num_ids and self._end_of(self._marks[-1]) > self._num_passed_on:
             self._marks.pop()
         mark = self._marks[-1]
         ids = self._ids[: mark.num_ids]
         if mark.num_event_ids > 1:  # else its text would have waited for the rest of the character
-            whole = self._whole_characters(ids)
+            whole = await _whole_characters(ids, decode)
             if whole is None:
                 return False
             ids, self._marks[-1] = whole, mark._replace(num_ids=len(whole), num_event_ids=1)
         self._ids, self._text = ids, self._text[: self._num_passed_on]
         return True
-
-    def _whole_characters(self, ids: list[int]) -> list[int] | None:
-        """Return ``ids`` without the tokens of an unfinished character at their end; ``None`` if that is not known."""
-        for end in range(len(ids), max(len(ids) - _CHARACTER_BYTES, 0), -1):
-            if self._decode is None:
-                return None
-            if not self._decode(ids[max(end - _DECODED_TOKENS, 0) : end]).endswith(_PARTIAL_CHARACTER):
-                return ids[:end]
-        return None
 
     def _end_of(self, mark: _Mark) -> int:
         """Return how many characters the tokens of an event reach to."""
@@ -363,6 +355,17 @@ class ResumableStream:
             details["cached_tokens"] = min(details["cached_tokens"], usage["prompt_tokens"])
 
 
+async def _whole_characters(ids: list[int], decode: Decode) -> list[int] | None:
+    """Return ``ids`` without the tokens of an unfinished character at their end; ``None`` if that is not known."""
+    for end in range(len(ids), max(len(ids) - _CHARACTER_BYTES, 0), -1):
+        text = await decode(ids[max(end - _DECODED_TOKENS, 0) : end])
+        if text is None:
+            return None
+        if not text.endswith(_PARTIAL_CHARACTER):
+            return ids[:end]
+    return None
+
+
 def can_resume(body: dict[str, Any], which: ResumeStreams = "all") -> bool:
     """Return whether the answer to a request for a completion can continue after a cut."""
     if which == "off" or (which == "greedy" and not _is_greedy(body)) or body.get("stream") is not True:
@@ -405,13 +408,7 @@ def _is_text(content: object) -> bool:
 
 
 class ResumedAnswers:
-    """The answers of one engine's handle that continued after an engine failure. May be used by any thread.
-
-    Attributes:
-        decode: the model's own, where its tokenizer is at hand.
-    """
-
-    decode: Decode | None = None
+    """The answers of one engine's handle that continued after an engine failure. May be used by any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

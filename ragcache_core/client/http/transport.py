@@ -12,8 +12,10 @@ A request that was speculated is not sent: it joins the speculation's answer, an
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -103,6 +105,23 @@ class AsyncRetryingTransport(httpx.AsyncBaseTransport):
                 return response
             except _FAILED as failure:
                 error = failure
+
+    async def decode(self, attempt: Attempt, error: Exception, token_ids: list[int]) -> str | None:
+        """Return the text of tokens of an answer that ``error`` cut, once the server is back; ``None`` if unknown."""
+        asked = attempt.request
+        headers = {name: value for name, value in asked.headers.items() if name == "authorization"}
+        body = {"model": json.loads(asked.content).get("model"), "tokens": token_ids}
+        url = f"{str(asked.url).partition('/v1/')[0]}/detokenize"
+        request = httpx.Request("POST", url, headers=headers, json=body, extensions=asked.extensions)
+        own = Attempt(self._watch, request, self._policy, self._resumed)
+        response = await self.open(own, request, error)
+        try:
+            text = json.loads(await response.aread()).get("prompt") if response.status_code == 200 else None
+        except ValueError:
+            return None
+        finally:
+            await response.aclose()
+        return text if isinstance(text, str) else None
 
     async def _join(self, request: httpx.Request) -> httpx.Response | None:
         return None if self._speculations is None else await self._speculations.ajoin(request)
@@ -205,8 +224,8 @@ class _WholeBody(httpx.AsyncByteStream):
                 raise httpx.RemoteProtocolError("the engine's answer ended in the middle")
             except BROKEN as error:
                 with ended_by_errors(self._trace):
-                    request = self._attempt.rest(error)
                     await self._body.aclose()
+                    request = await self._attempt.rest(error, partial(self._transport.decode, self._attempt, error))
                     response = await self._transport.open(self._attempt, request, error)
                     assert isinstance(response.stream, httpx.AsyncByteStream)
                     self._body = response.stream

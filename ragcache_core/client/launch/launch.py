@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -30,7 +30,6 @@ from ragcache_core.client.launch.arguments import (
 from ragcache_core.client.launch.process import ServerProcess, check_port_free, free_port, is_stream
 from ragcache_core.client.launch.settings import LaunchSettings, VLLMOffload
 from ragcache_core.client.launch.supervisor import LoadProgress, Supervisor
-from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 from ragcache_core.client.server_api import import_requests
 from ragcache_core.config import SHARED_PASSWORD_ENV, CacheConfig, ChunkReuse
 from ragcache_core.errors import ConfigError, EngineStartError
@@ -129,12 +128,11 @@ os.register_at_fork(after_in_child=_forget_all)
 
 @dataclass(frozen=True, slots=True)
 class LaunchedServer:
-    """A server that is ready, and how to reach it. ``tokenizer`` loads the model's, where it hands none out."""
+    """A server that is ready, and how to reach it."""
 
     base_url: str
     api_key: str = field(repr=False)
     supervisor: Supervisor
-    tokenizer: Callable[[], ModelTokenizer]
     log_path: Path
 
 
@@ -189,8 +187,6 @@ def launch_server(settings: LaunchSettings) -> LaunchedServer:
     progress = False if settings.progress is None and is_stream(log) else settings.progress
     lock = _lock(model, cache, given, environment)
     address = f"http://{_reachable(host)}:{port}"
-    template = settings.vllm_args.get("chat_template")
-    chat_template = None if template is None else str(template)
     threading.Thread(target=import_requests, name="ragcache-imports", daemon=True).start()  # while the server loads
 
     files = EngineFiles(
@@ -245,7 +241,6 @@ def launch_server(settings: LaunchSettings) -> LaunchedServer:
         f"{address}/v1",
         api_key,
         supervisor,
-        lambda: ModelTokenizer(settings.tokenizer or model, chat_template=chat_template),
         log,
     )
 

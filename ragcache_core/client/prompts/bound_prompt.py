@@ -7,12 +7,13 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from threading import Lock
+from functools import partial
+from threading import Event, Lock
 from typing import Any, Protocol, get_origin
 
-from ragcache_core.client.prompts.chat_request import is_text_only
-from ragcache_core.errors import ConfigError, PromptError
+from ragcache_core.errors import ConfigError, EngineError, PromptError
 from ragcache_core.log import logger_of
 from ragcache_core.ordering import static_prefix_digest
 from ragcache_core.prompt import (
@@ -23,7 +24,9 @@ from ragcache_core.prompt import (
     acls_of,
     common_prefix_len,
     render_known,
+    texts_of,
 )
+from ragcache_core.runtime.daemon_threads import DaemonThreadPool
 from ragcache_core.types import DocId, Document
 from ragcache_core.wire import KEY
 
@@ -39,6 +42,7 @@ UNKNOWN = ("Xqz", "Jvw kuy")
 """Two texts in place of one that is not known yet: other first characters, other lengths."""
 
 _ROLES = {"human": "user", "ai": "assistant"}
+_FIRST_WAIT_S = 0.1
 _SHOWN = ("<first>", "another")
 _MAX_OPENING_CHARS = 60
 
@@ -48,6 +52,7 @@ FormatDocuments = Callable[[Any], Any]
 Drafts = tuple[list[ChatMessage], list[ChatMessage]]
 """The messages of a prompt twice; they differ in all that is not known yet, from its first character on."""
 logger = logger_of(__name__)
+_threads = DaemonThreadPool("ragcache-prefix", most=4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,49 +192,63 @@ class BoundPrompt:
         max_model_len: int,
         is_question_first: bool = False,
         has_documents: bool = True,
-        is_renderable: Callable[[Sequence[ChatMessage]], bool] = is_text_only,
         scope: KVScope | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         """Bind ``prompt``; without a ``tokenizer`` nothing of it is known.
 
-        ``is_renderable`` says whether the server renders messages as ``tokenizer`` does.
+        ``settings`` are the other fields of the requests that will show it, if they change the tokens.
         """
         self.is_question_first = is_question_first
         self.has_documents = has_documents and not is_question_first
         self.scope = scope
         self._prompt = prompt
         self._tokenizer = tokenizer
-        self._is_renderable = is_renderable
+        self._settings = settings
         self._max_model_len = max_model_len
         self._warned = Lock()
         self._made_s = -math.inf
+        self._answered = Event()
         self._static_prefix: bytes | None = None
 
     def static_prefix(self, shown_documents: Sequence[Any], documents: Sequence[Document]) -> bytes | None:
-        """Return what names the tokens before the documents in the cache, as they were of late; None: not known.
+        """Return what names the tokens before the documents in the cache, as they were of late; None: not known (yet).
 
-        Cheap: the prompt is made by the first call and every ten seconds or so, of one document, and whenever
-        :meth:`prefix` is asked for.
+        The server is asked by another thread, at the first call and every ten seconds or so, about a prompt of one
+        document. The first call waits for the answer, 0.1 s at most. :meth:`prefix` asks as well.
         """
-        if time.monotonic() - self._made_s >= _REMADE_AFTER_S:
-            self.prefix(shown_documents[:1], documents[:1])
+        if time.monotonic() - self._made_s >= _REMADE_AFTER_S and self._finds_documents:
+            self._made_s = time.monotonic()
+            with suppress(RuntimeError):  # no more threads: the next call asks
+                if _threads.run(partial(self._ask, shown_documents[:1], documents[:1])):
+                    self._answered.wait(_FIRST_WAIT_S)
         return self._static_prefix
 
+    def _ask(self, shown_documents: Sequence[Any], documents: Sequence[Document]) -> None:
+        try:
+            self.prefix(shown_documents, documents)
+        finally:
+            self._answered.set()
+
+    @property
+    def _finds_documents(self) -> bool:
+        return self._tokenizer is not None and self._tokenizer.finds_documents
+
     def prefix(self, shown_documents: Sequence[Any], documents: Sequence[Document]) -> RenderedPrompt | None:
-        """Return the tokens that a request about these documents, in this order, begins with, whatever it asks.
+        """Return the tokens that a request about these documents, in this order, begins with; asks the server.
 
         ``shown_documents`` are the framework's, for the user's own formatting; ``documents`` are the same ones. None
         where nothing is worth a prefill. Never fails: a prompt that cannot be made is not speculated on, and said once.
         """
         self._made_s = time.monotonic()
-        if self._tokenizer is None:
+        if self._tokenizer is None or not self._finds_documents:
             return None
         try:
             one, other = self._prompt.drafts(shown_documents, documents)
-            if not (self._is_renderable(one) and self._is_renderable(other)):
-                return None  # the server renders it
-            known = render_known(self._tokenizer, one, other, self._prompt.texts(documents))
+            known = render_known(self._tokenizer, one, other, self._prompt.texts(documents), self._settings)
             known = replace(known, acls=acls_of(documents))
+        except EngineError:
+            return None  # the request itself will say so
         except Exception as error:  # the user's own code may raise anything, and will do so again in the chain itself
             if self._warned.acquire(blocking=False):
                 logger.warning(
@@ -262,7 +281,7 @@ def bind(
             says how it shows documents.
     """
     drafted = _drafted(prompt, format_docs, context, question)
-    early = drafted.unknown_before_context(tokenizer.render) if tokenizer is not None else []
+    early = drafted.unknown_before_context()
     if early and is_prefilled:
         warn_question_first(early)
     return BoundPrompt(drafted, tokenizer, max_model_len=max_model_len, is_question_first=bool(early), scope=scope)
@@ -310,18 +329,23 @@ class _Template:
     def texts(self, documents: Sequence[Document]) -> list[tuple[DocId, str]]:
         return [(d.doc_id, self._text_of(d)) for d in documents]
 
-    def unknown_before_context(self, render: Callable[[Sequence[ChatMessage]], str]) -> list[str]:
-        """Return the variables that stand before the context in the rendered prompt."""
+    def unknown_before_context(self) -> list[str]:
+        """Return the variables that stand before the context in the messages."""
         chosen = dict.fromkeys(self._unknown, 0)
         try:
-            plain = render(self._fill(_SHOWN[0], chosen))
-            start = common_prefix_len(plain, render(self._fill(_SHOWN[1], chosen)))
+            plain = _text(self._fill(_SHOWN[0], chosen))
+            start = common_prefix_len(plain, _text(self._fill(_SHOWN[1], chosen)))
             if start == len(plain):
                 return []
-            others = {name: render(self._fill(_SHOWN[0], {**chosen, name: 1})) for name in self._unknown}
+            others = {name: _text(self._fill(_SHOWN[0], {**chosen, name: 1})) for name in self._unknown}
         except Exception:  # will be said at the first prefix, with the documents that it is about
             return []
         return [name for name, other in others.items() if common_prefix_len(plain, other) < start]
+
+
+def _text(messages: Sequence[ChatMessage]) -> str:
+    """Return what a chat template makes of messages, as far as their order goes."""
+    return "".join(f"<{message['role']}>{''.join(texts_of(message.get('content')))}" for message in messages)
 
 
 def _drafted(prompt: Any, format_docs: FormatDocuments | None, context: str, question: str) -> _Template:

@@ -6,102 +6,80 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from threading import Lock
 from typing import Any
 
 from ragcache_core.client.ordering.document_order import RememberedOrders
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt, FormatDocuments, KVScope, KVScopes, bind
-from ragcache_core.client.prompts.chat_request import (
-    AskedChat,
-    AskTokens,
-    ChatRequest,
-    ServerTokens,
-    read_chat,
-    segments_in,
-)
 from ragcache_core.client.prompts.layout_learner import LayoutLearner, rearranged
 from ragcache_core.client.prompts.repeated_documents import without_repeats
 from ragcache_core.client.prompts.request_plan import (
+    AskedChat,
     DocumentFacts,
     RememberedDocuments,
     RequestPlan,
     as_plain_text,
     changed_messages,
-    plan_chat,
     plan_rendered,
+    plan_texts,
     plan_tokens,
 )
 from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
-from ragcache_core.client.prompts.tokenizer import ModelTokenizer
+from ragcache_core.client.prompts.server_tokenizer import ServerTokenizer, fields_of, is_rendered_alike
 from ragcache_core.client.prompts.tool_calls import ToolCalls
 from ragcache_core.client.speculation.request_capture import current_scope
-from ragcache_core.errors import PromptError, TokenizerUnavailableError
+from ragcache_core.errors import EngineError, PromptError, PromptTooLongError
 from ragcache_core.prompt import (
     ChatMessage,
-    PromptTokenizer,
     RenderedPrompt,
+    ShownDocument,
     check_prompt_fits,
     escape_documents,
-    render_chat,
+    has_other_than_text,
+    shown_documents,
     texts_of,
 )
-from ragcache_core.runtime.rights import joined_salt, rights_salt
-from ragcache_core.types import DocId, Document, SegmentKind
+from ragcache_core.runtime.rights import joined_salt
+from ragcache_core.types import DocId, Document
 from ragcache_core.wire import ChunkReuseOption, check_sendable, read_chunk_reuse
+
+_PLAIN_ROLES = {"system", "user", "assistant"}
+_PLAIN_KEYS = {"role", "content", "name"}
 
 
 class PromptClient:
-    """Lays out prompts as one engine's token ids, and finds the documents that they show.
+    """Finds the documents that prompts for one engine show, by their text.
 
     Attributes:
+        tokenizer: the server's, asked over HTTP.
         facts: access groups and labels of the documents that were seen.
         remembered: the documents that ``Engine.remember_documents`` was told of.
     """
 
     def __init__(
-        self,
-        tokenizer: ModelTokenizer | TokenizerUnavailableError,
-        *,
-        max_model_len: int,
-        reordered: RememberedOrders,
-        ask_tokens: AskTokens,
-        scopes: KVScopes,
+        self, tokenizer: ServerTokenizer, *, max_model_len: int, reordered: RememberedOrders, scopes: KVScopes
     ) -> None:
-        """``tokenizer`` may be the error that says why there is none; ``reordered`` are orders that were changed.
-
-        ``ask_tokens`` asks the server for its tokens of a chat. ``scopes`` takes note of the requests' KV scopes.
-        """
-        self._tokenizer = tokenizer
+        """``reordered`` are orders that were changed. ``scopes`` takes note of the requests' KV scopes."""
+        self.tokenizer = tokenizer
         self._scopes = scopes
         self._max_model_len = max_model_len
         self._reordered = reordered
         self.facts = DocumentFacts(RETRIEVED.facts)
         self.remembered = RememberedDocuments(facts=self.facts)
-        self._learner = LayoutLearner(self._tokenizer_at_hand(), max_model_len=max_model_len)
+        self._learner = LayoutLearner(tokenizer, max_model_len=max_model_len)
         self._bound: BoundPrompt | None = None
-        self._lock = Lock()
-        self._num_unnamed_chats = 0
-        self._server = ServerTokens(ask_tokens)
-        self._tool_calls = ToolCalls(self._server, scopes, max_model_len=max_model_len)
-
-    @property
-    def tokenizer(self) -> PromptTokenizer:
-        """See ``Engine.tokenizer``."""
-        if isinstance(self._tokenizer, TokenizerUnavailableError):
-            raise self._tokenizer
-        return self._tokenizer
+        self._tool_calls = ToolCalls(tokenizer, scopes, max_model_len=max_model_len)
 
     def tokenize(self, prompt: str | Sequence[ChatMessage]) -> list[int]:
         """See ``Engine.tokenize``."""
-        tokenizer = self.tokenizer
         check_sendable(prompt, "the prompt")
         if isinstance(prompt, str):
-            return list(tokenizer.encode(prompt, add_special_tokens=True).token_ids)
-        return list(tokenizer.encode(tokenizer.render(prompt)).token_ids)
+            return list(self.tokenizer.encode(prompt, add_special_tokens=True).token_ids)
+        return list(self.tokenizer.lay_out(prompt, ()).token_ids)
 
     def salt_of(self, prompt: RenderedPrompt, cache_salt: str | None) -> str | None:
         """Return the salt of a request for ``prompt`` with a ``cache_salt`` of its own."""
-        salts = (cache_salt, self.facts.body(prompt.segments, prompt.acls).get("cache_salt"))
+        ids = (segment.doc_id for segment in prompt.segments)
+        salts = (cache_salt, self.facts.body(ids, prompt.acls).get("cache_salt"))
         return joined_salt(salt for salt in salts if salt is not None)
 
     def bind_prompt(
@@ -114,11 +92,27 @@ class PromptClient:
         **how: Any,
     ) -> BoundPrompt:
         """See ``Engine.bind_prompt``; ``how`` are the further arguments of :func:`bind`."""
-        tokenizer, scope = self._tokenizer_at_hand(), None if settings is None else self._scopes.read(settings)
-        bound = bind(prompt, format_docs, tokenizer, max_model_len=self._max_model_len, scope=scope, **how)
+        scope = None if settings is None else self._scopes.read(settings)
+        bound = bind(prompt, format_docs, self.tokenizer, max_model_len=self._max_model_len, scope=scope, **how)
         if is_default:
             self._bound = bound
         return bound
+
+    def tokens_of(self, body: Mapping[str, Any]) -> Sequence[int] | None:
+        """Return the tokens of a request for a completion, given its body; ``None`` where they are not known.
+
+        Raises:
+            EngineError: the server cannot be asked.
+        """
+        told = (body.get("kv_transfer_params") or {}).get("prompt_token_ids") or body.get("prompt")
+        if isinstance(told, list) and all(isinstance(token, int) for token in told):
+            return told
+        try:
+            if isinstance(messages := body.get("messages"), list) and messages and self.tokenizer.finds_documents:
+                return self.tokenizer.lay_out(messages, (), settings=body).token_ids
+        except PromptError:  # the request itself will say so
+            return None
+        return None
 
     @property
     def bound_prompt(self) -> BoundPrompt | None:
@@ -149,7 +143,9 @@ class PromptClient:
         plan = plan_rendered(
             prompt, self.facts, max_model_len=limit, reordered=self._reordered, chunk_reuse=chunk_reuse
         )
-        return self._noted(plan, settings or {})
+        if plan.doc_ids:
+            self._scopes.note(settings or {})
+        return plan
 
     def expect_settings(self, settings: Mapping[str, Any]) -> None:
         """Remember the settings of a framework's model that will send its requests to this engine."""
@@ -159,11 +155,6 @@ class PromptClient:
         """Return what separates the KV of a request with these settings."""
         return self._scopes.read(settings)
 
-    def _noted(self, plan: RequestPlan, settings: Mapping[str, Any]) -> RequestPlan:
-        if any(segment.kind is SegmentKind.DOCUMENT for segment in plan.segments):
-            self._scopes.note(settings)
-        return plan
-
     def plan_chat(
         self,
         messages: Sequence[ChatMessage],
@@ -172,22 +163,20 @@ class PromptClient:
         settings: Mapping[str, Any] | None = None,
         chunk_reuse: ChunkReuseOption = None,
         deduplicates: bool = False,
+        needs_tokens: bool = False,
     ) -> RequestPlan:
-        """Return what a chat request carries besides ``messages``: token ids, and the spans of its documents.
+        """Return what a chat request carries besides ``messages``: the documents that it shows, and their rights.
 
         ``documents`` are found by their text, and so are those that were remembered, and those that a framework's
-        retrievers returned lately. ``settings`` are the other fields of the request (tools, ``extra_body``, ...).
-        ``chunk_reuse`` is that of ``stream``.
+        retrievers returned lately. The server finds their tokens. ``settings`` are the other fields of the request
+        (tools, ``extra_body``, ...). ``chunk_reuse`` is that of ``stream``.
 
-        With tools, or settings of the chat template, the server is asked once for each shape of chat whether it renders
-        it in the same way. Where it does not, and where images are shown, it is asked for its tokens of each. What it
-        does not tell, or cannot (:func:`read_chat`), is left to it, as is everything without a tokenizer: then no
-        documents are known to the engine, and the plan is empty, or holds the messages without the documents' control
-        tokens. With ``deduplicates`` a document that an earlier message shows is referred to: the plan holds the
-        messages to be sent.
+        Control tokens in documents are broken up. With ``deduplicates`` a document that an earlier message shows is
+        referred to: the plan holds the messages to be sent. With ``needs_tokens`` the server is asked for the tokens,
+        which the plan holds if it tells them.
 
         Raises:
-            PromptTooLongError: the prompt does not fit into the context window.
+            PromptTooLongError: the prompt does not fit into the context window, as far as its tokens are known.
             ConfigError: ``chunk_reuse`` is not what it may be, or a message or setting cannot be sent: text that is no
                 Unicode, a number that is not finite or beyond 64 bits.
         """
@@ -197,63 +186,67 @@ class PromptClient:
         searches = self.remembered.searches()
         documents = None if documents is None else list(documents)
         self.facts.add(documents or ())
-        shown = self._shown(documents, messages)
+        candidates = self._shown(documents, messages)
         questions = self._questions()
-        sent: Sequence[ChatMessage] = without_repeats(messages, shown, questions) if deduplicates else messages
-        if isinstance(self._tokenizer, TokenizerUnavailableError):
-            return self._unnamed(messages, sent, shown)
-        chat = read_chat(sent, settings)
-        if chat is not None and chat.is_plain:
+        sent: Sequence[ChatMessage] = without_repeats(messages, candidates, questions) if deduplicates else messages
+        sent, escaped = escape_documents(self.tokenizer.control_tokens, sent, candidates)
+        shown = shown_documents(sent, escaped, questions)
+        fields = fields_of(settings)
+        if not fields and all(map(_is_plain, sent)):
             if self._bound is None:
                 is_prefilled = current_scope() is None  # inside a scope the whole answer is asked ahead
                 self._learner.see(messages, searches, RETRIEVED.searches(), is_prefilled=is_prefilled)
-            plan = plan_chat(
-                self._tokenizer,
-                sent,
+        else:
+            self._tool_calls.see(messages, searches)
+        if shown:
+            self._scopes.note(settings)
+        needs_tokens |= bool(shown) and not self.tokenizer.names_documents
+        prompt = self._laid_out(sent, shown, settings) if needs_tokens else None
+        if prompt is None:
+            plan = plan_texts(
                 shown,
                 self.facts,
-                max_model_len=self._max_model_len,
-                questions=questions,
                 reordered=self._reordered,
                 chunk_reuse=chunk_reuse,
+                names_documents=self.tokenizer.names_documents,
             )
-            body = {**changed_messages(messages, sent), **plan.extra_body}
-            return self._noted(replace(plan, extra_body=body), settings)
-        if chat is None or (prompt := self._prompt_of(self._tokenizer, chat, shown, questions)) is None:
-            return self._unnamed(messages, escape_documents(self._tokenizer, sent, shown), shown)
-        self._tool_calls.see(messages, searches)
-        plan = plan_tokens(
-            prompt,
-            messages,
-            self.facts,
-            reordered=self._reordered,
-            chunk_reuse=chunk_reuse,
-            sends_tokens=not chat.has_media,
+        else:
+            has_media = any(has_other_than_text(message.get("content")) for message in sent)
+            plan = plan_tokens(
+                prompt, self.facts, reordered=self._reordered, chunk_reuse=chunk_reuse, sends_tokens=not has_media
+            )
+        return replace(
+            plan,
+            # Rights are those of all documents that are shown here, also if the server does not find one of them.
+            extra_body={
+                **plan.extra_body,
+                **self.facts.body(each.doc_id for each in shown),
+                **changed_messages(messages, sent),
+            },
+            num_chars=sum(len(text) for message in sent for text in texts_of(message.get("content"))),
+            asked=AskedChat(sent, settings, list(dict.fromkeys(each[:2] for each in shown)))
+            if fields.get("tools")
+            else None,
         )
-        self._noted(plan, settings)
-        if not (chat.tools and chat.is_ours):
-            return plan
-        ids = {segment.doc_id for segment in prompt.segments}
-        tokenizer = self._tokenizer.of_chat(chat.tools, chat.variables)
-        return replace(plan, asked=AskedChat(prompt.messages, settings, tokenizer, [d for d in shown if d[0] in ids]))
 
-    @property
-    def num_server_rendered_chats(self) -> int:
-        """How many chats were left to the server, which does not say what their tokens are."""
-        return self._num_unnamed_chats
+    def _laid_out(
+        self, messages: Sequence[ChatMessage], shown: Sequence[ShownDocument], settings: Mapping[str, Any]
+    ) -> RenderedPrompt | None:
+        """Return a chat with its tokens; ``None`` where the server does not tell them, or names no documents.
 
-    def _unnamed(
-        self, messages: Sequence[ChatMessage], sent: Sequence[ChatMessage], shown: Sequence[tuple[DocId, str]]
-    ) -> RequestPlan:
-        """Return what a chat carries that the server renders: of its documents, who may read them."""
-        with self._lock:
-            self._num_unnamed_chats += 1
-        found = []
-        if self.facts.has_acls:
-            found = [text for message in messages for text in texts_of(message.get("content"))]
-        ids = {doc_id for doc_id, text in shown if text.strip() and any(text.strip() in each for each in found)}
-        salt = rights_salt(self.facts.acls_of(ids))
-        return RequestPlan({**changed_messages(messages, sent), **({} if salt is None else {"cache_salt": salt})})
+        Raises:
+            PromptTooLongError: it does not fit into the context window.
+        """
+        if not self.tokenizer.finds_documents or not is_rendered_alike(settings):
+            return None
+        try:
+            prompt = self.tokenizer.lay_out(messages, shown, settings=settings)
+        except PromptTooLongError:
+            raise
+        except (EngineError, PromptError):  # the request itself will say so
+            return None
+        check_prompt_fits(len(prompt.token_ids), self._max_model_len)
+        return prompt
 
     def _shown(self, documents: Iterable[Document] | None, messages: Iterable[ChatMessage]) -> list[tuple[DocId, str]]:
         """Return what documents ``messages`` may show, as they would show them."""
@@ -266,34 +259,6 @@ class PromptClient:
         return shown + [
             (doc_id, as_json) for doc_id, text in shown if (as_json := _as_json(text.strip())) != text.strip()
         ]
-
-    def _prompt_of(
-        self,
-        tokenizer: ModelTokenizer,
-        chat: ChatRequest,
-        shown: Sequence[tuple[DocId, str]],
-        questions: Sequence[str],
-    ) -> RenderedPrompt | None:
-        """Return a chat as the server renders it; ``None`` where it does not say how that is.
-
-        Raises:
-            PromptTooLongError: the prompt does not fit into the context window.
-        """
-        if chat.is_ours:
-            ours = tokenizer.of_chat(chat.tools, chat.variables)
-            try:
-                prompt = render_chat(ours, chat.messages, shown, questions=questions)
-            except PromptError:
-                return None  # the server says why
-            check_prompt_fits(len(prompt.token_ids), self._max_model_len)
-            if self._server.agrees(chat, prompt.messages, lambda: prompt.token_ids):
-                return prompt
-        sent = escape_documents(tokenizer, chat.messages, shown)
-        if (token_ids := self._server.of(chat, sent)) is None:
-            return None
-        check_prompt_fits(len(token_ids), self._max_model_len)
-        segments = segments_in(token_ids, tokenizer, sent, shown, questions)
-        return RenderedPrompt(tuple(sent), "", token_ids, segments)
 
     def rearranged(
         self, messages: Sequence[ChatMessage], order: Sequence[int], *, documents: Iterable[Document] | None = None
@@ -314,8 +279,13 @@ class PromptClient:
     def _questions(self) -> list[str]:
         return [search.query for search in (*self.remembered.searches(), *RETRIEVED.searches()) if search.query]
 
-    def _tokenizer_at_hand(self) -> PromptTokenizer | None:
-        return None if isinstance(self._tokenizer, TokenizerUnavailableError) else self._tokenizer
+
+def _is_plain(message: ChatMessage) -> bool:
+    """Return whether a message is plain text of a role that all servers render in the same way."""
+    keys = {key for key, value in message.items() if value is not None}
+    return (
+        message.get("role") in _PLAIN_ROLES and isinstance(message.get("content"), str) and _PLAIN_KEYS.issuperset(keys)
+    )
 
 
 @lru_cache(maxsize=2048)

@@ -1,4 +1,4 @@
-"""What a chat request carries besides its messages: token ids, which of them are which document, and access rights."""
+"""What a chat request carries besides its messages: which documents it shows, and access rights."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
-from ragcache_core.client.prompts.chat_request import AskedChat
 from ragcache_core.errors import ConfigError, quoted
-from ragcache_core.prompt import ChatMessage, PromptTokenizer, RenderedPrompt, check_prompt_fits, render_chat
+from ragcache_core.prompt import ChatMessage, RenderedPrompt, ShownDocument, check_prompt_fits
 from ragcache_core.runtime.rights import joined_salt, rights_salt
 from ragcache_core.stats import DeadlineReport, RequestStats, document_stats
 from ragcache_core.types import DocId, Document, PromptSegment, SegmentKind
-from ragcache_core.wire import ChunkReuseOption, encode_kv_transfer_params
+from ragcache_core.wire import ChunkReuseOption, encode_kv_transfer_params, encode_shown_documents
 
 _MAX_REMEMBERED = 1 << 16
 """Documents, many times more than can be recognised in prompts at a time."""
@@ -71,35 +70,48 @@ class DocumentFacts:
         """Return segments with the labels of their documents, where they are known."""
         return tuple(replace(each, label=each.label or self.label_of(each.doc_id)) for each in segments)
 
-    def body(self, segments: Iterable[PromptSegment], acls: frozenset[tuple[str, ...]] = frozenset()) -> dict[str, Any]:
+    def body(self, doc_ids: Iterable[DocId | None], acls: frozenset[tuple[str, ...]] = frozenset()) -> dict[str, Any]:
         """Return what a request says of who may read the documents in it."""
-        salt = rights_salt(acls | self.acls_of(segment.doc_id for segment in segments))
+        salt = rights_salt(acls | self.acls_of(doc_ids))
         return {} if salt is None else {"cache_salt": salt}
+
+
+@dataclass(frozen=True, slots=True)
+class AskedChat:
+    """A request whose answer may call a tool, from which the next one of the same chat goes on.
+
+    ``documents`` (id, text as shown) are in its ``messages``; ``settings`` are its other fields.
+    """
+
+    messages: Sequence[ChatMessage]
+    settings: Mapping[str, Any]
+    documents: Sequence[tuple[DocId, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class RequestPlan:
     """A request's metadata, and how to read its statistics afterwards.
 
-    ``extra_body`` is merged into the body of the request; ``segments`` and ``num_prompt_tokens`` are unknown (empty,
-    ``None``) where the server tokenises the messages itself. ``asked`` is the chat that the request is of, if the model
-    may answer it with the call of a tool. ``deadline`` is that of the request, if it has one.
+    ``extra_body`` is merged into the body of the request. ``doc_ids`` are the documents that the prompt shows, in its
+    order, and ``num_chars`` its length, as text. ``prompt`` is known where its tokens are: the prompt was rendered
+    before, or its request has a deadline. ``asked`` is the chat that the request is of, if the model may answer it with
+    the call of a tool. ``deadline`` is that of the request, if it has one.
     """
 
     extra_body: dict[str, Any] = field(default_factory=dict)
-    segments: tuple[PromptSegment, ...] = ()
-    num_prompt_tokens: int | None = None
+    doc_ids: tuple[DocId, ...] = ()
+    num_chars: int = 0
+    prompt: RenderedPrompt | None = None
     asked: AskedChat | None = None
     deadline: DeadlineReport | None = None
 
     def stats(self, usage: Mapping[str, Any] | None, *, ttft_s: float | None, total_s: float) -> RequestStats:
         """Return the statistics of the answered request; ``usage`` is the OpenAI protocol's, as the server sent it.
 
-        A stream may have none; the length of the prompt is known here then.
+        A stream may have none; the engine tells the length of the prompt then.
         """
-        if usage is None:
-            usage = {"prompt_tokens": self.num_prompt_tokens}
-        stats = request_stats(usage, self.segments, ttft_s=ttft_s, total_s=total_s)
+        segments = () if self.prompt is None else self.prompt.segments
+        stats = request_stats(usage, segments, ttft_s=ttft_s, total_s=total_s)
         return stats if self.deadline is None else replace(stats, deadline=self.deadline)
 
 
@@ -148,61 +160,58 @@ def as_plain_text(message: ChatMessage) -> ChatMessage:
     return message
 
 
-def plan_chat(
-    tokenizer: PromptTokenizer,
-    messages: Sequence[ChatMessage],
-    shown: Iterable[tuple[DocId, str]],
+def plan_texts(
+    shown: Sequence[ShownDocument],
     facts: DocumentFacts,
     *,
-    max_model_len: int,
-    questions: Iterable[str] = (),
     reordered: Container[tuple[DocId, ...]] = (),
     chunk_reuse: ChunkReuseOption = None,
+    names_documents: bool = True,
 ) -> RequestPlan:
-    """Return the plan of a chat request that ``tokenizer`` renders as the server does.
+    """Return the plan of a chat whose tokens the server makes, and finds the documents in them.
 
     Args:
-        tokenizer: renders and tokenises the messages.
-        messages: the chat.
-        shown: (id, text) of the documents that the messages may hold, as they would be shown.
+        shown: its documents, in its order.
         facts: what is known of these documents.
-        max_model_len: the context window in tokens.
-        questions: what may have been asked, which may quote documents.
         reordered: the orders of documents that are not those of a search.
         chunk_reuse: how documents are reused, if it is not to be as the engine does.
+        names_documents: whether the server finds documents by their texts.
 
     Raises:
-        PromptTooLongError: the prompt does not fit into ``max_model_len`` tokens.
-        PromptError: the chat template refuses the messages.
         ConfigError: ``chunk_reuse`` holds what cannot be.
     """
-    prompt = render_chat(tokenizer, messages, shown, questions=questions)
-    check_prompt_fits(len(prompt.token_ids), max_model_len)
-    return plan_tokens(prompt, messages, facts, reordered=reordered, chunk_reuse=chunk_reuse)
+    ids = tuple(each.doc_id for each in shown)
+    body: dict[str, Any] = facts.body(ids)
+    if names_documents:
+        named = ((*each, facts.label_of(each.doc_id)) for each in shown)
+        params = encode_shown_documents(named, is_reordered=ids in reordered, chunk_reuse=chunk_reuse)
+        body["kv_transfer_params"] = params
+    return RequestPlan(body, ids)
 
 
 def plan_tokens(
     prompt: RenderedPrompt,
-    messages: Sequence[ChatMessage],
     facts: DocumentFacts,
     *,
     reordered: Container[tuple[DocId, ...]] = (),
     chunk_reuse: ChunkReuseOption = None,
     sends_tokens: bool = True,
+    **options: Any,
 ) -> RequestPlan:
-    """Return the plan of a chat request for ``messages`` that is ``prompt``; see :func:`plan_chat`.
+    """Return the plan of a request for ``prompt``, whose tokens are known; see :func:`plan_texts`.
 
-    ``sends_tokens``: the server takes its token ids, as it does where the messages are text.
+    ``sends_tokens``: it is a chat of text, whose tokens the server takes from there. ``options`` are those of
+    :func:`encode_kv_transfer_params`.
     """
+    ids = tuple(s.doc_id or "" for s in prompt.segments if s.kind is SegmentKind.DOCUMENT)
     params = encode_kv_transfer_params(
         facts.labelled(prompt.segments),
         prompt.token_ids if sends_tokens else None,
-        is_reordered=_shown_ids(prompt.segments) in reordered,
+        is_reordered=ids in reordered,
         chunk_reuse=chunk_reuse,
+        **options,
     )
-    changed = changed_messages(messages, prompt.messages)
-    body = {"kv_transfer_params": params, **facts.body(prompt.segments, prompt.acls), **changed}
-    return RequestPlan(body, prompt.segments, len(prompt.token_ids))
+    return RequestPlan({"kv_transfer_params": params, **facts.body(ids, prompt.acls)}, ids, prompt=prompt)
 
 
 def changed_messages(messages: Sequence[ChatMessage], sent: Sequence[ChatMessage]) -> dict[str, Any]:
@@ -220,7 +229,7 @@ def plan_rendered(
     is_prefill: bool = False,
     expected_uses: int = 0,
 ) -> RequestPlan:
-    """Return the plan of a prompt whose token ids are sent to the completions endpoint; see :func:`plan_chat`.
+    """Return the plan of a prompt whose token ids are sent to the completions endpoint; see :func:`plan_texts`.
 
     ``is_prefill``: the request that it is for follows, and ``expected_uses`` of them where a forecast says how many.
 
@@ -229,16 +238,15 @@ def plan_rendered(
         ConfigError: ``chunk_reuse`` or ``expected_uses`` hold what cannot be.
     """
     check_prompt_fits(len(prompt.token_ids), max_model_len)
-    is_reordered = _shown_ids(prompt.segments) in reordered
-    params = encode_kv_transfer_params(
-        facts.labelled(prompt.segments),
-        is_reordered=is_reordered,
+    return plan_tokens(
+        prompt,
+        facts,
+        reordered=reordered,
         chunk_reuse=chunk_reuse,
+        sends_tokens=False,
         is_prefill=is_prefill,
         expected_uses=expected_uses,
     )
-    body = {"kv_transfer_params": params, **facts.body(prompt.segments, prompt.acls)}
-    return RequestPlan(body, prompt.segments, len(prompt.token_ids))
 
 
 _next_sequence = count().__next__
@@ -312,7 +320,3 @@ class RememberedDocuments:
         """Return what the last searches found, the newest first."""
         with self._lock:
             return list(reversed(self._searches))
-
-
-def _shown_ids(segments: Iterable[PromptSegment]) -> tuple[DocId, ...]:
-    return tuple(s.doc_id or "" for s in segments if s.kind is SegmentKind.DOCUMENT)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from ragcache_core.client.prompts.request_plan import RememberedDocuments, RememberedSearch, RequestPlan
 from ragcache_core.log import logger_of
-from ragcache_core.types import SegmentKind
 
 logger = logger_of(__name__)
 
 _NUM_LONG_PROMPTS = 3
-_LONG_PROMPT_TOKENS = 256
+_LONG_PROMPT_CHARS = 1024
 """A prompt without documents is seldom longer."""
 
 RETRIEVED = RememberedDocuments()
@@ -30,21 +29,21 @@ class DocumentHint:
         self._search: RememberedSearch | None = None
 
     def see(self, plan: RequestPlan) -> None:
-        """Look at a request; one that the server renders says nothing, nor one that may only be about to search."""
-        if self._is_told or plan.num_prompt_tokens is None or plan.asked is not None:
+        """Look at a request; one that may only be about to search says nothing."""
+        if self._is_told or plan.asked is not None:
             return
         before, self._search = self._search, next(iter(RETRIEVED.searches()), None)
-        if any(segment.kind is SegmentKind.DOCUMENT for segment in plan.segments):
+        if plan.doc_ids:
             self._is_settled, self._num_long_prompts = True, 0
             return
         is_asked_for = not self._is_settled or self._search is not before
-        self._num_long_prompts += is_asked_for and plan.num_prompt_tokens >= _LONG_PROMPT_TOKENS
+        self._num_long_prompts += is_asked_for and plan.num_chars >= _LONG_PROMPT_CHARS
         if self._num_long_prompts == _NUM_LONG_PROMPTS:
             self._is_told = True
             logger.warning(
-                "RC-DOCUMENTS-UNKNOWN: %d prompts of %d tokens or more, and no known document in any: if they do hold "
-                "documents, these are cached as unnamed text, and not in the statistics. %s",
+                "RC-DOCUMENTS-UNKNOWN: %d prompts of %d characters or more, and no known document in any: if they do "
+                "hold documents, these are cached as unnamed text, and not in the statistics. %s",
                 _NUM_LONG_PROMPTS,
-                _LONG_PROMPT_TOKENS,
+                _LONG_PROMPT_CHARS,
                 self._cure,
             )

@@ -6,15 +6,13 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from threading import Lock
 from typing import Any, TypeVar
 
 from ragcache_core.client.prompts.bound_prompt import UNKNOWN, BoundPrompt, Drafts, KVScopes
-from ragcache_core.client.prompts.chat_request import AskedChat, ServerTokens, read_chat
 from ragcache_core.client.prompts.layout_learner import LayoutLearner, LearnedLayout
-from ragcache_core.client.prompts.request_plan import RememberedSearch
-from ragcache_core.prompt import ChatMessage, texts_of
+from ragcache_core.client.prompts.request_plan import AskedChat, RememberedSearch
+from ragcache_core.prompt import ChatMessage, PromptTokenizer, texts_of
 from ragcache_core.types import DocId, Document
 
 _T = TypeVar("_T")
@@ -39,9 +37,9 @@ _USUAL = LearnedLayout(
 class ToolCalls:
     """The tool calls of models that wait for a result, and how results of each tool look. Thread-safe."""
 
-    def __init__(self, server: ServerTokens, scopes: KVScopes, *, max_model_len: int) -> None:
-        """Know of none. ``server`` says whether chats with tools are rendered here as there."""
-        self._server = server
+    def __init__(self, tokenizer: PromptTokenizer, scopes: KVScopes, *, max_model_len: int) -> None:
+        """Know of none."""
+        self._tokenizer = tokenizer
         self._scopes = scopes
         self._max_model_len = max_model_len
         self._lock = Lock()
@@ -56,11 +54,11 @@ class ToolCalls:
             layout = tool.learner.layout or _USUAL
             prompt = BoundPrompt(
                 _NextPrompt(asked, answer, ids, layout),
-                asked.tokenizer,
+                self._tokenizer,
                 max_model_len=self._max_model_len,
                 has_documents=layout.num_documents != 0,
-                is_renderable=partial(self._is_rendered_alike, asked),
                 scope=self._scopes.read(asked.settings),
+                settings=asked.settings,
             )
             with self._lock:
                 _put(self._waiting, call_id, _ParsedCall(tool, _texts_in(arguments), prompt), _MAX_CALLS)
@@ -89,14 +87,6 @@ class ToolCalls:
         if found.tool.shows_documents or otherwise is None:
             return found.prompt
         return otherwise if self._scopes.of(otherwise.scope) == found.prompt.scope else None
-
-    def _is_rendered_alike(self, asked: AskedChat, messages: Sequence[ChatMessage]) -> bool:
-        chat = read_chat(messages, asked.settings)
-        if chat is None or not chat.is_ours:
-            return False
-        return self._server.agrees(
-            chat, messages, lambda: asked.tokenizer.encode(asked.tokenizer.render(messages)).token_ids
-        )
 
     def _tool_of(self, name: str) -> _Tool:
         with self._lock:

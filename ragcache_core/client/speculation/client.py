@@ -12,7 +12,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +25,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 from ragcache_core.client.cache import PrefetchRoute
 from ragcache_core.client.http.network import finish
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt, KVScope, KVScopes
-from ragcache_core.client.prompts.request_plan import DocumentFacts, merge_bodies, plan_rendered
+from ragcache_core.client.prompts.client import PromptClient
+from ragcache_core.client.prompts.request_plan import merge_bodies, plan_rendered
 from ragcache_core.client.server_api import Call, ServerAPI
 from ragcache_core.client.speculation import request_capture
 from ragcache_core.client.speculation.request_capture import CapturedRequest
@@ -163,23 +164,25 @@ class PreparedRequest:
         start: Callable[[CapturedRequest], Speculation],
         prefetching: PrefetchRoute,
         captured: CapturedRequest,
+        tokens_of: Callable[[Mapping[str, Any]], Sequence[int] | None],
     ) -> None:
+        """``tokens_of`` returns the tokens of a request's body; ``None`` where they are not known."""
         self._start = start
         self._prefetching = prefetching
         self._captured = captured
+        self._tokens_of = tokens_of
 
     def __call__(self) -> Speculation:
         return self._start(self._captured)
 
     def prefetch(self) -> None:
-        """Have the engine read what it has on disk of the prompt, if that was tokenised here.
+        """Have the engine read what it has on disk of the prompt.
 
         Raises:
             EngineError: the server cannot be asked, or refuses.
         """
         asked = json.loads(self._captured.body)
-        token_ids = (asked.get("kv_transfer_params") or {}).get("prompt_token_ids") or asked.get("prompt")
-        if isinstance(token_ids, list) and all(isinstance(token, int) for token in token_ids):
+        if token_ids := self._tokens_of(asked):
             self._prefetching.prefetch(
                 token_ids,
                 asked.get("cache_salt"),
@@ -201,13 +204,13 @@ class SpeculationClient:
         load: LoadRoute,
         prefetching: PrefetchRoute,
         scopes: KVScopes,
-        facts: DocumentFacts,
+        prompts: PromptClient,
     ) -> None:
         """``speculations`` are those of the transports that send its requests.
 
         ``scopes`` says what separates the KV of the requests for which something is prefilled.
         """
-        self._scopes, self._facts = scopes, facts
+        self._scopes, self._prompts = scopes, prompts
         self._api = api
         self._model = model
         self._max_model_len = max_model_len
@@ -251,7 +254,7 @@ class SpeculationClient:
             EngineClosedError: when it is sent: this handle was closed.
             Exception: whatever ``call`` raised before it came to that.
         """
-        return PreparedRequest(self._speculations.start, self._prefetching, self.capture_request(call))
+        return self._prepared(self._speculations.start, self.capture_request(call))
 
     def prepare_prefill(
         self, bound: BoundPrompt, shown_documents: Sequence[Any], documents: Sequence[Document]
@@ -298,7 +301,7 @@ class SpeculationClient:
         """
         plan = plan_rendered(
             prompt,
-            self._facts,
+            self._prompts.facts,
             max_model_len=self._max_model_len,
             chunk_reuse=chunk_reuse,
             is_prefill=True,
@@ -311,7 +314,10 @@ class SpeculationClient:
         request = httpx.Request("POST", url, headers=headers, content=json.dumps(body).encode())
         captured = CapturedRequest.of(request)
         start = partial(self._speculations.start, can_be_adopted=False, has_documents=has_documents)
-        return PreparedRequest(start, self._prefetching, captured)
+        return self._prepared(start, captured)
+
+    def _prepared(self, start: Callable[[CapturedRequest], Speculation], captured: CapturedRequest) -> PreparedRequest:
+        return PreparedRequest(start, self._prefetching, captured, self._prompts.tokens_of)
 
 
 class Speculator(Protocol):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Annotated, Any, get_type_hints
@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
-from pydantic import Field, TypeAdapter, ValidationError, create_model
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError, create_model
 
 from ragcache_core.client.http.network import finish
 from ragcache_core.client.http.resume import ResumedAnswers
@@ -37,7 +37,7 @@ from ragcache_core.stats import (
     reported_fields,
     vllm_series_of,
 )
-from ragcache_core.types import PromptSegment
+from ragcache_core.types import PromptSegment, SegmentKind
 
 _TIMEOUT_S = 2.0
 _PAUSE_S = 10.0
@@ -97,6 +97,17 @@ def _read_type(declared: Any) -> Any:
 _READ: dict[str, Any] = {
     name: (_read_type(kind), None) for name, kind in get_type_hints(RequestStats).items() if name in _OF_A_REQUEST
 }
+
+
+class _Span(BaseModel):
+    id: str | None
+    start: Annotated[int, Field(ge=0)]
+    end: Annotated[int, Field(ge=0)]
+
+
+_READ["documents"] = list[_Span] | None, None
+_READ["epoch"] = str | None, None
+_READ["num_prompt_tokens"] = Annotated[int, Field(ge=0)] | None, None
 _REQUEST_STATS = create_model("_REQUEST_STATS", **_READ)
 """The engine's answer about one request; what it leaves out is unknown."""
 _ENGINE_STATS = TypeAdapter(EngineStats)
@@ -106,9 +117,14 @@ class CacheStatsRoutes:
     """Asks one server about requests and about its cache. May be used by any thread and any event loop."""
 
     def __init__(
-        self, api: ServerAPI, traces: RequestTraces | None = None, resumed: ResumedAnswers | None = None
+        self,
+        api: ServerAPI,
+        traces: RequestTraces | None = None,
+        resumed: ResumedAnswers | None = None,
+        on_epoch: Callable[[str | None], object] = lambda _: None,
     ) -> None:
-        """``traces``: those of the requests."""
+        """``traces``: those of the requests. ``on_epoch`` gets what names the server's registered documents."""
+        self._on_epoch = on_epoch
         self._api = api
         self._traces = traces or RequestTraces()
         self._resumed = resumed or ResumedAnswers()
@@ -116,25 +132,18 @@ class CacheStatsRoutes:
         self._paused_until_s = 0.0
         self._ask_again_at_s = 0.0
 
-    def complete(
-        self, stats: RequestStats, response_id: str | None, segments: Sequence[PromptSegment] = ()
-    ) -> RequestStats:
-        """Return ``stats`` with the engine's own figures of the answered request.
+    def complete(self, stats: RequestStats, response_id: str | None) -> RequestStats:
+        """Return ``stats`` with the engine's own figures of the answered request, its documents among them.
 
         Asks once, for two seconds at most. Never fails: where the engine does not say, ``stats`` come back as they are.
-        ``segments`` are those of the prompt, for an answer without usage: then the engine says how much was cached.
         """
-        return finish(self._complete(stats, response_id, segments, is_blocking=True))
+        return finish(self._complete(stats, response_id, is_blocking=True))
 
-    async def acomplete(
-        self, stats: RequestStats, response_id: str | None, segments: Sequence[PromptSegment] = ()
-    ) -> RequestStats:
+    async def acomplete(self, stats: RequestStats, response_id: str | None) -> RequestStats:
         """Do :meth:`complete` without blocking the event loop."""
-        return await self._complete(stats, response_id, segments, is_blocking=False)
+        return await self._complete(stats, response_id, is_blocking=False)
 
-    async def _complete(
-        self, stats: RequestStats, response_id: str | None, segments: Sequence[PromptSegment], *, is_blocking: bool
-    ) -> RequestStats:
+    async def _complete(self, stats: RequestStats, response_id: str | None, *, is_blocking: bool) -> RequestStats:
         said: httpx.Response | None = None
         if self._may_ask(response_id):
             with self._suppress_stats_errors():
@@ -145,7 +154,7 @@ class CacheStatsRoutes:
                     path = f"/v1/ragcache/requests/{quote(response_id or '', safe='')}"
                     asked = Call(path, as_it_is, timeout=_TIMEOUT_S, is_sent_once=True)
                     said = await self._api.ask_as(asked, is_blocking=is_blocking)
-        return self._completed(stats, response_id, said, segments)
+        return self._completed(stats, response_id, said)
 
     def add_to(self, stats: EngineStats) -> EngineStats:
         """Return ``stats`` with what the engine says of its cache; plain vLLM's come back as they are.
@@ -170,7 +179,6 @@ class CacheStatsRoutes:
         stats: RequestStats,
         response_id: str | None,
         said: httpx.Response | None,
-        segments: Sequence[PromptSegment],
     ) -> RequestStats:
         """Return ``stats`` with what the engine ``said`` of the request, and end its trace, if it has one."""
         ttft_s: float | None = None
@@ -178,7 +186,8 @@ class CacheStatsRoutes:
             with self._suppress_stats_errors():
                 read = dict(_REQUEST_STATS.model_validate(json_object(said) or {}))
                 ttft_s = read.pop("ttft_s")
-                stats = _with_figures(stats, read, ttft_s, segments)
+                self._on_epoch(read.pop("epoch"))
+                stats = _with_figures(stats, read, ttft_s)
         stats = self._resumed.mark(response_id, stats)
         self._traces.complete(response_id, stats, ttft_s)
         return stats
@@ -211,15 +220,16 @@ class CacheStatsRoutes:
             logger.debug("no cache statistics for an answer: %s: %s", type(error).__name__, error)
 
 
-def _with_figures(
-    stats: RequestStats, read: dict[str, Any], engine_ttft_s: float | None, segments: Sequence[PromptSegment]
-) -> RequestStats:
+def _with_figures(stats: RequestStats, read: dict[str, Any], engine_ttft_s: float | None) -> RequestStats:
+    spans: list[_Span] = read.pop("documents") or []
+    num_prompt_tokens = read.pop("num_prompt_tokens")
+    if not stats.num_prompt_tokens and num_prompt_tokens:  # a stream without usage
+        stats = replace(stats, num_prompt_tokens=num_prompt_tokens)
     if not stats.num_cached_tokens:  # the usage may lack it, or the answer the usage
         num_served = sum(read[name] or 0 for name in TOKENS_BY_ORIGIN)
-        num_cached = min(num_served, stats.num_prompt_tokens)
-        stats = replace(
-            stats, num_cached_tokens=num_cached, documents=document_stats(segments, num_cached) or stats.documents
-        )
+        stats = replace(stats, num_cached_tokens=min(num_served, stats.num_prompt_tokens))
+    segments = [PromptSegment(SegmentKind.DOCUMENT, each.start, each.end, each.id) for each in spans if each.id]
+    stats = replace(stats, documents=document_stats(segments, stats.num_cached_tokens))
     if (reuse := read["chunk_reuse"]) is not None:  # vLLM takes what was computed for it for cached
         num_cached = max(stats.num_cached_tokens - reuse.num_computed_tokens, 0)
         stats = replace(stats, num_cached_tokens=num_cached)

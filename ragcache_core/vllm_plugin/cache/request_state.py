@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 
 from ragcache_core.stats import ChunkReuseStats
 from ragcache_core.tree import PathSegment
-from ragcache_core.types import DocId, Origin
+from ragcache_core.types import DocId, Origin, SegmentKind
 from ragcache_core.wire import RequestMetadata
 
 Key = bytes
@@ -146,6 +146,12 @@ class RequestState:
             "ttft_s": None if self.first_token_s is None else self.first_token_s - self.arrived_s,
             "is_speculative": self.metadata.speculation is not None,
             "is_confirmed": self.is_confirmed,
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "documents": [
+                {"id": s.doc_id, "start": s.start, "end": s.end if s.text_end is None else s.text_end}
+                for s in self.metadata.segments
+                if s.kind is SegmentKind.DOCUMENT and s.doc_id is not None and not self.has_forgotten
+            ],
             **({} if self.tenant is None else {"tenant": self.tenant}),
             **({} if self.chunk_reuse is None else {"chunk_reuse": self.chunk_reuse.to_dict()}),
         }

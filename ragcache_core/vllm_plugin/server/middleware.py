@@ -39,11 +39,11 @@ _OPERATORS_PATHS = frozenset(("/metrics", "/metrics/", "/load"))
 _OWN = "/v1/ragcache/"
 _TENANTS_ROUTES = {
     "GET": re.compile(
-        rf"/v1/models(/.+)?|{_OWN}(stats|cached_paths|load|costs|tokenizer(/[0-9a-f]+)?)"
+        rf"/v1/models(/.+)?|{_OWN}(stats|cached_paths|load|costs|tokenizer)"
         rf"|{_OWN}(requests|speculations)/[^/]+"
     ),
     "POST": re.compile(
-        rf"/v1/(chat/)?completions|/(de)?tokenize|{_OWN}prefetch|{_OWN}speculations/[^/]+/confirm"
+        rf"/v1/(chat/)?completions|/(de)?tokenize|{_OWN}(prefetch|prompt)|{_OWN}speculations/[^/]+/confirm"
         rf"|{_OWN}documents/register"
     ),
 }

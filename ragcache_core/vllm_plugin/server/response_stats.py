@@ -1,7 +1,8 @@
 """The request's statistics in its response, for clients that ask for them with a header.
 
 Clients of the OpenAI protocol reject or ignore fields that they do not know, so only ``x-ragcache-stats: 1`` adds a
-``ragcache`` object: to the JSON of a response, or to one more event at the end of a stream.
+``ragcache`` object: to the JSON of a response, or to one more event at the end of a stream. In a stream of the
+Responses API that event is ``response.ragcache``, before the last one.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ _ROUTES = ("/completions", "/responses")
 _PATIENCE_S = 0.5
 _DONE = b"data: [DONE]"
 _DATA = b"data: "
+_CREATED = b"event: response.created\n"
+_ENDS = tuple(b"event: response.%s\n" % end for end in (b"completed", b"incomplete", b"failed"))
 
 
 class ResponseStatsMiddleware:
@@ -85,6 +88,8 @@ class _Response:
 
     async def _with_event(self, part: bytes) -> bytes:
         """Return a part of a stream, with one more event before the last."""
+        if part.startswith((_CREATED, *_ENDS)):
+            return await self._with_response_event(part)
         if self._first is None and part.startswith(_DATA):
             self._first = _object(part.split(b"\n", 1)[0].removeprefix(_DATA))
         at = (b"\n" + part).find(b"\n" + _DONE)  # an answer may hold these words, within its line
@@ -96,6 +101,21 @@ class _Response:
         names = ("id", "object", "created", "model")
         event = {name: self._first[name] for name in names if name in self._first} | {"choices": [], KEY: figures}
         return part[:at] + _DATA + json.dumps(event).encode() + b"\n\n" + part[at:]
+
+    async def _with_response_event(self, part: bytes) -> bytes:
+        """Return the first event of a stream of the Responses API, or its last one behind one of ours."""
+        event = _object(part.split(b"\n", 2)[1].removeprefix(_DATA))
+        response = (event or {}).get("response")
+        if event is None or not isinstance(response, dict):
+            return part
+        if part.startswith(_CREATED):
+            self._first = response
+            return part
+        response_id = (self._first or response).get("id")
+        if (figures := await self._figures(response_id)) is None:
+            return part
+        said = {"type": "response.ragcache", "sequence_number": event.get("sequence_number"), KEY: figures}
+        return b"event: response.ragcache\n" + _DATA + json.dumps(said).encode() + b"\n\n" + part
 
     async def _figures(self, response_id: object) -> dict[str, Any] | None:
         """Return a request's statistics; they may arrive a moment after its answer."""

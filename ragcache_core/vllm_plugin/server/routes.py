@@ -1,4 +1,4 @@
-"""Routes beside vLLM's: the tiers of a request and of the engine, what is cached and may be speculated, the tokenizer.
+"""Routes beside vLLM's: the tiers of a request and of the engine, what is cached and may be speculated.
 
 They lie under ``/v1``, where the server's API key protects them.
 """
@@ -18,7 +18,6 @@ from pydantic import BaseModel, Field
 from vllm import envs
 
 from ragcache_core.log import logger_of
-from ragcache_core.runtime.tokenizer_files import sha256_of
 from ragcache_core.vllm_plugin.beside import extra_config
 from ragcache_core.vllm_plugin.compat import (
     call_cached_paths,
@@ -34,6 +33,7 @@ from ragcache_core.vllm_plugin.server.engine_view import received
 from ragcache_core.vllm_plugin.server.middleware import AuthMiddleware, Work, refusal_of_work
 from ragcache_core.vllm_plugin.server.page.routes import router as page_router
 from ragcache_core.vllm_plugin.server.progress import EngineProgress, hang_timeout_s
+from ragcache_core.vllm_plugin.server.prompt_routes import router as prompt_router
 from ragcache_core.vllm_plugin.server.rank_choice import RankChoice
 from ragcache_core.vllm_plugin.server.recognition.routes import recognition_of
 from ragcache_core.vllm_plugin.server.recognition.routes import router as registration_router
@@ -52,7 +52,6 @@ from ragcache_core.vllm_plugin.server.tenant_requests import (
     tenants_file,
     tenants_of,
 )
-from ragcache_core.vllm_plugin.server.tokenizer_files import read_tokenizer_files
 from ragcache_core.wire import REPLICA_HEADER, max_body_bytes
 
 logger = logger_of(__name__)
@@ -81,7 +80,8 @@ async def request_figures(response_id: str, asked: Request) -> dict[str, Any]:
         if figures is None and tenant is None:
             figures = received.request(response_id, any_tenant=True)
         if figures is not None:
-            return figures
+            recognition = recognition_of(asked)
+            return figures if recognition is None else {**figures, "epoch": recognition.epoch}
     raise HTTPException(404, f"no request {response_id!r:.80} ended lately")
 
 
@@ -187,32 +187,6 @@ async def prefetch(wanted: PrefetchRequest, request: Request) -> dict[str, int]:
     return {"num_read_tokens": sum(each["num_read_tokens"] for each in begun)}
 
 
-@router.get("/tokenizer")
-async def tokenizer(request: Request) -> dict[str, Any]:
-    """Return the hash under which the model's tokenizer and chat template are handed out, or why they are not."""
-    files = await _tokenizer_files(request.app.state)
-    if isinstance(files, str):
-        return {"reason": files}
-    return {"sha256": sha256_of(files), "num_bytes": len(files)}
-
-
-@router.get("/tokenizer/{sha256}")
-async def tokenizer_files(sha256: str, request: Request) -> Response:
-    """Return the model's tokenizer and chat template: ``TokenizerFiles`` as JSON."""
-    files = await _tokenizer_files(request.app.state)
-    if isinstance(files, str) or sha256_of(files) != sha256:
-        raise HTTPException(404, f"no tokenizer of hash {sha256!r:.80} is handed out")
-    return Response(files, media_type="application/json")
-
-
-async def _tokenizer_files(state: Any) -> bytes | str:
-    """Return what is handed out, or why nothing is. It is put together once: some have 20 MB."""
-    if not hasattr(state, "ragcache_tokenizer_files"):
-        state.ragcache_tokenizer_files = await asyncio.to_thread(read_tokenizer_files, state.serving_tokenization)
-    files: bytes | str = state.ragcache_tokenizer_files
-    return files
-
-
 @router.post("/drain")
 async def drain(request: Request) -> dict[str, int]:
     """Take no more requests from now on; return how many are still being answered."""
@@ -242,6 +216,7 @@ class RAGCacheEndpoint:
         """Add the routes to vLLM's server; before all of them the door, and behind it what looks at bodies."""
         app.include_router(router)
         app.include_router(probes)
+        app.include_router(prompt_router)
         app.include_router(document_routes.router)
         app.include_router(registration_router)
         app.include_router(page_router)
@@ -288,12 +263,14 @@ class RAGCacheEndpoint:
                 )
             if received.num_engines > 1:
                 state.ragcache_rank_choice = RankChoice(received.num_engines)
-            state.ragcache_recognition, state.ragcache_recognition_task = await start_recognition(
+            begun = await start_recognition(
                 engine_client,
                 settings,
                 getattr(state, "ragcache_tenants", None),
                 getattr(state, "ragcache_rank_choice", None),
             )
+            state.ragcache_recognition, state.ragcache_recognition_task = begun.service, begun.following
+            state.ragcache_shown_texts, state.ragcache_names_documents = begun.texts, begun.names_documents
             try:
                 reports = await call_report(engine_client)
             except Exception as error:  # another scheduler class: its first step reports

@@ -12,7 +12,7 @@ from llama_index.core.instrumentation import get_dispatcher
 from ragcache_core.client import Engine
 from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
 from tests.contracts.rag.frameworks import ANSWERS, ASKS, DEMO_MODEL, FRAMEWORKS, STREAMED, Framework, LlamaIndex
-from tests.support.scripted_server import IDLE, ScriptedServer, Seen
+from tests.support.scripted_server import IDLE, THREE_TIERS, ScriptedServer, Seen
 
 # Clients of scripted servers check no certificate, and reading the authorities' for each takes longer than most tests.
 ssl.create_default_context = cache(ssl.create_default_context)
@@ -33,8 +33,8 @@ _FEW = [("langchain", "invoke"), ("langchain", "astream"), ("llamaindex", "query
 
 @pytest.fixture
 def server() -> Iterator[ScriptedServer]:
-    """A server of plain vLLM; with ``idle`` one of RAGCache's."""
-    with ScriptedServer(root=str(DEMO_MODEL)) as server:
+    """A server of RAGCache that takes no speculations; with ``idle`` it does."""
+    with ScriptedServer(root=str(DEMO_MODEL), cache=THREE_TIERS) as server:
         yield server
 
 

@@ -49,7 +49,7 @@ def test_where_documents_cannot_be_known_one_hint_names_the_way(
     framework: Framework, logged: pytest.LogCaptureFixture
 ) -> None:
     framework.chain(framework.other_retriever(TITAN), framework.model())(QUESTION)
-    unknown = Document("unknown", TITAN.text.upper() * 10)
+    unknown = Document("unknown", TITAN.text.upper() * 20)
     model, way = framework.model(), next(iter(framework.asks))
 
     def search(question: str) -> str:

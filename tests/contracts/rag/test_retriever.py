@@ -109,7 +109,7 @@ async def test_the_beginning_of_a_bound_prompt_is_prefilled_while_the_search_goe
 
 @pytest.mark.usefixtures("idle")
 async def test_the_prompt_is_learned_from_the_first_question_of_a_chain(
-    framework: Framework, warmed: Any, generations: Any
+    framework: Framework, warmed: Any, generations: Any, server: ScriptedServer
 ) -> None:
     for is_known in (False, True):
         last = Stage("moon sun", once=lambda: bool(warmed()) or not is_known)  # noqa: B023
@@ -119,7 +119,7 @@ async def test_the_prompt_is_learned_from_the_first_question_of_a_chain(
         assert bool(warmed()) == is_known
     warm, asked = warmed()[-1], generations()[-1]
     assert [d["id"] for d in warm.documents] == ["moon", "sun"]
-    assert asked.kv_transfer_params["prompt_token_ids"][: len(warm.body["prompt"])] == warm.body["prompt"]
+    assert server.tokens_of(asked)[: len(warm.body["prompt"])] == warm.body["prompt"]
 
 
 @both_ways

@@ -68,11 +68,14 @@ def test_its_tokens_are_those_of_the_server_and_its_documents_are_known(kind: st
     headers = {"Authorization": f"Bearer {engine.api_key}"}
     answer = httpx.post(f"{engine.base_url}/chat/completions", headers=headers, json=body, timeout=60).json()
     engine.remember_documents(FOUND)
-    plan = engine.integration.prompts.plan_chat(messages, settings={"extra_body": settings})
-    sent = plan.extra_body["kv_transfer_params"]
-    assert sent["prompt_token_ids"] == answer["prompt_token_ids"]
-    names = [document["id"] for document in sent["ragcache"]["documents"]]
-    assert names == ([] if kind == "tools" else ["mirnal", "tenrik"])
+    plan = engine.integration.prompts.plan_chat(messages, settings={"extra_body": settings}, needs_tokens=True)
+    assert plan.prompt is not None
+    assert list(plan.prompt.token_ids) == answer["prompt_token_ids"]
+    names = [] if kind == "tools" else ["mirnal", "tenrik"]
+    assert [segment.doc_id for segment in plan.prompt.segments if segment.doc_id] == names
+    told = engine.generate(messages, max_tokens=1, extra_body=settings).stats
+    assert [document.doc_id for document in told.documents] == names
+    assert told.num_prompt_tokens == len(plan.prompt.token_ids)
 
 
 def test_the_second_of_two_agents_finds_the_documents_of_the_first_cached(engine: Engine) -> None:

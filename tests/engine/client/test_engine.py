@@ -11,11 +11,13 @@ from typing import Any
 import httpx
 import pytest
 
-from ragcache_core import Document, PromptLayout, SegmentKind
-from ragcache_core.client import Engine, ModelTokenizer
-from ragcache_core.client.server_api import ServerAPI
-from ragcache_core.errors import EngineAuthError, PromptTooLongError
-from tests.conftest import DEMO_MODEL
+from ragcache_core import Document, PromptLayout
+from ragcache_core.client import Engine
+from ragcache_core.errors import (
+    EngineAuthError,
+    PromptError,
+    PromptTooLongError,
+)
 
 LAYOUT = PromptLayout()
 LONG: dict[str, Any] = {"max_tokens": 1500, "n": 4, "temperature": 1.0, "extra_body": {"ignore_eos": True}}
@@ -65,7 +67,7 @@ async def test_documents_are_shown_in_the_order_that_is_cached(engine: Engine) -
         return engine.arrange_documents([first, second], "cache_aware").documents == (second, first)
 
     assert await until(is_known)
-    new = Document("new", "No one has read this yet.")
+    new = Document("new", "Nobody has read this yet.")
     assert engine.arrange_documents([new, first, second], "cache_aware").documents == (second, first, new)
 
 
@@ -111,14 +113,25 @@ def test_our_token_ids_are_the_servers(engine: Engine, text: str) -> None:
 def test_documents_that_were_retrieved_are_recognised_in_an_ordinary_chat(engine: Engine) -> None:
     docs = documents("Remembered")
     engine.remember_documents(docs)
-    plan = engine.integration.prompts.plan_chat(LAYOUT.messages(docs, "Who?"))
-    assert [s.doc_id for s in plan.segments if s.kind is SegmentKind.DOCUMENT] == [d.doc_id for d in docs]
-    assert (
-        engine.integration.prompts.plan_chat(
-            LAYOUT.messages(docs, "Who?"), settings={"tools": [{"type": "function"}]}
-        ).extra_body
-        == {}
-    )
+    ids = [document.doc_id for document in docs]
+    answer = engine.generate(LAYOUT.messages(docs, "Who?"), max_tokens=4)
+    assert [document.doc_id for document in answer.stats.documents] == ids
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
+    again = engine.generate(LAYOUT.messages(docs, "Who?"), max_tokens=4, tools=[tool])
+    assert [document.doc_id for document in again.stats.documents] == ids
+    for shown, document in zip(answer.stats.documents, docs, strict=True):
+        assert abs(shown.num_tokens - len(engine.tokenizer.encode(document.text).token_ids)) <= 1
+
+
+def test_the_server_finds_the_same_tokens_whether_a_prompt_is_rendered_before_or_not(engine: Engine) -> None:
+    docs = documents("Rendered")
+    rendered = LAYOUT.render(engine.tokenizer, docs, "Who?")
+    cold = engine.generate(rendered, max_tokens=4)
+    engine.remember_documents(docs, LAYOUT.document_text)
+    warm = engine.generate(LAYOUT.messages(docs, "Who?"), max_tokens=4)
+    assert warm.text == cold.text
+    assert warm.stats.num_cached_tokens == len(rendered.token_ids) // 32 * 32
+    assert [d.num_tokens for d in warm.stats.documents] == [d.num_tokens for d in cold.stats.documents]
 
 
 async def test_closing_a_stream_early_leaves_no_running_request(engine: Engine) -> None:
@@ -184,18 +197,19 @@ def test_a_prompt_longer_than_the_context_window_is_refused(engine: Engine, wher
                 engine.generate(long)
 
 
-def test_the_engine_hands_its_own_tokenizer_out_to_who_has_the_key(engine: Engine) -> None:
-    with httpx.Client(timeout=30) as http:
-        files = ServerAPI(engine.base_url, engine.api_key, http).tokenizer_files()
-        assert http.get(f"{engine.base_url}/ragcache/tokenizer").status_code == 401
-    assert files is not None
-    assert files.special_tokens["bos_token"] == "<s>"
-    assert files.chat_template == (DEMO_MODEL / "chat_template.jinja").read_text(encoding="utf-8")
-    text = "Zorval  was\n\nfounded — in 1823."
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
-    handed_out, read = ModelTokenizer(files), ModelTokenizer(DEMO_MODEL)
-    assert handed_out.render(messages) == read.render(messages)
-    assert handed_out.encode(text, add_special_tokens=True) == read.encode(text, add_special_tokens=True)
+def test_the_tokenizer_is_described_to_who_has_the_key(engine: Engine) -> None:
+    assert engine.tokenizer.finds_documents
+    assert engine.tokenizer.names_documents
+    assert {"<s>", "</s>"} <= engine.tokenizer.control_tokens
+    for path, body in (("tokenizer", None), ("prompt", {"messages": [{"role": "user", "content": "Who?"}]})):
+        method = "GET" if body is None else "POST"
+        answer = httpx.request(method, f"{engine.base_url}/ragcache/{path}", json=body, timeout=30)
+        assert answer.status_code == 401
+
+
+def test_a_prompt_that_cannot_be_made_is_an_error_of_ours(engine: Engine) -> None:
+    with pytest.raises(PromptError, match="cannot make a prompt"):
+        engine.tokenizer.lay_out([{"role": "user"}, {"role": "unknown", "content": 7}], [])
 
 
 @pytest.mark.parametrize("key", ["wrong", None])

@@ -18,7 +18,7 @@ def test_plain_vllm_answers_at_once_and_says_nothing_of_a_cache(plain: Engine) -
     for route in ("stats", "requests/cmpl-1"):  # not there, so that no client waits for their answers
         assert http.get(f"{plain.base_url}/ragcache/{route}", headers=key).json().get("detail") == "Not Found"
     assert {answer.stats.num_gpu_tokens for answer in answers} == {None}
-    assert plain.tokenize("Who is cold?")  # of the model's folder: it hands no tokenizer out
+    assert plain.tokenize("Who is cold?")
     stats = plain.stats()
     assert (stats.policy, stats.tiers) == (None, ())
     assert stats.num_prompt_tokens > 0

@@ -65,7 +65,7 @@ def launched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, 
 
     def launch(*args: Any, **kwargs: Any) -> Engine:
         seen.append(signature.bind(*args, **kwargs).arguments)
-        return Engine.connect(engine.base_url, api_key=engine.api_key, tokenizer=str(DEMO_MODEL))
+        return Engine.connect(engine.base_url, api_key=engine.api_key)
 
     monkeypatch.setattr(Engine, "launch", launch)
     return seen

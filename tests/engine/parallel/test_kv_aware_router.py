@@ -15,8 +15,8 @@ import pytest
 from ragcache_core import CacheConfig
 from ragcache_core.client import Engine
 from ragcache_core.client.launch.process import free_port
-from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 from tests.conftest import DEMO_MODEL, ENGINE_ARGS
+from tests.support.local_tokenizer import LocalTokenizer
 from tests.support.waiting import until
 
 ROUTER = shutil.which("vllm-router")
@@ -28,7 +28,7 @@ BLOCK_BYTES = 128 << 10
 WORDS = ("Zorval", "Tenrik", "was", "a", "company", "founded", "by", "Anna", "Boris", "in", "1823", "makes", "clocks")
 
 
-TOKENIZER = ModelTokenizer(DEMO_MODEL)
+TOKENIZER = LocalTokenizer.of_model(str(DEMO_MODEL))
 
 
 class Replicas:

@@ -18,9 +18,9 @@ from vllm.exceptions import VLLMValidationError
 from vllm.renderers import ChatParams, renderer_from_config
 
 from ragcache_core import CacheConfig
-from ragcache_core.client import Engine, ModelTokenizer
-from ragcache_core.client.prompts.chat_request import segments_in
-from ragcache_core.types import SegmentKind
+from ragcache_core.client import Engine
+from ragcache_core.recognition import ShownTexts
+from ragcache_core.vllm_plugin.server.recognition.tokenizing import DocumentTokenizer
 from ragcache_core.vllm_plugin.server.routes import RAGCacheEndpoint
 from tests.conftest import ENGINE_ARGS
 from tests.engine.vllm_plugin.listening_model import write_listening_model
@@ -90,17 +90,17 @@ async def test_embeddings_that_are_left_out_are_refused(model: Path, is_enabled:
 
 
 async def test_a_document_beside_a_sound_is_found_in_the_tokens_that_vllm_makes(model: Path) -> None:
-    client, tokenizer = engine_client(model), ModelTokenizer(str(model))
+    client = engine_client(model)
+    tokenizer = DocumentTokenizer(client.renderer.get_tokenizer())
     await enter(client, is_enabled=True)
     document = "Nalna is a city on the coast. Nalna was founded by Anna Zor."
     sound = {"type": "audio_embeds", "audio_embeds": {"audio_embeds": embeddings()}}
     message: Any = {"role": "user", "content": [sound, {"type": "text", "text": f"{document} Is it what you hear?"}]}
     _, (prompt,) = await client.renderer.render_chat_async([[message]], ChatParams())
     ids: list[int] = prompt["prompt_token_ids"]
-    segments = segments_in(ids, tokenizer, [message], [("nalna", document)])
-    (found,) = [s for s in segments if s.kind is SegmentKind.DOCUMENT]
-    assert found.start > NUM_TOKENS
-    assert tuple(ids[found.start : found.text_end]) == tokenizer.encode(document).token_ids
+    ((start, end),) = filter(None, ShownTexts(tokenizer.token_bytes, tokenizer.encode).find(ids, [(document, 0)]))
+    assert start > NUM_TOKENS
+    assert ids[start:end] == tokenizer.encode(document)
 
 
 def test_an_engine_that_listens_survives_embeddings_that_are_left_out(model: Path, tmp_path: Path) -> None:

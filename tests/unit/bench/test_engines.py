@@ -94,7 +94,7 @@ def test_what_chunk_reuse_computes_on_the_way_is_not_cached(name: str, num_cache
     cache = {**THREE_TIERS, "chunks": chunks}
     with (
         ScriptedServer(cache=cache, rules=[reusing]) as server,
-        Engine.connect(server.url, tokenizer=demo_model) as engine,
+        Engine.connect(server.url) as engine,
     ):
         session = Session(BASELINES[name], 1, 0, (0,))
         prompts = TracedPrompts(trace, 1_024, seed=0)

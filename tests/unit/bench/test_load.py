@@ -29,7 +29,7 @@ def test_arrivals_are_poisson_and_the_same_for_every_rate() -> None:
 
 def test_every_request_is_answered_and_says_what_it_is(demo_model: str) -> None:
     answered = []
-    with ScriptedServer() as server, Engine.connect(server.url, tokenizer=demo_model) as engine:
+    with ScriptedServer(root=demo_model) as server, Engine.connect(server.url) as engine:
         load = Load(engine, PROMPTS, on_answer=lambda: answered.append(1))
         answers = load.replay(range(6), [0.01 * i for i in range(6)])
         bodies = [seen.body for seen in server.requests if "prompt" in seen.body]
@@ -48,7 +48,7 @@ def test_a_slow_answer_holds_nobody_up(demo_model: str) -> None:
     def slow(seen: Seen) -> Reply | None:
         return Reply("late", wait_s=1.5) if seen.body.get("prompt") == list(PROMPTS.request(0).token_ids) else None
 
-    with ScriptedServer(rules=[slow]) as server, Engine.connect(server.url, tokenizer=demo_model) as engine:
+    with ScriptedServer(rules=[slow], root=demo_model) as server, Engine.connect(server.url) as engine:
         due_s = [0.0, 0.05, 0.1, 0.15]
         answers = Load(engine, PROMPTS).replay(range(4), due_s)
     assert answers[0].ttft_s >= 1.5
@@ -58,7 +58,7 @@ def test_a_slow_answer_holds_nobody_up(demo_model: str) -> None:
 
 @pytest.mark.parametrize("answer", [Refusal(400, "too long"), ENGINE_DEAD])
 def test_a_request_that_is_not_answered_ends_the_load(demo_model: str, answer: Refusal) -> None:
-    with ScriptedServer() as server, Engine.connect(server.url, tokenizer=demo_model) as engine:
+    with ScriptedServer(root=demo_model) as server, Engine.connect(server.url) as engine:
         server.script(answer)
         with pytest.raises(RequestRejectedError, match=rf"rejected request \d \({answer.status}\)"):
             Load(engine, PROMPTS).replay(range(4), [0.0] * 4)

@@ -85,9 +85,9 @@ def test_a_launch_is_of_plain_vllm_with_the_sizes_given(engine: ClockedEngine, d
 
 
 def test_a_server_that_runs_is_joined(engine: ClockedEngine, demo_model: str) -> None:
-    result = run(demo_model, "--url", URL, "--api-key", "k", "--tokenizer", "t", "--max-tokens", "120")
+    result = run(demo_model, "--url", URL, "--api-key", "k", "--max-tokens", "120")
     assert result.exit_code == 0, result.output
-    assert engine.settings == {"where": URL, "api_key": "k", "tokenizer": "t"}
+    assert engine.settings == {"where": URL, "api_key": "k"}
     assert find_profile(demo_model) is not None
 
 

@@ -10,14 +10,12 @@ import pytest
 from ragcache_core import Document
 from ragcache_core.chunk import chunk_spans
 from ragcache_core.client import Engine, RequestPlan
-from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 from ragcache_core.client.speculation.request_capture import request_scope
 from ragcache_core.errors import ConfigError
 from ragcache_core.ordering import PathChange, chunk_change, static_prefix_digest
 from ragcache_core.policy import PrefillCostModel
 from ragcache_core.types import SegmentKind
 from tests.support.cached_orders import all_cached
-from tests.support.chat_templates import ids_of
 from tests.support.scripted_server import IDLE, ScriptedServer
 from tests.support.waiting import until
 
@@ -60,10 +58,11 @@ def know_cached(
     **asked: Any,
 ) -> None:
     """Have the engine say that the documents are cached in ``order``, or each is stored for reuse."""
-    plan = engine.integration.prompts.plan_chat(chat, documents=[SUN, MOON], **asked)
-    token_ids = plan.extra_body["kv_transfer_params"]["prompt_token_ids"]
-    prefix = static_prefix_digest(token_ids, plan.segments)
-    documents = {s.doc_id or "": s for s in plan.segments if s.kind is SegmentKind.DOCUMENT}
+    plan = engine.integration.prompts.plan_chat(chat, documents=[SUN, MOON], needs_tokens=True, **asked)
+    assert plan.prompt is not None
+    token_ids, segments = plan.prompt.token_ids, plan.prompt.segments
+    prefix = static_prefix_digest(token_ids, segments)
+    documents = {s.doc_id or "": s for s in segments if s.kind is SegmentKind.DOCUMENT}
     assert prefix is not None
     changes, num_tokens, ids = [], documents["sun"].start, order.split()
     for i, doc_id in enumerate(ids):
@@ -80,7 +79,8 @@ def know_cached(
 
 def test_a_prompt_in_time_is_sent_as_it_would_be_without_a_deadline(engine: Engine) -> None:
     plan = planned(engine, 5.0)
-    assert plan.extra_body == planned(engine, None).extra_body
+    assert plan.doc_ids == planned(engine, None).doc_ids
+    assert "messages" not in plan.extra_body
     assert plan.deadline is not None
     assert (plan.deadline.choice, plan.deadline.is_in_time, plan.deadline.queue_s) == ("exact", True, None)
     assert planned(engine, None).deadline is None
@@ -119,7 +119,6 @@ def test_nothing_that_is_cached_of_other_requests_counts_for_one_whose_kv_is_sep
 def test_an_agent_goes_on_with_the_messages_that_it_holds_whatever_was_sent(
     engine: Engine, server: ScriptedServer, demo_model: str
 ) -> None:
-    server.tokenize = ids_of(ModelTokenizer(demo_model))
     settings = {"tools": [{"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}]}
     know_cached(server, engine, "moon sun", settings=settings)
     plan = planned(engine, 0.001, settings=settings)
@@ -138,7 +137,6 @@ def test_an_agent_goes_on_with_the_messages_that_it_holds_whatever_was_sent(
 def test_messages_of_several_texts_or_none_are_planned_as_well(
     engine: Engine, server: ScriptedServer, demo_model: str, chat: list[dict[str, Any]]
 ) -> None:
-    server.tokenize = ids_of(ModelTokenizer(demo_model))
     know_cached(server, engine, "moon sun", chat=chat)
     plan = engine.integration.deadlines.plan_chat(chat, ttft_slo=0.001, documents=[SUN, MOON])
     assert plan.deadline is not None
@@ -227,11 +225,14 @@ def test_costs_that_appear_later_are_used(
     assert (plan.deadline.is_in_time, later.deadline.is_in_time) == (None, True)
 
 
-def test_a_prompt_that_the_server_lays_out_is_sent_as_it_is(engine: Engine) -> None:
-    plan = planned(engine, 0.001, settings={"tools": [{}]})
-    assert plan.num_prompt_tokens is None
+def test_a_prompt_whose_tokens_the_server_does_not_tell_is_sent_as_it_is(
+    engine: Engine, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_laid_out", lambda body: None)
+    plan = planned(engine, 0.001)
+    assert plan.extra_body == planned(engine, None).extra_body
     assert plan.deadline is not None
-    assert "the server lays this prompt out" in plan.deadline.why
+    assert "does not tell the tokens" in plan.deadline.why
 
 
 def test_who_says_how_documents_are_reused_cannot_leave_it_to_a_deadline(engine: Engine) -> None:

@@ -22,6 +22,7 @@ from ragcache_integrations.langchain import ChatRAGCache
 from ragcache_integrations.llamaindex import RAGCacheLLM
 from tests.conftest import DEMO_MODEL
 from tests.support.asking_ahead import speculate
+from tests.support.local_tokenizer import LocalTokenizer
 from tests.support.scripted_server import ENGINE_DEAD, IDLE, THREE_TIERS, Refusal, Reply, ScriptedServer
 from tests.support.waiting import until
 
@@ -312,14 +313,17 @@ def test_replicas_that_take_their_time_are_joined_at_once() -> None:
             assert time.monotonic() - began_s < 8 * 0.5
 
 
-@pytest.mark.parametrize(("what", "value"), [("model", "another"), ("max_model_len", 99), ("tokenizer", b"other")])
+@pytest.mark.parametrize(("what", "value"), [("model", "another"), ("max_model_len", 99), ("tokenizer", "other")])
 def test_replicas_that_answer_differently_are_refused(
     servers: list[ScriptedServer], what: str, value: Any, tmp_path: Path
 ) -> None:
-    servers[0].tokenizer = b"one"
-    setattr(servers[1], what, value)
+    if what == "tokenizer":
+        servers[1].tokenizer = LocalTokenizer.of_bytes("")
+        servers[1].tokenizer.identity = value
+    else:
+        setattr(servers[1], what, value)
     with pytest.raises(ConfigError, match=f"another {what} than"):
-        Fleet.connect([servers[0].url, servers[1].url], api_key="key", tokenizer=str(DEMO_MODEL))
+        Fleet.connect([servers[0].url, servers[1].url], api_key="key")
 
 
 def test_a_wrong_key_and_a_missing_replica_are_said_at_the_door(servers: list[ScriptedServer]) -> None:

@@ -14,10 +14,10 @@ from tests.support.scripted_server import IDLE, ScriptedServer
 def openai_modules():
     return {name for name in sys.modules if name.startswith(("openai", "anyio"))}
 
-with ScriptedServer() as server:
+with ScriptedServer(root="examples/demo_model") as server:
     server.load = IDLE
     before = openai_modules()
-    with Engine.connect(server.url, tokenizer="examples/demo_model") as engine:
+    with Engine.connect(server.url) as engine:
         assert not [t for t in threading.enumerate() if t.name == "ragcache-imports"]
         at_hand = openai_modules()
         prompt = PromptLayout().render(engine.tokenizer, [], "Who?")
@@ -34,22 +34,3 @@ def test_a_first_search_imports_nothing_any_more() -> None:
     num_imported, late = done.stdout.split(maxsplit=1)
     assert int(num_imported) > 100
     assert late.strip() == "[]"
-
-
-LAUNCHES = """
-import sys
-from concurrent.futures import ThreadPoolExecutor
-from ragcache_core.client.prompts.tokenizer import ModelTokenizer
-
-sys.setswitchinterval(1e-6)
-question = [{"role": "user", "content": "Who?"}]
-with ThreadPoolExecutor(4) as threads:
-    tokenizers = [threads.submit(ModelTokenizer, "examples/demo_model") for _ in range(4)]
-    print(len({t.result().render(question) for t in tokenizers}), len(tokenizers))
-"""
-
-
-def test_engines_that_are_launched_at_the_same_time_all_have_their_tokenizer() -> None:
-    done = subprocess.run([sys.executable, "-c", LAUNCHES], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["1", "4"]

@@ -1,4 +1,4 @@
-"""The small rooms of the client: arguments, failures, metrics, plan, progress, tokenizer."""
+"""The small rooms of the client: arguments, failures, metrics, plan, progress."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from ragcache_core.client import Engine, ModelTokenizer
+from ragcache_core.client import Engine
 from ragcache_core.client.generation import AnswerReader
 from ragcache_core.client.http.attempt import Health
 from ragcache_core.client.http.errors import translate_errors, translated
@@ -26,12 +26,9 @@ from ragcache_core.client.launch.arguments import (
 )
 from ragcache_core.client.launch.process import ServerProcess, check_port_free, free_port
 from ragcache_core.client.prompts.request_plan import (
-    DocumentFacts,
     RememberedDocuments,
     RequestPlan,
-    plan_chat,
 )
-from ragcache_core.client.prompts.tokenizer import checked_tokenizer
 from ragcache_core.client.server_api import ServerAPI
 from ragcache_core.client.stats.cache_stats import parse_metrics
 from ragcache_core.config import CacheConfig
@@ -46,10 +43,9 @@ from ragcache_core.errors import (
     PromptTooLongError,
     RAGCacheError,
     RequestRejectedError,
-    TokenizerUnavailableError,
 )
 from ragcache_core.runtime.environment import CPU_KV_CACHE_BYTES_ENV
-from ragcache_core.types import Document, SegmentKind
+from ragcache_core.types import Document
 from tests.support.scripted_server import ScriptedServer
 
 
@@ -359,43 +355,6 @@ def test_metrics_are_summed_over_engines() -> None:
     assert (stats.num_running, stats.num_prefix_hit_tokens, stats.kv_cache_usage) == (5, 64, 0.5)
     assert stats.num_restarts == 1
     assert (stats.num_first_tokens, stats.mean_ttft_s) == (5, 0.15)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(demo_model: str) -> ModelTokenizer:
-    return ModelTokenizer(demo_model)
-
-
-def test_offsets_of_the_models_tokenizer_cover_the_text(tokenizer: ModelTokenizer) -> None:
-    text = tokenizer.render([{"role": "user", "content": "Document: Zorval is a company."}])
-    tokenized = tokenizer.encode(text)
-    assert "Document: Zorval is a company." in text
-    assert len(tokenized.token_ids) == len(tokenized.offsets)
-    shown = "".join(text[a:b] for a, b in tokenized.offsets)
-    assert shown.replace(" ", "") == text.replace(" ", "").replace("\n", "")
-
-
-def test_a_tokenizer_that_disagrees_with_the_server_is_not_used(tokenizer: ModelTokenizer) -> None:
-    checked = checked_tokenizer(lambda: tokenizer, lambda _: [1, 2, 3])
-    assert isinstance(checked, TokenizerUnavailableError)
-    assert "other ones than the server's 3" in str(checked)
-    assert checked_tokenizer(lambda: tokenizer, lambda _: None) is tokenizer
-
-
-def test_documents_of_a_chat_are_found_by_their_text(tokenizer: ModelTokenizer) -> None:
-    messages = [{"role": "user", "content": "Document: Zorval is a company.\n\nQuestion: What is Zorval?"}]
-    plan = plan_chat(
-        tokenizer, messages, [("z", "Zorval is a company."), ("y", "not there")], DocumentFacts(), max_model_len=2048
-    )
-    assert [s.doc_id for s in plan.segments if s.kind is SegmentKind.DOCUMENT] == ["z"]
-    sent = plan.extra_body["kv_transfer_params"]
-    assert sent["prompt_token_ids"] == list(tokenizer.encode(tokenizer.render(messages)).token_ids)
-    assert [d["id"] for d in sent["ragcache"]["documents"]] == ["z"]
-
-
-def test_a_chat_that_does_not_fit_is_refused_before_it_is_sent(tokenizer: ModelTokenizer) -> None:
-    with pytest.raises(PromptTooLongError, match="holds 8"):
-        plan_chat(tokenizer, [{"role": "user", "content": "word " * 20}], [], DocumentFacts(), max_model_len=8)
 
 
 def test_remembered_documents_are_bounded_and_the_latest_come_first() -> None:

@@ -16,12 +16,15 @@ from ragcache_core.client.speculation.client import PreparedRequest
 from ragcache_core.client.speculation.request_capture import CapturedRequest
 from ragcache_core.errors import EngineError, PromptTooLongError
 from tests.conftest import DEMO_MODEL
+from tests.support.local_tokenizer import LocalTokenizer
 from tests.support.scripted_server import THREE_TIERS, ScriptedServer
+
+CHAT = [{"role": "user", "content": "Who founded Zorval?"}]
 
 
 async def test_a_prompt_is_named_by_its_tokens_whatever_it_is_given_as() -> None:
-    with ScriptedServer(cache=THREE_TIERS, api_key="secret", num_read_tokens=96) as server:
-        with Engine.connect(server.url, api_key="secret", tokenizer=str(DEMO_MODEL)) as engine:
+    with ScriptedServer(cache=THREE_TIERS, api_key="secret", num_read_tokens=96, root=str(DEMO_MODEL)) as server:
+        with Engine.connect(server.url, api_key="secret") as engine:
             rendered = PromptLayout().render(engine.tokenizer, [Document("a", "Zorval was founded.")], "When?")
             messages = [{"role": "user", "content": "When?"}]
             assert engine.prefetch(rendered) == engine.prefetch("When?") == 96
@@ -53,6 +56,10 @@ def test_a_server_that_is_gone_is_an_error() -> None:
         ({"model": "an-adapter", "prompt": [1]}, {"prompt_token_ids": [1], "model": "an-adapter"}),
         ({"prompt": "a text"}, None),
         ({"messages": []}, None),
+        (
+            {"messages": CHAT},
+            {"prompt_token_ids": list(LocalTokenizer.of_model(str(DEMO_MODEL)).lay_out(CHAT, ()).token_ids)},
+        ),
     ],
 )
 def test_of_a_request_that_was_made_ahead_the_tokens_are_read_if_it_has_any(
@@ -61,8 +68,12 @@ def test_of_a_request_that_was_made_ahead_the_tokens_are_read_if_it_has_any(
     def start(captured: CapturedRequest) -> Any:
         raise AssertionError("it is sent")
 
-    with ScriptedServer(cache=THREE_TIERS) as server, httpx.Client() as http:
+    with (
+        ScriptedServer(cache=THREE_TIERS, root=str(DEMO_MODEL)) as server,
+        httpx.Client() as http,
+        Engine.connect(server.url) as engine,
+    ):
         request = httpx.Request("POST", f"{server.base_url}/completions", content=json.dumps(body))
         route = PrefetchRoute(ServerAPI(server.base_url, "key", http))
-        PreparedRequest(start, route, CapturedRequest.of(request)).prefetch()
+        PreparedRequest(start, route, CapturedRequest.of(request), engine.integration.prompts.tokens_of).prefetch()
         assert server.prefetched == ([] if asked is None else [asked])

@@ -15,8 +15,9 @@ import httpx
 import pytest
 
 from ragcache_core.client import Engine
-from ragcache_core.client.http.affinity import ProxyAffinity
+from ragcache_core.client.http.affinity import ProxyAffinity, RequestInfo
 from ragcache_core.prompt import PromptLayout, RenderedPrompt
+from ragcache_core.routing.load import PromptInfo
 from ragcache_core.types import Document
 from ragcache_core.wire import SPECULATION_HEADER
 from tests.conftest import DEMO_MODEL
@@ -183,3 +184,21 @@ def test_an_id_that_no_header_can_hold_is_left_to_the_server(speculation: object
     sent = ProxyAffinity().send(request).request
     assert SPECULATION_HEADER not in sent.headers
     assert json.loads(sent.content) == said
+
+
+def test_a_chat_whose_documents_are_named_by_texts_has_lengths_by_its_characters() -> None:
+    def info(static: str, *texts: str) -> PromptInfo:
+        named = [{"id": text[:3], "text": text} for text in texts]
+        content = static + "\n".join(texts) + "\nWhy?"
+        body = {
+            "messages": [{"role": "user", "content": content}],
+            "kv_transfer_params": {"ragcache": {"version": 1, "documents": named}},
+        }
+        return RequestInfo.of(httpx.Request("POST", "http://host/v1/chat/completions", json=body)).prompt
+
+    sun, moon = "sun " * 100, "moon " * 100
+    one, other = info("Answer. ", sun, moon), info("Answer. ", moon, sun)
+    assert (one.documents, one.prefix, one.num_static_tokens) == (("sun", "moo"), None, 2)
+    assert [abs(end - expected) <= 1 for end, expected in zip(one.ends, (102, 227), strict=True)] == [True, True]
+    assert one.text_digest == other.text_digest != info("Answer briefly. ", sun).text_digest
+    assert info("Answer. ").text_digest is None

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from ragcache_core.client.launch import process, ranks
 from ragcache_core.client.launch.launch import LaunchedServer
 from ragcache_core.client.launch.ranks import launch_ranks, plan_ranks
 from ragcache_core.client.launch.settings import LaunchSettings, VLLMOffload
-from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 from ragcache_core.config import CacheConfig
 from ragcache_core.errors import ConfigError, EngineAuthError, EngineClosedError, EngineStartError
 from tests.conftest import DEMO_MODEL, ROOT
@@ -200,8 +198,7 @@ class Machine:
                 raise EngineClosedError("the launch was given up")
             case ScriptedServer() as server:
                 watch: Any = Watch(server, lambda: self.closed.append(rank))
-                tokenizer = partial(ModelTokenizer, DEMO_MODEL)
-                return LaunchedServer(f"{server.url}/v1", settings.api_key, watch, tokenizer, settings.log_path)
+                return LaunchedServer(f"{server.url}/v1", settings.api_key, watch, settings.log_path)
             case error:
                 raise error
 

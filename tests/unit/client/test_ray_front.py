@@ -24,6 +24,7 @@ from ragcache_core.stats import ForgetReceipt
 from ragcache_core.types import Document, SegmentKind
 from tests.conftest import DEMO_MODEL
 from tests.support.asking_ahead import speculate
+from tests.support.local_tokenizer import LocalTokenizer
 from tests.support.scripted_server import ENGINE_DEAD, IDLE, THREE_TIERS, Refusal, Reply, ScriptedServer
 from tests.support.serving import ScriptedHandle, served
 from tests.support.waiting import until
@@ -76,7 +77,7 @@ def front(handle: ScriptedHandle, retry_timeout_s: float) -> Front:
 
 
 def put_at(handle: ScriptedHandle, name: str, url: str) -> None:
-    """Have a replica ask another server than its engine's, without a word about it."""
+    """Have a replica ask another server than its engine's, without telling the ingress."""
     told = handle.replicas[name].record_replica_metadata()
     engine: Any = SimpleNamespace(base_url=f"{url}/v1", close=list)
     handle.replicas[name] = replica = EngineReplica(engine, name)
@@ -184,8 +185,8 @@ def test_a_speculation_is_confirmed_where_it_was_sent_whichever_front_is_told(
         told = httpx.post(f"{other}/v1/ragcache/speculations/unheard/confirm", headers=KEY)
         waited = httpx.get(f"{other}/v1/ragcache/speculations/{has.confirmed[0]}?after=0", headers=KEY)
     assert told.status_code == 204
-    assert all("unheard" in server.confirmed for server in servers), "the one that has it was told"
-    assert waited.json()["waited_s"] is not None, "the one that has it says so"
+    assert all("unheard" in server.confirmed for server in servers), "the replica that has it was told"
+    assert waited.json()["waited_s"] is not None, "the replica that has it says so"
 
 
 def test_a_speculation_is_confirmed_while_its_answer_has_not_begun(
@@ -199,7 +200,7 @@ def test_a_speculation_is_confirmed_while_its_answer_has_not_begun(
     assert engine.generate(shown, max_tokens=4).text == "later"
     confirmed = [server.confirmed for server in servers if server.requests]
     assert until(lambda: len(confirmed[0]) == 1)
-    assert sum(len(server.confirmed) for server in servers) == 1, "no other was asked"
+    assert sum(len(server.confirmed) for server in servers) == 1, "no other replica was asked"
 
 
 def test_figures_of_all_replicas_are_one_report_and_one_page_that_names_them(
@@ -260,7 +261,7 @@ def test_what_a_replica_that_fails_had_not_begun_to_answer_is_answered_by_anothe
     assert engine.generate(shown).text
     assert asked(servers)[home] == 2
     assert sum(asked(servers)) == 3
-    assert handle.answers[-2].is_cancelled, "what failed is sent to no other"
+    assert handle.answers[-2].is_cancelled, "no caller waits for what failed"
     handle.dead.add(f"replica-{home}")
     assert engine.generate(shown).text
     assert "".join(chunk.text for chunk in engine.stream(shown, max_tokens=8))
@@ -284,10 +285,10 @@ def test_what_a_replica_may_have_done_is_sent_to_no_other_and_what_no_server_too
     handle: ScriptedHandle, servers: list[ScriptedServer]
 ) -> None:
     for server in servers:
-        server.tokenize = lambda body: [1, 2]
+        server.tokenizer = LocalTokenizer.of_bytes("")
     put_at(handle, "replica-0", "http://127.0.0.1:1")  # where nothing listens
     with served(front(handle, 5.0)) as url, httpx.Client(base_url=url, headers=KEY, timeout=30) as http:
-        assert http.post("/tokenize", json={"prompt": "Who?"}).json()["tokens"] == [1, 2]
+        assert http.post("/tokenize", json={"prompt": "Who?", "add_special_tokens": False}).json()["tokens"]
         assert handle.answers[-2].is_cancelled, "it was sent to another one before"
         handle.dead.update(handle.replicas)
         answer = http.post("/tokenize", json={"prompt": "Who?"})
@@ -318,7 +319,7 @@ def test_while_there_is_no_replica_probes_are_told_so_and_do_not_wait(
     monkeypatch.setattr("ragcache_core.client.ray_serve.front._PROBE_S", 0.1)
     handle.replicas.clear()
     assert [httpx.get(f"{root}/{probe}", timeout=10).status_code for probe in ("health", "ready")] == [503, 503]
-    assert [answer.is_cancelled for answer in handle.answers[-2:]] == [True, True], "no client waits any more"
+    assert [answer.is_cancelled for answer in handle.answers[-2:]] == [True, True], "no caller waits any more"
 
 
 def test_an_answer_that_is_cut_is_seen_to_be_cut(engine: Engine, servers: list[ScriptedServer]) -> None:

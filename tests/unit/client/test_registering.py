@@ -31,6 +31,7 @@ class Server:
     def __init__(self, answer: Callable[[], httpx.Response] | None = None) -> None:
         self.asked: list[list[dict[str, Any]]] = []
         self.answer = answer
+        self.epoch = "first"
         self._lock = threading.Lock()
         api = ServerAPI("http://engine/v1", "key", httpx.Client(transport=httpx.MockTransport(self._answer)))
         self.registrations = DocumentRegistrations(api)
@@ -53,7 +54,7 @@ class Server:
             else {"id": r["id"], "registered": True, **({"warning": "look"} if r["id"] == "odd" else {})}
             for r in records
         ]
-        return httpx.Response(200, json={"documents": said})
+        return httpx.Response(200, json={"documents": said, "epoch": self.epoch})
 
 
 def documents(*names: str) -> list[Document]:
@@ -170,3 +171,31 @@ def sent_to(server: ScriptedServer) -> list[list[str]]:
     """Return the ids of each registration that a server got."""
     acts = [body for action, body in server.cache_requests if action == "documents/register"]
     return [[record["id"] for record in body["documents"]] for body in acts]
+
+
+def test_a_server_that_has_lost_its_registrations_gets_them_again(caplog: pytest.LogCaptureFixture) -> None:
+    server = Server()
+    server.registrations.register(documents("a", "b"))
+    for epoch in ("first", None, "first"):
+        server.registrations.saw(epoch)
+        server.registrations.register_in_background(documents("a"))
+    server.epoch = "second"
+    server.registrations.saw("second")
+    server.registrations.saw("second")
+    server.registrations.register_in_background(documents("a"))
+    assert until(lambda: len(server.sent) == 3)
+    server.registrations.saw("first")  # of another replica, which has them
+    server.registrations.register_in_background(documents("a"))
+    server.registrations.close()
+    assert len(server.sent) == 3
+    assert [record.getMessage()[:21] for record in caplog.records] == ["RC-REGISTRATIONS-LOST"]
+
+
+def test_the_statistics_of_an_answer_tell_of_a_lost_registry() -> None:
+    with ScriptedServer(cache=THREE_TIERS, root=str(DEMO_MODEL)) as server, Engine.connect(server.url) as engine:
+        seen: list[str | None] = []
+        engine._cache_stats._on_epoch = seen.append
+        engine.generate("Who?", max_tokens=2)
+        server.epoch = "another"
+        engine.generate("Who?", max_tokens=2)
+        assert seen == [None, "another"]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ragcache_core.client.http.resume import ResumableStream
 from ragcache_core.errors import EngineDiedError
 from tests.support.greedy_server import PROMPT, GreedyServer
+from tests.support.resumed import rest_after
 
 DEAD = b'data: {"error": {"message": "EngineCore encountered an issue. See stack trace", "code": 500}}\n\n'
 
@@ -64,7 +65,7 @@ def read_through(
         except httpx.RemoteProtocolError:
             ends.insert(0, None)
         if ends:
-            asked = stream.rest()
+            asked = rest_after(stream)
     assert stream.is_over
     return got
 
@@ -139,7 +140,7 @@ def test_it_goes_on_only_where_the_server_says_what_it_adds_and_that_does_no_har
     data = GreedyServer(("one", " two", " three")).answer(json.loads(stream.request().content))
     got = stream.read(data[: data.find(b" two")])
     assert b"100" not in got, "token ids that the client did not ask for"
-    assert (stream.rest() is not None) == goes_on
+    assert (rest_after(stream) is not None) == goes_on
 
 
 def test_a_successor_that_answers_another_prompt_than_was_asked_is_an_error() -> None:
@@ -147,7 +148,7 @@ def test_a_successor_that_answers_another_prompt_than_was_asked_is_an_error() ->
     stream, server = stream_of(body), GreedyServer(("one", " and a second word", " three"))
     data = server.answer(json.loads(stream.request().content))
     stream.read(data[: data.find(b" three")])
-    assert stream.rest() is not None
+    assert rest_after(stream) is not None
     with pytest.raises(EngineDiedError, match="another prompt"):
         stream.read(server.answer(body))  # it takes the messages, and begins again
 
@@ -157,7 +158,7 @@ def test_little_is_generated_twice() -> None:
     stream = stream_of(body_of(False, max_tokens=9))
     data = GreedyServer(words).answer(json.loads(stream.request().content))
     stream.read(data[: data.find(b" lost")])
-    rest = stream.rest()
+    rest = rest_after(stream)
     assert rest is not None
     asked = json.loads(rest.content)
     assert (asked["prompt"], asked["max_tokens"]) == ([*PROMPT, 100, 101, 102], 6)
@@ -171,7 +172,7 @@ def test_where_an_answer_is_told_otherwise_from_the_middle_it_is_told_again_from
     whole = server.answer(json.loads(stream.request().content))
     got = stream.read(whole[: whole.find(b" lost")])
     for expected in (3, 0):
-        rest = stream.rest()
+        rest = rest_after(stream)
         assert rest is not None
         asked = json.loads(rest.content)
         assert len(asked["prompt"]) == len(PROMPT) + expected
@@ -190,7 +191,7 @@ def test_a_chat_goes_on_with_its_documents_and_its_own_settings() -> None:
     stream = stream_of(body)
     data = GreedyServer(("one", " and a second word", " three")).answer(json.loads(stream.request().content))
     stream.read(data[: data.find(b" three")])
-    rest = stream.rest()
+    rest = rest_after(stream)
     assert rest is not None
     asked = json.loads(rest.content)
     assert asked["kv_transfer_params"] == {**params, "prompt_token_ids": [*PROMPT, 100]}
@@ -205,14 +206,14 @@ def test_the_death_of_the_engine_in_a_stream_cuts_it_and_is_not_told() -> None:
     with pytest.raises(httpx.RemoteProtocolError, match="died"):
         stream.read(DEAD)
     assert b"error" not in got
-    assert stream.rest() is not None
+    assert rest_after(stream) is not None
 
 
 def test_an_engine_that_goes_on_otherwise_is_an_error_and_no_wrong_answer() -> None:
     stream = stream_of(body_of(False, stop=["xx"]))
     data = GreedyServer(("one", " two", " six")).answer(json.loads(stream.request().content))
     stream.read(data[: data.find(b'"finish_reason": "')])
-    rest = stream.rest()
+    rest = rest_after(stream)
     assert rest is not None
     with pytest.raises(EngineDiedError, match="otherwise"):
         stream.read(GreedyServer(("one", " TWO", " SIX")).answer(json.loads(rest.content)))
@@ -222,7 +223,7 @@ def test_a_successor_that_has_less_to_say_than_was_said_is_an_error() -> None:
     stream = stream_of(body_of(False))
     data = GreedyServer(("one", " two", " six")).answer(json.loads(stream.request().content))
     stream.read(data[: data.find(b'"finish_reason": "')])
-    rest = stream.rest()
+    rest = rest_after(stream)
     assert rest is not None
     with pytest.raises(EngineDiedError, match="otherwise"):
         stream.read(GreedyServer(("one", " two")).answer(json.loads(rest.content)))
@@ -257,10 +258,10 @@ def test_an_answer_with_more_in_it_than_text_does_not_go_on(delta: dict[str, Any
     choice = {"index": 0, "delta": delta, "finish_reason": None, "token_ids": [100]}
     got = stream.read(f"data: {json.dumps({**event, 'choices': [choice]})}\n\n".encode())
     assert events_of(got)[0]["choices"][0]["delta"] == delta
-    assert stream.rest() is None
+    assert rest_after(stream) is None
 
 
 def test_a_server_that_names_no_tokens_is_not_asked_for_the_rest() -> None:
     stream = stream_of(body_of(False))
     stream.read(b'data: {"id": "cmpl-1", "choices": [{"index": 0, "text": "one", "finish_reason": null}]}\n\n')
-    assert stream.rest() is None
+    assert rest_after(stream) is None

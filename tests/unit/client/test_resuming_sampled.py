@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
@@ -11,9 +11,10 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from ragcache_core.client.http.resume import Decode, ResumableStream
+from ragcache_core.client.http.resume import ResumableStream
 from ragcache_core.errors import EngineDiedError
 from tests.support.greedy_server import PROMPT, GreedyServer
+from tests.support.resumed import rest_after
 
 FIRST_ID = 100  # of an answer: the id of a token is its place
 
@@ -23,9 +24,9 @@ def body_of(is_chat: bool = False, **more: Any) -> dict[str, Any]:
     return {"model": "m", **prompt, "stream": True, "temperature": 0.7, **more}
 
 
-def stream_of(body: dict[str, Any], decode: Decode | None = None) -> ResumableStream:
+def stream_of(body: dict[str, Any]) -> ResumableStream:
     kind = "chat/completions" if "messages" in body else "completions"
-    stream = ResumableStream.of(httpx.Request("POST", f"http://host/v1/{kind}", json=body), decode=decode)
+    stream = ResumableStream.of(httpx.Request("POST", f"http://host/v1/{kind}", json=body))
     assert stream is not None
     stream.learn("{}")
     return stream
@@ -36,7 +37,7 @@ def server_of(tokens: tuple[str, ...], interval: int = 1) -> GreedyServer:
     return GreedyServer(tokens, interval, parts=frozenset(i for i, token in enumerate(tokens) if not token))
 
 
-def decoder_of(tokens: Sequence[str]) -> Decode:
+def decoder_of(tokens: Sequence[str]) -> Callable[[Sequence[int]], str]:
     """Decode as tokenizers do: the bytes of an unfinished character are a replacement character."""
     return lambda ids: "".join(tokens[i - FIRST_ID] or "\ufffd" for i in ids)
 
@@ -63,7 +64,7 @@ def cut(stream: ResumableStream, tokens: tuple[str, ...], end: str) -> bytes:
 
 
 def rest_of(stream: ResumableStream) -> dict[str, Any]:
-    rest = stream.rest()
+    rest = rest_after(stream)
     assert rest is not None
     body: dict[str, Any] = json.loads(rest.content)
     return body
@@ -93,11 +94,11 @@ def test_wherever_it_is_cut_the_client_gets_the_text_of_the_tokens_that_the_last
     """After each cut the random state is another one, and so are the tokens."""
     body = body_of(is_chat, **({"stop": stops} if stops else {}), include_stop_str_in_output=keeps, max_tokens=25)
     known = list(tokens)
-    stream = stream_of(body, lambda ids: decoder_of(known)(ids))
+    stream = stream_of(body)
     asked, got = stream.request(), b""
     for share, tail in cuts:
         got += stream.read(until(server_of(tuple(known), interval).answer(json.loads(asked.content)), share))
-        rest = stream.rest()
+        rest = rest_after(stream, decoder_of(known))
         assert rest is not None
         asked = rest
         sent = json.loads(asked.content)
@@ -143,11 +144,13 @@ def test_text_is_passed_on_as_it_arrives_unless_a_stop_string_may_have_begun() -
 
 
 @pytest.mark.parametrize(("decode", "continues"), [(None, False), (decoder_of(("a", "", "é", "b")), True)])
-def test_an_event_may_end_in_a_character_which_only_a_tokenizer_tells(decode: Decode | None, continues: bool) -> None:
-    stream = stream_of(body_of(), decode)
+def test_an_event_may_end_in_a_character_which_only_a_tokenizer_tells(
+    decode: Callable[[Sequence[int]], str] | None, continues: bool
+) -> None:
+    stream = stream_of(body_of())
     data = server_of(("a", "", "é", "b"), interval=2).answer(json.loads(stream.request().content))
     assert text_of(stream.read(data[: data.find(b"\n\n") + 2])) == "a"
-    rest = stream.rest()
+    rest = rest_after(stream, decode)
     assert (rest is not None) == continues
     if rest is not None:
         assert json.loads(rest.content)["prompt"] == [*PROMPT, 100]

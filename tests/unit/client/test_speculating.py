@@ -18,7 +18,7 @@ import pytest
 from langchain_core.messages import HumanMessage
 from llama_index.core.llms import ChatMessage
 
-from ragcache_core.client import Engine, ModelTokenizer
+from ragcache_core.client import Engine
 from ragcache_core.client.http.buffered_response import BufferedResponse
 from ragcache_core.client.http.routing import BackgroundLoop
 from ragcache_core.client.speculation import speculation as speculating
@@ -50,7 +50,7 @@ def server() -> Iterator[ScriptedServer]:
 
 @pytest.fixture
 def engine(server: ScriptedServer) -> Iterator[Engine]:
-    with Engine.connect(server.url, tokenizer=MODEL) as engine:
+    with Engine.connect(server.url) as engine:
         yield engine
 
 
@@ -191,7 +191,7 @@ def test_code_that_hides_every_exception_is_rehearsed_all_the_same(engine: Engin
 
 
 def test_a_rehearsal_of_one_engine_leaves_another_ones_requests_alone(engine: Engine) -> None:
-    with ScriptedServer(root=MODEL) as elsewhere, Engine.connect(elsewhere.url, tokenizer=MODEL) as other:
+    with ScriptedServer(root=MODEL) as elsewhere, Engine.connect(elsewhere.url) as other:
         elsewhere.script(Reply("sent"))
         with pytest.raises(ConfigError):
             engine.integration.speculation.capture_request(lambda: of_the_engine(other))
@@ -675,18 +675,6 @@ def test_an_answer_that_was_joined_or_dropped_leaves_the_memory(server: Scripted
     assert until(lambda: gc.collect() >= 0 and not any(s() for s in held))
 
 
-def test_a_prompt_that_was_speculated_is_not_tokenised_again() -> None:
-    tokenizer = ModelTokenizer(MODEL)
-    text = "Zorval was founded by Anna. " * 2000
-    first = tokenizer.encode(text)
-    assert tokenizer.encode(text) is first
-    assert tokenizer.encode(text, add_special_tokens=True) is not first
-    for i in range(1 + (1 << 18) // len(text)):
-        tokenizer.encode(f"{i} {text}")
-    assert tokenizer.encode(text) is not first
-    assert tokenizer.encode(text) == first
-
-
 # What the engine says before anything is speculated
 
 
@@ -748,7 +736,7 @@ async def test_a_server_that_takes_speculations_later_gets_them_then(
 
 def test_closing_the_engine_ends_its_speculations_and_its_thread(server: ScriptedServer) -> None:
     server.script(NEVER, NEVER)
-    engine = Engine.connect(server.url, tokenizer=MODEL)
+    engine = Engine.connect(server.url)
     assert threads() == []
     speculations = [speculate(engine, lambda: of_the_engine(engine)) for _ in range(2)]
     assert until(lambda: server.num_running == 2)
@@ -788,7 +776,7 @@ def test_closing_the_thread_twice_does_not_cut_off_what_it_still_ends() -> None:
 
 def test_a_request_that_waits_for_a_speculation_hears_of_the_close(server: ScriptedServer) -> None:
     server.script(NEVER)
-    engine = Engine.connect(server.url, tokenizer=MODEL)
+    engine = Engine.connect(server.url)
     speculation = speculate(engine, lambda: of_the_engine(engine))
 
     def close() -> None:

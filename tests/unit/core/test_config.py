@@ -82,7 +82,7 @@ def test_a_value_that_cannot_work_is_refused_with_its_name(settings: dict[str, o
     "name",
     [
         *("kv_cache_bytes", "host_bytes", "disk_bytes", "block_size"),
-        *("max_cached_documents", "queue_window", "max_prefill_bs", "directory"),
+        *("max_cached_documents", "queue_window", "max_prefill_bs", "max_documents", "directory"),
     ],
 )
 def test_a_number_beyond_any_machine_is_refused_like_any_other(name: str, number: int) -> None:

@@ -19,7 +19,6 @@ from ragcache_core.private_files import make_folders, make_once, make_private_fo
 from ragcache_core.profiles.files import write_json
 from ragcache_core.retrieval import DocumentStore
 from ragcache_core.runtime.shared_memory import EngineFiles, new_engine_id
-from ragcache_core.runtime.tokenizer_files import keep
 from ragcache_core.types import Document
 
 
@@ -137,11 +136,10 @@ def test_whatever_the_command_line_writes_is_its_owners_alone(
     ):
         done = CliRunner().invoke(cli, line.split())
         assert done.exit_code == 0, done.output
-    keep(b"a tokenizer, which a server handed out")
     new_log_path(8000)
     check(out, 11)
     kept = list((tmp_path / "home").glob("*/ragcache"))
-    assert {path.name for folder in kept for path in folder.iterdir()} >= {"log", "tokenizers"}
+    assert {path.name for folder in kept for path in folder.iterdir()} >= {"log"}
     for folder in kept:
         check(folder, 0)
 

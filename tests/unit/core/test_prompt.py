@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -17,27 +17,52 @@ from ragcache_core.prompt import (
     ChatMessage,
     DocumentSpan,
     PromptLayout,
+    RenderedPrompt,
+    ShownDocument,
     TokenizedText,
     locate_documents,
     render_chat,
-    segment_tokens,
 )
+from ragcache_core.recognition import ShownTexts
 from ragcache_core.stats import document_stats
-from ragcache_core.types import Document, SegmentKind
+from ragcache_core.types import Document, PromptSegment, SegmentKind
+from ragcache_core.wire import tile
 
 
 class WordTokenizer:
     """A tokenizer whose tokens are words with the white space before them, or single other characters."""
 
+    control_tokens: frozenset[str] = frozenset()
+    finds_documents = True
+
     def render(self, messages: Sequence[ChatMessage]) -> str:
         return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<answer>"
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> TokenizedText:
-        matches = list(re.finditer(r"\s*\w+|\s|[^\w\s]", text))
-        assert "".join(m.group() for m in matches) == text
-        return TokenizedText(tuple(hash(m.group()) for m in matches), tuple(m.span() for m in matches))
+        words = re.findall(r"\s*\w+|\s|[^\w\s]", text)
+        assert "".join(words) == text
+        return TokenizedText(tuple(_IDS.setdefault(word, len(_IDS)) for word in words))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        words = list(_IDS)
+        return "".join(words[i] for i in token_ids)
+
+    def lay_out(
+        self,
+        messages: Sequence[ChatMessage],
+        documents: Sequence[ShownDocument],
+        *,
+        other: Sequence[ChatMessage] | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> RenderedPrompt:
+        token_ids = self.encode(self.render(messages)).token_ids
+        texts = ShownTexts([word.encode() for word in _IDS], lambda text: self.encode(text).token_ids)
+        places = zip(documents, texts.find(token_ids, [each[1:] for each in documents]), strict=True)
+        found = [PromptSegment(SegmentKind.DOCUMENT, *place, each.doc_id) for each, place in places if place]
+        return RenderedPrompt(tuple(messages), token_ids, tile(found, len(token_ids)))
 
 
+_IDS: dict[str, int] = {}
 WORDS = st.lists(st.sampled_from(["zor", "mel", "tak", "Who", "is", "."]), min_size=1, max_size=6).map(" ".join)
 
 
@@ -47,11 +72,10 @@ def test_every_document_has_its_own_tokens_and_nothing_else(texts: list[str], qu
     layout, tokenizer = PromptLayout(), WordTokenizer()
     prompt = layout.render(tokenizer, documents, question)
 
-    offsets = tokenizer.encode(prompt.text).offsets
-    shown = {}
+    shown: dict[SegmentKind, list[str]] = {}
     for segment in prompt.segments:
-        chars = (offsets[segment.start][0], offsets[segment.end - 1][1])
-        shown.setdefault(segment.kind, []).append(prompt.text[slice(*chars)].strip())
+        text = tokenizer.decode(prompt.token_ids[segment.start : segment.end])
+        shown.setdefault(segment.kind, []).append(text.strip())
     assert sorted(shown.get(SegmentKind.DOCUMENT, [])) == sorted(layout.document_text(d) for d in documents)
     assert shown[SegmentKind.QUESTION][0].endswith("<answer>")
     assert [t for s in prompt.segments for t in range(s.start, s.end)] == list(range(len(prompt.token_ids)))
@@ -105,10 +129,14 @@ def test_equal_documents_take_time_by_their_number() -> None:
 def shown_texts(messages: Sequence[ChatMessage], documents: list[tuple[str, str]], *questions: str) -> list[Any]:
     """The documents of a chat: the message that each stands in, and its id."""
     prompt = render_chat(WordTokenizer(), messages, documents, questions=questions)
-    offsets = WordTokenizer().encode(prompt.text).offsets
-    starts = [prompt.text.index(f"<{m['role']}>{m['content']}") for m in messages]
-    found = [s for s in prompt.segments if s.kind is SegmentKind.DOCUMENT]
-    return [(sum(start <= offsets[s.start][0] for start in starts) - 1, s.doc_id) for s in found]
+    before = [
+        WordTokenizer().decode(prompt.token_ids[: s.start]) for s in prompt.segments if s.kind is SegmentKind.DOCUMENT
+    ]
+    ids = [s.doc_id for s in prompt.segments if s.kind is SegmentKind.DOCUMENT]
+    return [
+        (len(re.findall("<(?:user|system|assistant)>", text)) - 1, doc_id)
+        for text, doc_id in zip(before, ids, strict=True)
+    ]
 
 
 def test_a_document_that_a_later_turn_shows_again_has_a_place_of_its_own_there() -> None:
@@ -150,16 +178,6 @@ def test_a_question_that_holds_all_documents_does_not_move_them(layout: PromptLa
         for question in ("Who?", f"Why {layout.context(documents)}?")
     )
     assert [(s.doc_id, s.start) for s in quoting.segments] == [(s.doc_id, s.start) for s in plain.segments]
-
-
-def test_a_token_across_a_boundary_belongs_to_the_segment_of_its_last_character() -> None:
-    tokenized = TokenizedText((1, 2, 3), ((0, 2), (2, 5), (5, 8)))
-    segments = segment_tokens(tokenized, [DocumentSpan("d", 3, 6)])
-    assert [(s.kind, s.start, s.end) for s in segments] == [
-        (SegmentKind.PREFIX, 0, 1),
-        (SegmentKind.DOCUMENT, 1, 2),
-        (SegmentKind.QUESTION, 2, 3),
-    ]
 
 
 def test_document_ids_may_be_shown_and_braces_in_documents_are_left_alone() -> None:

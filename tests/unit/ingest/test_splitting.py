@@ -5,10 +5,11 @@ from pathlib import Path
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 from ragcache_core.ingest import Splitting
+from ragcache_core.ingest.token_counter import TokenCounter
 from ragcache_core.prompt import PromptLayout, render_chat
 from ragcache_core.types import Document, SegmentKind
+from tests.support.local_tokenizer import LocalTokenizer
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=400)
 MARKDOWN = st.lists(
@@ -17,7 +18,9 @@ MARKDOWN = st.lists(
 ).map("\n\n".join)  # fmt: skip
 
 
-TOKENIZER = ModelTokenizer(Path(__file__).parents[3] / "examples" / "demo_model")
+MODEL = Path(__file__).parents[3] / "examples" / "demo_model"
+TOKENIZER = LocalTokenizer.of_model(str(MODEL))
+COUNTER = TokenCounter(MODEL)
 
 
 def without_white_space(text: str) -> str:
@@ -39,20 +42,20 @@ def test_chunks_lose_no_words_keep_their_order_and_their_limit(text: str, max_ch
 @example(text="# A\n\n" + "Zor is a city. " * 40, num_tokens=32, is_markdown=True)
 @settings(deadline=None)
 def test_chunks_by_tokens_lose_no_words_and_keep_their_limit(text: str, num_tokens: int, is_markdown: bool) -> None:
-    chunks = Splitting(num_tokens, length=TOKENIZER.num_tokens).split(text, is_markdown=is_markdown)
+    chunks = Splitting(num_tokens, length=COUNTER.num_tokens).split(text, is_markdown=is_markdown)
     assert without_white_space("".join(chunks)) == without_white_space(text)
-    assert all(TOKENIZER.num_tokens(chunk) <= num_tokens for chunk in chunks)
+    assert all(COUNTER.num_tokens(chunk) <= num_tokens for chunk in chunks)
 
 
 def test_a_chunk_has_as_many_tokens_in_a_prompt_as_it_was_cut_by() -> None:
     text = "Zor </s> is a city on the river Mel. " * 60
-    chunks = Splitting(64, length=TOKENIZER.num_tokens).split(text)
+    chunks = Splitting(64, length=COUNTER.num_tokens).split(text)
     documents = [Document(f"zor#{i}", chunk) for i, chunk in enumerate(chunks)]
     layout = PromptLayout()
     shown = [(d.doc_id, d.text) for d in documents]
     prompt = render_chat(TOKENIZER, layout.messages(documents, "Where is Zor?"), shown)
     found = [(s.text_end or s.end) - s.start for s in prompt.segments if s.kind is SegmentKind.DOCUMENT]
-    assert found == [TOKENIZER.num_tokens(chunk) for chunk in chunks]
+    assert found == [COUNTER.num_tokens(chunk) for chunk in chunks]
     assert max(found) <= 64
 
 

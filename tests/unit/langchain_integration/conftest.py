@@ -8,7 +8,7 @@ import pytest
 
 from ragcache_core.client import Engine
 from ragcache_integrations.langchain import ChatRAGCache, RAGCacheRetriever, SpeculativeRAG, prompt_from_layout
-from tests.support.scripted_server import ScriptedServer, Seen
+from tests.support.scripted_server import THREE_TIERS, ScriptedServer, Seen
 from tests.support.scripted_source import ScriptedSource, Stage
 from tests.support.waiting import until
 
@@ -24,11 +24,11 @@ def _server() -> Iterator[ScriptedServer]:
 
 @pytest.fixture
 def server(_server: ScriptedServer) -> ScriptedServer:
-    """A scripted server that has seen nothing yet: plain vLLM."""
+    """A scripted server that has seen nothing yet."""
     _server.clear()
     _server.rules = ()
     _server.names_tokens = False
-    _server.cache = None
+    _server.cache = THREE_TIERS
     _server.load = None
     _server.cached_paths = None
     _server.admits_after_s = 0.0

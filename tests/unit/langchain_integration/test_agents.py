@@ -15,20 +15,12 @@ from langgraph.graph.message import add_messages
 from langgraph.prebuilt import ToolNode, tools_condition
 
 from ragcache_core.client import Engine
-from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 from ragcache_integrations.langchain import ChatRAGCache, RAGCacheRetriever, format_documents, prompt_from_layout
-from tests.support.chat_templates import ids_of
 from tests.support.scripted_server import Reply, ScriptedServer, Seen
 from tests.support.scripted_source import QUESTION, Stage
-from tests.unit.langchain_integration.conftest import DEMO_MODEL
 
 pytestmark = pytest.mark.usefixtures("idle")
 STATIC = "Answer the question from what the search finds, and say no more than it does. Be brief, and do not guess."
-
-
-@pytest.fixture(autouse=True)
-def tokenize(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "tokenize", ids_of(ModelTokenizer(DEMO_MODEL)))
 
 
 def search_tool(retriever: RAGCacheRetriever) -> BaseTool:
@@ -74,11 +66,11 @@ def twice(make: Any, warmed: Any) -> RAGCacheRetriever:
     return retriever
 
 
-def check_prefilled(warm: Seen, asked: Seen) -> None:
+def check_prefilled(server: ScriptedServer, warm: Seen, asked: Seen) -> None:
     known = warm.body["prompt"]
-    assert asked.kv_transfer_params["prompt_token_ids"][: len(known)] == known
+    assert server.tokens_of(asked)[: len(known)] == known
     assert [d["id"] for d in warm.documents] == [d["id"] for d in asked.documents] == ["moon", "sun"]
-    assert len(known) >= asked.documents[-1]["end"] - 2
+    assert len(known) >= server._prompt(asked)[1][-1]["end"] - 2
 
 
 @pytest.mark.parametrize(
@@ -86,18 +78,17 @@ def check_prefilled(warm: Seen, asked: Seen) -> None:
     [(agent_of, way) for way in ("invoke", "ainvoke", "stream", "astream")] + [(graph_of, "invoke")],
 )
 async def test_the_next_call_of_the_model_is_prefilled_while_the_tool_searches(
-    make_agent: Any, way: str, make: Any, llm: ChatRAGCache, warmed: Any, generations: Any
+    make_agent: Any, way: str, make: Any, llm: ChatRAGCache, warmed: Any, generations: Any, server: ScriptedServer
 ) -> None:
     await run(make_agent(llm, [search_tool(twice(make, warmed))]), way)
     (warm,), (first, second) = warmed(), generations()
-    check_prefilled(warm, second)
+    check_prefilled(server, warm, second)
     assert warm.speculation is not None
     assert first.documents == []
-    assert "prompt_token_ids" in first.kv_transfer_params
 
 
 async def test_how_a_tool_shows_its_documents_is_learned_from_its_first_result(
-    make: Any, llm: ChatRAGCache, warmed: Any, generations: Any
+    make: Any, llm: ChatRAGCache, warmed: Any, generations: Any, server: ScriptedServer
 ) -> None:
     for number in range(2):
         retriever = twice(make, warmed)
@@ -111,9 +102,9 @@ async def test_how_a_tool_shows_its_documents_is_learned_from_its_first_result(
         await run(agent_of(llm, [look_up]), "invoke")
         warm, asked = warmed()[-1], generations()[-1]
         if number:
-            check_prefilled(warm, asked)
+            check_prefilled(server, warm, asked)
         else:
-            assert asked.kv_transfer_params["prompt_token_ids"][: len(warm.body["prompt"])] != warm.body["prompt"]
+            assert server.tokens_of(asked)[: len(warm.body["prompt"])] != warm.body["prompt"]
 
 
 async def test_the_second_of_two_calls_is_prefilled_up_to_what_the_first_one_finds(
@@ -125,7 +116,7 @@ async def test_the_second_of_two_calls_is_prefilled_up_to_what_the_first_one_fin
     await run(agent_of(llm, [first, second]), "ainvoke")
     (warm,), asked = warmed(), generations()[-1]
     assert warm.documents == []
-    assert asked.kv_transfer_params["prompt_token_ids"][: len(warm.body["prompt"])] == warm.body["prompt"]
+    assert server.tokens_of(asked)[: len(warm.body["prompt"])] == warm.body["prompt"]
     assert [d["id"] for d in asked.documents] == ["mars", "moon", "sun"]
 
 

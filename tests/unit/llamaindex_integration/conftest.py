@@ -13,7 +13,7 @@ from pydantic import Field
 
 from ragcache_core.client import Engine
 from ragcache_integrations.llamaindex import RAGCacheLLM, RAGCacheQueryEngine, RAGCacheRetriever
-from tests.support.scripted_server import ScriptedServer
+from tests.support.scripted_server import THREE_TIERS, ScriptedServer
 from tests.support.scripted_source import ScriptedSource, Stage
 
 MODEL = "examples/demo_model"
@@ -33,13 +33,13 @@ class EventLog(BaseEventHandler):
 
 @pytest.fixture
 def server() -> Iterator[ScriptedServer]:
-    with ScriptedServer(root=MODEL) as server:
+    with ScriptedServer(root=MODEL, cache=THREE_TIERS) as server:
         yield server
 
 
 @pytest.fixture
 def scripted(server: ScriptedServer) -> Iterator[Engine]:
-    with Engine.connect(server.url, tokenizer=MODEL) as engine:
+    with Engine.connect(server.url) as engine:
         yield engine
 
 

@@ -11,23 +11,15 @@ from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.tools import QueryEngineTool, RetrieverTool
 
 from ragcache_core.client import Engine
-from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 from ragcache_integrations.llamaindex import RAGCacheLLM, RAGCacheRetriever
-from tests.support.chat_templates import ids_of
 from tests.support.scripted_server import Reply, ScriptedServer, Seen
 from tests.support.scripted_source import QUESTION, ScriptedSource, Stage
-from tests.unit.llamaindex_integration.conftest import MODEL
 
 pytestmark = [
     pytest.mark.usefixtures("idle"),
     pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning"),  # workflows' own
 ]
 STATIC = "Answer the question from what the search finds, and say no more than it does. Be brief, and do not guess."
-
-
-@pytest.fixture(autouse=True)
-def tokenize(server: ScriptedServer) -> None:
-    server.tokenize = ids_of(ModelTokenizer(MODEL))
 
 
 @pytest.fixture
@@ -64,9 +56,9 @@ async def test_the_next_call_of_the_model_is_prefilled_while_the_tool_searches(
     (warm,), (first, second) = warmed(), generations()
     assert [d["doc_id"] for d in output.raw["ragcache"]["documents"]] == ["moon", "sun"]
     known = warm.body["prompt"]
-    assert second.kv_transfer_params["prompt_token_ids"][: len(known)] == known
+    assert server.tokens_of(second)[: len(known)] == known
     assert [d["id"] for d in warm.documents] == [d["id"] for d in second.documents] == ["moon", "sun"]
-    assert len(known) >= second.documents[-1]["end"] - 2
+    assert len(known) >= server._prompt(second)[1][-1]["end"] - 2
     assert first.documents == []
 
 

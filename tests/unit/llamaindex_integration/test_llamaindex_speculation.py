@@ -105,5 +105,5 @@ async def test_two_steps_prefill_the_beginning_of_the_prompt_that_was_learned(
     assert (warm.path, warm.body["max_tokens"]) == ("/v1/completions", 1)
     assert [d["id"] for d in warm.documents] == ["moon", "sun"]
     known = warm.body["prompt"]
-    assert real.kv_transfer_params["prompt_token_ids"][: len(known)] == known
+    assert server.tokens_of(real)[: len(known)] == known
     assert real.speculation is None

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.client.generation import Generation, Prompt
-from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 from ragcache_core.config import CacheConfig
 from ragcache_core.errors import ConfigError
 from ragcache_core.prompt import RenderedPrompt
@@ -34,6 +33,7 @@ from ragcache_core.quality.answers import MAX_TURNS, answers_in_conversations
 from ragcache_core.quality.scores import longest_common, wilson_interval
 from ragcache_core.stats import ChunkReuseStats, RequestStats
 from ragcache_core.types import Document, SegmentKind
+from tests.support.local_tokenizer import LocalTokenizer
 
 LINE = {
     "question": "Who founded Zorval?",
@@ -137,7 +137,7 @@ def test_orders_and_nearly_equal_documents_are_audited_alone_and_together() -> N
 class Reader:
     """Answers with the first document's first word; its cache holds what the statistics say."""
 
-    def __init__(self, tokenizer: ModelTokenizer) -> None:
+    def __init__(self, tokenizer: LocalTokenizer) -> None:
         self.tokenizer = tokenizer
         self.asked: list[tuple[list[str], int]] = []
 
@@ -153,7 +153,7 @@ class Reader:
 def test_every_question_is_asked_in_order_and_every_document_alone_first(demo_model: str) -> None:
     one, two, three = (Document(name, f"{name} is a city.") for name in ("Zorval", "Melvi", "Kelsa"))
     questions = [Question("Who?", ("Zorval",), (one, two), "a"), Question("Which?", ("Melvi",), (two, three), "b")]
-    reader, counted = Reader(ModelTokenizer(demo_model)), []
+    reader, counted = Reader(LocalTokenizer.of_model(demo_model)), []
     answers = answers_of(reader, questions, max_tokens=7, encodes_independently=True, report=counted.append)
     alone, together = reader.asked[:3], reader.asked[3:]
     assert sorted(shown for (shown,), _ in alone) == ["Kelsa", "Melvi", "Zorval"]
@@ -182,7 +182,7 @@ def test_later_turns_are_asked_with_all_that_was_said_and_refer_where_they_are_t
     turns = [about("A", "B"), about("B", "C"), about("A")]
     prompts = {}
     for way in (SHOWN_AGAIN, REFERRED_TO):
-        reader, counted = Reader(ModelTokenizer(demo_model)), []
+        reader, counted = Reader(LocalTokenizer.of_model(demo_model)), []
         assert way.refers is not None
         answers = answers_in_conversations(reader, [turns], refers=way.refers, max_tokens=5, report=counted.append)
         assert [answer.kind for answer in answers] == ["B", "A"], "of later turns"
@@ -194,7 +194,7 @@ def test_later_turns_are_asked_with_all_that_was_said_and_refer_where_they_are_t
 
 def test_what_is_shown_is_what_was_arranged_of_more(demo_model: str) -> None:
     documents = tuple(Document(name, f"{name} is a city.") for name in ("Zorval", "Melvi", "Kelsa"))
-    reader = Reader(ModelTokenizer(demo_model))
+    reader = Reader(LocalTokenizer.of_model(demo_model))
     for arrange, shown in (
         (None, ["Zorval", "Melvi"]),
         (lambda question: question.documents[:2], ["Zorval", "Melvi"]),

@@ -36,6 +36,8 @@ def test_a_requests_figures_say_where_its_tokens_came_from_and_how_long_it_waite
         "ttft_s": 1.0,
         "is_speculative": False,
         "is_confirmed": False,
+        "num_prompt_tokens": 18,
+        "documents": [{"id": "a", "start": 0, "end": 8}, {"id": "b", "start": 8, "end": 16}],
     }
     report = it.report()
     assert (report["num_requests"], report["num_prompt_tokens"]) == (1, 18)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.recognition import MIN_TOKENS
+from ragcache_core.recognition import MIN_TOKENS, ShownTexts
 from ragcache_core.runtime.rights import joined_salt, rights_salt
 from ragcache_core.runtime.tenants import Tenants, salt_of
 from ragcache_core.vllm_plugin.registrations import KeptRegistrations
@@ -492,9 +492,9 @@ def test_a_server_whose_engine_keeps_no_registrations_runs_without_and_refuses_r
         raise RuntimeError("the engine core has no such method")
 
     client = EngineClient()
-    before = client.generate
-    assert start(client, tenants(tmp_path), monkeypatch, missing) == (None, None)
-    assert client.generate == before
+    started = start(client, tenants(tmp_path), monkeypatch, missing)
+    assert (started.service, started.following) == (None, None)
+    assert started.texts is not None, "clients may name their documents"
     assert len(said) == 1
     assert "RC-RECOGNITION-OFF" in said[0]
     for settings in ({}, {"max_documents": 0}):
@@ -508,10 +508,48 @@ def test_recognition_starts_with_the_file_beside_the_disk_tier(tmp_path: Path, m
 
     for _ in range(2):
         log, client = KeptRegistrations(), EngineClient()
-        service, following = start(client, None, monkeypatch, kept, directory=tmp_path / "kv", disk_bytes=1 << 20)
-        assert service is not None
-        assert following is None
+        started = start(client, None, monkeypatch, kept, directory=tmp_path / "kv", disk_bytes=1 << 20)
+        assert started.service is not None
+        assert started.following is None
     assert [path.suffix for path in (tmp_path / "kv").iterdir()] == [".journal"]
+
+
+def named(*documents: tuple[str, str], **options: Any) -> dict[str, Any]:
+    return {KEY: {"version": 1, "documents": [{"id": i, "text": text} for i, text in documents], **options}}
+
+
+@pytest.mark.parametrize("has_registrations", [True, False])
+def test_documents_that_a_client_names_by_their_texts_are_found_in_the_tokens(has_registrations: bool) -> None:
+    async def scene() -> None:
+        server = await Server().begin()
+        texts = ShownTexts(None, lambda text: server.tokenizer.encode(text, add_special_tokens=False))
+        client = server.clients[0]
+        client.generate = EngineClient.generate.__get__(client)
+        assert attach(client, Recogniser(server.services[0] if has_registrations else None, texts=texts))
+        params = named(("a", SUN), ("not there", SUIT), ("b", WAGES), reordered=True)
+        asked, seen = await server.ask(f"Answer. {SUN} \n {WAGES} Why?", params=params)
+        assert shown(asked) == ["a", "b"]
+        first, second = asked.params[KEY]["documents"]
+        size = len(server.tokenizer.encode(SUN, add_special_tokens=False))
+        assert abs(first["end"] - first["start"] - size) <= 1
+        assert first["end"] <= second["start"]
+        assert "text" not in first
+        assert asked.params[KEY]["reordered"] is True
+        assert KEY in seen[0].kv_transfer_params
+        asked, _ = await server.ask("Nothing of it.", params=named(("a", SUN)))
+        assert asked.params[KEY]["documents"] == []
+
+    run(scene)
+
+
+def test_a_text_that_a_client_names_does_not_make_a_restricted_prompt_share(tmp_path: Path) -> None:
+    async def scene() -> None:
+        server = await Server(tenants=tenants(tmp_path)).begin()
+        await server.register(document("wages", WAGES, "hr"), tenant="acme")
+        asked, _ = await server.ask(WAGES, salt_of("acme"), named(("public", WAGES)))
+        assert asked.prompt["cache_salt"] != salt_of("acme"), "its rights are those of the registered document"
+
+    run(scene)
 
 
 def test_options_in_the_metadata_of_a_plain_request_do_not_make_it_share(tmp_path: Path) -> None:
@@ -668,5 +706,30 @@ def test_a_restricted_document_that_cannot_be_registered_makes_its_tenant_restri
             assert (await Server(path=path).begin()).services[0].is_restricted(None)
         many = document("many", WAGES, *[f"{i:0200}" for i in range(30)])
         assert "6000 characters, the limit is 4096" in (await server.register(many))[0]
+
+    run(scene)
+
+
+def test_a_document_that_is_not_told_apart_from_64_others_is_refused_for_that_reason_each_time() -> None:
+    async def scene() -> None:
+        server = await Server().begin()
+        same = [document(f"d{i}", "word " * (10 + i)) for i in range(66)]
+        results = [(await server.register(each))[0] for each in same]
+        assert results[:64] == [True] * 64
+        for _ in range(2):
+            for each in same[64:]:
+                assert "64 other documents" in (await server.register(each))[0]
+
+    run(scene)
+
+
+@pytest.mark.parametrize("token", [-1, 1 << 31, 1 << 40])
+def test_a_token_id_that_no_vocabulary_has_is_refused_with_its_place_and_the_limit(token: int) -> None:
+    async def scene() -> None:
+        server = await Server().begin()
+        sampling = SimpleNamespace(extra_args=None)
+        with pytest.raises(ValueError, match=rf"token 2 of the prompt is {token}; a token id is 0 to 2147483647"):
+            async for _ in server.clients[0].generate({"prompt_token_ids": [1, 2, token]}, sampling, "r"):
+                pass
 
     run(scene)

@@ -41,6 +41,12 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
                 event = {**PARTS[0], "choices": [{"text": "\ndata: [DONE]\n\n data: [DONE]"}]}
                 events = [f"data: {json.dumps(event)}\n\n"]
                 return StreamingResponse(iter([*events, "data: [DONE]\n\n"]), media_type="text/event-stream")
+            case "response":
+                made = {"id": "chatcmpl-1"}
+                said = [{"type": f"response.{end}", "response": made} for end in ("created", "completed")]
+                said.insert(1, {"type": "response.output_text.delta", "delta": "a"})
+                events = [f"event: {each['type']}\ndata: {json.dumps(each)}\n\n" for each in said]
+                return StreamingResponse(iter(events), media_type="text/event-stream")
             case "error":
                 return JSONResponse({"id": "chatcmpl-1", "error": "no"}, 400)
             case "text":
@@ -79,3 +85,12 @@ def test_an_answer_with_the_words_of_a_streams_end_stays_whole(server: TestClien
     events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
     assert events[0]["choices"][0]["text"].count("[DONE]") == 2
     assert ["ragcache" in event for event in events] == [False, True]
+
+
+def test_a_stream_of_the_responses_api_has_an_event_of_ours_before_its_last(server: TestClient) -> None:
+    plain = server.post("/v1/responses", json={"kind": "response"}).text.split("\n\n")
+    asked = server.post("/v1/responses", json={"kind": "response"}, headers=ASKED).text.split("\n\n")
+    name, data = asked.pop(2).split("\n")
+    assert asked == plain
+    assert name == "event: response.ragcache"
+    assert json.loads(data.removeprefix("data: "))["ragcache"] == FIGURES

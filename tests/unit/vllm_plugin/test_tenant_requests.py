@@ -67,9 +67,9 @@ def sent(server: TestClient, key: str = ACME, route: str = "/v1/completions", **
 
 OURS = "/v1/ragcache"
 ALLOWED = [
-    *[("GET", f"{OURS}/{name}") for name in ("stats", "cached_paths", "load", "costs", "tokenizer", "tokenizer/0f")],
+    *[("GET", f"{OURS}/{name}") for name in ("stats", "cached_paths", "load", "costs", "tokenizer")],
     *[("GET", f"{OURS}/requests/cmpl-1"), ("GET", f"{OURS}/speculations/s"), ("GET", "/v1/models")],
-    *[("POST", f"{OURS}/speculations/s/confirm"), ("POST", f"{OURS}/prefetch")],
+    *[("POST", f"{OURS}/speculations/s/confirm"), ("POST", f"{OURS}/prefetch"), ("POST", f"{OURS}/prompt")],
     *[("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/tokenize"), ("POST", "/detokenize")],
 ]
 REFUSED = [

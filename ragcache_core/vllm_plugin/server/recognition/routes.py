@@ -3,9 +3,11 @@
 ::
 
     {"documents": [{"id": "faq-7", "text": "How do I ...", "acl": ["hr"]}, ...]}
-    -> {"num_registered": 1, "num_failed": 0, "documents": [{"id": "faq-7", "registered": true}]}
+    -> {"num_registered": 1, "num_failed": 0, "documents": [{"id": "faq-7", "registered": true}],
+        "epoch": "3f2a..."}
 
-A record that cannot be registered has an ``error``; the others are registered. Repeating the call does no harm.
+A record that cannot be registered has an ``error``; the others are registered. Repeating the call does no harm. After
+another ``epoch``, which the statistics of a request have as well, all documents have to be registered again.
 """
 
 from __future__ import annotations
@@ -50,4 +52,5 @@ async def register(request: Request) -> dict[str, Any]:
         "num_registered": num_registered,
         "num_failed": len(results) - num_registered,
         "documents": [result.to_dict() for result in results],
+        "epoch": service.epoch,
     }

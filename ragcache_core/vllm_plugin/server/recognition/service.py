@@ -141,7 +141,7 @@ class RecognitionService:
         self._has_ended = False  # what was forgotten is still named in the journal
         self._rewritten_s = time.monotonic()
         self._used: dict[tuple[str | None, str], None] = {}
-        self._refused: set[tuple[str | None, str]] = set()
+        self._refused: set[tuple[str | None, str]] = set()  # in the log, but not told apart from others
         self._lock = asyncio.Lock()
         self._registering = asyncio.Lock()
         self._changing: set[asyncio.Task[Any]] = set()
@@ -224,6 +224,7 @@ class RecognitionService:
             self.total = {**said["counts"], "num_documents": said["num_documents"]}
             if said["is_reset"]:
                 self._registries.clear()
+                self._refused.clear()
             changes: list[Change] = [(tenant, doc_id, data) for _, tenant, doc_id, data in said["changes"]]
             self._apply(changes)
             self._has_ended |= any(data is None for _, _, data in changes)
@@ -238,13 +239,14 @@ class RecognitionService:
 
     def _apply(self, changes: Sequence[Change]) -> None:
         for tenant, doc_id, data in changes:
+            self._refused.discard((tenant, doc_id))
             if data is None:
                 if (registry := self._registries.get(tenant)) is not None:
                     registry.forget(doc_id)
             else:
                 registration = Registration.from_bytes(data)
                 self._has_unconfirmed |= registration.acl is not None
-                if not self._registry_of(tenant).add(registration) and self._registering.locked():
+                if not self._registry_of(tenant).add(registration):
                     self._refused.add((tenant, doc_id))
 
     def _registry_of(self, tenant: str | None) -> Registry:
@@ -252,6 +254,12 @@ class RecognitionService:
         if tenant not in self._registries:
             self._registries[tenant] = Registry(self._hashing, self._tokenizer.token_bytes)
         return self._registries[tenant]
+
+    @property
+    def epoch(self) -> str:
+        """A name of the registrations since they were empty: another one after a restart without their file."""
+        assert self._hashing is not None
+        return hashlib.sha256(repr(self._hashing.points).encode()).hexdigest()[:16]
 
     # Recognition
 
@@ -338,7 +346,6 @@ class RecognitionService:
             for index, each in enumerate(read)
             if isinstance(each, _Document) and not registry.is_registered(each.doc_id, each.digest, each.acl)
         }
-        self._refused.clear()
         forms = await asyncio.to_thread(self._tokenize, [each.text for each in wanted.values()])
         taken: set[int] = set()
         made: dict[int, bytes] = {}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.log import logger_of
+from ragcache_core.recognition import ShownTexts
 from ragcache_core.runtime.tenants import Tenants
 from ragcache_core.vllm_plugin.compat import call_registrations, front_end_of
 from ragcache_core.vllm_plugin.server.rank_choice import RankChoice
@@ -21,22 +23,42 @@ from ragcache_core.vllm_plugin.settings import PluginSettings
 
 logger = logger_of(__name__)
 
+_OFF = "RC-RECOGNITION-OFF: documents of plain clients are not recognised: %s"
+
+
+@dataclass(frozen=True, slots=True)
+class StartedRecognition:
+    """Recognition as it was started.
+
+    Attributes:
+        service: the registered documents; ``None`` where none can be registered.
+        following: the task that follows other API servers; ``None`` where there are none.
+        texts: finds documents by their texts in prompts; ``None`` for a model without a tokenizer.
+        names_documents: it does so in all requests, where clients name documents.
+    """
+
+    service: RecognitionService | None
+    following: asyncio.Task[None] | None
+    texts: ShownTexts | None
+    names_documents: bool
+
 
 async def start_recognition(
     engine_client: Any, settings: PluginSettings, tenants: Tenants | None, choice: RankChoice | None
-) -> tuple[RecognitionService | None, asyncio.Task[None] | None]:
-    """Recognise registered documents in all requests of an engine client from now on.
-
-    Returns:
-        The registered documents, and the task that follows other API servers; ``None`` where there is nothing to do,
-        or this vLLM cannot do it, which is logged.
+) -> StartedRecognition:
+    """Find named and registered documents in all requests of an engine client from now on; see the log if it cannot.
 
     Raises:
         ConfigError: it cannot, and a tenant is restricted.
     """
     restricted = frozenset() if tenants is None else tenants.restricted
-    service = await _begun(engine_client, settings, restricted) if settings.max_documents else None
-    if service is not None and not attach(engine_client, Recogniser(service, tenants, choice)):
+    tokenizer = await _tokenizer_of(engine_client)
+    service = None
+    if tokenizer is not None and settings.max_documents:
+        service = await _begun(engine_client, settings, restricted, tokenizer)
+    texts = None if tokenizer is None else ShownTexts(tokenizer.token_bytes, tokenizer.encode)
+    names_documents = texts is not None and attach(engine_client, Recogniser(service, tenants, choice, texts))
+    if not names_documents:
         service = None
     if service is None and restricted:
         named = ", ".join(sorted("operators" if name is None else name for name in restricted))
@@ -45,14 +67,28 @@ async def start_recognition(
             "above 0, use a vLLM that docs/dev/vllm-versions.md names, or leave restricted out"
         )
     if service is None:
-        return None, None
+        return StartedRecognition(None, None, texts, names_documents)
     show_metrics(service)
     _, num_readers = front_end_of(engine_client.vllm_config)
-    return service, asyncio.create_task(_follow(service, engine_client)) if num_readers > 1 else None
+    following = asyncio.create_task(_follow(service, engine_client)) if num_readers > 1 else None
+    return StartedRecognition(service, following, texts, names_documents)
+
+
+async def _tokenizer_of(engine_client: Any) -> DocumentTokenizer | None:
+    """Return the tokenizer of documents; ``None`` for a model without one, which is logged."""
+    try:
+        return await asyncio.to_thread(
+            DocumentTokenizer,
+            engine_client.renderer.get_tokenizer(),
+            engine_client.vllm_config.model_config.max_model_len,
+        )
+    except Exception as error:  # a model without a tokenizer, another release
+        logger.warning(_OFF, error)
+        return None
 
 
 async def _begun(
-    engine_client: Any, settings: PluginSettings, restricted: Collection[str | None]
+    engine_client: Any, settings: PluginSettings, restricted: Collection[str | None], tokenizer: DocumentTokenizer
 ) -> RecognitionService | None:
     """Return the registered documents; ``None`` where this engine cannot keep any, which is logged.
 
@@ -61,11 +97,6 @@ async def _begun(
     """
     reader, num_readers = front_end_of(engine_client.vllm_config)
     try:
-        tokenizer = await asyncio.to_thread(
-            DocumentTokenizer,
-            engine_client.renderer.get_tokenizer(),
-            engine_client.vllm_config.model_config.max_model_len,
-        )
         service = RecognitionService(
             partial(call_registrations, engine_client),
             tokenizer,
@@ -78,11 +109,8 @@ async def _begun(
         await service.begin()
     except ConfigError:
         raise
-    except Exception as error:  # a model without a tokenizer, another scheduler, another release
-        logger.warning(
-            "RC-RECOGNITION-OFF: documents of plain clients are not recognised, clients of RAGCache work as ever: %s",
-            error,
-        )
+    except Exception as error:  # another scheduler, another release
+        logger.warning(_OFF, error)
         return None
     return service
 

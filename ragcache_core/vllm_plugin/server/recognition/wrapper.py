@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ragcache_core.log import logger_of
-from ragcache_core.recognition import MIN_TOKENS, Recognition
+from ragcache_core.recognition import MIN_TOKENS, Recognition, ShownTexts
 from ragcache_core.runtime.rights import is_rights_salt, joined_salt, private_salt, rights_salt
 from ragcache_core.runtime.tenants import Tenants, mark_of, salt_of
 from ragcache_core.types import PromptSegment, SegmentKind
@@ -31,6 +31,7 @@ _PARAMS = "kv_transfer_params"
 _DOCUMENTS = "documents"
 _MAX_OFFLOAD = "max_offload_tokens"
 """vLLM's own parameter: how many tokens of a request are stored below the GPU."""
+_MAX_TOKEN_ID = 1 << 31
 _ARGUMENTS = ("prompt", "sampling_params", "request_id", "data_parallel_rank")
 
 
@@ -86,16 +87,22 @@ class Recogniser:
     """Prepares the requests of one API server.
 
     Args:
-        service: knows the registered documents.
+        service: knows the registered documents; ``None`` where none are registered.
         tenants: of the server.
         choice: among data-parallel engines; ``None`` where there is one engine.
+        texts: finds the documents that a client names by their texts; ``None`` leaves them unnamed.
     """
 
     def __init__(
-        self, service: RecognitionService, tenants: Tenants | None = None, choice: RankChoice | None = None
+        self,
+        service: RecognitionService | None,
+        tenants: Tenants | None = None,
+        choice: RankChoice | None = None,
+        texts: ShownTexts | None = None,
     ) -> None:
         self._service = service
         self._choice = choice
+        self._texts = texts
         self._secret = "" if tenants is None else tenants.secret
         self._by_mark = {} if tenants is None else {mark_of(name): name for name in tenants.by_name}
 
@@ -128,7 +135,8 @@ class Recogniser:
         """Return a request with the documents that it shows, and with the salt that keeps restricted ones apart.
 
         Raises:
-            ValueError: documents that the request registers cannot be registered. vLLM answers with status 400.
+            ValueError: documents that the request registers cannot be registered, or a token id is out of range. vLLM
+                answers with status 400.
         """
         unchanged = RecognisedRequest(prompt, sampling_params)
         if not isinstance(prompt, Mapping) or not hasattr(sampling_params, "extra_args"):
@@ -142,19 +150,23 @@ class Recogniser:
             metadata = {name: value for name, value in metadata.items() if name != REGISTER} or None
             params = {**params, KEY: metadata} if metadata else {n: v for n, v in params.items() if n != KEY}
             sampling_params = _with_params(sampling_params, params)
-        is_restricted = self._service.is_restricted(tenant)
+        token_ids = prompt.get("prompt_token_ids") or ()
+        _check_ids(token_ids)
         is_plain = not isinstance(metadata, Mapping) or _DOCUMENTS not in metadata
+        if isinstance(metadata, Mapping) and (placed := self._placed(metadata.get(_DOCUMENTS), token_ids)) is not None:
+            params = {**params, KEY: {**metadata, _DOCUMENTS: placed}}
+            sampling_params = _with_params(sampling_params, params)
+        service = self._service
+        if service is None:
+            return RecognisedRequest(prompt, sampling_params)
+        is_restricted = service.is_restricted(tenant)
         if not is_plain and (not is_restricted or not self._is_unsalted(salt, tenant)):
             return RecognisedRequest(prompt, sampling_params)
-        token_ids = prompt.get("prompt_token_ids") or ()
-        if not token_ids:
-            found = Recognition((), frozenset(), MIN_TOKENS)
-        else:
-            found = self._service.recognise(tenant, token_ids)
+        found = service.recognise(tenant, token_ids) if token_ids else Recognition((), frozenset(), MIN_TOKENS)
         rights = rights_salt(found.acls)
         is_private = is_plain and is_restricted and not found.is_known and self._is_unsalted(salt, tenant)
         if is_plain:
-            self._service.count(found, is_private=is_private)
+            service.count(found, is_private=is_private)
         new_salt = self._salt(salt, tenant, rights, is_private=is_private)
         if new_salt != salt:
             prompt = {**prompt, "cache_salt": new_salt}
@@ -179,7 +191,30 @@ class Recogniser:
             hides_params=metadata is None,
         )
 
+    def _placed(self, documents: object, token_ids: Sequence[int]) -> list[Any] | None:
+        """Return the documents that a request names by their texts, by their tokens; ``None`` if it names none so.
+
+        A document that the prompt does not show is left out.
+        """
+        if not isinstance(documents, list) or not any(_has_text(each) for each in documents):
+            return None
+        shown = [each for each in documents[:MAX_DOCUMENTS] if _has_text(each)]
+        if self._texts is None:
+            return []
+        places = self._texts.find(token_ids, [(each["text"], _skip_of(each)) for each in shown])
+        return [
+            {
+                **{name: value for name, value in each.items() if name not in ("text", "skip")},
+                "start": place[0],
+                "end": place[1],
+            }
+            for each, place in zip(shown, places, strict=True)
+            if place is not None
+        ]
+
     async def _register_inline(self, tenant: str | None, records: object) -> None:
+        if self._service is None:
+            raise ValueError(f"kv_transfer_params.{KEY}.{REGISTER}: this server registers no documents: leave it out")
         if not isinstance(records, list) or len(records) > MAX_DOCUMENTS:
             raise ValueError(f"kv_transfer_params.{KEY}.{REGISTER} must be a list of at most {MAX_DOCUMENTS} documents")
         for index, result in enumerate(await self._service.register(tenant, records)):
@@ -206,6 +241,29 @@ class Recogniser:
             return salt_of(tenant, joined_salt(e for e in (own, rights) if e is not None), secret=self._secret)
         digest = hashlib.sha256(f"{salt} {rights}".encode()).hexdigest()
         return f"{mark_of(tenant)}-{digest}"
+
+
+def _check_ids(token_ids: Sequence[int]) -> None:
+    """Refuse token ids that no vocabulary has, before they are looked up as 32-bit numbers.
+
+    Raises:
+        ValueError: with the id, its place and the limit.
+    """
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < _MAX_TOKEN_ID):
+        at, token = next((i, each) for i, each in enumerate(token_ids) if not 0 <= each < _MAX_TOKEN_ID)
+        raise ValueError(
+            f"token {at} of the prompt is {token}; a token id is 0 to {_MAX_TOKEN_ID - 1}: send those of the model's "
+            "tokenizer"
+        )
+
+
+def _has_text(document: object) -> bool:
+    return isinstance(document, dict) and isinstance(document.get("text"), str)
+
+
+def _skip_of(document: Mapping[str, Any]) -> int:
+    skip = document.get("skip", 0)
+    return min(skip, MAX_DOCUMENTS) if isinstance(skip, int) and skip > 0 else 0
 
 
 def _with_params(sampling_params: Any, params: Mapping[str, Any]) -> Any:
