@@ -28,7 +28,7 @@ ALONE  := $(addprefix tests/engine/,client/test_speculating.py client/test_lifec
   vllm_plugin/test_tenants.py)
 UNIT   := tests/unit tests/contracts -n $(WORKERS)
 # Groups and their order are those of tests/engine/conftest.py: what shares an engine, the longest first.
-ENGINE := tests/engine tests/vllm_facts -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations=15 --durations-min=20
+ENGINE := tests/engine tests/vllm_facts -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=15 --durations-min=20
 # What also runs on another release of vLLM: answers over all tiers, restarts, speculation, and schedulers without a model.
 ELSEWHERE := tests/vllm_facts $(addprefix tests/engine/,vllm_plugin/test_tiers_on_the_engine.py vllm_plugin/test_storing.py \
   vllm_plugin/test_room.py client/test_speculating.py)
@@ -75,7 +75,7 @@ test test-quick test-engine test-slow test-parallel test-benchmarks test-install
 demo: $(READY) ## answer questions from documents through LangChain and LlamaIndex; writes build/demo.json
 	$(VENV)/bin/python -m examples.demo $(if $(MODEL),--model $(MODEL))
 
-test: $(READY) ## lint, types and tests, but those of test-slow, test-parallel and test-benchmarks: eight minutes on two cores
+test: $(READY) ## lint, types and tests, but those of test-slow, test-parallel and test-benchmarks: meant to take eight minutes on two cores
 	@$(MAKE) --no-print-directory --jobs=2 lint test-quick
 	@$(MAKE) --no-print-directory test-engine
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from ragcache_core.client import Engine
-from tests.conftest import DEMO_MODEL, ENGINE_ARGS
+from tests.conftest import DEMO_MODEL, ENGINE_ARGS, ROOT
 
-LONGEST_FIRST = ("engine", "plain", "chunk/test_exact.py", "client/test_lifecycle.py", "cli/test_serve.py", "facts")
+LONGEST_FIRST = ("engine", "plain", "test_exact.py", "test_lifecycle.py", "test_serve.py", "facts")
 """Groups that take more than half a minute: with the short ones at the end no process runs on for long by itself."""
-
-_FOLDER = Path(__file__).parent
 
 
 @pytest.fixture(scope="session")
@@ -32,30 +33,35 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         yield running
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own hook
+@cache
+def _group_of(file: str) -> str:
+    """Return the engine of the session that a file's tests ask, which then is started in one process; else the file."""
+    if file.startswith("tests/vllm_facts"):
+        return "facts"
+    text = (ROOT / file).read_text(encoding="utf-8")
+    for name in ("plain", "engine"):
+        asks = rf"(@pytest\.fixture[^\n]*\n\s*(async )?def |def test_)[^)]*\b{name}: Engine\b"
+        if re.search(asks, text) and f"def {name}(" not in text:
+            return name
+    return Path(file).name
+
+
+class ByEngine(LoadFileScheduling):
+    """A file's tests in one process, and those of all files that share an engine."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return _group_of(super()._split_scope(nodeid))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByEngine:
+    return ByEngine(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run what shares a file or an engine in one process, where the engine is started once; the longest come first."""
-    shared: dict[Path, set[str]] = defaultdict(set)
-    for item in items:
-        shared[item.path] |= _shared_by(item)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item.path, shared[item.path])))
+    """Run the longest groups first."""
     items.sort(key=_rank)
 
 
-def _shared_by(item: pytest.Item) -> set[str]:
-    """Return which engines of the session a test asks; a file may have another fixture of the same name."""
-    homes = {"engine": "tests", "plain": "tests/engine"}
-    fixtures = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009 (pytest shows it nowhere else)
-    return {name for name, home in homes.items() if name in fixtures and fixtures[name][-1].baseid == home}
-
-
-def _group(path: Path, engines: set[str]) -> str:
-    if not path.is_relative_to(_FOLDER):
-        return "facts"
-    return min(engines) if engines else path.relative_to(_FOLDER).as_posix()
-
-
 def _rank(item: pytest.Item) -> int:
-    (group,) = item.get_closest_marker("xdist_group").args  # type: ignore[union-attr]
+    group = _group_of(item.path.relative_to(ROOT).as_posix())
     return LONGEST_FIRST.index(group) if group in LONGEST_FIRST else len(LONGEST_FIRST)
