@@ -111,7 +111,7 @@ def cache_options(command: Callable[..., Any]) -> Callable[..., Any]:
         keeps_unset=True,
         directory={"flag": "--cache-dir"},
         shared={"metavar": "URL"},
-        layerwise_loads={"flag": "--layerwise-loads/--no-layerwise-loads", "metavar": None},
+        layerwise_loads={"flag": "--layerwise-loads/--no-layerwise-loads", "metavar": None, "default": None},
         connectors={
             "flag": "--connector",
             "type": str,

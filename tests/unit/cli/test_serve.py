@@ -116,7 +116,8 @@ def test_with_json_logs_everything_that_is_printed_is_json(monkeypatch: pytest.M
 
     def launch(model: str, **given: Any) -> FakeEngine:
         launched.update(given)
-        logging.getLogger("ragcache_core.client").warning("the engine died, restarting")
+        given["progress"]("loading weights")  # as there is no terminal
+        logging.getLogger("ragcache.core.client").warning("RC-ENGINE-RESTARTS: the engine died, restarting")
         return engine
 
     monkeypatch.setattr(Engine, "launch", launch)
@@ -124,7 +125,9 @@ def test_with_json_logs_everything_that_is_printed_is_json(monkeypatch: pytest.M
     result = CliRunner().invoke(cli, ["serve", "demo", "--log-format", "json"])
     assert launched["log_format"] == "json"
     said = [json.loads(line) for line in result.stderr.splitlines()]
-    assert [(line["level"], line["message"].split(":")[0]) for line in said] == [
+    assert said[1]["event"] == "RC-ENGINE-RESTARTS"
+    assert [(line["level"], line["message"]) for line in said[:1]] == [("INFO", "engine: loading weights")]
+    assert [(line["level"], line["message"].split(":")[0]) for line in said[1:]] == [
         ("WARNING", "the engine died, restarting"),
         ("WARNING", "the random API key is not printed into a log"),
         ("INFO", "stopping"),
@@ -133,7 +136,7 @@ def test_with_json_logs_everything_that_is_printed_is_json(monkeypatch: pytest.M
     monkeypatch.setattr(Engine, "launch", lambda *_, **__: (_ for _ in ()).throw(EngineStartError("no model\nlog")))
     (line,) = CliRunner().invoke(cli, ["serve", "demo", "--log-format", "json"]).stderr.splitlines()
     assert json.loads(line)["message"] == "no model\nlog"
-    logging.getLogger("ragcache_core.client").warning("as text again")
+    logging.getLogger("ragcache.core.client").warning("as text again")
 
 
 def test_a_liveness_probe_is_answered_while_the_engine_loads_and_restarts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,6 @@ from ragcache_core.vllm_plugin.settings import PluginSettings
 
 logger = logger_of(__name__)
 
-_OFF = "RC-RECOGNITION-OFF: documents of plain clients are not recognised: %s"
-
 
 @dataclass(frozen=True, slots=True)
 class StartedRecognition:
@@ -83,7 +81,7 @@ async def _tokenizer_of(engine_client: Any) -> DocumentTokenizer | None:
             engine_client.vllm_config.model_config.max_model_len,
         )
     except Exception as error:  # a model without a tokenizer, another release
-        logger.warning(_OFF, error)
+        logger.warning("RC-RECOGNITION-OFF: documents of plain clients are not recognised: %s", error)
         return None
 
 
@@ -110,7 +108,7 @@ async def _begun(
     except ConfigError:
         raise
     except Exception as error:  # another scheduler, another release
-        logger.warning(_OFF, error)
+        logger.warning("RC-RECOGNITION-OFF: documents of plain clients are not recognised: %s", error)
         return None
     return service
 
