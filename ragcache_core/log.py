@@ -283,11 +283,6 @@ LOG_EVENTS: Final[dict[str, dict[str, LogEvent]]] = {
             "The cache index is not available. Documents keep the order of retrieval.",
             "Check the key and the server's version.",
         ),
-        "RC-TOKENIZER-MISSING": LogEvent(
-            "WARNING",
-            "The client has no tokenizer for the model. The engine's statistics know no documents.",
-            "Pass `tokenizer=`.",
-        ),
         "RC-DOCUMENTS-UNKNOWN": LogEvent(
             "WARNING",
             "Long prompts have no known document. They are cached as plain text.",

@@ -67,7 +67,7 @@ async def test_documents_are_shown_in_the_order_that_is_cached(engine: Engine) -
         return engine.arrange_documents([first, second], "cache_aware").documents == (second, first)
 
     assert await until(is_known)
-    new = Document("new", "Nobody has read this yet.")
+    new = Document("new", "No request has shown this yet.")
     assert engine.arrange_documents([new, first, second], "cache_aware").documents == (second, first, new)
 
 
