@@ -220,6 +220,11 @@ LOG_EVENTS: Final[dict[str, dict[str, LogEvent]]] = {
             "The server did not register some documents of a store. Logged once for a client.",
             "Follow the reason in the line, and run `ragcache index --register`.",
         ),
+        "RC-REGISTRATIONS-GONE": LogEvent(
+            "WARNING",
+            "A server has no registered documents: it restarted without a disk tier, or is another replica.",
+            "Give it a `directory`, or call `engine.register` again. Documents of retrievers are registered again.",
+        ),
         "RC-REGISTRATIONS-LOST": LogEvent(
             "WARNING",
             "The file of registered documents is damaged. Plain requests share no KV until then.",

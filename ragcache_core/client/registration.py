@@ -107,7 +107,7 @@ class DocumentRegistrations:
                 self._sent.clear()
         if is_lost:
             logger.warning(
-                "RC-REGISTRATIONS-LOST: a server has none of the documents that were registered: it was restarted "
+                "RC-REGISTRATIONS-GONE: a server has none of the documents that were registered: it was restarted "
                 "without a disk tier, or is another replica. Those that retrievers return are registered again; "
                 "register others with engine.register"
             )

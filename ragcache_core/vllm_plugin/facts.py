@@ -45,6 +45,7 @@ HOOKS: tuple[tuple[type, type], ...] = (
 PRIVATE: dict[Any, tuple[str, ...]] = {
     BlockHashToBlockMap: ("_cache",),
     compat.BlockPool: ("_remove_cached_block_hashes",),
+    compat.KVConnectorBase_V1: ("_connector_metadata",),
     EngineCore: ("_reset_caches",),
     compat.Scheduler: (
         *("_inflight_prefills", "_preempt_request", "_free_request_blocks", "_handle_blocked_waiting_request"),

@@ -188,7 +188,7 @@ def test_a_server_that_has_lost_its_registrations_gets_them_again(caplog: pytest
     server.registrations.register_in_background(documents("a"))
     server.registrations.close()
     assert len(server.sent) == 3
-    assert [record.getMessage()[:21] for record in caplog.records] == ["RC-REGISTRATIONS-LOST"]
+    assert [record.getMessage()[:21] for record in caplog.records] == ["RC-REGISTRATIONS-GONE"]
 
 
 def test_the_statistics_of_an_answer_tell_of_a_lost_registry() -> None:
