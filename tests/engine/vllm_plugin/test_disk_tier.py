@@ -357,7 +357,7 @@ def test_an_engine_steps_for_a_slow_disk_for_a_while_and_again_for_what_comes_la
     engine = _offloading(manager)
     engine._waits_for, engine._waits_since_s = None, 0.0
     engine._prefetched, engine._prefetcher, engine._tells_events = set(), None, False
-    engine._late_copies = {}
+    engine._late_copies, engine._layer_loads = {}, None
     engine.controller = SimpleNamespace(forgetting=SimpleNamespace(sweep=lambda: None))
     asked = []
     for clock[0], manager.newest_store in ((100.0, 7), (101.9, 7), (102.1, 7), (200.0, 8), (203.0, None)):
