@@ -75,7 +75,7 @@ test test-quick test-engine test-slow test-parallel test-benchmarks test-install
 demo: $(READY) ## answer questions from documents through LangChain and LlamaIndex; writes build/demo.json
 	$(VENV)/bin/python -m examples.demo $(if $(MODEL),--model $(MODEL))
 
-test: $(READY) ## lint, types and tests, but those of test-slow, test-parallel and test-benchmarks: meant to take eight minutes on two cores
+test: $(READY) ## lint, types and tests, but those of test-slow, test-parallel and test-benchmarks: about a quarter of an hour on two cores
 	@$(MAKE) --no-print-directory --jobs=2 lint test-quick
 	@$(MAKE) --no-print-directory test-engine
 

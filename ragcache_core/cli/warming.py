@@ -34,7 +34,7 @@ _Progress = Callable[[int], object]
 
 
 def retrieved_for(store: StoreReader, questions: Iterable[str], k: int, progress: _Progress) -> list[tuple[DocId, ...]]:
-    """Return what the store's own search finds for each question, the best first; ``progress`` is told of each.
+    """Return what the store's own search finds for each question, the best first; ``progress`` is called for each.
 
     Raises:
         SearchError, EmptyStoreError
