@@ -212,7 +212,7 @@ LOG_EVENTS: Final[dict[str, dict[str, LogEvent]]] = {
         ),
         "RC-RECOGNITION-OFF": LogEvent(
             "WARNING",
-            "The server does not recognise documents of plain clients. RAGCache's own clients send one more request each time.",
+            "The server does not recognise documents of plain clients. RAGCache's own clients ask once more each time.",
             "Install a [supported vLLM](../dev/vllm-versions.md), or follow the reason in the line.",
         ),
         "RC-NOT-REGISTERED": LogEvent(
