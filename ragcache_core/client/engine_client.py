@@ -268,7 +268,7 @@ class EngineClient(Handle, ABC):
             for event in events:
                 if (chunk := reader.read(event)) is not None:
                     yield chunk
-        yield reader.last(self._cache_stats.complete(reader.stats(), reader.response_id))
+        yield reader.last(self._cache_stats.complete(reader.stats(), reader.response_id, plan.doc_ids))
 
     async def agenerate(
         self,
@@ -304,7 +304,7 @@ class EngineClient(Handle, ABC):
                 async for event in events:
                     if (chunk := reader.read(event)) is not None:
                         yield chunk
-        yield reader.last(await self._cache_stats.acomplete(reader.stats(), reader.response_id))
+        yield reader.last(await self._cache_stats.acomplete(reader.stats(), reader.response_id, plan.doc_ids))
 
     def stats(self) -> EngineStats:
         """Return the server's counters, and those of its cache unless it is plain vLLM.

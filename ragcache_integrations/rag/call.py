@@ -121,8 +121,8 @@ class MeasuredCall:
 
     def complete(self, usage: Mapping[str, Any] | None, response_id: str | None) -> RequestStats:
         """Return the statistics of the answered request, with the engine's own."""
-        return self.engine.integration.stats.complete(self.measured(usage), response_id)
+        return self.engine.integration.stats.complete(self.measured(usage), response_id, self.plan.doc_ids)
 
     async def acomplete(self, usage: Mapping[str, Any] | None, response_id: str | None) -> RequestStats:
         """Return the statistics of the answered request, with the engine's own."""
-        return await self.engine.integration.stats.acomplete(self.measured(usage), response_id)
+        return await self.engine.integration.stats.acomplete(self.measured(usage), response_id, self.plan.doc_ids)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Annotated, Any, get_type_hints
@@ -37,7 +37,7 @@ from ragcache_core.stats import (
     reported_fields,
     vllm_series_of,
 )
-from ragcache_core.types import PromptSegment, SegmentKind
+from ragcache_core.types import DocId, PromptSegment, SegmentKind
 
 _TIMEOUT_S = 2.0
 _PAUSE_S = 10.0
@@ -132,18 +132,24 @@ class CacheStatsRoutes:
         self._paused_until_s = 0.0
         self._ask_again_at_s = 0.0
 
-    def complete(self, stats: RequestStats, response_id: str | None) -> RequestStats:
+    def complete(self, stats: RequestStats, response_id: str | None, doc_ids: Sequence[DocId] = ()) -> RequestStats:
         """Return ``stats`` with the engine's own figures of the answered request, its documents among them.
 
         Asks once, for two seconds at most. Never fails: where the engine does not say, ``stats`` come back as they are.
+        The engine does not name the documents of a request with a salt: ``doc_ids`` are those that the request showed,
+        in the order of its prompt.
         """
-        return finish(self._complete(stats, response_id, is_blocking=True))
+        return finish(self._complete(stats, response_id, doc_ids, is_blocking=True))
 
-    async def acomplete(self, stats: RequestStats, response_id: str | None) -> RequestStats:
+    async def acomplete(
+        self, stats: RequestStats, response_id: str | None, doc_ids: Sequence[DocId] = ()
+    ) -> RequestStats:
         """Do :meth:`complete` without blocking the event loop."""
-        return await self._complete(stats, response_id, is_blocking=False)
+        return await self._complete(stats, response_id, doc_ids, is_blocking=False)
 
-    async def _complete(self, stats: RequestStats, response_id: str | None, *, is_blocking: bool) -> RequestStats:
+    async def _complete(
+        self, stats: RequestStats, response_id: str | None, doc_ids: Sequence[DocId], *, is_blocking: bool
+    ) -> RequestStats:
         said: httpx.Response | None = None
         if self._may_ask(response_id):
             with self._suppress_stats_errors():
@@ -154,7 +160,7 @@ class CacheStatsRoutes:
                     path = f"/v1/ragcache/requests/{quote(response_id or '', safe='')}"
                     asked = Call(path, as_it_is, timeout=_TIMEOUT_S, is_sent_once=True)
                     said = await self._api.ask_as(asked, is_blocking=is_blocking)
-        return self._completed(stats, response_id, said)
+        return self._completed(stats, response_id, doc_ids, said)
 
     def add_to(self, stats: EngineStats) -> EngineStats:
         """Return ``stats`` with what the engine says of its cache; plain vLLM's come back as they are.
@@ -178,6 +184,7 @@ class CacheStatsRoutes:
         self,
         stats: RequestStats,
         response_id: str | None,
+        doc_ids: Sequence[DocId],
         said: httpx.Response | None,
     ) -> RequestStats:
         """Return ``stats`` with what the engine ``said`` of the request, and end its trace, if it has one."""
@@ -187,7 +194,7 @@ class CacheStatsRoutes:
                 read = dict(_REQUEST_STATS.model_validate(json_object(said) or {}))
                 ttft_s = read.pop("ttft_s")
                 self._on_epoch(read.pop("epoch"))
-                stats = _with_figures(stats, read, ttft_s)
+                stats = _with_figures(stats, read, ttft_s, doc_ids)
         stats = self._resumed.mark(response_id, stats)
         self._traces.complete(response_id, stats, ttft_s)
         return stats
@@ -220,7 +227,9 @@ class CacheStatsRoutes:
             logger.debug("no cache statistics for an answer: %s: %s", type(error).__name__, error)
 
 
-def _with_figures(stats: RequestStats, read: dict[str, Any], engine_ttft_s: float | None) -> RequestStats:
+def _with_figures(
+    stats: RequestStats, read: dict[str, Any], engine_ttft_s: float | None, doc_ids: Sequence[DocId]
+) -> RequestStats:
     spans: list[_Span] = read.pop("documents") or []
     num_prompt_tokens = read.pop("num_prompt_tokens")
     if not stats.num_prompt_tokens and num_prompt_tokens:  # a stream without usage
@@ -228,7 +237,9 @@ def _with_figures(stats: RequestStats, read: dict[str, Any], engine_ttft_s: floa
     if not stats.num_cached_tokens:  # the usage may lack it, or the answer the usage
         num_served = sum(read[name] or 0 for name in TOKENS_BY_ORIGIN)
         stats = replace(stats, num_cached_tokens=min(num_served, stats.num_prompt_tokens))
-    segments = [PromptSegment(SegmentKind.DOCUMENT, each.start, each.end, each.id) for each in spans if each.id]
+    sent = doc_ids if len(doc_ids) == len(spans) else [None] * len(spans)  # else some were not found: which is unknown
+    named = ((each, each.id or doc_id) for each, doc_id in zip(spans, sent, strict=True))
+    segments = [PromptSegment(SegmentKind.DOCUMENT, each.start, each.end, doc_id) for each, doc_id in named if doc_id]
     stats = replace(stats, documents=document_stats(segments, stats.num_cached_tokens))
     if (reuse := read["chunk_reuse"]) is not None:  # vLLM takes what was computed for it for cached
         num_cached = max(stats.num_cached_tokens - reuse.num_computed_tokens, 0)

@@ -148,7 +148,11 @@ class RequestState:
             "is_confirmed": self.is_confirmed,
             "num_prompt_tokens": self.num_prompt_tokens,
             "documents": [
-                {"id": s.doc_id, "start": s.start, "end": s.end if s.text_end is None else s.text_end}
+                {
+                    "id": None if self.is_salted else s.doc_id,
+                    "start": s.start,
+                    "end": s.end if s.text_end is None else s.text_end,
+                }
                 for s in self.metadata.segments
                 if s.kind is SegmentKind.DOCUMENT and s.doc_id is not None and not self.has_forgotten
             ],

@@ -91,7 +91,7 @@ def rendered(request: TracedRequest, number: int, told: dict[int, RenderedPrompt
         token_ids += words(doc_id, num_tokens)
         documents.append(PromptSegment(SegmentKind.DOCUMENT, start, len(token_ids), doc_id))
     token_ids += words(f"question {number}", request.question_tokens)
-    prompt = RenderedPrompt((), "", tuple(token_ids), tile(documents, len(token_ids)))
+    prompt = RenderedPrompt((), tuple(token_ids), tile(documents, len(token_ids)))
     if request.conversation is not None:
         answer = (LAST_TOKEN,) * request.output_tokens
         told[request.conversation] = replace(prompt, token_ids=prompt.token_ids + answer)

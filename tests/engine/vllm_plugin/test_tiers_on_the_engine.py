@@ -482,7 +482,7 @@ class Conversation:
 
     def _generate(self, **settings: Any) -> Generation:
         segments = tile(self._spans, len(self._token_ids))
-        return self._engine.generate(RenderedPrompt((), "", self._token_ids, segments), **settings)
+        return self._engine.generate(RenderedPrompt((), self._token_ids, segments), **settings)
 
 
 def test_a_second_turn_is_served_with_its_history_from_below_the_gpu(tiers: Engine) -> None:

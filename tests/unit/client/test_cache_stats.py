@@ -182,6 +182,18 @@ def test_figures_that_an_engine_leaves_out_or_adds_are_no_hindrance(engine: Engi
     assert (stats.num_host_tokens, stats.num_disk_tokens) == (3, None)
 
 
+def test_documents_that_an_engine_does_not_name_are_those_of_the_request(
+    engine: Engine, server: ScriptedServer
+) -> None:
+    """The engine names no document of a request with a salt; which of several it did not find, nobody knows."""
+    engine.generate(MESSAGES)
+    spans = [{"id": None, "start": 0, "end": 4}, {"id": None, "start": 4, "end": 9}]
+    server._figures["chatcmpl-1"] = {"num_gpu_tokens": 6, "documents": spans}
+    for sent, named in ((("a", "b"), ["a", "b"]), (("a", "b", "c"), []), ((), [])):
+        stats = engine.integration.stats.complete(RequestStats(9, 6, 2, None, 0.5), "chatcmpl-1", sent)
+        assert [each.doc_id for each in stats.documents] == named
+
+
 def test_an_answer_without_an_id_asks_nothing(engine: Engine, server: ScriptedServer) -> None:
     stats = RequestStats(9, 0, 2, None, 0.5)
     assert engine.integration.stats.complete(stats, None) == stats
