@@ -36,7 +36,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob as OffloadingTransferJob
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
+    OffloadingEventsTracker,
+    get_offloading_event_group_spec,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
     OffloadPromMetrics,
@@ -59,7 +64,6 @@ from vllm.v1.core.kv_cache_utils import (
     resolve_kv_cache_block_sizes,
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
@@ -87,6 +91,8 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
+    TierFilter,
+    TierMatcher,
     TransferResult,
     get_offload_block_hash,
 )
@@ -95,6 +101,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec, CPUOffloadingMetrics
 from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager, TieringOffloadingMetrics, TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
@@ -138,7 +145,6 @@ __all__ = [
     "CPUOffloadingMetrics",
     "CPUOffloadingWorker",
     "CacheHitSource",
-    "CachedRequestData",
     "CanonicalKVCaches",
     "ChunkedLocalAttentionSpec",
     "CommonAttentionMetadata",
@@ -166,7 +172,10 @@ __all__ = [
     "OffloadingConnectorMetadata",
     "OffloadingConnectorStats",
     "OffloadingEvent",
+    "OffloadingEventsTracker",
     "OffloadingManager",
+    "OffloadingSpecFactory",
+    "OffloadingTransferJob",
     "OffloadingWorker",
     "OffloadingWorkerMetadata",
     "PrepareStoreOutput",
@@ -181,6 +190,8 @@ __all__ = [
     "SharedOffloadRegion",
     "SlidingWindowSpec",
     "SupportsHMA",
+    "TierFilter",
+    "TierMatcher",
     "TieringOffloadingMetrics",
     "TieringOffloadingSpec",
     "TransferJob",
@@ -207,6 +218,7 @@ __all__ = [
     "get_forward_context",
     "get_group_id",
     "get_offload_block_hash",
+    "get_offloading_event_group_spec",
     "hash_seed",
     "in_forward",
     "kv_bytes_per_block",

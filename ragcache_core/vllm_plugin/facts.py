@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.v1.core import kv_cache_coordinator, kv_cache_utils
 from vllm.v1.core.block_pool import BlockHashToBlockMap
 from vllm.v1.engine.core import EngineCore
@@ -29,7 +28,7 @@ from ragcache_core.vllm_plugin.server.metrics.prometheus import RAGCachePromMetr
 
 HOOKS: tuple[tuple[type, type], ...] = (
     (DocumentConnector, compat.KVConnectorBase_V1),
-    (RAGCacheConnector, compat.OffloadingConnector),
+    (RAGCacheConnector, compat.KVConnectorBase_V1),
     (RAGCacheSpec, compat.TieringOffloadingSpec),
     (TierManager, compat.OffloadingManager),
     (CopyingWorker, compat.OffloadingWorker),
@@ -45,12 +44,10 @@ HOOKS: tuple[tuple[type, type], ...] = (
 PRIVATE: dict[Any, tuple[str, ...]] = {
     BlockHashToBlockMap: ("_cache",),
     compat.BlockPool: ("_remove_cached_block_hashes",),
-    compat.KVConnectorBase_V1: ("_connector_metadata",),
     EngineCore: ("_reset_caches",),
     compat.Scheduler: (
         *("_inflight_prefills", "_preempt_request", "_free_request_blocks", "_handle_blocked_waiting_request"),
     ),
-    OffloadingConnectorScheduler: ("_jobs", "_req_status", "_current_batch_allocated_block_ids"),
     kv_cache_utils: ("_NON_CRYPTO_HASH_FUNCTIONS",),
 }
 """vLLM's names with an underscore, and whose they are; chunk reuse has two more, of attention layers."""

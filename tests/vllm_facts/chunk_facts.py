@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as offloading
 from vllm.forward_context import ForwardContext
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.attention import Attention
@@ -148,20 +147,6 @@ def facts() -> dict[str, Any]:
         "delayed": "delay_cache_blocks=load_kv_async" in inspect.getsource(Scheduler.schedule)
         and "if delay_cache_blocks:" in inspect.getsource(KVCacheManager.allocate_slots),
         "waits": "finished_recving_kv_req_ids" in inspect.getsource(Scheduler.finish_requests),
-        "storing": [
-            "max_offload_tokens" in _fields(offloading.RequestOffloadState),
-            _fields(offloading.RequestGroupState)[0],
-        ],
-        "fenced": _order(
-            getattr(
-                offloading.OffloadingConnectorScheduler,
-                "_build_connector_meta",  # from 0.33 on
-                offloading.OffloadingConnectorScheduler.build_connector_meta,
-            ),
-            "self._block_id_to_pending_jobs.keys().isdisjoint(",
-            "self._current_batch_allocated_block_ids",
-            "self._current_batch_allocated_block_ids = set()",
-        ),
         "loaded": "finished_recving" in _fields(KVConnectorOutput),
         "allocated": _arguments(KVCacheBlocks.get_block_ids)[:2],
         "all_reduce": _arguments(compat.tensor_model_parallel_all_reduce),

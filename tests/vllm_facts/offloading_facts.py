@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
+from typing import Any
 
+import torch
 from vllm.config import (
     AttentionConfig,
     CacheConfig,
@@ -14,9 +16,18 @@ from vllm.config import (
     SpeculativeConfig,
     VllmConfig,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config, events, metrics, worker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as offloading
+from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCacheTensor, TierFilter
-from vllm.v1.kv_offload.config import OffloadingParallelConfig
+from vllm.v1.kv_offload.config import OffloadingGroupConfig, OffloadingParallelConfig
 from vllm.v1.kv_offload.tiering.base import JobResult
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.worker.gpu_input_batch import InputBatch
@@ -24,8 +35,28 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from ragcache_core.vllm_plugin import compat
 from ragcache_core.vllm_plugin.lower.manager import TierManager
+from ragcache_core.vllm_plugin.offload.copied_requests import KeyGroup, _num_window_blocks
+from ragcache_core.vllm_plugin.offload.copy_stats import (
+    ALLOCATION_FAILURE,
+    DIRECTIONS,
+    LOOKUP_ASYNC_DELAY,
+    LOOKUP_SYNC_DELAY,
+)
 from ragcache_core.vllm_plugin.offload.cpu_worker import CopyingWorker
 from tests.vllm_facts.engine_facts import names, parameters, sets
+
+_ATTENTION: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+_SPECS = [
+    FullAttentionSpec(**_ATTENTION),
+    *(SlidingWindowSpec(**_ATTENTION, sliding_window=tokens) for tokens in (1, 16, 17, 40)),
+    ChunkedLocalAttentionSpec(**_ATTENTION, attention_chunk_size=64),
+    MambaSpec(block_size=16, shapes=((16,),), dtypes=(torch.float32,)),
+]
+_KEY_GROUP = KeyGroup(0, 16, 1, None, _SPECS[0], False, False, None)
+_window_of_vllm = getattr(
+    offloading, "get_sliding_window_size_in_chunks", getattr(config, "get_sliding_window_size_in_chunks", None)
+)
+assert _window_of_vllm is not None, "lookups.py has windows as vLLM has them"
 
 
 def facts() -> dict[str, object]:
@@ -137,49 +168,39 @@ def facts() -> dict[str, object]:
         "region_is_one_file": "num_segments" not in inspect.getsource(compat.TieringOffloadingSpec),
         "region_path": "/dev/shm/vllm_offload_{engine_id}.mmap"
         in inspect.getsource(compat.SharedOffloadRegion.__init__),
-        "offloading_connector": {
-            name: parameters(getattr(compat.OffloadingConnector, name))
-            for name in (
-                "get_num_new_matched_tokens",
-                "update_state_after_alloc",
-                "build_connector_meta",
-                "request_finished",
-                "request_finished_all_groups",
-                "reset_cache",
-                "get_kv_connector_stats",
-                "get_external_cache_hit_sources",
-                "on_new_request",
-                "take_events",
-                "has_pending_push_work",
-                "update_connector_output",
-                "shutdown",
-            )
-        },
-        "offloading_scheduler": [
-            isinstance(inspect.getattr_static(compat.OffloadingConnector, "scheduler"), property),
-            sets(offloading.OffloadingConnectorScheduler, "manager"),
-            names(offloading.TransferJob),
+        "connector_below": [
+            issubclass(compat.OffloadingConnector, compat.KVConnectorBase_V1),
+            sets(compat.OffloadingConnector, "connector_worker"),
+            sets(worker.OffloadingConnectorWorker, "spec"),
         ],
-        "offloading_state": {
-            "states": sets(offloading.OffloadingConnectorScheduler, "_req_status", "config", "_jobs"),
-            "fence": "self._current_batch_allocated_block_ids: set[int]" in whole_offloading,
-            "pending": [
-                "self.manager.has_pending_work()"
-                in inspect.getsource(offloading.OffloadingConnectorScheduler.has_pending_push_work),
-            ],
-            "limits": [
-                "max_offload_tokens" in offloading.RequestOffloadState.__annotations__,
-                {"kv_group_configs", "blocks_per_chunk"} <= {*offloading.SchedulerOffloadConfig.__annotations__},
-                "group_states" in offloading.RequestOffloadState.__annotations__,
-            ],
-            "group": [
-                "tokens_per_chunk" in offloading.GroupOffloadConfig.__annotations__,
-                "requires_cow_source" in offloading.GroupOffloadConfig.__annotations__,
-                "offload_keys" in offloading.RequestGroupState.__annotations__,
-                "next_stored_chunk_idx" in offloading.RequestGroupState.__annotations__,
-            ],
-            "running": names(compat.CachedRequestData),
+        "step": {
+            "metadata": names(compat.OffloadingConnectorMetadata),
+            "job": names(compat.OffloadingTransferJob),
+            "told": names(compat.OffloadingWorkerMetadata),
+            "cached": names(CachedRequestData),
+            "block_state": names(KVConnectorBlockState),
         },
+        "key_groups": [
+            sorted({"group_id", "tokens_per_block"} - set(names(OffloadingGroupConfig))),
+            "is_eagle_group" in names(KVCacheGroupSpec),
+            [_num_window_blocks(spec, 16) for spec in _SPECS] == [_window_of_vllm(spec, 16) for spec in _SPECS],
+            sorted(set(re.findall(r"group_config\.(\w+)", inspect.getsource(events))) - set(dir(_KEY_GROUP))),
+        ],
+        "key_events": [
+            parameters(compat.OffloadingEventsTracker.record_store),
+            parameters(compat.OffloadingEventsTracker.record_lookup),
+            parameters(compat.OffloadingEventsTracker.take_events),
+        ],
+        "copy_metrics": sorted(
+            {
+                getattr(kind, name)
+                for kind in (metrics._TransferMetricName, metrics._ConnectorMetricName)
+                for name in vars(kind)
+                if name.isupper()
+            }
+            ^ {LOOKUP_SYNC_DELAY, LOOKUP_ASYNC_DELAY, ALLOCATION_FAILURE}
+            ^ {f"vllm:kv_offload_{each}_{what}" for each in DIRECTIONS for what in ("bytes", "time", "size")}
+        ),
         "seeded_prefill": [
             parameters(compat.platform_worker().sample_tokens),
             sets(GPUModelRunner, "input_batch", "discard_request_mask"),

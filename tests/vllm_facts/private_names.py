@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from tests.conftest import ROOT
 
 _PLUGIN = ROOT / "ragcache_core" / "vllm_plugin"
-_OF_VLLM = {_PLUGIN / "compat.py", _PLUGIN / "offload" / "compat.py"}
-"""What these reach into is vLLM's, also under names that we have elsewhere."""
+_OF_VLLM = {_PLUGIN / "compat.py"}
+"""What it reaches into is vLLM's, also under names that we have elsewhere."""
 
 
 def used_private_names() -> dict[str, set[str]]:

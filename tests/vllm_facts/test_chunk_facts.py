@@ -72,10 +72,8 @@ def test_approximate_blocks_can_be_kept_apart(facts: dict[str, Any]) -> None:
     assert facts["skips"], "a request that wants all logits is prefilled"
     assert facts["hashes_grow"], "blocks of an answer chain off the private hashes"
     assert facts["delayed"], "blocks are named when they are there, which is after _keep_apart()"
-    assert facts["storing"] == [True, "offload_keys"], "offload.compat.keep_from_storing() limits them"
     assert facts["loaded"], "an update_connector_output() that does not see finished_recving leaves jobs running"
     assert facts["allocated"] == ["self", "allow_none"], "ChunkReuse computes into the blocks that a request got"
-    assert facts["fenced"], "fence_blocks(): stores out of these blocks end before the step writes to them"
     assert facts["waits"], "an aborted request keeps its blocks until its job is reported as finished"
 
 

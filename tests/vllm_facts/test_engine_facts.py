@@ -36,7 +36,7 @@ def test_an_engine_checks_every_private_name_that_is_used(facts: dict[str, Any])
 
 
 def test_what_is_private_becomes_less_and_not_more() -> None:
-    assert len(used_private_names()) <= 12
+    assert len(used_private_names()) <= 8
     assert class_swaps() == []
 
 

@@ -1,4 +1,4 @@
-"""What RAGCache relies on inside vLLM's offloading: names of ``offload/compat.py`` and ``compat.py``."""
+"""What RAGCache relies on inside vLLM's offloading."""
 
 from __future__ import annotations
 
@@ -128,41 +128,30 @@ def test_the_copying_worker_stands_in_for_vllms(facts: dict[str, Any], since: Si
     assert facts["region_path"], "runtime/shared_memory.py lays host memory, by a link, where vLLM looks for it"
 
 
-def test_the_offloading_connector_is_the_one_that_ours_extends(facts: dict[str, Any], since: Since) -> None:
-    assert facts["offloading_connector"] == {
-        "get_num_new_matched_tokens": ["self", "request", "num_computed_tokens"],
-        "update_state_after_alloc": ["self", "request", "blocks", "num_external_tokens"],
-        "build_connector_meta": ["self", "scheduler_output"],
-        "request_finished": ["self", "request", "block_ids"],
-        "request_finished_all_groups": ["self", "request", "block_ids"],
-        "reset_cache": ["self"],
-        "get_kv_connector_stats": ["self"],
-        "get_external_cache_hit_sources": ["self", "request", "num_external_tokens"],
-        "on_new_request": ["self", "request"],
-        "take_events": ["self"],
-        "has_pending_push_work": ["self"],
-        "update_connector_output": ["self", "connector_output"],
-        "shutdown": ["self"],
-    }, "follow the change in RAGCacheConnector: a hook that has another name would be vLLM's own again, unnoticed"
-    job = ["req_id", "src_spec", "dst_spec", *since("0.33", "sync")]
-    assert facts["offloading_scheduler"] == [True, ["manager"], job], (
-        "RAGCacheConnector reads scheduler.manager, and counts the bytes of store_jobs"
+def test_what_workers_are_told_and_answer_is_what_vllms_offloading_copies(facts: dict[str, Any], since: Since) -> None:
+    assert facts["connector_below"] == [True, ["connector_worker"], ["spec"]], (
+        "RAGCacheConnector has vLLM's connector copy on each worker, and reads whether its spec loads by layer"
     )
-    assert facts["offloading_state"] == {
-        "states": ["_req_status", "config", "_jobs"],
-        "fence": True,
-        "pending": [True],
-        "limits": [True, True, True],
-        "group": [True, True, True, True],
-        "running": [
+    assert facts["step"] == {
+        "metadata": ["load_jobs", "store_jobs", "jobs_to_flush"],
+        "job": ["req_id", "src_spec", "dst_spec", *since("0.33", "sync")],
+        "told": ["completed_jobs", "transfer_stats"],
+        "cached": [
             *("req_ids", "resumed_req_ids", "new_token_ids", "all_token_ids", "new_block_ids"),
             *("num_computed_tokens", "num_output_tokens"),
         ],
-    }, (
-        "StoringRequests leaves running requests out by the last two; "
-        "needs_steps() is what vLLM has pending, without stores that wait for our disk alone; keep_from_storing() "
-        "limits what a request stores, and fence_blocks() has stores out of a step's blocks end before it"
-    )
+        "block_state": ["req_ids", "resolve_block_ids", "boundary_state_offloads"],
+    }, "CopyScheduler makes the first two and reads the others"
+    assert facts["key_groups"] == [[], True, True, []], "read_key_groups() reads them; vLLM's KV events read ours"
+    assert facts["key_events"] == [
+        ["self", "req", "group_config", "chunk_idx", "offload_key"],
+        ["self", "req", "group_config", "chunk_idx", "offload_key"],
+        ["self", "events"],
+    ], "CopyScheduler has the payloads of KV events built by vLLM"
+    assert facts["copy_metrics"] == [], "CopyStats counts under these names"
+
+
+def test_prompts_and_limits_are_as_the_tiers_need_them(facts: dict[str, Any]) -> None:
     assert facts["seeded_prefill"] == [
         *(["self", "grammar_output"], ["input_batch", "discard_request_mask"], ["generators"], True, True),
     ], "SparingSeeds takes the generators of prompts that are cut out while vLLM samples"

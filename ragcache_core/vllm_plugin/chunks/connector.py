@@ -31,11 +31,9 @@ from ragcache_core.vllm_plugin.compat import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
-    OffloadingConnector,
 )
 from ragcache_core.vllm_plugin.connector.gpu_connector import DocumentConnector, is_told_by_tokens
 from ragcache_core.vllm_plugin.connector.tiered_connector import RAGCacheConnector
-from ragcache_core.vllm_plugin.offload.compat import fence_blocks, keep_from_storing
 from ragcache_core.vllm_plugin.offload.worker_memory import Rank
 from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.wire import RequestMetadata
@@ -244,8 +242,8 @@ class ChunkReuseConnector(KVConnectorBase_V1):
             self.scheduling.compute(request.request_id, num_local + num_external_tokens)
             return by_tier
         block_ids = blocks.get_block_ids()[0]
-        if isinstance(self, OffloadingConnector):
-            fence_blocks(self, block_ids)
+        if isinstance(self, RAGCacheConnector) and self.copies is not None:
+            self.copies.fence(block_ids)
         first = self.scheduling.begin(request.request_id, block_ids, awaits_load=num_below > 0)
         self._approximate_from[request.request_id] = first
         return by_tier
@@ -272,8 +270,8 @@ class ChunkReuseConnector(KVConnectorBase_V1):
             self._controller.on_approximated(request.request_id, first_block, request.block_hashes)
             self._borders.add(first_block)
             first_private = first_block
-        if isinstance(self, OffloadingConnector):
-            keep_from_storing(self, request.request_id, first_private * block_size)
+        if isinstance(self, RAGCacheConnector) and self.copies is not None:
+            self.copies.keep_from_storing(request.request_id, first_private * block_size)
 
     @property
     def _controller(self) -> CacheController:

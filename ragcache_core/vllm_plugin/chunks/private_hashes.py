@@ -5,7 +5,7 @@ from the first block with approximate KV on, a request has the hashes of a names
 the very same settings have them, and find such blocks; later blocks chain off them by themselves. Where the first
 approximate token lies in the prompt's last block, which is not full and has no hash yet, there is none to replace: the
 pool caches no block of an answer behind approximate ones, and the tiers below store none of either
-(``TreeBlockPool.cache_full_blocks``, ``offload.compat.keep_from_storing``).
+(``TreeBlockPool.cache_full_blocks``, ``CopyScheduler.keep_from_storing``).
 """
 
 from __future__ import annotations

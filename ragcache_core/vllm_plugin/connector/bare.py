@@ -43,7 +43,7 @@ class BareConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        if type(self) is BareConnector:
+        if type(self) is BareConnector and why_alone() is not None:
             warn_alone(role, ", and without documents and statistics")
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:

@@ -1,10 +1,8 @@
-"""vLLM's door to the tiers: the connector of an engine with host memory, over vLLM's own offloading."""
+"""vLLM's door to the tiers: the connector of an engine with host memory."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ragcache_core.log import logger_of
@@ -17,33 +15,29 @@ from ragcache_core.vllm_plugin.compat import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorStats,
+    KVConnectorWorkerMetadata,
     OffloadingConnector,
+    OffloadingConnectorMetadata,
+    OffloadingSpecFactory,
     OffloadingWorkerMetadata,
     RequestStatus,
+    build_offloading_config,
     bytes_of_stages,
     kv_bytes_per_block,
 )
+from ragcache_core.vllm_plugin.connector.bare import BareConnector
+from ragcache_core.vllm_plugin.connector.forwarding import ForwardingConnector
 from ragcache_core.vllm_plugin.connector.gpu_connector import DocumentAware, DocumentConnector
 from ragcache_core.vllm_plugin.disk.prefetcher import DiskPrefetcher
-from ragcache_core.vllm_plugin.offload.compat import (
-    NoOffloading,
-    fence_blocks,
-    needs_steps,
-    num_copies_of_blocks,
-    rows_in_copies,
-    spoil_stores,
-    stop_storing,
-    store_at_most,
-)
+from ragcache_core.vllm_plugin.offload.copy_scheduler import CopyScheduler
 from ragcache_core.vllm_plugin.offload.host_tier import ADAPTED, HostTier
 from ragcache_core.vllm_plugin.offload.layer_load_scheduler import LayerLoads
 from ragcache_core.vllm_plugin.offload.layer_loads import LayerLoadMetadata, calls_each_layer
 from ragcache_core.vllm_plugin.offload.spec import why_no_host
-from ragcache_core.vllm_plugin.offload.storing import StoringRequests
 from ragcache_core.vllm_plugin.offload.worker_memory import Rank, WorkerMemory, why_apart, why_uneven
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     import torch
     from vllm.config import VllmConfig
@@ -55,7 +49,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from ragcache_core.vllm_plugin.compat import OffloadingConnectorMetadata
+    from ragcache_core.vllm_plugin.lower.manager import TierManager
+    from ragcache_core.vllm_plugin.lower.tier import LowerTier
     from ragcache_core.vllm_plugin.offload.layer_loads import LayerLoadWorker
 
 logger = logger_of(__name__)
@@ -70,18 +65,26 @@ _ORIGIN_OF_SOURCE = {
 }
 
 
-class RAGCacheConnector(DocumentAware, OffloadingConnector):
-    """GPU, host and disk, over vLLM's offloading with :class:`~ragcache_core.vllm_plugin.offload.spec.RAGCacheSpec`.
+class RAGCacheConnector(DocumentAware, ForwardingConnector):
+    """GPU, host memory and the tiers below it.
+
+    Below it are a :class:`CopyScheduler` on the scheduler's side, and vLLM's offloading on a worker. Where the tree
+    cannot follow the model's KV cache groups, vLLM's offloading is below on both sides, in its own order.
 
     Where the host tier has its default size and holds no block, a :class:`DocumentConnector` is made instead; so it is
-    on workers whose parts of a block do not fit into its row, and then the scheduler's side keeps nothing below the GPU
-    (:class:`~ragcache_core.vllm_plugin.offload.compat.NoOffloading`).
+    on workers whose parts of a block do not fit into its row, and then the scheduler's side keeps nothing below the
+    GPU.
     """
 
+    tiers: TierManager | None = None
+    """On the scheduler's side where the tree orders them: host memory and the tiers below it."""
+    copies: CopyScheduler | None = None
+    """On the scheduler's side, beside ``tiers``."""
     _worker_bytes: int | None = None
     _prefetcher: DiskPrefetcher | None = None
     _layer_loads: LayerLoads | None = None
     _layer_worker: LayerLoadWorker | None = None
+    _step: KVConnectorMetadata | None = None
     _waits_for: int | None = None
     _waits_since_s = 0.0
 
@@ -107,32 +110,38 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         return DocumentConnector
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._kv_config = kv_cache_config
         self._host: HostTier | None = None
-        self._prefetched: set[str] = set()
-        self._late_copies: dict[int, tuple[int, list[int]]] = {}
         self._worker_block_bytes = kv_bytes_per_block(kv_cache_config)
-        with building(vllm_config, kv_cache_config) as context:
-            context.worker_bytes = self._worker_bytes
-            super().__init__(vllm_config, role, kv_cache_config)
-        self._storing = None if context.controller is None else StoringRequests(self)
         events = vllm_config.kv_events_config
         self._tells_events = events is not None and events.enable_kv_cache_events
+        with building(vllm_config, kv_cache_config) as context:
+            context.worker_bytes = self._worker_bytes
+            if role == KVConnectorRole.WORKER or context.groups is None:
+                self.below = OffloadingConnector(vllm_config, role, kv_cache_config)
+            else:
+                self._build_tiers(vllm_config, kv_cache_config)
         if context.controller is not None:
-            host = self.scheduler.manager.host
-            self._host = host if isinstance(host, HostTier) else None
             self._begin(context.controller)
-            context.controller.forgetting.store_at_most = partial(store_at_most, self)
-            if self._host is not None and context.loads_by_layer:
-                self._layer_loads = LayerLoads(
-                    self, context.controller, num_workers=vllm_config.parallel_config.world_size
-                )
-            if self._host is not None and self.scheduler.manager.lower:
+        if self._host is not None and self.copies is not None and context.controller is not None:
+            context.controller.forgetting.store_at_most = self.copies.store_at_most
+            if context.loads_by_layer:
+                self._layer_loads = LayerLoads(self.copies, context.controller)
+            if self.tiers is not None and self.tiers.lower:
                 self._prefetcher = DiskPrefetcher(
                     context.controller,
                     self._host.promises,
                     self._look_up_below,
                     self._end_prefetch,
                 )
+
+    def _build_tiers(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        spec = OffloadingSpecFactory.create_spec(build_offloading_config(vllm_config, kv_cache_config))
+        self.tiers = spec.get_manager()
+        assert isinstance(self.tiers.host, HostTier)
+        self._host = self.tiers.host
+        self.below = self.copies = CopyScheduler(spec, vllm_config, kv_cache_config, self.tiers)
 
     def shutdown(self) -> None:
         self._close_journal()
@@ -160,32 +169,36 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         """Go on with GPU memory alone."""
         assert self.controller is not None
         self._close_journal()
-        OffloadingConnector.shutdown(self)
+        self.below.shutdown()
         empty_region(engine_id)
         for tier in (Tier.HOST, Tier.DISK):
             self.controller.remove_tier(tier)
-        self.controller.forgetting.remove_holder(self.scheduler.manager.host)
+        if self._host is not None:
+            self.controller.forgetting.remove_holder(self._host)
         self._leave_stores()
-        self._prefetcher = self._host = self._storing = self._layer_loads = None
-        self.connector_scheduler = NoOffloading()
+        self._prefetcher = self._host = self._layer_loads = self.tiers = self.copies = None
+        self.below = BareConnector(self._vllm_config, self.role, self._kv_config)
 
     def _give_up_reading(self) -> None:
         """Go on without what reads in this process what workers have in host memory: disk, shared store and journal."""
         assert self.controller is not None
-        manager = self.scheduler.manager
-        for tier in manager.lower:
+        for tier in self._lower:
             tier.shutdown()
         self._leave_stores()
-        manager.lower.clear()
+        self._lower.clear()
         self.controller.remove_tier(Tier.DISK)
-        OffloadingConnector.reset_cache(self)
+        self.below.reset_cache()
 
     def _leave_stores(self) -> None:
         """Have what is forgotten from now on say that disks and stores may have it from earlier starts."""
         assert self.controller is not None
-        for tier in self.scheduler.manager.lower:
+        for tier in self._lower:
             self.controller.forgetting.remove_holder(tier, why_left=tier.why_left_behind)
         self.controller.shared = None
+
+    @property
+    def _lower(self) -> list[LowerTier]:
+        return [] if self.tiers is None else self.tiers.lower
 
     def on_new_request(self, request: Request) -> None:
         super().on_new_request(request)
@@ -195,50 +208,39 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
     def prefetch(self, request: Request) -> bool:
         if self._prefetcher is None or not self._prefetcher.reads(request):
             return False
-        OffloadingConnector.on_new_request(self, request)
+        self.below.on_new_request(request)
         self._prefetcher.add_prompt(request)
         return True
 
     def _end_prefetch(self, request: Request) -> None:
         request.status = RequestStatus.FINISHED_ABORTED
         self._forget_promises(request)
-        OffloadingConnector.request_finished_all_groups(self, request, ())
-        self._prefetched.add(request.request_id)
+        self.below.request_finished_all_groups(request, ())
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return what workers have to copy, and count what they store."""
-        if self._prefetched:  # other connectors do not know these requests
-            ended, self._prefetched = self._prefetched, set()
-            scheduler_output = replace(scheduler_output, finished_req_ids=scheduler_output.finished_req_ids | ended)
+        assert self.controller is not None
         if self._prefetcher is not None:
-            self._prefetcher.begin_reads()  # with which vLLM's offloading goes on below
+            self._prefetcher.begin_reads()
         if self._host is not None:
             self._host.note_names()
-        if self._storing is None:  # the tiers were given up
-            nothing: KVConnectorMetadata = super().build_connector_meta(scheduler_output)
-            return nothing
-        assert self.controller is not None
-        scheduler_output = self._storing.only_changes(scheduler_output)
-        metadata: OffloadingConnectorMetadata = super().build_connector_meta(scheduler_output)
-        self._storing.on_shown(scheduler_output)
-        for job in metadata.store_jobs.values():
-            self.controller.on_stored(job.req_id, len(job.src_spec.block_ids) * self._block_bytes)
-        return metadata if self._layer_loads is None else self._layer_loads.with_new(metadata)
+        metadata = super().build_connector_meta(scheduler_output)
+        if isinstance(metadata, OffloadingConnectorMetadata):
+            for job in metadata.store_jobs.values():
+                self.controller.on_stored(job.req_id, len(job.src_spec.block_ids) * self._block_bytes)
+        return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         assert self.controller is not None
-        if (meta := connector_output.kv_connector_worker_meta) is not None:
-            if self._late_copies:
-                self._end_late_copies(meta.completed_jobs)
-            if self._layer_loads is not None:
-                self._layer_loads.end(meta.completed_jobs)
-                self._layer_loads.on_loaded(meta.transfer_stats.load.bytes, meta.transfer_stats.load.time)
+        meta = connector_output.kv_connector_worker_meta
+        if self._layer_loads is not None and isinstance(meta, OffloadingWorkerMetadata):
+            self._layer_loads.on_loaded(meta.transfer_stats.load.bytes, meta.transfer_stats.load.time)
         super().update_connector_output(connector_output)
         for request_id in connector_output.finished_recving or ():
             self.controller.on_load_ended(request_id, time.monotonic())
-        if connector_output.invalid_block_ids:
+        if connector_output.invalid_block_ids and self.copies is not None:
             # What another connector failed to load in this step is being stored under the hash of what it should be.
-            spoil_stores(self)
+            self.copies.spoil_stores()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         return super().take_events() if self._tells_events else ()  # else vLLM asks each tier in each step
@@ -247,49 +249,28 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         """Return whether an engine without requests goes on stepping; for a disk that is slow only some time."""
         assert self.controller is not None
         self.controller.forgetting.sweep()
-        if needs_steps(self) or self._late_copies or self._prefetched or self._layer_loads:
+        if self.below.has_pending_push_work():
             return True
         if self._prefetcher is not None and self._prefetcher.is_prefetching:
             return True
-        manager = self.scheduler.manager
-        if self._tells_events and manager.has_events:
+        if self.tiers is None:
+            return False
+        if self._tells_events and self.tiers.has_events:
             return True
-        newest, now_s = manager.newest_store, time.monotonic()
+        newest, now_s = self.tiers.newest_store, time.monotonic()
         if newest != self._waits_for:
             self._waits_for, self._waits_since_s = newest, now_s
         return newest is not None and now_s - self._waits_since_s < _STEPS_FOR_DISK_S
 
     def reset_cache(self) -> bool | None:
-        if self._host is not None:
-            self._late_copies |= rows_in_copies(self, self._host)
         if self._layer_loads is not None:
-            self._late_copies |= self._layer_loads.reset()
-        is_reset: bool | None = OffloadingConnector.reset_cache(self)
-        if self._storing is not None and self.controller is not None:
-            self._storing.on_reset(self.controller.request_ids())
-            if self.controller.groups.others:  # whose blocks may be gone from the request that vLLM would store again
-                stop_storing(self)
-        if self._host is not None:  # else a read from disk gets a row before it is read or written for the last time
-            self._host.rows.reset([row for _, rows in self._late_copies.values() for row in rows])
+            self._layer_loads.reset()
+        is_reset: bool | None = self.below.reset_cache()
         self._on_reset()
         return is_reset
 
-    def _end_late_copies(self, ended: Mapping[int, int]) -> None:
-        """Free the rows of copies from before a reset that no worker uses any more.
-
-        ``ended`` has how many workers ended a copy, by its job.
-        """
-        assert self._host is not None
-        for job in self._late_copies.keys() & ended.keys():
-            num_pending, rows = self._late_copies.pop(job)
-            if num_pending > ended[job]:
-                self._late_copies[job] = num_pending - ended[job], rows
-            else:
-                used = {row for _, others in self._late_copies.values() for row in others}
-                self._host.rows.free([row for row in rows if row not in used])
-
     def forget_weights(self) -> None:
-        for tier in self.scheduler.manager.lower:
+        for tier in self._lower:
             tier.clear()
 
     @property
@@ -298,8 +279,6 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         return self.controller.block_bytes
 
     def _limit_storing(self, request: Request) -> None:
-        if self._storing is None:
-            return
         assert self.controller is not None
         params = dict(request.kv_transfer_params or {})
         limit = self.controller.num_storable_tokens(request.request_id)
@@ -324,9 +303,7 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         if self._host is not None:
             self._host.begin_lookup(request.request_id, num_computed_tokens)
         try:
-            matched: tuple[int | None, bool] = OffloadingConnector.get_num_new_matched_tokens(
-                self, request, num_computed_tokens
-            )
+            matched: tuple[int | None, bool] = self.below.get_num_new_matched_tokens(request, num_computed_tokens)
         finally:
             if self._host is not None:
                 self._host.end_lookup()
@@ -342,12 +319,12 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
 
     def _load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> dict[Origin, int]:
         if self._layer_loads is None or not self._layer_loads.begin(request, blocks, num_external_tokens):
-            OffloadingConnector.update_state_after_alloc(self, request, blocks, num_external_tokens)
+            self.below.update_state_after_alloc(request, blocks, num_external_tokens)
         self._forget_promises(request)
         if not num_external_tokens:
-            if self._is_beside:  # what another connector loads into them comes before a step that vLLM tells of
-                new = (block for group in blocks.blocks for block in group if block.block_hash is None)
-                fence_blocks(self, [block.block_id for block in new if not block.is_null])
+            if self._is_beside and self.copies is not None:
+                # Another connector may load into any of them, before this step or in it.
+                self.copies.fence([block_id for group in blocks.get_block_ids() for block_id in group])
             return {}
         assert self.controller is not None
         num_blocks = -(-num_external_tokens // self.controller.tokens_per_block)
@@ -362,28 +339,36 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         self._forget_promises(request)
         if self._layer_loads is not None:
             self._layer_loads.drop(request.request_id)
-        outcome: tuple[bool, dict[str, Any] | None] = OffloadingConnector.request_finished_all_groups(
-            self, request, block_ids
-        )
+        outcome: tuple[bool, dict[str, Any] | None] = self.below.request_finished_all_groups(request, block_ids)
         return outcome
 
     def _stats_below(self) -> KVConnectorStats | None:
-        return OffloadingConnector.get_kv_connector_stats(self)
+        stats: KVConnectorStats | None = self.below.get_kv_connector_stats()
+        return stats
 
     def _num_copies(self) -> int:
-        num_layer_loads = 0 if self._layer_loads is None else len(self._layer_loads)
-        return num_copies_of_blocks(self) + num_layer_loads + int(self.scheduler.manager.num_open_jobs)
+        if self.tiers is None or self.copies is None:
+            return 0
+        return self.copies.num_jobs + self.tiers.num_open_jobs
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        layout: str | None = OffloadingConnector.get_required_kvcache_layout(vllm_config)
+        return layout
 
     # On a worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
-        self._layer_worker = self.connector_worker.spec.layer_loads
+        self._layer_worker = self.below.connector_worker.spec.layer_loads
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._step = connector_metadata
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        if self._layer_worker is not None and isinstance(self._connector_metadata, LayerLoadMetadata):
-            loads = self._connector_metadata.layer_loads
-            self._layer_worker.start(loads, waits_by_layer=calls_each_layer(forward_context))
+        if self._layer_worker is not None and isinstance(self._step, LayerLoadMetadata):
+            self._layer_worker.start(self._step.layer_loads, waits_by_layer=calls_each_layer(forward_context))
         super().start_load_kv(forward_context, **kwargs)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -396,10 +381,12 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
             self._layer_worker.end_step()
         super().wait_for_save()
 
-    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
-        meta: OffloadingWorkerMetadata | None = super().build_connector_worker_meta()
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        meta = super().build_connector_worker_meta()
         for finished in () if self._layer_worker is None else self._layer_worker.take_finished():
-            meta = OffloadingWorkerMetadata() if meta is None else meta
+            if meta is None:
+                meta = OffloadingWorkerMetadata()
+            assert isinstance(meta, OffloadingWorkerMetadata)
             for number in finished.numbers:
                 meta.mark_completed(number)
             meta.transfer_stats.load.record(finished.num_bytes, finished.seconds)

@@ -12,6 +12,7 @@ job until the job has ended.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -51,8 +52,7 @@ class _OpenJob(NamedTuple):
 class TierManager(OffloadingManager):
     """Host memory and the tiers below it.
 
-    vLLM has the blocks of a copy as a set. The tiers get them in the order of their prefix, in which a run of one tree
-    node is one step.
+    A copy's blocks come in the order of their prefix, in which a run of one tree node is one step.
 
     Args:
         host: our host tier, or vLLM's manager of host memory where the tree cannot follow the model.
@@ -74,7 +74,7 @@ class TierManager(OffloadingManager):
         self._has_polled = False
         self._to_load: dict[tuple[int, str], tuple[ReqContext, list[OffloadKey], list[int]]] = {}
         self._sources: dict[str, dict[OffloadKey, CacheHitSource]] = {}
-        self._copies: dict[str, list[Sequence[OffloadKey]]] = {}
+        self._copies: Counter[str] = Counter()  # under way, by request
         self._finished: dict[str, ReqContext] = {}
         self._spoiled: set[OffloadKey] = set()
 
@@ -89,13 +89,17 @@ class TierManager(OffloadingManager):
         """Return the tier that a block came from for this request."""
         return self._sources.get(req_context.req_id, {}).get(key) or self.host.get_load_source(key, req_context)
 
+    def has_loaded(self, req_context: ReqContext) -> bool:
+        """Return whether a lower tier loaded blocks for a request."""
+        return req_context.req_id in self._sources
+
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        self._copies.setdefault(req_context.req_id, []).append(list(keys))
+        self._copies[req_context.req_id] += 1
         return self.host.prepare_load(keys, req_context)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self.host.complete_load(self._in_order(keys, req_context), req_context)
-        self._end_if_finished(req_context.req_id)
+        self.host.complete_load(keys, req_context)
+        self._end_copy(req_context.req_id)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self.host.touch(keys, req_context)
@@ -106,13 +110,13 @@ class TierManager(OffloadingManager):
         self._poll()  # what has ended can be evicted
         output: PrepareStoreOutput | None = self.host.prepare_store(keys, req_context)
         if output is not None and output.keys_to_store:
-            self._copies.setdefault(req_context.req_id, []).append(list(output.keys_to_store))
+            self._copies[req_context.req_id] += 1
         return output
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         is_spoiled = bool(self._spoiled) and not self._spoiled.isdisjoint(keys)
         self._spoiled.difference_update(keys)
-        keys, is_stored = self._in_order(keys, req_context), success and not is_spoiled
+        is_stored = success and not is_spoiled
         if self.lower and is_stored:
             self._host_tier.complete_store(keys, req_context, num_readers=len(self.lower))
             rows = self._host_tier.rows_of(keys)
@@ -120,7 +124,7 @@ class TierManager(OffloadingManager):
                 tier.store(self._begin_job(number, req_context, keys, rows, is_load=False))
         else:
             self.host.complete_store(keys, req_context, is_stored)
-        self._end_if_finished(req_context.req_id)
+        self._end_copy(req_context.req_id)
 
     def spoil(self, keys: Collection[OffloadKey]) -> None:
         """Have the stores of ``keys``, which are under way, end as ones that failed."""
@@ -195,6 +199,14 @@ class TierManager(OffloadingManager):
     def num_open_jobs(self) -> int:
         """Jobs of lower tiers that have not ended."""
         return len(self._jobs)
+
+    @property
+    def needs_steps(self) -> bool:
+        """Whether the tiers have work that the engine's steps bring nearer.
+
+        No step does that for blocks of host memory that wait for nothing but a lower tier to take them.
+        """
+        return self.has_pending_work() and self.newest_store is None
 
     @property
     def newest_store(self) -> int | None:
@@ -294,13 +306,9 @@ class TierManager(OffloadingManager):
         for tier in self.lower:
             tier.end_request(context)
 
-    def _in_order(self, keys: Collection[OffloadKey], req_context: ReqContext) -> Collection[OffloadKey]:
-        """Return the blocks of a copy that ends in the order in which it began."""
-        copies, ended = self._copies.get(req_context.req_id, []), frozenset(keys)
-        for copy in copies:
-            if len(copy) == len(ended) and ended.issuperset(copy):
-                copies.remove(copy)
-                if not copies:
-                    del self._copies[req_context.req_id]
-                return copy
-        return keys
+    def _end_copy(self, request_id: str) -> None:
+        if self._copies[request_id] > 1:
+            self._copies[request_id] -= 1
+        else:
+            del self._copies[request_id]
+            self._end_if_finished(request_id)

@@ -37,7 +37,7 @@ class LayerLoad(NamedTuple):
     """A request's blocks that a step loads layer by layer.
 
     Attributes:
-        number: of the load, below zero: vLLM's own loads and stores count from zero.
+        number: of the copy.
         rows: of host memory, one for each block.
         blocks: of the engine's KV memory.
     """

@@ -125,6 +125,11 @@ class RAGCacheSpec(TieringOffloadingSpec):
         super().__init__(_with_rows(config, current_context().worker_bytes))
         if current_context().groups is None:
             self.secondary_tier_configs: list[dict[str, Any]] = []
+        if current_context().groups is not None and self.blocks_per_chunk != 1:
+            raise ConfigError(
+                f"blocks_per_chunk or block_size of kv_connector_extra_config asks for {self.blocks_per_chunk} blocks "
+                "of KV in a block of host memory, which has one: leave both out"
+            )
         self.offload_prompt_only = False  # each request says how much: CacheController.num_storable_tokens()
         self.num_chunks = _num_chunks(self, current_context().kv_cache_config)
         if self.num_chunks < 1:

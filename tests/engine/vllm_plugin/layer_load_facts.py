@@ -21,6 +21,7 @@ import numpy as np
 
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.offload import spec
+from ragcache_core.vllm_plugin.offload.copy_scheduler import CopyScheduler
 from ragcache_core.vllm_plugin.offload.cpu_worker import CopyingWorker
 from ragcache_core.vllm_plugin.offload.layer_loads import LayerLoadWorker
 from tests.engine.vllm_plugin.family_facts import Family, differences, in_batches, make, requests
@@ -105,6 +106,9 @@ def measure(directory: Path) -> dict[str, Any]:
         with (
             mock.patch.object(spec, "PlainCopies", LateCopies),
             mock.patch.object(LayerLoadWorker, "wait", LayerLoadWorker.wait if waits else lambda *_: None),
+            mock.patch.object(
+                CopyScheduler, "load_by_layer", autospec=True, side_effect=CopyScheduler.load_by_layer
+            ) as begun,
         ):
             engine = Family(model, num_blocks=41, host_bytes=120 * block_bytes)
             connector = engine.scheduler.connector
@@ -115,8 +119,8 @@ def measure(directory: Path) -> dict[str, Any]:
                 "different": different,
                 "worst": worst,
                 "from host": counters.num_tokens_by_tier[Tier.HOST],
-                "layer-wise loads": connector._layer_loads._num_loads,
-                "loads left": len(connector._layer_loads),
+                "layer-wise loads": begun.call_count,
+                "loads left": connector.copies.num_jobs,
             }
             engine.close()
     return facts

@@ -222,7 +222,7 @@ class Steps:
     """Of every engine of this process: what one computed, another finds on disk."""
 
     def __post_init__(self) -> None:
-        tier = own_connector(self.scheduler.connector).scheduler.manager.host
+        tier = own_connector(self.scheduler.connector).tiers.host
         self._host = _HostRows(tier.get_kv_memoryview())
         tier.complete_store = partial(self._on_stored, tier, tier.complete_store)
 
@@ -247,7 +247,7 @@ class Steps:
         for _ in range(max_steps):
             if not self.step():
                 return
-        left = list(self.scheduler.requests), list(own_connector(self.scheduler.connector).scheduler._jobs)
+        left = list(self.scheduler.requests), own_connector(self.scheduler.connector).copies.num_jobs
         raise AssertionError(f"the engine goes on stepping: requests and copies left are {left}")
 
     def _update(self, output: SchedulerOutput, ran: ModelRunnerOutput) -> None:
@@ -391,6 +391,6 @@ def serve_at_random(scheduler: Any, steps: Steps, dice: random.Random) -> list[R
     steps.rest(max_steps=5000)
     own = own_connector(scheduler.connector)
     assert not scheduler.requests
-    assert not own.scheduler._req_status
+    assert not own.copies.num_requests
     assert not any(chunk.ref_cnt for chunk in own._host._blocks.values())
     return asked

@@ -228,7 +228,7 @@ def test_no_request_reads_what_could_not_be_loaded_from_whichever_tier(
             assert until(partial(rests, steps), 60.0)
             own = own_connector(scheduler.connector)
             assert not scheduler.requests
-            assert not own.scheduler._req_status
+            assert not own.copies.num_requests
             assert not any(chunk.ref_cnt for chunk in own._host._blocks.values())
             num_failed += steps.num_failed
             num_from_disk += scheduler._controller.counters.num_tokens_by_tier[Origin.DISK]

@@ -92,7 +92,7 @@ def test_a_read_gets_no_memory_that_a_store_from_before_a_reset_still_writes_to(
         scheduler.add_request(request("read", [*words, *tokens(4, 9)], 4))
         assert until(partial(rests, steps), 30.0)
         assert scheduler._controller.counters.num_tokens_by_tier[Tier.DISK] == len(words)
-        host = scheduler.connector.scheduler.manager.host
+        host = scheduler.connector.tiers.host
         num_free = host.rows.num_free
         assert num_free + scheduler._controller.tree.tiers[Tier.HOST].num_units == host.num_rows, "none is lost"
 
@@ -125,7 +125,7 @@ def test_a_prompt_that_nobody_asks_yet_is_read_into_host_memory_by_an_engine_tha
         assert scheduler.prefetch(request("again", words, 1)) == {"num_read_tokens": 0}
         assert not steps.step()
         assert counters.num_requests == 0
-        assert not scheduler.connector.scheduler._req_status
+        assert not scheduler.connector.copies.num_requests
         for number, asked in enumerate((words, other)):
             scheduler.add_request(request(f"real{number}", asked, 2))
             assert until(partial(rests, steps), 30.0)
@@ -271,7 +271,7 @@ def test_no_request_reads_kv_of_other_tokens_however_long_the_disk_takes(
                     end(scheduler, dice.choice(list(scheduler.requests)))
             assert until(partial(rests, steps), 60.0)
             assert not scheduler.requests
-            assert not scheduler.connector.scheduler._req_status
+            assert not scheduler.connector.copies.num_requests
             assert not any(chunk.ref_cnt for chunk in scheduler.connector._host._blocks.values())
             assert not scheduler._controller.tree.tiers[Tier.HOST].in_use, "nothing is promised for ever"
             num_from_disk += scheduler._controller.counters.num_tokens_by_tier[Tier.DISK]

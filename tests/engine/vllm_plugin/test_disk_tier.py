@@ -13,7 +13,6 @@ from itertools import product
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -33,7 +32,6 @@ from ragcache_core.vllm_plugin.disk import io as disk_io
 from ragcache_core.vllm_plugin.disk.manager import DiskTier
 from ragcache_core.vllm_plugin.lower.jobs import TierJob
 from ragcache_core.vllm_plugin.lower.manager import TierManager
-from ragcache_core.vllm_plugin.offload.compat import needs_steps
 from ragcache_core.vllm_plugin.offload.host_tier import HostTier
 from tests.engine.vllm_plugin.disk_scene import (
     CHUNK_BYTES,
@@ -309,7 +307,7 @@ def test_host_memory_that_waits_for_the_disk_is_kept_until_it_is_copied_or_reset
         manager.complete_store(keys, scene.context)
         manager.on_schedule_end(ScheduleEndContext((), ()))
         assert manager.has_pending_work()
-        assert not needs_steps(_offloading(manager)), "no step brings the disk nearer"
+        assert not manager.needs_steps, "no step brings the disk nearer"
         assert manager.prepare_store(others, scene.context) is None
         if is_reset:
             manager.reset_cache()
@@ -330,11 +328,6 @@ def test_host_memory_that_waits_for_the_disk_is_kept_until_it_is_copied_or_reset
         assert len(store) == (1 if is_reset else 6)
 
 
-def _offloading(manager: Any) -> Any:
-    scheduler = SimpleNamespace(manager=manager, _jobs={}, has_pending_push_work=manager.has_pending_work)
-    return SimpleNamespace(scheduler=scheduler)
-
-
 def test_what_is_read_from_the_disk_needs_steps_although_stores_wait_for_it(opening: Opening) -> None:
     scene = opening()
     keys = scene.store("D")
@@ -353,11 +346,9 @@ def test_an_engine_steps_for_a_slow_disk_for_a_while_and_again_for_what_comes_la
     clock = [0.0]
     monkeypatch.setattr("ragcache_core.vllm_plugin.connector.tiered_connector.time.monotonic", lambda: clock[0])
     manager = SimpleNamespace(newest_store=None)
-    manager.has_pending_work = lambda: manager.newest_store is not None
-    engine = _offloading(manager)
+    engine = SimpleNamespace(tiers=manager, below=SimpleNamespace(has_pending_push_work=lambda: False))
     engine._waits_for, engine._waits_since_s = None, 0.0
-    engine._prefetched, engine._prefetcher, engine._tells_events = set(), None, False
-    engine._late_copies, engine._layer_loads = {}, None
+    engine._prefetcher, engine._tells_events = None, False
     engine.controller = SimpleNamespace(forgetting=SimpleNamespace(sweep=lambda: None))
     asked = []
     for clock[0], manager.newest_store in ((100.0, 7), (101.9, 7), (102.1, 7), (200.0, 8), (203.0, None)):

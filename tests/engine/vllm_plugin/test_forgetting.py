@@ -92,7 +92,7 @@ class Scene:
 
         def is_gone() -> bool:
             self.steps.rest(100_000)  # until the disk has copies; it may write them later
-            for tier in self.scheduler.connector.scheduler.manager.lower:
+            for tier in self.scheduler.connector.tiers.lower:
                 tier._io.finish_writes(20)
             left.update(self.scheduler.left())
             return not left["num_blocks"] and not left["num_requests"]
@@ -119,11 +119,11 @@ class Scene:
         return b"".join(path.read_bytes() for path in paths)
 
     def host_memory(self) -> bytes:
-        return bytes(self.scheduler.connector.scheduler.manager.host.get_kv_memoryview())
+        return bytes(self.scheduler.connector.tiers.host.get_kv_memoryview())
 
     def check(self) -> None:
         """The tiers are at rest and agree with one another."""
-        assert not self.scheduler.connector.scheduler._jobs
+        assert not self.scheduler.connector.copies.num_jobs
         assert not any(chunk.ref_cnt for chunk in self.scheduler.connector._host._blocks.values())
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1

@@ -25,7 +25,7 @@ def test_a_default_grows_to_what_the_engine_holds_and_not_beyond_its_limit(
     num_blocks: int, most_bytes: int | None, num_chunks: int
 ) -> None:
     with host_scheduler(num_blocks, "1MiB", most_host_bytes=most_bytes) as scheduler:
-        host = scheduler.connector.scheduler.manager.host
+        host = scheduler.connector.tiers.host
         assert host.rows.num_free == num_chunks
         assert host.get_kv_memoryview().shape == (num_chunks, PAGE)
         assert scheduler._controller.tiers[Tier.HOST].capacity_bytes == num_chunks * PAGE

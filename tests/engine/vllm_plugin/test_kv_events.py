@@ -30,7 +30,7 @@ class Scene:
 
     def held(self) -> dict[str, set[Any]]:
         """Return the hashes of what each tier holds."""
-        manager = self.scheduler.connector.scheduler.manager
+        manager = self.scheduler.connector.tiers
         gpu = self.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
         host = [key for key, block in manager.host._blocks.items() if block.ref_cnt >= 0]
         below = [tier._groups.key_of_name(name) for tier in manager.lower for name in tier._stored]
@@ -42,7 +42,7 @@ class Scene:
 
     def check(self) -> dict[str, int]:
         """Come to rest; the book is what the tiers hold. Return how many blocks of each were told."""
-        tiers = self.scheduler.connector.scheduler.manager.lower
+        tiers = self.scheduler.connector.tiers.lower
 
         def is_written() -> bool:
             for tier in tiers:
@@ -155,7 +155,7 @@ def test_a_disk_that_goes_out_of_service_is_told_to_hold_nothing(tmp_path: Path)
         assert scene.check()["STORAGE"]
         scene.scheduler.on_weights_changed("the test says so")
         assert not scene.check()["STORAGE"]
-        assert scene.scheduler.connector.scheduler.manager.lower
+        assert scene.scheduler.connector.tiers.lower
 
 
 def test_nothing_is_kept_to_be_told_where_events_are_not_published(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_nothing_is_kept_to_be_told_where_events_are_not_published(tmp_path: Pat
             steps = Steps(scheduler, is_async=False)
             scheduler.add_request(prompt("r", "d0", "d1"))
             steps.rest(100_000)
-            (tier,) = scheduler.connector.scheduler.manager.lower
+            (tier,) = scheduler.connector.tiers.lower
             assert until(lambda: not list(tier.take_ended()) and bool(tier._stored), 5)
             assert not tier.has_events
             assert tier._stored

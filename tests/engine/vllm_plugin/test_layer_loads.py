@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 import torch
 from vllm.config import CUDAGraphMode
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.v1.kv_offload.base import CanonicalKVCaches, CanonicalKVCacheTensor
+from vllm.v1.outputs import KVConnectorOutput
 
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.offload import device_copies
@@ -161,19 +163,19 @@ def test_beside_another_request_the_load_must_be_expected_to_be_hidden(
 
 
 def test_rows_are_free_once_all_workers_have_read_them(scheduler: Any) -> None:
-    loads = scheduler.connector._layer_loads
-    loads._num_workers = 2
+    copies = scheduler.connector.copies
+    copies._jobs._num_workers = 2
     own = request("again", tokens(1, 6 * BLOCK + 4), 1)
     scheduler.add_request(own)
-    scheduler.schedule()
+    (load,) = scheduler.schedule().kv_connector_metadata.layer_loads
+    told = OffloadingWorkerMetadata(completed_jobs={load.number: 1})
     rows = [block for block in scheduler.connector._host._blocks.values() if block.ref_cnt]
     assert len(rows) == 6
-    loads.end(completed := {-1: 1, 7: 1})
-    assert completed == {7: 1}, "vLLM's own copies are left to it"
+    scheduler.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=told))
     assert all(block.ref_cnt for block in rows)
-    loads.end({-1: 1})
+    scheduler.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=told))
     assert not any(block.ref_cnt for block in rows)
-    assert not loads
+    assert not copies.num_jobs
 
 
 class HostDevice:

@@ -25,7 +25,7 @@ def test_an_engine_comes_to_rest_however_late_a_store_ends(store_steps: int, is_
         for num_answers in range(1, 20):
             scheduler.add_request(request(f"r{num_answers}", tokens(num_answers, 40), num_answers))
             steps.rest()
-            assert not scheduler.connector.scheduler._jobs
+            assert not scheduler.connector.copies.num_jobs
         assert scheduler._controller.tree.tiers[Tier.HOST].num_units >= 19 * 2
 
 
@@ -46,7 +46,7 @@ def test_a_request_that_waits_for_a_store_of_another_gets_it(num_answers: int, i
         steps.rest()
         assert again.num_output_tokens == 2
         assert not scheduler.requests
-        assert not scheduler.connector.scheduler._jobs
+        assert not scheduler.connector.copies.num_jobs
 
 
 @pytest.mark.parametrize(
@@ -109,9 +109,9 @@ def test_rows_that_are_being_written_when_all_is_reset_and_forgotten_hold_nothin
         steps = Steps(scheduler, is_async=False, store_steps=50)  # far beyond the request's end
         scheduler.add_request(request("a", tokens(1, 200), 9))
         own = own_connector(scheduler.connector)
-        while not own.scheduler._jobs:
+        while not own.copies.num_jobs:
             assert steps.step()
-        rows = [own._host.row_of(key) for job in own.scheduler._jobs.values() for key in job.keys]
+        rows = [block.row for block in own._host._blocks.values() if block.ref_cnt < 0]
         acts = [scheduler.connector.reset_cache, partial(scheduler.act_on_cache, "purge", {})]
         for act in acts if is_reset_first else reversed(acts):
             act()
@@ -184,14 +184,14 @@ def test_vllms_events_of_blocks_are_told_where_they_are_published_and_cost_nothi
     tells_events: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with host_scheduler(40, "1MiB", tells_events) as scheduler:
-        offloading, asked = scheduler.connector.scheduler, []
-        take = offloading.take_events
+        copies, asked = scheduler.connector.copies, []
+        take = copies.take_events
 
         def listen() -> Iterable[Any]:
             asked.append(list(take()))
             return asked[-1]
 
-        monkeypatch.setattr(offloading, "take_events", listen)
+        monkeypatch.setattr(copies, "take_events", listen)
         steps = serve(scheduler)
         assert len(asked) == (steps.num if tells_events else 0)
         assert any(asked) == tells_events

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ragcache_core.runtime.shared_memory import EngineFiles, new_engine_id, region_place
-from ragcache_core.vllm_plugin.compat import CanonicalKVCaches, KVConnectorRole, OffloadingConnector, RequestStatus
+from ragcache_core.vllm_plugin.compat import CanonicalKVCaches, KVConnectorRole, RequestStatus
 from ragcache_core.vllm_plugin.connector import tiered_connector
 from ragcache_core.vllm_plugin.connector.tiered_connector import RAGCacheConnector
 from ragcache_core.vllm_plugin.offload.worker_memory import WorkerMemory
@@ -170,8 +170,8 @@ def test_a_worker_that_needs_less_than_the_first_writes_behind_what_the_first_ma
 ) -> None:
     first_bytes = 4 * BLOCK_BYTES
     connector = worker(engine_id, [first_bytes, BLOCK_BYTES], monkeypatch)
-    assert isinstance(connector, OffloadingConnector)
-    spec = connector.connector_worker.spec
+    assert isinstance(connector, RAGCacheConnector)
+    spec = connector.below.connector_worker.spec
     caches = memory()
     copying = spec.get_worker(caches)
     rows = np.frombuffer(copying._region.create_kv_memoryview(), np.uint8).reshape(spec.num_chunks, -1)

@@ -1,0 +1,162 @@
+"""The copies that are under way, each until all workers have ended it, and the blocks that they must have left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from ragcache_core.vllm_plugin.compat import OffloadKey
+    from ragcache_core.vllm_plugin.lower.manager import TierManager
+    from ragcache_core.vllm_plugin.offload.copied_requests import CopiedRequest, KeyGroup
+    from ragcache_core.vllm_plugin.offload.host_tier import HostTier
+
+
+@dataclass(slots=True, eq=False)
+class CopyJob:
+    """A copy.
+
+    Attributes:
+        copied: whose blocks these are.
+        keys: of the blocks, in the order of the copy.
+        blocks: of the engine that a store reads; None: it is a load.
+        is_by_layer: workers copy it in the step that its request begins with.
+        num_pending: workers that have not ended it.
+    """
+
+    copied: CopiedRequest
+    keys: Sequence[OffloadKey]
+    blocks: frozenset[int] | None
+    is_by_layer: bool
+    num_pending: int
+
+
+class _LateCopy(NamedTuple):
+    """A copy from before a reset, which workers go on with."""
+
+    num_pending: int
+    rows: list[int]
+
+
+class CopyJobs:
+    """Numbers copies, and tells the tiers when they end.
+
+    Rows of host memory that a copy from before a reset uses are used again once it has ended.
+
+    Args:
+        manager: of the tiers.
+        host: host memory below it.
+        num_workers: each of them ends each copy.
+    """
+
+    def __init__(self, manager: TierManager, host: HostTier, *, num_workers: int) -> None:
+        self._manager = manager
+        self._host = host
+        self._num_workers = num_workers
+        self._jobs: dict[int, CopyJob] = {}
+        self._late: dict[int, _LateCopy] = {}
+        self._num_begun = 0
+
+    def __len__(self) -> int:
+        """Return how many copies have not ended, without those from before a reset."""
+        return len(self._jobs)
+
+    @property
+    def are_pending(self) -> bool:
+        """Whether any copy has not ended."""
+        return bool(self._jobs or self._late)
+
+    def begin(
+        self,
+        copied: CopiedRequest,
+        keys: Sequence[OffloadKey],
+        *,
+        blocks: frozenset[int] | None = None,
+        is_by_layer: bool = False,
+    ) -> int:
+        """Return the number of a new copy; a store reads ``blocks``."""
+        self._num_begun += 1
+        self._jobs[self._num_begun] = CopyJob(copied, keys, blocks, is_by_layer, self._num_workers)
+        if not is_by_layer:
+            copied.jobs.add(self._num_begun)
+        return self._num_begun
+
+    def stores(self) -> list[tuple[int, CopyJob]]:
+        """Return the stores with their numbers."""
+        return [(number, job) for number, job in self._jobs.items() if job.blocks is not None]
+
+    def end(self, completed: Mapping[int, int]) -> list[CopyJob]:
+        """Take in how many workers ended which copies; return those that all have ended."""
+        ended: list[CopyJob] = []
+        for number, count in completed.items():
+            job = self._jobs.get(number)
+            if job is None:
+                self._end_late(number, count)
+                continue
+            job.num_pending -= count
+            if job.num_pending <= 0:
+                del self._jobs[number]
+                job.copied.jobs.discard(number)
+                complete = self._manager.complete_load if job.blocks is None else self._manager.complete_store
+                complete(job.keys, job.copied.context)
+                ended.append(job)
+        return ended
+
+    def reset(self) -> set[int]:
+        """Forget all copies, before the tiers are emptied; return those that workers may still begin or wait for."""
+        for number, job in self._jobs.items():
+            rows = [row for key in job.keys if (row := self._host.row_of(key)) is not None]
+            self._late[number] = _LateCopy(job.num_pending, rows)
+        left = {number for number, job in self._jobs.items() if not job.is_by_layer}
+        self._jobs.clear()
+        return left
+
+    def keep_late_rows(self) -> None:
+        """Keep the emptied host memory from using rows that copies still use."""
+        self._host.rows.reset([row for late in self._late.values() for row in late.rows])
+
+    def _end_late(self, number: int, count: int) -> None:
+        late = self._late.pop(number, _LateCopy(0, []))
+        if late.num_pending > count:
+            self._late[number] = _LateCopy(late.num_pending - count, late.rows)
+        elif late.rows:
+            used = {row for other in self._late.values() for row in other.rows}
+            self._host.rows.free([row for row in late.rows if row not in used])
+
+
+def blocks_written(output: SchedulerOutput, groups: Sequence[KeyGroup], fenced: Iterable[int]) -> set[int]:
+    """Return the blocks that a step may write to, of which stores have to have ended.
+
+    Args:
+        output: of the step.
+        groups: of the engine.
+        fenced: further blocks, which are written to before the step or which it does not tell of.
+    """
+    written = set(fenced)
+    for new in output.scheduled_new_reqs:
+        written.update(_without_hit(new.block_ids, new.num_computed_tokens, groups))
+    cached = output.scheduled_cached_reqs
+    for name, blocks, num_computed in zip(
+        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+    ):
+        if blocks is not None:
+            is_whole = name in cached.resumed_req_ids
+            new_blocks = _without_hit(blocks, num_computed, groups) if is_whole else chain.from_iterable(blocks)
+            written.update(new_blocks)
+    written.update(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
+    written.discard(0)
+    return written
+
+
+def _without_hit(
+    block_ids: Sequence[Sequence[int]], num_computed_tokens: int, groups: Sequence[KeyGroup]
+) -> Iterator[int]:
+    """Yield the blocks of a table behind what a request found: those are shared, and no step writes to them."""
+    for group in groups:
+        blocks = block_ids[group.group_idx]
+        is_full = group.sliding_window_size_in_chunks is None
+        yield from blocks[num_computed_tokens // group.tokens_per_block :] if is_full else blocks

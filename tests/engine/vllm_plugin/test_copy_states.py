@@ -1,0 +1,142 @@
+"""Copies between the engine and its tiers, whatever happens to requests: what is read and stored is always right."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from vllm.v1.request import RequestStatus
+
+from ragcache_core.types import PromptSegment, SegmentKind
+from ragcache_core.vllm_plugin.offload.layer_load_scheduler import LayerLoads
+from ragcache_core.wire import encode_kv_transfer_params
+from tests.engine.vllm_plugin.storing_scene import (
+    FULL,
+    LATENT,
+    STATE,
+    WINDOW,
+    Steps,
+    host_scheduler,
+    request,
+    tokens,
+)
+
+_GROUPS = ((FULL,), (LATENT,), (FULL, WINDOW), (FULL, STATE), (FULL, WINDOW, STATE))
+_DOCUMENTS = {name: tokens(i, 20 + 11 * i) for i, name in enumerate("ABCDEF")}
+_names = st.lists(st.sampled_from(list(_DOCUMENTS)), min_size=1, max_size=3, unique=True)
+
+
+class Copies(RuleBasedStateMachine):
+    """An engine's scheduler over small tiers; :class:`Steps` checks each block that a step reads or a tier stores."""
+
+    @initialize(
+        groups=st.sampled_from(_GROUPS),
+        is_async=st.booleans(),
+        store_steps=st.integers(1, 4),
+        host_bytes=st.sampled_from(["96KiB", "1MiB"]),
+        by_layer=st.booleans(),
+    )
+    def start(self, groups: Any, is_async: bool, store_steps: int, host_bytes: str, by_layer: bool) -> None:
+        logging.getLogger("vllm").setLevel(logging.CRITICAL)
+        self.stack = ExitStack()
+        if by_layer:
+            self.stack.enter_context(
+                mock.patch.object(LayerLoads, "_is_better", side_effect=lambda *_: len(self.asked) % 2 == 0)
+            )
+        self.asked: list[Any] = []
+        self.scheduler = self.stack.enter_context(
+            host_scheduler(30 * len(groups), host_bytes, is_async=is_async, groups=groups, layerwise_loads=by_layer)
+        )
+        self.steps = Steps(self.scheduler, is_async, store_steps)
+
+    @rule(
+        names=_names,
+        num_answers=st.integers(1, 40),
+        limits=st.dictionaries(
+            st.sampled_from(["max_offload_tokens", "max_load_tokens"]), st.integers(0, 120), max_size=1
+        ),
+    )
+    def ask(self, names: list[str], num_answers: int, limits: dict[str, int]) -> None:
+        words, segments = [], []
+        for name in names:
+            segments.append(PromptSegment(SegmentKind.DOCUMENT, len(words), len(words) + len(_DOCUMENTS[name]), name))
+            words += _DOCUMENTS[name]
+        words += tokens(1000 + len(self.asked), 9)
+        params = {**encode_kv_transfer_params(segments), **limits}
+        self.asked.append(request(f"r{len(self.asked)}", words, num_answers, params=params))
+        self.scheduler.add_request(self.asked[-1])
+
+    @rule(count=st.integers(1, 12))
+    def run(self, count: int) -> None:
+        for _ in range(count):
+            self.steps.step()
+
+    @precondition(lambda self: self.scheduler.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.scheduler.requests)))
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    @precondition(lambda self: self.scheduler.running and not self.is_loading())
+    @rule()
+    def preempt_all(self) -> None:
+        self.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+    @rule()
+    def reset_gpu(self) -> None:
+        self.scheduler.reset_prefix_cache()
+
+    @rule()
+    def reset_tiers(self) -> None:
+        self.scheduler.connector.reset_cache()
+
+    @rule()
+    def spoil(self) -> None:
+        """As where another connector fails to load."""
+        self.scheduler.connector.copies.spoil_stores()
+
+    @rule(name=st.sampled_from(list(_DOCUMENTS)))
+    def forget(self, name: str) -> None:
+        self.scheduler.forget([name])
+
+    @rule(name=st.sampled_from(list(_DOCUMENTS)), action=st.sampled_from(["pin", "unpin"]))
+    def pin(self, name: str, action: str) -> None:
+        body = {
+            "token": f"{action} {self.steps.num} {len(self.asked)}",
+            "ids": [name],
+            "keeps_answer": False,
+            "dry_run": False,
+        }
+        while not self.scheduler.act_on_cache(action, body):
+            pass
+
+    def is_loading(self) -> bool:
+        waiting = self.scheduler.kv_holding_waiting
+        return any(one.status == RequestStatus.WAITING_FOR_REMOTE_KVS for one in waiting)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "stack"):
+            return
+        with self.stack:
+            self.steps.rest(max_steps=3000)
+            assert not self.scheduler.requests
+            assert not self.scheduler.connector.copies.num_requests
+            assert not self.scheduler.connector.copies.num_jobs
+            assert not any(block.ref_cnt for block in self.scheduler.connector._host._blocks.values())
+            assert self.scheduler.left()["num_blocks"] == 0, "something forgotten is still there"
+            ended = [one for one in self.asked if one.status != RequestStatus.FINISHED_ABORTED]
+            assert all(one.num_output_tokens == one.max_tokens for one in ended)
+
+
+TestCopies = Copies.TestCase
+TestCopies.settings = settings(
+    max_examples=6,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
