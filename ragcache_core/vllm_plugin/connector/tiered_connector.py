@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ragcache_core.log import logger_of
 from ragcache_core.runtime.shared_memory import empty_region, region_place
@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from ragcache_core.vllm_plugin.build_context import BuildContext
+    from ragcache_core.vllm_plugin.cache.forgetting import Holder
     from ragcache_core.vllm_plugin.lower.manager import TierManager
     from ragcache_core.vllm_plugin.lower.tier import LowerTier
     from ragcache_core.vllm_plugin.offload.layer_loads import LayerLoadWorker
@@ -120,28 +122,32 @@ class RAGCacheConnector(DocumentAware, ForwardingConnector):
             context.worker_bytes = self._worker_bytes
             if role == KVConnectorRole.WORKER or context.groups is None:
                 self.below = OffloadingConnector(vllm_config, role, kv_cache_config)
+                copies = None
             else:
-                self._build_tiers(vllm_config, kv_cache_config)
-        if context.controller is not None:
-            self._begin(context.controller)
-        if self._host is not None and self.copies is not None and context.controller is not None:
-            context.controller.forgetting.store_at_most = self.copies.store_at_most
-            if context.loads_by_layer:
-                self._layer_loads = LayerLoads(self.copies, context.controller)
-            if self.tiers is not None and self.tiers.lower:
-                self._prefetcher = DiskPrefetcher(
-                    context.controller,
-                    self._host.promises,
-                    self._look_up_below,
-                    self._end_prefetch,
-                )
+                spec = OffloadingSpecFactory.create_spec(build_offloading_config(vllm_config, kv_cache_config))
+                self.tiers = spec.get_manager()
+                copies = self.below = CopyScheduler(spec, vllm_config, kv_cache_config, self.tiers)
+        if context.controller is None:
+            return
+        self._begin(context.controller)
+        if copies is not None:
+            self._use(copies, context)
 
-    def _build_tiers(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-        spec = OffloadingSpecFactory.create_spec(build_offloading_config(vllm_config, kv_cache_config))
-        self.tiers = spec.get_manager()
+    def _use(self, copies: CopyScheduler, context: BuildContext) -> None:
+        assert self.tiers is not None
         assert isinstance(self.tiers.host, HostTier)
-        self._host = self.tiers.host
-        self.below = self.copies = CopyScheduler(spec, vllm_config, kv_cache_config, self.tiers)
+        assert context.controller is not None
+        self.copies, self._host = copies, self.tiers.host
+        context.controller.forgetting.store_at_most = copies.store_at_most
+        if context.loads_by_layer:
+            self._layer_loads = LayerLoads(copies, context.controller)
+        if self.tiers.lower:
+            self._prefetcher = DiskPrefetcher(
+                context.controller,
+                self._host.promises,
+                self._look_up_below,
+                self._end_prefetch,
+            )
 
     def shutdown(self) -> None:
         self._close_journal()
@@ -176,6 +182,7 @@ class RAGCacheConnector(DocumentAware, ForwardingConnector):
         if self._host is not None:
             self.controller.forgetting.remove_holder(self._host)
         self._leave_stores()
+        self.controller.forgetting.store_at_most = None
         self._prefetcher = self._host = self._layer_loads = self.tiers = self.copies = None
         self.below = BareConnector(self._vllm_config, self.role, self._kv_config)
 
@@ -193,7 +200,7 @@ class RAGCacheConnector(DocumentAware, ForwardingConnector):
         """Have what is forgotten from now on say that disks and stores may have it from earlier starts."""
         assert self.controller is not None
         for tier in self._lower:
-            self.controller.forgetting.remove_holder(tier, why_left=tier.why_left_behind)
+            self.controller.forgetting.remove_holder(cast("Holder", tier), why_left=tier.why_left_behind)
         self.controller.shared = None
 
     @property

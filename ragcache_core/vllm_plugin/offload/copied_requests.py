@@ -109,7 +109,7 @@ def _num_window_blocks(spec: KVCacheSpec, tokens_per_block: int) -> int | None:
         case _:
             assert isinstance(spec, FullAttentionSpec), f"which blocks a hit of {type(spec).__name__} needs is unknown"
             return None
-    return -(-num_tokens // tokens_per_block)
+    return int(-(-num_tokens // tokens_per_block))
 
 
 @dataclass(slots=True, eq=False)
@@ -129,7 +129,7 @@ class CopiedRequest:
         is_ended: whether the tiers know that it ended.
         deferred_since_s: since when its look-up is deferred.
         loaded: which tokens were loaded under which key: first, end, key.
-        sources: how many tokens came from which tier, for that load.
+        sources: for as many loaded tokens, how many came from which tier.
     """
 
     request: Request
@@ -146,7 +146,7 @@ class CopiedRequest:
     is_ended: bool = False
     deferred_since_s: float | None = None
     loaded: list[tuple[int, int, OffloadKey]] = field(default_factory=list)
-    sources: dict[CacheHitSource, int] | None = None
+    sources: tuple[int, dict[CacheHitSource, int]] | None = None
     _keys: list[list[OffloadKey]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -214,7 +214,7 @@ class CopiedRequest:
 
     def num_storable_tokens(self, num_computed: int) -> int:
         """Return how many of the computed tokens may be stored."""
-        num = min(num_computed, self.request.num_tokens)
+        num: int = min(num_computed, self.request.num_tokens)
         return num if self.most_stored is None else min(num, self.most_stored)
 
     @property

@@ -90,8 +90,9 @@ class CopyJobs:
         return [(number, job) for number, job in self._jobs.items() if job.blocks is not None]
 
     def end(self, completed: Mapping[int, int]) -> list[CopyJob]:
-        """Take in how many workers ended which copies; return those that all have ended."""
-        ended: list[CopyJob] = []
+        """Take in how many workers ended which copies; return those that all have ended, loads first."""
+        loads: list[CopyJob] = []
+        stores: list[CopyJob] = []
         for number, count in completed.items():
             job = self._jobs.get(number)
             if job is None:
@@ -101,10 +102,12 @@ class CopyJobs:
             if job.num_pending <= 0:
                 del self._jobs[number]
                 job.copied.jobs.discard(number)
-                complete = self._manager.complete_load if job.blocks is None else self._manager.complete_store
-                complete(job.keys, job.copied.context)
-                ended.append(job)
-        return ended
+                (loads if job.blocks is None else stores).append(job)
+        for job in loads:
+            self._manager.complete_load(job.keys, job.copied.context)
+        for job in stores:
+            self._manager.complete_store(job.keys, job.copied.context)
+        return loads + stores
 
     def reset(self) -> set[int]:
         """Forget all copies, before the tiers are emptied; return those that workers may still begin or wait for."""

@@ -16,6 +16,7 @@ first: the step that writes to it names the store, and workers wait for it.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -116,7 +117,7 @@ class CopyScheduler:
         self._storing.pop(request.request_id, None)
         if copied.jobs:
             return None, False
-        copied.num_local_tokens = num_computed_tokens
+        copied.num_local_tokens, copied.loaded, copied.sources = num_computed_tokens, [], None
         if request.skip_reading_prefix_cache:
             return 0, False
         began_s = time.monotonic()
@@ -184,9 +185,9 @@ class CopyScheduler:
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
         """Return how many of the loaded tokens came from which tier; where several groups differ, the outermost."""
         copied = self._requests[request.request_id]
-        if copied.sources is None:
-            copied.sources = self._sources(copied, num_external_tokens)
-        return copied.sources
+        if copied.sources is None or copied.sources[0] != num_external_tokens:
+            copied.sources = num_external_tokens, self._sources(copied, num_external_tokens)
+        return copied.sources[1]
 
     # Steps
 
@@ -343,23 +344,24 @@ class CopyScheduler:
 
     def _sources(self, copied: CopiedRequest, num_tokens: int) -> dict[CacheHitSource, int]:
         """Return the tiers of a load of as many tokens."""
-        if not num_tokens:
-            return {}
         first, end = copied.num_local_tokens, copied.num_local_tokens + num_tokens
-        if len(self._groups) == 1 and not self._manager.has_loaded(copied.context):
-            return {CacheHitSource.HOST: num_tokens}
-        sources_at: dict[int, list[CacheHitSource]] = {}
-        size = min(group.tokens_per_block for group in self._groups)
-        for begin, stop, key in copied.loaded:
-            source = CacheHitSource(self._manager.get_load_source(key, copied.context))
-            for position in range(max(begin, first), min(stop, end), size):
-                sources_at.setdefault(position, []).append(source)
-        found: dict[CacheHitSource, int] = {}
-        for position in range(first, end, size):
-            sources = sources_at.get(position)
-            source = CacheHitSource.outermost(sources) if sources else CacheHitSource.EXTERNAL_UNSPECIFIED
-            found[source] = found.get(source, 0) + min(size, end - position)
-        return found
+        found: Counter[CacheHitSource] = Counter()
+        if len(self._groups) == 1:  # whose ranges do not overlap
+            is_host = not self._manager.has_loaded(copied.context)
+            for begin, stop, key in copied.loaded:
+                source = CacheHitSource.HOST if is_host else self._manager.get_load_source(key, copied.context)
+                found[source] += max(min(stop, end) - max(begin, first), 0)
+        else:
+            sources_at: dict[int, list[CacheHitSource]] = {}
+            size = min(group.tokens_per_block for group in self._groups)
+            for begin, stop, key in copied.loaded:
+                source = self._manager.get_load_source(key, copied.context)
+                for position in range(max(begin, first), min(stop, end), size):
+                    sources_at.setdefault(position, []).append(source)
+            for position, sources in sources_at.items():
+                found[CacheHitSource.outermost(sources)] += min(size, end - position)
+        found[CacheHitSource.EXTERNAL_UNSPECIFIED] += num_tokens - found.total()
+        return {source: count for source, count in found.items() if count}
 
     def _end_deferral(self, copied: CopiedRequest) -> None:
         if copied.deferred_since_s is not None:
