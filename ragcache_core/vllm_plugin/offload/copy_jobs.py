@@ -132,7 +132,7 @@ class CopyJobs:
 
 
 def blocks_written(output: SchedulerOutput, groups: Sequence[KeyGroup], fenced: Iterable[int]) -> set[int]:
-    """Return the blocks that a step may write to, of which stores have to have ended.
+    """Return the blocks that a step may write to: stores out of them have to end before.
 
     Args:
         output: of the step.

@@ -416,7 +416,7 @@ class CopyScheduler:
         block_ids: Sequence[Sequence[int]],
         stores: dict[int, OffloadingTransferJob],
     ) -> int | None:
-        """Store the full blocks of a request, of which ``num_tokens`` are computed; return the number of the job."""
+        """Store the full blocks of a request that has ``num_tokens`` computed; return the number of the job."""
         num_tokens = copied.num_storable_tokens(num_tokens)
         ranges: list[range] = []
         offered: list[OffloadKey] = []
@@ -426,7 +426,7 @@ class CopyScheduler:
             ranges.append(places)
             if places and not group.is_handed_over:
                 keys = copied.keys_of(number)[places.start : places.stop]
-                if group.sliding_window_size_in_chunks is not None:  # of which vLLM freed some
+                if group.sliding_window_size_in_chunks is not None:  # vLLM freed some of them
                     keys = [key for i, key in zip(places, keys, strict=True) if blocks[i]]
                 offered += keys
         output = self._manager.prepare_store(offered, copied.context) if offered else None

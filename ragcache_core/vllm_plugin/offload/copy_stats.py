@@ -26,7 +26,7 @@ class CopyStats:
         self._stats.observe_histogram(LOOKUP_SYNC_DELAY, seconds)
 
     def on_deferred(self, seconds: float) -> None:
-        """Count how long it took until a deferred look-up had an answer, or nobody needed it any more."""
+        """Count how long it took until a deferred look-up had an answer, or its request ended."""
         self._stats.observe_histogram(LOOKUP_ASYNC_DELAY, seconds)
 
     def on_no_room(self) -> None:
