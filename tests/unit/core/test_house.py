@@ -26,7 +26,18 @@ LAYERS: dict[str, list[str]] = {
     "words": [f"ragcache_core.{name}" for name in WORDS],
     "algorithms": [
         f"ragcache_core.{name}"
-        for name in ("policy", "tree", "chunk", "queueing", "ordering", "deadline", "swaps", "speculation", "routing")
+        for name in (
+            "policy",
+            "tree",
+            "chunk",
+            "queueing",
+            "ordering",
+            "batch_order",
+            "deadline",
+            "swaps",
+            "speculation",
+            "routing",
+        )
     ],
     "recognition": ["ragcache_core.recognition"],
     "simulation": ["ragcache_core.sim"],
@@ -242,8 +253,20 @@ PUBLIC: dict[str, set[str]] = {
 
 
 ENGINE = {
-    *("launch", "alaunch", "connect", "aconnect", "drain", "close", "aclose", "pid", "log_path", "num_restarts"),
-    *("model", "base_url", "api_key", "max_model_len", "http_client", "http_async_client"),
+    *(
+        "launch",
+        "alaunch",
+        "connect",
+        "aconnect",
+        "drain",
+        "close",
+        "abatch",
+        "aclose",
+        "pid",
+        "log_path",
+        "num_restarts",
+    ),
+    *("model", "base_url", "batch", "api_key", "max_model_len", "http_client", "http_async_client"),
     *("generate", "agenerate", "stream", "astream", "stats", "astats", "forget", "aforget"),
     *("warm", "awarm", "warm_paths", "prefetch", "aprefetch", "cache", "register", "register_in_background"),
     *("tokenizer", "tokenize", "bind_prompt", "remember_documents", "arrange_documents"),
