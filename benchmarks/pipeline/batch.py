@@ -90,7 +90,7 @@ def measure_batch(plan: BenchmarkPlan) -> Part:
     runs: dict[str, list[_OrderRun]] = {name: [] for name in arms}
     with _launch(plan) as engine:
         engine.remember_documents(batch.pages.values())
-        for round_ in range(plan.sized(1, 1)):
+        for round_ in range(plan.sized(2, 1)):
             for name in reversed(arms) if round_ % 2 else arms:
                 plan.report(f"batch: {name}, round {round_}")
                 engine.cache.purge()

@@ -323,7 +323,7 @@ class EngineClient(Handle, ABC):
     ) -> list[Generation] | list[Generation | Exception]:
         """Return the whole answers to ``prompts``, in their order.
 
-        The requests are sent in the order of their common prefixes: prompts with a common prefix follow each other, so that
+        Requests are sent in the order of their prompts' prefixes: prompts with a common prefix follow each other, and
         a small cache computes these tokens once. Each answer is that of :meth:`generate` for its prompt.
 
         Args:

@@ -26,19 +26,9 @@ LAYERS: dict[str, list[str]] = {
     "words": [f"ragcache_core.{name}" for name in WORDS],
     "algorithms": [
         f"ragcache_core.{name}"
-        for name in (
-            "policy",
-            "tree",
-            "chunk",
-            "queueing",
-            "ordering",
-            "batch_order",
-            "deadline",
-            "swaps",
-            "speculation",
-            "routing",
-        )
-    ],
+        for name in ("policy", "tree", "chunk", "queueing", "ordering", "deadline", "swaps", "speculation", "routing")
+    ]
+    + ["ragcache_core.batch_order"],
     "recognition": ["ragcache_core.recognition"],
     "simulation": ["ragcache_core.sim"],
     "machine": [
@@ -253,21 +243,9 @@ PUBLIC: dict[str, set[str]] = {
 
 
 ENGINE = {
-    *(
-        "launch",
-        "alaunch",
-        "connect",
-        "aconnect",
-        "drain",
-        "close",
-        "abatch",
-        "aclose",
-        "pid",
-        "log_path",
-        "num_restarts",
-    ),
-    *("model", "base_url", "batch", "api_key", "max_model_len", "http_client", "http_async_client"),
-    *("generate", "agenerate", "stream", "astream", "stats", "astats", "forget", "aforget"),
+    *("launch", "alaunch", "connect", "aconnect", "drain", "close", "aclose", "pid", "log_path", "num_restarts"),
+    *("model", "base_url", "api_key", "max_model_len", "http_client", "http_async_client"),
+    *("batch", "abatch", "generate", "agenerate", "stream", "astream", "stats", "astats", "forget", "aforget"),
     *("warm", "awarm", "warm_paths", "prefetch", "aprefetch", "cache", "register", "register_in_background"),
     *("tokenizer", "tokenize", "bind_prompt", "remember_documents", "arrange_documents"),
     "integration",
