@@ -13,6 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ragcache_core.types import DocId
 
+MAX_CONCURRENCY = 64
+"""Requests of a batch in flight by default: enough to fill the engine's steps, and few to repeat after a crash."""
+
 PrefixKey = tuple[str | tuple[int, ...], ...]
 """A prompt from its beginning on, in parts. The first part names the kind of prompt; parts of a kind are comparable."""
 

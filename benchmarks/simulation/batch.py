@@ -18,9 +18,9 @@ from ragcache_core.sim.traces.trace import Trace, TracedRequest, write_trace
 from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
 
 _K = 4
-_SHARES = (0.03, 0.10, 0.30)
+_SHARES = (0.03, 0.10)
 _FIRST_SEED, _NUM_SEEDS = 101, 3
-_NUM_REQUESTS = 3_000
+_NUM_REQUESTS = 1_500
 _SYSTEMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "own": ("own", {}),
     "queue": ("own", {"queue": "cache-aware"}),

@@ -7,13 +7,10 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from ragcache_core.batch_order import PrefixKey, order_requests
+from ragcache_core.batch_order import MAX_CONCURRENCY, PrefixKey, order_requests
 from ragcache_core.client.generation import Generation, Prompt, check_prompt
 from ragcache_core.errors import ConfigError, quoted
 from ragcache_core.prompt import ChatMessage, RenderedPrompt
-
-MAX_CONCURRENCY = 64
-"""Requests in flight by default: enough for the engine's batches, and few to repeat after a crash."""
 
 _BEFORE_MESSAGES = ("model", "cache_salt", "tools", "chat_template", "chat_template_kwargs")
 

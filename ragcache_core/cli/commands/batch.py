@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ragcache_core.batch_order import MAX_CONCURRENCY, PrefixKey, arrange_documents, order_requests
 from ragcache_core.cli.batch_files import (
     CHAT_URL,
     AnswerFile,
@@ -55,12 +56,10 @@ from ragcache_core.types import DocId, Document
 if TYPE_CHECKING:
     import httpx
 
-    from ragcache_core.batch_order import PrefixKey
     from ragcache_core.client import Engine
     from ragcache_core.retrieval import DocumentStore
 
 _DEFAULT_K = 2
-_DEFAULT_CONCURRENCY = 64
 _FAILED = (RequestRejectedError, PromptError, ConfigError)
 """Errors of one request; others end the run."""
 
@@ -160,7 +159,7 @@ class _Requests:
 @click.option(
     "--max-concurrency",
     type=click.IntRange(1),
-    default=_DEFAULT_CONCURRENCY,
+    default=MAX_CONCURRENCY,
     show_default=True,
     metavar="N",
     help="Requests in flight; a crash repeats at most N.",
@@ -278,8 +277,6 @@ def _retrieve(
 
 def _arranged(retrieved: Mapping[str, Sequence[Document]], order: DocumentOrder) -> Mapping[str, Sequence[Document]]:
     """Return the documents of each question in the order of the prompts."""
-    from ragcache_core.batch_order import arrange_documents
-
     known = {document.doc_id: document for found in retrieved.values() for document in found}
     ids = [tuple(document.doc_id for document in found) for found in retrieved.values()]
     if order == "cache_aware":
@@ -328,7 +325,6 @@ def _run(
     summary: BatchSummary,
 ) -> None:
     """Answer what remains, and count it; what ends it early says how many are answered."""
-    from ragcache_core.batch_order import order_requests
     from ragcache_core.client.batch import run_in_order
 
     began_s = time.monotonic()
