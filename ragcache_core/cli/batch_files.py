@@ -130,6 +130,8 @@ def _check_chat(record: Mapping[str, Any], body: Mapping[str, Any]) -> None:
         raise ConfigError(f"method is {quoted(method)}: it must be POST")
     if (url := record.get("url", CHAT_URL)) != CHAT_URL:
         raise ConfigError(f"url is {quoted(url)}: it must be {CHAT_URL}")
+    if not body["messages"] or not all(isinstance(message, Mapping) for message in body["messages"]):
+        raise ConfigError(f"messages is {quoted(body['messages'])}: give a list of objects")
     if body.get("stream"):
         raise ConfigError("stream is set, but a batch has whole answers: leave it out")
     check_sendable(body, "the body")

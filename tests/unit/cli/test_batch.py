@@ -96,6 +96,7 @@ def test_questions_about_the_same_documents_follow_each_other_and_answers_name_t
     assert result.exit_code == 0, result.stderr
     shown = [[document["id"] for document in request.documents] for request in server.requests]
     assert shown == [["mel"], ["mel"], ["tar"], ["zor"], ["zor"]]
+    assert (tmp_path / "out.jsonl").stat().st_mode & 0o777 == 0o600
     found = records(tmp_path / "out.jsonl")
     for number, question in enumerate(QUESTIONS, start=1):
         record = found[f"line-{number}"]
@@ -153,6 +154,8 @@ BROKEN = {
     '{"question": "\\ud800?"}': "the question",
     '{"custom_id": "u", "url": "/v1/embeddings", "body": {"messages": [{}]}}': "url is '/v1/embeddings'",
     '{"custom_id": "m", "method": "GET", "body": {"messages": [{}]}}': "method is 'GET'",
+    '{"custom_id": "e", "body": {"messages": []}}': "messages is []",
+    '{"custom_id": "t", "body": {"messages": ["Why?"]}}': "messages is ['Why?']",
     '{"custom_id": "s", "body": {"messages": [{}], "stream": true}}': "stream is set",
     '{"custom_id": "n", "body": {"messages": [{}], "seed": NaN}}': "must be finite",
 }
