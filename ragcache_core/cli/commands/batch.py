@@ -27,14 +27,11 @@ from ragcache_core.cli.commands.ask import DEFAULT_MAX_TOKENS
 from ragcache_core.cli.options import (
     EmbedderName,
     FiniteRange,
-    api_key_option,
-    cache_config_option,
-    check_vllm_args,
     embedder_option,
+    engine_opener,
+    engine_options,
     layout_options,
     open_store,
-    read_cache_config,
-    tokenizer_option,
     vllm_args_argument,
 )
 from ragcache_core.cli.output import check_output, counting_requests
@@ -137,11 +134,7 @@ class _Requests:
     metavar="OUT",
     help="Where the answers go, in OpenAI's format; a file of an interrupted run is continued.",
 )
-@click.option("--model", help="Launch a server for this model, and end it afterwards.")
-@click.option("--url", metavar="URL", help="Ask the server at this address instead.")
-@api_key_option
-@tokenizer_option
-@cache_config_option
+@engine_options
 @embedder_option
 @click.option("-k", "--k", type=click.IntRange(1), help="Documents to answer from. [default: 2, if there are]")
 @click.option(
@@ -196,14 +189,7 @@ def batch(
     Each answer is on disk in OUT as soon as it is there. Run the same command again to continue after an interruption,
     and to repeat what failed. Exit status 1: a request failed or a line is broken; the others are answered.
     """
-    check_vllm_args(vllm_args)
-    if (model is None) == (url is None):
-        raise click.UsageError("Give either --model, to launch a server, or --url, to ask one that runs.")
-    if url is not None and (vllm_args or tokenizer is not None or cache_config is not None):
-        raise click.UsageError(
-            "A server that runs already has its options: leave out --tokenizer, --cache-config and what follows '--'."
-        )
-    cache = read_cache_config(cache_config)
+    join = engine_opener(model, url, api_key, tokenizer, cache_config, vllm_args)
     layout = PromptLayout(static_prefix, document_format, question_format=question_format)
     check_output("--output", output, [questions])
     lines, broken = read_batch(questions)
@@ -223,13 +209,6 @@ def batch(
     digests = _digests(_Requests(lines, layout, settings, retrieved, document_order))
     requests = _Requests(lines, layout, settings, _arranged(retrieved, document_order), document_order)
     summary = BatchSummary(len(lines), num_broken=len(broken))
-
-    def join() -> Engine:
-        from ragcache_core.client import Engine
-
-        if url is not None:
-            return Engine.connect(url, api_key=api_key)
-        return Engine.launch(str(model), cache=cache, api_key=api_key, tokenizer=tokenizer, extra_args=vllm_args)
 
     with AnswerFile.open(output, digests) as answers:
         summary.num_earlier = len(answers.models)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -332,7 +333,7 @@ def test_what_cannot_work_is_known_before_an_engine_is_started(
         (2, "Give --store", [str(questions), *out, *model]),
         (2, "leave out --store, --k and --document-order", [str(chats), *at_store, *out, *model]),
         (2, "--document-order", [str(questions), *at_store, *out, *model, "--document-order", "cluster"]),
-        (2, "already has its options", [str(questions), *at_store, *out, "--url", "http://x", "--tokenizer", "t"]),
+        (2, "already has its tokenizer", [str(questions), *at_store, *out, "--url", "http://x", "--tokenizer", "t"]),
         (1, "holds no request", [str(empty), *out, *model]),
         (1, "cannot be read", [str(tmp_path / "none.jsonl"), *out, *model]),
         (1, "use a smaller --k", [str(questions), *at_store, *out, *model, "--k", "9"]),
@@ -353,3 +354,27 @@ def test_an_engine_that_died_ends_the_run(server: ScriptedServer, questions: Pat
     assert (result.exit_code, records(tmp_path / "out.jsonl")) == (1, {})
     assert "0 of 5 requests are answered" in result.stderr
     assert "the engine died" in result.stderr
+
+
+def test_a_disk_that_is_full_ends_the_run_and_the_next_one_continues(
+    server: ScriptedServer, questions: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, num_synced, sync = tmp_path / "out.jsonl", 0, os.fsync
+
+    def fill(descriptor: int) -> None:
+        nonlocal num_synced
+        num_synced += 1
+        if num_synced == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fill)
+        result = run(server, questions, store, output, "--max-concurrency", "1")
+    assert result.exit_code == 1
+    assert f"{output} cannot be written (No space left on device)" in result.stderr
+    assert "run it again to continue" in result.stderr
+    server.clear()
+    assert run(server, questions, store, output).exit_code == 0
+    assert 0 < len(server.requests) <= 3
+    assert len(records(output)) == len(QUESTIONS)
