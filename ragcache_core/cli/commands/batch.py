@@ -118,7 +118,7 @@ class _Requests:
 
 @click.command(
     cls=Command,
-    short_help="Answer a file of requests, in the order that computes fewest tokens.",
+    short_help="Answer a file of requests, ordered for the cache.",
     examples=[
         "ragcache batch questions.jsonl --store notes.store --output answers.jsonl --model examples/demo_model",
         "ragcache batch questions.jsonl --store notes.store --output answers.jsonl --url http://127.0.0.1:8000",
