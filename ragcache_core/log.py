@@ -116,7 +116,7 @@ LOG_EVENTS: Final[dict[str, dict[str, LogEvent]]] = {
         ),
         "RC-TIER-OFF": LogEvent(
             "ERROR",
-            "A disk or the shared store failed or hangs, or its files are gone. The tier is off until the next start.",
+            "A disk or the shared store failed or hangs, or its files are gone. The log says when it comes back.",
             "See [the disk tier went off](../operate/troubleshooting.md#the-disk-tier-went-off).",
         ),
         "RC-TIER-UNCLOSED": LogEvent(
@@ -129,7 +129,9 @@ LOG_EVENTS: Final[dict[str, dict[str, LogEvent]]] = {
             "A write (a full disk) or the shared store failed. It is tried again later; new KV is dropped.",
             "Free space, or check the store.",
         ),
-        "RC-TIER-WORKS": LogEvent("WARNING", "What failed with `RC-TIER-FAILED` works again.", "None."),
+        "RC-TIER-WORKS": LogEvent(
+            "WARNING", "What failed with `RC-TIER-FAILED` or `RC-TIER-OFF` works again.", "None."
+        ),
         "RC-DISK-SLOW": LogEvent(
             "WARNING",
             "The disk writes slower than KV is computed. Blocks are dropped. Logged once, then counted.",

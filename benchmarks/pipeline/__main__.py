@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from benchmarks.command import benchmark
+from benchmarks.pipeline.batch import measure_batch
 from benchmarks.pipeline.exactness import measure_pipeline_exactness
 from benchmarks.pipeline.overlap import measure_never_settles, measure_overlap
 from benchmarks.pipeline.queue import measure_reordering
@@ -31,6 +32,7 @@ PARTS: dict[str, Callable[[BenchmarkPlan], Part]] = {
     "overlap": measure_overlap,
     "never-settles": measure_never_settles,
     "reordering": measure_reordering,
+    "batch": measure_batch,
     "exactness": measure_pipeline_exactness,
 }
 

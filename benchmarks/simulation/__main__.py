@@ -21,6 +21,7 @@ from benchmarks.report import BenchmarkPlan, Figure, Goal, Part
 from benchmarks.simulated import simulate_runs
 from benchmarks.simulated.laboratory import LabOptions
 from benchmarks.simulation import rivals
+from benchmarks.simulation.batch import measure_batches
 from ragcache_core.sim.options import BELADY
 from ragcache_core.sim.sweep import plan as plan_runs
 from ragcache_core.sim.traces.trace import Trace, write_trace
@@ -282,6 +283,7 @@ PARTS: dict[str, Callable[[BenchmarkPlan], Part]] = {
     "drift": measure_drift,
     "canonical": measure_canonical,
     "load": measure_load,
+    "batches": measure_batches,
     "policies": rivals.measure_policies,
 }
 

@@ -200,16 +200,24 @@ class AsyncStore:
     """Owns a store and its threads: one makes the changes in their order, others read and overtake them.
 
     After a failed write, as on a full disk, its chunks are lost and writing rests for a while; reading goes on. The
-    store is out of service until the next start after another failed change, if files are missing, or after a read of
-    more than 20 s or a write of more than 60 s. It stays as it is, which is as after a crash, and changes fail from
-    then on. The waiter for a transfer then abandons it.
+    store is out of service after another failed change, if files are missing, or after a read of more than 20 s or a
+    write of more than 60 s. It stays as it is, which is as after a crash, and changes fail from then on. The waiter for
+    a transfer then abandons it.
 
     Attributes:
         writes: whether writing rests.
     """
 
-    def __init__(self, store: Store, what: str, *, num_readers: int) -> None:
-        """Begin; ``what`` the store is, for messages."""
+    def __init__(self, store: Store, what: str, *, num_readers: int, comes_back: bool = False) -> None:
+        """Begin.
+
+        Args:
+            store: the store.
+            what: it is, for messages.
+            num_readers: threads that read.
+            comes_back: whether its user opens it again when it failed; else it is out of service until the next start.
+        """
+        self._comes_back = comes_back
         self._store = store
         self._what = what
         self._changes: queue.SimpleQueue[_Change | None] = queue.SimpleQueue()
@@ -276,13 +284,15 @@ class AsyncStore:
             self.take_down(f"a write takes longer than {_WRITE_TIMEOUT_S:g} s")
         return self._failure
 
-    def take_down(self, why: str) -> None:
-        """Take the store out of service, and log it at once."""
+    def take_down(self, why: str, *, comes_back: bool | None = None) -> None:
+        """Take the store out of service, and log it at once; ``comes_back`` as for the store unless it is given."""
         with self._is_done:
             is_first = self._failure is None
             self._failure = self._failure or why
         if is_first:
-            logger.error("RC-TIER-OFF: %s is out of service until the next start: %s", self._what, why)
+            opened = self._comes_back if comes_back is None else comes_back
+            until = "until the disk answers" if opened else "until the next start"
+            logger.error("RC-TIER-OFF: %s is out of service %s: %s", self._what, until, why)
 
     def on_write_error(self, error: CacheWriteError) -> None:
         """Let writing rest; take the store out of service where its files are gone."""

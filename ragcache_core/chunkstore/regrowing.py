@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import cast
 
 from ragcache_core.chunkstore.chunks import (
@@ -26,44 +26,80 @@ def note_of(tree: KnowledgeTree, location: Location) -> ChunkNote:
     return ChunkNote(parent, names, position, node.frequency, node.avg_cost_s, stored_s, node.is_private)
 
 
+UnitOf = Callable[[ChunkEntry], tuple[bytes, bool]]
+"""Returns a chunk's unit in the tree, and whether the chunk is that unit."""
+
+
+class Regrowth:
+    """Adds stored blocks to a tree, parents first and as many at a time as its owner likes.
+
+    A block without its prefix is useless. Chunks that are not a unit have their unit's chunk as parent, and come last.
+
+    Attributes:
+        found: the added blocks.
+        orphans: the others.
+    """
+
+    def __init__(self, tree: KnowledgeTree, tier: Tier, tokens_per_block: int, unit_of: UnitOf) -> None:
+        self.found: list[bytes] = []
+        self.orphans: list[bytes] = []
+        self._tree = tree
+        self._tier = tier
+        self._tokens_per_block = tokens_per_block
+        self._unit_of = unit_of
+        self._units: dict[bytes, bytes] = {}
+
+    def add(self, entry: ChunkEntry) -> None:
+        """Add a block, if its prefix is there."""
+        unit, is_unit = self._unit_of(entry)
+        has_prefix = (entry.parent is None and is_unit) or entry.parent in self._units
+        if has_prefix and (not is_unit or self._add_unit(entry, unit)):
+            self.found.append(entry.key)
+        else:
+            self.orphans.append(entry.key)
+
+    def _add_unit(self, entry: ChunkEntry, unit: bytes) -> bool:
+        tree = self._tree
+        parent = None if entry.parent is None else self._units[entry.parent]
+        owner, names = owner_of_text(entry.doc_id)
+        node = tree.attach(parent, unit, self._tokens_per_block, *names_of_text(names), owner)
+        location = tree.locate(unit)
+        if node is None or location is None:
+            return False
+        tree.add(location.node, 1 << location.unit, self._tier)
+        tree.make_older(location.node, entry.stored_s)
+        if entry.is_private:
+            tree.make_private(location.node)
+        tree.restore(location.node, frequency=round(entry.frequency), cost_s=entry.cost)
+        self._units[entry.key] = unit
+        return True
+
+
+def in_order_of_growth(entries: Iterable[ChunkEntry], unit_of: UnitOf) -> Iterator[ChunkEntry]:
+    """Yield entries as :class:`Regrowth` needs them: those that are no unit come last."""
+    beside: list[ChunkEntry] = []
+    for entry in entries:
+        if unit_of(entry)[1]:
+            yield entry
+        else:
+            beside.append(entry)
+    yield from beside
+
+
+def is_unit_itself(entry: ChunkEntry) -> tuple[bytes, bool]:
+    """Return a chunk's key: each is a unit where the model has one KV cache group."""
+    return entry.key, True
+
+
 def regrow(
     tree: KnowledgeTree,
     entries: Iterable[ChunkEntry],
     tier: Tier,
     tokens_per_block: int,
-    unit_of: Callable[[ChunkEntry], tuple[bytes, bool]] = lambda entry: (entry.key, True),
+    unit_of: UnitOf = is_unit_itself,
 ) -> tuple[list[bytes], list[bytes]]:
-    """Add stored blocks to a tree without any, parents first; return the added ones, and the others.
-
-    A block without its prefix is useless. ``unit_of`` returns a chunk's unit in the tree, and whether the chunk is that
-    unit. Chunks that are not have their unit's chunk as parent, and come last.
-    """
-    units: dict[bytes, bytes] = {}
-    found: list[bytes] = []
-    beside: list[ChunkEntry] = []
-    orphans: list[bytes] = []
-    for entry in entries:
-        unit, is_unit = unit_of(entry)
-        if not is_unit:
-            beside.append(entry)
-            continue
-        if entry.parent is not None and entry.parent not in units:
-            orphans.append(entry.key)
-            continue
-        parent = None if entry.parent is None else units[entry.parent]
-        owner, names = owner_of_text(entry.doc_id)
-        node = tree.attach(parent, unit, tokens_per_block, *names_of_text(names), owner)
-        location = tree.locate(unit)
-        if node is None or location is None:
-            orphans.append(entry.key)
-            continue
-        tree.add(location.node, 1 << location.unit, tier)
-        tree.make_older(location.node, entry.stored_s)
-        if entry.is_private:
-            tree.make_private(location.node)
-        tree.restore(location.node, frequency=round(entry.frequency), cost_s=entry.cost)
-        units[entry.key] = unit
-        found.append(entry.key)
-    for entry in beside:
-        (found if entry.parent in units else orphans).append(entry.key)
-    return found, orphans
+    """Add stored blocks to a tree, parents first; return the added ones, and those without their prefix."""
+    growth = Regrowth(tree, tier, tokens_per_block, unit_of)
+    for entry in in_order_of_growth(entries, unit_of):
+        growth.add(entry)
+    return growth.found, growth.orphans

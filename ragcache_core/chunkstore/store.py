@@ -298,8 +298,8 @@ class ChunkStore:
                 raise write_error(path, error) from error
             if not is_here:
                 raise CacheWriteError(
-                    f"{path} was deleted, moved or replaced while the engine ran, so new writes would be lost: "
-                    "restart the engine, which creates the directory again"
+                    f"{path} was deleted, moved or replaced while the engine ran, so new writes would be lost: leave "
+                    "the directory to the engine; the disk tier opens it again, chunk reuse at the next start"
                 )
 
     def write_many(self, writes: Sequence[ChunkWrite]) -> list[bytes]:

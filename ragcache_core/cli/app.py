@@ -10,6 +10,7 @@ from ragcache_core._version import __version__
 from ragcache_core.cli.command import Group
 from ragcache_core.cli.commands.advise import advise
 from ragcache_core.cli.commands.ask import ask
+from ragcache_core.cli.commands.batch import batch
 from ragcache_core.cli.commands.bench import bench
 from ragcache_core.cli.commands.cache import cache
 from ragcache_core.cli.commands.calibrate import calibrate
@@ -40,7 +41,7 @@ def cli() -> None:
 
 
 for command in (
-    *(index, ask, store, serve, stats, cache, forget, warm),
+    *(index, ask, batch, store, serve, stats, cache, forget, warm),
     *(profile, quality, calibrate, trace, simulate, advise, bench),
 ):
     cli.add_command(command)

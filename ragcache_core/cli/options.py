@@ -18,6 +18,7 @@ from ragcache_core.prompt import PromptLayout
 from ragcache_core.runtime.environment import API_KEY_ENV
 
 if TYPE_CHECKING:
+    from ragcache_core.client import Engine
     from ragcache_core.retrieval import DocumentStore
 
 EmbedderName = Literal["builtin", "minilm"]
@@ -131,6 +132,54 @@ def cache_options(command: Callable[..., Any]) -> Callable[..., Any]:
         },
     )
     return cache_config_option(decorate(command))
+
+
+def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of :func:`engine_opener`: a model to launch, or the address of a server."""
+    for option in (
+        cache_config_option,
+        tokenizer_option,
+        api_key_option,
+        click.option("--url", metavar="URL", help="Ask the server at this address instead."),
+        click.option("--model", help="Launch a server for this model, and end it afterwards."),
+    ):
+        command = option(command)
+    return command
+
+
+def engine_opener(
+    model: str | None,
+    url: str | None,
+    api_key: str | None,
+    tokenizer: str | None,
+    cache_config: Path | None,
+    vllm_args: tuple[str, ...],
+) -> Callable[[], Engine]:
+    """Return what launches or joins the engine of :func:`engine_options`.
+
+    Raises:
+        click.UsageError: neither or both of model and URL, or options of a launch with a URL.
+        ConfigError: the file of the cache's configuration cannot work.
+    """
+    check_vllm_args(vllm_args)
+    if (model is None) == (url is None):
+        raise click.UsageError("Give either --model, to launch a server, or --url, to ask one that runs.")
+    if url is not None and vllm_args:
+        raise click.UsageError("A server that runs already takes no options of vLLM: leave out what follows '--'.")
+    if url is not None and tokenizer is not None:
+        raise click.UsageError("A server that runs already has its tokenizer: leave out --tokenizer, or give --model.")
+    if url is not None and cache_config is not None:
+        raise click.UsageError("A server that runs already has its cache: leave out --cache-config, or give --model.")
+    cache = read_cache_config(cache_config)
+
+    def join() -> Engine:
+        from ragcache_core.client import Engine
+
+        if url is not None:
+            return Engine.connect(url, api_key=api_key)
+        return Engine.launch(str(model), cache=cache, api_key=api_key, tokenizer=tokenizer, extra_args=vllm_args)
+
+    return join
 
 
 def layout_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,11 +9,12 @@ from contextlib import aclosing, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 from weakref import WeakSet
 
 import httpx
 
+from ragcache_core.client.batch import answer_batch
 from ragcache_core.client.cache import CacheRoutes, DocumentRoutes, PrefetchRoute, StandsOnDocuments, listed
 from ragcache_core.client.deadline import DeadlineClient, DeadlineRoutes
 from ragcache_core.client.generation import (
@@ -49,6 +50,7 @@ from ragcache_core.client.warming import WarmingClient, WarmingReceipt, check_bo
 from ragcache_core.errors import ConfigError
 from ragcache_core.ordering import DocumentOrder
 from ragcache_core.prompt import ChatMessage, RenderedPrompt, check_prompt_fits
+from ragcache_core.runtime.event_loop_thread import EventLoopThread
 from ragcache_core.runtime.handle import Handle, OneProcess
 from ragcache_core.stats import EngineStats, ForgetReceipt, RegistrationReceipt
 from ragcache_core.types import DocId, Document
@@ -305,6 +307,57 @@ class EngineClient(Handle, ABC):
                     if (chunk := reader.read(event)) is not None:
                         yield chunk
         yield reader.last(await self._cache_stats.acomplete(reader.stats(), reader.response_id, plan.doc_ids))
+
+    @overload
+    def batch(
+        self, prompts: Sequence[Prompt], *, return_exceptions: Literal[True], **options: Any
+    ) -> list[Generation | Exception]: ...
+
+    @overload
+    def batch(
+        self, prompts: Sequence[Prompt], *, return_exceptions: Literal[False] = False, **options: Any
+    ) -> list[Generation]: ...
+
+    def batch(
+        self, prompts: Sequence[Prompt], *, return_exceptions: bool = False, **options: Any
+    ) -> list[Generation] | list[Generation | Exception]:
+        """Return the whole answers to ``prompts``, in their order.
+
+        Requests are sent in the order of their prompts' prefixes: prompts with a common prefix follow each other, and
+        a small cache computes these tokens once. Each answer is that of :meth:`generate` for its prompt.
+
+        Args:
+            prompts: as of :meth:`stream`.
+            return_exceptions: return what a prompt's request raised in place of its answer. By default the first
+                exception ends the batch.
+            **options: ``max_concurrency``, the most requests in flight (64), and the settings of :meth:`generate`,
+                which all requests have.
+
+        Raises:
+            ConfigError: ``prompts`` is no list of prompts, or ``max_concurrency`` is less than 1.
+            RAGCacheError: as of :meth:`generate`.
+        """
+        loop = EventLoopThread("ragcache-batch")
+        try:
+            return loop.run(self.abatch(prompts, return_exceptions=return_exceptions, **options)).result()  # type: ignore[call-overload,no-any-return]
+        finally:
+            loop.close()
+
+    @overload
+    async def abatch(
+        self, prompts: Sequence[Prompt], *, return_exceptions: Literal[True], **options: Any
+    ) -> list[Generation | Exception]: ...
+
+    @overload
+    async def abatch(
+        self, prompts: Sequence[Prompt], *, return_exceptions: Literal[False] = False, **options: Any
+    ) -> list[Generation]: ...
+
+    async def abatch(
+        self, prompts: Sequence[Prompt], *, return_exceptions: bool = False, **options: Any
+    ) -> list[Generation] | list[Generation | Exception]:
+        """Return the whole answers to ``prompts``; see :meth:`batch`. Cancelling it ends its requests."""
+        return await answer_batch(self.agenerate, prompts, return_exceptions=return_exceptions, **options)
 
     def stats(self) -> EngineStats:
         """Return the server's counters, and those of its cache unless it is plain vLLM.

@@ -6,7 +6,8 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal
+from operator import itemgetter
+from typing import Any, Literal, cast
 
 from langchain_core.caches import BaseCache
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -17,11 +18,13 @@ from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.messages.ai import UsageMetadata, add_ai_message_chunks
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult, Generation
 from langchain_core.runnables import Runnable
-from langchain_core.runnables.config import run_in_executor
+from langchain_core.runnables.config import RunnableConfig, get_config_list, run_in_executor
 from langchain_openai.chat_models.base import BaseChatOpenAI
 from pydantic import Field, PrivateAttr, SecretStr, ValidationInfo, field_validator
 
+from ragcache_core.batch_order import PrefixKey, order_requests
 from ragcache_core.client import EngineClient, RequestPlan
+from ragcache_core.client.batch import chat_key
 from ragcache_core.client.engine import check_tokenizer
 from ragcache_core.client.generation import check_settings
 from ragcache_core.client.http.attempt import AUTO, FirstTokenTimeout
@@ -258,6 +261,44 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
         with translate_errors_as_openai():
             return len(self.connect().tokenize(self._get_request_payload(list(messages))["messages"]))
 
+    # Batches: requests with a common prefix follow each other; only the schedule changes. The batch of a chain runs its
+    # steps one after the other, so all searches are done by then.
+
+    def batch(
+        self,
+        inputs: list[LanguageModelInput],
+        config: RunnableConfig | list[RunnableConfig] | None = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> list[AIMessage]:
+        order = order_requests([self._prefix_key(each) for each in inputs])
+        configs = _reordered_configs(config, order)
+        sorted_inputs = [inputs[i] for i in order]
+        answers = super().batch(sorted_inputs, configs, return_exceptions=return_exceptions, **kwargs)
+        return [answer for _, answer in sorted(zip(order, answers, strict=True), key=itemgetter(0))]
+
+    async def abatch(
+        self,
+        inputs: list[LanguageModelInput],
+        config: RunnableConfig | list[RunnableConfig] | None = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> list[AIMessage]:
+        order = order_requests([self._prefix_key(each) for each in inputs])
+        configs = _reordered_configs(config, order)
+        sorted_inputs = [inputs[i] for i in order]
+        answers = await super().abatch(sorted_inputs, configs, return_exceptions=return_exceptions, **kwargs)
+        return [answer for _, answer in sorted(zip(order, answers, strict=True), key=itemgetter(0))]
+
+    def _prefix_key(self, given: LanguageModelInput) -> PrefixKey:
+        try:
+            messages = self._convert_input(given).to_messages()
+        except Exception:  # its own invoke raises it
+            return ("",)
+        return chat_key([{"role": message.type, "content": message.content} for message in messages])
+
     # The four ways to ask. Each plans, delegates, and reports.
 
     def _generate(
@@ -390,6 +431,16 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
         self.client = self.root_client.chat.completions
         self.async_client = self.root_async_client.chat.completions
         self.model_name = self.model_name or engine.model
+
+
+def _reordered_configs(config: RunnableConfig | list[RunnableConfig] | None, order: list[int]) -> list[RunnableConfig]:
+    """Return the configuration of each input of a batch; the first says how many run at a time, as in any batch."""
+    if not order:
+        return []
+    configs = get_config_list(config, len(order))
+    first, *others = [configs[i] for i in order]
+    limit = configs[0].get("max_concurrency")
+    return [cast("RunnableConfig", {**first, "max_concurrency": limit}), *others]
 
 
 _ALIASES = {

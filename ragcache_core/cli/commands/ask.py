@@ -16,15 +16,12 @@ from ragcache_core.cli.command import Command, print_json, report
 from ragcache_core.cli.options import (
     EmbedderName,
     FiniteRange,
-    api_key_option,
-    cache_config_option,
-    check_vllm_args,
     embedder_option,
+    engine_opener,
+    engine_options,
     layout_options,
     open_store,
-    read_cache_config,
     store_option,
-    tokenizer_option,
     vllm_args_argument,
 )
 from ragcache_core.cli.output import printable
@@ -132,11 +129,7 @@ _DEFAULT_K = 2
 )
 @click.argument("question", required=False)
 @store_option
-@click.option("--model", help="Launch a server for this model, and end it afterwards.")
-@click.option("--url", metavar="URL", help="Ask the server at this address instead.")
-@api_key_option
-@tokenizer_option
-@cache_config_option
+@engine_options
 @embedder_option
 @click.option("-k", "--k", type=click.IntRange(1), help="Documents to answer from. [default: 2, if there are]")
 @click.option("--max-tokens", type=click.IntRange(1), help="Longest answer. [default: 256, if they fit]")
@@ -176,27 +169,10 @@ def ask(
     """
     if question is not None and question.startswith("--"):  # what follows "--", where no question stands before it
         vllm_args, question = (question, *vllm_args), None
-    check_vllm_args(vllm_args)
-    if (model is None) == (url is None):
-        raise click.UsageError("Give either --model, to launch a server, or --url, to ask one that runs.")
+    join = engine_opener(model, url, api_key, tokenizer, cache_config, vllm_args)
     if stream and as_json:
         raise click.UsageError("--stream prints text and --json an object: give one of them.")
-    if url is not None and vllm_args:
-        raise click.UsageError("A server that runs already takes no options of vLLM: leave out what follows '--'.")
-    if url is not None and tokenizer is not None:
-        raise click.UsageError("A server that runs already has its tokenizer: leave out --tokenizer, or give --model.")
-    if url is not None and cache_config is not None:
-        raise click.UsageError("A server that runs already has its cache: leave out --cache-config, or give --model.")
-    cache = read_cache_config(cache_config)
     layout = PromptLayout(static_prefix, document_format, question_format=question_format)
-
-    def join() -> Engine:
-        from ragcache_core.client import Engine
-
-        if url is not None:
-            return Engine.connect(url, api_key=api_key)
-        return Engine.launch(str(model), cache=cache, api_key=api_key, tokenizer=tokenizer, extra_args=vllm_args)
-
     is_conversation = question is None and sys.stdin.isatty()
     is_streamed = stream or (is_conversation and not as_json)
 

@@ -43,7 +43,7 @@ class DiskIO:
         self, store: ChunkStore, primary_kv_view: memoryview, *, num_buffered_bytes: int = _NUM_BUFFERED_BYTES
     ) -> None:
         self._store = store
-        self._disk = AsyncStore(store, "RAGCache's disk tier", num_readers=_NUM_READERS)
+        self._disk = AsyncStore(store, "RAGCache's disk tier", num_readers=_NUM_READERS, comes_back=True)
         self._rows = np.frombuffer(primary_kv_view, dtype=np.uint8).reshape(primary_kv_view.shape)
         self._num_free_buffers = max(num_buffered_bytes // store.chunk_bytes, 1)
         self._read_at_once = max(_READ_AT_ONCE_BYTES // store.chunk_bytes, 1)
@@ -56,6 +56,8 @@ class DiskIO:
         self._written: deque[Outcome] = deque()
         self._is_done = threading.Condition()
         self._is_cleared = False
+        self.is_closed = False
+        """Whether nothing more is done than was asked for up to now."""
         self._copier = threading.Thread(target=self._copy_jobs, name="ragcache-disk-copy", daemon=True)
         self._copier.start()
 
@@ -134,11 +136,13 @@ class DiskIO:
         """Update stored frequencies and costs: key, frequency, cost."""
         self._write(WriteBatch(worths=worths))
 
-    def clear(self) -> None:
+    def clear(self) -> Erasure:
         """Delete every chunk, after all earlier changes; a disk that hangs does it when it answers."""
         self.release_rows()
         self._is_cleared = False
-        self._write(WriteBatch(clears=True))
+        erasure = Erasure(frozenset())
+        self._write(WriteBatch(clears=True, erasure=erasure))
+        return erasure
 
     def load_s(self, num_chunks: int) -> float | None:
         """Return how long the disk takes to read chunks, by its recent reads; None if that is unknown."""
@@ -154,9 +158,9 @@ class DiskIO:
         """Whether writing does not rest, as it does for a while after a write that failed."""
         return not self._disk.writes.is_resting
 
-    def take_down(self, why: str) -> None:
-        """Take the disk out of service, and release host memory."""
-        self._disk.take_down(why)
+    def take_down(self, why: str, *, comes_back: bool = True) -> None:
+        """Take the disk out of service, and release host memory; ``comes_back`` while the engine runs."""
+        self._disk.take_down(why, comes_back=comes_back)
         self._release_held()
 
     def finish_reads(self, timeout_s: float) -> bool:
@@ -182,6 +186,7 @@ class DiskIO:
     def close(self) -> None:
         """End the threads after all queued writes, and close the store. Idempotent."""
         ends_s = time.monotonic() + async_store.CLOSE_TIMEOUT_S
+        self.is_closed = True
         self._jobs.put(None)
         self._copier.join(async_store.CLOSE_TIMEOUT_S)
         if self._copier.is_alive():  # it waits for a disk that does not answer
@@ -277,7 +282,7 @@ class DiskIO:
         if batch.clears:
             self._store.clear()
             logger.info("RAGCache has emptied %s", self._store.path)
-        if batch.erasure is not None:
+        elif batch.erasure is not None:
             try:
                 self._store.erase(batch.erasure.names, self._disk.record_progress)
             except CacheWriteError as error:

@@ -12,21 +12,22 @@ tree knows one group only; chunks of the others are evicted with their units (:c
 
 The copier has few buffers; host memory, which is held until a job has ended, waits for them. If the disk is too slow
 for that, chunks are dropped. After a failed write, as on a full disk, writing rests for a while and is tried again;
-reads go on. If the disk is gone, or does not answer in time, the tier is out of service, but the engine runs on.
+reads go on. If the disk is gone, or does not answer in time, the tier is out of service, but the engine runs on. The
+store is opened again when the disk answers (:class:`Reopening`), and the tree grows again from it in slices of a step.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress, islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from ragcache_core.chunkstore import ChunkStore, async_store
-from ragcache_core.chunkstore.regrowing import regrow
+from ragcache_core.chunkstore import ChunkEntry, ChunkStore, async_store
+from ragcache_core.chunkstore.regrowing import Regrowth, in_order_of_growth
 from ragcache_core.chunkstore.sealing import load_keys
 from ragcache_core.log import logger_of
 from ragcache_core.tree import Location, admit_within_quotas, runs_of
@@ -44,6 +45,7 @@ from ragcache_core.vllm_plugin.compat import (
 from ragcache_core.vllm_plugin.disk.events import DiskEvents
 from ragcache_core.vllm_plugin.disk.io import DiskIO
 from ragcache_core.vllm_plugin.disk.jobs import DiskStore, Erasure, PendingRun
+from ragcache_core.vllm_plugin.disk.reopening import Reopening, device_of
 from ragcache_core.vllm_plugin.identity import MATCH_KEYS, kv_identity
 from ragcache_core.vllm_plugin.lower.jobs import EndedJob, LoadTransfer, TierJob
 from ragcache_core.vllm_plugin.lower.transfers import TransferTier
@@ -57,6 +59,8 @@ logger = logger_of(__name__)
 
 _OUT_OF_SERVICE_PATIENCE_S = 1.0
 _NOTED_AT_ONCE = 64
+_REGROWN_A_STEP = 256
+"""Of a store that is open again: some milliseconds' work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,15 @@ class _Found:
     first: int
     units: Sequence[Key]
     pays: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Regrowing:
+    """A store that is open again, and how much of it is in the tree; ``entries`` are the others."""
+
+    store: ChunkStore
+    growth: Regrowth
+    entries: Iterator[ChunkEntry]
 
 
 class DiskTier(TransferTier):
@@ -99,7 +112,8 @@ class DiskTier(TransferTier):
         """
         assert spec.controller is not None
         num_rows, block_bytes = host_memory.shape  # type: ignore[misc]  # typeshed: of any length
-        store = ChunkStore(
+        self._open_store = partial(
+            ChunkStore,
             directory,
             kv_identity(spec.config),
             chunk_bytes=block_bytes,
@@ -107,6 +121,10 @@ class DiskTier(TransferTier):
             match_keys=MATCH_KEYS,
             keys=load_keys(None if key_file is None else Path(key_file)),
         )
+        store = self._open_store()
+        self._directory = Path(directory).absolute()
+        self._device = device_of(self._directory)
+        self._host_memory = host_memory
         self._io = DiskIO(store, host_memory)
         super().__init__(spec.controller, self._io, num_rows, block_bytes)
         self.path = store.path
@@ -118,6 +136,11 @@ class DiskTier(TransferTier):
         self._writing: set[bytes] = set()
         self._found: dict[str, _Found] = {}
         self._erasures: list[Erasure] = []
+        self._reopening: Reopening | None = None
+        self._regrowth: _Regrowing | None = None
+        self._emptying: Erasure | None = None
+        self._has_forgotten = False
+        """While it was out of service: what it holds may be what was forgotten."""
         self._is_emptied = False
         self._num_slots = store.num_slots
         self._report = TierReport(store.num_slots * store.slot_bytes, store.slot_bytes)
@@ -157,6 +180,7 @@ class DiskTier(TransferTier):
         It is told of every step, so this is also where it is noticed that the disk fails, hangs or is gone.
         """
         self._notice_failure()
+        self._come_back()
         super().end_step(context)
         self._found.clear()  # what pays is being loaded by now
         self._note_names()
@@ -174,6 +198,11 @@ class DiskTier(TransferTier):
     def take_events(self) -> Iterable[OffloadingEvent]:
         return self._events.take()
 
+    @property
+    def has_pending_work(self) -> bool:
+        """Whether the tree grows again, a slice a step."""
+        return self._regrowth is not None
+
     def drain(self) -> None:
         """Wait until the tier uses no host memory; reads that do not end in time are abandoned."""
         timeout_s = async_store.READ_TIMEOUT_S if self._is_enabled else 0.0
@@ -182,13 +211,17 @@ class DiskTier(TransferTier):
         self._abandon_loads()
 
     def shutdown(self) -> None:
+        if self._reopening is not None:
+            self._reopening.stop()
         self._abandon_loads()
         self._io.close()
 
     def clear(self) -> None:
         """Delete everything, and store nothing until the next start: the model's weights may have changed."""
         patience_s = async_store.READ_TIMEOUT_S if self._is_enabled else _OUT_OF_SERVICE_PATIENCE_S
-        self._disable("the caches were reset, and KV of other weights could not be told from what is stored")
+        self._disable(
+            "the caches were reset, and KV of other weights could not be told from what is stored", comes_back=False
+        )
         self._io.clear()
         is_answered = self._io.finish_writes(patience_s)
         self._is_emptied = is_answered and self._io.is_cleared
@@ -217,7 +250,9 @@ class DiskTier(TransferTier):
         for name in names:
             if self._is_here(name):
                 self._remove(name)
-        self._erasures.append(self._io.erase(names))
+        self._has_forgotten |= not self._is_enabled
+        if not self._io.is_closed:
+            self._erasures.append(self._io.erase(names))
         return Freed({Tier.DISK: num_chunks}, {Tier.DISK: num_chunks * self._report.block_bytes})
 
     def num_left(self) -> int:
@@ -505,29 +540,81 @@ class DiskTier(TransferTier):
             self._tree.remove(location.node, 1 << location.unit, Tier.DISK)
 
     def _notice_failure(self) -> None:
-        if self._is_enabled and (why := self._io.why_down()) is not None:
+        if (self._is_enabled or self._regrowth is not None) and (why := self._io.why_down()) is not None:
             self._disable(why)
 
-    def _disable(self, why: str) -> None:
+    def _disable(self, why: str, *, comes_back: bool = True) -> None:
         """Take the tier out of service and out of the tree, where its units would keep host memory in use."""
         self._is_enabled = self._report.is_enabled = False
-        self._io.take_down(why)
+        self._io.take_down(why, comes_back=comes_back)
+        self._take_all_out()
+        self._regrowth = self._emptying = None
+        if self._reopening is not None:
+            self._reopening.stop()
+        self._reopening = None
+        if comes_back:
+            self._reopening = Reopening(self._open_store, self._io.close, self._directory, self._device)
+
+    def _take_all_out(self) -> None:
         self._stored.clear()
         self._events.all_removed()
         self._others.clear()
         self._tree.clear_tier(Tier.DISK)
         self._controller.record_change()
 
-    def _restore(self, store: ChunkStore) -> None:
-        """Rebuild the tree from the store's chunks; discard chunks without their prefix, which are useless."""
-        found, orphans = regrow(
-            self._tree, store.entries(), Tier.DISK, self._controller.tokens_per_block, self._groups.unit_of_entry
+    def _come_back(self) -> None:
+        """Go on with a store that is open again; what it holds comes back, unless something was forgotten meanwhile."""
+        if self._reopening is not None and self._reopening.is_ready and not (self._loads or self._stores):
+            reopened, self._reopening = self._reopening.take(), None
+            self._io = self._threads = DiskIO(reopened.store, self._host_memory)
+            self._writing.clear()
+            entries = in_order_of_growth(reopened.entries, self._groups.unit_of_entry)
+            self._regrowth = _Regrowing(reopened.store, self._growth(), entries)
+        if self._regrowth is None:
+            return
+        if self._has_forgotten:
+            if self._emptying is None:
+                self._take_all_out()
+                self._emptying = self._io.clear()
+                self._erasures = [self._emptying]
+            if not self._emptying.is_done or self._emptying.error is not None:  # the latter is noticed as a failure
+                return
+            self._has_forgotten = False
+        else:
+            slice_ = list(islice(self._regrowth.entries, _REGROWN_A_STEP))
+            for entry in slice_:
+                self._regrowth.growth.add(entry)
+            if len(slice_) == _REGROWN_A_STEP:
+                return
+            self._finish_restoring(self._regrowth.store, self._regrowth.growth)
+        self._regrowth = self._emptying = None
+        self._is_enabled = self._report.is_enabled = True
+        self._controller.record_change()
+        logger.warning(
+            "RC-TIER-WORKS: RAGCache's disk tier works again, with %d blocks of KV in %s", len(self._stored), self.path
         )
+
+    def _growth(self) -> Regrowth:
+        return Regrowth(self._tree, Tier.DISK, self._controller.tokens_per_block, self._groups.unit_of_entry)
+
+    def _restore(self, store: ChunkStore) -> None:
+        """Rebuild the tree from the store's chunks."""
+        growth = self._growth()
+        for entry in in_order_of_growth(store.entries(), self._groups.unit_of_entry):
+            growth.add(entry)
+        self._finish_restoring(store, growth)
+        if self._stored:
+            logger.info("RAGCache found %d blocks of KV in %s", len(self._stored), store.path)
+
+    def _finish_restoring(self, store: ChunkStore, growth: Regrowth) -> None:
+        """Let chunks be found that are in the tree; discard those without their prefix, which are useless."""
+        found, orphans = growth.found, growth.orphans
         self._stored.update(found)
         self._events.stored(found)
         if self._groups.others:
             self._let_go(found)
-        store.discard_many(orphans)
+        if orphans:
+            store.discard_many(orphans)
         counters, stats = self._controller.counters, store.stats
         counters.num_lost_chunks += len(orphans) + stats.num_missing
         counters.num_corrupt_chunks += stats.num_damaged
@@ -537,5 +624,3 @@ class DiskTier(TransferTier):
                 num_given_up,
                 store.path,
             )
-        if self._stored:
-            logger.info("RAGCache found %d blocks of KV in %s", len(self._stored), store.path)

@@ -166,10 +166,10 @@ class RAGCacheSpec(TieringOffloadingSpec):
         in_engine = current_context().kv_cache_config.num_blocks // self.blocks_per_chunk
         if host.num_blocks < in_engine // 2:
             logger.warning(
-                "RC-HOST-SMALL: RAGCache's host memory has %.1f GiB, less than half of the %.1f GiB of KV that the GPU "
+                "RC-HOST-SMALL: RAGCache's host memory has %.1f MiB, less than half of the %.1f MiB of KV that the GPU "
                 "has, so evicted blocks are seldom found there: raise host_bytes",
-                host.capacity_bytes / (1 << 30),
-                in_engine * self.kv_bytes_per_chunk / (1 << 30),
+                host.capacity_bytes / (1 << 20),
+                in_engine * self.kv_bytes_per_chunk / (1 << 20),
             )
 
     def _build(self) -> TierManager:

@@ -35,6 +35,7 @@ EXAMPLES = [
     "llamaindex_chat_engine",
     "llamaindex_query_engine",
     "llamaindex_retriever_agent",
+    "offline_batch",
     "reranking",
     "speculative_rag",
 ]
@@ -85,6 +86,9 @@ def test_an_example_prints_a_table_for_people(name: str, engine: Engine, capsys:
     if name == "llamaindex_query_engine":
         expected = [q["answer"] for q in demo_questions("single")[:3]]
         assert all(answer in printed for answer in expected)
+    if name == "offline_batch":
+        assert len(rows) == 24
+        assert printed.count(" right ") >= 0.9 * len(rows), "each answer is that of its question"
 
 
 def test_the_demo_answers_at_least_nine_in_ten_and_says_what_was_cached(

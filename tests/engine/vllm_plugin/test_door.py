@@ -350,7 +350,9 @@ def test_a_server_whose_engine_died_is_not_ready(app: FastAPI, client: TestClien
 
 def ask(engine: Engine, route: str, more: dict[str, object], headers: dict[str, str] | None = None) -> httpx.Response:
     prompt = {"messages": [{"role": "user", "content": "hello"}]} if "chat" in route else {"prompt": "hello"}
-    body = json.dumps({"model": engine.model, "max_tokens": 1, **prompt, **more})  # HTTPX sends no halves of pairs
+    body = json.dumps(
+        {"model": engine.model, "max_tokens": 1, "temperature": 0, **prompt, **more}
+    )  # HTTPX sends no halves of pairs
     authorized = {"Authorization": f"Bearer {engine.api_key}"} if headers is None else headers
     headers = {"Content-Type": "application/json", **authorized}
     return httpx.post(engine.base_url.removesuffix("/v1") + route, content=body, headers=headers, timeout=60)

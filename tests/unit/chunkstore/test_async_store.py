@@ -140,7 +140,7 @@ def test_a_write_that_fails_as_the_files_are_gone_takes_the_store_down(scene: Sc
     shutil.rmtree(scene.store.path)
     scene.write(b"a", is_write=True)
     scene.settle()
-    assert "restart the engine" in str(scene.threads.why_down())
+    assert "leave the directory to the engine" in str(scene.threads.why_down())
 
 
 @pytest.mark.parametrize("change", ["evict", "rename"])
@@ -214,7 +214,7 @@ def test_files_that_are_gone_are_noticed_while_nothing_is_changed(
     assert scene.threads.why_down() is None
     shutil.rmtree(tmp_path / "kv")
     assert until(lambda: scene.threads.why_down() is not None)
-    assert "restart the engine" in str(scene.threads.why_down())
+    assert "leave the directory to the engine" in str(scene.threads.why_down())
     scene.write(b"a")
     scene.settle()
     assert isinstance(scene.errors[0], CacheTierError)

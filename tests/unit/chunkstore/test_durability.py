@@ -196,7 +196,7 @@ def test_a_store_whose_folder_is_gone_says_so_and_serves_what_it_holds(store: Ch
         for name in ("chunks.data", "index.sqlite"):
             (store.path / name).touch()
     for change in (store.check_in_place, lambda: store.write_many(writes(keys(4)))):
-        with pytest.raises(CacheWriteError, match=r"was deleted, moved or replaced .*: restart the engine"):
+        with pytest.raises(CacheWriteError, match=r"was deleted, moved or replaced .*: leave the directory"):
             change()
     assert [read(store, key) for key in keys(4)] == [*map(payload, keys(3)), None]
 

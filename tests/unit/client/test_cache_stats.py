@@ -185,7 +185,7 @@ def test_figures_that_an_engine_leaves_out_or_adds_are_no_hindrance(engine: Engi
 def test_documents_that_an_engine_does_not_name_are_those_of_the_request(
     engine: Engine, server: ScriptedServer
 ) -> None:
-    """The engine names no document of a request with a salt; which of several it did not find, nobody knows."""
+    """The engine names no document of a request with a salt, and does not say which of several it did not find."""
     engine.generate(MESSAGES)
     spans = [{"id": None, "start": 0, "end": 4}, {"id": None, "start": 4, "end": 9}]
     server._figures["chatcmpl-1"] = {"num_gpu_tokens": 6, "documents": spans}

@@ -63,7 +63,7 @@ def read_through(
             for i in range(0, len(data), part_bytes):
                 got += stream.read(data[i : i + part_bytes])
         except httpx.RemoteProtocolError:
-            ends.insert(0, None)
+            ends = ends or [None]
         if ends:
             asked = rest_after(stream)
     assert stream.is_over
@@ -78,6 +78,7 @@ CUTS = st.lists(st.floats(0, 1), max_size=3)
 @given(TOKENS, st.integers(1, 4), STOPS, st.booleans(), st.none() | st.integers(1, 40), st.booleans(), CUTS)
 @example(("a", "b", "a", "b", "\n"), 1, ["b\n"], False, None, True, [0.9])
 @example(("aaa", "aaa", "b"), 2, ["ab"], True, None, False, [0.7, 0.7])
+@example(("", "a", "", "", "aa", "aa", "aaa", "aaaa", "aaaaa"), 3, [], False, None, False, [1.0, 1.0])
 @example(("one", "", "é", "twelve characters", "", "é", "twelve characters", "x"), 2, [], False, None, True, [0.9])
 def test_wherever_an_answer_is_cut_the_client_gets_what_it_would_have_got(
     tokens: tuple[str, ...],

@@ -27,7 +27,8 @@ LAYERS: dict[str, list[str]] = {
     "algorithms": [
         f"ragcache_core.{name}"
         for name in ("policy", "tree", "chunk", "queueing", "ordering", "deadline", "swaps", "speculation", "routing")
-    ],
+    ]
+    + ["ragcache_core.batch_order"],
     "recognition": ["ragcache_core.recognition"],
     "simulation": ["ragcache_core.sim"],
     "machine": [
@@ -244,7 +245,7 @@ PUBLIC: dict[str, set[str]] = {
 ENGINE = {
     *("launch", "alaunch", "connect", "aconnect", "drain", "close", "aclose", "pid", "log_path", "num_restarts"),
     *("model", "base_url", "api_key", "max_model_len", "http_client", "http_async_client"),
-    *("generate", "agenerate", "stream", "astream", "stats", "astats", "forget", "aforget"),
+    *("batch", "abatch", "generate", "agenerate", "stream", "astream", "stats", "astats", "forget", "aforget"),
     *("warm", "awarm", "warm_paths", "prefetch", "aprefetch", "cache", "register", "register_in_background"),
     *("tokenizer", "tokenize", "bind_prompt", "remember_documents", "arrange_documents"),
     "integration",

@@ -552,6 +552,18 @@ def test_a_text_that_a_client_names_does_not_make_a_restricted_prompt_share(tmp_
     run(scene)
 
 
+def test_texts_that_the_prompt_does_not_show_do_not_make_it_share(tmp_path: Path) -> None:
+    async def scene() -> None:
+        server = await Server(tenants=tenants(tmp_path, is_restricted=True)).begin()
+        altered = f"{WAGES} \n Who earns what?"
+        asked, _ = await server.ask(altered, salt_of("acme"), named(("public", SUN)))
+        assert asked.prompt["cache_salt"] != salt_of("acme")
+        again, _ = await server.ask(altered, salt_of("acme"), named(("public", SUN)))
+        assert again.prompt["cache_salt"] != asked.prompt["cache_salt"], "nor with itself"
+
+    run(scene)
+
+
 def test_options_in_the_metadata_of_a_plain_request_do_not_make_it_share(tmp_path: Path) -> None:
     async def scene() -> None:
         server = await Server(tenants=tenants(tmp_path, is_restricted=True)).begin()

@@ -154,8 +154,10 @@ class Recogniser:
         _check_ids(token_ids)
         is_plain = not isinstance(metadata, Mapping) or _DOCUMENTS not in metadata
         if isinstance(metadata, Mapping) and (placed := self._placed(metadata.get(_DOCUMENTS), token_ids)) is not None:
-            params = {**params, KEY: {**metadata, _DOCUMENTS: placed}}
+            metadata = {**metadata, _DOCUMENTS: placed}
+            params = {**params, KEY: metadata}
             sampling_params = _with_params(sampling_params, params)
+            is_plain = not placed  # what it names is not what the prompt shows, so it does not know the prompt's rights
         service = self._service
         if service is None:
             return RecognisedRequest(prompt, sampling_params)

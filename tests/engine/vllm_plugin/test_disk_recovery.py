@@ -1,0 +1,170 @@
+"""A disk tier that was out of service comes back while the engine runs, with what it held and nothing forgotten."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+
+from ragcache_core.chunkstore import async_store
+from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin.disk import manager as disk
+from ragcache_core.vllm_plugin.disk import reopening
+from tests.engine.vllm_plugin.disk_scene import Opening, Scene, payload
+from tests.engine.vllm_plugin.test_disk_faults import hanging
+from tests.engine.vllm_plugin.test_group_chunks import GROUPS, stored_on_disk
+from tests.support.waiting import until
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Try to open it again at once, and put it into the tree in many slices."""
+    monkeypatch.setattr(reopening, "_FIRST_WAIT_S", 0.02)
+    monkeypatch.setattr(reopening, "_LONGEST_WAIT_S", 0.02)
+    monkeypatch.setattr(disk, "_REGROWN_A_STEP", 2)
+
+
+def is_enabled(scene: Scene) -> bool:
+    is_in_tier = scene.controller.tiers[Tier.DISK].is_enabled
+    assert scene.controller.report()["tiers"][-1]["is_enabled"] is is_in_tier
+    return is_in_tier
+
+
+def is_back(scene: Scene) -> bool:
+    """Do a step, as an engine does that has something to do, and return whether the tier is in service."""
+    list(scene.tier.take_ended())
+    scene.end_step()
+    return is_enabled(scene)
+
+
+def fail_a_read(scene: Scene, keys: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a read hang until the tier is out of service, and end then."""
+    with monkeypatch.context() as hung:
+        is_reading, go_on = hanging(hung, "read")
+        job = scene.submit_load(keys)
+        assert is_reading.wait(10)
+        hung.setattr(async_store, "READ_TIMEOUT_S", 0.02)
+        assert not scene.result(job).loaded
+        assert not is_enabled(scene)
+        go_on.set()
+
+
+def test_a_disk_that_hung_comes_back_with_what_it_held(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch, plugin_log: pytest.LogCaptureFixture
+) -> None:
+    scene = opening()
+    keys = scene.store("D") + scene.store("BC")
+    fail_a_read(scene, keys[:6], monkeypatch)
+    assert scene.hits(keys[:6]) == []
+    assert until(lambda: is_back(scene), 30)
+    assert scene.hits(keys[:6]) == keys[:6]
+    assert scene.load(keys) == set(keys)
+    scene.check()
+    assert not scene.tier.has_pending_work
+    assert "is out of service until the disk answers" in plugin_log.text
+    assert "works again, with 11 blocks of KV" in plugin_log.text
+    more = scene.store("A")
+    assert scene.load(more) == set(more)
+    fail_a_read(scene, keys[:6], monkeypatch)
+    assert until(lambda: is_back(scene), 30), "as often as it fails"
+    assert scene.load(keys) == set(keys)
+    scene.check()
+
+
+def test_a_directory_that_is_deleted_is_made_again(opening: Opening) -> None:
+    scene = opening()
+    stored = scene.store("B")
+    shutil.rmtree(scene.directory)
+    scene.store("C")
+    assert not is_enabled(scene)
+    assert until(lambda: is_back(scene), 30)
+    assert scene.hits(stored) == []
+    assert scene.store("C") == scene.hits(scene.announce("C"))
+    scene.check()
+
+
+@pytest.mark.parametrize("moment", ["while it is off", "while it grows again"])
+@pytest.mark.parametrize("is_all", [False, True])
+def test_what_is_forgotten_meanwhile_does_not_come_back(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch, moment: str, is_all: bool
+) -> None:
+    scene = opening()
+    keys = scene.store("BD")
+    forgetting = scene.controller.forgetting
+    fail_a_read(scene, keys, monkeypatch)
+    if moment == "while it grows again":
+        assert until(lambda: is_back(scene) or scene.tier.has_pending_work, 30)
+        assert not is_enabled(scene)
+    forgetting.forget_all() if is_all else forgetting.forget({"B"})
+    assert until(lambda: is_back(scene), 30)
+    assert scene.hits(keys) == []
+    assert until(lambda: not scene.tier.num_left(), 30)
+    assert scene.tier.why_left() is None
+    data = scene.data_file.read_bytes()
+    assert not any(payload(key) in data for key in keys[:3])
+    assert scene.store("C") == scene.hits(scene.announce("C"))
+    scene.close()
+    assert opening().hits(keys) == []
+
+
+def test_another_disk_in_its_place_is_left_alone(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a mount is gone: what is written there would fill the disk that the mount point is on."""
+    scene = opening()
+    scene.store("B")
+    seen: list[object] = []
+    monkeypatch.setattr(reopening, "device_of", lambda directory: seen.append(directory) or -1)
+    shutil.rmtree(scene.directory)
+    scene.store("C")
+    assert until(lambda: len(seen) >= 3, 30)
+    assert not is_back(scene)
+    assert not scene.directory.exists()
+
+
+def test_a_disk_that_hangs_on_is_not_opened_twice(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_store, "CLOSE_TIMEOUT_S", 0.02)
+    scene = opening()
+    keys = scene.store("B")
+    is_reading, go_on = hanging(monkeypatch, "read")
+    try:
+        job = scene.submit_load(keys)
+        assert is_reading.wait(10)
+        monkeypatch.setattr(async_store, "READ_TIMEOUT_S", 0.02)
+        assert not scene.result(job).loaded
+        assert not until(lambda: is_back(scene), 0.5)
+    finally:
+        go_on.set()
+    monkeypatch.setattr(async_store, "READ_TIMEOUT_S", 20.0)
+    assert until(lambda: is_back(scene), 30)
+    assert scene.load(keys) == set(keys)
+
+
+def test_an_engine_that_ends_meanwhile_leaves_the_disk_to_the_next(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(3):  # before it is opened again, while that goes on, or after it
+        scene = opening()
+        keys = scene.store("B")
+        fail_a_read(scene, keys, monkeypatch)
+        scene.close()
+    assert opening().hits(keys) == keys
+
+
+def test_new_weights_keep_a_disk_off_that_failed_before(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_OUT_OF_SERVICE_PATIENCE_S", 0.1)
+    scene = opening()
+    keys = scene.store("B")
+    fail_a_read(scene, keys, monkeypatch)
+    scene.tier.clear()
+    assert not until(lambda: is_back(scene), 0.5)
+    assert scene.hits(keys) == []
+
+
+def test_every_group_of_a_document_comes_back(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = opening(groups=GROUPS)
+    keys = stored_on_disk(scene, "BC")
+    fail_a_read(scene, keys, monkeypatch)
+    assert until(lambda: is_back(scene), 30)
+    assert scene.load(keys) == set(keys)
+    report = scene.controller.report()
+    assert [tier["num_blocks"] for tier in report["tiers"] if tier["name"] == "disk"] == [len(keys)]
