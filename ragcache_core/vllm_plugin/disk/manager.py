@@ -10,6 +10,9 @@ The scheduler's thread decides what is kept and never waits for the disk. Other 
 A chunk is stored under its unit's key. If the model has several KV cache groups, the key has the group as well. The
 tree knows one group only; chunks of the others are evicted with their units (:class:`OtherBlocks`).
 
+The tree counts blocks. How many fit follows from the mean of their compressed sizes. The store never takes more than
+its capacity: where an estimate was too low, it refuses a write, whose chunks are dropped.
+
 The copier has few buffers; host memory, which is held until a job has ended, waits for them. If the disk is too slow
 for that, chunks are dropped. After a failed write, as on a full disk, writing rests for a while and is tried again;
 reads go on. If the disk is gone, or does not answer in time, the tier is out of service, but the engine runs on.
@@ -26,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ragcache_core.chunkstore import ChunkStore, async_store
+from ragcache_core.chunkstore.compression import Compression
 from ragcache_core.chunkstore.regrowing import regrow
 from ragcache_core.chunkstore.sealing import load_keys
 from ragcache_core.log import logger_of
@@ -42,7 +46,7 @@ from ragcache_core.vllm_plugin.compat import (
     ScheduleEndContext,
 )
 from ragcache_core.vllm_plugin.disk.events import DiskEvents
-from ragcache_core.vllm_plugin.disk.io import DiskIO
+from ragcache_core.vllm_plugin.disk.io import NUM_READERS, DiskIO
 from ragcache_core.vllm_plugin.disk.jobs import DiskStore, Erasure, PendingRun
 from ragcache_core.vllm_plugin.identity import MATCH_KEYS, kv_identity
 from ragcache_core.vllm_plugin.lower.jobs import EndedJob, LoadTransfer, TierJob
@@ -95,7 +99,8 @@ class DiskTier(TransferTier):
 
         Raises:
             CacheTierError: another engine uses it, it cannot be written to, or its capacity cannot work.
-            ConfigError: nothing tells the model's weights from others, or there is no key in ``key_file``.
+            ConfigError: nothing tells the model's weights from others, there is no key in ``key_file``, or the package
+                of the compression is not installed.
         """
         assert spec.controller is not None
         num_rows, block_bytes = host_memory.shape  # type: ignore[misc]  # typeshed: of any length
@@ -106,6 +111,9 @@ class DiskTier(TransferTier):
             capacity_bytes=capacity_bytes,
             match_keys=MATCH_KEYS,
             keys=load_keys(None if key_file is None else Path(key_file)),
+            compression=Compression(
+                spec.controller.settings.compression, "RAGCache's disk tier", num_readers=NUM_READERS
+            ),
         )
         self._io = DiskIO(store, host_memory)
         super().__init__(spec.controller, self._io, num_rows, block_bytes)
@@ -119,8 +127,7 @@ class DiskTier(TransferTier):
         self._found: dict[str, _Found] = {}
         self._erasures: list[Erasure] = []
         self._is_emptied = False
-        self._num_slots = store.num_slots
-        self._report = TierReport(store.num_slots * store.slot_bytes, store.slot_bytes)
+        self._report = TierReport(store.capacity_bytes, store.slot_bytes, used_bytes=lambda: self._io.used_bytes)
         if self._groups.others:
             self._report.num_other_blocks = lambda: len(self._stored) - self._tree.tiers[Tier.DISK].num_units
         self._controller.add_tier(Tier.DISK, self._report)
@@ -358,7 +365,7 @@ class DiskTier(TransferTier):
     def _make_room(self, new: dict[bytes, int]) -> list[bytes]:
         """Return what is evicted for ``new`` chunks; the last of those that find no room are taken out of ``new``."""
         own = self._take_out(self._keep_quotas(new))
-        num_missing = len(new) - (self._num_slots - len(self._stored) - len(self._writing))
+        num_missing = self._io.num_over(len(self._stored), len(self._writing) + len(new))
         if num_missing <= 0:
             return own
         evicted = dict.fromkeys(islice(self._others.useless(), num_missing))
@@ -511,6 +518,7 @@ class DiskTier(TransferTier):
     def _disable(self, why: str) -> None:
         """Take the tier out of service and out of the tree, where its units would keep host memory in use."""
         self._is_enabled = self._report.is_enabled = False
+        self._report.used_bytes = None
         self._io.take_down(why)
         self._stored.clear()
         self._events.all_removed()
