@@ -27,7 +27,7 @@ _MEMORY_SHARE = 0.03
 
 
 @dataclass(frozen=True, slots=True)
-class _Measured:
+class _CompressionRun:
     """The answers of one engine that count, and its disk tier after them."""
 
     answers: list[TokenAnswer]
@@ -76,7 +76,7 @@ def measure_compression(plan: BenchmarkPlan) -> Part:
     return Part(f"{_count(plan)} requests before as many that count", tuple(figures), details)
 
 
-def _measure(plan: BenchmarkPlan, setting: CompressionName) -> _Measured:
+def _measure(plan: BenchmarkPlan, setting: CompressionName) -> _CompressionRun:
     size, count = block_bytes(plan.model, _DTYPE), _count(plan)
     all_blocks = int(document_tokens(WORKLOAD, plan.seed).sum()) // BLOCK_SIZE
     memory_blocks = max(int(_MEMORY_SHARE * all_blocks), 2 * _MAX_MODEL_LEN // BLOCK_SIZE)
@@ -98,13 +98,13 @@ def _measure(plan: BenchmarkPlan, setting: CompressionName) -> _Measured:
             client.ask_all(requests[:count], in_flight=1)
             answers = client.ask_all(requests[count:], in_flight=1)
             (disk,) = (tier for tier in engine.stats().tiers if tier.name == "disk")
-            return _Measured(answers, disk)
+            return _CompressionRun(answers, disk)
 
 
-def _ttfts_s(measured: _Measured, numbers: list[int]) -> list[float]:
+def _ttfts_s(measured: _CompressionRun, numbers: list[int]) -> list[float]:
     times = [measured.answers[number].ttft_s for number in numbers]
     return [time_s for time_s in times if time_s is not None]
 
 
 def _count(plan: BenchmarkPlan) -> int:
-    return plan.sized(200, 30)
+    return plan.sized(150, 30)

@@ -39,7 +39,7 @@ CODEC = "blosc2"
 """What a record of a packed chunk names as its codec."""
 HINT = "pip install 'ragcache[compression]'"
 MOST_CHUNKS_PER_SLOT = 2
-"""A tier of compressed chunks holds at most so many times the chunks that fit uncompressed."""
+"""A tier of compressed chunks holds at most this many times the chunks that fit uncompressed."""
 _LARGEST_SHARE = 0.95
 _SLOWEST_LOAD = 1.5
 _LINK_BYTES = 8 << 20
@@ -47,7 +47,7 @@ _SAMPLE_BYTES = 2 << 20
 _ITEM_BYTES = (1, 2, 4)
 
 
-class Method(NamedTuple):
+class Packing(NamedTuple):
     """How chunks are packed. ``item_bytes`` are those of a number."""
 
     name: str
@@ -55,10 +55,10 @@ class Method(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class MethodSpeed:
+class PackingSpeed:
     """What a method does to a sample: the share of the bytes that is kept, and bytes per second of a core."""
 
-    method: Method
+    method: Packing
     share: float
     pack_bytes_per_s: float
     unpack_bytes_per_s: float
@@ -73,7 +73,7 @@ def is_installed() -> bool:
     return find_spec("blosc2") is not None
 
 
-def pack(method: Method, payload: Buffer) -> memoryview:
+def pack(method: Packing, payload: Buffer) -> memoryview:
     """Return the frame of a chunk."""
     library, codecs = _library()
     codec, shuffle = codecs[method.name]
@@ -96,7 +96,7 @@ def unpack(packed: Buffer, target: memoryview) -> bool:
     return True
 
 
-def choose(speeds: Sequence[MethodSpeed], link_bytes_per_s: float, num_cores: int) -> MethodSpeed | None:
+def choose(speeds: Sequence[PackingSpeed], link_bytes_per_s: float, num_cores: int) -> PackingSpeed | None:
     """Return the method that keeps the fewest bytes, of those that are not too slow for a tier.
 
     A load with it takes at most 1.5 times as long as without: the tier holds more for that. Return None where no
@@ -107,10 +107,10 @@ def choose(speeds: Sequence[MethodSpeed], link_bytes_per_s: float, num_cores: in
     return min(good, key=lambda speed: speed.share, default=None)
 
 
-def measure(names: Sequence[str], sample: Sequence[memoryview]) -> list[MethodSpeed]:
+def measure(names: Sequence[str], sample: Sequence[memoryview]) -> list[PackingSpeed]:
     """Return for each name how it packs a sample, by the number size that keeps the fewest bytes."""
     return [
-        min((_measure(Method(name, size), sample) for size in _ITEM_BYTES), key=lambda speed: speed.share)
+        min((_measure(Packing(name, size), sample) for size in _ITEM_BYTES), key=lambda speed: speed.share)
         for name in names
     ]
 
@@ -144,7 +144,7 @@ class Compression:
         self._is_auto = setting == "auto"
         self._num_cores = min(num_readers, max((os.cpu_count() or 1) // 2, 1))
         self._written_bytes = self._write_s = 0.0
-        self._method: Method | None = None
+        self._method: Packing | None = None
         self._is_decided = not self.is_on
 
     def stop(self, why: str) -> None:
@@ -214,12 +214,12 @@ class FrameBuffers:
         return len(record) == self._chunk_bytes or unpack(record, target)
 
 
-def _measure(method: Method, sample: Sequence[memoryview]) -> MethodSpeed:
+def _measure(method: Packing, sample: Sequence[memoryview]) -> PackingSpeed:
     num_bytes = sum(payload.nbytes for payload in sample)
     packed, pack_s = _timed(lambda: [pack(method, payload) for payload in sample])
     target = memoryview(bytearray(sample[0].nbytes))
     _, unpack_s = _timed(lambda: [unpack(frame, target) for frame in packed])
-    return MethodSpeed(method, sum(f.nbytes for f in packed) / num_bytes, num_bytes / pack_s, num_bytes / unpack_s)
+    return PackingSpeed(method, sum(f.nbytes for f in packed) / num_bytes, num_bytes / pack_s, num_bytes / unpack_s)
 
 
 def _timed(call: Callable[[], list[Any]]) -> tuple[list[Any], float]:

@@ -68,7 +68,7 @@ logger = logger_of(__name__)
 _MAX_BATCH = 64
 _MAX_BATCH_BYTES = 16 << 20
 _FILLED_SHARE = 0.98  # of the capacity, with compressed chunks: a batch may take more than the mean
-_KEPT_OF_NEW = 0.2
+_KEPT_OF_MEAN = 0.8
 _EXTENT_BYTES, _FEW_EXTENTS = 16, 1024  # what a file system has of a file beside its data
 
 
@@ -163,7 +163,7 @@ class ChunkStore:
             except (OSError, IndexDamagedError) as error:
                 raise directory_error(directory, error) from error
             self._residents = self._loaded.residents
-            self._new_bytes = float(self._file.slot_bytes)  # that a new chunk takes, a running mean
+            self._new_bytes: float | None = None  # that a new chunk takes, a running mean
             if self._is_packed and self._file.used_bytes > self._residents.used_bytes + _EXTENT_BYTES * (
                 len(self) + _FEW_EXTENTS
             ):
@@ -227,9 +227,10 @@ class ChunkStore:
         if not self._is_packed:
             return num_over
         mean_bytes = self._residents.used_bytes / len(self) if self._residents.used_bytes else self.slot_bytes
-        is_mixed = mean_bytes < self.slot_bytes or self._new_bytes < self.slot_bytes
-        limit_bytes = self.capacity_bytes * (_FILLED_SHARE if is_mixed else 1)
-        over_bytes = num_here * mean_bytes + num_new * self._new_bytes - limit_bytes
+        new_bytes = mean_bytes if self._new_bytes is None else self._new_bytes
+        are_mixed = min(mean_bytes, new_bytes) < self.slot_bytes
+        limit_bytes = self.capacity_bytes * (_FILLED_SHARE if are_mixed else 1)
+        over_bytes = num_here * mean_bytes + num_new * new_bytes - limit_bytes
         return max(math.ceil(over_bytes / mean_bytes), num_over)
 
     def entries(self) -> Iterator[ChunkEntry]:
@@ -368,7 +369,8 @@ class ChunkStore:
         if not self._is_packed or not records:
             return
         new_bytes = sum(page_aligned(len(record)) for record in records)
-        self._new_bytes += (new_bytes / len(records) - self._new_bytes) * _KEPT_OF_NEW
+        mean_bytes = new_bytes / len(records)
+        self._new_bytes = mean_bytes + _KEPT_OF_MEAN * ((self._new_bytes or mean_bytes) - mean_bytes)
         free_bytes = self.capacity_bytes - self._residents.used_bytes
         if new_bytes > free_bytes:
             raise CacheCapacityError(

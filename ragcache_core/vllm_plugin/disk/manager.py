@@ -366,7 +366,7 @@ class DiskTier(TransferTier):
         """Return what is evicted for ``new`` chunks; the last of those that find no room are taken out of ``new``."""
         own = self._take_out(self._keep_quotas(new))
         num_missing = self._io.num_over(len(self._stored), len(self._writing) + len(new))
-        if num_missing <= 0:
+        if num_missing <= 0 or not new:
             return own
         evicted = dict.fromkeys(islice(self._others.useless(), num_missing))
         new_units = list(map(self._unit_of, new)) if self._groups.others else list(new)
@@ -376,13 +376,13 @@ class DiskTier(TransferTier):
                 break
             units = self._tree.evict_up_to(
                 Tier.DISK,
-                min(num_missing - len(evicted), num_new),
+                min(num_missing - len(evicted), max(num_new, num_new * num_missing // len(new))),
                 shielded,
                 size_of=self._others.size_of if self._others else None,
                 for_owner=owner,
             )
             evicted.update(dict.fromkeys(self._names_of(units)))
-        for _ in range(num_missing - len(evicted)):
+        for _ in range(min(num_missing - len(evicted), len(new))):
             new.popitem()
             self._controller.counters.num_dropped_chunks += 1
         return [*own, *self._take_out(list(evicted))]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ragcache_core import config
 from ragcache_core.chunkstore import ChunkStore, ChunkWrite, compression
-from ragcache_core.chunkstore.compression import Compression, Method, MethodSpeed, choose, pack, unpack
+from ragcache_core.chunkstore.compression import Compression, Packing, PackingSpeed, choose, pack, unpack
 from ragcache_core.chunkstore.sealing import Keys
 from ragcache_core.errors import CacheCapacityError, CacheDirectoryError, ConfigError
 from tests.unit.chunkstore.conftest import Opening, aligned, keys, payload, read
@@ -46,7 +46,7 @@ def packed_store(
 
 def frames(name: str, key: bytes) -> list[bytes]:
     """Return the frames that a chunk may have been packed to."""
-    return [pack(Method(name, item_bytes), kv(key)).tobytes() for item_bytes in (1, 2, 4)]
+    return [pack(Packing(name, item_bytes), kv(key)).tobytes() for item_bytes in (1, 2, 4)]
 
 
 def space(store: ChunkStore) -> int:
@@ -62,7 +62,7 @@ def hide_blosc2(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(data=st.binary(min_size=1, max_size=5000), name=st.sampled_from(NAMES), item_bytes=st.sampled_from((1, 2, 4)))
 def test_any_bytes_come_back_as_they_were(data: bytes, name: str, item_bytes: int) -> None:
     target = bytearray(len(data))
-    assert unpack(pack(Method(name, item_bytes), data), memoryview(target))
+    assert unpack(pack(Packing(name, item_bytes), data), memoryview(target))
     assert target == data
 
 
@@ -73,7 +73,7 @@ def test_bytes_that_are_no_frame_are_not_unpacked(data: bytes, num_bytes: int) -
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_frame_that_is_cut_or_of_another_size_is_not_unpacked(name: str) -> None:
-    frame = pack(Method(name, 2), kv(b"key"))
+    frame = pack(Packing(name, 2), kv(b"key"))
     for num_bytes in (CHUNK_BYTES - 1, CHUNK_BYTES + 1):
         assert not unpack(frame, memoryview(bytearray(num_bytes)))
     for end in (0, 10, len(frame) // 2, len(frame) - 1):
@@ -254,9 +254,9 @@ def test_a_file_system_that_takes_no_space_back_has_no_compression(
         store.write_many(kv_writes(keys(1, 16)))
 
 
-LZ4 = MethodSpeed(Method("lz4", 2), 0.72, 0.9e9, 1.8e9)
-ZSTD = MethodSpeed(Method("zstd", 2), 0.64, 0.4e9, 1.2e9)
-NOISE = MethodSpeed(Method("zstd", 2), 0.99, 0.4e9, 1.2e9)
+LZ4 = PackingSpeed(Packing("lz4", 2), 0.72, 0.9e9, 1.8e9)
+ZSTD = PackingSpeed(Packing("zstd", 2), 0.64, 0.4e9, 1.2e9)
+NOISE = PackingSpeed(Packing("zstd", 2), 0.99, 0.4e9, 1.2e9)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ NOISE = MethodSpeed(Method("zstd", 2), 0.99, 0.4e9, 1.2e9)
     ],
 )
 def test_auto_keeps_the_fewest_bytes_that_load_in_time(
-    speeds: list[MethodSpeed], link_bytes_per_s: float, num_cores: int, expected: str | None
+    speeds: list[PackingSpeed], link_bytes_per_s: float, num_cores: int, expected: str | None
 ) -> None:
     chosen = choose(speeds, link_bytes_per_s, num_cores)
     assert (None if chosen is None else chosen.method.name) == expected
