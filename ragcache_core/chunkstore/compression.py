@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ragcache_core.config import CompressionName, check_compression
+from ragcache_core.errors import ConfigError
 from ragcache_core.log import logger_of
 
 if TYPE_CHECKING:
@@ -133,19 +134,26 @@ class Compression:
             num_readers: threads that load.
 
         Raises:
-            ConfigError: the setting names a method, and Blosc2 is not installed.
+            ConfigError: the setting names a method, and Blosc2 is not installed or cannot be imported.
         """
         check_compression(setting)
         self.is_on = setting != "off" and is_installed()
-        if setting == "auto" and not self.is_on:
-            logger.info("%s stores KV uncompressed: to compress it, %s", what, HINT)
         self._what = what
+        self._method: Packing | None = None
+        self._is_decided = not self.is_on
+        if self.is_on:
+            try:
+                _library()  # not when the first blocks come
+            except ImportError as error:
+                if setting != "auto":
+                    raise ConfigError(f"compression is {setting!r}, but blosc2 cannot be imported: {error}") from error
+                self.stop(f"blosc2 cannot be imported ({error})")
+        elif setting == "auto":
+            self.stop(f"to compress it, {HINT}")
         self._names = ("lz4", "zstd") if setting == "auto" else (setting,)
         self._is_auto = setting == "auto"
         self._num_cores = min(num_readers, max((os.cpu_count() or 1) // 2, 1))
         self._written_bytes = self._write_s = 0.0
-        self._method: Packing | None = None
-        self._is_decided = not self.is_on
 
     def stop(self, why: str) -> None:
         """Store the chunks of this tier uncompressed from now on."""

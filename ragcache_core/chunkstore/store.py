@@ -226,7 +226,7 @@ class ChunkStore:
         num_over = num_here + num_new - self.num_slots
         if not self._is_packed:
             return num_over
-        mean_bytes = self._residents.used_bytes / len(self) if self._residents.used_bytes else self.slot_bytes
+        mean_bytes = self._residents.used_bytes / max(len(self), 1) or self.slot_bytes  # a change may be half done
         new_bytes = mean_bytes if self._new_bytes is None else self._new_bytes
         are_mixed = min(mean_bytes, new_bytes) < self.slot_bytes
         limit_bytes = self.capacity_bytes * (_FILLED_SHARE if are_mixed else 1)

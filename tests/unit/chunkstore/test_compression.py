@@ -227,6 +227,18 @@ def test_without_the_package_a_method_is_refused_and_auto_is_off(
         config.CacheConfig(compression="zstd", host_bytes=1 << 20, disk_bytes=1 << 20).resolved()
 
 
+def test_a_package_that_cannot_be_imported_is_as_none(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise ImportError("its library is missing")
+
+    monkeypatch.setattr(compression, "_library", broken)
+    with pytest.raises(ConfigError, match="blosc2 cannot be imported: its library is missing"):
+        Compression("lz4", "The test's store")
+    with packed_store(opening, setting="auto") as store:
+        store.write_many(kv_writes(keys(16)))
+        assert store.stats.used_bytes == 16 * CHUNK_BYTES
+
+
 def test_without_the_package_a_compressed_directory_is_refused_and_kept(
     opening: Opening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
