@@ -1,14 +1,14 @@
 """Lossless compression of chunks: their numbers shuffled, then LZ4 or ZSTD, by Blosc2.
 
 The numbers of a chunk differ least in their sign and exponent. A shuffle places these bits next to each other. On bf16
-KV of the 12-layer demo model, in GB/s of a core for chunks of 192 KiB:
+KV of the 12-layer demo model, in GB per second of processor time for chunks of 192 KiB:
 
     ==========================  ==========  ========  ==========
     method                      share kept  compress  decompress
     ==========================  ==========  ========  ==========
-    LZ4, bits shuffled                0.72      0.97        1.79
-    ZSTD, bytes shuffled              0.64      0.41        1.22
-    ``zstandard``, NumPy shuffle      0.67      0.32        0.30
+    LZ4, bits shuffled                0.74      1.52        2.42
+    ZSTD, bytes shuffled              0.64      0.47        1.61
+    ``zstandard``, NumPy shuffle      0.67      0.35        0.38
     ==========================  ==========  ========  ==========
 
 A packed chunk is a Blosc2 frame, which names its method. So any packed chunk is read whatever the setting is now.
