@@ -188,6 +188,7 @@ def _read(index: ChunkIndex, file_slots: int, num_slots: int) -> tuple[Residents
             or type(key) is not bytes
             or not 0 < len(key) <= MAX_KEY_BYTES
             or type(digest) is not int
+            or type(length) is not int
             or key in residents
             or key in strays
         ):

@@ -179,11 +179,12 @@ def flip(path: Path, at: int) -> None:
         lambda folder: os.truncate(folder / "chunks.data", 4096),
         lambda folder: _set(folder, "length = length - 1"),
         lambda folder: _set(folder, "length = 65536"),
+        lambda folder: _set(folder, "length = length + 0.5"),
         lambda folder: _set(folder, "codec = 'raw'"),
         lambda folder: _set(folder, "codec = 'brotli'"),
         lambda folder: _set(folder, "checksum = checksum + 1"),
     ],
-    ids=["bit", "cut", "shorter", "longer", "raw", "unknown", "checksum"],
+    ids=["bit", "cut", "shorter", "longer", "fraction", "raw", "unknown", "checksum"],
 )
 @pytest.mark.parametrize("sealed", [None, SECRETS], ids=["plain", "encrypted"])
 def test_a_damaged_compressed_chunk_is_a_miss(
