@@ -148,6 +148,7 @@ def test_the_simulator_and_the_engine_find_the_same_tokens_in_the_same_tiers(
         block_size=BLOCK,
         host_bytes=NUM_HOST_BLOCKS * BLOCK_BYTES,
         disk_bytes=NUM_DISK_BLOCKS * BLOCK_BYTES,
+        compression="off",  # the simulator's blocks all have one size
         directory=kv,
     )
     options = SimulationOptions(
