@@ -78,12 +78,13 @@ class BlockCache:
     3. its access is counted. What it computes enters the GPU tier as soon as it has blocks for it. Its prompt is copied
        to the host, and from there to the disk, where it is not there already: up to the end of the documents, if there
        are any, and as far as the host holds it (:meth:`compute`);
-    4. blocks of its answer are allocated one by one, and become full and known (:meth:`answer`);
+    4. blocks of its answer are allocated one by one, and become full and known. A full one that is worth it is copied
+       to the host when the next one is allocated, or at the end (:meth:`answer`);
     5. it frees its blocks, the last ones first (:meth:`end`).
 
-    :meth:`serve` does all of it at once: a prompt is computed in one step, transfers are done when the next request
-    comes, and a running request ends before the next one is served. The system prompt is part of the path, and one
-    block of the GPU is vLLM's null block.
+    :meth:`serve` does all of it at once: a prompt is computed in one step, and while it is loaded where transfers are
+    overlapped. Transfers are done when the next request comes, and a running request ends before the next one is
+    served. The system prompt is part of the path, and one block of the GPU is vLLM's null block.
     """
 
     def __init__(self, options: SimulationOptions, cost: PrefillCost, *, trace: Trace | None = None) -> None:
