@@ -396,11 +396,17 @@ def test_chunks_are_not_compressed_while_most_buffers_wait(opening: Opening, mon
     num_bytes = 1 << 16
     zstd = Compression("zstd", "The test's store")
     scene = opening(num_slots=64, num_buffers=4, chunk_bytes=num_bytes, compression=zstd)
-    go_on, write = threading.Event(), ChunkStore.write_many
-    monkeypatch.setattr(ChunkStore, "write_many", lambda store, *args, **settings: (
-        go_on.wait(30), write(store, *args, **settings))[1])  # fmt: skip
+    is_writing, go_on, write = threading.Event(), threading.Event(), ChunkStore.write_many
+
+    def wait_and_write(store: ChunkStore, *args: Any, **settings: Any) -> list[bytes]:
+        is_writing.set()
+        go_on.wait(30)
+        return write(store, *args, **settings)
+
+    monkeypatch.setattr(ChunkStore, "write_many", wait_and_write)
     for number in range(4):  # of the four buffers, the first one waits for the disk, then three more
         scene.io.store([PendingRun([b"%d" % number], [number], ChunkNote())], [])
+        assert is_writing.wait(30)
     assert until(lambda: scene.io._num_free_buffers == 0)
     go_on.set()
     scene.settle()
