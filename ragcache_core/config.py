@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import parse_qs, urlsplit
@@ -30,6 +31,8 @@ from ragcache_core.types import SelectionName
 
 PolicyName = Literal["pgdsf", "gdsf", "lru", "lfu", "s3fifo", "arc", "mixture"]
 """What decides which document leaves a full tier."""
+CompressionName = Literal["auto", "off", "lz4", "zstd"]
+"""How KV on disk and in a shared store is compressed."""
 QueueOrder = Literal["cache_aware", "fifo"]
 """Which waiting request is next: the one with the most cached tokens, or the one that came first."""
 
@@ -84,6 +87,19 @@ def check_shared_url(url: str) -> str:
             "s3://bucket/prefix"
         )
     return url
+
+
+def check_compression(compression: CompressionName) -> None:
+    """Refuse a method of compression whose package is not installed.
+
+    Raises:
+        ConfigError: with the command that installs it.
+    """
+    if compression not in ("auto", "off") and find_spec("blosc2") is None:
+        raise ConfigError(
+            f"CacheConfig.compression is {compression!r}, for which blosc2 is not installed: pip install "
+            "'ragcache[compression]', or leave compression out"
+        )
 
 
 def keeping(connectors: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -252,6 +268,11 @@ class CacheConfig(_Settings):
     """Seconds after which a ``shared`` Redis or Valkey deletes what this engine stored. By default the server's
     ``maxmemory-policy`` decides. Buckets have lifecycle rules instead."""
 
+    compression: CompressionName = "auto"
+    """How KV on disk and in a ``shared`` store is compressed, without loss: by ``lz4``, by ``zstd``, which keeps fewer
+    bytes and is slower, or not at all (``off``). ``auto`` chooses for each tier, by the measured speed of the tier and
+    of the cores; without ``ragcache[compression]`` it is ``off``."""
+
     tenants: Annotated[Path, BeforeValidator(_parse_file)] | None = None
     """A TOML file of tenants and collections: whose API key is whose, who shares KV, and how much of a tier is whose.
     By default all who have the server's key share everything. From a TOML file, a relative path is relative to that
@@ -331,6 +352,11 @@ class CacheConfig(_Settings):
                 f"CacheConfig.shared_ttl is {self.shared_ttl:g} but shared is {self.shared!r:.80}: give it with a "
                 "redis:// store; a bucket deletes by its lifecycle rules"
             )
+        if self.compression not in ("auto", "off") and not self.disk_bytes and self.shared is None:
+            raise ValueError(
+                f"CacheConfig.compression is {self.compression!r} but disk_bytes is 0: set disk_bytes or shared, whose "
+                "KV it compresses, or leave compression out"
+            )
         if self.disk_bytes and self.host_bytes == 0:
             raise ValueError(
                 f"CacheConfig.disk_bytes is {_shown(self.disk_bytes)} but host_bytes is 0: documents reach the disk "
@@ -402,7 +428,7 @@ class CacheConfig(_Settings):
 
         Raises:
             ConfigError: a capacity is larger than what is free of the memory of this machine or container, or than its
-                disk, or the directory is unwritable.
+                disk, the directory is unwritable, or the package of ``compression`` is not installed.
         """
         memory = read_memory()
         kv_bytes = _kv_in_memory(self.kv_cache_bytes)
@@ -424,6 +450,7 @@ class CacheConfig(_Settings):
             )
         if self.disk_bytes:
             decided["directory"] = _writable(self.folder, self.disk_bytes)
+        check_compression(self.compression)
         if self.disk_key_file is not None:
             decided["disk_key_file"] = self.disk_key_file.expanduser().absolute()
         return type(self)(**{**self.model_dump(exclude_unset=True), **decided})

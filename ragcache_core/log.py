@@ -188,6 +188,11 @@ LOG_EVENTS: Final[dict[str, dict[str, LogEvent]]] = {
             "The shared store does not answer at the start. The engine tries it again later.",
             "Check network and password.",
         ),
+        "RC-SHARED-COMPRESSED": LogEvent(
+            "WARNING",
+            "The shared store has compressed blocks, and this engine cannot unpack them: they are misses. Logged once.",
+            "`pip install 'ragcache[compression]'`.",
+        ),
         "RC-SHARED-UNDELETED": LogEvent(
             "WARNING",
             "The engine closed before the shared store deleted all that was to be forgotten.",

@@ -20,6 +20,7 @@ from pathlib import Path
 import xxhash
 
 from ragcache_core.chunkstore.chunks import ChunkEntry, ChunkNote, place_checksum
+from ragcache_core.chunkstore.compression import CODEC
 from ragcache_core.errors import CacheLockedError, CacheTierError, CacheWriteError
 from ragcache_core.private_files import open_private
 
@@ -30,6 +31,7 @@ _FIRST_SCHEMA = (
 )
 _RECORD_FORMAT = 1
 _RAW = "raw"
+_IS_KNOWN = "format = ? AND (codec = ? AND length = ? OR codec = ? AND length BETWEEN 1 AND ?)"
 _DELETE = "DELETE FROM chunks WHERE slot = ?"
 _SUFFIXES = ("", "-wal", "-shm", "-journal")
 _NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_NOMEM)
@@ -72,7 +74,7 @@ class ChunkIndex:
         """
         self.path = path
         self._owner = xxhash.xxh32_intdigest(owner.encode()) - _INT32
-        self._record = (_RECORD_FORMAT, _RAW, chunk_bytes)
+        self._chunk_bytes = chunk_bytes
         os.close(open_private(path, os.O_RDWR | os.O_CREAT))  # what fails from here on is damage
         self._listings: weakref.WeakSet[sqlite3.Cursor] = weakref.WeakSet()
         self._discarded: set[int] = set()
@@ -104,7 +106,7 @@ class ChunkIndex:
         columns = [
             f"format INTEGER NOT NULL DEFAULT {_RECORD_FORMAT}",
             f"codec TEXT NOT NULL DEFAULT '{_RAW}'",
-            f"length INTEGER NOT NULL DEFAULT {self._record[2]}",
+            f"length INTEGER NOT NULL DEFAULT {self._chunk_bytes}",
         ]
         run("BEGIN IMMEDIATE")
         if not run("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
@@ -122,8 +124,10 @@ class ChunkIndex:
         if run("PRAGMA quick_check(1)").fetchone() != (b"ok",):  # 0.1 s for a million rows
             raise IndexDamagedError(f"{self.path} does not pass SQLite's check")
 
-    def rows(self) -> Iterator[tuple[int, bytes, int]]:
-        """Yield slot, key and checksum of every chunk, by slot. A damaged row may hold values of other types.
+    def rows(self) -> Iterator[tuple[int, bytes, int, int]]:
+        """Yield slot, key, checksum and stored length of every chunk, by slot.
+
+        A damaged row may hold values of other types. A chunk that is shorter than the others is compressed.
 
         So does one in a format that is not known here: its key is None.
 
@@ -132,11 +136,23 @@ class ChunkIndex:
         """
         try:
             yield from self._connection.execute(
-                "SELECT slot, CASE WHEN (format, codec, length) = (?, ?, ?) THEN key END, checksum FROM chunks",
-                self._record,
+                f"SELECT slot, CASE WHEN {_IS_KNOWN} THEN key END, checksum, length FROM chunks",  # noqa: S608
+                (_RECORD_FORMAT, _RAW, self._chunk_bytes, CODEC, self._chunk_bytes - 1),
             )
         except _SQLITE_ERRORS as error:
             raise _opening_error(self.path, error) from error
+
+    def num_compressed(self) -> int:
+        """Return how many chunks are compressed.
+
+        Raises:
+            IndexDamagedError. CacheTierError: it cannot be read at the moment.
+        """
+        try:
+            (number,) = self._connection.execute("SELECT count(*) FROM chunks WHERE codec = ?", (CODEC,)).fetchone()
+        except _SQLITE_ERRORS as error:
+            raise _opening_error(self.path, error) from error
+        return int(number)
 
     def entries(self) -> Iterator[list[tuple[int, bytes, ChunkEntry | None]]]:
         """Yield slot, key and chunk in lists, by position, as they are when the first list is taken.
@@ -157,8 +173,8 @@ class ChunkIndex:
         except _SQLITE_ERRORS as error:
             raise _read_error(self.path, error) from error
 
-    def insert(self, rows: Iterable[tuple[int, bytes, int, ChunkNote]]) -> None:
-        """Add chunks: slot, key, checksum, note."""
+    def insert(self, rows: Iterable[tuple[int, bytes, int, int, ChunkNote]]) -> None:
+        """Add chunks: slot, key, checksum, stored length, note."""
         with self._changing() as connection:
             connection.executemany(
                 # A row that a failed change left behind gives way: nothing in memory points to it.
@@ -166,9 +182,11 @@ class ChunkIndex:
                 (
                     (
                         *(slot, key, digest, *_place(key, note), *_worth(note.frequency, note.cost), *_kept(note)),
-                        *self._record,
+                        _RECORD_FORMAT,
+                        _RAW if length == self._chunk_bytes else CODEC,
+                        length,
                     )
-                    for slot, key, digest, note in rows
+                    for slot, key, digest, length, note in rows
                 ),
             )
 

@@ -19,8 +19,8 @@ from ragcache_core.chunkstore.sealing import Keys, key_id
 from ragcache_core.errors import CacheCapacityError, CacheDirectoryError, CacheLockedError, CacheVersionError
 from ragcache_core.private_files import FILE_MODE, make_private, make_private_folder, open_private
 
-FORMAT = 3
-_CONVERTED_FORMATS = (2,)  # the index gets columns when it is opened
+FORMAT = 4  # 4: chunks may be compressed
+_CONVERTED_FORMATS = (2, 3)  # the index of a 2 gets columns when it is opened
 Identity = Mapping[str, str | int]
 
 IDENTITY_NAME = "identity.json"

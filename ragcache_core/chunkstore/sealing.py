@@ -1,6 +1,7 @@
 """Sealed slots: each chunk is encrypted and authenticated with AES-256-GCM, and unreadable without the key.
 
-A slot holds ciphertext, as long as the chunk; beside the file of slots lies one of seals, 32 bytes for each slot::
+A slot holds ciphertext, as long as what is stored of the chunk. Beside the file of slots lies one of seals, 32 bytes
+for each slot::
 
     |key id 4|nonce 12|tag 16|
 
@@ -21,7 +22,7 @@ import hashlib
 import hmac
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -194,11 +195,12 @@ class SealedSlotFile:
         seals = []
         for view, payload in zip(views, payloads, strict=True):
             nonce = secrets.token_bytes(_NONCE_BYTES)
-            self._sealing.encrypt_into(nonce, payload, self._whose, sealed)
-            view[:] = sealed[: self.chunk_bytes]
-            seals.append(memoryview(b"".join((self._sealing_id, nonce, sealed[self.chunk_bytes :]))))
+            end = len(payload)
+            self._sealing.encrypt_into(nonce, payload, self._whose, sealed[: end + _TAG_BYTES])
+            view[:end] = sealed[:end]
+            seals.append(memoryview(b"".join((self._sealing_id, nonce, sealed[end : end + _TAG_BYTES]))))
         self._write_seals(slots, seals)
-        self._slots.write(slots, views)
+        self._slots.write(slots, [view[: len(payload)] for view, payload in zip(views, payloads, strict=True)])
 
     def read(self, slots: Sequence[int], targets: Sequence[memoryview]) -> None:
         """Fill targets with what is in the slots, those whose slot does not open with zeros.
@@ -210,8 +212,9 @@ class SealedSlotFile:
         sealed = memoryview(bytearray(self.chunk_bytes + _TAG_BYTES))
         for slot, target in zip(slots, targets, strict=True):
             seal = os.pread(self._seals.fileno(), _SEAL_BYTES, slot * _SEAL_BYTES)
-            sealed[: self.chunk_bytes] = target
-            if not self._open(seal, sealed, target):
+            end = len(target)
+            sealed[:end] = target
+            if not self._open(seal, sealed[: end + _TAG_BYTES], target):
                 target[:] = bytes(len(target))
 
     def _write_seals(self, slots: Sequence[int], seals: Sequence[memoryview]) -> None:
@@ -227,12 +230,29 @@ class SealedSlotFile:
         cipher = self._ciphers.get(seal[:_ID_BYTES])
         if cipher is None or len(seal) < _SEAL_BYTES:
             return False
-        sealed[self.chunk_bytes :] = seal[-_TAG_BYTES:]
+        sealed[-_TAG_BYTES:] = seal[-_TAG_BYTES:]
         try:
             cipher.decrypt_into(seal[_ID_BYTES:-_TAG_BYTES], sealed, self._whose, target)
         except InvalidTag:
             return False
         return True
+
+    def can_free(self) -> bool:
+        """Return whether the file system takes space back. See :meth:`SlotFile.can_free`."""
+        return self._slots.can_free()
+
+    def free(self, slots: Iterable[int]) -> None:
+        """Give the space of slots back.
+
+        Raises:
+            OSError: some may still take space.
+        """
+        self._slots.free(slots)
+
+    @property
+    def used_bytes(self) -> int:
+        """What the slots take on the disk, without the seals."""
+        return self._slots.used_bytes
 
     def aligned_buffers(self, num_chunks: int) -> tuple[memoryview, list[memoryview]]:
         """Return page-aligned memory for that many slots, and a view of ``chunk_bytes`` into each."""

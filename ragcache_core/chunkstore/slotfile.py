@@ -20,6 +20,9 @@ Measured on ext4 on a virtual disk with 2 cores, buffered | direct, MB/s, file o
 
 Buffered rewrites only reach memory. Direct I/O took 4 to 60 times less CPU time, and leaves the page cache to other
 processes; chunks that are read often are in the host tier. Hence direct, unless the file system cannot.
+
+A compressed chunk takes the leading pages of its slot, in a system call of its own. The other pages of the slot are a
+hole in the file, which takes no space: the file system packs them. A slot that gets free becomes a hole as a whole.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import ctypes
 import errno
 import mmap
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -103,6 +107,11 @@ _PUNCH_HOLE = 0x02 | 0x01  # Linux: FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 _NO_HOLES = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
+def page_aligned(num_bytes: int) -> int:
+    """Return what bytes take on disk, in whole pages."""
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
 class SlotFile:
     """Slots of ``slot_bytes`` in one file. Reads may run beside a write; the caller sees to it that slots do not."""
 
@@ -113,7 +122,8 @@ class SlotFile:
             OSError
         """
         self.chunk_bytes = chunk_bytes
-        self.slot_bytes = -(-chunk_bytes // PAGE_BYTES) * PAGE_BYTES
+        self.slot_bytes = page_aligned(chunk_bytes)
+        self._own = threading.local()
         self._pad = memoryview(mmap.mmap(-1, PAGE_BYTES))[: self.slot_bytes - chunk_bytes]
         flags = os.O_RDWR | os.O_CREAT
         self._descriptor = -1
@@ -133,11 +143,12 @@ class SlotFile:
         return os.fstat(self._descriptor).st_size // self.slot_bytes
 
     def write(self, slots: Sequence[int], payloads: Sequence[memoryview]) -> None:
-        """Write payloads to slots. ``payloads``: ``chunk_bytes`` each.
+        """Write payloads to slots. ``payloads``: at most ``chunk_bytes`` each.
 
         Raises:
             OSError: any part of those slots may have been written.
         """
+        slots, payloads = self._move_short(slots, payloads, self._write_short)
         for first, run in runs(slots, payloads):
             for start, part, straight in self._parts(first, run):
                 vectors = self._padded(part)
@@ -152,9 +163,12 @@ class SlotFile:
     def read(self, slots: Sequence[int], targets: Sequence[memoryview]) -> None:
         """Fill targets with what is in the slots; beyond the end of the file they are left as they are.
 
+        ``targets`` are as long as the payloads were.
+
         Raises:
             OSError
         """
+        slots, targets = self._move_short(slots, targets, self._read_short)
         for first, run in runs(slots, targets):
             for start, part, straight in self._parts(first, run):
                 if straight:
@@ -209,6 +223,63 @@ class SlotFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+    def can_free(self) -> bool:
+        """Return whether the file system takes space back from the middle of a file."""
+        try:
+            _punch(self._descriptor, os.fstat(self._descriptor).st_size, PAGE_BYTES)
+        except OSError:
+            return False
+        return True
+
+    def free(self, slots: Iterable[int]) -> None:
+        """Give the space of slots back. What they held may stay on the disk; see :meth:`erase`.
+
+        Raises:
+            OSError: some may still take space.
+        """
+        ordered = sorted(slots)
+        for first, run in runs(ordered, [self._pad] * len(ordered)):
+            _punch(self._descriptor, first * self.slot_bytes, len(run) * self.slot_bytes)
+
+    @property
+    def used_bytes(self) -> int:
+        """What the file takes on the disk."""
+        return os.fstat(self._descriptor).st_blocks * 512
+
+    def _move_short(
+        self, slots: Sequence[int], buffers: Sequence[memoryview], move: Callable[[int, memoryview], None]
+    ) -> tuple[Sequence[int], Sequence[memoryview]]:
+        """Move each buffer that is shorter than a chunk, and return the others with their slots."""
+        if all(len(buffer) == self.chunk_bytes for buffer in buffers):
+            return slots, buffers
+        others = []
+        for slot, buffer in sorted(zip(slots, buffers, strict=True), key=lambda pair: pair[0]):
+            if len(buffer) == self.chunk_bytes:
+                others.append((slot, buffer))
+            else:
+                move(slot, buffer)
+        return [slot for slot, _ in others], [buffer for _, buffer in others]
+
+    def _write_short(self, slot: int, payload: memoryview) -> None:
+        pages = self._own_pages(len(payload))
+        pages[: len(payload)] = payload
+        if not _move(os.pwritev, self._descriptor, [pages], slot * self.slot_bytes):
+            raise OSError(errno.EIO, "nothing more was written")
+        if self.num_slots <= slot:
+            os.ftruncate(self._descriptor, (slot + 1) * self.slot_bytes)
+
+    def _read_short(self, slot: int, target: memoryview) -> None:
+        pages = self._own_pages(len(target))
+        if _move(os.preadv, self._descriptor, [pages], slot * self.slot_bytes):
+            target[:] = pages[: len(target)]
+
+    def _own_pages(self, num_bytes: int) -> memoryview:
+        """Return the pages that a payload takes, in memory that this thread keeps."""
+        memory: memoryview | None = getattr(self._own, "memory", None)
+        if memory is None:
+            memory = self._own.memory = memoryview(mmap.mmap(-1, self.slot_bytes))
+        return memory[: page_aligned(num_bytes)]
 
     def _parts(self, first: int, run: list[memoryview]) -> Iterator[tuple[int, list[memoryview], bool]]:
         """Yield pieces of a run that one system call can take, and whether straight from the caller's memory."""

@@ -15,10 +15,12 @@ that does not match either, so it reads again while no write runs.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -33,6 +35,7 @@ from ragcache_core.chunkstore.chunks import (
     checksum,
     contiguous,
 )
+from ragcache_core.chunkstore.compression import MOST_CHUNKS_PER_SLOT, Compression, FrameBuffers
 from ragcache_core.chunkstore.index import IndexDamagedError, write_error
 from ragcache_core.chunkstore.namespace import (
     DATA_NAME,
@@ -50,8 +53,9 @@ from ragcache_core.chunkstore.namespace import (
 )
 from ragcache_core.chunkstore.old_namespaces import delete_old, delete_plaintext
 from ragcache_core.chunkstore.opening import open_index, start_empty
+from ragcache_core.chunkstore.readers import Readers
 from ragcache_core.chunkstore.sealing import Keys, SealedSlotFile
-from ragcache_core.chunkstore.slotfile import SlotFile
+from ragcache_core.chunkstore.slotfile import SlotFile, page_aligned
 from ragcache_core.errors import CacheCapacityError, CacheTierError, CacheWriteError
 from ragcache_core.log import logger_of
 
@@ -59,43 +63,13 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
-class Readers:
-    """Counts reads in flight, and allows them until it is closed. Any thread may call any method."""
-
-    def __init__(self) -> None:
-        self._reading = threading.Condition()
-        self._num_reading = 0
-        self._is_closed = False
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether reads are no longer allowed."""
-        return self._is_closed
-
-    @contextmanager
-    def one(self) -> Iterator[bool]:
-        """Count one read as long as the context lasts; it yields whether the read is allowed."""
-        with self._reading:
-            is_open = not self._is_closed
-            self._num_reading += is_open
-        try:
-            yield is_open
-        finally:
-            with self._reading:
-                self._num_reading -= is_open
-                self._reading.notify_all()
-
-    def close(self) -> None:
-        """Allow no more reads, and wait for those in flight. Idempotent."""
-        with self._reading:
-            self._is_closed = True
-            self._reading.wait_for(lambda: not self._num_reading)
-
-
 logger = logger_of(__name__)
 
 _MAX_BATCH = 64
 _MAX_BATCH_BYTES = 16 << 20
+_FILLED_SHARE = 0.98  # of the capacity, with compressed chunks: a batch may take more than the mean
+_KEPT_OF_MEAN = 0.8
+_EXTENT_BYTES, _FEW_EXTENTS = 16, 1024  # what a file system has of a file beside its data
 
 
 class ChunkStore:
@@ -115,6 +89,7 @@ class ChunkStore:
         direct: bool | None = None,
         match_keys: Collection[str] = (),
         keys: Keys | None = None,
+        compression: Compression | None = None,
     ) -> None:
         """Open the store of ``identity`` in a cache directory, or make it. Damage there is a warning, and it is empty.
 
@@ -130,11 +105,13 @@ class ChunkStore:
                 are deleted; others only after 30 days without use.
             keys: encrypt chunks with the first of them, and read what any of them has encrypted; what the directory
                 holds unencrypted, of any identity, is deleted. None: they are not encrypted. The index never is.
+            compression: packs chunks before they are written. None: they are written as they are. What is there is
+                read with either, and stays as it is.
 
         Raises:
             CacheLockedError, CacheVersionError, CacheCapacityError, CacheWriteError
-            CacheDirectoryError: also if the key of the stored chunks is not among ``keys``, or if unencrypted data
-                cannot be deleted.
+            CacheDirectoryError: also if the key of the stored chunks is not among ``keys``, if unencrypted data
+                cannot be deleted, or if chunks are compressed and Blosc2 is not installed.
             CacheTierError: the index cannot be read at the moment.
             ValueError: chunk_bytes is not positive, or the identity holds something else.
         """
@@ -149,6 +126,8 @@ class ChunkStore:
         self._changing = threading.RLock()
         self._readers = Readers()
         self._num_damaged = self._num_read_errors = self._num_resets = 0
+        self._compression = compression
+        self._frames = FrameBuffers(chunk_bytes)
         with ExitStack() as opened:
             with changing(directory):
                 opened.callback(enter(self.path).release)
@@ -168,8 +147,14 @@ class ChunkStore:
                     check_key_in_use(self.path, keys)
                     self._file = SealedSlotFile(self.path / DATA_NAME, chunk_bytes, keys, direct=direct)
                 opened.callback(self._file.close)
-                self.num_slots = check_capacity(self.path, capacity_bytes, self._file.slot_bytes)
-                self._index, self._loaded = open_index(self.path, self._file, self.num_slots)
+                num_slots = check_capacity(self.path, capacity_bytes, self._file.slot_bytes)
+                self.capacity_bytes = num_slots * self._file.slot_bytes
+                self._is_packed = compression is not None and compression.is_on
+                if compression is not None and compression.is_on and not self._file.can_free():
+                    compression.stop(f"the file system of {directory} takes back no space inside a file")
+                    self._is_packed = False
+                self.num_slots = num_slots * (MOST_CHUNKS_PER_SLOT if self._is_packed else 1)
+                self._index, self._loaded = open_index(self.path, self._file, self.num_slots, self.capacity_bytes)
                 self._num_resets += self._loaded.num_resets
                 opened.callback(self._index.close)
                 if keys is not None:
@@ -178,6 +163,11 @@ class ChunkStore:
             except (OSError, IndexDamagedError) as error:
                 raise directory_error(directory, error) from error
             self._residents = self._loaded.residents
+            self._new_bytes: float | None = None  # that a new chunk takes, a running mean
+            if self._is_packed and self._file.used_bytes > self._residents.used_bytes + _EXTENT_BYTES * (
+                len(self) + _FEW_EXTENTS
+            ):
+                self._free(self._residents.slots.left_over())  # as after a crash, or a start without compression
             self._opened = opened.pop_all()
 
     def __enter__(self) -> Self:
@@ -220,13 +210,28 @@ class ChunkStore:
         return ChunkStoreStats(
             num_chunks=len(self),
             num_slots=self.num_slots,
-            used_bytes=len(self) * self.slot_bytes,
+            used_bytes=self._residents.used_bytes,
             num_damaged=self._num_damaged,
             num_missing=self._loaded.num_missing,
             num_read_errors=self._num_read_errors,
             num_resets=self._num_resets,
             num_over_capacity=self._loaded.num_over_capacity,
         )
+
+    def num_over(self, num_here: int, num_new: int) -> int:
+        """Return how many of ``num_here`` chunks have to leave for ``num_new`` others to fit; 0 or less: none.
+
+        Of compressed chunks it is an estimate, by the mean of what is here and of what came lately.
+        """
+        num_over = num_here + num_new - self.num_slots
+        if not self._is_packed:
+            return num_over
+        mean_bytes = self._residents.used_bytes / max(len(self), 1) or self.slot_bytes  # a change may be half done
+        new_bytes = mean_bytes if self._new_bytes is None else self._new_bytes
+        are_mixed = min(mean_bytes, new_bytes) < self.slot_bytes
+        limit_bytes = self.capacity_bytes * (_FILLED_SHARE if are_mixed else 1)
+        over_bytes = num_here * mean_bytes + num_new * new_bytes - limit_bytes
+        return max(math.ceil(over_bytes / mean_bytes), num_over)
 
     def entries(self) -> Iterator[ChunkEntry]:
         """Yield every chunk by position: parents come before their children.
@@ -269,11 +274,13 @@ class ChunkStore:
                 return found
             places = [self._residents.find(key) for key, _ in requests]
             wanted = [(number, place) for number, place in enumerate(places) if place is not None]
+            records = self._frames.records([place.length for _, place in wanted], [targets[n] for n, _ in wanted])
             with suppress(OSError):  # they are read one by one below: one bad sector loses one chunk
-                self._file.read([slot for _, (slot, _) in wanted], [targets[number] for number, _ in wanted])
-            for number, (_, digest) in wanted:
-                key = requests[number][0]
-                found[number] = checksum(key, targets[number]) == digest or self._read_again(key, targets[number])
+                self._file.read([place.slot for _, place in wanted], records)
+            for (number, place), record in zip(wanted, records, strict=True):
+                key, target = requests[number][0], targets[number]
+                is_sound = checksum(key, record) == place.digest and self._frames.unpack(record, target)
+                found[number] = is_sound or self._read_again(key, target)
         return found
 
     def read(self, key: bytes, target: Buffer) -> bool:
@@ -302,13 +309,15 @@ class ChunkStore:
                     "the directory to the engine; the disk tier opens it again, chunk reuse at the next start"
                 )
 
-    def write_many(self, writes: Sequence[ChunkWrite]) -> list[bytes]:
+    def write_many(self, writes: Sequence[ChunkWrite], *, packs: bool = True) -> list[bytes]:
         """Store chunks and return the keys of those that were new; what is there already is left as it is.
 
-        All or nothing: when this raises, none of them is there. When it returns, they outlive the process.
+        All or nothing: when this raises, none of them is there. When it returns, they outlive the process. They are
+        compressed where the store does so, unless ``packs`` is False.
 
         Raises:
-            CacheCapacityError: there are fewer free slots than new chunks. CacheWriteError: the disk would not.
+            CacheCapacityError: there are fewer free slots than new chunks, or too few bytes. CacheWriteError: the disk
+                would not.
             ValueError: a key of no or more than 64 bytes, a buffer that is not contiguous or not of ``chunk_bytes``.
         """
         payloads: dict[bytes, tuple[memoryview, ChunkNote]] = {}
@@ -324,23 +333,56 @@ class ChunkStore:
                     f"{len(new)} chunks are new, {self.num_free_slots} of the {self.num_slots} slots in {self.path} "
                     "are free: delete some chunks first, or raise the capacity of the disk tier"
                 )
+            views = [payloads[key][0] for key in new]
+            if self._compression is not None and packs:
+                views = self._packed(self._compression, views)
+            self._check_space(views)
             slots = self._residents.slots.reserve(len(new))
             try:
-                views = [payloads[key][0] for key in new]
                 # Before the write: a payload that changes meanwhile must not get a checksum that matches.
                 digests = [checksum(key, view) for key, view in zip(new, views, strict=True)]
+                begun_s = time.monotonic()
                 try:
                     self._file.write(slots, views)
                 except OSError as error:
                     raise write_error(self.path / DATA_NAME, error) from error
+                if self._compression is not None:
+                    self._compression.record_write(sum(map(len, views)), time.monotonic() - begun_s)
+                lengths = list(map(len, views))
                 notes = (payloads[key][1] for key in new)
-                self._index.insert(zip(slots, new, digests, notes, strict=True))
+                self._index.insert(zip(slots, new, digests, lengths, notes, strict=True))
             except BaseException:
                 self._residents.slots.release(slots)
+                self._free(slots)
                 raise
-            for key, slot, digest in zip(new, slots, digests, strict=True):
-                self._residents.publish(key, slot, digest)
+            for key, slot, digest, length in zip(new, slots, digests, lengths, strict=True):
+                self._residents.publish(key, slot, digest, length)
         return new
+
+    def _packed(self, compression: Compression, chunks: list[memoryview]) -> list[memoryview]:
+        """Return the records of chunks: a frame where it takes fewer pages."""
+        pairs = zip(compression.pack(chunks), chunks, strict=True)
+        return [record if page_aligned(len(record)) < self.slot_bytes else chunk for record, chunk in pairs]
+
+    def _check_space(self, records: Sequence[memoryview]) -> None:
+        """Raise CacheCapacityError if records do not fit, and note how much a new one takes."""
+        if not self._is_packed or not records:
+            return
+        new_bytes = sum(page_aligned(len(record)) for record in records)
+        mean_bytes = new_bytes / len(records)
+        self._new_bytes = mean_bytes + _KEPT_OF_MEAN * ((self._new_bytes or mean_bytes) - mean_bytes)
+        free_bytes = self.capacity_bytes - self._residents.used_bytes
+        if new_bytes > free_bytes:
+            raise CacheCapacityError(
+                f"{len(records)} chunks take {new_bytes:,} bytes, {free_bytes:,} of the {self.capacity_bytes:,} in "
+                f"{self.path} are free: delete some chunks first, or raise the capacity of the disk tier"
+            )
+
+    def _free(self, slots: Sequence[int]) -> None:
+        """Give the space of free slots back, where the number of slots does not limit it."""
+        if self._is_packed:
+            with suppress(OSError):  # the next opening does it
+                self._file.free(slots)
 
     def delete_many(self, keys: Iterable[bytes]) -> int:
         """Forget chunks and return how many there were; their slots are free when this returns.
@@ -353,7 +395,7 @@ class ChunkStore:
             gone = [key for key in dict.fromkeys(keys) if key in self._residents]
             if gone:
                 self._index.delete(slot for key in gone if (slot := self._residents.slot_of(key)) is not None)
-                self._residents.forget(gone)
+                self._free(self._residents.forget(gone))
         return len(gone)
 
     def evict_many(self, keys: Iterable[bytes]) -> int:
@@ -372,7 +414,7 @@ class ChunkStore:
         with self._changing:
             self._check_open()
             slots = {key: slot for key in keys if (slot := self._residents.slot_of(key)) is not None}
-            self._residents.forget(list(slots))
+            self._free(self._residents.forget(list(slots)))
             if slots:
                 self._index.discard(slots.values())
         return len(slots)
@@ -477,9 +519,9 @@ class ChunkStore:
             place = self._residents.find(key)
             if place is None:
                 return False
-            slot, digest = place
+            (record,) = self._frames.records([place.length], [target])
             try:
-                self._file.read([slot], [target])
+                self._file.read([place.slot], [record])
             except OSError as error:
                 self._num_read_errors += 1
                 if self._num_read_errors == 1:
@@ -489,7 +531,7 @@ class ChunkStore:
                         error,
                     )
                 return False
-            if checksum(key, target) == digest:
+            if checksum(key, record) == place.digest and self._frames.unpack(record, target):
                 return True
             self._num_damaged += self.discard_many([key])
             if self._num_damaged == 1:

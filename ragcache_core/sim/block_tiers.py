@@ -244,10 +244,10 @@ class HostBlocks:
         return new
 
     def settle(self) -> None:
-        """Note that the blocks that were being written are here."""
-        self.release(self._writing)
+        """Note that the blocks that were being written are here, and on the disk, which reads them from here."""
         if self._disk is not None:
             self._disk.store(self._writing)
+        self.release(self._writing)
         self._writing.clear()
 
     def _make_room(self, num_blocks: int, keys: Sequence[Hashable]) -> bool:

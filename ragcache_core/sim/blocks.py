@@ -78,12 +78,13 @@ class BlockCache:
     3. its access is counted. What it computes enters the GPU tier as soon as it has blocks for it. Its prompt is copied
        to the host, and from there to the disk, where it is not there already: up to the end of the documents, if there
        are any, and as far as the host holds it (:meth:`compute`);
-    4. blocks of its answer are allocated one by one, and become full and known (:meth:`answer`);
+    4. blocks of its answer are allocated one by one, and become full and known. A full one that is worth it is copied
+       to the host when the next one is allocated, or at the end (:meth:`answer`);
     5. it frees its blocks, the last ones first (:meth:`end`).
 
-    :meth:`serve` does all of it at once: a prompt is computed in one step, transfers are done when the next request
-    comes, and a running request ends before the next one is served. The system prompt is part of the path, and one
-    block of the GPU is vLLM's null block.
+    :meth:`serve` does all of it at once: a prompt is computed in one step, and while it is loaded where transfers are
+    overlapped. Transfers are done when the next request comes, and a running request ends before the next one is
+    served. The system prompt is part of the path, and one block of the GPU is vLLM's null block.
     """
 
     def __init__(self, options: SimulationOptions, cost: PrefillCost, *, trace: Trace | None = None) -> None:
@@ -171,18 +172,22 @@ class BlockCache:
         self._serve(run)
 
     def _serve(self, run: BlockRun) -> Served:
-        self.begin(run)
-        self.load(run)
-        self.compute(run, run.num_left)
+        self.begin(run, loads_by_layer=self._options.overlaps_transfers)
+        if self._options.overlaps_transfers:  # host memory holds what is loaded until the prompt is computed
+            self.compute(run, run.num_left)
+            self.load(run)
+        else:
+            self.load(run)
+            self.compute(run, run.num_left)
         for step in self._busy_steps(run.prompt):
             if step > 1:
                 self.settle()
             run.num_answered = step - 1
             self.answer(run)
         self.settle()
-        served = self.served(run)
         self.end(run)
-        return served
+        self.settle()
+        return self.served(run)
 
     # A request's way
 
@@ -203,17 +208,21 @@ class BlockCache:
             self._protect(run, keys)
         return run
 
-    def begin(self, run: BlockRun, max_tokens: int = sys.maxsize) -> None:
+    def begin(self, run: BlockRun, max_tokens: int = sys.maxsize, *, loads_by_layer: bool = False) -> None:
         """Give a request its blocks, those of ``max_tokens`` to compute at most.
 
-        It is to :meth:`load` next, and then to :meth:`compute` what is left.
+        It is to :meth:`load` next, and then to :meth:`compute` what is left. If it ``loads_by_layer``, it computes
+        while it loads: it has blocks for both, and computes its last token's block, which it hit, too.
         """
         prompt, size = run.prompt, self.block_size
         num_tokens = prompt.num_prompt_tokens
         keys = prompt.keys[: num_tokens // size]
-        num_local = self._gpu.num_leading(keys[: (num_tokens - 1) // size])
+        most = (num_tokens - 1) // size
+        num_local = self._gpu.num_leading(keys[:most])
         below = [] if self._host is None else self._host.look_up(keys[num_local:])
         run.promised = keys[num_local : num_local + len(below)]
+        if loads_by_layer:
+            below = below[: most - num_local]
         run.tiers, run.num_named = [Tier.GPU] * num_local + below, num_local
         if run.expected_uses is None:
             run.is_likely = self._tree.returning.is_likely(self._tree.conversations.turn_of(keys))
@@ -224,7 +233,7 @@ class BlockCache:
         run.held = self._gpu.use(keys[:num_local])
         run.num_computed = min(len(run.tiers) * size, num_tokens - 1)  # of what was loaded whole the last one again
         run.num_answered = 0
-        if below:  # they are loaded first, and the rest of the prompt gets its blocks afterwards
+        if below and not loads_by_layer:  # the rest of the prompt gets its blocks once these are loaded
             self._gpu.take(run.held, len(below))
         else:
             self._fill(run, min(num_tokens, run.num_computed + max_tokens))
@@ -253,13 +262,17 @@ class BlockCache:
 
     def answer(self, run: BlockRun) -> None:
         """Compute a token of the answer: the one that the step before gave; the last one's KV is never needed."""
-        size, num_tokens = self.block_size, run.prompt.num_prompt_tokens
-        run.num_answered += 1
-        if (num_tokens + run.num_answered - 1) % size == 0:
+        size, num_tokens = self.block_size, run.prompt.num_prompt_tokens + run.num_answered
+        if num_tokens % size == 0:
             self._gpu.take(run.held, 1)
-        num_full = (num_tokens + run.num_answered) // size
-        self._name(run, num_full)
-        if self._host is not None and num_tokens // size < num_full <= run.num_storable:
+            self._store_answer(run, num_tokens)
+        run.num_answered += 1
+        self._name(run, (num_tokens + 1) // size)
+
+    def _store_answer(self, run: BlockRun, num_tokens: int) -> None:
+        """Copy the answer's block that the first ``num_tokens`` fill to the host: it has been full for a step."""
+        num_full = num_tokens // self.block_size
+        if self._host is not None and run.prompt.num_prompt_tokens // self.block_size < num_full <= run.num_storable:
             self._store(run, run.prompt.keys[num_full - 1 : num_full])
 
     def _store(self, run: BlockRun, keys: Sequence[int]) -> None:
@@ -278,6 +291,8 @@ class BlockCache:
             self._tree.conversations.on_answered(prompt.answer_key, run.turn, self._tree.num_requests)
         if prompt.path:
             self._tree.release(prompt.path[-1].keys[-1])
+        if (num_tokens := prompt.num_prompt_tokens + run.num_answered) % self.block_size == 0:
+            self._store_answer(run, num_tokens)
         self._free(run)
         if run.request.conversation is not None:
             self._histories[run.request.conversation] = prompt.history
@@ -313,7 +328,7 @@ class BlockCache:
     def _count_access(self, run: BlockRun) -> None:
         num_cached = len(run.tiers) * self.block_size + run.reuse.num_tokens
         num_missed = run.prompt.num_prompt_tokens - num_cached
-        policy, path = self._tree.policy, self._tree.insert(run.prompt.path)
+        policy, path = self._tree.policy, self._path(run.prompt)
         cost_s = policy.cost_per_token_s(self._cost, num_cached, num_missed)
         if run.expected_uses is not None:
             self._tree.record_prefill(path, num_hit_units=len(run.tiers), cost_per_token_s=cost_s)
@@ -323,6 +338,11 @@ class BlockCache:
             assert run.number is not None
             policy.begin(run.number)
         self._tree.record_access(path, num_hit_units=len(run.tiers), cost_per_token_s=cost_s, turn=run.turn)
+
+    def _path(self, prompt: PromptBlocks) -> Sequence[TreeNode]:
+        """Return the nodes of a prompt that has entered."""
+        path = self._tree.retained_path(prompt.path[-1].keys[-1]) if prompt.path else []
+        return self._tree.insert(prompt.path) if path is None else path
 
     def _busy_steps(self, prompt: PromptBlocks) -> list[int]:
         """Return the steps of an answer in which a block is begun or becomes full; nothing happens in the others."""

@@ -51,13 +51,14 @@ class TierReport:
     """The figures of a tier that the tree does not know.
 
     ``block_bytes`` are those of a block with its padding there, ``num_other_blocks`` those that it holds of windows and
-    states.
+    states. ``used_bytes`` returns what all take, where they differ in size.
     """
 
     capacity_bytes: int
     block_bytes: int
     is_enabled: bool = True
     num_other_blocks: Callable[[], int] = lambda: 0
+    used_bytes: Callable[[], int] | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -792,7 +793,7 @@ class CacheController:
         return {
             "name": tier.label,
             "capacity_bytes": report.capacity_bytes,
-            "used_bytes": num_blocks * report.block_bytes,
+            "used_bytes": num_blocks * report.block_bytes if report.used_bytes is None else report.used_bytes(),
             "num_blocks": num_blocks,
             "num_evicted_blocks": state.num_evicted_units,
             "num_hit_tokens": counters.num_tokens_by_tier[tier],

@@ -20,7 +20,7 @@ from ragcache_core.vllm_plugin.lower.jobs import LoadPart, LoadTransfer
 
 logger = logger_of(__name__)
 
-_NUM_READERS = 4
+NUM_READERS = 4
 _READ_AT_ONCE_BYTES = 1 << 20
 """What is read, checked and copied while it is in the processor's cache."""
 _NUM_BUFFERED_BYTES = 256 << 20
@@ -32,8 +32,9 @@ class DiskIO:
     """Owns the store and the threads that use it.
 
     ``primary_kv_view`` is host memory, ``[num_chunks, chunk_bytes]``. The copier releases a job's chunks when all of
-    them are in buffers, which take ``num_buffered_bytes`` in total. When the buffers are full it waits: as long as a
-    disk of 64 MiB/s needs for all queued bytes, plus 10 s. Then it drops the rest of the job and its descendants.
+    them are in buffers, which take ``num_buffered_bytes`` in total. The writer compresses them. When the buffers are
+    full the copier waits: as long as a disk of 64 MiB/s needs for all queued bytes, plus 10 s. Then it drops the rest
+    of the job and its descendants.
 
     A failed write drops its chunks, and those of all jobs that the scheduler made before it knew of the failure. So no
     chunk is stored without its prefix.
@@ -43,9 +44,9 @@ class DiskIO:
         self, store: ChunkStore, primary_kv_view: memoryview, *, num_buffered_bytes: int = _NUM_BUFFERED_BYTES
     ) -> None:
         self._store = store
-        self._disk = AsyncStore(store, "RAGCache's disk tier", num_readers=_NUM_READERS, comes_back=True)
+        self._disk = AsyncStore(store, "RAGCache's disk tier", num_readers=NUM_READERS, comes_back=True)
         self._rows = np.frombuffer(primary_kv_view, dtype=np.uint8).reshape(primary_kv_view.shape)
-        self._num_free_buffers = max(num_buffered_bytes // store.chunk_bytes, 1)
+        self._num_free_buffers = self._num_buffers = max(num_buffered_bytes // store.chunk_bytes, 1)
         self._read_at_once = max(_READ_AT_ONCE_BYTES // store.chunk_bytes, 1)
         self._copied_at_once = min(self._num_free_buffers, store.chunks_per_batch)
         self._jobs: queue.SimpleQueue[DiskStore | Outcome | WriteBatch | None] = queue.SimpleQueue()
@@ -111,7 +112,7 @@ class DiskIO:
 
     def load(self, names: list[bytes], rows: Sequence[int]) -> LoadTransfer:
         """Begin to read chunks into rows of host memory, in parts for all readers."""
-        size = min(max(-(-len(names) // _NUM_READERS), self._read_at_once), self._store.chunks_per_batch)
+        size = min(max(-(-len(names) // NUM_READERS), self._read_at_once), self._store.chunks_per_batch)
         load = LoadTransfer(names, rows, size)
         for part in load.parts:
             self._disk.read(part, partial(self._read, part))
@@ -148,6 +149,15 @@ class DiskIO:
         """Return how long the disk takes to read chunks, by its recent reads; None if that is unknown."""
         bytes_per_s = self._disk.read_bytes_per_s()
         return num_chunks * self._store.chunk_bytes / bytes_per_s if bytes_per_s else None
+
+    def num_over(self, num_here: int, num_new: int) -> int:
+        """Return how many of ``num_here`` chunks have to leave for ``num_new`` others to fit; 0 or less: none."""
+        return self._store.num_over(num_here, num_new)
+
+    @property
+    def used_bytes(self) -> int:
+        """What the chunks take on the disk."""
+        return self._store.stats.used_bytes
 
     def why_down(self) -> str | None:
         """Return why the disk is out of service; None while it is in use."""
@@ -296,8 +306,14 @@ class DiskIO:
                 self._store.update_notes(batch.worths)
         if batch.chunks:
             pairs = zip(batch.chunks, batch.payloads, strict=True)
-            self._store.write_many([ChunkWrite(chunk.name, payload.data, chunk.note) for chunk, payload in pairs])
+            writes = [ChunkWrite(chunk.name, payload.data, chunk.note) for chunk, payload in pairs]
+            self._store.write_many(writes, packs=self._has_time_to_pack)
         return True
+
+    @property
+    def _has_time_to_pack(self) -> bool:
+        """Whether chunks are compressed: they are not while most buffers wait, lest they are dropped."""
+        return 2 * self._num_free_buffers >= self._num_buffers
 
     def _on_applied(self, batch: WriteBatch, error: Exception | None) -> None:
         names = [chunk.name for chunk in batch.chunks]

@@ -10,6 +10,9 @@ The scheduler's thread decides what is kept and never waits for the disk. Other 
 A chunk is stored under its unit's key. If the model has several KV cache groups, the key has the group as well. The
 tree knows one group only; chunks of the others are evicted with their units (:class:`OtherBlocks`).
 
+The tree counts blocks. How many fit follows from the mean of their compressed sizes. The store never takes more than
+its capacity: where an estimate was too low, it refuses a write, whose chunks are dropped.
+
 The copier has few buffers; host memory, which is held until a job has ended, waits for them. If the disk is too slow
 for that, chunks are dropped. After a failed write, as on a full disk, writing rests for a while and is tried again;
 reads go on. If the disk is gone, or does not answer in time, the tier is out of service, but the engine runs on. The
@@ -27,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ragcache_core.chunkstore import ChunkEntry, ChunkStore, async_store
+from ragcache_core.chunkstore.compression import Compression
 from ragcache_core.chunkstore.regrowing import Regrowth, in_order_of_growth
 from ragcache_core.chunkstore.sealing import load_keys
 from ragcache_core.log import logger_of
@@ -43,7 +47,7 @@ from ragcache_core.vllm_plugin.compat import (
     ScheduleEndContext,
 )
 from ragcache_core.vllm_plugin.disk.events import DiskEvents
-from ragcache_core.vllm_plugin.disk.io import DiskIO
+from ragcache_core.vllm_plugin.disk.io import NUM_READERS, DiskIO
 from ragcache_core.vllm_plugin.disk.jobs import DiskStore, Erasure, PendingRun
 from ragcache_core.vllm_plugin.disk.reopening import Reopening, device_of
 from ragcache_core.vllm_plugin.identity import MATCH_KEYS, kv_identity
@@ -108,7 +112,8 @@ class DiskTier(TransferTier):
 
         Raises:
             CacheTierError: another engine uses it, it cannot be written to, or its capacity cannot work.
-            ConfigError: nothing tells the model's weights from others, or there is no key in ``key_file``.
+            ConfigError: nothing tells the model's weights from others, there is no key in ``key_file``, or the package
+                of the compression is not installed.
         """
         assert spec.controller is not None
         num_rows, block_bytes = host_memory.shape  # type: ignore[misc]  # typeshed: of any length
@@ -120,6 +125,9 @@ class DiskTier(TransferTier):
             capacity_bytes=capacity_bytes,
             match_keys=MATCH_KEYS,
             keys=load_keys(None if key_file is None else Path(key_file)),
+            compression=Compression(
+                spec.controller.settings.compression, "RAGCache's disk tier", num_readers=NUM_READERS
+            ),
         )
         store = self._open_store()
         self._directory = Path(directory).absolute()
@@ -142,8 +150,7 @@ class DiskTier(TransferTier):
         self._has_forgotten = False
         """While it was out of service: what it holds may be what was forgotten."""
         self._is_emptied = False
-        self._num_slots = store.num_slots
-        self._report = TierReport(store.num_slots * store.slot_bytes, store.slot_bytes)
+        self._report = TierReport(store.capacity_bytes, store.slot_bytes, used_bytes=self._used_bytes)
         if self._groups.others:
             self._report.num_other_blocks = lambda: len(self._stored) - self._tree.tiers[Tier.DISK].num_units
         self._controller.add_tier(Tier.DISK, self._report)
@@ -393,8 +400,8 @@ class DiskTier(TransferTier):
     def _make_room(self, new: dict[bytes, int]) -> list[bytes]:
         """Return what is evicted for ``new`` chunks; the last of those that find no room are taken out of ``new``."""
         own = self._take_out(self._keep_quotas(new))
-        num_missing = len(new) - (self._num_slots - len(self._stored) - len(self._writing))
-        if num_missing <= 0:
+        num_missing = self._io.num_over(len(self._stored), len(self._writing) + len(new))
+        if num_missing <= 0 or not new:
             return own
         evicted = dict.fromkeys(islice(self._others.useless(), num_missing))
         new_units = list(map(self._unit_of, new)) if self._groups.others else list(new)
@@ -404,13 +411,13 @@ class DiskTier(TransferTier):
                 break
             units = self._tree.evict_up_to(
                 Tier.DISK,
-                min(num_missing - len(evicted), num_new),
+                min(num_missing - len(evicted), max(num_new, num_new * num_missing // len(new))),
                 shielded,
                 size_of=self._others.size_of if self._others else None,
                 for_owner=owner,
             )
             evicted.update(dict.fromkeys(self._names_of(units)))
-        for _ in range(num_missing - len(evicted)):
+        for _ in range(min(num_missing - len(evicted), len(new))):
             new.popitem()
             self._controller.counters.num_dropped_chunks += 1
         return [*own, *self._take_out(list(evicted))]
@@ -546,6 +553,7 @@ class DiskTier(TransferTier):
     def _disable(self, why: str, *, comes_back: bool = True) -> None:
         """Take the tier out of service and out of the tree, where its units would keep host memory in use."""
         self._is_enabled = self._report.is_enabled = False
+        self._report.used_bytes = None
         self._io.take_down(why, comes_back=comes_back)
         self._take_all_out()
         self._regrowth = self._emptying = None
@@ -589,10 +597,14 @@ class DiskTier(TransferTier):
             self._finish_restoring(self._regrowth.store, self._regrowth.growth)
         self._regrowth = self._emptying = None
         self._is_enabled = self._report.is_enabled = True
+        self._report.used_bytes = self._used_bytes
         self._controller.record_change()
         logger.warning(
             "RC-TIER-WORKS: RAGCache's disk tier works again, with %d blocks of KV in %s", len(self._stored), self.path
         )
+
+    def _used_bytes(self) -> int:
+        return self._io.used_bytes
 
     def _growth(self) -> Regrowth:
         return Regrowth(self._tree, Tier.DISK, self._controller.tokens_per_block, self._groups.unit_of_entry)

@@ -120,7 +120,7 @@ class HostIndex:
 
     def _restore(self, rows: np.ndarray) -> None:
         """Find what is as it was, and forget the rest."""
-        digests = {slot: digest for slot, _, digest in self._index.rows()}
+        digests = {slot: digest for slot, _, digest, _ in self._index.rows()}
         gone = []
         for chunk, key, entry in (row for batch in list(self._index.entries()) for row in batch):
             is_sound = entry is not None and 0 <= chunk < len(rows)
@@ -203,7 +203,7 @@ class HostIndex:
         ]
         # Only now: a row that was freed while its bytes were read may have held another block's.
         rows = [
-            (run.rows[index], run.keys[index], digest, run.note_of(index))
+            (run.rows[index], run.keys[index], digest, self._rows.shape[1], run.note_of(index))
             for run, index, digest in digests
             if self._generation[run.rows[index]] == run.generations[index]
         ]

@@ -38,7 +38,7 @@ STALL_TIMEOUT_S = 1.0
 LOAD_TIMEOUT_S = 5.0
 STORE_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 3.0
-_NUM_READERS = 4
+NUM_READERS = 4
 _AT_ONCE_BYTES = 2 << 20
 _DELETED_AT_ONCE = 1000
 _MAX_LOOKUPS = 256
@@ -122,7 +122,7 @@ class SharedIO:
         self.num_damaged = 0
         self.num_dropped = 0
         readers = [
-            threading.Thread(target=self._run_reads, name=f"ragcache-shared-read-{i}") for i in range(_NUM_READERS)
+            threading.Thread(target=self._run_reads, name=f"ragcache-shared-read-{i}") for i in range(NUM_READERS)
         ]
         self._threads = [
             threading.Thread(target=self._run_inquiries, name="ragcache-shared-ask"),
@@ -159,7 +159,7 @@ class SharedIO:
     def load(self, names: list[bytes], rows: Sequence[int]) -> tuple[LoadTransfer, dict[bytes, float]]:
         """Begin to read objects into rows of host memory; return that, and a dict for their times of computation."""
         computed_s: dict[bytes, float] = {}
-        load = LoadTransfer(names, rows, min(max(-(-len(names) // _NUM_READERS), 1), self._at_once))
+        load = LoadTransfer(names, rows, min(max(-(-len(names) // NUM_READERS), 1), self._at_once))
         for part in load.parts:
             self._parts.put(SharedLoad(part, computed_s))
         return load, computed_s
@@ -252,7 +252,7 @@ class SharedIO:
         """End the threads, after the writer had some seconds for its queue. Idempotent."""
         ends_s = self._ends_s = time.monotonic() + _CLOSE_TIMEOUT_S
         self._changes.put(None)
-        for _ in range(_NUM_READERS):
+        for _ in range(NUM_READERS):
             self._parts.put(None)
         with suppress(queue.Full):  # a queued inquiry wakes the thread
             self._inquiries.put_nowait(None)
@@ -371,7 +371,9 @@ class SharedIO:
                     (name, self._objects.pack(name, data, computed_s))
                     for (name, _, computed_s), data in zip(part, copies, strict=True)
                 ]
+                begun_s = time.monotonic()
                 self._store.put(packed)
+                self._objects.record_write(sum(len(data) for _, data in packed), time.monotonic() - begun_s)
                 self.writes.succeed()
                 self._know([name for name, _ in packed])
                 num_left -= len(part)

@@ -15,6 +15,7 @@ from itertools import compress, islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ragcache_core.chunkstore.compression import Compression
 from ragcache_core.chunkstore.remote import open_remote
 from ragcache_core.chunkstore.sealing import load_keys
 from ragcache_core.log import logger_of
@@ -31,7 +32,7 @@ from ragcache_core.vllm_plugin.identity import shared_identity
 from ragcache_core.vllm_plugin.lower.jobs import EndedJob, LoadTransfer, TierJob
 from ragcache_core.vllm_plugin.lower.transfers import TransferTier
 from ragcache_core.vllm_plugin.offload.host_tier import is_adapted
-from ragcache_core.vllm_plugin.shared.io import LOAD_TIMEOUT_S, Inquiry, PutJob, SharedIO
+from ragcache_core.vllm_plugin.shared.io import LOAD_TIMEOUT_S, NUM_READERS, Inquiry, PutJob, SharedIO
 from ragcache_core.vllm_plugin.shared.objects import Objects
 
 if TYPE_CHECKING:
@@ -92,7 +93,10 @@ class SharedTier(TransferTier):
         assert spec.controller is not None
         num_rows, block_bytes = host_memory.shape  # type: ignore[misc]  # typeshed: of any length
         keys = load_keys(None if key_file is None else Path(key_file))
-        self._objects = Objects(shared_identity(spec.config), block_bytes, keys)
+        compression = Compression(
+            spec.controller.settings.compression, "RAGCache's shared store", num_readers=NUM_READERS
+        )
+        self._objects = Objects(shared_identity(spec.config), block_bytes, keys, compression)
         self._io = SharedIO(open_remote(url, ttl_s=ttl_s), self._objects, host_memory)
         super().__init__(spec.controller, self._io, num_rows, block_bytes)
         self.url = url

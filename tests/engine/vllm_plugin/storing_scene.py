@@ -131,6 +131,7 @@ def engine_config(
     profile: Path | None = None,
     most_host_bytes: int | None = None,
     groups: Sequence[KVCacheSpec] = (FULL,),
+    max_num_batched_tokens: int = 64,
     **tiers: Any,
 ) -> tuple[VllmConfig, KVCacheConfig]:
     """Return what vLLM's engine has, of a layer for each of the ``groups``, with ``BLOCK_BYTES`` to a block."""
@@ -147,7 +148,10 @@ def engine_config(
         cache_config=cache,
         device_config=DeviceConfig("cpu"),
         scheduler_config=SchedulerConfig(
-            max_num_seqs=8, max_num_batched_tokens=64, max_model_len=2048, is_encoder_decoder=False
+            max_num_seqs=8,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=2048,
+            is_encoder_decoder=False,
         ),
         kv_transfer_config=KVTransferConfig(
             **arguments.transfer_config(

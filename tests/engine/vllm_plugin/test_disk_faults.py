@@ -317,7 +317,7 @@ def test_a_reset_does_not_wait_for_a_disk_that_hangs_while_it_is_emptied(
 
 
 def test_a_long_read_that_gets_on_is_waited_for(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_io, "_NUM_READERS", 1)
+    monkeypatch.setattr(disk_io, "NUM_READERS", 1)
     scene = opening()
     keys = scene.store("D")
     monkeypatch.setattr(ChunkStore, "chunks_per_batch", 1)

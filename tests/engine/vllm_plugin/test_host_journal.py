@@ -106,7 +106,7 @@ def test_what_is_sealed_is_entered_soon_although_nothing_wakes_the_journal(tmp_p
     deadline_s = time.monotonic() + 30.0
     while time.monotonic() < deadline_s and (made._work or not list(made._index.rows())):
         time.sleep(0.01)  # a poll: another process or thread makes it true
-    assert [slot for slot, _, _ in made._index.rows()] == [0]
+    assert [slot for slot, *_ in made._index.rows()] == [0]
     made.close()
 
 

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import struct
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -42,11 +43,17 @@ class Machine:
     """Host memory and the tier of one engine; what a test asks of it, the manager of tiers asks of it."""
 
     def __init__(
-        self, url: str, *, max_age: float | None = None, is_profiled: bool = False, ttl_s: float | None = None
+        self,
+        url: str,
+        *,
+        max_age: float | None = None,
+        is_profiled: bool = False,
+        ttl_s: float | None = None,
+        **settings: Any,
     ):
         self.memory = np.full((NUM_ROWS, CHUNK_BYTES), UNTOUCHED, dtype=np.uint8)
         self.controller = CacheController(
-            PluginSettings(policy="pgdsf", max_age=max_age),
+            PluginSettings(policy="pgdsf", max_age=max_age, **settings),
             tokens_per_block=BLOCK,
             prefill_cost=PrefillCostModel.default(),
             is_profiled=is_profiled,
@@ -169,6 +176,24 @@ def test_what_one_engine_stored_another_loads(start: Starting, server: RedisServ
     report = {tier["name"]: tier for tier in other.controller.report()["tiers"]}  # type: ignore[attr-defined]  # JSON
     assert (report["shared"]["num_blocks"], report["shared"]["is_enabled"]) == (4, True)
     assert one.controller.counters.num_shared_failures == 0
+
+
+@pytest.mark.parametrize("is_sealed", [False, True], ids=["open", "sealed"])
+def test_what_one_engine_stored_compressed_engines_with_other_settings_load(
+    start: Starting, server: RedisServer, monkeypatch: pytest.MonkeyPatch, is_sealed: bool
+) -> None:
+    pytest.importorskip("blosc2")
+    monkeypatch.setattr(sys.modules[__name__], "payload", lambda key: bytes(key[:8]) * (CHUNK_BYTES // 8))
+    if is_sealed:
+        monkeypatch.setenv(KEY_ENV, base64.b64encode(os.urandom(32)).decode())
+    start(server.url, compression="zstd", disk_bytes=1).store("AB")
+    sizes = [server.client().strlen(name) for name in rests_of(server)]
+    assert len(sizes) == 4
+    assert max(sizes) < CHUNK_BYTES // 2
+    for setting in ("off", "auto", "lz4", "zstd"):
+        other = start(server.url, compression=setting, disk_bytes=1)
+        assert other.read("AB") == 4
+        assert other.counters.num_corrupt_chunks == 0
 
 
 @pytest.mark.parametrize("is_sealed", [False, True], ids=["open", "sealed"])

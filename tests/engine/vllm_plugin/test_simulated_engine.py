@@ -1,4 +1,4 @@
-"""The simulator with blocks and the real engine serve the same requests from the same tiers, one and all."""
+"""The simulator with blocks serves the same requests from the same tiers as the engine, and as its scheduler alone."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ from ragcache_core.prompt import RenderedPrompt
 from ragcache_core.sim.blocks import BlockCache
 from ragcache_core.sim.options import SimulationOptions
 from ragcache_core.sim.traces.trace import TracedRequest
-from ragcache_core.tree import check_invariants
+from ragcache_core.tree import KnowledgeTree, check_invariants
 from ragcache_core.types import PromptSegment, SegmentKind, Tier
 from ragcache_core.vllm_plugin.settings import PluginSettings
-from ragcache_core.wire import tile
+from ragcache_core.wire import encode_kv_transfer_params, tile
 from tests.conftest import DEMO_MODEL
+from tests.engine.vllm_plugin import storing_scene
 from tests.support.waiting import until
-
-pytestmark = pytest.mark.slow
 
 BLOCK = 32
 BLOCK_BYTES = 128 << 10
@@ -40,6 +39,8 @@ GHOST_SIZE = 6
 NUM_REQUESTS = 200
 FIRST_TOKEN, LAST_TOKEN = 300, 1000
 """Ordinary words of the demo model; the answers are made of one more."""
+PAGE_BYTES = 4096
+"""Of host memory and disk, which small blocks fill whole."""
 WRITING = "vllm:kv_offload_cpu_cache_write_usage_perc"
 
 
@@ -139,6 +140,7 @@ def start_with(monkeypatch: pytest.MonkeyPatch, **settings: object) -> None:
     monkeypatch.setattr(launch, "cache_arguments", changed)
 
 
+@pytest.mark.slow
 def test_the_simulator_and_the_engine_find_the_same_tokens_in_the_same_tiers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +150,7 @@ def test_the_simulator_and_the_engine_find_the_same_tokens_in_the_same_tiers(
         block_size=BLOCK,
         host_bytes=NUM_HOST_BLOCKS * BLOCK_BYTES,
         disk_bytes=NUM_DISK_BLOCKS * BLOCK_BYTES,
+        compression="off",  # the simulator's blocks all have one size
         directory=kv,
     )
     options = SimulationOptions(
@@ -205,3 +208,85 @@ def test_the_simulator_and_the_engine_find_the_same_tokens_in_the_same_tiers(
         assert state.num_evicted_units > 50, "the tiers are small enough"
     assert all(num_tokens > 0 for num_tokens in found.values())
     check_invariants(simulated.tree)
+
+
+def rest(scheduler: Any, steps: storing_scene.Steps) -> None:
+    """Step until all that the requests left for host and disk is there."""
+    manager = storing_scene.own_connector(scheduler.connector).scheduler.manager
+
+    def rests() -> bool:
+        while steps.step():
+            pass
+        return not manager.num_open_jobs
+
+    assert until(rests, 30)
+    assert manager.lower[0]._io.finish_writes(30)
+
+
+def cached(tree: KnowledgeTree, names: dict[Any, tuple[int, int]]) -> dict[Tier, set[tuple[int, int]]]:
+    """Return the blocks in each tier by their names: the first request that had one, and its place in the prompt."""
+    return {
+        tier: {
+            names[key]
+            for node in tree.nodes()
+            for unit, key in enumerate(node.keys)
+            if tree.resident_mask(node, tier) >> unit & 1
+        }
+        for tier in Tier
+    }
+
+
+@pytest.mark.usefixtures("identity")
+@pytest.mark.parametrize("loads_by_layer", [False, True], ids=["loads_first", "loads_by_layer"])
+def test_the_simulator_and_the_scheduler_keep_the_same_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, loads_by_layer: bool
+) -> None:
+    monkeypatch.setattr(storing_scene, "ANSWER", LAST_TOKEN)
+    block = storing_scene.BLOCK
+    num_gpu, num_host, num_disk = (num * BLOCK // block for num in (NUM_GPU_BLOCKS, NUM_HOST_BLOCKS, NUM_DISK_BLOCKS))
+    with storing_scene.host_scheduler(
+        num_gpu,
+        str(num_host * PAGE_BYTES),
+        is_async=True,
+        max_num_batched_tokens=MAX_MODEL_LEN,
+        layerwise_loads=loads_by_layer,
+        disk_bytes=str(num_disk * PAGE_BYTES),
+        directory=tmp_path,
+    ) as scheduler:
+        controller, steps = scheduler._controller, storing_scene.Steps(scheduler, is_async=True)
+        options = SimulationOptions(
+            gpu_tokens=num_gpu * block,
+            host_tokens=controller.tiers[Tier.HOST].num_blocks * block,
+            disk_tokens=controller.tiers[Tier.DISK].num_blocks * block,
+            system_tokens=SYSTEM_TOKENS,
+            block_size=block,
+            overlaps_transfers=loads_by_layer,
+        )
+        simulated = BlockCache(options, PluginSettings().prefill_cost())
+        told: dict[int, RenderedPrompt] = {}
+        names: tuple[dict[Any, tuple[int, int]], dict[Any, tuple[int, int]]] = ({}, {})
+        found = dict.fromkeys(Tier, 0)
+        for number, request in enumerate(requests()):
+            prompt = rendered(request, number, told)
+            params = encode_kv_transfer_params(prompt.segments)
+            asked = storing_scene.request(f"{number}", list(prompt.token_ids), request.output_tokens, params=params)
+            before = [controller.counters.num_tokens_by_tier[tier] for tier in Tier]
+            scheduler.add_request(asked)
+            rest(scheduler, steps)
+            run = simulated._cut(request, number)
+            served = simulated.serve(request, number)
+            after = [controller.counters.num_tokens_by_tier[tier] for tier in Tier]
+            real = tuple(now - then for now, then in zip(after, before, strict=True))
+            assert served.num_cached_tokens_by_tier == real, (number, request)
+            for known, keys in zip(names, (run.keys, asked.block_hashes), strict=True):
+                for place, key in enumerate(keys[: len(run.keys)]):
+                    known.setdefault(key, (number, place))
+            scheduler.on_forward_started()
+            here, there = cached(simulated.tree, names[0]), cached(controller.tree, names[1])
+            others = {tier: here[tier] ^ there[tier] for tier in Tier}
+            assert not any(others.values()), (number, request, others)
+            for tier in Tier:
+                found[tier] += real[tier]
+        assert all(num_tokens > 0 for num_tokens in found.values())
+        assert all(state.num_evicted_units > 50 for state in simulated.tree.tiers)
+        assert bool(steps.num_layer_loads) == loads_by_layer

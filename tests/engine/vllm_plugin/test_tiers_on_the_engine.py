@@ -21,6 +21,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ragcache_core import CacheConfig, Document, PromptLayout, RequestStats
+from ragcache_core.chunkstore.compression import is_installed
 from ragcache_core.client import Engine
 from ragcache_core.client.generation import Generation, whole
 from ragcache_core.errors import EngineError, RequestRejectedError
@@ -53,6 +54,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> CacheConfig:
         host_bytes=NUM_HOST_BLOCKS * BLOCK_BYTES,
         disk_bytes="256MiB",
         directory=tmp_path_factory.mktemp("kv"),
+        compression="zstd" if is_installed() else "auto",
     )
 
 
@@ -189,6 +191,16 @@ def test_every_tier_serves_the_answers_that_were_computed(tiers: Engine, answers
         assert stats.num_gpu_tokens < 2 * BLOCK
         assert stats.num_cached_tokens >= stats.num_prompt_tokens - 2 * BLOCK, "host or disk has all of it"
     assert all(count > 0 for count in answers.num_tokens.values()), "each tier served some of it"
+
+
+@pytest.mark.skipif(not is_installed(), reason="blosc2 is not installed")
+def test_kv_on_disk_is_compressed(tiers: Engine, answers: Answers) -> None:
+    answers.ask("compressed")
+    assert until(lambda: answers.ask("compressed").num_stored_bytes == 0, PATIENCE_S)
+    (disk,) = (tier for tier in tiers.stats().tiers if tier.name == "disk")
+    assert 0 < disk.used_bytes < 0.9 * disk.num_blocks * BLOCK_BYTES
+    sleep_and_wake_up(tiers)  # without what GPU and host memory hold
+    assert (answers.ask("compressed").num_disk_tokens or 0) > 0
 
 
 def test_a_prompt_longer_than_the_host_tier_reuses_what_fits(tiers: Engine, answers: Answers) -> None:

@@ -72,9 +72,9 @@ def test_a_cache_of_a_newer_version_is_refused_and_left_alone(opening: Opening) 
     path = store.path / "identity.json"
     content = json.loads(path.read_text())
     path.write_text(json.dumps({**content, "format": content["format"] + 1}))
-    with pytest.raises(CacheVersionError, match="cache format 4, this RAGCache reads up to 3: upgrade RAGCache"):
+    with pytest.raises(CacheVersionError, match="cache format 5, this RAGCache reads up to 4: upgrade RAGCache"):
         opening()
-    assert [n.format for n in list_namespaces(store.path.parent)] == [4]
+    assert [n.format for n in list_namespaces(store.path.parent)] == [5]
     path.write_text(json.dumps(content))
     assert len(opening()) == 3
 

@@ -225,6 +225,15 @@ def test_what_left_the_gpu_comes_back_from_the_host() -> None:
     assert it.serve(asked("f"), 3).tiers == (Tier.GPU,)
 
 
+def test_a_load_beside_the_prefill_leaves_the_last_block_to_it() -> None:
+    for overlaps, num_loaded in ((True, 20), (False, 24)):
+        it = cache(10, host=30, overlaps_transfers=overlaps)
+        it.serve(asked("f", 0), 0)
+        it.serve(asked("eb"), 1)
+        served = it.serve(asked("f", 0), 2)
+        assert (served.num_loaded_tokens, served.num_new_tokens) == (num_loaded, 24 - num_loaded)
+
+
 def test_what_left_the_host_comes_back_from_the_disk_through_the_host() -> None:
     it = cache(10, host=8, disk=40)
     it.serve(asked("f"), 0)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from ragcache_core.chunkstore import ChunkNote, ChunkStore, async_store
+from ragcache_core.chunkstore.compression import Compression
 from ragcache_core.chunkstore.slotfile import SlotFile
 from ragcache_core.errors import CacheCapacityError, CacheTierError
 from ragcache_core.vllm_plugin.disk import io as disk_io
@@ -35,12 +36,23 @@ def payload(key: bytes) -> np.ndarray:
 class Scene:
     """Host memory, a store, and the threads between them."""
 
-    def __init__(self, folder: Path, num_slots: int = NUM_ROWS, num_buffers: int = NUM_ROWS) -> None:
-        self.memory = np.zeros((NUM_ROWS, CHUNK_BYTES), dtype=np.uint8)
+    def __init__(
+        self,
+        folder: Path,
+        num_slots: int = NUM_ROWS,
+        num_buffers: int = NUM_ROWS,
+        chunk_bytes: int = CHUNK_BYTES,
+        compression: Compression | None = None,
+    ) -> None:
+        self.memory = np.zeros((NUM_ROWS, chunk_bytes), dtype=np.uint8)
         self.store = ChunkStore(
-            folder, {"model": "demo"}, chunk_bytes=CHUNK_BYTES, capacity_bytes=num_slots * CHUNK_BYTES
+            folder,
+            {"model": "demo"},
+            chunk_bytes=chunk_bytes,
+            capacity_bytes=num_slots * chunk_bytes,
+            compression=compression,
         )
-        self.io = DiskIO(self.store, memoryview(self.memory), num_buffered_bytes=num_buffers * CHUNK_BYTES)
+        self.io = DiskIO(self.store, memoryview(self.memory), num_buffered_bytes=num_buffers * chunk_bytes)
         self.jobs: list[DiskStore] = []
 
     def write(self, keys: list[bytes], *, evicted: list[bytes] | None = None, parent: bytes | None = None) -> None:
@@ -82,7 +94,7 @@ Opening = Callable[..., Scene]
 def opening(tmp_path: Path) -> Iterator[Opening]:
     opened: list[Scene] = []
 
-    def open_scene(**settings: int) -> Scene:
+    def open_scene(**settings: Any) -> Scene:
         opened.append(Scene(tmp_path / f"cache{len(opened)}", **settings))
         return opened[-1]
 
@@ -377,3 +389,32 @@ def test_large_chunks_are_read_few_at_a_time(tmp_path: Path) -> None:
     assert load.found == [True] * num_chunks
     assert (memory[num_chunks:] == memory[:num_chunks]).all()
     assert [len(part.names) for part in load.parts] == [2, 2, 1], "16 MiB at most"
+
+
+def test_chunks_are_not_compressed_while_most_buffers_wait(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("blosc2")
+    num_bytes = 1 << 16
+    zstd = Compression("zstd", "The test's store")
+    scene = opening(num_slots=64, num_buffers=4, chunk_bytes=num_bytes, compression=zstd)
+    is_writing, go_on, write = threading.Event(), threading.Event(), ChunkStore.write_many
+
+    def wait_and_write(store: ChunkStore, *args: Any, **settings: Any) -> list[bytes]:
+        is_writing.set()
+        go_on.wait(30)
+        return write(store, *args, **settings)
+
+    monkeypatch.setattr(ChunkStore, "write_many", wait_and_write)
+    for number in range(4):  # of the four buffers, the first one waits for the disk, then three more
+        scene.io.store([PendingRun([b"%d" % number], [number], ChunkNote())], [])
+        assert is_writing.wait(30)
+    assert until(lambda: scene.io._num_free_buffers == 0)
+    go_on.set()
+    scene.settle()
+    scene.io.store([PendingRun([b"4"], [4], ChunkNote())], [])
+    scene.settle()
+    stored, lost, _ = scene.written()
+    assert (len(stored), lost) == (5, [])
+    assert scene.store.stats.used_bytes == num_bytes + 4 * 4096, "one of them while three others waited"
+    load = scene.read([b"%d" % number for number in range(5)], list(range(10, 15)))
+    scene.settle()
+    assert load.found == [True] * 5
