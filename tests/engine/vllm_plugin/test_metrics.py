@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from fastapi import HTTPException
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -355,6 +356,17 @@ def test_every_api_server_has_what_our_connector_says_and_nothing_is_counted_twi
         num_before = len(silent)
         tell_all_front_ends(silent, 3)
         assert len(silent) == num_before
+
+
+def test_statistics_survive_the_way_between_the_processes() -> None:
+    engine = Engine()
+    engine.serve("r1", 4, 0)
+    stats = engine.stats()
+    data = msgspec.msgpack.decode(msgspec.msgpack.encode(stats.data))
+    assert data == json.loads(json.dumps(stats.data)) == stats.data
+    server = Server()
+    server.metrics.observe(data)
+    assert server.value("ragcache_requests_total") == 1
 
 
 def test_steps_are_merged_and_the_later_report_counts() -> None:

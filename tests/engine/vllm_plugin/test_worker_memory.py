@@ -14,6 +14,7 @@ import torch
 from ragcache_core.runtime.shared_memory import EngineFiles, new_engine_id, region_place
 from ragcache_core.vllm_plugin.compat import CanonicalKVCaches, KVConnectorRole, RequestStatus
 from ragcache_core.vllm_plugin.connector import tiered_connector
+from ragcache_core.vllm_plugin.connector.gpu_connector import DocumentConnector
 from ragcache_core.vllm_plugin.connector.tiered_connector import RAGCacheConnector
 from ragcache_core.vllm_plugin.offload.worker_memory import WorkerMemory
 from tests.engine.vllm_plugin.storing_scene import BLOCK_BYTES, Steps, engine_config, host_scheduler, request
@@ -163,6 +164,13 @@ def memory() -> CanonicalKVCaches:
 
     layer = torch.randint(-128, 128, (400, BLOCK_BYTES), dtype=torch.int8)
     return CanonicalKVCaches([CanonicalKVCacheTensor(layer, BLOCK_BYTES)], [[CanonicalKVCacheRef(0, BLOCK_BYTES)]])
+
+
+def test_a_worker_that_needs_more_than_the_first_maps_nothing(engine_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    connector = worker(engine_id, [BLOCK_BYTES // 2, BLOCK_BYTES], monkeypatch)
+    assert type(connector) is DocumentConnector
+    assert connector.get_handshake_metadata() == WorkerMemory(BLOCK_BYTES, None)
+    assert not region_of(engine_id).exists()
 
 
 def test_a_worker_that_needs_less_than_the_first_writes_behind_what_the_first_may(

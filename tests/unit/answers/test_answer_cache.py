@@ -19,7 +19,7 @@ import pytest
 from ragcache_core import Document, DocumentStore
 from ragcache_core.answers import AnswerCache, FoundAnswer, QuestionKey
 from ragcache_core.answers.cache import content_hash
-from ragcache_core.errors import StoreCorruptError, StoreError, StoreLockedError
+from ragcache_core.errors import StoreCorruptError, StoreError, StoreLockedError, StoreVersionError
 
 
 class Angles:
@@ -336,6 +336,16 @@ def test_the_format_without_checksums_is_converted(tmp_path: Path) -> None:
             assert len(answers) == 2
     with AnswerCache(Angles(), folder=tmp_path) as answers:
         assert answers.forget(["zor"]) == 1
+
+
+def test_a_file_of_a_newer_format_is_refused_and_stays(tmp_path: Path) -> None:
+    with AnswerCache(Angles(), folder=tmp_path) as answers:
+        answers.keep(prompt(), "east")
+    damage(tmp_path, "PRAGMA user_version = 3")
+    before = (tmp_path / "answers.sqlite").read_bytes()
+    with pytest.raises(StoreVersionError, match="format 3"):
+        AnswerCache(Angles(), folder=tmp_path)
+    assert (tmp_path / "answers.sqlite").read_bytes() == before
 
 
 def test_many_threads_may_find_keep_and_forget_at_once(tmp_path: Path) -> None:

@@ -113,6 +113,17 @@ def test_a_hotter_upper_node_takes_the_place_of_another_and_one_that_left_the_gp
     check_invariants(tree)
 
 
+def test_protection_never_makes_an_eviction_fail() -> None:
+    tree = KnowledgeTree(LRUPolicy())
+    for doc_id in "ABC":
+        cache(tree, document(doc_id))
+    for doc_id in "BA":
+        tree.protect((doc_id, 1))
+    evicted = tree.evict(Tier.GPU, 6)
+    assert evicted is not None
+    assert [unit.node.doc_id for unit in evicted] == ["C", "C", "A", "A", "B", "B"]
+
+
 def told(changed: set[TreeNode]) -> set[Hashable]:
     """Return the documents of the nodes that changed, and forget them."""
     names: set[Hashable] = {node.doc_id for node in changed}

@@ -224,6 +224,18 @@ def test_a_chunk_is_on_disk_when_every_worker_has_written_it() -> None:
     assert not books.is_lost(variant)
 
 
+def test_what_one_of_two_workers_could_not_write_is_not_on_disk() -> None:
+    books = library(num_disk_pages=NUM_DISK_PAGES, num_workers=2)
+    variant = capture(books, tokens(1))
+    [write] = books.take_commands()
+    assert isinstance(write, WriteChunk)
+    one = Counter([write.command_id])
+    books.on_report(MemoryReport(num_done=one).merged(MemoryReport(num_failed=one)))
+    assert books.is_on_host(variant)
+    assert books.num_used_disk_pages == 0
+    assert [type(c) for c in books.take_commands()] == [DropChunks]
+
+
 def test_a_disk_that_is_down_is_not_used_any_more_and_what_is_in_memory_stays() -> None:
     books = library(num_disk_pages=NUM_DISK_PAGES)
     kept = capture(books, tokens(1))
@@ -266,6 +278,16 @@ def test_chunks_are_found_again_after_a_restart_and_their_numbers_go_on() -> Non
     assert found(after, tokens(1)) == (variant,)
     assert not after.is_on_host(variant)
     assert capture(after, tokens(2)).number > variant.number
+
+
+def test_what_only_one_of_two_workers_has_is_deleted_at_the_start() -> None:
+    before = library(num_disk_pages=NUM_DISK_PAGES)
+    both, one = capture(before, tokens(1)), capture(before, tokens(2))
+    entries = [StoredChunk(v, pack_token_ids(tokens(i)), 1.0, 1.0) for i, v in ((1, both), (2, one))]
+    books = library(num_disk_pages=NUM_DISK_PAGES, num_workers=2)
+    assert books.restore([entries, entries[:1]]) == 1
+    assert found(books, tokens(2)) == ()
+    assert books.take_commands() == (DropChunks(((one.key, one.number, 2),)),)
 
 
 def test_what_workers_have_under_one_number_from_two_contexts_is_deleted_and_the_number_not_given_again() -> None:

@@ -33,6 +33,7 @@ from ragcache_core.vllm_plugin.chunks.page_layout import (
     pack_token_ids,
     part_key,
     read_part_key,
+    unpack_statistics,
 )
 from ragcache_core.vllm_plugin.chunks.storage.disk_store import DiskPlace
 from ragcache_core.vllm_plugin.chunks.storage.host_pool import ChunkMemory
@@ -440,6 +441,11 @@ def test_closing_does_not_wait_for_ever_for_a_disk_that_does_not_answer(
     assert memory.take_report().num_done == {0: 1}
     [stored] = opening().stored()
     assert (stored.variant, stored.token_ids) == (variant, token_ids)
+
+
+def test_statistics_of_another_format_are_refused() -> None:
+    with pytest.raises(ValueError, match="format"):
+        unpack_statistics([b"\7" * 4096])
 
 
 def test_a_part_is_told_from_other_keys() -> None:

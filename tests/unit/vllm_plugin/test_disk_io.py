@@ -200,6 +200,21 @@ def test_a_slow_disk_that_gets_on_is_given_time_for_what_waits(
     assert scene.written() == (keys(6), [], []), "twelve times the patience, and less than a chunk a second needs"
 
 
+def test_draining_lets_go_of_host_memory_without_the_disk(
+    opening: Opening, gate: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = opening(num_buffers=3)
+    scene.write(keys(5))
+    scene.write(keys(2, "n"))
+    assert scene.io.finish_reads(0.0)
+    assert scene.num_copied == 2
+    assert scene.written() == ([], [b"k3", b"k4", *keys(2, "n")], [])
+    gate.set()
+    scene.settle()
+    assert scene.written() == (keys(3), [], [])
+    assert not caplog.records, "a reset says nothing of the disk"
+
+
 def test_closing_lets_go_of_host_memory_though_the_disk_hangs(
     opening: Opening, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -368,6 +383,19 @@ def test_host_memory_is_waited_for_however_long_a_copy_takes(opening: Opening, m
     with waiting(lambda: scene.io.finish_reads(0.0)):
         go_on.set()
     assert scene.num_copied == 1
+
+
+def test_a_reader_that_cannot_deliver_lives_on(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = opening()
+    scene.write(keys(2))
+    scene.settle()
+    lost = [scene.read(keys(2), [NUM_ROWS, NUM_ROWS]) for _ in range(2 * disk_io.NUM_READERS)]
+    scene.settle()
+    assert not any(part.is_finished for load in lost for part in load.parts)
+    assert all(load.has_ended for load in lost), "no waiter is left"
+    load = scene.read(keys(2), [8, 9])
+    scene.settle()
+    assert load.found == [True, True]
 
 
 def test_large_chunks_are_read_few_at_a_time(tmp_path: Path) -> None:
