@@ -46,7 +46,7 @@ def fail_a_read(scene: Scene, keys: list[Any], monkeypatch: pytest.MonkeyPatch) 
         assert is_reading.wait(10)
         hung.setattr(async_store, "READ_TIMEOUT_S", 0.02)
         assert not scene.result(job).loaded
-        assert not is_enabled(scene)
+        assert until(lambda: not list(scene.tier.take_ended()) and not is_enabled(scene))  # the read has begun by now
         go_on.set()
 
 
