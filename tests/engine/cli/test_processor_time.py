@@ -22,6 +22,7 @@ def test_the_first_parts_of_gpu_check_run_on_a_cpu(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "check.json").read_text(encoding="utf-8"))
     assert [*report["parts"]] == [*parts]
     assert report["step_throughput_ratio_256"] > 0
-    hits = [figure for figure in report["parts"]["host-hits"]["figures"] if figure["key"].startswith("ragcache")]
-    assert len(hits) == 5
+    of_ours = ("layerwise", "asynchronous")
+    hits = [figure for figure in report["parts"]["host-hits"]["figures"] if figure["key"].startswith(of_ours)]
+    assert len(hits) == 10
     assert not [figure["note"] for figure in hits if "NOT A HOST HIT" in figure["note"]]
