@@ -273,10 +273,9 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
         **kwargs: Any,
     ) -> list[AIMessage]:
         order = order_requests([self._prefix_key(each) for each in inputs])
-        configs = _reordered_configs(config, order)
-        sorted_inputs = [inputs[i] for i in order]
+        sorted_inputs, configs = [inputs[i] for i in order], _reordered_configs(config, order)
         answers = super().batch(sorted_inputs, configs, return_exceptions=return_exceptions, **kwargs)
-        return [answer for _, answer in sorted(zip(order, answers, strict=True), key=itemgetter(0))]
+        return _in_given_order(answers, order)
 
     async def abatch(
         self,
@@ -287,10 +286,9 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
         **kwargs: Any,
     ) -> list[AIMessage]:
         order = order_requests([self._prefix_key(each) for each in inputs])
-        configs = _reordered_configs(config, order)
-        sorted_inputs = [inputs[i] for i in order]
+        sorted_inputs, configs = [inputs[i] for i in order], _reordered_configs(config, order)
         answers = await super().abatch(sorted_inputs, configs, return_exceptions=return_exceptions, **kwargs)
-        return [answer for _, answer in sorted(zip(order, answers, strict=True), key=itemgetter(0))]
+        return _in_given_order(answers, order)
 
     def _prefix_key(self, given: LanguageModelInput) -> PrefixKey:
         try:
@@ -431,6 +429,10 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
         self.client = self.root_client.chat.completions
         self.async_client = self.root_async_client.chat.completions
         self.model_name = self.model_name or engine.model
+
+
+def _in_given_order(answers: list[AIMessage], order: Sequence[int]) -> list[AIMessage]:
+    return [answer for _, answer in sorted(zip(order, answers, strict=True), key=itemgetter(0))]
 
 
 def _reordered_configs(config: RunnableConfig | list[RunnableConfig] | None, order: list[int]) -> list[RunnableConfig]:

@@ -1,4 +1,4 @@
-"""vLLM's door to the tiers: the connector of an engine with host memory."""
+"""The connector of an engine with host memory, through which vLLM uses the tiers."""
 
 from __future__ import annotations
 
