@@ -443,10 +443,9 @@ def _flag(metadata: Mapping[str, object], name: str) -> bool:
 
 def _is_text(value: str) -> bool:
     try:
-        value.encode("utf-8")
+        return value.isascii() or bool(value.encode("utf-8"))
     except UnicodeEncodeError:  # half of a surrogate pair
         return False
-    return True
 
 
 def _size(value: object) -> str:

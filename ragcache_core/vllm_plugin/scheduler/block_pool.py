@@ -72,8 +72,6 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         self._other_cached: dict[int, KVCacheBlock] = {}
         self._other_ids: dict[BlockHashWithGroupId, int] = {}
         """Free blocks of other groups, and their numbers by content."""
-        self._hits: set[int] = set()
-        """Blocks that are taken out for a hit, before vLLM says so of each."""
 
     # As vLLM calls it
 
@@ -95,7 +93,8 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         self.num_free_blocks -= n
         if len(blocks) < n:
             blocks += self._evict(n - len(blocks))
-            self._evict_ahead()
+            if n < _EVICTED_AHEAD:
+                self._evict_ahead()
         return blocks
 
     def append(self, block: KVCacheBlock) -> None:
@@ -116,10 +115,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
 
     def remove(self, block: KVCacheBlock) -> None:
         """Take a free block out, whose KV a request uses."""
-        if block.block_id in self._hits:
-            self._hits.remove(block.block_id)
-        else:
-            self._take_hits([block])
+        self.take_hits([block])
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
         """Return the free blocks; the order of the cached ones says nothing."""
@@ -147,11 +143,15 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
                 self._tree.release_units(node, units, Tier.GPU)
             self._keep_quotas()
 
-    def expect_hits(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Take the free ones of these blocks out at once; vLLM calls :meth:`remove` for each of them next."""
-        free = [block for block in blocks if block.ref_cnt == 0 and not block.is_null]
-        self._take_hits(free)
-        self._hits.update([block.block_id for block in free])
+    def take_hits(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Take free blocks out at once, whose KV a request uses."""
+        self.place_returned()
+        places: Iterable[Location | None] = self._units_of(blocks)
+        if None in places:
+            places = self._take_hit_units(blocks)
+        for node, mask in masks_of(places).items():
+            self._tree.acquire_units(node, mask, Tier.GPU)
+        self.num_free_blocks -= len(blocks)
 
     def cache(self, blocks: Sequence[KVCacheBlock], places: Sequence[Location]) -> None:
         """Hold units whose content is in ``blocks``, one each, which a request uses."""
@@ -239,15 +239,6 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         for block in blocks.values() if self._copies else ():
             gone.update(copy.block_id for copy in cached_copies(self._pool, block.block_hash) if not copy.ref_cnt)
         self._pool.evict_blocks(gone)
-
-    def _take_hits(self, blocks: Sequence[KVCacheBlock]) -> None:
-        self.place_returned()
-        places: Iterable[Location | None] = self._units_of(blocks)
-        if None in places:
-            places = self._take_hit_units(blocks)
-        for node, mask in masks_of(places).items():
-            self._tree.acquire_units(node, mask, Tier.GPU)
-        self.num_free_blocks -= len(blocks)
 
     def _units_of(self, blocks: Sequence[KVCacheBlock]) -> list[Location | None]:
         """Return the unit of each block; None for one that is no unit's."""
@@ -491,10 +482,13 @@ class TreeBlockPool(BlockPool):
                 self.controller.insert_answer(request.request_id)
                 first = state.num_prompt_tokens // self.controller.tokens_per_block
         known = tree.locate_all(hashes[first:num_full_blocks])
-        places = [
-            place or self.controller.locate_block(hashes, index, request.request_id)
-            for index, place in enumerate(known, first)
-        ]
+        if None in known:
+            places = [
+                place or self.controller.locate_block(hashes, index, request.request_id)
+                for index, place in enumerate(known, first)
+            ]
+        else:
+            places = cast("list[Location]", known)
         new = blocks[first:num_full_blocks]
         is_real = [block.block_hash is not None for block in new]
         if not all(is_real):  # vLLM has cached nothing for these
@@ -531,14 +525,21 @@ class TreeBlockPool(BlockPool):
         return is_reset
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
-        self.free_block_queue.expect_hits(blocks)
-        super().touch(blocks)
+        free = [block for block in blocks if not block.ref_cnt and not block.is_null]
+        if free:
+            self.free_block_queue.take_hits(free)
+        for block in blocks:
+            block.ref_cnt += 1
+        if self.metrics_collector:
+            for block in blocks:
+                self.metrics_collector.on_block_accessed(block)
 
     def _remove_cached_block_hashes(self, block: KVCacheBlock) -> list[bytes]:
+        block_hash = block.block_hash
+        if block_hash is None:  # as of most blocks that are allocated while the cache is not full
+            return []
         queue = self.free_block_queue
         queue.place_returned()  # while they have their content
-        block_hash = block.block_hash
         removed: list[bytes] = super()._remove_cached_block_hashes(block)
-        if block_hash is not None:
-            queue.on_content_lost(block, block_hash)
+        queue.on_content_lost(block, block_hash)
         return removed
