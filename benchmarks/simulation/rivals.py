@@ -25,10 +25,10 @@ from ragcache_core.sim.traces.trace import Trace, read_trace, write_trace
 from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
 
 RIVALS = ("lru", "lfu", "gdsf", "pgdsf", "s3fifo", "arc")
-MADE = ("mmlu", "nq", "sysx", "drift")
+MADE = ("mmlu", "nq", "sysx", "drift", "conversation", "agents")
 IMPORTED = Path("build/traces")
 """Traces that ``ragcache trace import`` wrote to this folder, ``NAME.jsonl``, are measured beside those made here."""
-TIERS = {"gpu": (8, 0, 0), "tiers": (1, 3, 4)}
+TIERS = {"gpu": (8, 0, 0), "tiers": (1, 3, 4), "host": (3, 5, 0)}
 """How many eighths of a capacity are on GPU, host and disk."""
 _SHARES = (0.01, 0.03, 0.1, 0.3, 0.6)
 _FIRST_SEED = 2  # policies were tuned on seed 1
@@ -61,7 +61,9 @@ def measure_policies(plan: BenchmarkPlan) -> Part:
             write_trace(one_by_one(trace), path)
             num_distinct = distinct_tokens(trace)
             for tiers, share in product(TIERS, (0.1, 0.6) if plan.is_quick else _SHARES):
-                options = _options(tiers, round(share * num_distinct), warm_up=len(trace) // 8)
+                options = _options(tiers, round(share * num_distinct), trace)
+                if options.granularity == "block" and options.gpu_tokens < longest_prompt(trace):
+                    continue  # vLLM rejects such a prompt
                 of = runs[name, tiers, share] = plan_runs([path], options, policies=(DEFAULT_POLICY, *RIVALS))
                 num_to_do += len(of) * len(trace)
         done = iter(simulate_runs(plan, "policies", [run for of in runs.values() for run in of], num_to_do))
@@ -76,9 +78,13 @@ def measure_policies(plan: BenchmarkPlan) -> Part:
 
 
 def one_by_one(trace: Trace) -> Trace:
-    """Return the same prompts so far apart that none waits for another, each with an answer of one token."""
+    """Return the same prompts so far apart that none waits for another.
+
+    Each has an answer of one token, except in conversations, whose next prompt begins with the answer.
+    """
     arrival_s = np.arange(len(trace), dtype=np.float64) * _GAP_S
-    return replace(trace, arrival_s=arrival_s, output_tokens=np.ones_like(trace.output_tokens))
+    output_tokens = np.where(trace.conversation < 0, 1, trace.output_tokens).astype(np.int32)
+    return replace(trace, arrival_s=arrival_s, output_tokens=output_tokens)
 
 
 def distinct_tokens(trace: Trace) -> int:
@@ -106,9 +112,24 @@ def _worst(key: str, by_share: ByShare, measure: str, *, best: _Choice, worst: _
     return Figure(key, round(ratio, 4), baseline=1.0, note=note)
 
 
-def _options(tiers: str, num_tokens: int, warm_up: int) -> LabOptions:
+def longest_prompt(trace: Trace) -> int:
+    """Return the tokens of the longest prompt with its answer, and of the blocks that it fills in part."""
+    documents = np.add.reduceat(np.append(trace.doc_tokens, 0), trace.first[:-1]) * (np.diff(trace.first) > 0)
+    tokens = trace.history_tokens + documents + trace.question_tokens + trace.output_tokens
+    return int(tokens.max()) + 2 * LabOptions().block_size
+
+
+def _options(tiers: str, num_tokens: int, trace: Trace) -> LabOptions:
+    """Return a run's options: whole documents, or blocks where there are histories."""
     gpu, host, disk = (num_tokens * eighths // 8 for eighths in TIERS[tiers])
-    return LabOptions(gpu_tokens=gpu, host_tokens=host, disk_tokens=disk, retrieval_s=0.0, warm_up=warm_up)
+    return LabOptions(
+        gpu_tokens=gpu,
+        host_tokens=host,
+        disk_tokens=disk,
+        retrieval_s=0.0,
+        warm_up=len(trace) // 8,
+        granularity="block" if (trace.conversation >= 0).any() else "document",
+    )
 
 
 def _traces(num_requests: int, seed: int) -> Iterator[tuple[str, Trace]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate, takewhile
 from typing import NamedTuple
@@ -30,6 +31,9 @@ def admit(
 ) -> Admission:
     """Evict from ``tier`` for units that are offered to it, one node after the other, while others rank lower.
 
+    A node ranks at least as high as those offered behind it, which are of no use without it: a document that was used
+    once enters with the history of a conversation that is likely to go on.
+
     Args:
         tree: has the units.
         tier: takes them in.
@@ -44,13 +48,13 @@ def admit(
     num_admitted = num_seen = 0
     evicted: list[EvictedUnit] = []
     with tree.shielding(protected, tier):
-        for node, num_offered in _parts(tree, keys):
+        parts = _parts(tree, keys)
+        for (node, num_offered), worth in zip(parts, _worths(tree, tier, parts), strict=True):
             offered = keys[num_seen : num_seen + num_offered]
             num_seen += num_offered
             sizes = None if offered_size is None else [*map(offered_size, offered)]
             num_missing = (len(offered) if sizes is None else sum(sizes)) - num_free
             if num_missing > 0 and node is not None:
-                worth = tree.tiers[tier].worth(node, tree.num_requests)
                 gone = tree.evict_up_to(tier, num_missing, below=worth, size_of=evicted_size, for_owner=node.owner)
                 evicted += gone
                 num_free += total_size(gone, evicted_size)
@@ -60,6 +64,13 @@ def admit(
                 return Admission(num_admitted, evicted)
             num_free -= len(offered) if sizes is None else sum(sizes)
     return Admission(num_admitted, evicted)
+
+
+def _worths(tree: TieredTree, tier: Tier, parts: Sequence[tuple[TreeNode | None, int]]) -> list[float]:
+    """Return for each part of a path the highest rank of its node and of those behind it."""
+    state = tree.tiers[tier]
+    own = [-math.inf if node is None else state.worth(node, tree.num_requests) for node, _ in parts]
+    return [*accumulate(reversed(own), max)][::-1]
 
 
 def _parts(tree: TieredTree, keys: Sequence[Hashable]) -> list[tuple[TreeNode | None, int]]:

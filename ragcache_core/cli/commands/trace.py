@@ -117,7 +117,7 @@ def _duration(seconds: float) -> str:
     return f"{count} {unit}{'s' if count > 1 else ''}"
 
 
-WORKLOAD_NAMES = ("mmlu", "nq", "nq-small", "sysx", "drift", "conversation")
+WORKLOAD_NAMES = ("mmlu", "nq", "nq-small", "sysx", "drift", "conversation", "agents")
 LOG_FORMATS = ("auto", "vllm", "langchain", "plain", "mooncake", "qwen", "ragpulse", "azure", "burst")
 _STANDARD_OUTPUT = Path("-")
 _output_option = click.option(
@@ -190,6 +190,7 @@ def make(
     sysx      a production system: 5 chunks a request, prompts of 1,000 to 20,000 tokens, median 3,300
     drift     mmlu with popularity that drifts and users who come back to their topics
     conversation  a production chat: turns that begin with their history, and documents of their own
+    agents    loops of tool calls, with documents of their own; not after a published trace
 
     The same options give the same file, byte for byte, and a longer trace begins with the shorter.
     """

@@ -197,6 +197,12 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
             requests_per_s=3.4, goes_on=0.275, persistence=0.43, first_documents=0.82, later_documents=0.29,
             later_length=0.34,
         ),
+        "agents": Workload(
+            num_documents=1_000_000, skew=0.0, shift=0.0, documents_per_request=1, mean_tokens=3_500.0, sigma=0.6,
+            most_tokens=30_000, question_median=24.0, question_sigma=0.5, mean_output_tokens=140.0, output_sigma=0.6,
+            requests_per_s=4.0, goes_on=0.85, persistence=0.15, think_median_s=5.0, think_sigma=1.8,
+            later_length=0.28,
+        ),
     }
 )  # fmt: skip
 """The workloads of ``ragcache trace make``, by name.
@@ -211,6 +217,8 @@ answers from 19.3 times as much work for prompts.
 ``conversation``: turns of conversations about documents of their own, as a production chat service has them (Mooncake,
 FAST 2025: 12,031 requests of an hour, whose next turns are known by the beginnings of their prompts). They follow a
 system prompt of 870 tokens that all share.
+``agents``: loops of tool calls, with documents of their own: some eight turns, each with the tool's result of about
+1,000 tokens, after a wait of seconds to minutes. No published trace is behind its numbers.
 """
 
 

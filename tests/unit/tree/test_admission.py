@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import ClassVar
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.policy import MixturePolicy
+from ragcache_core.policy import MixturePolicy, ReplacementPolicy
+from ragcache_core.policy.base import NodeStats
 from ragcache_core.tree import KnowledgeTree, PathSegment, TreeNode, admit, check_invariants
 from ragcache_core.types import Tier
 
@@ -59,6 +61,31 @@ def test_what_is_worth_less_than_all_that_is_there_stays_out() -> None:
     assert offer(tree, keys_of("B")[1:], capacity=3, protected=(keys_of("B")[0],)) == 1
     match = tree.match_prefix([PathSegment(keys_of("A"), 2)])
     assert match.num_units == 1, "the last unit of what was worth least went"
+
+
+class NamedRanks(ReplacementPolicy):
+    """Ranks documents by a table."""
+
+    name = "named"
+    uses_clock: ClassVar[bool] = False
+
+    def __init__(self, **ranks: float) -> None:
+        self._ranks = ranks
+
+    def rank(self, stats: NodeStats, clock: float) -> float:
+        assert stats.doc_id is not None
+        return self._ranks[stats.doc_id]
+
+
+def test_a_node_is_worth_what_stands_on_it() -> None:
+    tree = KnowledgeTree(NamedRanks(old=2.0, low=1.0, high=3.0))
+    for documents in (["old"], ["low"], ["low", "high"], ["high", "low"]):
+        ask(tree, *documents)
+    offer(tree, keys_of("old"), capacity=2)
+    assert offer(tree, keys_of("low"), capacity=2) == 0
+    assert offer(tree, keys_of("high", "low"), capacity=4) == 2, "what stands before it gives it no rank"
+    assert offer(tree, keys_of("low", "high"), capacity=6) == 4
+    assert not any(tree.resident_mask(node, Tier.HOST) for node in tree.nodes_of("old"))
 
 
 def test_units_that_count_for_several_are_taken_in_while_what_goes_makes_room_for_them() -> None:
