@@ -1,4 +1,4 @@
-"""``ragcache warm``: prefill by forecast, before anybody asks, and what came of it later."""
+"""``ragcache warm``: prefill likely documents by a forecast, and compare it with the outcome."""
 
 from __future__ import annotations
 
