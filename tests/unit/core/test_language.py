@@ -8,7 +8,10 @@ from pathlib import Path
 from tests.unit.core.test_docs import CARDS, PAGES, ROOT
 
 FOLDERS = ("ragcache_core", "ragcache_integrations", "kernels", "benchmarks", "examples", "tests")
-SUFFIXES = {f".{name}" for name in ["py", "js", "mjs", "html", "css", "sh", "yaml", "yml", "tf", "tfvars", "tpl", "json", "cfg", "conf"]}
+SUFFIXES = {
+    *(".py", ".js", ".mjs", ".html", ".css", ".sh"),
+    *(".yaml", ".yml", ".tf", ".tfvars", ".tpl", ".json", ".cfg", ".conf"),
+}
 ROOT_FILES = ("Makefile", "mkdocs.yml", "pyproject.toml")
 DENIED = re.compile(
     r"\b(nobody|somebody|whoever|anew|dear|dearer|alike|stands? behind|gives? up|so many|of which|as it comes|take note"
