@@ -70,7 +70,7 @@ _POLL_S = 1.0
     type=click.IntRange(0),
     default=3,
     show_default=True,
-    help="Starts after a death or a hang, within the window.",
+    help="Restarts after a crash or hang, within the window.",
 )
 @click.option(
     "--restart-window",
@@ -86,7 +86,7 @@ _POLL_S = 1.0
     default=30.0,
     show_default=True,
     metavar="S",
-    help="Seconds after which an engine hangs that answers nothing and uses no processor time; 0 never looks.",
+    help="Seconds without an answer and CPU activity after which an engine counts as hung; 0 disables the check.",
 )
 @click.option(
     "--startup-timeout",
@@ -102,7 +102,7 @@ _POLL_S = 1.0
     default=20.0,
     show_default=True,
     metavar="S",
-    help="Seconds that requests have to end in after SIGTERM.",
+    help="Seconds that running requests have to finish after SIGTERM.",
 )
 @click.option(
     "--record-trace",

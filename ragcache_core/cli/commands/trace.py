@@ -150,7 +150,10 @@ def trace() -> None:
     ],
 )
 @click.option(
-    "--workload", type=click.Choice(WORKLOAD_NAMES), required=True, help="Whose statistics the requests have."
+    "--workload",
+    type=click.Choice(WORKLOAD_NAMES),
+    required=True,
+    help="The workload whose statistics the requests have.",
 )
 @click.option("--requests", "num_requests", type=click.IntRange(1), required=True, metavar="N", help="How many.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Another seed, another trace.")
@@ -173,7 +176,9 @@ def trace() -> None:
 @click.option("--primary-first", type=float, metavar="P", help="How often the best document comes first, 0 to 1.")
 @click.option("--drift-every", type=int, metavar="N", help="Requests after which popularity changes; 0 for never.")
 @click.option("--drift-share", type=float, metavar="P", help="How many of the popular documents swap places then.")
-@click.option("--repeat-share", type=float, metavar="P", help="Requests about what one of the last 40 was about.")
+@click.option(
+    "--repeat-share", type=float, metavar="P", help="Share of requests about the topic of one of the last 40."
+)
 @click.option("--goes-on", type=float, metavar="P", help="Conversations that have a second turn; 0 for none.")
 @click.option("--think-median-s", type=float, metavar="S", help="Median time from one turn to the next.")
 @click.option("--question-median", type=float, metavar="N", help="Median length of a question.")
@@ -294,7 +299,7 @@ def import_(
 
 @trace.command(
     cls=Command,
-    short_help="Say what a trace is like.",
+    short_help="Show the statistics of a trace.",
     examples=[
         "ragcache trace show mmlu.jsonl",
         "ragcache trace show mmlu.jsonl --plot mmlu.html",
@@ -306,13 +311,13 @@ def import_(
     "--plot",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="OUT.png|.svg|.html",
-    help="How its documents come again, as the papers' figures draw it.",
+    help="Plots of how its documents recur, as in the papers' figures.",
 )
 def show(file: Path, plot: Path | None, as_json: bool) -> None:
-    """Say what the trace in FILE is like: its size, its lengths, what comes again, when, where and with what.
+    """Show the statistics of the trace in FILE: size, lengths, and how documents recur.
 
-    A document comes again 'anywhere' if an earlier request retrieved it, and 'behind the same' if that was after the
-    same documents in the same order: an exact prefix cache can hit those, chunk reuse the others.
+    A document recurs 'anywhere' if an earlier request retrieved it, and 'behind the same' if that was after the same
+    documents in the same order: an exact prefix cache can hit those, chunk reuse the others.
     """
     from ragcache_core.sim.traces.reuse import reuse_of, summarize
     from ragcache_core.sim.traces.trace import read_trace

@@ -129,7 +129,7 @@ def warm(
     as_json: bool,
     **settings: Any,
 ) -> None:
-    """Have the server at URL prefill the documents of a store that are likely to be asked about, while it is idle.
+    """Prefill likely documents of a store on the server at URL, while it is idle.
 
     From questions or a trace, or else from what is near to what in the store, the paths are picked (documents behind
     those that stand before them in prompts) that save most within the budget; a simulation says what that brings. They
