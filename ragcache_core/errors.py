@@ -109,7 +109,7 @@ class PromptTooLongError(PromptError):
 
 
 class TokenizerUnavailableError(PromptError):
-    """The model's tokenizer could not be loaded in this process."""
+    """The server does not tell the tokens of a prompt."""
 
 
 class StoreError(RAGCacheError):

@@ -88,7 +88,7 @@ def _growth(later: _Stats, earlier: _Stats) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class DocumentStats:
-    """How much of one document of a prompt came out of the cache."""
+    """The tokens of one document of a prompt, and how many were cached."""
 
     doc_id: DocId
     num_tokens: int
@@ -97,14 +97,14 @@ class DocumentStats:
 
 @dataclass(frozen=True, slots=True)
 class ChunkReuseStats:
-    """What chunk reuse did for a request: it answered from KV that was computed behind other documents.
+    """Chunk reuse of one request.
 
-    ``num_chunks`` documents were reused, ``num_reused_tokens`` of them as they were stored, ``num_recomputed_tokens``
-    recomputed. ``num_computed_tokens`` were computed on the way, those between the reused documents included: vLLM
-    reports them as cached, ``RequestStats.num_cached_tokens`` is without them. ``fix_overhead`` is the estimated share
-    of the reused documents that has to be computed (CFO, Cache-Craft Eq. 12; the mean over them), and ``variants`` say
-    which stored KV was chosen for each of them, by its number. ``num_prefix_tokens`` lay in GPU memory as an earlier
-    request had left them that reused documents by the same settings: approximate like these, and not recomputed.
+    ``num_chunks`` documents were reused, with ``num_reused_tokens`` tokens as stored and ``num_recomputed_tokens``
+    recomputed. ``num_computed_tokens`` were computed for it, those between the reused documents included: vLLM reports
+    them as cached, ``RequestStats.num_cached_tokens`` does not. ``fix_overhead`` is the estimated share of the reused
+    documents that has to be recomputed (CFO, Cache-Craft Eq. 12; the mean over them). ``variants`` are the numbers of
+    the cached versions that were used. ``num_prefix_tokens`` are prompt tokens from the approximate prefix of an
+    earlier request with the same settings on the GPU; they are not recomputed.
     """
 
     num_chunks: int
@@ -122,7 +122,7 @@ class ChunkReuseStats:
 
 @dataclass(frozen=True, slots=True)
 class PlannedPrompt:
-    """One way to show a prompt, with when its first token is predicted, in seconds from sending it.
+    """One option for a prompt, with its predicted TTFT in seconds from sending it.
 
     ``name`` is ``exact``, ``document_order`` or ``chunk_reuse``, which has the ``quality`` that was calibrated with its
     ``alpha``. Of the prompt ``num_new_tokens`` have to be computed.
@@ -138,12 +138,12 @@ class PlannedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class DeadlineReport:
-    """What became of a request with a deadline, ``ttft_slo_s``: which way to show its prompt was chosen, and ``why``.
+    """The plan of a request with a TTFT SLO, ``ttft_slo_s``: the ``choice`` of its prompt, and ``why``.
 
-    ``is_in_time``: the first token was predicted to come in time; ``None`` where nothing could be predicted, and the
-    prompt was sent as it is. That would have taken ``exact_ttft_s``, if nothing else had been chosen. ``queue_s`` of
-    each prediction is the engine's work for others. ``options`` are what could be chosen from, the least deviation
-    first; ``left_out`` says why other ways could not.
+    ``is_in_time``: the first token is predicted in time; ``None`` if nothing could be predicted, and the prompt was
+    sent unchanged. ``exact_ttft_s`` is the predicted TTFT of the unchanged prompt. ``queue_s``, a part of each
+    prediction, is the engine's pending work. ``options`` are the available choices, the least deviation first;
+    ``left_out`` are the excluded ones, with reasons.
     """
 
     ttft_slo_s: float
@@ -162,16 +162,15 @@ class DeadlineReport:
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """What one request cost: tokens by origin, bytes moved, and times in seconds.
+    """Statistics of one request: tokens by tier, copied bytes, and times in seconds.
 
     ``num_cached_tokens`` is what the engine reported as served from its KV cache. ``num_gpu_tokens``,
-    ``num_host_tokens``, ``num_disk_tokens`` and ``num_shared_tokens`` (of a store of several engines) say where they
-    came from; ``num_loaded_bytes`` were brought from host, disk and store for them, ``num_stored_bytes`` written there
-    afterwards, and the request waited ``queue_s`` seconds to be scheduled. These are ``None`` where the engine did not
-    say: plain vLLM does not.
+    ``num_host_tokens``, ``num_disk_tokens`` and ``num_shared_tokens`` (of a shared store) are these by tier.
+    ``num_loaded_bytes`` were loaded into GPU memory for the request, ``num_stored_bytes`` offloaded from it, and the
+    request waited ``queue_s`` seconds to be scheduled. These are ``None`` for plain vLLM, which does not report them.
 
-    ``ttft_s`` is measured at the client, from sending the request to its first token. Where the answer was not
-    streamed it is the engine's own figure, from the request's arrival there; ``None`` without one.
+    ``ttft_s`` is measured at the client, from sending the request to its first token. Without
+    streaming it is measured by the engine, from the request's arrival there; ``None`` without one.
 
     ``chunk_reuse`` is ``None`` where the answer is exact, as far as the engine says. ``deadline`` says how a request
     with a ``ttft_slo`` was planned, and is ``None`` without one.
@@ -232,16 +231,16 @@ def document_stats(segments: Iterable[PromptSegment], num_cached_tokens: int) ->
 
 @dataclass(frozen=True, slots=True)
 class PipelineReport:
-    """How much of one search ran while the engine already worked on its answer. Times in seconds.
+    """Statistics of one search and its speculation. Times in seconds.
 
     ``search_s`` is from the start of the search to its final documents, in ``num_stages`` stages. ``num_started``
     speculations were sent, ``num_cancelled`` of them ended because the documents changed; ``is_confirmed``: the last
-    one was right. ``unhidden_search_s`` is by how much later the answer was begun than if the documents had been known
-    when the search started (RAGCache §7.4, "non-overlapping search time"): until the confirmed speculation was sent,
-    less the CPU time to build its request, plus its waiting time in the engine, at first and after each preemption
-    before its confirmation. It is the whole search without a speculation hit, or until the engine has reported.
-    ``skipped_because`` says why nothing was sent; ``None`` where something was. ``swaps`` are the documents that are
-    shown in place of nearly equal ones.
+    one was a hit. ``unhidden_search_s`` is the search time that did not overlap (RAGCache §7.4): the delay of the
+    engine's start, compared with a request whose documents are known at once. It is the time until the confirmed
+    speculation was sent, less the CPU time to build its request, plus its waiting time in the engine, at first and
+    after each preemption before its confirmation. It is the whole search without a speculation hit, or until the engine
+    has reported. ``skipped_because`` says why nothing was sent; ``None`` where something was. ``swaps`` are the
+    documents that are shown in place of nearly equal ones.
     """
 
     search_s: float
@@ -299,12 +298,11 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class DocumentUse:
-    """A document, and how many requests have used it since the engine started, wherever it stood in them.
+    """A document, and how many requests showed it since the engine started, at any position.
 
-    A request without metadata names no document, and is not counted. ``num_tokens`` is its length in whole blocks in
-    the latest request. ``tiers`` hold a part of it, on any cached prefix; they are empty where it was given up.
-    ``label`` is its source, where the id is not readable. Of more than 1,024 documents the least used are dropped, and
-    their counts start again.
+    Requests without metadata are not counted. ``num_tokens`` is its length in whole blocks in the latest request.
+    ``tiers`` hold a part of it behind any prefix; empty if it is evicted. ``label`` is its source, if the id is not
+    readable. Of more than 1,024 documents the least used are dropped, and their counts start again.
     """
 
     doc_id: DocId
