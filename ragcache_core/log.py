@@ -36,7 +36,7 @@ LOG_EVENTS: Final[dict[str, dict[str, LogEvent]]] = {
     "Engine": {
         "RC-CACHE-OFF": LogEvent(
             "WARNING",
-            "This vLLM is none that RAGCache knows. vLLM schedules and caches alone.",
+            "RAGCache does not know this vLLM release. vLLM schedules and caches alone.",
             "Install a supported vLLM, or a newer RAGCache: see [upgrade](../operate/upgrade.md).",
         ),
         "RC-TREE-OFF": LogEvent(
@@ -116,7 +116,7 @@ LOG_EVENTS: Final[dict[str, dict[str, LogEvent]]] = {
         ),
         "RC-TIER-OFF": LogEvent(
             "ERROR",
-            "A disk or the shared store failed or hangs, or its files are gone. The log says when it comes back.",
+            "A disk or the shared store failed or hangs, or its files are gone. The log says when it is opened again.",
             "See [the disk tier went off](../operate/troubleshooting.md#the-disk-tier-went-off).",
         ),
         "RC-TIER-UNCLOSED": LogEvent(

@@ -70,7 +70,7 @@ _NOISY_SPREAD = 0.25
     "--startup-timeout",
     type=FiniteRange(0, min_open=True),
     metavar="S",
-    help="Seconds without progress after which loading is given up. [default: 600]",
+    help="Seconds without progress after which loading is aborted. [default: 600]",
 )
 @log_option
 @vllm_args_argument

@@ -100,7 +100,7 @@ _ASKING_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] 
         type=FiniteRange(0, min_open=True),
         default=600.0,
         show_default=True,
-        help="Seconds without progress after which loading is given up.",
+        help="Seconds without progress after which loading is aborted.",
     ),
 )
 

@@ -94,7 +94,7 @@ _POLL_S = 1.0
     default=600.0,
     show_default=True,
     metavar="S",
-    help="Seconds without progress after which loading is given up.",
+    help="Seconds without progress after which loading is aborted.",
 )
 @click.option(
     "--drain",

@@ -115,7 +115,7 @@ def sweep(
     from ragcache_core.sim.sweep import Journal, plan
 
     if resume and output is None:
-        raise click.UsageError("--resume goes on with what is kept beside OUT: give --output OUT as well.")
+        raise click.UsageError("--resume continues the runs stored next to OUT: give --output OUT as well.")
     check_plot(plot)
     inputs = (*traces, Path(settings["cost_model"]))
     check_outputs({"--output": output, "--plot": plot}, inputs)
