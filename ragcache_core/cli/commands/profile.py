@@ -334,4 +334,4 @@ def _show_plan(grid: Grid, repeats: int, path: Path, as_json: bool) -> None:
     click.echo(f"new tokens     {' '.join(map(str, grid.new_tokens))}")
     click.echo(f"to measure     {num_points} prompts of at most {grid.max_tokens:,} tokens, {repeats} times each")
     click.echo(f"to compute     {num_tokens:,} tokens")
-    click.echo(f"to keep in     {path}")
+    click.echo(f"to store in    {path}")

@@ -45,14 +45,21 @@ def reuse_tables(reuse: TraceReuse) -> list[Table]:
         for one in reuse.positions
     ]
     by_position.append(("all, by tokens", "", f"{reuse.anywhere_tokens:.1%}", f"{reuse.same_prefix_tokens:.1%}"))
-    tables.append(Table("Come again", ("position", "retrievals", "anywhere", "behind the same"), by_position, 1))
+    tables.append(Table("Recurrence", ("position", "retrievals", "anywhere", "behind the same"), by_position, 1))
     known = [(f"{share:.0%}", f"{of:.1%}") for share, of in reuse.known_documents]
-    tables.append(Table("Known documents", ("at least", "of requests"), known, 1))
+    tables.append(Table("Share of documents retrieved before", ("at least", "of requests"), known, 1))
     sources = [(str(number), f"{share:.1%}") for number, share in reuse.sources]
     if sources:
-        tables.append(Table("Documents that all came before, last in", ("requests", "share"), sources, 1))
+        tables.append(
+            Table(
+                "Requests whose documents were all retrieved before, most recently in",
+                ("requests", "share"),
+                sources,
+                1,
+            )
+        )
     together = [("pairs of documents", f"{reuse.repeated_pairs:.1%}"), ("whole sets", f"{reuse.repeated_sets:.1%}")]
-    tables.append(Table("Together again", ("what", "share"), together, 1))
+    tables.append(Table("Recurring combinations", ("what", "share"), together, 1))
     return tables
 
 
@@ -371,17 +378,17 @@ def _plain(summary: TraceSummary) -> dict[str, object]:
 def _lines_of(summary: TraceSummary) -> Iterator[tuple[str, str]]:
     yield "requests", f"{summary.num_requests:,}"
     yield "duration", f"{summary.duration_s:,.1f} s, {summary.requests_per_s:.4g} requests a second"
-    yield "documents", f"{summary.num_documents:,} asked for {summary.num_retrievals:,} times"
+    yield "documents", f"{summary.num_documents:,}, retrieved {summary.num_retrievals:,} times"
     yield "a request", f"{summary.documents_per_request:.3g} documents"
     yield "a document", f"{summary.mean_document_tokens:,.0f} tokens on average"
-    prompt = f"{summary.median_prompt_tokens:,.0f} in the middle, {summary.max_prompt_tokens:,} at most"
+    prompt = f"{summary.median_prompt_tokens:,.0f} median, {summary.max_prompt_tokens:,} at most"
     yield "a prompt", f"{summary.mean_prompt_tokens:,.0f} tokens on average, {prompt}"
     yield "a question", f"{summary.mean_question_tokens:,.1f} tokens on average"
     yield "an answer", f"{summary.mean_output_tokens:,.1f} tokens on average"
     if summary.num_conversations:
-        turns = f"{summary.turns_per_conversation:.3g} turns each, {summary.median_think_s:,.0f} s apart in the middle"
+        turns = f"{summary.turns_per_conversation:.3g} turns each, {summary.median_think_s:,.0f} s apart (median)"
         yield "conversations", f"{summary.num_conversations:,}, {turns}"
         yield "a history", f"{summary.history_share:.1%} of all prompts"
     yield "the top 3 %", f"{summary.top_share:.1%} of retrievals"
-    yield "asked for again", f"{summary.repeated_retrievals:.1%} of retrievals"
-    yield "after the same ones", f"{summary.repeated_prefix:.1%}: an endless cache would hit those"
+    yield "retrieved before", f"{summary.repeated_retrievals:.1%} of retrievals"
+    yield "same prefix", f"{summary.repeated_prefix:.1%}: an infinite cache would hit those"
