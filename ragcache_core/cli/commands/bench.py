@@ -175,7 +175,7 @@ def bench(
 ) -> None:
     """Open engines one after the other, and send each the same requests at the same times.
 
-    Each run is kept as soon as it is finished: after Ctrl-C, --resume continues.
+    Each run is stored when it is finished: after Ctrl-C, --resume continues.
     """
     if ctx.invoked_subcommand is not None:
         return

@@ -151,9 +151,9 @@ def serve(
     """Serve MODEL over the OpenAI protocol until Ctrl-C or SIGTERM (exit status 0).
 
     MODEL is a folder in Hugging Face format, or a name of the hub. Without --api-key a random key is generated and
-    printed, unless the log goes to a standard stream. What follows -- goes to vLLM's server as it is. A server that
-    dies or hangs is restarted at the same address with the same key. After SIGTERM it takes no more requests, and ends
-    when it has answered those that it has; Ctrl-C, or a second SIGTERM, ends it within seconds.
+    printed, unless the log goes to a standard stream. Arguments after -- go to vLLM's server unchanged. A server that
+    crashes or hangs is restarted at the same address with the same key. After SIGTERM it rejects new requests, and ends
+    when running ones are answered; Ctrl-C, or a second SIGTERM, ends it within seconds.
     """
     check_vllm_args(vllm_args)
     if no_cache and (given := _flags_of({"cache_config": cache_config, **cache_settings})):

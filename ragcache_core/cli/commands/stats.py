@@ -297,9 +297,9 @@ _MIN_WATCH_S = 0.1
 def stats(url: str, api_key: str | None, watch: bool, every_s: float | None, as_json: bool) -> None:
     """Print the counters of the server at URL since it started: hit rates, tiers, hottest documents.
 
-    With --watch they fill a terminal, drawn again and again beside rates since the last reading; a server that is
-    started again meanwhile is waited for. Into a file or a pipe they go as plain text, one after the other; with --json
-    each reading is one line, and a server that goes away ends the watch. Ctrl-C ends it with exit status 0.
+    With --watch they fill the terminal and are updated, with rates since the last reading; a restarting server is
+    waited for. In a file or a pipe, readings follow each other as plain text. With --json each reading is one line, and
+    a server that does not answer ends the watch. Ctrl-C ends it with exit status 0.
     """
     from ragcache_core.client import Engine
 

@@ -131,8 +131,8 @@ def prune(
 ) -> None:
     """Remove the documents whose files are gone from the directories that 'ragcache index' read.
 
-    With DIR: from these alone. A directory without any file left may be one that is not mounted: it has to be named.
-    Documents that came from no file stay.
+    With DIR: only from these. A directory without any file may be an unmounted one, so it must be named. Documents that
+    came from no file stay.
     """
     from ragcache_core.ingest import read_origins
 

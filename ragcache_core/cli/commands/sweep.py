@@ -109,8 +109,8 @@ def sweep(
 ) -> None:  # fmt: skip
     """Simulate every combination of policies, orders and capacities on each TRACE, several at a time.
 
-    A trace is a file of 'ragcache trace'. Interrupted by Ctrl-C, a sweep with --output keeps what is finished, and
-    goes on with --resume, which also takes over the runs of an earlier sweep that this one asks for again.
+    A trace is a file of 'ragcache trace'. After Ctrl-C, a sweep with --output keeps the finished runs, and --resume
+    continues it. --resume also reuses runs of an earlier sweep with the same settings.
     """
     from ragcache_core.sim.sweep import Journal, plan
 

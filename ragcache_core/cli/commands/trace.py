@@ -261,20 +261,20 @@ def import_(
 
     \b
     vllm       requests of a server, as a proxy logs them: bodies whose kv_transfer_params name documents
-    langchain  runs, as a tracer or LangSmith exports them: those of retrievers, also inside other runs, and how long
-               the model's answer of the same trace was
-    plain      {"timestamp": "2026-01-31T12:00:00Z", "docs": ["d17", "d3"]}, and what else a trace's line has
+    langchain  runs, as a tracer or LangSmith exports them: those of retrievers, also inside other runs, and the length
+               of the model's answer of the same trace
+    plain      {"timestamp": "2026-01-31T12:00:00Z", "docs": ["d17", "d3"]}, and other fields of a trace's line
 
     \b
     mooncake   the traces of Mooncake (FAST 2025): blocks of 512 tokens by their hashes
     qwen       those of Qwen on Aliyun Bailian (ATC 2025): blocks of 16 tokens
     ragpulse   0_trace.jsonl of RAGPulse, beside the files with the lengths of its passages and web pages
-    azure      Azure's of LLM inference 2023 and 2024: arrivals and lengths, nothing comes again
+    azure      Azure's of LLM inference 2023 and 2024: arrivals and lengths, nothing recurs
     burst      BurstGPT: the same
 
-    A full block is a document of a path, and what fills none is the question. Where passages are named, all else of the
-    prompt is the question. Requests are sorted, and the first arrives at 0. Lines about something else are passed over.
-    Where a log has texts and no lengths, a token is taken to be 4 characters.
+    A full block counts as a document, and the rest of the prompt as the question. If passages are named, all other text
+    is the question. Requests are sorted, and the first arrives at 0. Other lines are skipped. If a log has texts and no
+    lengths, 4 characters count as a token.
     """
     from ragcache_core.sim.traces.log_import import Assumptions, ImportedFormat, import_log, read_lengths
 
