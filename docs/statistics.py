@@ -29,7 +29,7 @@ def page() -> str:
 
 
 def _lines() -> Iterator[str]:
-    yield "# Statistics"
+    yield "# Engine statistics"
     yield ""
     yield "This page is written by `python docs/statistics.py` from the declarations in `ragcache_core/stats.py`."
     for title, part, labels, table in (

@@ -117,7 +117,7 @@ def empty_cache(engine: Engine) -> None:
     """Empty every tier of the engine.
 
     Raises:
-        SystemExit: the engine does not let anybody do so.
+        SystemExit: the engine does not allow it.
     """
     response = engine.http_client().post(
         f"{engine.base_url.removesuffix('/v1')}/reset_prefix_cache",

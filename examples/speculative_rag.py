@@ -26,7 +26,7 @@ def described(name: str, data: Mapping[str, Any]) -> str:
         if data["hidden_search_s"] is None:
             return f"{data['event']}: the request was another one after all"
         hidden, search = (round(data[key] * 1000) for key in ("hidden_search_s", "search_s"))
-        return f"{data['event']}: {hidden} of {search} ms of the search were hidden"
+        return f"{data['event']}: {hidden} of {search} ms of the search overlapped"
     return f"{data['event']}: {found}"
 
 

@@ -215,17 +215,16 @@ class ChunkReuse(ChunkReuseRequest):
     focus: Annotated[int, Field(ge=0, le=1024, strict=True)] = 3
 
     share: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.5
-    """Of ``host_bytes`` and ``disk_bytes``, the share for what is reused this way. The rest stays with documents that
-    are cached exactly, behind what stands before them."""
+    """Share of ``host_bytes`` and ``disk_bytes`` for chunks. The rest is for exact prefixes."""
 
     is_default: bool = True
-    """Whether requests that do not say so reuse chunks. With ``False`` only those do that ask for it."""
+    """Whether requests without a setting of their own reuse chunks."""
 
 
 class CacheConfig(_Settings):
-    """What the engine keeps of the documents that it has read, and where.
+    """Settings of the cache: tiers and their sizes, policy, queue and speculation.
 
-    ``CacheConfig()`` keeps documents in the engine's own KV memory and in a share of host memory; ``cache=None`` at
+    ``CacheConfig()`` caches KV on the GPU and in a share of host memory; ``cache=None`` at
     :meth:`Engine.launch <ragcache_core.client.Engine.launch>` runs plain vLLM. :meth:`from_toml` reads a file.
 
     Raises:
@@ -233,24 +232,23 @@ class CacheConfig(_Settings):
     """
 
     kv_cache_bytes: Bytes | None = None
-    """KV memory of the engine: of the GPU, or of main memory on a machine without one. By default vLLM chooses (a share
-    of GPU memory; 1 GiB without a GPU)."""
+    """Size of the GPU KV cache; on a machine without a GPU it is in main memory. By default vLLM chooses (a share of
+    GPU memory; 1 GiB without a GPU)."""
 
     block_size: Annotated[int, Field(ge=1, le=1024, strict=True)] | None = None
     """Tokens in a KV block; a document is cached in whole blocks. By default vLLM chooses (mostly 16; 32 without a
     GPU)."""
 
     host_bytes: BytesOrNone | None = None
-    """Host memory for the KV of documents that left the engine's own, as 64GiB; 0 for none. All of it is taken at
-    launch, so it is at most what is free then. By default it is an eighth of the memory that is available to the
-    machine, or to the container where that has a limit, at most 8 GiB; where the engine's own KV memory turns out to be
-    larger, as much as that, up to half of what is available, without a GPU a quarter."""
+    """Size of the host tier (CPU memory), such as 64GiB; 0 for none. All of it is allocated at launch, so it must be
+    free then. By default it is an eighth of the memory that is available to the machine or container, at most 8 GiB; if
+    the GPU KV cache is larger, that size, up to half of the available memory (without a GPU: a quarter)."""
 
     disk_bytes: BytesOrNone = ByteSize(0)
-    """Disk space for the KV of documents that left host memory, as 1TiB; it outlives the engine. 0 keeps none there."""
+    """Size of the disk tier, such as 1TiB; its KV outlives the engine. 0 for none."""
 
     directory: Annotated[Path, BeforeValidator(_parse_directory)] | None = None
-    """Where the disk tier keeps its files; made if it is missing, and used by one engine at a time. By default it is
+    """Directory of the disk tier; created if it is missing, and used by one engine at a time. By default it is
     ``kv`` in the user's cache folder. From a TOML file, a relative path is relative to that file."""
 
     disk_key_file: Annotated[Path, BeforeValidator(_parse_directory)] | None = None
@@ -259,10 +257,10 @@ class CacheConfig(_Settings):
     nothing is encrypted. From a TOML file, a relative path is relative to that file."""
 
     shared: str | None = None
-    """A store that engines on several machines use together, below their host memory: ``redis://host:6379/0`` (Redis or
+    """A store that several engines share, below their host tiers: ``redis://host:6379/0`` (Redis or
     Valkey; ``rediss`` with TLS) or ``s3://bucket/prefix``; passwords are ``RAGCACHE_SHARED_PASSWORD`` and
-    ``AWS_SECRET_ACCESS_KEY`` of the environment. What one of them has computed, another one loads. How much it holds,
-    and how long, is the store's own setting. ``disk_key_file`` encrypts what is there as well."""
+    ``AWS_SECRET_ACCESS_KEY`` of the environment. What one engine has computed, another one loads. Size and
+    age limits are settings of the store. ``disk_key_file`` encrypts its objects as well."""
 
     shared_ttl: Annotated[float, Field(gt=0, le=_LARGEST, allow_inf_nan=False, strict=True)] | None = None
     """Seconds after which a ``shared`` Redis or Valkey deletes what this engine stored. By default the server's
@@ -274,30 +272,30 @@ class CacheConfig(_Settings):
     of the cores; without ``ragcache[compression]`` it is ``off``."""
 
     tenants: Annotated[Path, BeforeValidator(_parse_file)] | None = None
-    """A TOML file of tenants and collections: whose API key is whose, who shares KV, and how much of a tier is whose.
-    By default all who have the server's key share everything. From a TOML file, a relative path is relative to that
+    """A TOML file of tenants and collections: their API keys, shares and quotas. By default all clients with the
+    server's key share all KV. From a TOML file, a relative path is relative to that
     file."""
 
     policy: PolicyName = "mixture"
-    """What decides which document leaves a full tier: ``pgdsf`` by uses, cost of a recomputation and size (RAGCache
-    §5.1), ``gdsf`` the same with the cost of the document alone, ``lru`` by the last use, ``lfu`` by the uses,
-    ``s3fifo`` and ``arc`` as their papers have it; ``mixture`` by the expected uses, learned
-    online from frequencies over several half-lives."""
+    """The replacement policy of all tiers: ``pgdsf`` by access frequency, recompute cost and size (RAGCache §5.1),
+    ``gdsf`` the same with the cost of the document alone, ``lru`` by the last use, ``lfu`` by access frequency,
+    ``s3fifo`` and ``arc`` as in their papers, ``mixture`` by expected uses, learned online from frequencies over three
+    half-lives."""
 
     max_cached_documents: Annotated[int, Field(ge=1, le=_LARGEST, strict=True)] | None = None
     """The number of documents of a prompt that are cached, from the first one on. By default all are."""
 
     layerwise_loads: bool | None = None
-    """Whether a request computes its first layers while KV of later layers still comes from host memory. It does so
-    where nothing else runs, or where the load is expected to be hidden; answers are the same. By default without a GPU
-    only: it was not tested on one."""
+    """Whether a request may compute its first layers while KV of later layers is still loaded from host memory. It does
+    so if no other request runs, or if its prefill is expected to take longer than the load; answers are the same. By
+    default only without a GPU: it was not tested on one."""
 
     replicated_share: Annotated[float, Field(ge=0, le=1, strict=True)] = 0.0
-    """Of host memory, the share for copies of the most used upper documents (a prompt's prefix and first document):
-    they are evicted last while the GPU has them, so that a GPU's failure does not lose them (RAGCache §6)."""
+    """Share of host memory for copies of the most used upper nodes (static prefix and first documents): they are
+    evicted last while the GPU has them, so that a failure of the GPU does not lose them (RAGCache §6)."""
 
     pinned_share: Annotated[float, Field(ge=0, le=1, strict=True)] = 0.25
-    """Of the smallest tier, the share that the paths of pinned documents may take: every tier evicts them last; 0
+    """Share of the smallest tier that the prefixes of pinned documents may take; pinned documents are evicted last. 0
     allows no pins. See :meth:`EngineClient.cache <ragcache_core.client.engine_client.EngineClient>`."""
 
     max_age: Annotated[float, Field(gt=0, le=_LARGEST, allow_inf_nan=False, strict=True)] | None = None
@@ -305,11 +303,11 @@ class CacheConfig(_Settings):
     an idle engine and over restarts. By default KV stays until it is evicted."""
 
     queue: QueueOrder = "cache_aware"
-    """Which waiting request is next: ``cache_aware`` takes the one with most cached tokens for each that has to be
-    computed (RAGCache §5.2), ``fifo`` the one that came first."""
+    """The scheduling order of waiting requests: ``cache_aware`` by cached tokens per token to compute (RAGCache §5.2),
+    ``fifo`` by arrival."""
 
     queue_window: Annotated[int, Field(ge=0, le=_LARGEST, strict=True)] = 32
-    """No waiting request is overtaken by more later ones than this; 0 lets none overtake."""
+    """Number of later requests that may overtake a waiting request; 0 for none."""
 
     max_prefill_bs: Annotated[int, Field(ge=0, le=_LARGEST, strict=True)] = 4
     """Speculative requests that may run at a time while no other request waits or is prefilled (RAGCache §5.3); 0
@@ -321,12 +319,12 @@ class CacheConfig(_Settings):
 
     connectors: tuple[dict[str, Any], ...] = ()
     """Other KV connectors of vLLM beside RAGCache's, each as vLLM's ``kv_transfer_config`` describes it:
-    ``({"kv_connector": "NixlConnector", "kv_role": "kv_both"},)``. What one of them has of a prompt is loaded from it,
-    else from RAGCache; everything is stored in all of them."""
+    ``({"kv_connector": "NixlConnector", "kv_role": "kv_both"},)``. KV is loaded from the first connector that has a
+    prefix of the prompt; every connector stores."""
 
     chunk_reuse: ChunkReuse | None = None
-    """Whether, and how, documents are reused behind others than they were computed behind: **approximate**, so it is
-    off by default. In a TOML file it is the table ``[cache.chunk_reuse]``."""
+    """Chunk reuse: a document's KV is reused at another position in the prompt. **Approximate**, so it is off by
+    default. In a TOML file it is the table ``[cache.chunk_reuse]``."""
 
     @model_validator(mode="after")
     def _check_tiers(self) -> Self:
@@ -405,7 +403,7 @@ class CacheConfig(_Settings):
                 f"{path} cannot be read ({error.strerror}): name a TOML file with a [cache] table"
             ) from error
         except ValueError as error:
-            raise ConfigError(f"{path} is not TOML ({error}): mend it; it holds a [cache] table") from error
+            raise ConfigError(f"{path} is not TOML ({error}): correct it; it must have a [cache] table") from error
         if not isinstance(table, dict):
             raise ConfigError(f"{path} has no [cache] table: begin it with the line [cache]")
         for name in ("directory", "disk_key_file", "tenants"):

@@ -5,22 +5,22 @@
     RAGCacheError
     ├── ConfigError (ValueError)             a setting that cannot work
     ├── EngineError                          the inference server
-    │   ├── EngineStartError                 it did not come up: no model, port taken, died while loading
+    │   ├── EngineStartError                 it did not become ready: no model, port taken, died while loading
     │   ├── EngineUnreachableError           nothing answers at that address
     │   ├── EngineAuthError                  it answered: wrong API key
-    │   ├── EngineDiedError                  it died while it worked for us
+    │   ├── EngineDiedError                  it died during a request
     │   ├── EngineTimeoutError               it did not answer in time
-    │   │   └── EngineHungError              it does not answer anybody any more
+    │   │   └── EngineHungError              it answers no request
     │   ├── EngineClosedError                the handle was used after close()
-    │   │   └── EngineForkedError            the handle was made before a fork
-    │   └── RequestRejectedError             it refused the request, and said why
-    ├── PromptError (ValueError)             a prompt that cannot be laid out
+    │   │   └── EngineForkedError            the handle was used in a fork
+    │   └── RequestRejectedError             it rejected the request; the message is its own
+    ├── PromptError (ValueError)             a prompt that cannot be built
     │   ├── PromptTooLongError               more tokens than the context window
-    │   └── TokenizerUnavailableError        the model's tokenizer is not at hand
+    │   └── TokenizerUnavailableError        the server does not tell tokens
     ├── StoreError                           the document store on disk
     │   ├── StoreNotFoundError               no store at that path
-    │   ├── StoreExistsError                 create() where a store already is
-    │   ├── StoreCorruptError                truncated, a flipped bit, a file that is not ours
+    │   ├── StoreExistsError                 a store is at that path already
+    │   ├── StoreCorruptError                a truncated, damaged or foreign file
     │   ├── StoreVersionError                written by a newer RAGCache
     │   ├── StoreLockedError                 another process writes to it
     │   ├── StoreFullError                   no space left while saving
@@ -109,7 +109,7 @@ class PromptTooLongError(PromptError):
 
 
 class TokenizerUnavailableError(PromptError):
-    """The model's tokenizer could not be loaded in this process."""
+    """The server does not tell the tokens of a prompt."""
 
 
 class StoreError(RAGCacheError):

@@ -36,7 +36,7 @@ LOG_EVENTS: Final[dict[str, dict[str, LogEvent]]] = {
     "Engine": {
         "RC-CACHE-OFF": LogEvent(
             "WARNING",
-            "This vLLM is none that RAGCache knows. vLLM schedules and caches alone.",
+            "RAGCache does not know this vLLM release. vLLM schedules and caches alone.",
             "Install a supported vLLM, or a newer RAGCache: see [upgrade](../operate/upgrade.md).",
         ),
         "RC-TREE-OFF": LogEvent(
@@ -52,7 +52,7 @@ LOG_EVENTS: Final[dict[str, dict[str, LogEvent]]] = {
         "RC-METADATA-IGNORED": LogEvent(
             "WARNING",
             "The documents that a request names contradict its prompt. It runs without them. Logged once.",
-            "Mend the client. `ragcache_ignored_metadata_total` counts such requests.",
+            "Correct the client. `ragcache_ignored_metadata_total` counts such requests.",
         ),
         "RC-ADAPTER-CHANGED": LogEvent(
             "WARNING",
@@ -116,7 +116,7 @@ LOG_EVENTS: Final[dict[str, dict[str, LogEvent]]] = {
         ),
         "RC-TIER-OFF": LogEvent(
             "ERROR",
-            "A disk or the shared store failed or hangs, or its files are gone. The log says when it comes back.",
+            "A disk or the shared store failed or hangs, or its files are gone. The log says when it is opened again.",
             "See [the disk tier went off](../operate/troubleshooting.md#the-disk-tier-went-off).",
         ),
         "RC-TIER-UNCLOSED": LogEvent(
@@ -323,11 +323,11 @@ LOG_EVENTS: Final[dict[str, dict[str, LogEvent]]] = {
         "RC-SPECULATION-FAILED": LogEvent(
             "WARNING",
             "A speculative request could not be made. The answer is not affected.",
-            "Mend the prompt or `format_docs` for the candidates in the line.",
+            "Correct the prompt or `format_docs` for the candidates in the line.",
             is_limited=True,
         ),
         "RC-CALLBACK-FAILED": LogEvent(
-            "ERROR", "A callback of a speculative request raised.", "Mend the callback.", is_limited=True
+            "ERROR", "A callback of a speculative request raised.", "Correct the callback.", is_limited=True
         ),
         "RC-SEARCH-BLOCKED": LogEvent(
             "WARNING",
@@ -338,7 +338,7 @@ LOG_EVENTS: Final[dict[str, dict[str, LogEvent]]] = {
         "RC-SOURCE-OPEN": LogEvent(
             "WARNING",
             "A retriever's stages could not be closed, or not in time.",
-            "Mend the clean-up of the source.",
+            "Correct the clean-up of the source.",
             is_limited=True,
         ),
         "RC-MODEL-FOREIGN": LogEvent(
@@ -393,7 +393,7 @@ LOG_EVENTS: Final[dict[str, dict[str, LogEvent]]] = {
         "RC-QUESTION-UNEMBEDDED": LogEvent(
             "WARNING",
             "The embedder failed for a question. Only the same question gets its cached answer.",
-            "Mend the embedder.",
+            "Correct the embedder.",
             is_limited=True,
         ),
     },

@@ -88,7 +88,7 @@ def _growth(later: _Stats, earlier: _Stats) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class DocumentStats:
-    """How much of one document of a prompt came out of the cache."""
+    """The tokens of one document of a prompt, and how many were cached."""
 
     doc_id: DocId
     num_tokens: int
@@ -97,14 +97,14 @@ class DocumentStats:
 
 @dataclass(frozen=True, slots=True)
 class ChunkReuseStats:
-    """What chunk reuse did for a request: it answered from KV that was computed behind other documents.
+    """Chunk reuse of one request.
 
-    ``num_chunks`` documents were reused, ``num_reused_tokens`` of them as they were stored, ``num_recomputed_tokens``
-    recomputed. ``num_computed_tokens`` were computed on the way, those between the reused documents included: vLLM
-    reports them as cached, ``RequestStats.num_cached_tokens`` is without them. ``fix_overhead`` is the estimated share
-    of the reused documents that has to be computed (CFO, Cache-Craft Eq. 12; the mean over them), and ``variants`` say
-    which stored KV was chosen for each of them, by its number. ``num_prefix_tokens`` lay in GPU memory as an earlier
-    request had left them that reused documents by the same settings: approximate like these, and not recomputed.
+    ``num_chunks`` documents were reused, with ``num_reused_tokens`` tokens as stored and ``num_recomputed_tokens``
+    recomputed. ``num_computed_tokens`` were computed for it, those between the reused documents included: vLLM reports
+    them as cached, ``RequestStats.num_cached_tokens`` does not. ``fix_overhead`` is the estimated share of the reused
+    documents that has to be recomputed (CFO, Cache-Craft Eq. 12; the mean over them). ``variants`` are the numbers of
+    the cached versions that were used. ``num_prefix_tokens`` are prompt tokens from the approximate prefix of an
+    earlier request with the same settings on the GPU; they are not recomputed.
     """
 
     num_chunks: int
@@ -122,7 +122,7 @@ class ChunkReuseStats:
 
 @dataclass(frozen=True, slots=True)
 class PlannedPrompt:
-    """One way to show a prompt, with when its first token is predicted, in seconds from sending it.
+    """One option for a prompt, with its predicted TTFT in seconds from sending it.
 
     ``name`` is ``exact``, ``document_order`` or ``chunk_reuse``, which has the ``quality`` that was calibrated with its
     ``alpha``. Of the prompt ``num_new_tokens`` have to be computed.
@@ -138,12 +138,12 @@ class PlannedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class DeadlineReport:
-    """What became of a request with a deadline, ``ttft_slo_s``: which way to show its prompt was chosen, and ``why``.
+    """The plan of a request with a TTFT SLO, ``ttft_slo_s``: the ``choice`` of its prompt, and ``why``.
 
-    ``is_in_time``: the first token was predicted to come in time; ``None`` where nothing could be predicted, and the
-    prompt was sent as it is. That would have taken ``exact_ttft_s``, if nothing else had been chosen. ``queue_s`` of
-    each prediction is the engine's work for others. ``options`` are what could be chosen from, the least deviation
-    first; ``left_out`` says why other ways could not.
+    ``is_in_time``: the first token is predicted in time; ``None`` if nothing could be predicted, and the prompt was
+    sent unchanged. ``exact_ttft_s`` is the predicted TTFT of the unchanged prompt. ``queue_s``, a part of each
+    prediction, is the engine's pending work. ``options`` are the available choices, the least deviation first;
+    ``left_out`` are the excluded ones, with reasons.
     """
 
     ttft_slo_s: float
@@ -162,16 +162,15 @@ class DeadlineReport:
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """What one request cost: tokens by origin, bytes moved, and times in seconds.
+    """Statistics of one request: tokens by tier, copied bytes, and times in seconds.
 
     ``num_cached_tokens`` is what the engine reported as served from its KV cache. ``num_gpu_tokens``,
-    ``num_host_tokens``, ``num_disk_tokens`` and ``num_shared_tokens`` (of a store of several engines) say where they
-    came from; ``num_loaded_bytes`` were brought from host, disk and store for them, ``num_stored_bytes`` written there
-    afterwards, and the request waited ``queue_s`` seconds to be scheduled. These are ``None`` where the engine did not
-    say: plain vLLM does not.
+    ``num_host_tokens``, ``num_disk_tokens`` and ``num_shared_tokens`` (of a shared store) are these by tier.
+    ``num_loaded_bytes`` were loaded into GPU memory for the request, ``num_stored_bytes`` offloaded from it, and the
+    request waited ``queue_s`` seconds to be scheduled. These are ``None`` for plain vLLM, which does not report them.
 
-    ``ttft_s`` is measured at the client, from sending the request to its first token. Where the answer was not
-    streamed it is the engine's own figure, from the request's arrival there; ``None`` without one.
+    ``ttft_s`` is measured at the client, from sending the request to its first token. Without
+    streaming it is measured by the engine, from the request's arrival there; ``None`` without one.
 
     ``chunk_reuse`` is ``None`` where the answer is exact, as far as the engine says. ``deadline`` says how a request
     with a ``ttft_slo`` was planned, and is ``None`` without one.
@@ -232,16 +231,16 @@ def document_stats(segments: Iterable[PromptSegment], num_cached_tokens: int) ->
 
 @dataclass(frozen=True, slots=True)
 class PipelineReport:
-    """How much of one search ran while the engine already worked on its answer. Times in seconds.
+    """Statistics of one search and its speculation. Times in seconds.
 
     ``search_s`` is from the start of the search to its final documents, in ``num_stages`` stages. ``num_started``
     speculations were sent, ``num_cancelled`` of them ended because the documents changed; ``is_confirmed``: the last
-    one was right. ``unhidden_search_s`` is by how much later the answer was begun than if the documents had been known
-    when the search started (RAGCache §7.4, "non-overlapping search time"): until the confirmed speculation was sent,
-    less the processor time that its request took to make, and what it then waited in the engine for admission, at first
-    and whenever it was preempted unasked for. It is all of the search without one, or until the engine has told.
-    ``skipped_because`` says why nothing was sent; ``None`` where something was. ``swaps`` are the documents that are
-    shown in place of nearly equal ones.
+    one was a hit. ``unhidden_search_s`` is the search time that did not overlap (RAGCache §7.4): the delay of the
+    engine's start, compared with a request whose documents are known at once. It is the time until the confirmed
+    speculation was sent, less the CPU time to build its request, plus its waiting time in the engine, at first and
+    after each preemption before its confirmation. It is the whole search without a speculation hit, or until the engine
+    has reported. ``skipped_because`` says why nothing was sent; ``None`` where something was. ``swaps`` are the
+    documents that are shown in place of nearly equal ones.
     """
 
     search_s: float
@@ -255,7 +254,7 @@ class PipelineReport:
 
     @property
     def hidden_search_s(self) -> float:
-        """The part of the search during which the answer was on its way."""
+        """The search time that overlapped with work on the answer."""
         return self.search_s - self.unhidden_search_s
 
     def to_dict(self) -> dict[str, object]:
@@ -269,26 +268,26 @@ class TierStats:
     """One tier of the engine's cache, counted since the engine started.
 
     ``name`` is ``gpu``, ``host``, ``disk`` or ``shared``. ``num_hit_tokens`` are prompt tokens that were served from
-    here. A tier that failed (a disk that is gone or hangs) is switched off: ``is_enabled`` is false, and the others go
-    on; a shared store is tried again. Of that ``num_blocks`` are those which this engine has put or found there; its
-    size is not known, and 0.
+    here. A tier that failed (a disk that is missing or hangs) is switched off: ``is_enabled`` is false, and the other
+    tiers work. A disk or shared store is tried again. ``num_blocks`` of a shared store are the blocks that this engine
+    stored or found there; its size is not known, and 0.
 
-    ``num_corrupt_chunks`` of the disk or the shared store were damaged, and computed again. ``num_dropped_chunks`` were
-    not written there: it was full, slow, or failed.
+    ``num_corrupt_chunks`` of the disk or the shared store were damaged, and recomputed. ``num_dropped_chunks`` were not
+    written: the tier was full, slow, or failed.
     """
 
     name: str
     capacity_bytes: int = _gauge("ragcache_tier_capacity_bytes", "Size of a tier.")
     used_bytes: int = _gauge("ragcache_tier_used_bytes", "Bytes of cached KV in a tier.")
     num_blocks: int = _gauge("ragcache_tier_blocks", "Blocks of cached KV in a tier.")
-    num_evicted_blocks: int = _counter("ragcache_tier_evicted_blocks", "Blocks that a tier gave up.", MISSING)
-    num_hit_tokens: int = _counter("ragcache_tier_hit_tokens", "Prompt tokens that came from a tier.", MISSING)
+    num_evicted_blocks: int = _counter("ragcache_tier_evicted_blocks", "Blocks evicted from a tier.", MISSING)
+    num_hit_tokens: int = _counter("ragcache_tier_hit_tokens", "Prompt tokens served from a tier.", MISSING)
     is_enabled: bool = _gauge("ragcache_tier_enabled", "Whether a tier works: 1 or 0.")
     num_corrupt_chunks: int = _counter(
-        "ragcache_corrupt_chunks", "Chunks of a tier with wrong content; each was a miss."
+        "ragcache_corrupt_chunks", "Offload blocks with a wrong checksum; each was a miss."
     )
     num_dropped_chunks: int = _counter(
-        "ragcache_dropped_chunks", "Chunks that were not written to a tier: it was full, slow, or failed."
+        "ragcache_dropped_chunks", "Offload blocks that were not written: the tier was full, slow, or failed."
     )
 
     @property
@@ -299,12 +298,11 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class DocumentUse:
-    """A document, and how many requests have used it since the engine started, wherever it stood in them.
+    """A document, and how many requests showed it since the engine started, at any position.
 
-    A request without metadata names no document, and is not counted. ``num_tokens`` is its length in whole blocks in
-    the latest request. ``tiers`` hold a part of it, on any cached prefix; they are empty where it was given up.
-    ``label`` is its source, where the id is not readable. Of more than 1,024 documents the least used are dropped, and
-    their counts start again.
+    Requests without metadata are not counted. ``num_tokens`` is its length in whole blocks in the latest request.
+    ``tiers`` hold a part of it behind any prefix; empty if it is evicted. ``label`` is its source, if the id is not
+    readable. Of more than 1,024 documents the least used are dropped, and their counts start again.
     """
 
     doc_id: DocId
@@ -332,7 +330,7 @@ class DocumentUse:
 
 @dataclass(frozen=True, slots=True)
 class ChunkStats:
-    """The chunks that an engine keeps for reuse anywhere, and what happened to them since it started.
+    """The documents that an engine stores for chunk reuse, counted since it started.
 
     ``num_chunks`` contents are stored as ``num_variants``, on ``used_tokens`` of ``capacity_tokens`` in host memory and
     ``used_disk_tokens`` of ``disk_capacity_tokens`` on disk, in whole pages. ``num_requests`` reused
@@ -344,53 +342,72 @@ class ChunkStats:
     quality that was not measured. ``num_mismatched_chunks`` had other tokens than stored, ``num_too_long_chunks`` were
     longer than the memory, ``num_capacity_misses`` found no free space: they were computed exactly.
     ``num_dropped_chunks`` were not written to disk, ``num_corrupt_chunks`` were damaged or gone there,
-    ``num_lost_chunks`` given up for it.
+    ``num_lost_chunks`` dropped because of that.
     """
 
-    num_chunks: int = _gauge("ragcache_chunk_stored", "Documents that are kept for reuse.")
-    num_variants: int = _gauge("ragcache_chunk_variants", "KVs of them that were computed behind different ones.")
+    num_chunks: int = _gauge("ragcache_chunk_stored", "Documents stored for reuse.")
+    num_variants: int = _gauge(
+        "ragcache_chunk_variants", "Cached versions of these documents, each computed behind other documents."
+    )
     capacity_tokens: int = _gauge(
-        "ragcache_chunk_capacity_tokens", "Tokens that fit into host memory's share for them."
+        "ragcache_chunk_capacity_tokens", "Tokens that fit into the share of host memory for chunk reuse."
     )
-    used_tokens: int = _gauge("ragcache_chunk_used_tokens", "Tokens of it in use.")
+    used_tokens: int = _gauge("ragcache_chunk_used_tokens", "Tokens of this share in use.")
     disk_capacity_tokens: int = _gauge(
-        "ragcache_chunk_disk_capacity_tokens", "Tokens that fit on the disk's share for them."
+        "ragcache_chunk_disk_capacity_tokens", "Tokens that fit into the share of the disk for chunk reuse."
     )
-    used_disk_tokens: int = _gauge("ragcache_chunk_disk_used_tokens", "Tokens of it in use.")
-    is_disk_enabled: bool = _gauge("ragcache_chunk_disk_enabled", "Whether they are kept on disk: 1 or 0.")
-    num_requests: int = _counter("ragcache_chunk_requests", "Requests that reused documents behind others.")
-    num_refused_requests: int = _counter("ragcache_chunk_refused_requests", "Requests that wanted to and could not.")
-    num_reused_chunks: int = _counter("ragcache_chunk_reused", "Documents that they reused.")
+    used_disk_tokens: int = _gauge("ragcache_chunk_disk_used_tokens", "Tokens of this share in use.")
+    is_disk_enabled: bool = _gauge(
+        "ragcache_chunk_disk_enabled", "Whether documents for reuse are stored on disk: 1 or 0."
+    )
+    num_requests: int = _counter("ragcache_chunk_requests", "Requests that reused documents.")
+    num_refused_requests: int = _counter(
+        "ragcache_chunk_refused_requests", "Requests that asked for reuse, but were answered exactly."
+    )
+    num_reused_chunks: int = _counter("ragcache_chunk_reused", "Documents that requests reused.")
     num_reused_tokens: int = _counter(
-        "ragcache_chunk_reused_tokens", "Tokens of these that were taken as they were stored."
+        "ragcache_chunk_reused_tokens", "Tokens of reused documents whose stored KV was used."
     )
-    num_recomputed_tokens: int = _counter("ragcache_chunk_recomputed_tokens", "Tokens of these that were recomputed.")
+    num_recomputed_tokens: int = _counter(
+        "ragcache_chunk_recomputed_tokens", "Tokens of reused documents that were recomputed."
+    )
     num_prefix_tokens: int = _counter(
-        "ragcache_chunk_prefix_tokens", "Approximate tokens of earlier requests that were found on the GPU."
+        "ragcache_chunk_prefix_tokens", "Prompt tokens served from approximate prefixes of earlier requests on the GPU."
     )
-    num_captured_chunks: int = _counter("ragcache_chunk_captured", "Documents whose KV was kept for reuse.")
-    num_evicted_chunks: int = _counter("ragcache_chunk_evicted", "Of those, the ones that left host memory for others.")
-    num_mismatched_chunks: int = _counter("ragcache_chunk_mismatched", "Documents with other tokens than stored.")
-    num_too_long_chunks: int = _counter("ragcache_chunk_too_long", "Documents that were longer than the memory.")
-    num_capacity_misses: int = _counter("ragcache_chunk_crowded_out", "Documents for which there was no free space.")
-    num_dropped_chunks: int = _counter("ragcache_chunk_dropped", "Documents that were not written to disk.")
+    num_captured_chunks: int = _counter("ragcache_chunk_captured", "Documents whose KV was stored for reuse.")
+    num_evicted_chunks: int = _counter(
+        "ragcache_chunk_evicted", "Documents for reuse that were evicted from host memory."
+    )
+    num_mismatched_chunks: int = _counter(
+        "ragcache_chunk_mismatched",
+        "Documents with other tokens than their stored version. They were computed exactly.",
+    )
+    num_too_long_chunks: int = _counter(
+        "ragcache_chunk_too_long", "Documents longer than the memory for chunk reuse. They were computed exactly."
+    )
+    num_capacity_misses: int = _counter(
+        "ragcache_chunk_crowded_out", "Documents for which there was no free space. They were computed exactly."
+    )
+    num_dropped_chunks: int = _counter("ragcache_chunk_dropped", "Documents for reuse that were not written to disk.")
     num_corrupt_chunks: int = _counter(
-        "ragcache_chunk_corrupt", "Documents that were damaged or gone on disk; each was a miss."
+        "ragcache_chunk_corrupt", "Documents for reuse that were damaged or missing on disk; each was a miss."
     )
-    num_lost_chunks: int = _counter("ragcache_chunk_lost", "Documents that were given up for it.")
+    num_lost_chunks: int = _counter(
+        "ragcache_chunk_lost", "Documents for reuse that were dropped because of damaged or missing parts."
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class ForgetReceipt:
-    """What an engine gave up of documents that it was told to forget.
+    """The KV of documents that an engine deleted.
 
-    They stood on ``num_paths`` paths: a document behind two different ones is on two. Their KV, and that of what stood
-    behind them, took ``num_blocks`` by tier (``gpu``, ``host``, ``disk``), and ``num_variants`` of it were kept for
-    reuse anywhere; ``num_bytes`` are those of both. ``unknown`` are ids that the engine does not know, or no longer.
+    The documents were cached behind ``num_paths`` prefixes. Their KV, and the KV behind them, took ``num_blocks`` by
+    tier (``gpu``, ``host``, ``disk``) and ``num_variants`` cached versions for chunk reuse; ``num_bytes`` are those of
+    both. ``unknown`` are ids that the engine does not know.
 
-    ``num_requests`` in the engine still have some of it, which no other request finds, until they end;
-    ``num_left`` blocks are still being copied or overwritten; ``problems`` say what may be left for good, and what to
-    do about it. It is complete when there is none of these.
+    ``num_requests`` running requests still use some of this KV, which no other request can hit, until they end.
+    ``num_left`` blocks are still being copied or overwritten. ``problems`` say what may be left for good, and what to
+    do. The receipt is complete when there is none of these.
     """
 
     forgotten: tuple[DocId, ...] = ()
@@ -408,7 +425,7 @@ class ForgetReceipt:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is left of them in any tier or request."""
+        """Whether no KV of the documents is left in any tier or request."""
         return not (self.num_requests or self.num_left or self.problems)
 
     def plus(self, other: ForgetReceipt) -> ForgetReceipt:
@@ -471,7 +488,7 @@ class RegistrationReceipt:
 
 @dataclass(frozen=True, slots=True)
 class CachedPlace:
-    """One path to a document: the documents that it stands ``behind``, and what of it lies where, in bytes by tier."""
+    """One prefix of a cached document: the documents before it (``behind``), and its bytes by tier."""
 
     behind: tuple[DocId, ...]
     tokens: int
@@ -481,15 +498,13 @@ class CachedPlace:
 
 @dataclass(frozen=True, slots=True)
 class CachedDocument:
-    """What the cache has of one document.
+    """The cached KV of one document.
 
-    It stands on ``paths`` (a document behind two different ones is on two), and ``variants`` of it are kept for reuse
-    anywhere; ``bytes`` are those of both, by tier (``gpu``, ``host``, ``disk``). A text that was asked about under two
-    ids is shown under both, with the same bytes.
+    It is cached behind ``paths`` prefixes, with ``variants`` cached versions for chunk reuse; ``bytes`` are those of
+    both, by tier (``gpu``, ``host``, ``disk``). A text with two ids is listed under both, with the same bytes.
 
-    ``uses`` are the requests that retrieved it, ``saved_s`` the seconds of computing that those were spared which found
-    it cached: both as far as the cache remembers, over restarts where there is a disk. ``age_s`` is the age of the
-    oldest KV of it. ``places`` are its paths, where they were asked for.
+    ``uses`` are the requests that showed it, ``saved_s`` the seconds of compute that its hits saved. Both survive
+    restarts if there is a disk. ``age_s`` is the age of its oldest KV. ``places`` are its prefixes, if requested.
     """
 
     id: DocId
@@ -522,10 +537,10 @@ class CacheContents:
 
 @dataclass(frozen=True, slots=True)
 class PinReceipt:
-    """What became of documents that were to be pinned, or unpinned: ``changed``, or ``unknown`` to the cache.
+    """The result of a call that pins or unpins documents: ids that ``changed``, and ids ``unknown`` to the cache.
 
-    ``num_pinned`` documents are pinned now; their paths take ``num_bytes`` of the engine's own KV memory, of the
-    ``limit_bytes`` that they may. Paths of tenants are not among these.
+    ``num_pinned`` documents are pinned now; their prefixes take ``num_bytes`` of the engine's own KV memory, of the
+    ``limit_bytes`` that they may take. Prefixes of tenants are not counted.
     """
 
     changed: tuple[DocId, ...] = ()
@@ -541,10 +556,10 @@ class PinReceipt:
 
 @dataclass(frozen=True, slots=True)
 class PrefetchReceipt:
-    """What is being read from disk of documents: tokens, on ``num_paths`` paths.
+    """The tokens of documents that are being read from disk into host memory, on ``num_paths`` prefixes.
 
-    ``num_left_out`` further paths have something on disk alone as well, and no room in host memory: a path has at most
-    a quarter of it. Of ``unknown`` documents no tier holds anything.
+    ``num_left_out`` further prefixes are on disk only, and take too much host memory: a prefix may take a quarter of
+    it. ``unknown`` documents are in no tier.
     """
 
     num_read_tokens: int = 0
@@ -559,7 +574,7 @@ class PrefetchReceipt:
 
 @dataclass(frozen=True, slots=True)
 class CollectedFolder:
-    """A folder of chunks that no engine used for ``days``, and the owner of these chunks."""
+    """A cache namespace that no engine used for ``days``, and the model that it belongs to."""
 
     path: str
     num_bytes: int
@@ -569,14 +584,14 @@ class CollectedFolder:
 
 @dataclass(frozen=True, slots=True)
 class CollectedFolders:
-    """Folders that were deleted, or, of a trial, would be."""
+    """Folders that were deleted, or with ``dry_run`` would be."""
 
     folders: tuple[CollectedFolder, ...] = ()
     dry_run: bool = False
 
     @property
     def num_bytes(self) -> int:
-        """What they took on disk."""
+        """Their size on disk."""
         return sum(folder.num_bytes for folder in self.folders)
 
     def to_dict(self) -> dict[str, object]:
@@ -599,17 +614,16 @@ class EngineStats:
 
     The rest is RAGCache's own: ``policy`` is the name of its replacement policy (``None``: plain vLLM), ``tiers`` go
     from the fastest to the slowest, ``hottest_documents`` from the most used on. ``num_ignored_metadata`` requests
-    announced documents that contradicted their prompt; ``num_lost_chunks`` of the disk tier were gone, and computed
-    again. ``num_corrupt_chunks`` and ``num_dropped_chunks`` are the sums of the tiers' figures of the same name. The
+    named documents that contradicted their prompt; ``num_lost_chunks`` of the disk tier were missing, and recomputed.
+    ``num_corrupt_chunks`` and ``num_dropped_chunks`` are the sums of the tiers' figures of the same name. The
     shared store failed, or did not answer in time, ``num_shared_failures`` times.
 
-    ``num_reordered_requests`` were served before one that had come earlier, ``max_overtaken`` is how often that
-    happened to the same one at most. Of ``num_requests`` that were asked for and admitted, ``num_reordered_prompts``
-    showed their documents in another order than retrieved, and ``num_followup_turns`` went on where an earlier request
-    had ended.
-    Of ``num_speculative_requests``, which came before anybody asked for them, ``num_confirmed_speculations`` were asked
-    for in the end; ``num_speculative_tokens`` of their prompts were computed until then, and ``num_wasted_tokens`` of
-    these were used by no request.
+    ``num_reordered_requests`` were served before an earlier one; ``max_overtaken`` is the largest number of requests
+    that overtook the same one. ``num_requests`` are real requests that were admitted: ``num_reordered_prompts`` of them
+    showed their documents in another order than retrieved, and ``num_followup_turns`` continued a conversation.
+
+    ``num_confirmed_speculations`` of ``num_speculative_requests`` were speculation hits. ``num_speculative_tokens`` of
+    their prompts were computed before that, and ``num_wasted_tokens`` of these were used by no request.
 
     ``chunks`` is ``None`` in an engine without chunk reuse.
     """
@@ -628,13 +642,15 @@ class EngineStats:
     policy: str | None = field(default=None, metadata=_ALWAYS_REPORTED)
     tiers: tuple[TierStats, ...] = field(default=(), metadata=_ALWAYS_REPORTED)
     hottest_documents: tuple[DocumentUse, ...] = field(default=(), metadata=_ALWAYS_REPORTED)
-    num_requests: int = _counter("ragcache_requests", "Requests that were asked for and admitted.")
+    num_requests: int = _counter(
+        "ragcache_requests", "Real requests that were admitted; speculative ones once they are confirmed."
+    )
     num_ignored_metadata: int = _counter(
         "ragcache_ignored_metadata", "Requests whose documents contradicted their prompt."
     )
     num_corrupt_chunks: int = field(default=0, metadata=_REPORTED)
     num_lost_chunks: int = _counter(
-        "ragcache_lost_chunks", "Chunks found cut off, or without their prefix, at the start."
+        "ragcache_lost_chunks", "Offload blocks that were incomplete or without their prefix at the start."
     )
     num_dropped_chunks: int = field(default=0, metadata=_REPORTED)
     num_shared_failures: int = _counter(
@@ -647,31 +663,29 @@ class EngineStats:
         "ragcache_max_overtaken", "The most later requests that were served before a waiting one.", 0, merge="max"
     )
     num_reordered_prompts: int = _counter(
-        "ragcache_reordered_prompts", "Requests whose documents do not stand as retrieved."
+        "ragcache_reordered_prompts", "Requests whose documents are not in retrieval order."
     )
     num_followup_turns: int = _counter(
         "ragcache_later_turns", "Requests that begin with an earlier one and its answer: a conversation's next turn."
     )
-    num_speculative_requests: int = _counter(
-        "ragcache_speculative_requests", "Requests that came before anybody asked for them."
-    )
+    num_speculative_requests: int = _counter("ragcache_speculative_requests", "Speculative requests.")
     num_confirmed_speculations: int = _counter(
-        "ragcache_confirmed_speculations", "Of those, the ones that were asked for."
+        "ragcache_confirmed_speculations", "Speculation hits: speculative requests that became real ones."
     )
-    num_speculative_tokens: int = _counter(
-        "ragcache_speculative_tokens", "Prompt tokens computed before anybody asked for them."
+    num_speculative_tokens: int = _counter("ragcache_speculative_tokens", "Prompt tokens computed speculatively.")
+    num_wasted_tokens: int = _gauge(
+        "ragcache_wasted_tokens", "Speculatively computed prompt tokens that no request used.", 0
     )
-    num_wasted_tokens: int = _gauge("ragcache_wasted_tokens", "Of those, the ones that no request used.", 0)
     chunks: ChunkStats | None = field(default=None, metadata=_REPORTED)
 
     @property
     def prefix_hit_rate(self) -> float:
-        """Share of looked-up prompt tokens that were in the engine's own KV memory; 0 before the first look-up."""
+        """Share of looked-up prompt tokens that hit the GPU KV cache; 0 before the first lookup."""
         return self.num_prefix_hit_tokens / self.num_prefix_query_tokens if self.num_prefix_query_tokens else 0.0
 
     @property
     def cached_share(self) -> float:
-        """Share of looked-up prompt tokens that were in some tier; 0 before the first look-up."""
+        """Share of looked-up prompt tokens that hit in any tier; 0 before the first lookup."""
         return sum(map(self.tier_hit_rate, self.tiers)) if self.tiers else self.prefix_hit_rate
 
     @property
@@ -680,9 +694,9 @@ class EngineStats:
         return self.sum_ttft_s / self.num_first_tokens if self.num_first_tokens else None
 
     def since(self, earlier: EngineStats) -> EngineStats:
-        """Return what was counted since an earlier reading; what is no counter is as it is now.
+        """Return the counts since an earlier reading; gauges keep their present value.
 
-        If the server's counters were reset in between, all that it has counted since.
+        If the server's counters were reset in between, the counts are those since the reset.
         """
         before = {tier.name: tier for tier in earlier.tiers}
         if not before.keys() >= {tier.name for tier in self.tiers}:
@@ -695,7 +709,7 @@ class EngineStats:
 
     @property
     def reordered_share(self) -> float:
-        """Share of the requests whose documents stood in another order than retrieved; 0 before the first request."""
+        """Share of requests whose documents are not in retrieval order; 0 before the first request."""
         return self.num_reordered_prompts / self.num_requests if self.num_requests else 0.0
 
     def tier_hit_rate(self, tier: TierStats) -> float:
@@ -716,7 +730,7 @@ class EngineStats:
 
 
 ENGINE_SERIES = {
-    "num_prompt_tokens": Series("ragcache_prompt_tokens", "Prompt tokens of requests that were asked for."),
+    "num_prompt_tokens": Series("ragcache_prompt_tokens", "Prompt tokens of real requests that were admitted."),
     "num_loaded_bytes": Series("ragcache_loaded_bytes", "Bytes of KV copied into GPU memory."),
     "num_stored_bytes": Series("ragcache_stored_bytes", "Bytes of KV copied out of GPU memory."),
     **series_of(EngineStats),

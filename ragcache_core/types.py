@@ -31,12 +31,12 @@ _NO_METADATA: Mapping[str, object] = MappingProxyType({})
 class Document:
     """A retrieved piece of text: a chunk of a file, or a whole short file.
 
-    ``doc_id`` is unique in its store. ``metadata`` is plain JSON data and is not interpreted, but for a ``title`` and a
-    ``source``: their words are looked for, as those of the id are.
+    ``doc_id`` is unique in its store. ``metadata`` is plain JSON data and is not interpreted, except that the words of
+    ``title``, ``source`` and the id are searched.
 
-    ``acl`` are the groups that may read it, ``None`` everybody. It is in the metadata too (``acl``), and taken from
-    there where only those are given, so that stores and frameworks carry it along. Nothing is refused for it: it says
-    with whom the KV of prompts that show the document is shared.
+    ``acl`` are the groups that may read it; ``None`` means all users. The metadata hold it too (``acl``), so that
+    stores and frameworks keep it; it is read from there if it is not given. It restricts no search: it decides which
+    requests share the KV of prompts that show the document.
 
     Raises:
         ConfigError: ``acl`` is no list of groups, or the metadata say another.
@@ -102,13 +102,13 @@ class Swap:
 
 @dataclass(frozen=True, slots=True)
 class RetrievalUpdate:
-    """What a staged search knows after one stage (RAGCache §5.3, Algorithm 2, "D_temp").
+    """The documents of one stage of a search (RAGCache §5.3, Algorithm 2, "D_temp").
 
     ``documents`` are ordered best first and ``scores`` are parallel to them: squared L2 distances (ascending) or
-    inner products (descending), by the store's metric. ``stage`` counts from 0; -1 is what the same
-    question found last, before anything was searched. The update with ``is_final`` is the
-    answer of the unmodified index, or what a store that is searched by words as well makes of it; an earlier one is a
-    guess. ``swaps`` are what was asked to be exchanged in it; a document that came in has the place of the other.
+    inner products (descending), by the store's metric. ``stage`` counts from 0; -1 is the result of
+    the last search for the same question. The update with ``is_final`` is the answer of the unmodified index, combined
+    with the words where a store searches both; earlier ones are candidates. ``swaps`` are the substituted documents; a
+    new document has the place of the old one.
     """
 
     documents: tuple[Document, ...]

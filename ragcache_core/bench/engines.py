@@ -111,7 +111,7 @@ BASELINES: dict[str, Baseline] = {
     baseline.name: baseline
     for baseline in (
         Baseline("no-cache", "vLLM, prefix caching off", has_cache=False),
-        Baseline("vllm", "vLLM, prefix caching in KV memory"),
+        Baseline("vllm", "vLLM, prefix caching in the GPU KV cache"),
         Baseline("vllm-host-lru", "vLLM, its own offloading to host memory, LRU", eviction="lru"),
         Baseline("vllm-host-arc", "vLLM, its own offloading to host memory, ARC", eviction="arc"),
         Baseline("ragcache", "RAGCache with default settings", is_ragcache=True),

@@ -40,7 +40,7 @@ store_option = click.option(
 embedder_option = click.option(
     "--embedder",
     type=click.Choice(["builtin", "minilm"]),
-    help="What turns texts into vectors; minilm needs the extra of that name. [default: the store's own; builtin]",
+    help="The embedder of texts; minilm needs the extra of that name. [default: the store's own; builtin]",
 )
 api_key_option = click.option(
     "--api-key", envvar=API_KEY_ENV, show_envvar=True, metavar="KEY", help="The server's API key."
@@ -62,13 +62,15 @@ cache_config_option = click.option(
     "--cache-config",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="A TOML file whose [cache] table says what to keep; options win over it.",
+    help="A TOML file with the settings of the cache in a [cache] table; options override it.",
 )
 _LAYOUT = PromptLayout()
 _LAYOUT_OPTIONS = (
     click.option("--static-prefix", default=_LAYOUT.static_prefix, help="The system message."),
     click.option("--document-format", default=_LAYOUT.document_format, help="How a document is shown; holds {text}."),
-    click.option("--question-format", default=_LAYOUT.question_format, help="How the question is; holds {question}."),
+    click.option(
+        "--question-format", default=_LAYOUT.question_format, help="How the question is shown; holds {question}."
+    ),
 )
 vllm_args_argument = click.argument("vllm_args", nargs=-1, type=click.UNPROCESSED, metavar="[-- VLLM_ARGS]...")
 
@@ -119,7 +121,7 @@ def cache_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "multiple": True,
             "metavar": "JSON",
             "callback": lambda _context, _option, texts: tuple(map(_connector, texts)) or None,
-            "help": "Another KV connector of vLLM beside RAGCache's, as "
+            "help": "Another KV connector of vLLM in addition to RAGCache's, as "
             '\'{"kv_connector": "NixlConnector", "kv_role": "kv_both"}\'; may be repeated. [default: none]',
         },
         chunk_reuse={
@@ -127,7 +129,7 @@ def cache_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "flag_value": "",
             "metavar": "[KEY=VALUE,...]",
             "callback": lambda _context, _option, text: None if text is None else _chunk_reuse(text),
-            "help": "Reuse documents behind others than they were computed behind: APPROXIMATE. With the settings of "
+            "help": "Reuse KV of documents at other positions in the prompt: APPROXIMATE. With the settings of "
             "ChunkReuse, as selection=cache_craft,max_recompute=0.3. [default: off]",
         },
     )

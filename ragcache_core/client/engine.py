@@ -225,7 +225,7 @@ class Engine(EngineClient):
         first_token_timeout_s: FirstTokenTimeout = AUTO,
         resume_streams: ResumeStreams = "all",
     ) -> Self:
-        """Join a server that runs already, at ``http://host:port`` (with or without ``/v1``).
+        """Connect to a running server at ``http://host:port`` (with or without ``/v1``).
 
         A request whose server goes away before its first token is sent again once the server is back. It waits up to
         ``restart_timeout_s`` seconds (0: not at all; ``None``: as long as for an answer), and a warning is logged. An
@@ -284,10 +284,10 @@ class Engine(EngineClient):
         return self._server.run - 1
 
     def drain(self, timeout_s: float) -> bool:
-        """Have the server take no more requests, and wait for those that it is answering; then :meth:`close` it.
+        """Reject new requests, and wait for running ones; call :meth:`close` afterwards.
 
-        New requests get status 503 with ``Retry-After``, and its ``/ready`` says 503 as well. Returns whether none is
-        left; plain vLLM cannot be drained.
+        New requests get status 503 with ``Retry-After``, and so does ``/ready``. Return whether all running requests
+        ended in time; plain vLLM cannot be drained.
         """
         ends_s = time.monotonic() + timeout_s
         draining = Call("/v1/ragcache/drain", _num_running, method="POST", timeout=_DRAIN_TIMEOUT_S, is_sent_once=True)

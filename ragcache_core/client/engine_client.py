@@ -251,10 +251,9 @@ class EngineClient(Handle, ABC):
             prompt: a text to continue, a :class:`RenderedPrompt`, or messages of the OpenAI protocol.
             max_tokens: the most tokens to generate; fewer where the context window ends before.
             temperature: 0 is greedy.
-            chunk_reuse: whether documents are reused behind others than they were computed behind, which is
-                approximate: ``True``, ``False``, or a mapping of ``selection``, ``quality`` or ``alpha``, and
-                ``max_recompute``. With ``"store"`` the answer is exact, and its documents are kept for others. ``None``
-                leaves it to the engine (``CacheConfig.chunk_reuse``; without it there is none).
+            chunk_reuse: chunk reuse, which is approximate: ``True``, ``False``, or a mapping of ``selection``,
+                ``quality`` or ``alpha``, and ``max_recompute``. With ``"store"`` the answer is exact, and its documents
+                are stored for later reuse. ``None`` leaves it to the engine (``CacheConfig.chunk_reuse``).
             **sampling: other fields of the OpenAI protocol, ``stop=["\\n"]``; vLLM's own go into ``extra_body``. With
                 ``n`` above 1 the stream holds the first answer; :meth:`generate` refuses it.
 
@@ -373,22 +372,21 @@ class EngineClient(Handle, ABC):
     # Documents
 
     def forget(self, doc_ids: Iterable[DocId], *, wait_s: float = 30.0) -> ForgetReceipt:
-        """Remove the KV of documents from GPU, host memory, disk and reused chunks, with what stood behind them.
+        """Delete the KV of documents from GPU, host memory, disk and chunk reuse, and the KV behind them.
 
-        No request finds it from the moment on at which this returns, and no file of the cache holds a byte of it once
-        the receipt ``is_complete``. Requests that are being answered keep theirs until they end. Documents are known by
-        the ids with which they were asked about, here or by another client; an id that is not is reported as unknown.
-        Of a document that was asked about under several ids, each removes the KV. Caches of answers that models of this
-        engine use drop what stands on the documents.
+        When this returns, no request hits it. When the receipt ``is_complete``, no file of the cache holds a byte of
+        it. Running requests keep their blocks until they finish. Documents are known by the ids that requests sent,
+        from any client; other ids are reported as unknown. If a text has several ids, each of them deletes its KV.
+        Answer caches of this engine's models delete the answers about the documents.
 
         Args:
             doc_ids: of the documents.
-            wait_s: how long to wait for requests that have some of it, and for the disk; 0 to 600 seconds.
+            wait_s: seconds to wait for running requests that use it, and for the disk; 0 to 600.
 
         Raises:
             RequestRejectedError: the server runs without RAGCache, or cannot forget.
-            ConfigError: something that is no id. EngineUnreachableError, EngineDiedError, ...: nothing is sure to be
-                gone: ask again.
+            ConfigError: an invalid id. EngineUnreachableError, EngineDiedError, ...: it is unknown what was deleted:
+                call it again.
         """
         doc_ids = listed(doc_ids)
         self._registrations.forget(doc_ids)
@@ -428,13 +426,13 @@ class EngineClient(Handle, ABC):
         self._registrations.register_in_background(documents)
 
     def warm(self, documents: Iterable[Document], prompt: Callable[[Document], Prompt] | None = None) -> int:
-        """Prefill documents, each as the first of its prompt, and return how many: the next request finds them cached.
+        """Prefill documents, each as the first of its prompt, and return their number.
 
-        ``prompt`` returns the prompt to prefill for a document; without it the one that was bound is used
-        (:meth:`bind_prompt` with a ``PromptLayout``), and what is too short to be worth it is passed over.
+        ``prompt`` returns the prompt to prefill for a document; by default the bound one is used
+        (:meth:`bind_prompt` with a ``PromptLayout``), and documents without a full block are skipped.
 
         Raises:
-            ConfigError: there is no prompt, or it is not known for which ``cache_salt`` or adapter: see ``settings`` of
+            ConfigError: there is no prompt, or its ``cache_salt`` or adapter is not known: see ``settings`` of
                 :meth:`bind_prompt`. RAGCacheError: as of :meth:`generate`.
         """
         rendered, settings = self._warming_prompts(documents, prompt)
@@ -456,18 +454,17 @@ class EngineClient(Handle, ABC):
         prompt: BoundPrompt | None = None,
         on_path: Callable[[WarmingReceipt], object] = lambda _: None,
     ) -> WarmingReceipt:
-        """Prefill the beginnings of prompts by forecast, in the engine's idle steps, and return when they are cached.
+        """Prefill prefixes in the engine's idle steps, ranked by their expected uses, and return when they are cached.
 
-        Real requests go first. What is cached already is passed over, so a second call goes on where one
-        was interrupted. ``ragcache_core.sim.warming.pick_paths`` picks paths; :meth:`bind_prompt` says how they are
-        shown. With chunk reuse the last document of each is kept for others as well.
+        Real requests go first. Cached prefixes are skipped, so a second call continues an interrupted one.
+        ``ragcache_core.sim.warming.pick_paths`` picks prefixes; :meth:`bind_prompt` declares how they are shown. With
+        chunk reuse the last document of each is stored for reuse as well.
 
         Args:
-            paths: documents in the order in which a prompt shows them, and how many of the next 1,000 requests are
-                expected to begin with them: they rank by that until they are used. What stands before the last has to
-                come before.
+            paths: prefixes, as documents in prompt order, each with the number of the next 1,000 requests that are
+                expected to begin with it. A prefix comes after its own beginning.
             prompt: what :meth:`bind_prompt` returned; by default the one that is bound.
-            on_path: told after each path what was done so far.
+            on_path: called after each prefix with the receipt so far.
 
         Raises:
             ConfigError: no prompt is bound, or it shows the question first, or a number of uses is out of bounds.
@@ -495,18 +492,18 @@ class EngineClient(Handle, ABC):
         return made, known_scope(self._scopes, bound).settings()
 
     def prefetch(self, prompt: Prompt, *, cache_salt: str | None = None, model: str | None = None) -> int:
-        """Have what the engine has on disk of ``prompt`` read into host memory, before it is asked; return at once.
+        """Read the disk blocks of ``prompt`` into host memory, without a request and without waiting.
 
-        A prompt that begins with the same tokens finds it there. It is dropped as ever when something better comes.
+        A later prompt that begins with the same tokens hits them there. They are evicted as usual.
 
         Args:
             prompt: as that of :meth:`stream`; what comes after the documents need not be in it.
-            cache_salt: with which it will be asked, if with one.
-            model: which it will be asked, where that is an adapter: nothing of it is on disk.
+            cache_salt: of the later request.
+            model: of the later request. KV of adapters is not on disk.
 
         Returns:
-            for how many tokens KV is being read; 0 where none is on disk alone, where that is more than a quarter of
-            host memory holds, and where there is no disk tier.
+            the number of tokens whose KV is being read. 0 if none is only on disk, if they take more than a quarter of
+            host memory, and without a disk tier.
 
         Raises:
             EngineError: the server cannot be asked.
@@ -555,7 +552,7 @@ class EngineClient(Handle, ABC):
         *,
         query: str | None = None,
     ) -> None:
-        """Remember what was retrieved: its documents are recognised in later chat requests by their text.
+        """Remember retrieved documents, which later chat requests show: they are recognised by their text.
 
         ``documents`` are those of one search, best first, and ``query`` is the question; ``shown`` returns a document's
         text as the prompt shows it. From the request that shows them the prompt's layout is learned, unless one is

@@ -166,7 +166,7 @@ def _rows(text: str, first_line: int, name: str, **dialect: Any) -> Iterator[tup
                     yield line, row
                 line = first_line + reader.line_num
         except csv.Error as error:
-            raise DocumentError(f"line {line} of {name!r} is not CSV ({error}): mend it") from error
+            raise DocumentError(f"line {line} of {name!r} is not CSV ({error}): correct it") from error
 
 
 @contextmanager

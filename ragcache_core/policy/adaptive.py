@@ -78,7 +78,7 @@ class S3FIFOPolicy(ReplacementPolicy):
             if self._places[node_id] - self._hand <= _MOST_USES * round_tokens:
                 self._places[node_id] += round_tokens
         elif node_id in self._small and stats.frequency == 1:
-            self._enter_small(node_id)  # it was put there before anybody asked for it
+            self._enter_small(node_id)  # a speculative prefill put it there
         elif node_id in self._small:
             self._uses[node_id] += 1
             if self._uses[node_id] >= _USES_TO_STAY:
@@ -167,7 +167,7 @@ class ARCPolicy(ReplacementPolicy):
     def on_access(self, stats: NodeStats, num_requests: int) -> None:
         if stats.frequency > 1 and (num_tokens := self._t1.take(stats.id)) is not None:
             self._t2.put(stats.id, num_tokens)
-        elif stats.frequency == 1:  # of what was put here before anybody asked for it this is the first use
+        elif stats.frequency == 1:  # the first use of what a speculative prefill put here
             self._b1.take(stats.id)
             self._b2.take(stats.id)
 

@@ -20,8 +20,8 @@ class NextTurnModel:
     """Learns which conversations go on, and how soon.
 
     Reuse differs by the number of the turn more than by anything else that an engine sees ("KVCache Cache in the Wild",
-    USENIX ATC 2025). Think times are counted in requests of anybody, the clock of all policies: how many others come in
-    between decides whether what a turn has left is still there. What is counted fades, since traffic changes.
+    USENIX ATC 2025). Think times are counted in requests of all clients, as in all policies: how many others come in
+    between decides whether the history is still cached. Counts fade, since traffic changes.
 
     Attributes:
         think_requests: the median think time.

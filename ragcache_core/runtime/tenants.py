@@ -160,7 +160,7 @@ class Tenants:
         except OSError as error:
             raise ConfigError(f"{path} cannot be read ({error.strerror}): name a TOML file of tenants") from error
         except ValueError as error:
-            raise ConfigError(f"{path} is not TOML ({error}): mend it; it holds [[tenants]] tables") from error
+            raise ConfigError(f"{path} is not TOML ({error}): correct it; it has [[tenants]] tables") from error
         try:
             file = _File(**table)
         except ValidationError as error:

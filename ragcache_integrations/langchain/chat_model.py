@@ -67,23 +67,20 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
         llm = ChatRAGCache(engine=Engine.launch("my-model"))
         llm = ChatRAGCache(base_url="http://host:8000/v1", api_key=...)      # connects at the first request
 
-    Documents whose text is in the prompt are announced to the engine. They are found among the ``documents`` of the
+    Documents whose text is in the prompt are named to the engine. They are found among the ``documents`` of the
     call (``llm.bind(documents=docs)``), those of a message (``additional_kwargs["ragcache_documents"]``), and those
-    that any retriever of LangChain's returned lately in this process. Whose prompts show none is told so once.
+    that any retriever of LangChain returned recently in this process. If long prompts show none, one warning says so.
 
-    ``chunk_reuse`` lets documents be reused behind others than they were computed behind, which is approximate; of the
-    model, or of a call (``llm.bind(chunk_reuse=False)``). See :meth:`Engine.stream
-    <ragcache_core.client.engine_client.EngineClient.stream>`.
+    ``chunk_reuse``, of the model or of a call (``llm.bind(chunk_reuse=False)``), switches chunk reuse, which is
+    approximate. See :meth:`Engine.stream <ragcache_core.client.engine_client.EngineClient.stream>`.
 
-    ``deduplicate``, of the model or of a call, refers to a document that the conversation shows already
-    (``[shown above: "Zorval was a company ..."]``) instead of sending it again: what is sent is shorter, and not what
-    the chain made.
+    ``deduplicate``, of the model or of a call, replaces a document that the conversation shows already by a reference
+    (``[shown above: "Zorval was a company ..."]``). Prompts get shorter, and are not those of the chain.
 
-    ``ttft_slo``, of the model or of a call (``llm.bind(ttft_slo=0.8)``), is by when the first token should come, in
-    seconds from sending the request. The prompt is shown as it is where that is in time; else with its documents in the
-    order that is cached the furthest, or with documents reused behind others, if the engine was started with chunk
-    reuse and calibrated (``chunk_reuse=False`` rules it out).
-    ``response_metadata["ragcache"]["deadline"]`` says what was chosen, and why.
+    ``ttft_slo``, of the model or of a call (``llm.bind(ttft_slo=0.8)``), is the target time to first token, in seconds
+    from sending the request. The prompt is sent unchanged if it is predicted in time. Otherwise its documents get the
+    order with the longest cached prefix, or chunk reuse is used, if the engine has it and is calibrated
+    (``chunk_reuse=False`` excludes it). ``response_metadata["ragcache"]["deadline"]`` has the choice and the reason.
 
     ``usage_metadata["input_token_details"]["cache_read"]`` holds the cached tokens, ``response_metadata["ragcache"]``
     the rest (in a stream: of the last chunk): which tier they came from, bytes moved, documents, times.
@@ -116,11 +113,11 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
     """With ``base_url``: seconds after which a stream without its first token is cancelled and sent once more.
     ``"auto"``: shortly before its ``timeout``, if that is at least 600 s; ``None``: never."""
     chunk_reuse: ChunkReuseSetting = None
-    """Whether, and how, documents are reused behind others; ``None`` leaves it to the engine."""
+    """Chunk reuse: whether, and with which settings; ``None`` leaves it to the engine."""
     deduplicate: bool = False
     """Whether a document that an earlier message of the conversation shows is referred to, and not sent again."""
     ttft_slo: float | None = None
-    """By when the first token should come, in seconds; ``None``: whenever it does."""
+    """TTFT SLO: the target time to first token, in seconds; ``None`` for none."""
     stream_usage: bool | None = True
     max_retries: int | None = 0
     """The engine's own client repeats a request that was lost before its first token."""
@@ -227,9 +224,9 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
     def prepare(
         self, messages: list[BaseMessage], stop: list[str] | None = None, *, is_streamed: bool, **kwargs: Any
     ) -> Callable[[], Speculation]:
-        """Return what asks ahead for what a call with the same arguments will ask, which takes the answer over.
+        """Return a callable that starts this request speculatively; a call with the same arguments adopts its answer.
 
-        No callback is told. See ``SpeculationClient.prepare``, also for the errors.
+        No callback is called. See ``SpeculationClient.prepare``, also for the errors.
         """
 
         def ask() -> None:

@@ -1,4 +1,4 @@
-"""A retriever that searches in stages, tells the engine what it found, and has it work ahead meanwhile."""
+"""A retriever that searches in stages, names documents to the engine, and prefills candidates meanwhile."""
 
 from __future__ import annotations
 
@@ -75,25 +75,25 @@ _Compress = Callable[[Sequence[LangChainDocument]], Awaitable[Any]]
 class RAGCacheRetriever(HoldsHandles, BaseRetriever):
     """Returns the ``k`` nearest documents of a store.
 
-    It dispatches what it knows after each stage of the search as a custom event ``ragcache.candidates``; what it
-    returns, streamed or not, is the final result, once. With ``engine=``, the engine that the chat model uses too, the
-    documents are recognised in the prompt of an ordinary chain: ``retriever | format_docs`` loses nothing but the ids.
+    It dispatches the candidates of each stage as a custom event ``ragcache.candidates``, and returns the final result
+    once, streamed or not. ``engine`` is the engine of the chat model. It recognises the documents in the prompt of an
+    ordinary chain, ``retriever | format_docs``.
 
-    That engine also prefills the prompt's beginning with the documents of each stage while the search goes on, and
-    drops what the next stage proves wrong; ``ragcache.speculation`` events tell of it. It needs to know the prompt:
-    from ``engine.bind_prompt()``, or from the first request.
+    The engine also prefills the prompt's beginning with the documents of each stage while the search runs, and cancels
+    it if the next stage has others; ``ragcache.speculation`` events report this. The prompt must be known: from
+    ``engine.bind_prompt()``, or from the first request.
 
     A ``compressor`` is the last stage: its input are candidates. The first ``k`` candidates are prefilled while it
-    works, as long as enough of them tend to be where it leaves them. That is not so of a
-    ``ContextualCompressionRetriever`` around this retriever, whose own result counts as final here.
+    runs, as long as enough of them usually stay in place. A ``ContextualCompressionRetriever`` around this retriever
+    does not work this way: the retriever's own result counts as final.
 
-    ``filter`` and ``k`` are the retriever's, or those of ``search_kwargs``, or of a call, which wins:
+    ``filter`` and ``k`` of a call override those of ``search_kwargs``, and these the retriever's:
     ``retriever.invoke(query, filter={"tenant": "a", "year": {"$gte": 2020}})``. A filter that is a function has one
-    stage: nothing is prefilled meanwhile. What the retriever does not know is refused.
+    stage: nothing is prefilled meanwhile. Unknown arguments are rejected.
 
-    With ``max_score_loss=0.02`` a document may give its place to another candidate whose score is at most 2 % below its
-    own, where more of the prompt is cached then; twice as many as are wanted are searched for. The report of the search
-    and the ``ragcache.candidates`` events say each swap.
+    With ``max_score_loss=0.02`` a document may be replaced by a candidate whose score is at most 2 % lower, if more of
+    the prompt is cached then; ``2 * k`` candidates are searched for. The search statistics and the
+    ``ragcache.candidates`` events list each swap.
 
     Raises:
         SearchTimeoutError: a search took longer than ``search_timeout_s``.
@@ -125,24 +125,24 @@ class RAGCacheRetriever(HoldsHandles, BaseRetriever):
     ``mmr`` also ``fetch_k`` and ``lambda_mult``, with ``similarity_score_threshold`` its ``score_threshold``, a
     relevance from 0 to 1."""
     compressor: BaseDocumentCompressor | None = None
-    """A reranker, or whatever makes ``k`` documents of the ``num_candidates`` nearest ones. It may run more than once
-    at a time."""
+    """A reranker, or any compressor that makes ``k`` documents of the ``num_candidates`` nearest ones. It may run
+    several times at once."""
     num_candidates: int | None = None
     """How many documents the compressor is given, by default 20."""
     stages: int | Sequence[float] | None = None
     """Number of stages of a store's search, or increasing shares of the work that end in 1. By default by its size."""
     document_order: DocumentOrder = "retrieval"
-    """``canonical`` and ``cache_aware`` return the documents in an order that finds more of them cached; their metadata
-    holds their ``relevance_rank`` then, for the prompt's ``relevance_hint``."""
+    """``canonical`` and ``cache_aware`` return the documents in an order with more cache hits; their metadata hold
+    their ``relevance_rank`` then, for the prompt's ``relevance_hint``."""
     keep_first: bool = False
     """Whether the best document stays in front in every order."""
     max_score_loss: float | None = None
-    """The share of a document's score that another one may lack which is shown in its place, because more of the prompt
-    is cached then. By default the best ``k`` are shown, whatever is cached."""
+    """Share of a document's score that its replacement may lack, if more of the prompt is cached with it. By default
+    the best ``k`` documents are returned."""
     search_timeout_s: float | None = Field(default=DEFAULT_TIMEOUT_S, gt=0)
-    """The longest that a search may take; ``None`` waits as long as it takes."""
+    """Seconds that a search may take; ``None`` for no limit."""
     speculate: bool = True
-    """Whether the engine works ahead during a search."""
+    """Whether the engine prefills candidates during a search."""
     _source_history: SourceHistory = PrivateAttr(default_factory=SourceHistory)
     _reranking: Reranking = PrivateAttr()
 

@@ -60,15 +60,16 @@ class _Bound:
 
 
 class SpeculativeRAG(HoldsHandles, RunnableSerializable[str | dict[str, Any], AIMessage]):
-    """Answers a question from what a retriever finds: ``{"context": retriever | format_docs, ...} | prompt | llm``.
+    """Answers a question from retrieved documents: ``{"context": retriever | format_docs, ...} | prompt | llm``.
 
-    While the search goes on, the engine already answers from the candidates of each of its stages. Where they turn out
-    to be the final documents, the model's own request takes that answer over; where they do not, it is cancelled and
-    the request is sent as always. Not a token is handed out before the documents are final, and it is the same answer.
+    While the search runs, the engine already answers from the candidates of each stage (speculation). If these are the
+    final documents, the model's own request adopts that answer. Otherwise the speculative request is cancelled, and the
+    request is sent. No token is shown before the documents are final, and the answer is the same.
 
     The input is the question, or a mapping that holds it with the prompt's other variables. The output is the model's
-    message; ``response_metadata["ragcache"]["pipeline"]`` (in a stream: of the last chunk) says what was hidden. Prompt
-    and ``format_docs`` run once for each set of candidates, in another thread: they depend on nothing but their input.
+    message; ``response_metadata["ragcache"]["pipeline"]`` (in a stream: of the last chunk) has the search statistics.
+    Prompt and ``format_docs`` run once for each set of candidates, in another thread: they depend on nothing but their
+    input.
 
     Raises:
         ValueError: the input holds no question.
@@ -79,7 +80,7 @@ class SpeculativeRAG(HoldsHandles, RunnableSerializable[str | dict[str, Any], AI
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     retriever: Runnable[str, Documents]
-    """A :class:`RAGCacheRetriever`; any other retriever works too, and its search is one stage that hides nothing."""
+    """A :class:`RAGCacheRetriever`; any other retriever works too, and its search is one stage, so nothing overlaps."""
     prompt: Prompt
     llm: Runnable[LanguageModelInput, AIMessage]
     """A :class:`ChatRAGCache`, or one with arguments bound; another model answers without speculation."""

@@ -79,8 +79,8 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
     engine that was given is the caller's to close. Further arguments are those of ``OpenAILike``; what it does not
     know is refused. ``additional_kwargs`` are sent with every request.
 
-    The engine is told which documents a prompt shows: nodes that any retriever of LlamaIndex's returned lately in this
-    process, found by their text. Whose prompts show none is told so once.
+    Documents whose text is in the prompt are named to the engine: nodes that any retriever of LlamaIndex returned
+    recently in this process. If long prompts show none, one warning says so.
 
     With ``api_base``, a request whose server goes away before its first token waits for it and is sent again. A
     stream that had begun continues where it was cut, and ``additional_kwargs["ragcache"]`` says how often
@@ -97,14 +97,14 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
     settings and about the same versions of the same documents: opt-in and approximate, see :class:`AnswerCache`. Such
     an answer is marked, ``additional_kwargs["ragcache"]["answer_cache"]``, and a :class:`KeptAnswerEvent` tells of it.
 
-    ``chunk_reuse``, of the LLM or of a call, lets documents be reused behind others than they were computed behind,
-    which is approximate; see ``engine.stream()``. ``deduplicate``, of the LLM or of a call, refers to a document that
-    the chat shows already (``[shown above: "Zorval was a company ..."]``) instead of sending it again.
+    ``chunk_reuse``, of the LLM or of a call, switches chunk reuse, which is approximate; see ``engine.stream()``.
+    ``deduplicate``, of the LLM or of a call, replaces a document that the chat shows already by a reference
+    (``[shown above: "Zorval was a company ..."]``).
 
-    ``ttft_slo``, of the LLM or of a call, is by when the first token should come, in seconds from sending the request.
-    The prompt is shown as it is where that is in time; else with its documents in the order that is cached the
-    furthest, or reused behind others, if the engine was started with chunk reuse and calibrated (``chunk_reuse=False``
-    rules it out). ``additional_kwargs["ragcache"]["deadline"]`` and :class:`CacheStatsEvent` say what was chosen.
+    ``ttft_slo``, of the LLM or of a call, is the target time to first token, in seconds from sending the request. The
+    prompt is sent unchanged if it is predicted in time. Otherwise its documents get the order with the longest cached
+    prefix, or chunk reuse is used, if the engine has it and is calibrated (``chunk_reuse=False`` excludes it).
+    ``additional_kwargs["ragcache"]["deadline"]`` and :class:`CacheStatsEvent` have the choice and the reason.
 
     Errors of requests are instances of the OpenAI SDK's types as well: an ``EngineUnreachableError`` of
     ``openai.APIConnectionError``.
@@ -118,12 +118,12 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
 
     api_key: str | None = Field(default=None, exclude=True, repr=False)
     chunk_reuse: ChunkReuseSetting = Field(
-        default=None, description="Whether, and how, documents are reused behind others; None leaves it to the engine."
+        default=None, description="Chunk reuse: whether, and with which settings; None leaves it to the engine."
     )
     answer_cache: AnswerCache | None = Field(default=None, exclude=True, repr=False)
 
     ttft_slo: float | None = Field(
-        default=None, description="By when the first token should come, in seconds; None: whenever it does."
+        default=None, description="TTFT SLO: the target time to first token, in seconds; None for none."
     )
 
     deduplicate: bool = Field(
@@ -219,7 +219,7 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
     def prepare(
         self, messages: Sequence[ChatMessage], *, is_streamed: bool, **kwargs: Any
     ) -> Callable[[], Speculation]:
-        """Return what asks ahead for what a chat with the same arguments will ask, which takes the answer over.
+        """Return a callable that starts this chat speculatively; a chat with the same arguments adopts its answer.
 
         Publishes nothing. See ``SpeculationClient.prepare``, also for the errors.
         """

@@ -51,7 +51,7 @@ EMPTY_RESPONSE = "Empty Response"
 
 
 class RAGCacheQueryEngine(BaseQueryEngine):
-    """Answers from documents whose KV the engine keeps, with what the cache did in ``response.metadata["ragcache"]``.
+    """Answers from documents whose KV the engine caches, with statistics in ``response.metadata["ragcache"]``.
 
     ::
 
@@ -65,15 +65,15 @@ class RAGCacheQueryEngine(BaseQueryEngine):
     ``response_gen`` cancels the request when it is closed. A ``QueryEngineTool`` wants the whole answer: leave
     ``streaming`` off there.
 
-    While a ``query`` or ``aquery`` searches, the engine already answers from the candidates of each stage. Where they
-    turn out to be the final documents, the LLM's own request takes that answer over; where they do not, it is cancelled
-    and the request is sent as always. Not a token is handed out before the documents are final, and it is the same
-    answer. ``response.metadata["ragcache"]["pipeline"]`` says what was hidden. Those who ``retrieve`` and
-    ``synthesize`` in two steps get what the retriever does alone: the beginning of the prompt is prefilled.
+    While a ``query`` or ``aquery`` searches, the engine already answers from the candidates of each stage
+    (speculation). If these are the final documents, the LLM's own request adopts that answer. Otherwise the speculative
+    request is cancelled, and the request is sent. No token is shown before the documents are final, and the answer is
+    the same. ``response.metadata["ragcache"]["pipeline"]`` has the search statistics. With ``retrieve`` and
+    ``synthesize`` in two steps, only the beginning of the prompt is prefilled.
 
     Args:
         retriever: a :class:`RAGCacheRetriever`; any other one works too (by ``query`` it is called in a thread of its
-            own), and its search is one stage that hides nothing.
+            own), and its search is one stage, so nothing overlaps.
         llm: a :class:`RAGCacheLLM`, by default ``Settings.llm``; another one answers without speculation.
         layout: how the prompt is laid out. Its ``relevance_hint`` names the documents by their scores.
         node_postprocessors: what chooses and changes the nodes that are read.
@@ -83,9 +83,8 @@ class RAGCacheQueryEngine(BaseQueryEngine):
             is no speculation where there are post-processors: it would be from documents that are not to be read.
         search_timeout_s: the longest that a search may take; by default the retriever's own, a minute for one of
             another kind.
-        chunk_reuse: whether, and how, documents are reused behind others than they were computed behind, which is
-            approximate; ``None`` leaves it to the LLM.
-        ttft_slo: by when the first token should come, in seconds from asking the LLM; see :class:`RAGCacheLLM`.
+        chunk_reuse: chunk reuse: whether, and with which settings; approximate. ``None`` leaves it to the LLM.
+        ttft_slo: target time to first token, in seconds from asking the LLM; see :class:`RAGCacheLLM`.
 
     Raises:
         ConfigError: ``retriever`` or ``llm`` is not one; ``search_timeout_s`` is not above 0; ``chunk_reuse`` or

@@ -54,7 +54,7 @@ _OF_LLAMAINDEX = {"object_map", "objects", "verbose"}
 
 
 class RAGCacheRetriever(BaseRetriever):
-    """Retrieves the nearest nodes of a store, and tells the engine what they hold.
+    """Retrieves the nearest nodes of a store, and names them to the engine.
 
     ::
 
@@ -66,14 +66,14 @@ class RAGCacheRetriever(BaseRetriever):
     answer of the unmodified index. The ``engine`` recognises the documents in later requests, in any layout of
     the prompt. An empty store has no nodes, and one with fewer than ``similarity_top_k`` returns all.
 
-    The engine also prefills the prompt's beginning with the documents of each stage while the search goes on, and drops
-    what the next stage proves wrong; a :class:`SpeculationEvent` tells of it. It needs to know the prompt: from
-    ``engine.bind_prompt()``, or from the first request. In a
-    :class:`RAGCacheQueryEngine` it answers already.
+    The engine also prefills the prompt's beginning with the documents of each stage while the search runs, and cancels
+    it if the next stage has others; a :class:`SpeculationEvent` reports this. The prompt must be known: from
+    ``engine.bind_prompt()``, or from the first request. In a :class:`RAGCacheQueryEngine` the engine generates the
+    answer as well.
 
-    With ``node_postprocessors`` the last stage is what they make of the ``num_candidates`` nearest nodes: until then
-    the first ``similarity_top_k`` are prefilled, as long as enough of them tend to be where the post-processors leave
-    them. Those of a query engine come after the search instead.
+    With ``node_postprocessors`` the last stage is their result for the ``num_candidates`` nearest nodes. Until then the
+    first ``similarity_top_k`` are prefilled, as long as enough of them usually stay in place. Post-processors of a
+    query engine run after the search.
 
     Args:
         store: a document store, a vector store over one, or any other source of stages.
@@ -87,13 +87,13 @@ class RAGCacheRetriever(BaseRetriever):
         filters: what the metadata of every node must be.
         mmr: chooses nodes that differ from each other, ``MMR(fetch_k=20, lambda_mult=0.5)``.
         prompt: the prompt that shows the documents; by default the one that the engine knows.
-        document_order: ``canonical`` or ``cache_aware`` returns the nodes in an order that finds more of them cached.
+        document_order: ``canonical`` or ``cache_aware`` returns the nodes in an order with more cache hits.
         keep_first: whether the best node stays in front in every order.
-        max_score_loss: the share of a node's score that another one may lack which is returned in its place, because
-            more of the prompt is cached then. Twice as many nodes are searched for; the report of the search and
-            :class:`RetrievalStageEvent` say each swap. By default the nearest are returned, whatever is cached.
-        search_timeout_s: the longest that a search may take; ``None`` waits as long as it takes.
-        speculate: whether the engine works ahead during a search.
+        max_score_loss: share of a node's score that its replacement may lack, if more of the prompt is cached with it.
+            Twice as many nodes are searched for; the search statistics and :class:`RetrievalStageEvent` list each swap.
+            By default the nearest nodes are returned.
+        search_timeout_s: seconds that a search may take; ``None`` for no limit.
+        speculate: whether the engine prefills candidates during a search.
 
     Raises:
         ConfigError: ``similarity_top_k`` or ``search_timeout_s`` is not positive, there is no such ``document_order``,

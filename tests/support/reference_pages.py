@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 
 from ragcache_core.cli import cli
+from ragcache_core.cli.commands.simulate import run, simulate
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 CLI_PAGE = DOCS / "reference" / "cli.md"
@@ -49,7 +50,7 @@ def _sections(group: click.Group, context: click.Context) -> Iterator[str]:
     """Yield a section for each command, and below it those of its own commands."""
     for name, command in sorted(group.commands.items()):
         own = click.Context(command, info_name=name, parent=context, max_content_width=100)
-        yield _section(command, own)
+        yield _section(run if command is simulate else command, own)  # `simulate TRACE` needs no further word
         if isinstance(command, click.Group):
             yield from _sections(command, own)
 

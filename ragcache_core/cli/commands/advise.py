@@ -73,11 +73,11 @@ def advise(
     as_json: bool,
     **settings: Any,
 ) -> None:  # fmt: skip
-    """Simulate your traffic on the engine that you have, and again with one thing changed at a time.
+    """Simulate your traffic on your engine's sizes, and again with one change at a time.
 
-    Each line of the table is a run of 'ragcache simulate' over the same requests. Prefill is the GPU time in which the
-    prompts of 1,000 requests are computed; what answers cost to generate is the same for all, and not in it. Below
-    are the documents that take most of it now.
+    Each line of the table is a run of 'ragcache simulate' over the same requests. Prefill is the GPU time for the
+    prompts of 1,000 requests; generation costs the same in all runs and is not included. Below the table are the
+    documents with the most GPU time now.
     """
     from ragcache_core.sim.advice import advise as simulate_changes
     from ragcache_core.sim.advice import changes

@@ -160,12 +160,12 @@ def ask(
 ) -> None:
     """Answer QUESTION from the documents in the store.
 
-    Without QUESTION, on a terminal: a conversation, in which the model sees the questions and answers before. Ctrl-C
-    stops an answer, Ctrl-D leaves, /new begins another conversation. From a file or a pipe, or with "-": a question
-    per line, each by itself; later ones hit the documents of earlier ones in the cache.
+    Without QUESTION, on a terminal: a conversation, in which the model sees earlier questions and answers. Ctrl-C stops
+    an answer, Ctrl-D leaves, /new begins another conversation. From a file or a pipe, or with "-": one question per
+    line, each on its own; later ones hit the cached documents of earlier ones.
 
-    The answer goes to standard output; the documents, the time to the first token and the tokens that came out of the
-    cache to standard error. With --json: one object per question, with all of it, on a line.
+    The answer goes to standard output; documents, time to first token and cached tokens go to standard error. With
+    --json, each question is one line with one object.
     """
     if question is not None and question.startswith("--"):  # what follows "--", where no question stands before it
         vllm_args, question = (question, *vllm_args), None

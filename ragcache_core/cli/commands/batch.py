@@ -179,15 +179,15 @@ def batch(
     vllm_args: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Answer the requests in the file QUESTIONS, one JSON object a line.
+    """Answer the requests in the file QUESTIONS, one JSON object per line.
 
     A line is a question, {"question": "Where?", "id": "q1"}, whose documents are retrieved from the store; or a line of
-    OpenAI's batch files for /v1/chat/completions, which is sent as it is. All documents are retrieved first. Then the
-    requests are sent in the order in which those that begin with the same documents follow each other, so that a
-    small cache computes these once. Prompts and answers stay the same, unless --document-order changes prompts.
+    OpenAI's batch files for /v1/chat/completions, which is sent unchanged. All documents are retrieved first. Then
+    requests that begin with the same documents are sent one after the other, so that a small cache computes these
+    documents once. Prompts and answers stay the same, unless --document-order changes prompts.
 
-    Each answer is on disk in OUT as soon as it is there. Run the same command again to continue after an interruption,
-    and to repeat what failed. Exit status 1: a request failed or a line is broken; the others are answered.
+    Each answer is written to OUT at once. Run the same command again to continue after an interruption, and to repeat
+    failed requests. Exit status 1: a request failed or a line is invalid; all others are answered.
     """
     join = engine_opener(model, url, api_key, tokenizer, cache_config, vllm_args)
     layout = PromptLayout(static_prefix, document_format, question_format=question_format)

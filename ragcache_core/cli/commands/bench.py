@@ -127,7 +127,7 @@ _html_option = click.option(
 )
 @click.option("--scale", type=float, help="Lengths times this. [default: 0.125 for random, 1 for other models]")
 @click.option("--output-tokens", type=click.IntRange(1), help="Tokens of each answer. [default: the trace's]")
-@click.option("--kv-memory", metavar="SIZE", help="KV memory. [default: 40,960 tokens times the scale]")
+@click.option("--kv-memory", metavar="SIZE", help="GPU KV cache. [default: 40,960 tokens times the scale]")
 @click.option(
     "--host-memory",
     metavar="SIZE,...",
@@ -175,7 +175,7 @@ def bench(
 ) -> None:
     """Open engines one after the other, and send each the same requests at the same times.
 
-    Each run is kept as soon as it is finished: after Ctrl-C, --resume continues.
+    Each run is stored when it is finished: after Ctrl-C, --resume continues.
     """
     if ctx.invoked_subcommand is not None:
         return

@@ -33,9 +33,9 @@ _TIERS = ("gpu", "host", "disk")
 _MAX_DAYS = 100_000.0
 
 
-@click.group(cls=Group, short_help="Look into a server's cache, and act upon it.")
+@click.group(cls=Group, short_help="Inspect and manage a server's cache.")
 def cache() -> None:
-    """Look into the cache of the server at URL: which documents are where, and what of them shall stay or go."""
+    """Inspect and manage the cache of the server at URL: list, pin, prefetch and delete documents."""
 
 
 @cache.command(
@@ -53,11 +53,11 @@ def cache() -> None:
     type=click.Choice(CONTENTS_ORDERS),
     default="bytes",
     show_default=True,
-    help="What comes first: most bytes over all tiers, most uses, most seconds of computing saved, the oldest.",
+    help="What comes first: most bytes over all tiers, most uses, most seconds of compute saved, the oldest.",
 )
 @click.option("--limit", type=click.IntRange(1, MAX_LISTED), default=50, show_default=True, help="Documents to list.")
 def ls(url: str, api_key: str | None, sort: str, limit: int, as_json: bool) -> None:
-    """List documents by tier, with their paths, variants for reuse anywhere, uses, and seconds of computing saved."""
+    """List documents: bytes by tier, number of prefixes and of cached versions, uses, seconds of compute saved."""
     from ragcache_core.client import Engine
 
     with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
@@ -72,14 +72,14 @@ def ls(url: str, api_key: str | None, sort: str, limit: int, as_json: bool) -> N
 
 @cache.command(
     cls=Command,
-    short_help="Show the paths of documents.",
+    short_help="Show the prefixes and tiers of documents.",
     examples=["ragcache cache show handbook.md#3 --url http://127.0.0.1:8000"],
 )
 @ids_argument
 @url_option
 @api_key_option
 def show(ids: tuple[str, ...], url: str, api_key: str | None, as_json: bool) -> None:
-    """Show behind which documents others stand in the cache, and what of each such path lies where.
+    """Show the prefixes under which documents are cached, with bytes by tier.
 
     Ids without cached KV are listed and are no error.
     """
@@ -107,10 +107,10 @@ def show(ids: tuple[str, ...], url: str, api_key: str | None, as_json: bool) -> 
 @url_option
 @api_key_option
 def pin(ids: tuple[str, ...], url: str, api_key: str | None, as_json: bool) -> None:
-    """Have the paths of documents leave each tier last, until they are unpinned, forgotten, or the engine ends.
+    """Evict documents last from every tier, until they are unpinned, forgotten, or the engine ends.
 
-    Together they may take a share of the smallest tier, --pinned-share of 'ragcache serve'; what is more is refused,
-    and nothing is pinned then. Ids without cached KV are listed, are not pinned, and are no error.
+    Together their prefixes may take a share of the smallest tier, --pinned-share of 'ragcache serve'. A pin beyond it
+    is rejected as a whole. Ids without cached KV are listed, are not pinned, and are no error.
     """
     from ragcache_core.client import Engine
 
@@ -120,7 +120,7 @@ def pin(ids: tuple[str, ...], url: str, api_key: str | None, as_json: bool) -> N
 
 @cache.command(
     cls=Command,
-    short_help="Evict documents as any others again.",
+    short_help="Undo pin.",
     examples=["ragcache cache unpin terms.md --url http://127.0.0.1:8000"],
 )
 @ids_argument
@@ -136,16 +136,16 @@ def unpin(ids: tuple[str, ...], url: str, api_key: str | None, as_json: bool) ->
 
 @cache.command(
     cls=Command,
-    short_help="Read documents from disk ahead of need.",
+    short_help="Read documents from disk into host memory.",
     examples=["ragcache cache prefetch terms.md faq.md --url http://127.0.0.1:8000"],
 )
 @ids_argument
 @url_option
 @api_key_option
 def prefetch(ids: tuple[str, ...], url: str, api_key: str | None, as_json: bool) -> None:
-    """Have what is on disk alone of documents read into host memory, and do not wait for it.
+    """Read blocks of documents that are only on disk into host memory, without waiting for them.
 
-    It is dropped as ever when something better comes. Ids without cached KV are listed and are no error.
+    They are evicted as usual. Ids without cached KV are listed and are no error.
     """
     from ragcache_core.client import Engine
 
@@ -154,37 +154,39 @@ def prefetch(ids: tuple[str, ...], url: str, api_key: str | None, as_json: bool)
     if as_json:
         print_json({"url": engine.base_url, **receipt.to_dict()})
         return
-    left_out = f"; {receipt.num_left_out} paths are too long for host memory" * bool(receipt.num_left_out)
-    click.echo(f"{receipt.num_read_tokens:,} tokens on {receipt.num_paths} paths are being read from disk{left_out}")
+    left_out = f"; {receipt.num_left_out} prefixes are too long for host memory" * bool(receipt.num_left_out)
+    click.echo(f"{receipt.num_read_tokens:,} tokens of {receipt.num_paths} prefixes are being read from disk{left_out}")
     _echo_unknown(receipt.unknown)
 
 
 @cache.command(
     cls=Command,
-    short_help="Delete unused folders on disk.",
+    short_help="Delete unused cache namespaces on disk.",
     examples=[
         "ragcache cache gc --url http://127.0.0.1:8000 --dry-run",
         "ragcache cache gc --cache-dir ~/.cache/ragcache/kv --unused-days 0",
     ],
 )
-@click.option("--url", metavar="URL", help="Of the server in whose directory they are.")
+@click.option("--url", metavar="URL", help="The server whose cache directory is cleaned.")
 @api_key_option
-@click.option("--cache-dir", type=click.Path(path_type=Path), metavar="DIR", help="Their directory, without a server.")
+@click.option(
+    "--cache-dir", type=click.Path(path_type=Path), metavar="DIR", help="The cache directory, without a server."
+)
 @click.option(
     "--unused-days",
     type=FiniteRange(min=0, max=_MAX_DAYS),
     default=7.0,
     show_default=True,
     metavar="DAYS",
-    help="Only those that no engine has used for so long.",
+    help="Delete namespaces that no engine has used for this long.",
 )
-@click.option("--dry-run", is_flag=True, help="Name them, and delete nothing.")
+@click.option("--dry-run", is_flag=True, help="List them, and delete nothing.")
 def gc(
     url: str | None, api_key: str | None, cache_dir: Path | None, unused_days: float, dry_run: bool, as_json: bool
 ) -> None:
-    """Delete caches of other models, other weights and other releases, which no engine has open.
+    """Delete unused cache namespaces: those of other models, weights and releases, which no engine has open.
 
-    Give --url or --cache-dir. An engine's start does so by itself with folders unused for 30 days.
+    Give --url or --cache-dir. An engine's start deletes namespaces unused for 30 days.
     """
     from ragcache_core.chunkstore.old_namespaces import delete_unused
     from ragcache_core.client import Engine
@@ -205,17 +207,17 @@ def gc(
 
 @cache.command(
     cls=Command,
-    short_help="Remove everything.",
+    short_help="Delete all cached KV.",
     examples=["ragcache cache purge --url http://127.0.0.1:8000 --yes"],
 )
 @url_option
 @api_key_option
 @wait_option
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 def purge(url: str, api_key: str | None, wait_s: float, yes: bool, as_json: bool) -> None:
-    """Remove all documents from the GPU, host memory, disk and reused chunks; pins end.
+    """Delete all cached KV: GPU, host memory, disk, and versions for chunk reuse; pins end.
 
-    Requests that are being answered keep what they have. Exit status 1 where something is left after the wait.
+    Running requests keep their blocks until they finish. Exit status 1 if something is left after the wait.
     """
     from ragcache_core.client import Engine
 
@@ -258,7 +260,7 @@ def _lines_of_document(document: CachedDocument) -> list[str]:
     pinned = ", pinned" * document.pinned
     lines = [
         f"{printable(document.id)}: {document.tokens:,} tokens, {document.uses:,} uses, {document.saved_s:.2f} s of "
-        f"computing saved, {_age(document.age_s)} old, {document.variants} variants for reuse anywhere{pinned}"
+        f"compute saved, {_age(document.age_s)} old, {document.variants} versions for chunk reuse{pinned}"
     ]
     for place in document.places:
         behind = " > ".join(map(printable, place.behind)) or "nothing"

@@ -37,18 +37,18 @@ _METRICS = ("exact_match", "token_f1", "rouge_l", "jaccard")
     type=FiniteRange(0, min_open=True, max=1),
     default=0.98,
     show_default=True,
-    help="Wanted: so much of what answers score that are computed in full.",
+    help="Target: share of the score of fully computed answers.",
 )
 @click.option("--metric", type=click.Choice(_METRICS), default="exact_match", show_default=True, help="What is scored.")
 @click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Keep the calibration here instead.")
 @asking_options
 @vllm_args_argument
 def calibrate(model: str, quality: float, metric: str, output: Path | None, as_json: bool, **options: Any) -> None:
-    """Answer questions with several alphas, keep what each came to, and name the one that computes least.
+    """Answer questions with several alphas, store the results, and name the best alpha with the least recompute.
 
     MODEL is a folder in Hugging Face format, or a name of the hub. Afterwards ChunkReuse(quality=...) with the same
-    selection finds its alpha by what was kept. Quality is a share of what the same engine scores when it computes
-    everything. Ctrl-C leaves the calibration that was there before.
+    selection uses the stored results. Quality is a share of the score of the same engine with full recompute. Ctrl-C
+    leaves the former calibration.
     """
     from ragcache_core.chunk import choose_alpha
     from ragcache_core.profiles.calibration import Calibration, calibration_path, save_calibration

@@ -1,4 +1,4 @@
-"""``ragcache forget``: remove documents from a running server's cache."""
+"""``ragcache forget``: delete documents from a running server's cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ forget_option = click.option(
     "forget_urls",
     multiple=True,
     metavar="URL",
-    help="Remove what is replaced or removed from the cache of this server, too. May be repeated.",
+    help="Also delete the KV of replaced or removed documents from this server's cache. May be repeated.",
 )
 
 ids_argument = click.argument("ids", nargs=-1, required=True, metavar="ID...")
@@ -40,13 +40,13 @@ wait_option = click.option(
     default=30.0,
     show_default=True,
     metavar="SECONDS",
-    help="Wait so long for requests that are using them, and for the disk.",
+    help="Seconds to wait for running requests that use the KV, and for the disk.",
 )
 
 
 @click.command(
     cls=Command,
-    short_help="Remove documents from a server's cache.",
+    short_help="Delete documents from a server's cache.",
     examples=[
         "ragcache forget handbook.md#3 --url http://127.0.0.1:8000 --api-key KEY",
         "ragcache forget faq-7 faq-9 --url http://127.0.0.1:8000 --wait 120 --json",
@@ -58,7 +58,7 @@ wait_option = click.option(
 @api_key_option
 @wait_option
 def forget(ids: tuple[str, ...], url: str, api_key: str | None, wait_s: float, as_json: bool) -> None:
-    """Remove the KV of documents from the server at URL: from the GPU, host memory, disk and reused chunks.
+    """Delete the KV of documents from the cache of the server at URL: GPU, host memory, disk, and chunk reuse.
 
     IDs are those of 'ragcache store ls'; "-" reads them from standard input, one a line. What stood behind a document
     in a prompt goes with it. The store is not changed. Ids without cached KV are listed and are no error. Exit
@@ -84,10 +84,11 @@ def read_ids(ids: Sequence[str]) -> list[DocId]:
 def lines_of(receipt: ForgetReceipt) -> list[str]:
     """Return a receipt as a person reads it."""
     tiers = [f"{tier} {receipt.num_blocks.get(tier, 0)} blocks ({_size(n)})" for tier, n in receipt.num_bytes.items()]
-    chunks = f", {receipt.num_variants} reusable chunks" * bool(receipt.num_variants)
+    chunks = f", {receipt.num_variants} versions for chunk reuse" * bool(receipt.num_variants)
     lines = [
-        f"forgotten {len(receipt.forgotten)} of {len(receipt.forgotten) + len(receipt.unknown)} documents on "
-        f"{receipt.num_paths} paths in {receipt.duration_s:.2f} s: {', '.join(tiers) or 'nothing was cached'}{chunks}"
+        f"forgotten {len(receipt.forgotten)} of {len(receipt.forgotten) + len(receipt.unknown)} documents behind "
+        f"{receipt.num_paths} prefixes in {receipt.duration_s:.2f} s: "
+        f"{', '.join(tiers) or 'nothing was cached'}{chunks}"
     ]
     return [*lines, *lines_of_unknown(receipt.unknown), *(f"not searched: {each}" for each in receipt.unsearched)]
 
@@ -137,11 +138,11 @@ def check_complete(receipts: Mapping[str, ForgetReceipt]) -> None:
 def why_incomplete(receipt: ForgetReceipt) -> str:
     """Return what is left of documents, and what to do about it."""
     parts = [
-        f"{receipt.num_requests} requests that are being answered still use them" * bool(receipt.num_requests),
+        f"{receipt.num_requests} running requests still use it" * bool(receipt.num_requests),
         f"{receipt.num_left} blocks are still being copied or overwritten" * bool(receipt.num_left),
         *receipt.problems,
     ]
-    return f"not all of it is gone: {'; '.join(filter(None, parts))}: ask again in a while, or with a longer --wait"
+    return f"not all KV is deleted: {'; '.join(filter(None, parts))}: run it again later, or with a longer --wait"
 
 
 def _size(num_bytes: int) -> str:

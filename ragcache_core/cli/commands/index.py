@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _DEFAULT_TOKENS = 512
 
 _OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
-    click.option("--chunk-chars", type=int, help="Longest chunk, in characters. [default: the store's own; 1600]"),
+    click.option("--chunk-chars", type=int, help="Longest text chunk, in characters. [default: the store's own; 1600]"),
     click.option(
         "--chunk-min-chars", type=int, help="End a chunk at its best seam after that many. [default: the longest]"
     ),
@@ -49,7 +49,7 @@ _OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         metavar="MODEL",
         help="Split by tokens of a model: a folder, or a name of the hub. [default: the store's own; by characters]",
     ),
-    click.option("--chunk-tokens", type=int, help="Longest chunk, in tokens. [default: the store's own; 512]"),
+    click.option("--chunk-tokens", type=int, help="Longest text chunk, in tokens. [default: the store's own; 512]"),
     click.option(
         "--chunk-min-tokens", type=int, help="End a chunk at its best seam after that many. [default: the longest]"
     ),
@@ -181,7 +181,7 @@ def _count(number: int, noun: str) -> str:
     show_default=True,
     callback=read_size,
     metavar="SIZE",
-    help="Refuse longer files.",
+    help="Reject longer files.",
 )
 @click.option(
     "--max-file-seconds",
@@ -189,17 +189,17 @@ def _count(number: int, noun: str) -> str:
     type=float,
     default=120.0,
     show_default=True,
-    help="Give a file up after that much processor time.",
+    help="Skip a file after this much processor time.",
 )
 @click.option("--skip-errors", is_flag=True, help="End with exit code 0 although documents were left out.")
 @click.option("--update", is_flag=True, help="Replace stored documents whose files have changed.")
-@click.option("--prune", is_flag=True, help="Remove stored documents of files of DIR that are not there any more.")
+@click.option("--prune", is_flag=True, help="Remove stored documents of deleted files of DIR.")
 @forget_option
 @click.option(
     "--warm",
     "warm_url",
     metavar="URL",
-    help="Afterwards have this server prefill what is likely to be asked, as 'ragcache warm' does.",
+    help="Afterwards warm this server's cache, as 'ragcache warm' does.",
 )
 @click.option(
     "--register",
@@ -235,10 +235,10 @@ def index(
     Text (.txt), Markdown (.md), HTML (.html, .htm), JSON Lines (.jsonl: {"text", "id", "metadata"} on each line),
     tables (.csv, .tsv: a document per row) and source code are read, in UTF-8; with the extra "loaders" PDF, Word
     (.docx) and reStructuredText (.rst) as well. Links that lead out of DIR are not followed. Long texts are split at
-    their own seams, by characters or by tokens of a model; a store remembers how. Reading a directory again adds what
-    is new and skips what is unchanged. Everything is read before anything is stored: Ctrl-C leaves the store as it was.
-    A document or a directory that cannot be read is reported and left out, and its stored documents stay; the exit
-    code is 1 then, and 0 with --skip-errors.
+    paragraphs and sentences, by characters or by tokens of a model; a store remembers how. Reading a directory again
+    adds new texts and skips unchanged ones. Everything is read before anything is stored: Ctrl-C leaves the store
+    unchanged. A document or directory that cannot be read is reported and left out, and its stored documents stay; the
+    exit code is 1 then, and 0 with --skip-errors.
     """
     from ragcache_core.ingest import (
         FileLimits,

@@ -54,7 +54,9 @@ _NOISY_SPREAD = 0.25
 @click.option("--url", metavar="URL", help="Measure the idle server at this address instead of launching one.")
 @api_key_option
 @tokenizer_option
-@click.option("--kv-cache-bytes", metavar="SIZE", help="KV memory of the engine, as 512MiB. [default: vLLM's choice]")
+@click.option(
+    "--kv-cache-bytes", metavar="SIZE", help="GPU KV cache of the engine, as 512MiB. [default: vLLM's choice]"
+)
 @click.option("--block-size", type=int, metavar="TOKENS", help="Tokens in a KV block. [default: vLLM's choice]")
 @click.option("--max-tokens", type=click.IntRange(1), help="Longest prompt to measure. [default: the engine's longest]")
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Times per point; their median.")
@@ -68,7 +70,7 @@ _NOISY_SPREAD = 0.25
     "--startup-timeout",
     type=FiniteRange(0, min_open=True),
     metavar="S",
-    help="Seconds without progress after which loading is given up. [default: 600]",
+    help="Seconds without progress after which loading is aborted. [default: 600]",
 )
 @log_option
 @vllm_args_argument
@@ -92,10 +94,10 @@ def profile(
 ) -> None:
     """Measure how long MODEL takes to prefill a prompt, by its cached and its new tokens.
 
-    MODEL is a folder in Hugging Face format, or a name of the hub. An engine without tiers below its KV memory is
-    launched for it, and ended afterwards. The times are kept for this model on this hardware; engines that start
-    later decide with them which disk blocks to load, and by some policies what to evict. Ctrl-C leaves the profile that
-    was there before.
+    MODEL is a folder in Hugging Face format, or a name of the hub. An engine without host and disk tier is
+    launched for it, and ended afterwards. The times are stored for this model on this hardware. Engines that start
+    later use them to decide which disk blocks to load and, with some policies, what to evict. Ctrl-C leaves the former
+    profile.
     """
     check_vllm_args(vllm_args)
     of_a_launch = {
@@ -124,7 +126,7 @@ def profile(
     check_model(model)
     sizes = CacheConfig(kv_cache_bytes=kv_cache_bytes, block_size=block_size, host_bytes=host_memory)
     if host_memory is not None and kv_cache_bytes is None:
-        raise click.UsageError("--host-memory pushes a prompt out of KV memory: give --kv-cache-bytes, as 64MiB.")
+        raise click.UsageError("--host-memory evicts a prompt from the GPU KV cache: give --kv-cache-bytes, as 64MiB.")
     path = output or profile_path(model)
     check_writable(path)
     if max_tokens is not None:  # a length that cannot work is known before a model is loaded
@@ -140,7 +142,7 @@ def profile(
 
     if dry_run and url is None:
         _show_plan(_plan(model, block_size, max_tokens), repeats, path, as_json)
-        click.echo("ragcache: an engine with a smaller context window or KV memory measures less", err=True)
+        click.echo("ragcache: an engine with a smaller context window or GPU KV cache measures less", err=True)
         return
     with join() as engine:
         facts, grid = _facts_and_grid(engine, model, max_tokens)
@@ -332,4 +334,4 @@ def _show_plan(grid: Grid, repeats: int, path: Path, as_json: bool) -> None:
     click.echo(f"new tokens     {' '.join(map(str, grid.new_tokens))}")
     click.echo(f"to measure     {num_points} prompts of at most {grid.max_tokens:,} tokens, {repeats} times each")
     click.echo(f"to compute     {num_tokens:,} tokens")
-    click.echo(f"to keep in     {path}")
+    click.echo(f"to store in    {path}")

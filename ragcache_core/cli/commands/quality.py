@@ -91,7 +91,7 @@ _ASKING_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] 
     ),
     click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Tokens of an answer."),
     click.option(
-        "--kv-cache-bytes", metavar="SIZE", help="KV memory of the engines, as 512MiB. [default: vLLM's choice]"
+        "--kv-cache-bytes", metavar="SIZE", help="GPU KV cache of the engines, as 512MiB. [default: vLLM's choice]"
     ),
     click.option("--block-size", type=int, metavar="TOKENS", help="Tokens in a KV block. [default: vLLM's choice]"),
     click.option("--host-bytes", metavar="SIZE", help="Host memory, half of it for chunks. [default: see 'serve']"),
@@ -100,7 +100,7 @@ _ASKING_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] 
         type=FiniteRange(0, min_open=True),
         default=600.0,
         show_default=True,
-        help="Seconds without progress after which loading is given up.",
+        help="Seconds without progress after which loading is aborted.",
     ),
 )
 
@@ -162,19 +162,19 @@ def quality(
     deduplicate: bool,
     **options: Any,
 ) -> None:
-    """Answer questions in several methods and compare: how many are right, and how many tokens were computed.
+    """Answer questions with several methods, and compare right answers and computed tokens.
 
-    MODEL is a folder in Hugging Face format, or a name of the hub. One engine after the other is launched for it: all
-    tokens computed; prefixes cached; documents reused as they were computed alone; and documents reused with ever more
-    of their tokens computed. The questions are asked one by one, in the file's order, so let them come as they come to
-    you: the same documents in changing company. With --document-order or --max-score-loss these are audited instead,
-    against prefixes cached for documents as they are; with --alphas, reuse as well.
+    MODEL is a folder in Hugging Face format, or a name of the hub. One engine after the other is launched for it: full
+    recompute; prefix caching; naive reuse of documents computed alone; and chunk reuse with increasing recompute. The
+    questions are asked one by one, in the file's order, so keep the order of your traffic: the same documents in
+    varying combinations. With --document-order or --max-score-loss these are audited instead, against prefix caching
+    with unchanged prompts; with --alphas, chunk reuse as well.
 
     With --deduplicate questions that share documents are turns of one conversation, up to four, and later turns are
     compared: the documents shown again, or referred to where the conversation holds them (deduplicate=True of
     ChatRAGCache and RAGCacheLLM).
 
-    The last column says how many answers are those of the first method, word for word, with a 95 % interval.
+    The last column is the share of answers that equal those of the first method, with a 95 % interval.
     """
     from ragcache_core.quality import (
         FULL,

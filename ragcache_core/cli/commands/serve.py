@@ -70,7 +70,7 @@ _POLL_S = 1.0
     type=click.IntRange(0),
     default=3,
     show_default=True,
-    help="Starts after a death or a hang, within the window.",
+    help="Restarts after a crash or hang, within the window.",
 )
 @click.option(
     "--restart-window",
@@ -86,7 +86,7 @@ _POLL_S = 1.0
     default=30.0,
     show_default=True,
     metavar="S",
-    help="Seconds after which an engine hangs that answers nothing and uses no processor time; 0 never looks.",
+    help="Seconds without an answer and CPU activity after which an engine counts as hung; 0 disables the check.",
 )
 @click.option(
     "--startup-timeout",
@@ -94,7 +94,7 @@ _POLL_S = 1.0
     default=600.0,
     show_default=True,
     metavar="S",
-    help="Seconds without progress after which loading is given up.",
+    help="Seconds without progress after which loading is aborted.",
 )
 @click.option(
     "--drain",
@@ -102,7 +102,7 @@ _POLL_S = 1.0
     default=20.0,
     show_default=True,
     metavar="S",
-    help="Seconds that requests have to end in after SIGTERM.",
+    help="Seconds that running requests have to finish after SIGTERM.",
 )
 @click.option(
     "--record-trace",
@@ -151,9 +151,9 @@ def serve(
     """Serve MODEL over the OpenAI protocol until Ctrl-C or SIGTERM (exit status 0).
 
     MODEL is a folder in Hugging Face format, or a name of the hub. Without --api-key a random key is generated and
-    printed, unless the log goes to a standard stream. What follows -- goes to vLLM's server as it is. A server that
-    dies or hangs is restarted at the same address with the same key. After SIGTERM it takes no more requests, and ends
-    when it has answered those that it has; Ctrl-C, or a second SIGTERM, ends it within seconds.
+    printed, unless the log goes to a standard stream. Arguments after -- go to vLLM's server unchanged. A server that
+    crashes or hangs is restarted at the same address with the same key. After SIGTERM it rejects new requests, and ends
+    when running ones are answered; Ctrl-C, or a second SIGTERM, ends it within seconds.
     """
     check_vllm_args(vllm_args)
     if no_cache and (given := _flags_of({"cache_config": cache_config, **cache_settings})):

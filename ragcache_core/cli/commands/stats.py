@@ -123,7 +123,7 @@ def _rates(reading: EngineStats, last: Interval | None) -> Iterator[Sequence[str
     shares = (
         "-" if of is None or not of.num_prefix_query_tokens else f"{of.cached_share:.1%}" for of in (counted, reading)
     )
-    yield "found in a tier", *shares
+    yield "hit in any tier", *shares
     if reading.policy is not None:
         confirmed = (
             "-" if of is None else f"{of.num_confirmed_speculations:,} of {of.num_speculative_requests:,}"
@@ -183,15 +183,15 @@ def _cache_counters(reading: EngineStats) -> Iterator[tuple[str, str]]:
         num_corrupt, num_dropped = reading.num_corrupt_chunks, reading.num_dropped_chunks
         if shared is not None:
             num_corrupt, num_dropped = num_corrupt - shared.num_corrupt_chunks, num_dropped - shared.num_dropped_chunks
-        yield "disk chunks", f"{num_corrupt:,} corrupt, {reading.num_lost_chunks:,} lost, {num_dropped:,} dropped"
+        yield "disk blocks", f"{num_corrupt:,} corrupt, {reading.num_lost_chunks:,} lost, {num_dropped:,} dropped"
         overtaken = f"a waiting one overtaken {reading.max_overtaken:,} times at most"
         if shared is not None:
             counts = f"{shared.num_corrupt_chunks:,} corrupt, {shared.num_dropped_chunks:,} dropped"
-            yield "shared store", f"failed or did not answer {reading.num_shared_failures:,} times; chunks: {counts}"
+            yield "shared store", f"failed or did not answer {reading.num_shared_failures:,} times; blocks: {counts}"
         yield "queue", f"{reading.num_reordered_requests:,} requests served early, {overtaken}"
         changed = f"changed in {reading.num_reordered_prompts:,} of {reading.num_requests:,} prompts"
         yield "document order", f"{changed} ({reading.reordered_share:.1%})"
-        yield "conversations", f"{reading.num_followup_turns:,} of {reading.num_requests:,} prompts go on in one"
+        yield "conversations", f"{reading.num_followup_turns:,} of {reading.num_requests:,} prompts continue one"
         confirmed = f"{reading.num_confirmed_speculations:,} of {reading.num_speculative_requests:,} requests confirmed"
         wasted = f"{reading.num_wasted_tokens:,} of {reading.num_speculative_tokens:,} tokens wasted"
         yield "speculation", f"{confirmed}, {wasted}"
@@ -199,8 +199,8 @@ def _cache_counters(reading: EngineStats) -> Iterator[tuple[str, str]]:
         reused = f"{chunks.num_reused_chunks:,} chunks of {chunks.num_requests:,} requests"
         tokens = f"{chunks.num_reused_tokens:,} tokens reused, {chunks.num_recomputed_tokens:,} recomputed"
         tokens += f", {chunks.num_prefix_tokens:,} in approximate prefixes"
-        yield "chunk reuse", f"{reused}: {tokens}; {chunks.num_refused_requests:,} requests refused"
-        stored = f"{chunks.num_chunks:,} chunks, {chunks.num_variants:,} variants"
+        yield "chunk reuse", f"{reused}: {tokens}; {chunks.num_refused_requests:,} requests answered exactly"
+        stored = f"{chunks.num_chunks:,} chunks, {chunks.num_variants:,} versions"
         host = f"{chunks.used_tokens:,} of {chunks.capacity_tokens:,} tokens in host memory"
         disk = f"{chunks.used_disk_tokens:,} of {chunks.disk_capacity_tokens:,} on disk"
         switched_off = (
@@ -208,7 +208,7 @@ def _cache_counters(reading: EngineStats) -> Iterator[tuple[str, str]]:
         )
         yield "stored chunks", f"{stored}; {host}, {disk}{switched_off}"
         unusable = f"{chunks.num_mismatched_chunks:,} mismatched, {chunks.num_too_long_chunks:,} too long"
-        gone = f"{chunks.num_capacity_misses:,} crowded out, {chunks.num_evicted_chunks:,} evicted"
+        gone = f"{chunks.num_capacity_misses:,} without free space, {chunks.num_evicted_chunks:,} evicted"
         damaged = f"{chunks.num_corrupt_chunks:,} corrupt, {chunks.num_lost_chunks:,} lost"
         yield "unused chunks", f"{unusable}, {gone}, {damaged}, {chunks.num_dropped_chunks:,} dropped"
 
@@ -277,7 +277,7 @@ _MIN_WATCH_S = 0.1
 
 @click.command(
     cls=Command,
-    short_help="Print a server's counters, once or again and again.",
+    short_help="Print a server's counters, once or repeatedly.",
     examples=[
         "ragcache stats --url http://127.0.0.1:8000 --api-key KEY",
         "ragcache stats --url http://127.0.0.1:8000 --watch",
@@ -286,7 +286,7 @@ _MIN_WATCH_S = 0.1
 )
 @click.option("--url", required=True, metavar="URL", help="The server's address, as 'ragcache serve' prints it.")
 @api_key_option
-@click.option("--watch", is_flag=True, help="Read again and again, until Ctrl-C.")
+@click.option("--watch", is_flag=True, help="Repeat until Ctrl-C, with rates since the last reading.")
 @click.option(
     "--every",
     "every_s",
@@ -297,9 +297,9 @@ _MIN_WATCH_S = 0.1
 def stats(url: str, api_key: str | None, watch: bool, every_s: float | None, as_json: bool) -> None:
     """Print the counters of the server at URL since it started: hit rates, tiers, hottest documents.
 
-    With --watch they fill a terminal, drawn again and again beside rates since the last reading; a server that is
-    started again meanwhile is waited for. Into a file or a pipe they go as plain text, one after the other; with --json
-    each reading is one line, and a server that goes away ends the watch. Ctrl-C ends it with exit status 0.
+    With --watch they fill the terminal and are updated, with rates since the last reading; a restarting server is
+    waited for. In a file or a pipe, readings follow each other as plain text. With --json each reading is one line, and
+    a server that does not answer ends the watch. Ctrl-C ends it with exit status 0.
     """
     from ragcache_core.client import Engine
 

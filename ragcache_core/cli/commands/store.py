@@ -26,7 +26,7 @@ _PAGE = 50
 
 @click.group(cls=Group, short_help="List or remove the documents of a store.")
 def store() -> None:
-    """Look into a document store, and take documents out of it."""
+    """List and remove documents of a document store."""
 
 
 @store.command(
@@ -38,12 +38,12 @@ def store() -> None:
     ],
 )
 @store_option
-@click.option("--offset", type=click.IntRange(0), default=0, show_default=True, help="Documents to pass over.")
+@click.option("--offset", type=click.IntRange(0), default=0, show_default=True, help="Documents to skip.")
 @click.option("--limit", type=click.IntRange(1), default=_PAGE, show_default=True, help="Documents to list.")
 def ls(store: Path, offset: int, limit: int, as_json: bool) -> None:
     """List documents with their lengths in characters and the files they came from, in the order they were added.
 
-    Before them: how many there are, what they take on disk, the index and the embedder.
+    First come their number, their size on disk, the index and the embedder.
     """
     from ragcache_core.ingest import read_origins
 
@@ -81,7 +81,7 @@ def ls(store: Path, offset: int, limit: int, as_json: bool) -> None:
 @forget_option
 @api_key_option
 def rm(ids: tuple[str, ...], store: Path, forget_urls: tuple[str, ...], api_key: str | None, as_json: bool) -> None:
-    """Remove documents by their ids; the name of a file stands for all that came from it.
+    """Remove documents by their ids; a file's name stands for all documents of that file.
 
     Either all of them are removed or, if one is not there, none. A file that stays where it is comes back when its
     directory is indexed again.
@@ -131,8 +131,8 @@ def prune(
 ) -> None:
     """Remove the documents whose files are gone from the directories that 'ragcache index' read.
 
-    With DIR: from these alone. A directory without any file left may be one that is not mounted: it has to be named.
-    Documents that came from no file stay.
+    With DIR: only from these. A directory without any file may be an unmounted one, so it must be named. Documents that
+    came from no file stay.
     """
     from ragcache_core.ingest import read_origins
 

@@ -109,13 +109,13 @@ def sweep(
 ) -> None:  # fmt: skip
     """Simulate every combination of policies, orders and capacities on each TRACE, several at a time.
 
-    A trace is a file of 'ragcache trace'. Interrupted by Ctrl-C, a sweep with --output keeps what is finished, and
-    goes on with --resume, which also takes over the runs of an earlier sweep that this one asks for again.
+    A trace is a file of 'ragcache trace'. After Ctrl-C, a sweep with --output keeps the finished runs, and --resume
+    continues it. --resume also reuses runs of an earlier sweep with the same settings.
     """
     from ragcache_core.sim.sweep import Journal, plan
 
     if resume and output is None:
-        raise click.UsageError("--resume goes on with what is kept beside OUT: give --output OUT as well.")
+        raise click.UsageError("--resume continues the runs stored next to OUT: give --output OUT as well.")
     check_plot(plot)
     inputs = (*traces, Path(settings["cost_model"]))
     check_outputs({"--output": output, "--plot": plot}, inputs)

@@ -45,14 +45,21 @@ def reuse_tables(reuse: TraceReuse) -> list[Table]:
         for one in reuse.positions
     ]
     by_position.append(("all, by tokens", "", f"{reuse.anywhere_tokens:.1%}", f"{reuse.same_prefix_tokens:.1%}"))
-    tables.append(Table("Come again", ("position", "retrievals", "anywhere", "behind the same"), by_position, 1))
+    tables.append(Table("Recurrence", ("position", "retrievals", "anywhere", "behind the same"), by_position, 1))
     known = [(f"{share:.0%}", f"{of:.1%}") for share, of in reuse.known_documents]
-    tables.append(Table("Known documents", ("at least", "of requests"), known, 1))
+    tables.append(Table("Share of documents retrieved before", ("at least", "of requests"), known, 1))
     sources = [(str(number), f"{share:.1%}") for number, share in reuse.sources]
     if sources:
-        tables.append(Table("Documents that all came before, last in", ("requests", "share"), sources, 1))
+        tables.append(
+            Table(
+                "Requests whose documents were all retrieved before, most recently in",
+                ("requests", "share"),
+                sources,
+                1,
+            )
+        )
     together = [("pairs of documents", f"{reuse.repeated_pairs:.1%}"), ("whole sets", f"{reuse.repeated_sets:.1%}")]
-    tables.append(Table("Together again", ("what", "share"), together, 1))
+    tables.append(Table("Recurring combinations", ("what", "share"), together, 1))
     return tables
 
 
@@ -150,7 +157,10 @@ def trace() -> None:
     ],
 )
 @click.option(
-    "--workload", type=click.Choice(WORKLOAD_NAMES), required=True, help="Whose statistics the requests have."
+    "--workload",
+    type=click.Choice(WORKLOAD_NAMES),
+    required=True,
+    help="The workload whose statistics the requests have.",
 )
 @click.option("--requests", "num_requests", type=click.IntRange(1), required=True, metavar="N", help="How many.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Another seed, another trace.")
@@ -173,7 +183,9 @@ def trace() -> None:
 @click.option("--primary-first", type=float, metavar="P", help="How often the best document comes first, 0 to 1.")
 @click.option("--drift-every", type=int, metavar="N", help="Requests after which popularity changes; 0 for never.")
 @click.option("--drift-share", type=float, metavar="P", help="How many of the popular documents swap places then.")
-@click.option("--repeat-share", type=float, metavar="P", help="Requests about what one of the last 40 was about.")
+@click.option(
+    "--repeat-share", type=float, metavar="P", help="Share of requests about the topic of one of the last 40."
+)
 @click.option("--goes-on", type=float, metavar="P", help="Conversations that have a second turn; 0 for none.")
 @click.option("--think-median-s", type=float, metavar="S", help="Median time from one turn to the next.")
 @click.option("--question-median", type=float, metavar="N", help="Median length of a question.")
@@ -250,20 +262,20 @@ def import_(
 
     \b
     vllm       requests of a server, as a proxy logs them: bodies whose kv_transfer_params name documents
-    langchain  runs, as a tracer or LangSmith exports them: those of retrievers, also inside other runs, and how long
-               the model's answer of the same trace was
-    plain      {"timestamp": "2026-01-31T12:00:00Z", "docs": ["d17", "d3"]}, and what else a trace's line has
+    langchain  runs, as a tracer or LangSmith exports them: those of retrievers, also inside other runs, and the length
+               of the model's answer of the same trace
+    plain      {"timestamp": "2026-01-31T12:00:00Z", "docs": ["d17", "d3"]}, and other fields of a trace's line
 
     \b
     mooncake   the traces of Mooncake (FAST 2025): blocks of 512 tokens by their hashes
     qwen       those of Qwen on Aliyun Bailian (ATC 2025): blocks of 16 tokens
     ragpulse   0_trace.jsonl of RAGPulse, beside the files with the lengths of its passages and web pages
-    azure      Azure's of LLM inference 2023 and 2024: arrivals and lengths, nothing comes again
+    azure      Azure's of LLM inference 2023 and 2024: arrivals and lengths, nothing recurs
     burst      BurstGPT: the same
 
-    A full block is a document of a path, and what fills none is the question. Where passages are named, all else of the
-    prompt is the question. Requests are sorted, and the first arrives at 0. Lines about something else are passed over.
-    Where a log has texts and no lengths, a token is taken to be 4 characters.
+    A full block counts as a document, and the rest of the prompt as the question. If passages are named, all other text
+    is the question. Requests are sorted, and the first arrives at 0. Other lines are skipped. If a log has texts and no
+    lengths, 4 characters count as a token.
     """
     from ragcache_core.sim.traces.log_import import Assumptions, ImportedFormat, import_log, read_lengths
 
@@ -295,7 +307,7 @@ def import_(
 
 @trace.command(
     cls=Command,
-    short_help="Say what a trace is like.",
+    short_help="Show the statistics of a trace.",
     examples=[
         "ragcache trace show mmlu.jsonl",
         "ragcache trace show mmlu.jsonl --plot mmlu.html",
@@ -307,13 +319,13 @@ def import_(
     "--plot",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="OUT.png|.svg|.html",
-    help="How its documents come again, as the papers' figures draw it.",
+    help="Plots of how its documents recur, as in the papers' figures.",
 )
 def show(file: Path, plot: Path | None, as_json: bool) -> None:
-    """Say what the trace in FILE is like: its size, its lengths, what comes again, when, where and with what.
+    """Show the statistics of the trace in FILE: size, lengths, and how documents recur.
 
-    A document comes again 'anywhere' if an earlier request retrieved it, and 'behind the same' if that was after the
-    same documents in the same order: an exact prefix cache can hit those, chunk reuse the others.
+    A document recurs 'anywhere' if an earlier request retrieved it, and 'behind the same' if that was after the same
+    documents in the same order: an exact prefix cache can hit those, chunk reuse the others.
     """
     from ragcache_core.sim.traces.reuse import reuse_of, summarize
     from ragcache_core.sim.traces.trace import read_trace
@@ -367,17 +379,17 @@ def _plain(summary: TraceSummary) -> dict[str, object]:
 def _lines_of(summary: TraceSummary) -> Iterator[tuple[str, str]]:
     yield "requests", f"{summary.num_requests:,}"
     yield "duration", f"{summary.duration_s:,.1f} s, {summary.requests_per_s:.4g} requests a second"
-    yield "documents", f"{summary.num_documents:,} asked for {summary.num_retrievals:,} times"
+    yield "documents", f"{summary.num_documents:,}, retrieved {summary.num_retrievals:,} times"
     yield "a request", f"{summary.documents_per_request:.3g} documents"
     yield "a document", f"{summary.mean_document_tokens:,.0f} tokens on average"
-    prompt = f"{summary.median_prompt_tokens:,.0f} in the middle, {summary.max_prompt_tokens:,} at most"
+    prompt = f"{summary.median_prompt_tokens:,.0f} median, {summary.max_prompt_tokens:,} at most"
     yield "a prompt", f"{summary.mean_prompt_tokens:,.0f} tokens on average, {prompt}"
     yield "a question", f"{summary.mean_question_tokens:,.1f} tokens on average"
     yield "an answer", f"{summary.mean_output_tokens:,.1f} tokens on average"
     if summary.num_conversations:
-        turns = f"{summary.turns_per_conversation:.3g} turns each, {summary.median_think_s:,.0f} s apart in the middle"
+        turns = f"{summary.turns_per_conversation:.3g} turns each, {summary.median_think_s:,.0f} s apart (median)"
         yield "conversations", f"{summary.num_conversations:,}, {turns}"
         yield "a history", f"{summary.history_share:.1%} of all prompts"
     yield "the top 3 %", f"{summary.top_share:.1%} of retrievals"
-    yield "asked for again", f"{summary.repeated_retrievals:.1%} of retrievals"
-    yield "after the same ones", f"{summary.repeated_prefix:.1%}: an endless cache would hit those"
+    yield "retrieved before", f"{summary.repeated_retrievals:.1%} of retrievals"
+    yield "same prefix", f"{summary.repeated_prefix:.1%}: an infinite cache would hit those"

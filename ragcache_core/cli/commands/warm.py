@@ -1,4 +1,4 @@
-"""``ragcache warm``: prefill by forecast, before anybody asks, and what came of it later."""
+"""``ragcache warm``: prefill likely documents by a forecast, and compare it with the outcome."""
 
 from __future__ import annotations
 
@@ -129,13 +129,12 @@ def warm(
     as_json: bool,
     **settings: Any,
 ) -> None:
-    """Have the server at URL prefill the documents of a store that are likely to be asked about, while it is idle.
+    """Prefill likely documents of a store on the server at URL, while it is idle.
 
-    From questions or a trace, or else from what is near to what in the store, the paths are picked (documents behind
-    those that stand before them in prompts) that save most within the budget; a simulation says what that brings. They
-    rank by how often they are expected, so that they are not the first to be evicted. What is cached already is passed
-    over: run it again to go on after an interruption. Requests of users go first. It ends with exit status 0 when all
-    is cached: with --wait-ready it may gate a readiness probe.
+    The prefixes (documents in prompt order) with the largest savings within the budget are picked, from questions, from
+    a trace, or by the distances of documents in the store. A simulation forecasts the gain. Prefixes rank by their
+    expected uses, so that they are not evicted first. Cached prefixes are skipped: run it again after an interruption.
+    Requests of users go first. Exit status 0 means that all is cached: with --wait-ready it may gate a readiness probe.
     """
     if report is not None:
         _compare(report, url, api_key, as_json=as_json)

@@ -50,15 +50,15 @@ class Fleet(EngineClient):
         with Fleet.connect(["http://a:8000", "http://b:8000"], api_key=...) as fleet:
             llm = ChatRAGCache(engine=fleet)
 
-    A request goes to the replica that has most of its documents cached, in the order of its prompt, unless that one
-    has 1.25 times its share of the requests that this fleet is answering; documents that no replica has go by a hash,
-    so that they meet again. With ``document_order="cache_aware"`` order and replica are chosen together: from what
-    those have that may get the request. A speculation, its confirmation and its end reach the same replica.
+    A request goes to the replica that has the longest prefix of its documents cached, unless that replica has 1.25
+    times its share of this fleet's running requests. Documents that no replica has are routed by a hash. With
+    ``document_order="cache_aware"`` order and replica are chosen together. A speculation, its confirmation and its end
+    reach the same replica.
 
-    A replica that fails, hangs or is drained is left alone until it is well; what it had not begun to answer is sent to
-    another one, and streamed answers continue there. Fails only what no replica answers.
+    A replica that crashes, hangs or drains is skipped until it answers again. Its requests without a token are sent to
+    another replica, and its streams continue there. A request fails only if no replica answers.
 
-    ``stats``, ``forget``, ``prefetch`` and ``drain`` mean all of them. ``cache`` is each one's own.
+    ``stats``, ``forget``, ``prefetch`` and ``drain`` apply to all replicas. ``cache`` is of each replica.
     """
 
     def __init__(

@@ -82,7 +82,7 @@ def _wait(starting: list[Future[LaunchedServer]], given_up: threading.Event) -> 
         for each in done:
             each.result()
         if given_up.is_set():
-            raise EngineClosedError("the launch was given up before its servers were ready")
+            raise EngineClosedError("the launch was aborted before its servers were ready")
 
 
 def plan_ranks(size: int, launch: LaunchSettings) -> list[LaunchSettings]:

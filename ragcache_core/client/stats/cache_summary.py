@@ -26,23 +26,23 @@ class DocumentHits:
 class CacheSummary:
     """Sums over requests; ``num_gpu_tokens`` to ``num_stored_bytes`` over those with the engine's statistics.
 
-    A request whose number of prompt tokens is not known (a stream without usage from a server that tokenises) adds
+    A request whose number of prompt tokens is not known (a stream without usage from a server without RAGCache) adds
     nothing to ``num_prompt_tokens``, ``num_cached_tokens`` and the tokens by tier.
 
     ``ttft_s`` holds the times to first token that are known, and ``queue_s`` the times before the engine scheduled a
-    request, oldest first, of the last 10,000. ``num_unfinished`` counts model calls without statistics, where the
-    framework tells of them: they failed, were closed early, or ran elsewhere. ``num_kept_answers`` calls asked no
-    engine: a cache of answers had one; they are in no other sum.
+    request, oldest first, of the last 10,000. ``num_unfinished`` counts model calls without statistics that the
+    framework reports: they failed, were closed early, or used another server. ``num_kept_answers`` calls were answered
+    by an answer cache; they are in no other sum.
 
-    ``num_reused_chunks`` documents were reused behind others than they were computed behind, ``num_reused_tokens`` of
-    them as they were stored and ``num_recomputed_tokens`` recomputed; their answers are approximate.
+    ``num_reused_chunks`` documents were used by chunk reuse, with ``num_reused_tokens`` of their tokens as stored and
+    ``num_recomputed_tokens`` recomputed; these answers are approximate.
 
-    ``num_deadlines`` requests had a ``ttft_slo``, ``num_met_deadlines`` of them their first token by then.
+    ``num_deadlines`` requests had a ``ttft_slo``; ``num_met_deadlines`` of them met it.
 
-    While documents were searched, the engine worked ahead ``num_speculations`` times, ``num_confirmed_speculations`` of
-    them with the documents that were found: ``hidden_search_s`` seconds of searching cost no time.
+    ``num_confirmed_speculations`` of ``num_speculations`` speculative requests were hits; ``hidden_search_s`` seconds
+    of search time overlapped with their work.
 
-    ``print(summary)`` says it in one line.
+    ``print(summary)`` prints it in one line.
     """
 
     num_requests: int = 0
@@ -76,12 +76,12 @@ class CacheSummary:
 
     @property
     def hit_rate(self) -> float:
-        """Share of prompt tokens that came out of the cache; 0 before the first request."""
+        """Share of prompt tokens that were cached; 0 before the first request."""
         return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
 
     @property
     def mean_ttft_s(self) -> float | None:
-        """Mean time to first token of the requests whose is known; ``None`` before the first."""
+        """Mean of the known times to first token; ``None`` before the first."""
         return sum(self.ttft_s) / len(self.ttft_s) if self.ttft_s else None
 
     @property
@@ -103,7 +103,7 @@ class CacheSummary:
         if self.mean_ttft_s is not None:
             line += f", first token after {self.mean_ttft_s * 1000:,.0f} ms on average"
         if self.num_confirmed_speculations:
-            line += f", {self.hidden_search_s:.3f} s of searching hidden"
+            line += f", {self.hidden_search_s:.3f} s of search time overlapped"
         if self.num_deadlines:
             line += f", {self.num_met_deadlines:,} of {self.num_deadlines:,} deadlines met"
         if self.num_reused_chunks:

@@ -103,10 +103,10 @@ def test_the_page_asks_for_the_key_refuses_a_wrong_one_and_keeps_the_right_one_i
     page: Chrome, engine: Engine
 ) -> None:
     type_key(page, "wrong")
-    assert sees(page, "refuses this key", "why")
+    assert sees(page, "rejects this key", "why")
     assert text(page, "main") == ""
     type_key(page, "schlüssel")
-    assert sees(page, "of ASCII", "why")
+    assert sees(page, "ASCII letters", "why")
     type_key(page, str(engine.api_key))
     assert sees(page, "live", "state")
     page.refresh()

@@ -108,7 +108,7 @@ def test_nothing_is_purged_that_nobody_has_confirmed(server: ScriptedServer) -> 
     assert not server.cache_requests
     result = run(server, "purge", "--yes", "--wait", "5")
     assert result.exit_code == 0
-    assert result.stdout.startswith("forgotten 1 of 1 documents on 2 paths")
+    assert result.stdout.startswith("forgotten 1 of 1 documents behind 2 prefixes")
     assert asked(server) == ("cache/purge", {"wait_s": 5.0})
 
 

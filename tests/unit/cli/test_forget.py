@@ -41,8 +41,8 @@ def test_the_receipt_is_one_line_and_what_is_unknown_another(server: ScriptedSer
     result = forget(server, "a", "b", "c")
     assert result.exit_code == 0
     assert result.stdout.splitlines() == [
-        "forgotten 2 of 3 documents on 3 paths in 0.25 s: gpu 4 blocks (4.0 MiB), host 4 blocks (8.0 MiB), "
-        "2 reusable chunks",
+        "forgotten 2 of 3 documents behind 3 prefixes in 0.25 s: gpu 4 blocks (4.0 MiB), host 4 blocks (8.0 MiB), "
+        "2 versions for chunk reuse",
         "unknown to this server: c",
     ]
     assert server.forgotten == [["a", "b", "c"]]
@@ -53,7 +53,7 @@ def test_what_is_left_is_an_error_that_says_what_to_do(server: ScriptedServer) -
     result = forget(server, "a")
     assert result.exit_code == 1
     assert "forgotten 2 of 3" in result.stdout
-    assert "2 requests that are being answered" in result.stderr
+    assert "2 running requests" in result.stderr
     assert "the disk tier is out of service" in result.stderr
 
 

@@ -53,7 +53,7 @@ def test_the_table_shows_each_tier_with_its_bytes_and_hits(server: ScriptedServe
     assert "found in cache   4,096 of 8,192 tokens (50.0%)" in lines
     assert "policy           mixture" in lines
     assert "ignored          metadata of 1 requests" in lines
-    assert "disk chunks      2 corrupt, 3 lost, 4 dropped" in lines
+    assert "disk blocks      2 corrupt, 3 lost, 4 dropped" in lines
     assert "queue            0 requests served early, a waiting one overtaken 0 times at most" in lines
     assert "document order   changed in 3 of 12 prompts (25.0%)" in lines
     assert "speculation      0 of 0 requests confirmed, 0 of 0 tokens wasted" in lines
@@ -188,7 +188,7 @@ def test_a_watch_shows_what_happened_since_the_last_reading_within_64_by_16(
     assert table["prompt tokens"] == ["400/s", "12,192"]
     assert table["output tokens"] == ["9/s", "100"]
     assert table["TTFT, mean"] == ["150.0 ms", "125.0 ms"]
-    assert table["found in a tier"] == ["25.0%", f"{(4096 + 2548) / 10192:.1%}"]
+    assert table["hit in any tier"] == ["25.0%", f"{(4096 + 2548) / 10192:.1%}"]
     assert table["host"] == ["6.0 GiB of 8.0 GiB", "75%", "3", "25.0%", "25.0%"]
     assert table["disk"][1] == "off"
     assert shown[13] == "hottest: mel.txt, zor.md"

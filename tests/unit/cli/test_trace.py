@@ -59,7 +59,7 @@ def test_show_says_what_a_trace_is_like(tmp_path: Path) -> None:
     }  # fmt: skip
     lines = trace("show", path).stdout.splitlines()
     assert lines[0].split() == ["requests", "3"]
-    assert lines[2].split(maxsplit=1) == ["documents", "3 asked for 5 times"]
+    assert lines[2].split(maxsplit=1) == ["documents", "3, retrieved 5 times"]
     assert any("40.0% of retrievals" in line for line in lines)
     assert ["all,", "by", "tokens", "40.0%", "6.7%"] in [line.split() for line in lines]
 

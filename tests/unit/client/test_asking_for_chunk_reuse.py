@@ -112,18 +112,18 @@ def test_an_answer_says_what_was_reused_and_counts_what_was_computed_for_it(
 
 def test_the_engine_says_which_chunks_it_keeps(engine: Engine, server: ScriptedServer) -> None:
     assert engine.stats().chunks is None
-    assert "chunk" not in "".join(line for line in lines_of(engine.stats()) if "disk chunks" not in line)
+    assert "chunk" not in "".join(line for line in lines_of(engine.stats()) if "disk blocks" not in line)
     server.cache = {**THREE_TIERS, "chunks": CHUNKS}
     reading = engine.stats()
     assert reading.chunks == ChunkStats(**CHUNKS)  # type: ignore[arg-type]  # as the engine sends them: numbers and a truth
     assert reading.to_dict()["chunks"] == CHUNKS
     lines = lines_of(reading)
     tokens = "900 tokens reused, 300 recomputed, 70 in approximate prefixes"
-    assert f"chunk reuse      5 chunks of 2 requests: {tokens}; 12 requests refused" in lines
+    assert f"chunk reuse      5 chunks of 2 requests: {tokens}; 12 requests answered exactly" in lines
     assert (
-        "stored chunks    3 chunks, 4 variants; 1,500 of 8,000 tokens in host memory, 2,500 of 9,000 on disk "
+        "stored chunks    3 chunks, 4 versions; 1,500 of 8,000 tokens in host memory, 2,500 of 9,000 on disk "
         "(switched off: see the log)"
     ) in lines
     assert (
-        "unused chunks    6 mismatched, 7 too long, 8 crowded out, 1 evicted, 10 corrupt, 11 lost, 9 dropped"
+        "unused chunks    6 mismatched, 7 too long, 8 without free space, 1 evicted, 10 corrupt, 11 lost, 9 dropped"
     ) in lines

@@ -40,7 +40,7 @@ def test_both_handlers_print_the_same_line() -> None:
         )
     line = (
         "2 requests, 1,152 of 2,400 prompt tokens cached (48%: 1,024 GPU, 128 host, 0 disk), first token after 50 ms "
-        "on average, 0.250 s of searching hidden"
+        "on average, 0.250 s of search time overlapped"
     )
     assert callbacks.summary() == events.summary()
     assert str(callbacks) == str(events) == line

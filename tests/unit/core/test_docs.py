@@ -187,6 +187,17 @@ def test_every_metric_of_ours_is_listed() -> None:
     assert metrics - named == set()
 
 
+def test_every_statistic_that_a_page_for_users_names_is_there() -> None:
+    folders = ("ragcache_core", "ragcache_integrations", "examples")
+    words = {
+        word for folder in folders for path in _sources(folder) for word in re.findall(r"\w+", path.read_text("utf-8"))
+    }
+    for page in PAGES:
+        if page.parent.name != "dev":
+            named = set(re.findall(r"`(?:\w+\.)*((?:num|is|has|mean|sum)_\w+)`", page.read_text(encoding="utf-8")))
+            assert named - words == set(), _name(page)
+
+
 def _leaves(nav: object) -> list[str]:
     if isinstance(nav, str):
         return [nav]

@@ -58,7 +58,7 @@ export function showTiers(stats, history) {
       );
     }),
   );
-  if (!stats.tiers.length) byId("tiers").append(el("p", { className: "faint" }, "nothing is told of them yet"));
+  if (!stats.tiers.length) byId("tiers").append(el("p", { className: "faint" }, "no statistics yet"));
 }
 
 export function showSources(requests, history) {
@@ -124,16 +124,16 @@ export function showQueue(stats, load, recent) {
   const counts = recent && [["waiting", count(recent.num_queued)], ["running", count(recent.num_running)]]; // a tenant is not told
   const rows = [
     ...(counts ?? []),
-    ["prefills ahead of a new one", `${count(load.num_pending_prefills)}, ${seconds(load.pending_prefill_s)}`],
-    ["overtook an earlier one", count(stats.num_reordered_requests)],
-    ["speculation", !load.is_speculative ? "off" : load.has_room ? "has room" : "waits"],
-    ["asked ahead", count(stats.num_speculative_requests)],
-    ["of those confirmed", count(stats.num_confirmed_speculations)],
-    ["tokens computed ahead", count(stats.num_speculative_tokens)],
-    ["of those wasted", `${count(stats.num_wasted_tokens)} (${percent(wasted)})`],
+    ["pending prefills", `${count(load.num_pending_prefills)}, ${seconds(load.pending_prefill_s)}`],
+    ["served before an earlier one", count(stats.num_reordered_requests)],
+    ["speculation", !load.is_speculative ? "off" : load.has_room ? "spare capacity" : "no spare capacity"],
+    ["speculative requests", count(stats.num_speculative_requests)],
+    ["speculation hits", count(stats.num_confirmed_speculations)],
+    ["speculative tokens", count(stats.num_speculative_tokens)],
+    ["wasted tokens", `${count(stats.num_wasted_tokens)} (${percent(wasted)})`],
   ];
   if (stats.chunks) {
-    rows.push(["documents kept for reuse anywhere", count(stats.chunks.num_chunks)]);
+    rows.push(["documents stored for chunk reuse", count(stats.chunks.num_chunks)]);
     rows.push(["reused", count(stats.chunks.num_reused_chunks)]);
   }
   if (stats.recognition) {

@@ -117,7 +117,7 @@ function askForKey(why) {
   byId("why").textContent = why;
   byId("key").value = "";
   byId("key").focus();
-  tell("asks", "asks for the key");
+  tell("asks", "needs the key");
 }
 
 function isPaused() {
@@ -127,7 +127,7 @@ function isPaused() {
 byId("door").addEventListener("submit", (event) => {
   event.preventDefault();
   const given = byId("key").value.trim();
-  if (!/^[\x20-\x7e]+$/.test(given)) return askForKey("A key has letters, digits and signs of ASCII.");
+  if (!/^[\x20-\x7e]+$/.test(given)) return askForKey("A key has ASCII letters, digits and signs only.");
   key.keep(given);
   byId("door").hidden = true;
   byId("key").value = "";
@@ -140,7 +140,7 @@ byId("leave").addEventListener("click", () => {
 byId("pause").addEventListener("click", () => {
   const pauses = !isPaused();
   byId("pause").setAttribute("aria-pressed", String(pauses));
-  byId("pause").textContent = pauses ? "go on" : "pause";
+  byId("pause").textContent = pauses ? "continue" : "pause";
   if (pauses) {
     clearTimeout(timer);
     tell("paused", "paused");

@@ -41,7 +41,7 @@ export class RequestList {
     const box = byId("requests");
     if (!rows.size) return box.replaceChildren(el("p", { className: "faint" }, "no request yet"));
     const keys = el("p", { className: "keys" }, ...PHASES.map(([kind, name]) => el("span", { className: `key ${kind}` }, name)));
-    keys.append(el("span", { className: "faint" }, `a whole line is ${seconds(longest)}; open one for its figures`));
+    keys.append(el("span", { className: "faint" }, `a whole line is ${seconds(longest)}; open one for its statistics`));
     const head = box.querySelector(".keys");
     if (head) head.replaceWith(keys);
     else box.replaceChildren(keys);

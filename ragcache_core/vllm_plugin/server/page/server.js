@@ -20,7 +20,7 @@ export async function ask(path) {
   const answer = await fetch(path, { headers, cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
   if (answer.ok) return answer.json();
   const why = await reason(answer);
-  if (answer.status === 401) throw new Refused(said === null ? "" : "The server refuses this key.");
+  if (answer.status === 401) throw new Refused(said === null ? "" : "The server rejects this key.");
   if (answer.status === 403) throw new NotForTenants(why);
   throw new Error(why);
 }

@@ -40,7 +40,9 @@ _POLL_S = 0.5
 _EVERYWHERE_S = 10.0
 _REWRITE_S = 30.0
 _ALL = "every tenant"
-_UNSTORED = "it is not on disk, because the file of registrations cannot be written: mend that, and try again"
+_UNSTORED = (
+    "it is not on disk: the file of registrations cannot be written. Free space or correct its rights, and try again"
+)
 _SAME_CONTENT = (
     "64 other documents differ from it in their first and last words, or in the number of repetitions, alone: it is "
     "not told apart"
