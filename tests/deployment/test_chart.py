@@ -11,14 +11,19 @@ import hcl2
 import kubernetes_validate
 import pytest
 import yaml
+from cloudcoil.models.keda.v1alpha1 import ScaledObject
+from cloudcoil.models.prometheus_operator.v1 import PrometheusRule, ServiceMonitor
 from helm_python.chart import lint
 from helm_python.errors import HelmError
+from pydantic import ValidationError
 
 from tests.deployment.chart import CHART, DEPLOYMENT, PLAIN, VALUES, objects, plain_manifests, values_of
 
 TERRAFORM = DEPLOYMENT / "terraform"
 CORE = re.compile(r"^(v1|(apps|batch|autoscaling|policy|networking\.k8s\.io)/v\d)$")
 """API groups with schemas in kubernetes-validate."""
+CUSTOM = {model.__name__: model for model in (ScaledObject, PrometheusRule, ServiceMonitor)}
+"""Models of what KEDA 2.16 and the Prometheus Operator 0.80 publish as their schemas."""
 NODES = {"g5.2xlarge": (8, 32), "g6.2xlarge": (8, 32), "t3.large": (2, 8)}
 """CPUs and GiB of the instance types that the Terraform example names."""
 NODE_CPU, NODE_GIB = 0.5, 3.0
@@ -76,11 +81,35 @@ def test_the_chart_has_no_lint(name: str) -> None:
     assert [each for each in report["messages"] if each["severity"] > 1] == []
 
 
-def test_kubernetes_takes_what_is_made(made: list[dict[str, Any]]) -> None:
-    checked = [each for each in made if CORE.match(each["apiVersion"])]
-    assert len(checked) >= 4
-    for each in checked:
-        kubernetes_validate.validate(each, "1.37", strict=True)
+def test_kubernetes_keda_and_prometheus_take_what_is_made(made: list[dict[str, Any]]) -> None:
+    assert len(made) >= 4
+    for each in made:
+        if CORE.match(each["apiVersion"]):
+            kubernetes_validate.validate(each, "1.37", strict=True)
+        else:
+            CUSTOM[each["kind"]].model_validate(each, extra="forbid")
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "value"),
+    [
+        ("ScaledObject", ["spec", "maxReplicaCounts"], 3),
+        ("ScaledObject", ["spec", "triggers"], None),
+        ("ScaledObject", ["spec", "triggers", 0, "metricType"], 1),
+        ("ScaledObject", ["spec", "triggers", 0, "metadata", "threshold"], 8),
+        ("ScaledObject", ["spec", "advanced", "horizontalPodAutoscalerConfig", "behaviour"], {}),
+        ("ServiceMonitor", ["spec", "endpoints", 0, "scheme"], "ftp"),
+        ("PrometheusRule", ["spec", "groups", 0, "rules", 0, "expr"], None),
+    ],
+)
+def test_schemas_of_keda_and_prometheus_reject_mistakes(kind: str, place: list[str | int], value: object) -> None:
+    (made,) = of_kind(list(objects(values_of("three-replicas"))), kind)
+    at: Any = made
+    for key in place[:-1]:
+        at = at[key]
+    at[place[-1]] = value
+    with pytest.raises(ValidationError):
+        CUSTOM[kind].model_validate(made, extra="forbid")
 
 
 def test_names_are_unique_and_all_that_is_referred_to_exists(made: list[dict[str, Any]]) -> None:
