@@ -271,7 +271,7 @@ class TierStats:
     ``name`` is ``gpu``, ``host``, ``disk`` or ``shared``. ``num_hit_tokens`` are prompt tokens that were served from
     here. A tier that failed (a disk that is gone or hangs) is switched off: ``is_enabled`` is false, and the others go
     on; a shared store is tried again. Of that ``num_blocks`` are those which this engine has put or found there; its
-    size is not known, and 0.
+    ``capacity_bytes`` is ``shared_bytes``, and 0 without it. With it ``used_bytes`` are those of all engines' blocks.
 
     ``num_corrupt_chunks`` of the disk or the shared store were damaged, and computed again. ``num_dropped_chunks`` were
     not written there: it was full, slow, or failed.

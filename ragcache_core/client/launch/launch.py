@@ -299,7 +299,7 @@ def _check_shared(cache: CacheConfig, env: Mapping[str, str]) -> None:
         return
     if any(name == SHARED_PASSWORD_ENV or name.startswith("AWS_") for name in env):
         open_remote(cache.shared).close()
-    elif (why := check_reachable(cache.shared)) is not None:
+    elif (why := check_reachable(cache.shared, is_limited=cache.shared_bytes is not None)) is not None:
         logger.warning(
             "RC-SHARED-UNREACHABLE: the shared store %s does not answer, and is tried again later (%s)",
             cache.shared,

@@ -219,6 +219,7 @@ def test_every_setting_of_the_cache_is_an_option(monkeypatch: pytest.MonkeyPatch
     options = ["--host-bytes", "2GiB", "--disk-bytes", "3GiB", "--cache-dir", "/kv", "--policy", "pgdsf"]
     options += ["--disk-key-file", "/key", "--tenants", "/tenants.toml", "--max-cached-documents", "5"]
     options += ["--shared", "redis://host:6379/0", "--shared-ttl", "60", "--compression", "lz4"]
+    options += ["--shared-bytes", "200GiB"]
     options += ["--replicated-share", "0.25", "--max-age", "3600", "--pinned-share", "0.5"]
     options += ["--queue", "fifo", "--queue-window", "7", "--max-prefill-bs", "2", "--max-documents", "500"]
     options += ["--no-layerwise-loads"]
@@ -233,6 +234,7 @@ def test_every_setting_of_the_cache_is_an_option(monkeypatch: pytest.MonkeyPatch
         directory="/kv",
         disk_key_file="/key",
         shared="redis://host:6379/0",
+        shared_bytes="200GiB",
         shared_ttl=60.0,
         compression="lz4",
         tenants="/tenants.toml",
