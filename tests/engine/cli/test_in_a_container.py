@@ -105,7 +105,9 @@ def test_a_container_serves_answers_its_probes_and_drains(tmp_path: Path) -> Non
 
     def is_alive(state: str) -> bool:
         """Return whether the liveness probe is answered with a state; any answer is a success for it."""
-        return bool(httpx.get(f"http://127.0.0.1:{live}/live", timeout=10.0).raise_for_status().text.strip() == state)
+        return bool(
+            httpx.get(f"http://127.0.0.1:{live}/live", timeout=10.0).raise_for_status().json() == {"state": state}
+        )
 
     with container(folder, volume, output, port, live) as process:
         said = lambda: output.read_text(errors="replace")  # noqa: E731
