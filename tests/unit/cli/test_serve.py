@@ -103,6 +103,15 @@ def test_sigterm_lets_running_requests_end_and_is_no_error(monkeypatch: pytest.M
         assert result.stderr.endswith(f"ragcache: stopping: running requests have {seconds:g} s\n")
 
 
+@pytest.mark.parametrize("end", [SystemExit(143), KeyboardInterrupt()], ids=["SIGTERM", "Ctrl-C"])
+def test_a_second_signal_does_not_wait_for_running_requests(
+    monkeypatch: pytest.MonkeyPatch, end: BaseException
+) -> None:
+    engine = FakeEngine([0], SystemExit(143), end_of_drain=end)
+    run(monkeypatch, engine)
+    assert (engine.drained_s, engine.num_closed) == ([20.0], 1)
+
+
 def test_json_announces_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
     announced = json.loads(run(monkeypatch, FakeEngine([], KeyboardInterrupt()), "--json").stdout)
     assert set(announced) == {"url", "api_key", "page", "model", "max_model_len", "log", "pid"}
