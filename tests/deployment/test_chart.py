@@ -194,6 +194,15 @@ def test_liveness_does_not_depend_on_the_engine_and_the_grace_period_fits_the_dr
     assert pod["spec"]["terminationGracePeriodSeconds"] > delay_s + drain_s + 20
 
 
+def test_a_limit_of_the_shared_store_reaches_every_replica() -> None:
+    made = list(objects(values_of("three-replicas")))
+    (pod,) = pods(of_kind(made, "StatefulSet"))
+    arguments = pod["spec"]["containers"][0]["args"]
+    assert size_gib("--shared-bytes", arguments) == values_of("three-replicas")["tiers"]["shared"]["GiB"]
+    (plain,) = pods(of_kind(list(objects(values_of("one-gpu"))), "StatefulSet"))
+    assert "--shared-bytes" not in plain["spec"]["containers"][0]["args"]
+
+
 def test_rules_are_those_of_the_monitoring_example(made: list[dict[str, Any]]) -> None:
     ours = yaml.safe_load((DEPLOYMENT.parent / "monitoring" / "ragcache-rules.yml").read_text(encoding="utf-8"))
     for rules in of_kind(made, "PrometheusRule"):
@@ -260,6 +269,7 @@ def test_plain_manifests_are_what_the_chart_makes() -> None:
         ({"model": {"path": "my-model"}}, "path"),
         ({"tiers": {"shared": {"url": "redis://:secret@redis:6379/0"}}}, "url"),
         ({"tiers": {"hostGiB": "64GiB"}}, "hostGiB"),
+        ({"tiers": {"shared": {"GiB": 200}}}, "tiers.shared.GiB"),
         ({"engine": {"gpus": 0}}, "engine.kvCacheGiB"),
         ({"model": {"source": "hub"}}, "model.hub.name"),
         ({"model": {"source": "loader"}}, "model.loader.image"),
