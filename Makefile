@@ -37,6 +37,8 @@ PARALLEL := tests/engine/parallel
 JAVASCRIPT := examples/any_client/javascript
 # Runs a command and says how long it took.
 timed   = @began=$$(date +%s); $(2) && echo "ragcache: $(1) took $$(($$(date +%s) - began)) s"
+# Runs a command where programs are installed; else says that it does not.
+where   = @if which $(1) >/dev/null 2>&1; then $(2); else echo "ragcache: warning: not checked, because one of these is not installed: $(1)"; fi
 
 # Compiled modules are kept: else every process of the tests compiles what it imports of ours.
 unexport PYTHONDONTWRITEBYTECODE
@@ -151,12 +153,16 @@ dist: $(READY) $(PUBLISH)/.ready ## build what a release uploads from the last c
 	$(VENV)/bin/python -m build --no-isolation --outdir dist build/release > build/release.log || { cat build/release.log; exit 1; }
 	$(PUBLISH)/bin/twine check --strict dist/*
 
-check-deployment: $(PUBLISH)/.ready ## check images, Compose, the chart, Terraform and workflows against what is published about them
+check-deployment: $(PUBLISH)/.ready ## build, start and ask the image; check Compose, chart, rules, Terraform and workflows
 	$(PUBLISH)/bin/hadolint --ignore DL3006 --ignore DL3008 examples/deployment/Dockerfile*
 	$(PUBLISH)/bin/check-jsonschema --builtin-schema vendor.compose-spec examples/deployment/compose.yaml
 	$(PUBLISH)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(PUBLISH)/bin/kubernetes-validate --strict --quiet $(filter-out %/kustomization.yaml,$(wildcard examples/deployment/kubernetes/*.yaml))
 	$(PUBLISH)/bin/python -m pytest --quiet --config-file /dev/null --rootdir . --confcutdir tests/deployment -p no:cacheprovider tests/deployment
+	$(call where,promtool,promtool test rules examples/monitoring/ragcache-rules-test.yml)
+	$(call where,terraform,terraform fmt -check -recursive examples/deployment/terraform)
+	$(call where,buildah debootstrap,if [ $$(id -u) = 0 ]; then $(MAKE) --no-print-directory image-check; \
+	  else echo "ragcache: warning: images are not checked: that needs root"; fi)
 
 manifests: $(PUBLISH)/.ready ## write examples/deployment/kubernetes from the chart beside it
 	$(PUBLISH)/bin/python -m tests.deployment.chart

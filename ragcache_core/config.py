@@ -259,8 +259,12 @@ class CacheConfig(_Settings):
     shared: str | None = None
     """A store that several engines share, below their host tiers: ``redis://host:6379/0`` (Redis or
     Valkey; ``rediss`` with TLS) or ``s3://bucket/prefix``; passwords are ``RAGCACHE_SHARED_PASSWORD`` and
-    ``AWS_SECRET_ACCESS_KEY`` of the environment. What one engine has computed, another one loads. Size and
-    age limits are settings of the store. ``disk_key_file`` encrypts its objects as well."""
+    ``AWS_SECRET_ACCESS_KEY`` of the environment. What one engine has computed, another one loads.
+    ``disk_key_file`` encrypts its objects as well."""
+
+    shared_bytes: Bytes | None = None
+    """Limit of the KV of this model in a ``shared`` store, over all engines, as 200GiB: the writers delete the least
+    recently used there, in a bucket the oldest. By default the store's own settings decide."""
 
     shared_ttl: Annotated[float, Field(gt=0, le=_LARGEST, allow_inf_nan=False, strict=True)] | None = None
     """Seconds after which a ``shared`` Redis or Valkey deletes what this engine stored. By default the server's
@@ -344,6 +348,11 @@ class CacheConfig(_Settings):
             raise ValueError(
                 f"CacheConfig.shared is {self.shared!r:.80} but host_bytes is 0: documents reach the store through "
                 "host memory, so set host_bytes or leave shared out"
+            )
+        if self.shared_bytes is not None and self.shared is None:
+            raise ValueError(
+                f"CacheConfig.shared_bytes is {_shown(self.shared_bytes)} but shared is None: name a store, or leave "
+                "shared_bytes out"
             )
         if self.shared_ttl is not None and not (self.shared or "").startswith("redis"):
             raise ValueError(

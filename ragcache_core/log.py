@@ -265,6 +265,11 @@ LOG_EVENTS: Final[dict[str, dict[str, LogEvent]]] = {
             "Raise `first_token_timeout_s`, or add replicas.",
             is_limited=True,
         ),
+        "RC-PROXY-HEADERS": LogEvent(
+            "WARNING",
+            "A proxy removes RAGCache's headers. Statistics and confirmations may reach another replica.",
+            "Let `x-session-id` and `x-ragcache-*` pass. See [proxies](../operate/proxies.md#the-headers).",
+        ),
         "RC-REPLICA-WAIT": LogEvent(
             "WARNING", "No replica of the fleet answers yet. The client waits for one.", "Start the replicas."
         ),

@@ -270,7 +270,8 @@ class TierStats:
     ``name`` is ``gpu``, ``host``, ``disk`` or ``shared``. ``num_hit_tokens`` are prompt tokens that were served from
     here. A tier that failed (a disk that is missing or hangs) is switched off: ``is_enabled`` is false, and the other
     tiers work. A disk or shared store is tried again. ``num_blocks`` of a shared store are the blocks that this engine
-    stored or found there; its size is not known, and 0.
+    stored or found there; its ``capacity_bytes`` is ``shared_bytes``, and 0 without it. With it ``used_bytes`` are
+    those of all engines' blocks.
 
     ``num_corrupt_chunks`` of the disk or the shared store were damaged, and recomputed. ``num_dropped_chunks`` were not
     written: the tier was full, slow, or failed.

@@ -37,6 +37,8 @@ MIRROR = "http://deb.debian.org/debian"
 BASE_PACKAGES = "ca-certificates,python3,python3-dev,python3-pip,python3-venv"
 """What python:3.11-slim has and Debian's smallest base has not: headers, too, for code that is compiled at run time."""
 STARTUP_S = 300.0
+WANTED_GIB = 16
+"""Of disk space: a build took more than 11 GiB before its last stage."""
 VERSION = ("ragcache", "--version")
 ENTER = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-ec"]
 CONTAINER = """
@@ -343,6 +345,9 @@ def main(folder: Path, base: str | None, torch_index: str, release: bool) -> Non
         sys.exit(f"ragcache: error: image-check needs {', '.join(missing)}: apt-get install buildah debootstrap")
     if os.getuid() != 0:
         sys.exit("ragcache: error: image-check needs root, for chroot and mounts")
+    folder.mkdir(parents=True, exist_ok=True)
+    if (free_gib := shutil.disk_usage(folder).free >> 30) < WANTED_GIB:
+        print(f"ragcache: warning: {folder} has {free_gib} GiB free, images may take {WANTED_GIB}", file=sys.stderr)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is mounted is unmounted
     builder = Builder(folder.resolve())
     index = ("--build-arg", f"TORCH_INDEX={torch_index}")

@@ -11,14 +11,19 @@ import hcl2
 import kubernetes_validate
 import pytest
 import yaml
+from cloudcoil.models.keda.v1alpha1 import ScaledObject
+from cloudcoil.models.prometheus_operator.v1 import PrometheusRule, ServiceMonitor
 from helm_python.chart import lint
 from helm_python.errors import HelmError
+from pydantic import ValidationError
 
 from tests.deployment.chart import CHART, DEPLOYMENT, PLAIN, VALUES, objects, plain_manifests, values_of
 
 TERRAFORM = DEPLOYMENT / "terraform"
 CORE = re.compile(r"^(v1|(apps|batch|autoscaling|policy|networking\.k8s\.io)/v\d)$")
 """API groups with schemas in kubernetes-validate."""
+CUSTOM = {model.__name__: model for model in (ScaledObject, PrometheusRule, ServiceMonitor)}
+"""Models of what KEDA 2.16 and the Prometheus Operator 0.80 publish as their schemas."""
 NODES = {"g5.2xlarge": (8, 32), "g6.2xlarge": (8, 32), "t3.large": (2, 8)}
 """CPUs and GiB of the instance types that the Terraform example names."""
 NODE_CPU, NODE_GIB = 0.5, 3.0
@@ -76,11 +81,35 @@ def test_the_chart_has_no_lint(name: str) -> None:
     assert [each for each in report["messages"] if each["severity"] > 1] == []
 
 
-def test_kubernetes_takes_what_is_made(made: list[dict[str, Any]]) -> None:
-    checked = [each for each in made if CORE.match(each["apiVersion"])]
-    assert len(checked) >= 4
-    for each in checked:
-        kubernetes_validate.validate(each, "1.37", strict=True)
+def test_kubernetes_keda_and_prometheus_take_what_is_made(made: list[dict[str, Any]]) -> None:
+    assert len(made) >= 4
+    for each in made:
+        if CORE.match(each["apiVersion"]):
+            kubernetes_validate.validate(each, "1.37", strict=True)
+        else:
+            CUSTOM[each["kind"]].model_validate(each, extra="forbid")
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "value"),
+    [
+        ("ScaledObject", ["spec", "maxReplicaCounts"], 3),
+        ("ScaledObject", ["spec", "triggers"], None),
+        ("ScaledObject", ["spec", "triggers", 0, "metricType"], 1),
+        ("ScaledObject", ["spec", "triggers", 0, "metadata", "threshold"], 8),
+        ("ScaledObject", ["spec", "advanced", "horizontalPodAutoscalerConfig", "behaviour"], {}),
+        ("ServiceMonitor", ["spec", "endpoints", 0, "scheme"], "ftp"),
+        ("PrometheusRule", ["spec", "groups", 0, "rules", 0, "expr"], None),
+    ],
+)
+def test_schemas_of_keda_and_prometheus_reject_mistakes(kind: str, place: list[str | int], value: object) -> None:
+    (made,) = of_kind(list(objects(values_of("three-replicas"))), kind)
+    at: Any = made
+    for key in place[:-1]:
+        at = at[key]
+    at[place[-1]] = value
+    with pytest.raises(ValidationError):
+        CUSTOM[kind].model_validate(made, extra="forbid")
 
 
 def test_names_are_unique_and_all_that_is_referred_to_exists(made: list[dict[str, Any]]) -> None:
@@ -165,6 +194,15 @@ def test_liveness_does_not_depend_on_the_engine_and_the_grace_period_fits_the_dr
     assert pod["spec"]["terminationGracePeriodSeconds"] > delay_s + drain_s + 20
 
 
+def test_a_limit_of_the_shared_store_reaches_every_replica() -> None:
+    made = list(objects(values_of("three-replicas")))
+    (pod,) = pods(of_kind(made, "StatefulSet"))
+    arguments = pod["spec"]["containers"][0]["args"]
+    assert size_gib("--shared-bytes", arguments) == values_of("three-replicas")["tiers"]["shared"]["GiB"]
+    (plain,) = pods(of_kind(list(objects(values_of("one-gpu"))), "StatefulSet"))
+    assert "--shared-bytes" not in plain["spec"]["containers"][0]["args"]
+
+
 def test_rules_are_those_of_the_monitoring_example(made: list[dict[str, Any]]) -> None:
     ours = yaml.safe_load((DEPLOYMENT.parent / "monitoring" / "ragcache-rules.yml").read_text(encoding="utf-8"))
     for rules in of_kind(made, "PrometheusRule"):
@@ -231,6 +269,7 @@ def test_plain_manifests_are_what_the_chart_makes() -> None:
         ({"model": {"path": "my-model"}}, "path"),
         ({"tiers": {"shared": {"url": "redis://:secret@redis:6379/0"}}}, "url"),
         ({"tiers": {"hostGiB": "64GiB"}}, "hostGiB"),
+        ({"tiers": {"shared": {"GiB": 200}}}, "tiers.shared.GiB"),
         ({"engine": {"gpus": 0}}, "engine.kvCacheGiB"),
         ({"model": {"source": "hub"}}, "model.hub.name"),
         ({"model": {"source": "loader"}}, "model.loader.image"),

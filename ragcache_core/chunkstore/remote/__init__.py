@@ -5,7 +5,8 @@ They keep and evict what they are given; what its bytes mean, and whether they a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -17,11 +18,27 @@ TIMEOUT_S = 1.0
 """How long one answer of a store is waited for."""
 
 
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """An object of a store: what it takes there, and when it was used last, as the store tells it.
+
+    Of two objects the one with the smaller ``used_s`` was used earlier; a bucket knows only when it was stored.
+    """
+
+    name: str
+    num_bytes: int
+    used_s: float
+
+
 class RemoteStore(Protocol):
     """A store; every call may raise any error, after :data:`TIMEOUT_S` for each missing answer."""
 
     def ping(self) -> None:
         """Send a query that succeeds only if the store answers and the password is right."""
+        ...
+
+    def check_list(self) -> None:
+        """Raise an error where objects cannot be listed with their sizes."""
         ...
 
     def exists(self, names: Sequence[str], *, is_chain: bool) -> list[bool]:
@@ -38,6 +55,10 @@ class RemoteStore(Protocol):
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete what is there of names."""
+        ...
+
+    def list_objects(self, prefix: str) -> Iterator[Sequence[StoredObject]]:
+        """Yield all objects whose names begin with ``prefix``, in parts; one may be in several."""
         ...
 
     def cure_of(self, error: Exception) -> str:
@@ -87,8 +108,12 @@ def open_remote(url: str, *, ttl_s: float | None = None, timeout_s: float = TIME
         raise ConfigError(f"shared is {url!r:.80}, which cannot be used ({error}): correct it") from error
 
 
-def check_reachable(url: str) -> str | None:
+def check_reachable(url: str, *, is_limited: bool = False) -> str | None:
     """Ask the store at a URL once; return why it does not answer now, or None.
+
+    Args:
+        url: of the store.
+        is_limited: whether its objects are to be listed, too.
 
     Raises:
         ConfigError: it cannot work, its client is not installed, or the store refuses us.
@@ -96,6 +121,8 @@ def check_reachable(url: str) -> str | None:
     store = open_remote(url)
     try:
         store.ping()
+        if is_limited:
+            store.check_list()
     except Exception as error:  # whatever a client raises
         if store.is_refused(error):
             raise ConfigError(f"the shared store {url} refuses us ({brief(error)}): {store.cure_of(error)}") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
@@ -12,6 +12,8 @@ from typing import Any
 import obstore
 from obstore.exceptions import NotFoundError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import S3Store
+
+from ragcache_core.chunkstore.remote import StoredObject
 
 _NUM_AT_ONCE = 8
 
@@ -50,6 +52,9 @@ class ObjectStore:
     def ping(self) -> None:
         self._has("ragcache")
 
+    def check_list(self) -> None:
+        next(iter(obstore.list(self._store, "ragcache/none/")), None)
+
     def exists(self, names: Sequence[str], *, is_chain: bool) -> list[bool]:
         """Return which objects exist; in a chain, those before the last one found count as found."""
         if not is_chain:
@@ -72,6 +77,10 @@ class ObjectStore:
 
     def delete(self, names: Sequence[str]) -> None:
         list(self._writing.map(self._delete, names))
+
+    def list_objects(self, prefix: str) -> Iterator[Sequence[StoredObject]]:
+        for page in obstore.list(self._store, prefix):
+            yield [StoredObject(each["path"], each["size"], each["last_modified"].timestamp()) for each in page]
 
     def cure_of(self, error: Exception) -> str:
         if self.is_refused(error):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import redis
@@ -18,10 +18,12 @@ from redis.exceptions import (
 )
 from redis.retry import Retry
 
+from ragcache_core.chunkstore.remote import StoredObject
 from ragcache_core.config import SHARED_PASSWORD_ENV
 
 _REFUSALS = (AuthenticationError, AuthorizationError, NoPermissionError)
 _NUM_CONNECTIONS = 16
+_LISTED_AT_ONCE = 1000
 
 
 class RedisStore:
@@ -42,6 +44,10 @@ class RedisStore:
     def ping(self) -> None:
         self._redis.exists("ragcache")  # PING is answered to those that may do nothing else
 
+    def check_list(self) -> None:
+        self._redis.scan(0, match="ragcache/*", count=1)
+        self._sizes_and_idle_s([b"ragcache"])
+
     def exists(self, names: Sequence[str], *, is_chain: bool) -> list[bool]:
         with self._redis.pipeline(transaction=False) as pipe:
             for name in names:
@@ -60,10 +66,37 @@ class RedisStore:
     def delete(self, names: Sequence[str]) -> None:
         self._redis.unlink(*names)
 
+    def list_objects(self, prefix: str) -> Iterator[Sequence[StoredObject]]:
+        """Yield objects; neither command counts as a use. Servers that evict by frequency know no time of it."""
+        cursor = 0
+        while True:
+            cursor, keys = cast(
+                "tuple[int, list[bytes]]", self._redis.scan(cursor, match=f"{prefix}*", count=_LISTED_AT_ONCE)
+            )
+            yield [
+                StoredObject(key.decode(), size, -float(idle_s) if isinstance(idle_s, int) else 0.0)
+                for key, (size, idle_s) in zip(keys, self._sizes_and_idle_s(keys), strict=True)
+                if isinstance(size, int)
+            ]
+            if not cursor:
+                return
+
+    def _sizes_and_idle_s(self, keys: Sequence[bytes]) -> Iterator[tuple[object, object]]:
+        """Return for each key two whole numbers; something else where the server does not know one."""
+        with self._redis.pipeline(transaction=False) as pipe:
+            for key in keys:
+                pipe.memory_usage(key)
+                pipe.object("IDLETIME", key)
+            answers = pipe.execute(raise_on_error=False)
+        for refusal in answers:
+            if isinstance(refusal, _REFUSALS):
+                raise refusal
+        return zip(answers[::2], answers[1::2], strict=True)
+
     def cure_of(self, error: Exception) -> str:
         match error:
             case NoPermissionError():
-                return "let its user do EXISTS, MGET, SET and UNLINK"
+                return "let its user do EXISTS, MGET, SET and UNLINK; with shared_bytes also SCAN, MEMORY and OBJECT"
             case AuthenticationError() | AuthorizationError():
                 return f"set {SHARED_PASSWORD_ENV} to its password"
             case OutOfMemoryError():

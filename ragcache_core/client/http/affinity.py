@@ -21,11 +21,14 @@ import httpx
 from pydantic_core import from_json
 
 from ragcache_core.client.speculation.request_capture import asks_completion
+from ragcache_core.log import logger_of
 from ragcache_core.ordering import MAX_PATH_DOCUMENTS, static_prefix_digest
 from ragcache_core.prompt import texts_of
 from ragcache_core.routing.load import PromptInfo
 from ragcache_core.types import PromptSegment, SegmentKind
 from ragcache_core.wire import KEY, REPLICA_HEADER, REQUEST_ROUTE, SESSION_HEADER, SPECULATION_HEADER, SPECULATION_ROUTE
+
+logger = logger_of(__name__)
 
 _OPENING = 64
 """Tokens by which prompts without documents are told apart."""
@@ -132,10 +135,11 @@ class ProxyAffinity:
     def __init__(self) -> None:
         self._speculations: OrderedDict[str, _ReplicaHint] = OrderedDict()
         self._answers: OrderedDict[str, _ReplicaHint] = OrderedDict()
+        self._is_removal_logged = False
 
     def send(self, request: httpx.Request) -> AffineRequest:
         """Return ``request`` with its headers; those that an application has set stay."""
-        place = None
+        place, is_unnamed = None, False
         said: dict[str, str | None] = {}
         if asks_completion(request):
             asked = RequestInfo.of(request)
@@ -150,11 +154,12 @@ class ProxyAffinity:
             said = {SESSION_HEADER: known.session, SPECULATION_HEADER: found[1]}
         elif found := REQUEST_ROUTE.search(request.url.path):
             known = self._answers.get(unquote(found[1]), _ReplicaHint())
+            is_unnamed = known.session is not None and known.replica is None
             said = {SESSION_HEADER: known.session, REPLICA_HEADER: known.replica}
         for name, value in said.items():
             if is_sendable(value):  # what a server refuses in a body is not to fail here
                 request.headers.setdefault(name, value)
-        return AffineRequest(self, request, place)
+        return AffineRequest(self, request, place, is_unnamed=is_unnamed)
 
     def answered(self, place: _ReplicaHint, response: httpx.Response, first_bytes: bytes) -> None:
         """Remember where the answer of this id came from."""
@@ -162,14 +167,32 @@ class ProxyAffinity:
             replica = response.headers.get(REPLICA_HEADER)
             _remember(self._answers, found[1].decode(errors="replace"), _ReplicaHint(place.session, replica))
 
+    def log_removal(self, request: httpx.Request) -> None:
+        """Log once that answers of a server with RAGCache come without the header that names it."""
+        if not self._is_removal_logged:
+            self._is_removal_logged = True
+            logger.warning(
+                "RC-PROXY-HEADERS: a proxy at %s removes %s from answers, so statistics of requests and confirmations "
+                "may reach another replica: let %s and x-ragcache-* pass in both directions",
+                request.url.netloc.decode(),
+                REPLICA_HEADER,
+                SESSION_HEADER,
+            )
+
 
 class AffineRequest:
     """A request on its way, to one address whatever happens."""
 
-    def __init__(self, affinity: ProxyAffinity, request: httpx.Request, place: _ReplicaHint | None) -> None:
-        """``place``: of a completion, whose answer is remembered."""
+    def __init__(
+        self, affinity: ProxyAffinity, request: httpx.Request, place: _ReplicaHint | None, *, is_unnamed: bool
+    ) -> None:
+        """``place``: of a completion, whose answer is remembered.
+
+        ``is_unnamed``: a question about an answer that came without the name of its replica.
+        """
         self._affinity = affinity
         self._place = place
+        self._is_unnamed = is_unnamed
         self.request = request
 
     def check(self) -> None:
@@ -182,6 +205,8 @@ class AffineRequest:
         )
         if is_of_proxy and self._place is not None:
             raise self._unsent(response)
+        if self._is_unnamed and response.status_code == httpx.codes.OK:  # so it is a server with RAGCache
+            self._affinity.log_removal(self.request)
 
     def begun(self, response: httpx.Response, first_bytes: bytes) -> None:
         if self._place is None:

@@ -306,7 +306,12 @@ def transfer_config(
         place = {"directory": str(cache.directory), "capacity_bytes": disk_bytes, "key_file": key_file}
         below.append({"type": "DiskTier", "module_path": f"{_PLUGIN}.disk.manager", **place})
     if cache.shared is not None:
-        store = {"url": cache.shared, "ttl_s": cache.shared_ttl, "key_file": key_file}
+        store = {
+            "url": cache.shared,
+            "max_bytes": cache.shared_bytes,
+            "ttl_s": cache.shared_ttl,
+            "key_file": key_file,
+        }
         below.append({"type": "SharedTier", "module_path": f"{_PLUGIN}.shared.tier", **store})
     if below:
         extra["secondary_tiers"] = below

@@ -54,6 +54,8 @@ _NOT_FOUND = re.compile(
     r"|is not a local folder and is not a valid model identifier|We couldn't connect to .* to load the files"
 )
 """What the client of the Hugging Face hub and Transformers say of a name that they cannot load."""
+_NO_DEVICE = "Failed to infer device type"
+"""What vLLM says where no device is of the kind that it was built for."""
 _KV_CURE = "Raise kv_cache_bytes, or lower max_model_len"
 logger = logger_of(__name__)
 
@@ -227,6 +229,11 @@ def launch_server(settings: LaunchSettings) -> LaunchedServer:
     except EngineStartError as error:
         if isinstance(cache, CacheConfig) and (too_small := _TOO_SMALL.search(str(error))) is not None:
             raise EngineStartError(f"{str(error)[: too_small.end()]} {_KV_CURE} (log: {log})") from error
+        if _NO_DEVICE in str(error):
+            raise EngineStartError(
+                "vLLM found no GPU here: give the container one (docker run --gpus all; in Kubernetes a node with "
+                f"nvidia.com/gpu), check the driver with nvidia-smi, or use vLLM's build for the CPU (log: {log})"
+            ) from error
         if Path(model).exists():
             raise
         if _NOT_FOUND.search(str(error)) is not None:
@@ -299,7 +306,7 @@ def _check_shared(cache: CacheConfig, env: Mapping[str, str]) -> None:
         return
     if any(name == SHARED_PASSWORD_ENV or name.startswith("AWS_") for name in env):
         open_remote(cache.shared).close()
-    elif (why := check_reachable(cache.shared)) is not None:
+    elif (why := check_reachable(cache.shared, is_limited=cache.shared_bytes is not None)) is not None:
         logger.warning(
             "RC-SHARED-UNREACHABLE: the shared store %s does not answer, and is tried again later (%s)",
             cache.shared,

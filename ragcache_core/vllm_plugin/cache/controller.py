@@ -70,8 +70,18 @@ class SharedStore(Protocol):
     """What is reported of a store that several engines use."""
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of a block there."""
+    def capacity_bytes(self) -> int:
+        """Bytes that this model's blocks may take there; 0 where this is not known."""
+        ...
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that they take, as far as known."""
+        ...
+
+    @property
+    def num_evicted_blocks(self) -> int:
+        """Blocks that this engine has deleted there for others."""
         ...
 
     @property
@@ -803,16 +813,15 @@ class CacheController:
         }
 
     def _shared_report(self) -> Iterator[dict[str, object]]:
-        """Yield what is known of a store that others use as well, which has no size that we know of."""
+        """Yield what is known of a store that others use as well."""
         if self.shared is None:
             return
-        num_blocks = self.shared.num_known_blocks
         yield {
             "name": Origin.SHARED.label,
-            "capacity_bytes": 0,
-            "used_bytes": num_blocks * self.shared.block_bytes,
-            "num_blocks": num_blocks,
-            "num_evicted_blocks": 0,
+            "capacity_bytes": self.shared.capacity_bytes,
+            "used_bytes": self.shared.used_bytes,
+            "num_blocks": self.shared.num_known_blocks,
+            "num_evicted_blocks": self.shared.num_evicted_blocks,
             "num_hit_tokens": self.counters.num_tokens_by_tier[Origin.SHARED],
             "is_enabled": self.shared.is_serving,
             "num_corrupt_chunks": self.counters.num_shared_corrupt_chunks,

@@ -21,6 +21,7 @@ store is opened again when the disk answers (:class:`Reopening`), and the tree g
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,9 @@ from ragcache_core.chunkstore import ChunkEntry, ChunkStore, async_store
 from ragcache_core.chunkstore.compression import Compression
 from ragcache_core.chunkstore.regrowing import Regrowth, in_order_of_growth
 from ragcache_core.chunkstore.sealing import load_keys
+from ragcache_core.errors import CacheTierError
 from ragcache_core.log import logger_of
+from ragcache_core.runtime.environment import STARTED_AGAIN_ENV
 from ragcache_core.tree import Location, admit_within_quotas, runs_of
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.controller import TierReport
@@ -49,7 +52,7 @@ from ragcache_core.vllm_plugin.compat import (
 from ragcache_core.vllm_plugin.disk.events import DiskEvents
 from ragcache_core.vllm_plugin.disk.io import NUM_READERS, DiskIO
 from ragcache_core.vllm_plugin.disk.jobs import DiskStore, Erasure, PendingRun
-from ragcache_core.vllm_plugin.disk.reopening import Reopening, device_of
+from ragcache_core.vllm_plugin.disk.reopening import Reopening, UnopenedStore, device_of
 from ragcache_core.vllm_plugin.identity import MATCH_KEYS, kv_identity
 from ragcache_core.vllm_plugin.lower.jobs import EndedJob, LoadTransfer, TierJob
 from ragcache_core.vllm_plugin.lower.transfers import TransferTier
@@ -103,6 +106,8 @@ class DiskTier(TransferTier):
     ) -> None:
         """Open the store, and put what it holds into the tree.
 
+        An engine that the supervisor restarts runs on without a store that cannot be opened, until it can.
+
         Args:
             spec: has the controller and the identity of what is stored.
             host_memory: rows of host memory, ``[num_rows, block_bytes]``.
@@ -129,8 +134,16 @@ class DiskTier(TransferTier):
                 spec.controller.settings.compression, "RAGCache's disk tier", num_readers=NUM_READERS
             ),
         )
-        store = self._open_store()
         self._directory = Path(directory).absolute()
+        is_again = STARTED_AGAIN_ENV in os.environ
+        failure: CacheTierError | None = None
+        try:
+            store = self._open_store()
+        except CacheTierError as error:
+            if not is_again:
+                raise
+            failure = error
+            store = cast("ChunkStore", UnopenedStore(self._directory, block_bytes, capacity_bytes, str(error)))
         self._device = device_of(self._directory)
         self._host_memory = host_memory
         self._io = DiskIO(store, host_memory)
@@ -155,10 +168,15 @@ class DiskTier(TransferTier):
             self._report.num_other_blocks = lambda: len(self._stored) - self._tree.tiers[Tier.DISK].num_units
         self._controller.add_tier(Tier.DISK, self._report)
         try:
-            self._restore(store)
-        except BaseException:
-            self._io.close()
-            raise
+            if failure is None:
+                self._restore(store)
+        except BaseException as error:
+            if not (is_again and isinstance(error, CacheTierError)):
+                self._io.close()
+                raise
+            failure = error
+        if failure is not None:
+            self._disable(str(failure))
         self._controller.forgetting.add_holder(self)
 
     # A tier below host memory
@@ -575,6 +593,10 @@ class DiskTier(TransferTier):
         if self._reopening is not None and self._reopening.is_ready and not (self._loads or self._stores):
             reopened, self._reopening = self._reopening.take(), None
             self._io = self._threads = DiskIO(reopened.store, self._host_memory)
+            self.path, self.why_left_behind = reopened.store.path, why_on_disk([reopened.store.path])
+            self._report.capacity_bytes = reopened.store.capacity_bytes
+            self._report.block_bytes = reopened.store.slot_bytes
+            self._controller.add_tier(Tier.DISK, self._report)
             self._writing.clear()
             entries = in_order_of_growth(reopened.entries, self._groups.unit_of_entry)
             self._regrowth = _Regrowing(reopened.store, self._growth(), entries)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ragcache_core.chunkstore import ChunkEntry, ChunkStore
-from ragcache_core.errors import RAGCacheError
+from ragcache_core.errors import CacheTierError, RAGCacheError
 from ragcache_core.log import logger_of
 
 logger = logger_of(__name__)
@@ -23,6 +23,40 @@ class Reopened:
 
     store: ChunkStore
     entries: list[ChunkEntry]
+
+
+class UnopenedStore:
+    """What the threads of a tier have in place of a store that could not be opened: it holds nothing, and fails.
+
+    Args:
+        path: the cache directory.
+        chunk_bytes: size of a chunk.
+        capacity_bytes: the limit of what is stored.
+        why: it could not be opened.
+    """
+
+    chunks_per_batch = 1
+
+    def __init__(self, path: Path, chunk_bytes: int, capacity_bytes: int, why: str) -> None:
+        self.path = path
+        self.chunk_bytes = self.slot_bytes = chunk_bytes
+        self.capacity_bytes = capacity_bytes
+        self._why = why
+
+    def check_in_place(self) -> None:
+        """Raise CacheTierError."""
+        raise CacheTierError(self._why)
+
+    def clear(self) -> None:
+        """Raise CacheTierError: what the disk holds cannot be deleted."""
+        raise CacheTierError(self._why)
+
+    def erase(self, keys: object, progress: object) -> None:
+        """Raise CacheTierError: what the disk holds cannot be overwritten."""
+        raise CacheTierError(self._why)
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class Reopening:

@@ -27,6 +27,7 @@ import numpy as np
 from ragcache_core.chunkstore import Transfer, async_store
 from ragcache_core.chunkstore.async_store import Breaker, ReadRate
 from ragcache_core.chunkstore.remote import RemoteStore, brief
+from ragcache_core.chunkstore.remote.quota import StoreQuota
 from ragcache_core.log import logger_of
 from ragcache_core.vllm_plugin.lower.jobs import LoadPart, LoadTransfer, StoreTransfer
 from ragcache_core.vllm_plugin.shared.objects import Objects
@@ -89,13 +90,16 @@ class Deletion:
 class SharedIO:
     """Owns the store's client and the threads that use it; its methods are the scheduler's thread's, and never wait.
 
-    ``primary_kv_view`` is host memory, ``[num_chunks, chunk_bytes]``.
+    ``primary_kv_view`` is host memory, ``[num_chunks, chunk_bytes]``; with ``max_bytes`` the objects take no more.
 
     Attributes:
         is_given_up: more deletions wait than can be kept, so nothing may be read from the store any more.
+        quota: the limit of what the objects take, where there is one.
     """
 
-    def __init__(self, store: RemoteStore, objects: Objects, primary_kv_view: memoryview) -> None:
+    def __init__(
+        self, store: RemoteStore, objects: Objects, primary_kv_view: memoryview, max_bytes: int | None = None
+    ) -> None:
         self._store = store
         self._objects = objects
         self._rows = np.frombuffer(primary_kv_view, dtype=np.uint8).reshape(primary_kv_view.shape)
@@ -107,7 +111,9 @@ class SharedIO:
             )
         )
         self._rate = ReadRate()
-        self._at_once = max(_AT_ONCE_BYTES // objects.chunk_bytes, 1)
+        self.quota = None if max_bytes is None else StoreQuota(store, f"{objects.prefix}/", max_bytes, self.unlearn)
+        at_once = _AT_ONCE_BYTES if self.quota is None else min(_AT_ONCE_BYTES, self.quota.most_at_once)
+        self._at_once = max(at_once // objects.chunk_bytes, 1)
         self._lock = threading.Lock()
         self._num_waiting = 0
         self._known: OrderedDict[str, None] = OrderedDict()
@@ -371,9 +377,12 @@ class SharedIO:
                     (name, self._objects.pack(name, data, computed_s))
                     for (name, _, computed_s), data in zip(part, copies, strict=True)
                 ]
+                num_bytes = sum(len(data) for _, data in packed)
+                if self.quota is not None and not self.quota.admit(num_bytes, self._is_late):
+                    break
                 begun_s = time.monotonic()
                 self._store.put(packed)
-                self._objects.record_write(sum(len(data) for _, data in packed), time.monotonic() - begun_s)
+                self._objects.record_write(num_bytes, time.monotonic() - begun_s)
                 self.writes.succeed()
                 self._know([name for name, _ in packed])
                 num_left -= len(part)

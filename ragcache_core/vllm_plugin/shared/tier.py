@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from ragcache_core.chunkstore.compression import Compression
 from ragcache_core.chunkstore.remote import open_remote
 from ragcache_core.chunkstore.sealing import load_keys
+from ragcache_core.errors import ConfigError
 from ragcache_core.log import logger_of
 from ragcache_core.vllm_plugin.cache.forgetting import Forgotten, Freed, why_in_store
 from ragcache_core.vllm_plugin.cache.kv_groups import offload_key, offload_keys, unit_of
@@ -76,6 +77,7 @@ class SharedTier(TransferTier):
         url: str,
         ttl_s: float | None = None,
         key_file: str | None = None,
+        max_bytes: int | None = None,
     ) -> None:
         """Begin to use the store at ``url``, which need not answer yet.
 
@@ -85,19 +87,25 @@ class SharedTier(TransferTier):
             url: of the store.
             ttl_s: seconds after which the store deletes an object.
             key_file: has the keys of encrypted objects.
+            max_bytes: that the objects of this model may take in the store, whichever engine stored them.
 
         Raises:
-            ConfigError: it cannot be used at all, nothing tells the model's weights from others, or there is no key in
-                ``key_file``.
+            ConfigError: it cannot be used at all, nothing tells the model's weights from others, there is no key in
+                ``key_file``, or ``max_bytes`` holds less than two blocks.
         """
         assert spec.controller is not None
         num_rows, block_bytes = host_memory.shape  # type: ignore[misc]  # typeshed: of any length
+        if max_bytes is not None and max_bytes < 2 * block_bytes:
+            raise ConfigError(
+                f"shared_bytes is {max_bytes:,}, two blocks of KV of this model take {2 * block_bytes:,}: raise it, or "
+                "leave shared_bytes out"
+            )
         keys = load_keys(None if key_file is None else Path(key_file))
         compression = Compression(
             spec.controller.settings.compression, "RAGCache's shared store", num_readers=NUM_READERS
         )
         self._objects = Objects(shared_identity(spec.config), block_bytes, keys, compression)
-        self._io = SharedIO(open_remote(url, ttl_s=ttl_s), self._objects, host_memory)
+        self._io = SharedIO(open_remote(url, ttl_s=ttl_s), self._objects, host_memory, max_bytes)
         super().__init__(spec.controller, self._io, num_rows, block_bytes)
         self.url = url
         self.why_left_behind = why_in_store(url)
@@ -178,6 +186,21 @@ class SharedTier(TransferTier):
     def num_known_blocks(self) -> int:
         """Blocks that this engine has put or found there."""
         return self._io.num_known
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes that this model's blocks may take in the store; 0 without a limit of the engine's own."""
+        return 0 if self._io.quota is None else self._io.quota.max_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all blocks when the store was listed last, and of those put since; without a limit of known ones."""
+        return self.num_known_blocks * self.block_bytes if self._io.quota is None else self._io.quota.used_bytes
+
+    @property
+    def num_evicted_blocks(self) -> int:
+        """Blocks that this engine has deleted to keep the limit."""
+        return 0 if self._io.quota is None else self._io.quota.num_deleted
 
     # A holder of what may be forgotten
 

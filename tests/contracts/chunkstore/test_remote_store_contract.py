@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ragcache_core.chunkstore.remote import RemoteStore, check_reachable, open_remote
+from ragcache_core.chunkstore.remote import RemoteStore, StoredObject, check_reachable, open_remote
+from ragcache_core.chunkstore.remote.quota import StoreQuota
 from ragcache_core.errors import ConfigError
 from tests.support.shared_stores import S3_ENV, redis_server, s3_server
 
@@ -71,6 +72,68 @@ def test_what_is_deleted_is_gone_and_deleting_what_is_not_there_is_no_error(stor
     assert store.exists(NAMES[:4], is_chain=False) == [True, False, False, False]
 
 
+def listed(store: RemoteStore, prefix: str = "ragcache/model/") -> dict[str, StoredObject]:
+    return {each.name: each for page in store.list_objects(prefix) for each in page}
+
+
+def test_a_list_has_the_objects_below_a_prefix_with_their_sizes(store: RemoteStore) -> None:
+    store.put([(name, bytes(1000)) for name in NAMES] + [("ragcache/models", b"x"), ("other/model/0", b"x")])
+    found = listed(store)
+    assert sorted(found) == NAMES
+    assert all(1000 <= each.num_bytes <= 1300 for each in found.values())
+    assert listed(store, "ragcache/another/") == {}
+    store.delete(["ragcache/models", "other/model/0"])
+
+
+def test_writers_keep_a_limit_together_and_leave_what_others_store(store: RemoteStore) -> None:
+    deleted: list[str] = []
+    quotas = [StoreQuota(store, "ragcache/model/", 40_000, deleted.extend) for _ in range(2)]
+    store.put([("ragcache/other", bytes(50_000))])
+    for i, name in enumerate(NAMES):
+        assert quotas[i % 2].admit(1000, lambda: False)
+        store.put([(name, bytes(1000))])
+        assert sum(each.num_bytes for each in listed(store).values()) <= 40_000
+    assert len(deleted) >= 20
+    assert sorted([*deleted, *listed(store)]) == NAMES
+    assert sum(quota.num_deleted for quota in quotas) == len(deleted)
+    assert quotas[1].used_bytes <= 40_000
+    assert not quotas[0].admit(40_001, lambda: False), "more than all"
+    assert not quotas[0].admit(39_000, lambda: True), "the engine ends"
+    assert store.exists(["ragcache/other"], is_chain=False) == [True]
+    store.delete(["ragcache/other"])
+
+
+def test_a_writer_lists_a_64th_of_its_limit_apart(store: RemoteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_lists, list_objects = 0, store.list_objects
+
+    def count(prefix: str) -> Iterator[Sequence[StoredObject]]:
+        nonlocal num_lists
+        num_lists += 1
+        return list_objects(prefix)
+
+    monkeypatch.setattr(store, "list_objects", count)
+    quota = StoreQuota(store, "ragcache/model/", 64_000, lambda names: None)
+    for _ in range(100):
+        assert quota.admit(100, lambda: False)
+    assert num_lists == 10
+
+
+def test_a_redis_tells_what_was_used_longest_ago_and_asking_is_no_use() -> None:
+    with redis_server() as server:
+        store, client = open_remote(server.url), server.client()
+        store.put([(name, b"x") for name in NAMES[:3]])
+        dump = client.dump(NAMES[0])
+        for name, idle_s in zip(NAMES[:3], (20, 300, 100), strict=True):
+            client.restore(name, 0, dump, replace=True, idletime=idle_s)  # type: ignore[arg-type]
+        for _ in range(2):
+            by_use = sorted(listed(store).values(), key=lambda each: each.used_s)
+            assert [each.name for each in by_use] == [NAMES[1], NAMES[2], NAMES[0]]
+        store.get(NAMES[1:2])
+        assert max(listed(store).values(), key=lambda each: each.used_s).name == NAMES[1]
+        client.config_set("maxmemory-policy", "allkeys-lfu")
+        assert sorted(listed(store)) == NAMES[:3], "where no time is known, the order is any"
+
+
 def test_a_redis_that_deletes_by_itself_is_told_after_how_long() -> None:
     with redis_server() as server:
         open_remote(server.url, ttl_s=100.0).put([("a", b"x")])
@@ -122,9 +185,9 @@ def test_a_slow_put_delays_no_look_up_and_no_read(monkeypatch: pytest.MonkeyPatc
     store.close()
 
 
-def test_a_user_needs_the_four_commands_that_the_cure_names_and_no_others() -> None:
+def test_a_user_needs_the_commands_that_the_hint_names_and_no_others() -> None:
+    acl = ["ACL", "SETUSER", "default", "reset", "on", "nopass", "~ragcache/*", "~ragcache"]
     with redis_server() as server:
-        acl = ["ACL", "SETUSER", "default", "reset", "on", "nopass", "~ragcache/*", "~ragcache"]
         server.client().execute_command(*acl, "+exists", "+mget", "+set", "+unlink")
         assert check_reachable(server.url) is None
         store = open_remote(server.url, ttl_s=100.0)
@@ -133,3 +196,12 @@ def test_a_user_needs_the_four_commands_that_the_cure_names_and_no_others() -> N
         assert store.get(NAMES[:2]) == [b"x", None]
         store.delete(NAMES[:2])
         assert store.exists(NAMES[:1], is_chain=False) == [False]
+        with pytest.raises(ConfigError, match="with shared_bytes also SCAN, MEMORY and OBJECT"):
+            check_reachable(server.url, is_limited=True)
+    with redis_server() as server:
+        commands = "+exists", "+mget", "+set", "+unlink", "+scan", "+memory|usage", "+object|idletime"
+        server.client().execute_command(*acl, *commands)
+        assert check_reachable(server.url, is_limited=True) is None
+        store = open_remote(server.url)
+        store.put([(NAMES[0], b"x")])
+        assert list(listed(store)) == NAMES[:1]

@@ -308,3 +308,25 @@ def test_a_disk_that_is_full_leaves_no_half_made_store(scene: Scene) -> None:
     done = run(["index", str(scene.notes), "--store", str(new)], largest_file_bytes=100_000)
     check_error(done, StoreFullError)
     assert not new.exists()
+
+
+@pytest.mark.slow
+def test_a_machine_without_a_gpu_is_named_in_one_line(tmp_path: Path) -> None:
+    """With vLLM's build for CUDA, for which this one is taken here."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "from importlib import metadata\n"
+        "known = metadata.version\n"
+        "metadata.version = lambda name: '0.32.0' if name == 'vllm' else known(name)\n"
+    )
+    command = [sys.executable, "-m", "ragcache_core", "serve", str(ROOT / "examples" / "demo_model"), "--port", "0"]
+    done = subprocess.run(
+        [*command, "--host-bytes", "64MiB", "--kv-cache-bytes", "64MiB", "--log", str(tmp_path / "server.log")],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if "error" in line]
+    assert line.startswith("ragcache: error: vLLM found no GPU here: give the container one")
+    assert "Traceback" not in done.stderr

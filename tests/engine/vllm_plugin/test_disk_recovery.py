@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ragcache_core.chunkstore import async_store
+from ragcache_core.chunkstore import ChunkStore, async_store
+from ragcache_core.errors import CacheCapacityError, CacheTierError
+from ragcache_core.runtime.environment import STARTED_AGAIN_ENV
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.disk import manager as disk
 from ragcache_core.vllm_plugin.disk import reopening
-from tests.engine.vllm_plugin.disk_scene import Opening, Scene, payload
+from tests.engine.vllm_plugin.disk_scene import Opening, Scene, failing, payload
 from tests.engine.vllm_plugin.test_disk_faults import hanging
 from tests.engine.vllm_plugin.test_group_chunks import GROUPS, stored_on_disk
 from tests.support.waiting import until
@@ -168,3 +173,90 @@ def test_every_group_of_a_document_comes_back(opening: Opening, monkeypatch: pyt
     assert scene.load(keys) == set(keys)
     report = scene.controller.report()
     assert [tier["num_blocks"] for tier in report["tiers"] if tier["name"] == "disk"] == [len(keys)]
+
+
+@pytest.mark.parametrize("what", ["__init__", "entries"])
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_a_disk_that_a_restarted_engine_cannot_open_comes_back(
+    opening: Opening,
+    monkeypatch: pytest.MonkeyPatch,
+    plugin_log: pytest.LogCaptureFixture,
+    what: str,
+    is_forgotten: bool,
+) -> None:
+    before = opening()
+    keys = before.store("D") + before.store("BC")
+    before.close()
+    with monkeypatch.context() as broken:
+        broken.setattr(ChunkStore, what, failing(CacheTierError("the disk does not answer")))
+        with pytest.raises(CacheTierError, match="does not answer"):
+            opening()  # a first start says what is wrong
+        broken.setenv(STARTED_AGAIN_ENV, "1")
+        scene = opening()
+        assert scene.hits(keys[:6]) == []
+        scene.announce("A")
+        assert not until(lambda: is_back(scene), 0.2)
+        assert "is out of service until the disk answers: the disk does not answer" in plugin_log.text
+        if is_forgotten:
+            scene.controller.forgetting.forget({"D"})
+            assert str(scene.directory) in str(scene.tier.why_left())
+    assert until(lambda: is_back(scene), 30)
+    assert scene.tier.why_left() is None
+    assert scene.tier.path == before.tier.path
+    if is_forgotten:
+        data = scene.data_file.read_bytes()
+        assert not any(payload(key) in data for key in keys[:6])
+    else:
+        assert scene.load(keys) == set(keys)
+    more = scene.store("A")
+    assert scene.load(more) == set(more)
+    scene.check()
+
+
+def test_an_engine_that_is_restarted_and_ends_without_its_disk_leaves_it_as_it_was(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = opening()
+    keys = before.store("D")
+    before.close()
+    with monkeypatch.context() as broken:
+        broken.setenv(STARTED_AGAIN_ENV, "1")
+        broken.setattr(ChunkStore, "__init__", failing(CacheTierError("the disk does not answer")))
+        scene = opening()
+        scene.tier.drain()
+        scene.tier.clear()
+        scene.close()
+    assert opening().load(keys) == set(keys)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB."""
+    (folder := tmp_path / "cache").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("file systems cannot be mounted here")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_restart_on_a_full_disk_has_the_tier_again_when_there_is_space(
+    small_disk: Path, opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = opening(num_slots=100)
+    keys = before.store("D")
+    before.close()
+    filler = small_disk / "of another program"
+    with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(bytes(4096))
+    with pytest.raises(CacheCapacityError, match="delete what is not needed"):
+        opening(num_slots=100)
+    monkeypatch.setenv(STARTED_AGAIN_ENV, "1")
+    scene = opening(num_slots=100)
+    assert not until(lambda: is_back(scene), 0.2)
+    filler.unlink()
+    assert until(lambda: is_back(scene), 30)
+    assert scene.load(keys) == set(keys)
+    scene.check()
+    scene.close()

@@ -10,12 +10,14 @@ from typing import Any
 
 import msgspec
 import pytest
+import vllm
 from fastapi import HTTPException
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 
+from ragcache_core._version import __version__
 from ragcache_core.policy import PrefillCostModel
 from ragcache_core.types import PromptSegment, SegmentKind, Tier
 from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
@@ -147,6 +149,11 @@ def test_times_of_requests_are_told_by_their_slowest_tier() -> None:
     assert server.value(f"{queue}_count", tier="none") == 1
     assert server.value(f"{queue}_count", tier="gpu") is None
     assert (server.value(f"{load}_count", tier="disk"), server.value(f"{load}_sum", tier="disk")) == (1, 2.5)
+
+
+def test_the_releases_that_run_are_a_series() -> None:
+    build = {"version": __version__, "vllm_version": vllm.__version__, "policy": "mixture"}
+    assert Server().value("ragcache_build_info", **build) == 1
 
 
 def of_tenants(**num_requests: int) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from vllm.v1.kv_offload.tiering.fs.io import batch_load_block, batch_store_block
 
 from ragcache_core.chunkstore import async_store
 from ragcache_core.chunkstore.sealing import KEY_ENV
+from ragcache_core.errors import ConfigError
 from ragcache_core.policy import PrefillCostModel
 from ragcache_core.types import PromptSegment, SegmentKind
 from ragcache_core.vllm_plugin.cache.controller import CacheController
@@ -49,6 +50,7 @@ class Machine:
         max_age: float | None = None,
         is_profiled: bool = False,
         ttl_s: float | None = None,
+        max_bytes: int | None = None,
         **settings: Any,
     ):
         self.memory = np.full((NUM_ROWS, CHUNK_BYTES), UNTOUCHED, dtype=np.uint8)
@@ -60,7 +62,7 @@ class Machine:
             now_s=time.time(),
         )
         spec: Any = SimpleNamespace(controller=self.controller, config=None)
-        self.tier = SharedTier(spec, memoryview(self.memory), url, ttl_s)
+        self.tier = SharedTier(spec, memoryview(self.memory), url, ttl_s, max_bytes=max_bytes)
         self.num_jobs = 0
         self.results: dict[int, EndedJob] = {}
 
@@ -351,6 +353,97 @@ def test_a_full_store_takes_nothing_and_still_gives(
     report = {tier["name"]: tier for tier in one.controller.report()["tiers"]}  # type: ignore[attr-defined]  # JSON
     assert report["shared"]["num_dropped_chunks"] == 8
     assert "set maxmemory-policy to allkeys-lru" in plugin_log.text
+
+
+def bytes_in(server: RedisServer) -> int:
+    return sum(server.client().memory_usage(name) or 0 for name in rests_of(server))
+
+
+def let_pass(server: RedisServer, seconds: int = 100) -> None:
+    """Have all objects unused for some more seconds, as a server counts them."""
+    client = server.client()
+    for name in rests_of(server):
+        idle_s = seconds + int(client.object("IDLETIME", name) or 0)
+        client.restore(name, 0, client.dump(name), replace=True, idletime=idle_s)  # type: ignore[arg-type]
+
+
+LIMIT = 14 * CHUNK_BYTES
+ORDERS = ("AB", "CA", "BC", "D", "ABC", "CAB", "BD", "DA", "CD")
+
+
+def test_engines_keep_a_limit_of_bytes_and_what_was_used_last(start: Starting, server: RedisServer) -> None:
+    engines = [start(server.url, max_bytes=LIMIT) for _ in range(2)]
+    server.client().set("of another program", bytes(2 * LIMIT))
+    limit = LIMIT + (server.client().memory_usage("of another program") or 0)
+    for i, documents in enumerate(ORDERS):
+        engines[i % 2].read(documents)
+        let_pass(server)
+        engines[i % 2].store(documents)
+        assert bytes_in(server) <= limit
+        assert start(server.url).read(documents) == sum(map(BLOCKS.__getitem__, documents)), "what came last is there"
+    assert start(server.url).read(ORDERS[0]) == 0
+    assert all(one.counters.num_dropped_chunks == 0 for one in engines)
+    shared = [tier for one in engines for tier in one.controller.report()["tiers"] if tier["name"] == "shared"]  # type: ignore[attr-defined]  # JSON
+    assert [tier["capacity_bytes"] for tier in shared] == [LIMIT, LIMIT]
+    assert all(0 < tier["used_bytes"] <= LIMIT for tier in shared)
+    assert all(tier["num_evicted_blocks"] for tier in shared)
+    assert server.client().exists("of another program")
+
+
+def test_what_is_loaded_stays_where_the_store_has_a_limit(start: Starting, server: RedisServer) -> None:
+    one = start(server.url, max_bytes=LIMIT)
+    one.store("AB")
+    let_pass(server)
+    one.store("D")
+    let_pass(server)
+    assert start(server.url).read("AB") == 4
+    let_pass(server)
+    one.store("CA")
+    assert start(server.url).read("AB") == 4
+    assert start(server.url).read("D") < 6
+    let_pass(server)
+    assert one.read("D") < 6
+    one.store("D")
+    assert start(server.url).read("D") == 6, "what was deleted is stored again"
+
+
+def test_a_store_that_holds_more_than_a_new_limit_shrinks_with_the_next_write(
+    start: Starting, server: RedisServer
+) -> None:
+    one = start(server.url)
+    for documents in ORDERS:
+        one.store(documents)
+    assert bytes_in(server) > 2 * LIMIT
+    start(server.url, max_bytes=LIMIT).store("CC")
+    assert bytes_in(server) <= LIMIT
+
+
+def test_writers_that_may_not_list_a_store_with_a_limit_store_nothing_there(
+    start: Starting, server: RedisServer, monkeypatch: pytest.MonkeyPatch, plugin_log: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(async_store, "REST_S", 0.1)
+    start(server.url).store("AB")
+    server.client().execute_command("ACL", "SETUSER", "default", "-scan")
+    one = start(server.url, max_bytes=LIMIT)
+    one.store("AC")
+    assert one.read("AB") == 4
+    assert one.counters.num_dropped_chunks == 3
+    assert "with shared_bytes also SCAN, MEMORY and OBJECT" in plugin_log.text
+    server.client().execute_command("ACL", "SETUSER", "default", "+scan")
+
+    def is_stored() -> bool:
+        one.store("AC")
+        return one.read("AC") == 3
+
+    assert until(is_stored, 10.0)
+
+
+def test_a_limit_that_holds_no_two_blocks_is_refused(start: Starting, server: RedisServer) -> None:
+    with pytest.raises(ConfigError, match=r"shared_bytes is 8,191, two blocks .* take 8,192: raise it, or leave"):
+        start(server.url, max_bytes=2 * CHUNK_BYTES - 1)
+    one = start(server.url, max_bytes=3 * CHUNK_BYTES)
+    one.store("D")
+    assert bytes_in(server) <= 3 * CHUNK_BYTES
 
 
 def test_a_read_only_replica_gives_and_says_what_to_do(

@@ -40,7 +40,12 @@ def pair(server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """Two engines. The second encrypts nothing either, and knows the first by their store alone."""
     folder = tmp_path_factory.mktemp("shared")
     cache = CacheConfig(
-        kv_cache_bytes="64MiB", block_size=BLOCK, host_bytes="64MiB", shared=server.url, shared_ttl=600.0
+        kv_cache_bytes="64MiB",
+        block_size=BLOCK,
+        host_bytes="64MiB",
+        shared=server.url,
+        shared_ttl=600.0,
+        shared_bytes="64MiB",
     )
     settings: dict[str, Any] = {**ENGINE_ARGS, "cache": cache, "max_restarts": 0}
     with (

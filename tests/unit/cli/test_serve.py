@@ -103,6 +103,15 @@ def test_sigterm_lets_running_requests_end_and_is_no_error(monkeypatch: pytest.M
         assert result.stderr.endswith(f"ragcache: stopping: running requests have {seconds:g} s\n")
 
 
+@pytest.mark.parametrize("end", [SystemExit(143), KeyboardInterrupt()], ids=["SIGTERM", "Ctrl-C"])
+def test_a_second_signal_does_not_wait_for_running_requests(
+    monkeypatch: pytest.MonkeyPatch, end: BaseException
+) -> None:
+    engine = FakeEngine([0], SystemExit(143), end_of_drain=end)
+    run(monkeypatch, engine)
+    assert (engine.drained_s, engine.num_closed) == ([20.0], 1)
+
+
 def test_json_announces_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
     announced = json.loads(run(monkeypatch, FakeEngine([], KeyboardInterrupt()), "--json").stdout)
     assert set(announced) == {"url", "api_key", "page", "model", "max_model_len", "log", "pid"}
@@ -219,6 +228,7 @@ def test_every_setting_of_the_cache_is_an_option(monkeypatch: pytest.MonkeyPatch
     options = ["--host-bytes", "2GiB", "--disk-bytes", "3GiB", "--cache-dir", "/kv", "--policy", "pgdsf"]
     options += ["--disk-key-file", "/key", "--tenants", "/tenants.toml", "--max-cached-documents", "5"]
     options += ["--shared", "redis://host:6379/0", "--shared-ttl", "60", "--compression", "lz4"]
+    options += ["--shared-bytes", "200GiB"]
     options += ["--replicated-share", "0.25", "--max-age", "3600", "--pinned-share", "0.5"]
     options += ["--queue", "fifo", "--queue-window", "7", "--max-prefill-bs", "2", "--max-documents", "500"]
     options += ["--no-layerwise-loads"]
@@ -233,6 +243,7 @@ def test_every_setting_of_the_cache_is_an_option(monkeypatch: pytest.MonkeyPatch
         directory="/kv",
         disk_key_file="/key",
         shared="redis://host:6379/0",
+        shared_bytes="200GiB",
         shared_ttl=60.0,
         compression="lz4",
         tenants="/tenants.toml",

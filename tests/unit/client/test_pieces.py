@@ -106,11 +106,13 @@ def test_the_tiers_below_the_gpu_have_the_sizes_that_were_chosen(tmp_path: Path)
 
 def test_a_shared_store_is_asked_after_the_engines_own_disk(tmp_path: Path) -> None:
     url = "redis://host:6379/0"
-    cache = CacheConfig(host_bytes="1GiB", disk_bytes="2GiB", directory=tmp_path, shared=url, shared_ttl=60.0)
+    store = {"shared": url, "shared_ttl": 60.0, "shared_bytes": "3GiB"}
+    cache = CacheConfig(host_bytes="1GiB", disk_bytes="2GiB", directory=tmp_path, **store)
     arguments = cache_arguments(cache, engine_id="me")
     extra = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])["kv_connector_extra_config"]
     assert [tier["type"] for tier in extra["secondary_tiers"]] == ["DiskTier", "SharedTier"]
-    assert (extra["secondary_tiers"][1]["url"], extra["secondary_tiers"][1]["ttl_s"]) == (url, 60.0)
+    given = extra["secondary_tiers"][1]
+    assert (given["url"], given["ttl_s"], given["max_bytes"]) == (url, 60.0, 3 << 30)
 
 
 def test_other_connectors_stand_before_ours_and_a_lost_block_is_a_miss_for_all() -> None:

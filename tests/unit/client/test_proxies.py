@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 from ragcache_core.client import Engine
 from ragcache_core.client.http.affinity import ProxyAffinity, RequestInfo
+from ragcache_core.errors import EngineAuthError
 from ragcache_core.prompt import PromptLayout, RenderedPrompt
 from ragcache_core.routing.load import PromptInfo
 from ragcache_core.types import Document
@@ -152,6 +154,36 @@ def test_a_speculation_is_confirmed_where_it_was_sent(engine: Engine, servers: l
             server.confirmed.clear()
             server.requests.clear()
             server.cache_questions.clear()
+
+
+@pytest.mark.skipif(shutil.which("haproxy") is None, reason="there is no haproxy here")
+def test_a_proxy_that_removes_headers_costs_no_answer_and_is_named_once(
+    servers: list[ScriptedServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "stripping").mkdir()
+    removed = "".join(
+        f"    http-{way} del-header {name} -m beg\n"
+        for way in ("request", "response")
+        for name in ("x-session-id", "x-ragcache-")
+    )
+    text = (EXAMPLES / "haproxy.cfg").read_text("utf-8").replace("    balance hash", f"{removed}    balance hash")
+    (tmp_path / "haproxy.cfg").write_text(text, "utf-8")
+    monkeypatch.setattr(sys.modules[__name__], "EXAMPLES", tmp_path)
+    with (
+        proxy("haproxy", servers, tmp_path / "stripping") as url,
+        Engine.connect(url, api_key="key", restart_timeout_s=5.0) as engine,
+    ):
+        for name in NAMES:
+            shown = prompt(engine, name)
+            speculation = speculate(engine, lambda shown=shown: engine.generate(shown, max_tokens=4).text)  # type: ignore[misc]
+            assert engine.generate(shown, max_tokens=4).text
+            assert speculation.is_claimed
+            assert engine.generate(prompt(engine, name, "another")).text
+        with pytest.raises(EngineAuthError):
+            Engine.connect(url, api_key="another's").close()
+    assert caplog.text.count("RC-PROXY-HEADERS") == 1
+    assert "let x-session-id and x-ragcache-* pass" in caplog.text
+    assert not any(request.session for server in servers for request in server.requests)
 
 
 def test_what_a_replica_that_dies_had_not_begun_is_answered_by_another(

@@ -107,6 +107,8 @@ def test_a_key_without_disk_space_is_refused() -> None:
         ({"shared": "redis://host", "host_bytes": 0}, "so set host_bytes or leave shared out"),
         ({"shared": "s3://bucket", "shared_ttl": 60.0}, "a bucket deletes by its lifecycle rules"),
         ({"shared_ttl": 60.0}, "give it with a redis:// store"),
+        ({"shared_bytes": "1GiB"}, "but shared is None: name a store, or leave shared_bytes out"),
+        ({"shared": "s3://bucket", "shared_bytes": 0}, "shared_bytes is 0"),
         ({"compression": "zstd"}, "compression is 'zstd' but disk_bytes is 0: set disk_bytes or shared"),
         ({"compression": "gzip", "disk_bytes": 1}, "compression is 'gzip'"),
     ],

@@ -68,6 +68,9 @@ capabilities: {drop: [ALL]}
 {{- if and (eq (int .Values.engine.gpus) 0) (eq (float64 .Values.engine.kvCacheGiB) 0.0) -}}
 {{- fail "engine.gpus is 0 and engine.kvCacheGiB is 0: give the host memory for the KV cache of an engine without a GPU, e.g. engine.kvCacheGiB=4" -}}
 {{- end -}}
+{{- if and (gt (float64 .Values.tiers.shared.GiB) 0.0) (not .Values.tiers.shared.url) -}}
+{{- fail "tiers.shared.GiB limits a shared store and tiers.shared.url is empty: give the url, or leave GiB at 0" -}}
+{{- end -}}
 {{- if and (eq .Values.model.source "hub") (not .Values.model.hub.name) -}}
 {{- fail "model.source is hub and model.hub.name is empty: name a model, e.g. model.hub.name=org/my-model" -}}
 {{- end -}}
