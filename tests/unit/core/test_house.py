@@ -183,6 +183,14 @@ def test_only_the_plugin_imports_vllm_and_nothing_imports_the_plugin() -> None:
             assert not {name for name in _imports(path) if name == "vllm" or name.startswith(plugins)}, path
 
 
+def test_a_unit_test_imports_no_vllm() -> None:
+    """Which takes each process of the tests as long as all else that it imports: such a test is one of tests/engine."""
+    for folder in ("tests/unit", "tests/contracts"):
+        for path in (ROOT / folder).rglob("*.py"):
+            loaded = {name for each in _read(path).at_once for name in _loaded_with(each)}
+            assert not {name for name in loaded if name.split(".")[0] == "vllm"}, path
+
+
 def test_the_plugin_takes_nothing_of_the_client_and_the_product_nothing_of_the_tests() -> None:
     for path in SOURCES:
         if "examples" not in path.parts:
