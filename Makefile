@@ -78,7 +78,7 @@ test test-quick test-engine test-slow test-all test-parallel test-benchmarks tes
 demo: $(READY) ## answer questions from documents through LangChain and LlamaIndex; writes build/demo.json
 	$(VENV)/bin/python -m examples.demo $(if $(MODEL),--model $(MODEL))
 
-test: $(READY) ## lint, types and tests, but those of test-slow, test-parallel and test-benchmarks: about eight minutes on two cores
+test: $(READY) ## lint, types and tests, but those of test-slow, test-parallel and test-benchmarks
 	@$(MAKE) --no-print-directory --jobs=2 lint test-quick
 	@$(MAKE) --no-print-directory test-engine
 
