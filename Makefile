@@ -93,7 +93,7 @@ test-slow: $(READY) ## what takes minutes and seldom breaks: model families, kil
 	$(call timed,slow tests on engines,$(VENV)/bin/python -m pytest $(ENGINE) -m "slow and not benchmark and not alone" --ignore=$(PARALLEL))
 	$(ALONE_RUN)
 
-test-all: $(READY) ## test and test-slow together, which start a shared engine once: what .ci/run runs
+test-all: $(READY) ## test and test-slow together, which start a shared engine once
 	@$(MAKE) --no-print-directory --jobs=2 lint test-quick QUICK=
 	$(call timed,tests on engines,$(VENV)/bin/python -m pytest $(ENGINE) -m "not benchmark and not alone" --ignore=$(PARALLEL))
 	$(ALONE_RUN)
