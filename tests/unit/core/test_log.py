@@ -25,7 +25,8 @@ def _owner(method: ast.Attribute) -> str:
 @cache
 def calls() -> tuple[list[tuple[str, ast.Call]], set[tuple[str, str]]]:
     """Return all calls that log a warning or an error, by whatever logger, and all loggers that are made."""
-    logged, made = [], set()
+    logged = list[tuple[str, ast.Call]]()
+    made = set[tuple[str, str]]()
     for folder in ("ragcache_core", "ragcache_integrations", "kernels"):
         for path in (ROOT / folder).rglob("*.py"):
             place = path.relative_to(ROOT).as_posix()
