@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up on first use. See README.md.
 .DEFAULT_GOAL := help
-.PHONY: help setup dependencies demo test test-quick test-engine test-slow test-parallel test-benchmarks test-install test-javascript vllm-facts test-vllm lint format reference docs dist check-deployment manifests image-check audit bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks bench-fleet bench-headline bench-steps bench-papers bench-recognition bench-server pictures gpu-check clean
+.PHONY: help setup dependencies demo test test-quick test-engine test-slow test-all test-parallel test-benchmarks test-install test-javascript vllm-facts test-vllm lint format reference docs dist check-deployment manifests image-check audit bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks bench-fleet bench-headline bench-steps bench-papers bench-recognition bench-server pictures gpu-check clean
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -21,12 +21,14 @@ PUBLISH := build/publish-venv
 # Where the repository is, for links from the site and from PyPI's page to what they do not hold.
 REPOSITORY ?=
 VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' ragcache_core/_version.py)
-# Processes that run tests. Those that share an engine run in one of them. 0: all in one.
-WORKERS ?= 2
+# Processes that run tests: one more than two cores, as tests wait for a third of their time. Those that share an engine
+# run in one of them. 0: all in one.
+WORKERS ?= 3
 # Files with slow tests that look at an engine between two tokens: those, marked `alone`, run with nothing beside them.
 ALONE  := $(addprefix tests/engine/,client/test_speculating.py client/test_lifecycle.py rag/test_pair.py \
   vllm_plugin/test_tenants.py)
 UNIT   := tests/unit tests/contracts -n $(WORKERS)
+QUICK  := -m "not slow"
 # Groups and their order are those of tests/engine/conftest.py: what shares an engine, the longest first.
 ENGINE := tests/engine tests/vllm_facts -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=15 --durations-min=20
 # What also runs on another release of vLLM: answers over all tiers, restarts, speculation, and schedulers without a model.
@@ -39,6 +41,7 @@ JAVASCRIPT := examples/any_client/javascript
 timed   = @began=$$(date +%s); $(2) && echo "ragcache: $(1) took $$(($$(date +%s) - began)) s"
 # Runs a command where programs are installed; else says that it does not.
 where   = @if which $(1) >/dev/null 2>&1; then $(2); else echo "ragcache: warning: not checked, because one of these is not installed: $(1)"; fi
+ALONE_RUN = $(call timed,slow tests with nothing beside them,$(VENV)/bin/python -m pytest $(ALONE) -m "slow and alone")
 
 # Compiled modules are kept: else every process of the tests compiles what it imports of ours.
 unexport PYTHONDONTWRITEBYTECODE
@@ -72,17 +75,17 @@ $(READY): pyproject.toml $(DEPENDENCIES)
 	$(PIP) install --quiet --no-deps --no-build-isolation $(PROJECT)
 	@touch $@
 
-test test-quick test-engine test-slow test-parallel test-benchmarks test-install test-javascript bench bench-tiers bench-pipeline bench-compare bench-chunks bench-fleet bench-headline bench-steps bench-papers bench-recognition bench-server pictures: export HF_HUB_OFFLINE = 1
+test test-quick test-engine test-slow test-all test-parallel test-benchmarks test-install test-javascript bench bench-tiers bench-pipeline bench-compare bench-chunks bench-fleet bench-headline bench-steps bench-papers bench-recognition bench-server pictures: export HF_HUB_OFFLINE = 1
 
 demo: $(READY) ## answer questions from documents through LangChain and LlamaIndex; writes build/demo.json
 	$(VENV)/bin/python -m examples.demo $(if $(MODEL),--model $(MODEL))
 
-test: $(READY) ## lint, types and tests, but those of test-slow, test-parallel and test-benchmarks: about a quarter of an hour on two cores
+test: $(READY) ## lint, types and tests, but those of test-slow, test-parallel and test-benchmarks
 	@$(MAKE) --no-print-directory --jobs=2 lint test-quick
 	@$(MAKE) --no-print-directory test-engine
 
 test-quick: $(READY) ## the tests that need no engine
-	$(call timed,unit tests,$(VENV)/bin/python -m pytest $(UNIT) -m "not slow")
+	$(call timed,unit tests,$(VENV)/bin/python -m pytest $(UNIT) $(QUICK))
 
 test-engine: $(READY) ## the tests on real engines
 	$(call timed,tests on engines,$(VENV)/bin/python -m pytest $(ENGINE) -m "not benchmark and not slow" --ignore=$(PARALLEL))
@@ -90,7 +93,12 @@ test-engine: $(READY) ## the tests on real engines
 test-slow: $(READY) ## what takes minutes and seldom breaks: model families, kills, containers, stores that are shared, examples
 	$(call timed,slow unit tests,$(VENV)/bin/python -m pytest $(UNIT) -m slow)
 	$(call timed,slow tests on engines,$(VENV)/bin/python -m pytest $(ENGINE) -m "slow and not benchmark and not alone" --ignore=$(PARALLEL))
-	$(call timed,slow tests with nothing beside them,$(VENV)/bin/python -m pytest $(ALONE) -m "slow and alone")
+	$(ALONE_RUN)
+
+test-all: $(READY) ## test and test-slow together, which start a shared engine once
+	@$(MAKE) --no-print-directory --jobs=2 lint test-quick QUICK=
+	$(call timed,tests on engines,$(VENV)/bin/python -m pytest $(ENGINE) -m "not benchmark and not alone" --ignore=$(PARALLEL))
+	$(ALONE_RUN)
 
 test-parallel: $(READY) ## the tests on engines of several workers, on several engines behind one server, and on Ray Serve
 	$(call timed,tests on several workers,$(VENV)/bin/python -m pytest $(PARALLEL) --durations=5)

@@ -14,7 +14,21 @@ from xdist.scheduler import LoadFileScheduling
 from ragcache_core.client import Engine
 from tests.conftest import DEMO_MODEL, ENGINE_ARGS, ROOT
 
-LONGEST_FIRST = ("engine", "plain", "test_exact.py", "test_lifecycle.py", "test_serve.py", "facts")
+LONGEST_FIRST = (
+    "engine",
+    "plain",
+    "test_exact.py",
+    "test_lifecycle.py",
+    "test_upgrade.py",
+    "test_interleavings.py",
+    "test_model_families.py",
+    "test_in_a_container.py",
+    "test_simulated_engine.py",
+    "test_shared_tier_on_the_engine.py",
+    "test_shared_tier_over_s3.py",
+    "test_serve.py",
+    "facts",
+)
 """Groups that take more than half a minute: with the short ones at the end no process runs on for long by itself."""
 
 
@@ -41,7 +55,8 @@ def _group_of(file: str) -> str:
     text = (ROOT / file).read_text(encoding="utf-8")
     for name in ("plain", "engine"):
         asks = rf"(@pytest\.fixture[^\n]*\n\s*(async )?def |def test_)[^)]*\b{name}: Engine\b"
-        if re.search(asks, text) and f"def {name}(" not in text:
+        asks_late = f'getfixturevalue("{name}")'
+        if (re.search(asks, text) or asks_late in text) and f"def {name}(" not in text:
             return name
     return Path(file).name
 

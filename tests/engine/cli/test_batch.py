@@ -19,6 +19,8 @@ from ragcache_core.prompt import PromptLayout
 from ragcache_core.retrieval import DocumentStore
 from ragcache_core.types import Document
 
+pytestmark = pytest.mark.slow  # an engine of its own
+
 TOPICS = ("zor", "mel", "tar", "oru", "vel", "kin", "pav", "sul")
 NUM_QUESTIONS = 4  # about each topic
 CACHED_BLOCKS = 36  # of 32 tokens: about two of the documents beside the requests that run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import time
 from collections.abc import Awaitable, Callable
@@ -240,3 +241,14 @@ def test_a_document_with_control_tokens_is_cached_as_any_other(engine: Engine) -
     (shown,) = warm.stats.documents
     assert shown.doc_id == "evil"
     assert shown.num_cached_tokens > shown.num_tokens - 32
+
+
+def test_a_fork_of_the_owner_does_not_own_the_server(engine: Engine) -> None:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            engine.close()
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    assert engine.generate("Document: Zorval", max_tokens=2).stats.num_output_tokens == 2

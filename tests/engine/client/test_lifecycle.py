@@ -264,14 +264,3 @@ def test_an_owner_that_is_killed_while_the_server_loads_leaves_nothing(tmp_path:
         owner.wait()
     assert wait_until(lambda: not session_members(session), 60), session_members(session)
     assert wait_until(lambda: not leaked(shared)), leaked(shared)
-
-
-def test_a_fork_of_the_owner_does_not_own_the_server(engine: Engine) -> None:
-    pid = os.fork()
-    if pid == 0:
-        try:
-            engine.close()
-        finally:
-            os._exit(0)
-    os.waitpid(pid, 0)
-    assert engine.generate("Document: Zorval", max_tokens=2).stats.num_output_tokens == 2

@@ -360,7 +360,7 @@ def test_many_threads_may_find_keep_and_forget_at_once(tmp_path: Path) -> None:
                 answers.forget([f"d{i % 5}"])
 
         with ThreadPoolExecutor(8) as threads:
-            list(threads.map(use, range(200)))
+            list(threads.map(use, range(80)))
         assert len(answers) <= 20
         kept = len(answers)
     with AnswerCache(Angles(), folder=tmp_path) as answers:

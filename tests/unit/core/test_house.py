@@ -9,6 +9,7 @@ import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterable, Set
+from dataclasses import dataclass
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -67,15 +68,14 @@ for module in modules:
 """
 
 
-@pytest.mark.parametrize("floor", LAYERS)
+# What the integrations work without, make test-install looks at: an environment without it.
+@pytest.mark.parametrize("floor", [floor for floor in LAYERS if floor != "integrations"])
 def test_a_floor_imports_with_everything_above_it_blocked(floor: str) -> None:
     names = list(LAYERS)
     above = [folder for name in names[names.index(floor) + 1 :] for folder in LAYERS[name]]
     blocked = [*above, *FOREIGN[floor], "vllm", "torch", "ragcache_core.vllm_plugin"]
     if floor == "top":
         blocked = ["vllm", "torch"]
-    if floor == "integrations":  # the frameworks may import torch where it is installed; we do not
-        blocked.remove("torch")
     modules = [name for folder in LAYERS[floor] for name in _modules(folder)]
     code = _BLOCKED.format(blocked=blocked, modules=modules)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -111,7 +111,7 @@ def _imported_at_once_by(module: str) -> Set[str]:
     path = source / "__init__.py" if source.is_dir() else source.with_suffix(".py")
     if not path.is_file():  # of others, or a name in a module
         return frozenset()
-    return _imported_at_once(ast.parse(path.read_text(encoding="utf-8")).body)
+    return _read(path).at_once
 
 
 def _modules(name: str) -> list[str]:
@@ -126,10 +126,28 @@ def _name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
+@dataclass(frozen=True)
+class _Source:
+    """What the tests ask of a file."""
+
+    imports: Set[str]
+    """The modules that it imports, wherever in it; of ``from package import name`` both readings."""
+    at_once: Set[str]
+    """Those that are imported when it is, and not only for its types."""
+    classes: list[str]
+    docstring: str | None
+
+
 @cache
+def _read(path: Path) -> _Source:
+    """Parse a file once: its tree is large, and all tests together parse 400 files."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+    return _Source(_imported(ast.walk(tree)), _imported_at_once(tree.body), classes, ast.get_docstring(tree))
+
+
 def _imports(path: Path) -> Set[str]:
-    """Return the modules that a file imports, wherever in it; of ``from package import name`` both readings."""
-    return _imported(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    return _read(path).imports
 
 
 def _imported(nodes: Iterable[ast.AST]) -> set[str]:
@@ -165,6 +183,14 @@ def test_only_the_plugin_imports_vllm_and_nothing_imports_the_plugin() -> None:
             assert not {name for name in _imports(path) if name == "vllm" or name.startswith(plugins)}, path
 
 
+def test_a_unit_test_imports_no_vllm() -> None:
+    """Which takes each process of the tests as long as all else that it imports: such a test is one of tests/engine."""
+    for folder in ("tests/unit", "tests/contracts"):
+        for path in (ROOT / folder).rglob("*.py"):
+            loaded = {name for each in _read(path).at_once for name in _loaded_with(each)}
+            assert not {name for name in loaded if name.split(".")[0] == "vllm"}, path
+
+
 def test_the_plugin_takes_nothing_of_the_client_and_the_product_nothing_of_the_tests() -> None:
     for path in SOURCES:
         if "examples" not in path.parts:
@@ -175,10 +201,7 @@ def test_the_plugin_takes_nothing_of_the_client_and_the_product_nothing_of_the_t
 
 
 def test_no_imports_go_in_circles() -> None:
-    graph = {}
-    for path in SOURCES:
-        body = ast.parse(path.read_text(encoding="utf-8")).body
-        graph[_name(path)] = _imported_at_once(body)
+    graph = {_name(path): _read(path).at_once for path in SOURCES}
     order = TopologicalSorter({name: imported & graph.keys() - {name} for name, imported in graph.items()})
     order.prepare()  # raises CycleError, with the circle
 
@@ -188,9 +211,8 @@ def test_no_class_name_is_used_twice() -> None:
     named: dict[str, list[str]] = {}
     for path in SOURCES + sorted((ROOT / "benchmarks").rglob("*.py")):
         if "examples" not in path.parts:
-            for node in ast.parse(path.read_text(encoding="utf-8")).body:
-                if isinstance(node, ast.ClassDef):
-                    named.setdefault(node.name, []).append(_name(path))
+            for name in _read(path).classes:
+                named.setdefault(name, []).append(_name(path))
     twice = {name: homes for name, homes in named.items() if len(homes) > 1}
     assert twice.pop("RAGCacheRetriever") == [
         "ragcache_integrations.langchain.retriever",
@@ -314,7 +336,7 @@ def test_every_module_imports_and_says_what_it_is() -> None:
     for info in pkgutil.walk_packages(ragcache_core.__path__, "ragcache_core."):
         source = ROOT / Path(*info.name.split("."))
         path = source / "__init__.py" if info.ispkg else source.with_suffix(".py")
-        assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), info.name
+        assert _read(path).docstring, info.name
 
 
 def test_the_version_is_set_in_one_place() -> None:

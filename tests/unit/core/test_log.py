@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import logging
 import runpy
-from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
@@ -18,31 +18,38 @@ OTHERS = LEVELS.keys() | {"warn", "log", "fatal", "warning_once", "error_once"}
 EVENTS = {code: event for group in LOG_EVENTS.values() for code, event in group.items()}
 
 
-def trees() -> Iterator[tuple[str, ast.Module]]:
+def _owner(method: ast.Attribute) -> str:
+    return ast.unparse(method.value).lower()
+
+
+@cache
+def calls() -> tuple[list[tuple[str, ast.Call]], set[tuple[str, str]]]:
+    """Return all calls that log a warning or an error, by whatever logger, and all loggers that are made."""
+    logged = list[tuple[str, ast.Call]]()
+    made = set[tuple[str, str]]()
     for folder in ("ragcache_core", "ragcache_integrations", "kernels"):
         for path in (ROOT / folder).rglob("*.py"):
-            yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
-
-
-def warnings_in(tree: ast.Module) -> Iterator[ast.Call]:
-    """The calls that log a warning or an error, by whatever logger."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in OTHERS:
-            owner = ast.unparse(node.func.value)
-            if "log" in owner.lower():
-                yield node
+            place = path.relative_to(ROOT).as_posix()
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if not isinstance(node, ast.Call):
+                    continue
+                name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+                if name in ("getLogger", "init_logger"):
+                    made.add((place, ast.unparse(node.args[0])))
+                elif name in OTHERS and isinstance(node.func, ast.Attribute) and "log" in _owner(node.func):
+                    logged.append((place, node))
+    return logged, made
 
 
 def test_each_warning_has_a_declared_code_of_its_level_and_each_code_has_a_warning() -> None:
     used, wrong = set[str](), []
-    for place, tree in trees():
-        for call in warnings_in(tree):
-            assert isinstance(call.func, ast.Attribute)
-            text = call.args[0] if call.args else None
-            code, _ = split_code(str(text.value)) if isinstance(text, ast.Constant) else (None, "")
-            if code not in EVENTS or EVENTS[code].level != LEVELS.get(call.func.attr):
-                wrong.append(f"{place}:{call.lineno} {code}")
-            used.add(str(code))
+    for place, call in calls()[0]:
+        assert isinstance(call.func, ast.Attribute)
+        text = call.args[0] if call.args else None
+        code, _ = split_code(str(text.value)) if isinstance(text, ast.Constant) else (None, "")
+        if code not in EVENTS or EVENTS[code].level != LEVELS.get(call.func.attr):
+            wrong.append(f"{place}:{call.lineno} {code}")
+        used.add(str(code))
     assert wrong == []
     assert used == EVENTS.keys()
     assert len(used) > 50
@@ -50,13 +57,7 @@ def test_each_warning_has_a_declared_code_of_its_level_and_each_code_has_a_warni
 
 def test_every_logger_is_of_the_tree() -> None:
     """Else it has no handler in an engine, or is not of those that a user sets the level of."""
-    getters = {
-        (place, ast.unparse(node.args[0]))
-        for place, tree in trees()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("getLogger", "init_logger")
-    }
-    assert {each for each in getters if each[0] != "ragcache_core/log.py"} == {
+    assert {each for each in calls()[1] if each[0] != "ragcache_core/log.py"} == {
         ("ragcache_core/cli/command.py", "LOG_ROOT"),  # a handler for the tree
         ("ragcache_core/ingest/loaders.py", "'pypdf'"),
     }

@@ -24,8 +24,9 @@ def test_a_set_up_says_what_it_fetches_and_how_large_it_is_and_shows_pips_progre
 
 
 def test_every_test_is_run_once_and_each_part_says_how_long_it_took(tmp_path: Path) -> None:
-    runs, slow_runs = (
-        [line for line in _lines(target, tmp_path / "venv") if "-m pytest" in line] for target in ("test", "test-slow")
+    runs, slow_runs, all_runs = (
+        [line for line in _lines(target, tmp_path / "venv") if "-m pytest" in line]
+        for target in ("test", "test-slow", "test-all")
     )
     unit, engine = runs
     slow_unit, slow_engine, slow_alone = slow_runs
@@ -35,6 +36,10 @@ def test_every_test_is_run_once_and_each_part_says_how_long_it_took(tmp_path: Pa
     assert "-m slow" in slow_unit
     assert '-m "not benchmark and not slow"' in engine
     assert '-m "slow and not benchmark and not alone"' in slow_engine
+    all_unit, all_engine, all_alone = all_runs
+    assert "slow" not in all_unit
+    assert '-m "not benchmark and not alone"' in all_engine
+    assert all_alone == slow_alone
     (parallel,) = (line for line in _lines("test-parallel", tmp_path / "venv") if "-m pytest" in line)
     assert re.findall(r"--ignore=(\S+?)\b(?=[\s)])", engine) == re.findall(r"tests/engine/\w+", parallel)
     assert '-m "slow and alone"' in slow_alone

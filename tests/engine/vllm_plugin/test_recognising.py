@@ -25,8 +25,18 @@ from ragcache_core.vllm_plugin.server.recognition.start import start_recognition
 from ragcache_core.vllm_plugin.server.recognition.wrapper import Recogniser, attach
 from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.wire import KEY, encode_kv_transfer_params
-
-from .recognition_scene import ACME, OTHER, SUIT, SUN, WAGES, EngineClient, Server, WordTokenizer, document, shown
+from tests.unit.vllm_plugin.recognition_scene import (
+    ACME,
+    OTHER,
+    SUIT,
+    SUN,
+    WAGES,
+    EngineClient,
+    Server,
+    WordTokenizer,
+    document,
+    shown,
+)
 
 
 def run(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
