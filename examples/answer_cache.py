@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 began_s = time.perf_counter()
                 answer = (asking | llm).invoke(asked, {"callbacks": [stats]})
                 took_ms[note].append(1000 * (time.perf_counter() - began_s))
-                note = "kept" if stats.summary().num_kept_answers else note
+                note = "kept" if stats.summary().num_cached_answers else note
                 request = stats.runs[0][1] if stats.runs else RequestStats(0, 0, 0, None, 0.0)
                 rows.append(Row.of(asked, note, answer.text, request))
         num_answers = len(answers)

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 state = agent.invoke({"messages": [HumanMessage(question)]}, config)
                 said = state["messages"][1:]  # by the model, in a step of the agent or within the tool
                 for number, (message, (_, request)) in enumerate(zip(said, stats.runs, strict=True), 1):
-                    hidden_s = message.artifact["hidden_search_s"] if isinstance(message, ToolMessage) else None
+                    hidden_s = message.artifact["overlapped_search_s"] if isinstance(message, ToolMessage) else None
                     text = calls_of(message) if isinstance(message, AIMessage) else ""
                     rows.append(Row.of(question, f"{note} {number}", text or message.text, request, hidden_s))
     show(rows, options)

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 stats = CacheStatsCallbackHandler()
                 answer = "".join(chain.stream(question, {"callbacks": [stats]}))
                 ((_, request),) = stats.runs
-                rows.append(Row.of(question, note, answer, request, stats.summary().hidden_search_s))
+                rows.append(Row.of(question, note, answer, request, stats.summary().overlapped_search_s))
     show(rows, options)
 
 

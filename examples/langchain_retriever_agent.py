@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 said = [message for message in state["messages"] if isinstance(message, AIMessage)]
                 for number, (message, (_, request)) in enumerate(zip(said, stats.runs, strict=True), 1):
                     text = calls_of(message) or f"{message.text} ({', '.join(d.doc_id for d in request.documents)})"
-                    hidden_s = None if message.tool_calls else stats.summary().hidden_search_s
+                    hidden_s = None if message.tool_calls else stats.summary().overlapped_search_s
                     rows.append(Row.of(question, f"{note} {number}", text, request, hidden_s))
     show(rows, options)
 

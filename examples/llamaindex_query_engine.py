@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 response = query_engine.query(question)
                 answer = "".join(response.response_gen)
                 stats = request_stats_from_dict(response.metadata["ragcache"])
-                hidden_s = response.metadata["ragcache"]["pipeline"]["hidden_search_s"]
+                hidden_s = response.metadata["ragcache"]["pipeline"]["overlapped_search_s"]
                 rows.append(Row.of(question, note, answer, stats, hidden_s))
     show(rows, options)
 

@@ -29,7 +29,7 @@ async def ask(agent: FunctionAgent, question: str, note: str) -> list[Row]:
             stats = request_stats_from_dict(event.raw["ragcache"])
             calls = " ".join(f"{call.tool_name}({call.tool_kwargs.get('input')})" for call in event.tool_calls)
             text = calls or f"{event} ({', '.join(d.doc_id for d in stats.documents)})"
-            hidden_s = None if calls else told.summary().hidden_search_s
+            hidden_s = None if calls else told.summary().overlapped_search_s
             rows.append(Row.of(question, f"{note} {number}", text, stats, hidden_s))
     await run
     get_dispatcher().event_handlers.remove(told)

@@ -23,9 +23,9 @@ def described(name: str, data: Mapping[str, Any]) -> str:
     if name == "ragcache.candidates":
         return f"stage {data['stage']}: {found}{' (final)' if data['is_final'] else ''}"
     if data["event"] in ("settle", "miss"):
-        if data["hidden_search_s"] is None:
+        if data["overlapped_search_s"] is None:
             return f"{data['event']}: the request was another one after all"
-        hidden, search = (round(data[key] * 1000) for key in ("hidden_search_s", "search_s"))
+        hidden, search = (round(data[key] * 1000) for key in ("overlapped_search_s", "search_s"))
         return f"{data['event']}: {hidden} of {search} ms of the search overlapped"
     return f"{data['event']}: {found}"
 
@@ -44,7 +44,7 @@ async def ask(rag: SpeculativeRAG, question: str, options: Options) -> Row:
     report = figures.pop("pipeline")
     if not options.as_json:
         print(f"  {answer.text.strip()}\n")
-    return Row.of(question, "streamed", answer.text, request_stats_from_dict(figures), report["hidden_search_s"])
+    return Row.of(question, "streamed", answer.text, request_stats_from_dict(figures), report["overlapped_search_s"])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

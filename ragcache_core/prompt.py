@@ -50,7 +50,7 @@ class PromptTokenizer(Protocol):
     def lay_out(
         self,
         messages: Sequence[ChatMessage],
-        documents: Sequence[ShownDocument],
+        documents: Sequence[PromptDocument],
         *,
         other: Sequence[ChatMessage] | None = None,
         settings: Mapping[str, Any] | None = None,
@@ -72,7 +72,7 @@ class DocumentSpan:
     end: int
 
 
-class ShownDocument(NamedTuple):
+class PromptDocument(NamedTuple):
     """A document as a chat shows it, after ``num_others`` other occurrences of its text since the document before."""
 
     doc_id: DocId
@@ -229,7 +229,7 @@ def _control_pattern(control_tokens: frozenset[str]) -> re.Pattern[str]:
 
 def shown_documents(
     messages: Iterable[ChatMessage], documents: Iterable[tuple[DocId, str]], questions: Iterable[str] = ()
-) -> list[ShownDocument]:
+) -> list[PromptDocument]:
     """Return those of ``documents`` (id, text as shown) that a chat shows, in its order.
 
     They are looked for in every message but the assistant's, once in each: a chat may show one again. What one of
@@ -243,16 +243,16 @@ def shown_documents(
     )
 
 
-def _shown(parts: Iterable[tuple[str, Sequence[DocumentSpan]]]) -> list[ShownDocument]:
+def _shown(parts: Iterable[tuple[str, Sequence[DocumentSpan]]]) -> list[PromptDocument]:
     """Return the documents of a chat, whose texts have them at the spans."""
-    shown: list[ShownDocument] = []
+    shown: list[PromptDocument] = []
     between = ""
     for text, spans in parts:
         end = 0
         for span in spans:
             between += text[end : span.start]
             of_document = text[span.start : span.end]
-            shown.append(ShownDocument(span.doc_id, of_document, between.count(of_document)))
+            shown.append(PromptDocument(span.doc_id, of_document, between.count(of_document)))
             between, end = "", span.end
         between += text[end:]
     return shown

@@ -120,7 +120,7 @@ class SpeculativePipeline(Generic[D]):
         self._num_started += 1
         return [self._live]
 
-    def on_unpromising(self) -> None:
+    def on_skipped(self) -> None:
         """Forget the start that was deferred: its candidates turned out not to be worth it."""
         self._deferred = None
 

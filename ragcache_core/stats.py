@@ -235,7 +235,7 @@ class PipelineReport:
 
     ``search_s`` is from the start of the search to its final documents, in ``num_stages`` stages. ``num_started``
     speculations were sent, ``num_cancelled`` of them ended because the documents changed; ``is_confirmed``: the last
-    one was a hit. ``unhidden_search_s`` is the search time that did not overlap (RAGCache §7.4): the delay of the
+    one was a hit. ``non_overlapped_search_s`` is the search time that did not overlap (RAGCache §7.4): the delay of the
     engine's start, compared with a request whose documents are known at once. It is the time until the confirmed
     speculation was sent, less the CPU time to build its request, plus its waiting time in the engine, at first and
     after each preemption before its confirmation. It is the whole search without a speculation hit, or until the engine
@@ -244,7 +244,7 @@ class PipelineReport:
     """
 
     search_s: float
-    unhidden_search_s: float
+    non_overlapped_search_s: float
     num_stages: int
     num_started: int
     num_cancelled: int
@@ -253,14 +253,14 @@ class PipelineReport:
     swaps: tuple[Swap, ...] = ()
 
     @property
-    def hidden_search_s(self) -> float:
+    def overlapped_search_s(self) -> float:
         """The search time that overlapped with work on the answer."""
-        return self.search_s - self.unhidden_search_s
+        return self.search_s - self.non_overlapped_search_s
 
     def to_dict(self) -> dict[str, object]:
         """Return plain JSON data."""
         swaps = [asdict(swap) for swap in self.swaps]
-        return {**asdict(self), "swaps": swaps, "hidden_search_s": self.hidden_search_s}
+        return {**asdict(self), "swaps": swaps, "overlapped_search_s": self.overlapped_search_s}
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +273,7 @@ class TierStats:
     stored or found there; its ``capacity_bytes`` is ``shared_bytes``, and 0 without it. With it ``used_bytes`` are
     those of all engines' blocks.
 
-    ``num_corrupt_chunks`` of the disk or the shared store were damaged, and recomputed. ``num_dropped_chunks`` were not
+    ``num_corrupt_blocks`` of the disk or the shared store were damaged, and recomputed. ``num_dropped_blocks`` were not
     written: the tier was full, slow, or failed.
     """
 
@@ -284,10 +284,10 @@ class TierStats:
     num_evicted_blocks: int = _counter("ragcache_tier_evicted_blocks", "Blocks evicted from a tier.", MISSING)
     num_hit_tokens: int = _counter("ragcache_tier_hit_tokens", "Prompt tokens served from a tier.", MISSING)
     is_enabled: bool = _gauge("ragcache_tier_enabled", "Whether a tier works: 1 or 0.")
-    num_corrupt_chunks: int = _counter(
+    num_corrupt_blocks: int = _counter(
         "ragcache_corrupt_chunks", "Offload blocks with a wrong checksum; each was a miss."
     )
-    num_dropped_chunks: int = _counter(
+    num_dropped_blocks: int = _counter(
         "ragcache_dropped_chunks", "Offload blocks that were not written: the tier was full, slow, or failed."
     )
 
@@ -342,7 +342,7 @@ class ChunkStats:
     adapter, a cache salt, images, prompt embeddings or prompt logprobs, more documents than a request may have, or a
     quality that was not measured. ``num_mismatched_chunks`` had other tokens than stored, ``num_too_long_chunks`` were
     longer than the memory, ``num_capacity_misses`` found no free space: they were computed exactly.
-    ``num_dropped_chunks`` were not written to disk, ``num_corrupt_chunks`` were damaged or gone there,
+    ``num_dropped_blocks`` were not written to disk, ``num_corrupt_blocks`` were damaged or gone there,
     ``num_lost_chunks`` dropped because of that.
     """
 
@@ -389,8 +389,8 @@ class ChunkStats:
     num_capacity_misses: int = _counter(
         "ragcache_chunk_crowded_out", "Documents for which there was no free space. They were computed exactly."
     )
-    num_dropped_chunks: int = _counter("ragcache_chunk_dropped", "Documents for reuse that were not written to disk.")
-    num_corrupt_chunks: int = _counter(
+    num_dropped_blocks: int = _counter("ragcache_chunk_dropped", "Documents for reuse that were not written to disk.")
+    num_corrupt_blocks: int = _counter(
         "ragcache_chunk_corrupt", "Documents for reuse that were damaged or missing on disk; each was a miss."
     )
     num_lost_chunks: int = _counter(
@@ -616,7 +616,7 @@ class EngineStats:
     The rest is RAGCache's own: ``policy`` is the name of its replacement policy (``None``: plain vLLM), ``tiers`` go
     from the fastest to the slowest, ``hottest_documents`` from the most used on. ``num_ignored_metadata`` requests
     named documents that contradicted their prompt; ``num_lost_chunks`` of the disk tier were missing, and recomputed.
-    ``num_corrupt_chunks`` and ``num_dropped_chunks`` are the sums of the tiers' figures of the same name. The
+    ``num_corrupt_blocks`` and ``num_dropped_blocks`` are the sums of the tiers' figures of the same name. The
     shared store failed, or did not answer in time, ``num_shared_failures`` times.
 
     ``num_reordered_requests`` were served before an earlier one; ``max_overtaken`` is the largest number of requests
@@ -649,11 +649,11 @@ class EngineStats:
     num_ignored_metadata: int = _counter(
         "ragcache_ignored_metadata", "Requests whose documents contradicted their prompt."
     )
-    num_corrupt_chunks: int = field(default=0, metadata=_REPORTED)
+    num_corrupt_blocks: int = field(default=0, metadata=_REPORTED)
     num_lost_chunks: int = _counter(
         "ragcache_lost_chunks", "Offload blocks that were incomplete or without their prefix at the start."
     )
-    num_dropped_chunks: int = field(default=0, metadata=_REPORTED)
+    num_dropped_blocks: int = field(default=0, metadata=_REPORTED)
     num_shared_failures: int = _counter(
         "ragcache_shared_failures", "How often the shared store failed, or did not answer in time."
     )
@@ -667,7 +667,7 @@ class EngineStats:
         "ragcache_reordered_prompts", "Requests whose documents are not in retrieval order."
     )
     num_followup_turns: int = _counter(
-        "ragcache_later_turns", "Requests that begin with an earlier one and its answer: a conversation's next turn."
+        "ragcache_followup_turns", "Requests that begin with an earlier one and its answer: a conversation's next turn."
     )
     num_speculative_requests: int = _counter("ragcache_speculative_requests", "Speculative requests.")
     num_confirmed_speculations: int = _counter(

@@ -136,7 +136,7 @@ def _kill(engine: Engine, counts: Counter[str], *, is_whole: bool) -> None:
 
 def _count(engine: Engine, counts: Counter[str]) -> None:
     stats = engine.stats()
-    counts["seen"] += stats.num_corrupt_chunks
+    counts["seen"] += stats.num_corrupt_blocks
     for tier in stats.tiers:
         counts[f"hits_{tier.name}"] += tier.num_hit_tokens
         counts[f"evicted_{tier.name}"] += tier.num_evicted_blocks

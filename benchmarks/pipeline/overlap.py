@@ -229,4 +229,4 @@ async def ask(answering: SpeculativeRAG, question: str) -> OverlapAnswer:
         text += str(chunk.content)
         report = (chunk.response_metadata.get("ragcache") or {}).get("pipeline") or report
     assert first_s is not None, f"no token came for {question!r}"
-    return OverlapAnswer(first_s, float(report["search_s"]), float(report["unhidden_search_s"]), text)
+    return OverlapAnswer(first_s, float(report["search_s"]), float(report["non_overlapped_search_s"]), text)

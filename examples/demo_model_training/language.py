@@ -229,9 +229,9 @@ def write_entry(rng: random.Random, entity: Entity, style: WritingStyle) -> tupl
     if num_first < len(keys):
         left = keys[num_first:]
         for num_pieces in range(style.max_pieces - 1, 0, -1):
-            num_told = rng.randint(1, len(left)) if num_pieces > 1 else len(left)
-            documents.append(" ".join(tell(rng, entity, key, pronoun_share=1.0) for key in left[:num_told]))
-            left = left[num_told:]
+            num_reports = rng.randint(1, len(left)) if num_pieces > 1 else len(left)
+            documents.append(" ".join(tell(rng, entity, key, pronoun_share=1.0) for key in left[:num_reports]))
+            left = left[num_reports:]
             if not left:
                 break
     return documents, keys[num_first:]

@@ -41,7 +41,7 @@ _Answer = TypeVar("_Answer")
 _WAIT_S = 30.0
 
 
-class StandsOnDocuments(Protocol):
+class DocumentDependent(Protocol):
     """What is kept here of documents, beside the engine's KV: a cache of answers."""
 
     def forget(self, doc_ids: list[DocId]) -> object:
@@ -58,7 +58,7 @@ class DocumentRoutes:
 
     def __init__(self, api: ServerAPI) -> None:
         self._api = api
-        self.answer_caches: WeakSet[StandsOnDocuments] = WeakSet()
+        self.answer_caches: WeakSet[DocumentDependent] = WeakSet()
 
     def forget(self, doc_ids: Iterable[DocId], wait_s: float) -> ForgetReceipt:
         """Do what :meth:`EngineClient.forget <ragcache_core.client.engine_client.EngineClient.forget>` says."""

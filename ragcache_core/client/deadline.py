@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 
 from ragcache_core.chunk import AlphaPoint
-from ragcache_core.client.ordering.cached_prefixes import KnownPrefixes
+from ragcache_core.client.ordering.cached_prefixes import CachedPrefixIndex
 from ragcache_core.client.prompts.bound_prompt import KVScope
 from ragcache_core.client.prompts.client import PromptClient
 from ragcache_core.client.prompts.request_plan import RequestPlan
@@ -125,7 +125,7 @@ class _Decision:
 class DeadlineClient:
     """Plans requests of one engine. May be used by any thread."""
 
-    def __init__(self, prompts: PromptClient, cached: KnownPrefixes, routes: DeadlineRoutes) -> None:
+    def __init__(self, prompts: PromptClient, cached: CachedPrefixIndex, routes: DeadlineRoutes) -> None:
         """``cached`` is what the engine has."""
         self._prompts = prompts
         self._cached = cached
@@ -182,10 +182,10 @@ class DeadlineClient:
         key = current_scope(), _digest(plan, ttft_slo_s, rules_out_reuse=wish is False)
         decision = self._remembered(key)
         if decision is None:
-            is_told = self._prompts.scope_of(settings or {}) == KVScope() and "cache_salt" not in plan.extra_body
+            is_reported = self._prompts.scope_of(settings or {}) == KVScope() and "cache_salt" not in plan.extra_body
             movable = None if deduplicates else messages
             decision = self._decide(
-                ttft_slo_s, movable, documents, plan, costs, rules_out_reuse=wish is False, is_told=is_told
+                ttft_slo_s, movable, documents, plan, costs, rules_out_reuse=wish is False, is_reported=is_reported
             )
             self._remember(key, decision)
         if decision.option.alpha is not None:
@@ -205,15 +205,15 @@ class DeadlineClient:
         costs: EngineCosts,
         *,
         rules_out_reuse: bool,
-        is_told: bool,
+        is_reported: bool,
     ) -> _Decision:
-        """Choose how a prompt is shown; ``is_told``: what the engine tells of its cache is true of this request."""
+        """Choose how a prompt is shown; ``is_reported``: what the engine tells of its cache is true of this request."""
         assert not isinstance(costs.prefill, str)
         assert plan.prompt is not None
         token_ids, segments = plan.prompt.token_ids, plan.prompt.segments
-        reuse = _NOT_WANTED if rules_out_reuse else costs.reuse if is_told else _SEPARATE
+        reuse = _NOT_WANTED if rules_out_reuse else costs.reuse if is_reported else _SEPARATE
         ways = None
-        if is_told:
+        if is_reported:
             ways = self._cached.look(  # of several engines it goes to the one that has most of it
                 lambda engines: min(
                     (options_of(token_ids, segments, cached, reuse) for cached in engines),

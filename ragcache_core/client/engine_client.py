@@ -15,7 +15,7 @@ from weakref import WeakSet
 import httpx
 
 from ragcache_core.client.batch import answer_batch
-from ragcache_core.client.cache import CacheRoutes, DocumentRoutes, PrefetchRoute, StandsOnDocuments, listed
+from ragcache_core.client.cache import CacheRoutes, DocumentDependent, DocumentRoutes, PrefetchRoute, listed
 from ragcache_core.client.deadline import DeadlineClient, DeadlineRoutes
 from ragcache_core.client.generation import (
     AnswerReader,
@@ -34,7 +34,7 @@ from ragcache_core.client.http.resume import ResumedAnswers
 from ragcache_core.client.http.routing import Replicas
 from ragcache_core.client.http.transport import AsyncRetryingTransport, RetryingTransport
 from ragcache_core.client.launch.process import GRACE_S
-from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes, KnownPrefixes
+from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes, CachedPrefixIndex
 from ragcache_core.client.ordering.document_order import Arrangement, OrderingClient, RememberedOrders
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt, FormatDocuments, KVScopes
 from ragcache_core.client.prompts.client import PromptClient
@@ -71,9 +71,9 @@ class Integration:
     ordering: OrderingClient
     deadlines: DeadlineClient
     stats: CacheStatsRoutes
-    answer_caches: WeakSet[StandsOnDocuments]
+    answer_caches: WeakSet[DocumentDependent]
     watch: ServerWatch
-    cached_prefixes: KnownPrefixes
+    cached_prefixes: CachedPrefixIndex
     prefetching: PrefetchRoute
     api: ServerAPI
 
@@ -105,7 +105,7 @@ class EngineClient(Handle, ABC):
         policy: RetryPolicy,
         *,
         replicas: Replicas | None = None,
-        cached_prefixes: KnownPrefixes | None = None,
+        cached_prefixes: CachedPrefixIndex | None = None,
     ) -> None:
         """Make the clients, and ask nothing yet: :meth:`_handshake` does. ``watch`` knows how the server is.
 

@@ -119,7 +119,7 @@ class SearchTrace:
                 "ragcache.search.num_speculations": report.num_started,
                 "ragcache.search.num_cancelled_speculations": report.num_cancelled,
                 "ragcache.search.is_confirmed": report.is_confirmed,
-                "ragcache.search.unhidden_s": report.unhidden_search_s,
+                "ragcache.search.unhidden_s": report.non_overlapped_search_s,
             }
         )
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 
 from ragcache_core.chunk.types import chunk_spans
 from ragcache_core.client.http.errors import translate_errors
-from ragcache_core.client.ordering.cached_prefixes import KnownPrefixes
+from ragcache_core.client.ordering.cached_prefixes import CachedPrefixIndex
 from ragcache_core.client.prompts.bound_prompt import HINT, BoundPrompt, KVScope, KVScopes
 from ragcache_core.client.server_api import ServerAPI
 from ragcache_core.client.speculation.client import LoadRoute, PreparedRequest, SpeculationClient
@@ -59,7 +59,7 @@ class WarmingClient:
         self,
         speculation: SpeculationClient,
         load: LoadRoute,
-        cached: KnownPrefixes,
+        cached: CachedPrefixIndex,
         scopes: KVScopes,
         api: ServerAPI,
     ) -> None:

@@ -15,7 +15,7 @@ from ragcache_core.recognition.log import LogChange, RegistrationLog
 from ragcache_core.recognition.placement import FoundDocument, Recognition, find_documents
 from ragcache_core.recognition.registration import DocumentForm, Registration
 from ragcache_core.recognition.registry import MIN_TOKENS, Registry
-from ragcache_core.recognition.shown_texts import ShownTexts
+from ragcache_core.recognition.shown_texts import PromptTexts
 from ragcache_core.recognition.token_bytes import bytes_of_tokens
 
 __all__ = [
@@ -24,11 +24,11 @@ __all__ = [
     "FoundDocument",
     "LogChange",
     "PolynomialHash",
+    "PromptTexts",
     "Recognition",
     "Registration",
     "RegistrationLog",
     "Registry",
-    "ShownTexts",
     "bytes_of_tokens",
     "count_edges",
     "find_documents",

@@ -27,7 +27,7 @@ _MAX_CHARS_PER_TOKEN = 16
 _WHITE_SPACE = b" \t\n\r\x0b\x0c"
 
 
-class ShownTexts:
+class PromptTexts:
     """Finds texts in prompts of one tokenizer.
 
     Args:

@@ -257,7 +257,9 @@ class TieredTree(PrefixTree):
         """Return the owner of each unit; None for units without an owner and for unknown ones."""
         return [None if place is None else place.node.owner for place in self.locate_all(keys)]
 
-    def evict_own(self, tier: Tier, owner: Owner, num_units: int, protected: Shield = NO_UNITS) -> list[EvictedUnit]:
+    def evict_from_owner(
+        self, tier: Tier, owner: Owner, num_units: int, protected: Shield = NO_UNITS
+    ) -> list[EvictedUnit]:
         """Do :meth:`evict_up_to` with what is ``owner``'s alone."""
         evicted = self._evict(self.tiers[tier], num_units, protected, for_owner=owner, is_own_alone=True)
         self._forget_uses(unit.node for unit in evicted)

@@ -55,7 +55,7 @@ def extra_config(transfer: Any) -> Mapping[str, Any]:
     return getattr(transfer, "kv_connector_extra_config", None) or {}
 
 
-def own_connector(connector: Any) -> Any:
+def ragcache_connector(connector: Any) -> Any:
     """Return ours of what vLLM's scheduler has: itself, or a child of a MultiConnector."""
     among = getattr(connector, "sub_connectors", ())
     return next((each for each in among if hasattr(each, "keeping_weights")), connector)
@@ -66,7 +66,7 @@ def own_stats(said: Mapping[str, Any]) -> Mapping[str, Any]:
     return next((said[name] for name in OWN_CONNECTORS if name in said), said)
 
 
-def check_beside(vllm_config: Any, *, reuses_chunks: bool, max_age: float | None) -> None:
+def check_other_connectors(vllm_config: Any, *, reuses_chunks: bool, max_age: float | None) -> None:
     """Refuse other connectors beside which answers, or what is said of the cache, would not hold.
 
     Raises:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from ragcache_core.vllm_plugin.beside import MODULE, children, is_own, own_stats
-from ragcache_core.vllm_plugin.engine_death import until_dead
-from ragcache_core.vllm_plugin.registrations import KeptRegistrations
-from ragcache_core.vllm_plugin.release import put_stand_ins, why_alone
+from ragcache_core.vllm_plugin.engine_death import wait_for_exit
+from ragcache_core.vllm_plugin.registrations import PersistentRegistrations
+from ragcache_core.vllm_plugin.release import put_stand_ins, unsupported_reason
 
 put_stand_ins(__file__)
 
@@ -198,6 +198,7 @@ __all__ = [
     "TransferResult",
     "UniformTypeKVCacheSpecs",
     "attach_utilities",
+    "broadcast_to_api_servers",
     "build_offloading_config",
     "building_pools",
     "bytes_of_stages",
@@ -228,7 +229,6 @@ __all__ = [
     "require_embeddings",
     "resolve_kv_cache_block_sizes",
     "sum_over_workers",
-    "tell_all_front_ends",
 ]
 
 
@@ -308,7 +308,7 @@ def attach_utilities() -> None:
     def ragcache_registrations_of(core: EngineCore, action: str, body: dict[str, Any]) -> dict[str, object]:
         kept = getattr(core, "ragcache_kept_registrations", None)
         if kept is None:
-            kept = core.ragcache_kept_registrations = KeptRegistrations()
+            kept = core.ragcache_kept_registrations = PersistentRegistrations()
         return kept.act(action, body)
 
     setattr(EngineCore, _REGISTRATIONS, ragcache_registrations_of)
@@ -319,7 +319,7 @@ def attach_utilities() -> None:
     setattr(EngineCore, _REPORT, ragcache_report)
     setattr(EngineCore, _PATHS, ragcache_cached_paths)
     setattr(EngineCore, _PREFETCH, ragcache_prefetch)
-    if why_alone() is None:
+    if unsupported_reason() is None:
         _tell_of_weights()
 
 
@@ -385,7 +385,7 @@ async def _call_engines(engine_client: Any, utility: str, *arguments: object) ->
     Raises:
         EngineDeadError: an engine died.
     """
-    return await until_dead(engine_client, engine_client.engine_core.call_utility_all_async(utility, *arguments))
+    return await wait_for_exit(engine_client, engine_client.engine_core.call_utility_all_async(utility, *arguments))
 
 
 async def call_confirm(
@@ -421,7 +421,7 @@ def front_end_of(vllm_config: Any) -> tuple[int, int]:
     return getattr(parallel, "_api_process_rank", 0), getattr(parallel, "_api_process_count", 1)
 
 
-def tell_all_front_ends(outputs: dict[int, EngineCoreOutputs], num_front_ends: int) -> None:
+def broadcast_to_api_servers(outputs: dict[int, EngineCoreOutputs], num_front_ends: int) -> None:
     """Send what our connector says with a step, which vLLM sends to one of the API servers, to the others too.
 
     They have the gauges of that step with it, and nothing that would be counted twice.

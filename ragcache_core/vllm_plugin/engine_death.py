@@ -14,7 +14,7 @@ _POLL_S = 0.25
 _Answer = TypeVar("_Answer")
 
 
-async def until_dead(engine_client: Any, call: Awaitable[_Answer]) -> _Answer:
+async def wait_for_exit(engine_client: Any, call: Awaitable[_Answer]) -> _Answer:
     """Return what ``call`` returns, or fail when the engine core dies.
 
     Raises:

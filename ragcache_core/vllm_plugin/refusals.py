@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.vllm_plugin.beside import check_beside, children, extra_config, is_own
+from ragcache_core.vllm_plugin.beside import check_other_connectors, children, extra_config, is_own
 from ragcache_core.vllm_plugin.settings import PluginSettings
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def check_engine(vllm_config: VllmConfig) -> None:
         )
     settings = PluginSettings.from_extra_config(extra_config(transfer))
     if is_among_others:
-        check_beside(vllm_config, reuses_chunks=settings.chunk_reuse is not None, max_age=settings.max_age)
+        check_other_connectors(vllm_config, reuses_chunks=settings.chunk_reuse is not None, max_age=settings.max_age)
     policy = vllm_config.scheduler_config.policy
     if policy != "fcfs" and (settings.queue == "cache_aware" or settings.max_prefill_bs > 0):
         raise ConfigError(

@@ -8,7 +8,7 @@ from typing import Any
 from ragcache_core.recognition import RegistrationLog
 
 
-class KeptRegistrations:
+class PersistentRegistrations:
     """Answers the API servers' calls; see :meth:`act`. For the engine core's thread."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ _missing: list[str] = []
 
 
 @cache
-def why_alone() -> str | None:
+def unsupported_reason() -> str | None:
     """Return what differs from the vLLM that RAGCache knows, with a hint; None where all of it works."""
     from vllm import __version__ as version
 
@@ -46,7 +46,7 @@ def settings_in_force(extra_config: Mapping[str, Any]) -> PluginSettings:
         ConfigError: a name or a value that this version does not know.
     """
     settings = PluginSettings.from_extra_config(extra_config)
-    if why_alone() is None:
+    if unsupported_reason() is None:
         return settings
     if settings.max_age is not None:
         raise ConfigError(
@@ -59,7 +59,7 @@ def settings_in_force(extra_config: Mapping[str, Any]) -> PluginSettings:
 def put_stand_ins(source: str) -> None:
     """Put a stand-in for each name that the file ``source`` imports from vLLM and that is not there.
 
-    So it can be imported with any vLLM. Nothing of it is used then but what there is: see :func:`why_alone`.
+    So it can be imported with any vLLM. Nothing of it is used then but what there is: see :func:`unsupported_reason`.
     """
     for statement in ast.parse(Path(source).read_text(encoding="utf-8")).body:
         if isinstance(statement, ast.ImportFrom) and (statement.module or "").split(".")[0] == "vllm":

@@ -11,7 +11,7 @@ from ragcache_core.runtime.environment import SOCKETS_ENV
 _FILE = "file://"
 
 
-class MeetingInOwnFolder:
+class PrivateRendezvous:
     """A mixin for a platform's worker: moves vLLM's file from the temporary folder to the engine's folder.
 
     All workers of an engine get the same file, and move it in the same way. Without a GPU, several workers also name
@@ -19,11 +19,11 @@ class MeetingInOwnFolder:
     """
 
     def __init__(self, *, distributed_init_method: str, **kwargs: Any) -> None:
-        kwargs["distributed_init_method"] = in_own_folder(distributed_init_method)
+        kwargs["distributed_init_method"] = in_private_folder(distributed_init_method)
         super().__init__(**kwargs)
 
 
-def in_own_folder(init_method: str) -> str:
+def in_private_folder(init_method: str) -> str:
     """Return where to meet instead of at ``init_method``; the same where that is no file, or no folder is known."""
     folder = os.environ.get(SOCKETS_ENV)
     if folder is None or not init_method.startswith(_FILE):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from ragcache_core.vllm_plugin.release import why_alone
+from ragcache_core.vllm_plugin.release import unsupported_reason
 
 _MODULES = {"SeededWorker": "scheduler.seeded_prefill", "RAGCacheWorker": "chunks.worker"}
 
@@ -13,6 +13,6 @@ _MODULES = {"SeededWorker": "scheduler.seeded_prefill", "RAGCacheWorker": "chunk
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}: it has {', '.join(_MODULES)}")
-    if why_alone() is None:
+    if unsupported_reason() is None:
         return getattr(import_module(f"ragcache_core.vllm_plugin.{_MODULES[name]}"), name)
     return import_module("ragcache_core.vllm_plugin.compat").platform_worker()

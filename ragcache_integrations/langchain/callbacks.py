@@ -32,7 +32,7 @@ CANDIDATES_EVENT = "ragcache.candidates"
 products. They are empty where the retriever does not tell them. ``swaps`` are what a ``max_score_loss`` has exchanged:
 ``{"doc_out", "doc_in", "score_loss"}`` each."""
 SPECULATION_EVENT = "ragcache.speculation"
-"""Custom event of each speculation: ``{"query", "event", "stage", "doc_ids", "hidden_search_s", "search_s"}``.
+"""Custom event of each speculation: ``{"query", "event", "stage", "doc_ids", "overlapped_search_s", "search_s"}``.
 
 ``event`` is ``start``, ``cancel`` (the candidates changed), ``confirm`` (they were the final documents), ``miss`` (the
 engine had not begun with the final documents) or ``settle`` (the answer has ended). So much of the search was hidden,
@@ -61,7 +61,7 @@ def _named(query: str, event: PipelineEvent, metric: Metric | None) -> tuple[str
         swaps = [asdict(swap) for swap in event.swaps]
         scores = similarities_of(event, metric)
         return CANDIDATES_EVENT, {**data, "is_final": event.is_final, "scores": scores, "swaps": swaps}
-    hidden = {"hidden_search_s": event.hidden_search_s, "search_s": event.search_s}
+    hidden = {"overlapped_search_s": event.overlapped_search_s, "search_s": event.search_s}
     return SPECULATION_EVENT, {**data, "event": event.kind, **hidden}
 
 
@@ -101,7 +101,7 @@ class CacheStatsCallbackHandler(BaseCallbackHandler):
         first = [g for generations in response.generations for g in generations[:1]]
         stats, num_kept = [s for g in first if (s := _stats_of(g))], sum(map(_is_kept, first))
         for _ in range(num_kept):
-            self._tally.add_kept_answer()
+            self._tally.add_cached_answer()
         if not stats and not num_kept:
             self._tally.add_unfinished()
         with self._lock:
@@ -116,7 +116,7 @@ class CacheStatsCallbackHandler(BaseCallbackHandler):
     def on_custom_event(self, name: str, data: Any, *, run_id: UUID, **kwargs: Any) -> None:
         """Count what the engine was asked ahead of a search's end."""
         if name == SPECULATION_EVENT:
-            self._tally.add_speculation(data["event"], data["hidden_search_s"])
+            self._tally.add_speculation(data["event"], data["overlapped_search_s"])
 
     def __str__(self) -> str:
         return str(self.summary())

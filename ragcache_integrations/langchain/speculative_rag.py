@@ -252,12 +252,12 @@ class SpeculativeRAG(HoldsHandles, RunnableSerializable[str | dict[str, Any], AI
         engine = llm.connect()
         is_streamed = llm._should_stream(**{**bound, **how})
 
-        def ask_ahead(documents: Documents) -> Callable[[], Speculation]:
+        def start_speculation(documents: Documents) -> Callable[[], Speculation]:
             engine.remember_documents(to_core(documents), query=question)
             return llm.prepare(self._messages(values(documents)), is_streamed=is_streamed, **bound)
 
         prompt = partial(self._bound_prompt, engine)
-        return _Question(question, values, engine, ask_ahead, prompt=prompt, timeout_s=self.search_timeout_s)
+        return _Question(question, values, engine, start_speculation, prompt=prompt, timeout_s=self.search_timeout_s)
 
     def _messages(self, values: dict[str, Any]) -> list[BaseMessage]:
         """Return the messages of the prompt without telling any callback."""

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from ragcache_core.answers import AnswerCache
     from ragcache_core.client.stats.cache_summary import CacheSummary, DocumentHits
     from ragcache_integrations.llamaindex.events import (
+        CachedAnswerEvent,
         CacheStatsEvent,
         CacheStatsEventHandler,
-        KeptAnswerEvent,
         RetrievalStageEvent,
         SpeculationEvent,
         TraceEventHandler,
@@ -43,7 +43,7 @@ else:
             "ragcache_integrations.llamaindex.events": (
                 "CacheStatsEvent",
                 "CacheStatsEventHandler",
-                "KeptAnswerEvent",
+                "CachedAnswerEvent",
                 "RetrievalStageEvent",
                 "SpeculationEvent",
                 "TraceEventHandler",
@@ -61,8 +61,8 @@ __all__ = [
     "CacheStatsEvent",
     "CacheStatsEventHandler",
     "CacheSummary",
+    "CachedAnswerEvent",
     "DocumentHits",
-    "KeptAnswerEvent",
     "RAGCacheLLM",
     "RAGCacheQueryEngine",
     "RAGCacheRetriever",

@@ -12,7 +12,7 @@ from llama_index_instrumentation.span import active_span_id
 from ragcache_core.answers import AnswerCache, parse_question
 from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
 from ragcache_core.stats import ANSWER_KEY, STATS_KEY
-from ragcache_integrations.llamaindex.events import KeptAnswerEvent, dispatcher
+from ragcache_integrations.llamaindex.events import CachedAnswerEvent, dispatcher
 from ragcache_integrations.llamaindex.requests import current_response
 
 
@@ -37,7 +37,7 @@ class CachedChat:
         if self._response_stats is not None:
             self._response_stats.add(mark)
         dispatcher.event(
-            KeptAnswerEvent(
+            CachedAnswerEvent(
                 model=self._model, question=found.question, similarity=found.similarity, span_id=self._span_id
             )
         )

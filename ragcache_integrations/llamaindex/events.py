@@ -85,7 +85,7 @@ class CacheStatsEvent(BaseEvent):
         return RequestStats(**{name: getattr(self, name) for name in _FIELDS})
 
 
-class KeptAnswerEvent(BaseEvent):
+class CachedAnswerEvent(BaseEvent):
     """An answer that no engine was asked for, as an ``answer_cache`` had it.
 
     It was given to ``question``, or to the very same prompt (``None``), whose meaning is ``similarity`` near.
@@ -97,7 +97,7 @@ class KeptAnswerEvent(BaseEvent):
 
     @classmethod
     def class_name(cls) -> str:
-        return "KeptAnswerEvent"
+        return "CachedAnswerEvent"
 
 
 class RetrievalStageEvent(BaseEvent):
@@ -126,7 +126,7 @@ class SpeculationEvent(BaseEvent):
     (the engine had not begun with the final documents) or ``settle`` (the answer has ended). ``document_ids`` are in
     the order of the prompt, ``search_s`` is the time since the search began.
 
-    ``hidden_search_s`` of it was hidden, which is told once: where a whole answer is asked ahead with ``settle``
+    ``overlapped_search_s`` of it was hidden, which is told once: where a whole answer is asked ahead with ``settle``
     (``None``: no request joined it, it was no match after all), otherwise with ``confirm`` (``None``: the engine has
     not told yet when it began).
     """
@@ -136,7 +136,7 @@ class SpeculationEvent(BaseEvent):
     stage: int
     document_ids: tuple[str, ...]
     search_s: float
-    hidden_search_s: float | None
+    overlapped_search_s: float | None
 
     @classmethod
     def class_name(cls) -> str:
@@ -160,7 +160,7 @@ def publish(event: PipelineEvent, *, query: str, span_id: str | None, metric: Me
             )
         )
         return
-    seconds = {"search_s": event.search_s, "hidden_search_s": event.hidden_search_s}
+    seconds = {"search_s": event.search_s, "overlapped_search_s": event.overlapped_search_s}
     dispatcher.event(
         SpeculationEvent(query=query, kind=event.kind, stage=stage, document_ids=ids, span_id=span_id, **seconds)
     )
@@ -185,10 +185,10 @@ class CacheStatsEventHandler(BaseEventHandler):
         if isinstance(event, CacheStatsEvent):
             self._tally.add(event.stats)
             self.last = event
-        elif isinstance(event, KeptAnswerEvent):
-            self._tally.add_kept_answer()
+        elif isinstance(event, CachedAnswerEvent):
+            self._tally.add_cached_answer()
         elif isinstance(event, SpeculationEvent):
-            self._tally.add_speculation(event.kind, event.hidden_search_s)
+            self._tally.add_speculation(event.kind, event.overlapped_search_s)
 
     def summary(self) -> CacheSummary:
         """Return the sums up to now."""

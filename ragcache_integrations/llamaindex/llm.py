@@ -95,7 +95,7 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
 
     With an ``answer_cache`` a chat without tools is not asked at all where nearly the same question was, with the same
     settings and about the same versions of the same documents: opt-in and approximate, see :class:`AnswerCache`. Such
-    an answer is marked, ``additional_kwargs["ragcache"]["answer_cache"]``, and a :class:`KeptAnswerEvent` tells of it.
+    an answer is marked, ``additional_kwargs["ragcache"]["answer_cache"]``, and emits a :class:`CachedAnswerEvent`.
 
     ``chunk_reuse``, of the LLM or of a call, switches chunk reuse, which is approximate; see ``engine.stream()``.
     ``deduplicate``, of the LLM or of a call, replaces a document that the chat shows already by a reference

@@ -263,14 +263,14 @@ class RAGCacheQueryEngine(BaseQueryEngine):
         if self._node_postprocessors and not self._speculate_postprocessed:
             return self._asked_later(query)
 
-        def ask_ahead(nodes: list[NodeWithScore]) -> Callable[[], Speculation] | None:
+        def start_speculation(nodes: list[NodeWithScore]) -> Callable[[], Speculation] | None:
             nodes = self._postprocessed(nodes, query)
             if not nodes:
                 return None
             return llm.prepare(self._messages(query, nodes), is_streamed=self._streaming, **self._settings)
 
         return _Query(
-            query, llm.engine, ask_ahead, timeout_s=self._search_timeout_s, prompt=self._prompt_of(llm.engine)
+            query, llm.engine, start_speculation, timeout_s=self._search_timeout_s, prompt=self._prompt_of(llm.engine)
         )
 
     def _asked_later(self, query: QueryBundle) -> _Query:

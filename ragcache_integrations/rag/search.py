@@ -108,14 +108,14 @@ class RetrieverSearch(Generic[Shown]):
         """
         engine, options, timeout_s = self.engine, self.options, self.options.timeout_s
         prompt = self._known_prompt
-        ask_ahead = None if engine is None else self._prefill(engine)
+        start_speculation = None if engine is None else self._prefill(engine)
         if overlap is not None:
             prompt = overlap.prompt or prompt
             timeout_s = timeout_s if overlap.timeout_s is None else overlap.timeout_s
             if overlap.ahead is not None:
-                engine, ask_ahead = overlap.engine, overlap.ahead
+                engine, start_speculation = overlap.engine, overlap.ahead
             elif overlap.skipped_because is not None:
-                ask_ahead = None
+                start_speculation = None
         updates = self._updates(engine, prompt)
         if self.question_key is not None and self.read_by_id is not None:
             updates = self.source_history.recent.stages(updates, self.question_key, self.read_by_id)
@@ -123,7 +123,7 @@ class RetrieverSearch(Generic[Shown]):
         result = await run_pipeline(
             updates,
             None if engine is None else engine.integration.speculation,
-            _Ahead(self.view, ask_ahead) if ask_ahead is not None and options.speculate else None,
+            _Ahead(self.view, start_speculation) if start_speculation is not None and options.speculate else None,
             timeout_s=timeout_s,
             on_event=on_event,
             arrange=(lambda documents: self._arranged(engine, prompt, documents)) if is_arranged else None,
@@ -194,10 +194,10 @@ class _Ahead(Generic[Shown]):
     """Asks the engine with a stage's documents as the framework's."""
 
     view: DocumentView[Shown]
-    ask_ahead: AskAhead[Shown]
+    start_speculation: AskAhead[Shown]
 
     def prepare(self, documents: Sequence[Document]) -> Callable[[], Speculation] | None:
-        return self.ask_ahead(self.view.show(documents))
+        return self.start_speculation(self.view.show(documents))
 
 
 def history_of(source: object, *settings: object, otherwise: SourceHistory) -> SourceHistory:

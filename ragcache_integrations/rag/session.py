@@ -20,7 +20,7 @@ class QuestionSession(SearchSession, Generic[Shown]):
     Args:
         question: the question.
         engine: the engine that answers, if the model has one.
-        ask_ahead: sends the model's request with a stage's documents; without it the retriever prefills.
+        start_speculation: sends the model's request with a stage's documents; without it the retriever prefills.
         prompt: the prompt that will show the documents.
         timeout_s: the longest that the search may take; by default the retriever's own limit.
         skipped_because: why nothing is sent ahead, if the reason is known.
@@ -30,7 +30,7 @@ class QuestionSession(SearchSession, Generic[Shown]):
         self,
         question: str,
         engine: EngineClient | None = None,
-        ask_ahead: AskAhead[Shown] | None = None,
+        start_speculation: AskAhead[Shown] | None = None,
         *,
         prompt: Callable[[], BoundPrompt | None] | None = None,
         timeout_s: float | None = None,
@@ -38,8 +38,8 @@ class QuestionSession(SearchSession, Generic[Shown]):
     ) -> None:
         super().__init__()
         self.question = question
-        self._ask_ahead = ask_ahead
-        ahead: AskAhead[Shown] | None = None if ask_ahead is None else self._asked_ahead
+        self._ask_ahead = start_speculation
+        ahead: AskAhead[Shown] | None = None if start_speculation is None else self._asked_ahead
         self.overlap = SearchOverlap(engine, ahead, self.take, timeout_s, prompt, skipped_because)
 
     async def find_at_once(

@@ -17,8 +17,8 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from ragcache_core.errors import PromptError
-from ragcache_core.prompt import ChatMessage, RenderedPrompt, ShownDocument, TokenizedText, common_prefix_len, texts_of
-from ragcache_core.recognition import ShownTexts, bytes_of_tokens
+from ragcache_core.prompt import ChatMessage, PromptDocument, RenderedPrompt, TokenizedText, common_prefix_len, texts_of
+from ragcache_core.recognition import PromptTexts, bytes_of_tokens
 from ragcache_core.types import PromptSegment, SegmentKind
 from ragcache_core.wire import tile
 
@@ -38,7 +38,7 @@ class LocalTokenizer:
         self._tokenizer = tokenizer
         words = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
         kind = "wordpiece" if any(word and word.startswith("##") for word in words) else "byte_level"
-        self._texts = ShownTexts(bytes_of_tokens(words, kind), lambda text: self._ids(text))
+        self._texts = PromptTexts(bytes_of_tokens(words, kind), lambda text: self._ids(text))
 
     @classmethod
     @cache
@@ -69,7 +69,7 @@ class LocalTokenizer:
     def lay_out(
         self,
         messages: Sequence[ChatMessage],
-        documents: Sequence[ShownDocument],
+        documents: Sequence[PromptDocument],
         *,
         other: Sequence[ChatMessage] | None = None,
         settings: Mapping[str, Any] | None = None,

@@ -37,7 +37,7 @@ from typing import Any, Self
 from urllib.parse import parse_qsl, urlsplit
 
 from ragcache_core.errors import PromptError
-from ragcache_core.prompt import ShownDocument
+from ragcache_core.prompt import PromptDocument
 from ragcache_core.types import SegmentKind
 from ragcache_core.wire import DEFAULTS_HEADER, HUNG, REPLICA_HEADER, SESSION_HEADER
 from tests.support.local_tokenizer import LocalTokenizer
@@ -78,14 +78,14 @@ BLOCK_SIZE = 16
 BYTES_PER_TOKEN = 1024
 THREE_TIERS: JsonObject = {
     "policy": "mixture", "num_ignored_metadata": 1,
-    "num_corrupt_chunks": 2, "num_lost_chunks": 3, "num_dropped_chunks": 4,
+    "num_corrupt_blocks": 2, "num_lost_chunks": 3, "num_dropped_blocks": 4,
     "tiers": [
         {"name": "gpu", "capacity_bytes": 1 << 30, "used_bytes": 1 << 29, "num_blocks": 512, "num_evicted_blocks": 9,
-         "num_hit_tokens": 4096, "is_enabled": True, "num_corrupt_chunks": 0, "num_dropped_chunks": 0},
+         "num_hit_tokens": 4096, "is_enabled": True, "num_corrupt_blocks": 0, "num_dropped_blocks": 0},
         {"name": "host", "capacity_bytes": 8 << 30, "used_bytes": 6 << 30, "num_blocks": 6144, "num_evicted_blocks": 4,
-         "num_hit_tokens": 2048, "is_enabled": True, "num_corrupt_chunks": 0, "num_dropped_chunks": 0},
+         "num_hit_tokens": 2048, "is_enabled": True, "num_corrupt_blocks": 0, "num_dropped_blocks": 0},
         {"name": "disk", "capacity_bytes": 1 << 40, "used_bytes": 0, "num_blocks": 0, "num_evicted_blocks": 0,
-         "num_hit_tokens": 0, "is_enabled": False, "num_corrupt_chunks": 2, "num_dropped_chunks": 4},
+         "num_hit_tokens": 0, "is_enabled": False, "num_corrupt_blocks": 2, "num_dropped_blocks": 4},
     ],
     "hottest_documents": [
         {"doc_id": "mel.txt", "frequency": 12.5, "num_tokens": 300, "tiers": ["gpu", "host"]},
@@ -298,7 +298,7 @@ class ScriptedServer:
     def _laid_out(self, body: JsonObject) -> dict[str, Any] | None:
         """Return what ``/v1/ragcache/prompt`` answers; ``None`` for what no template renders."""
         assert self.tokenizer is not None
-        shown = [ShownDocument(d["id"], d["text"], d.get("skip", 0)) for d in body.get("documents", ())]
+        shown = [PromptDocument(d["id"], d["text"], d.get("skip", 0)) for d in body.get("documents", ())]
         try:
             prompt = self.tokenizer.lay_out(body["messages"], shown, other=body.get("other"), settings=body)
         except PromptError:
@@ -328,9 +328,9 @@ class ScriptedServer:
             arrived_s, after_s, pauses_s = self._arrived_s.get(speculation), self.admits_after_s, self.paused_s[:]
             has_news = arrived_s is not None and len(pauses_s) >= after
             if has_news and after_s is not None and now_s >= arrived_s + after_s:
-                return {"waited_s": after_s + sum(pauses_s), "num_told": len(pauses_s) + 1}
+                return {"waited_s": after_s + sum(pauses_s), "num_reports": len(pauses_s) + 1}
             time.sleep(0.005)
-        return {"waited_s": None, "num_told": after}
+        return {"waited_s": None, "num_reports": after}
 
     def _metrics(self) -> str:
         values = {

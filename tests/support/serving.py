@@ -16,13 +16,13 @@ from starlette.types import Receive, Scope, Send
 
 from ragcache_core.client.ray_serve.engine_replica import EngineReplica
 from ragcache_core.client.ray_serve.front import Front
-from ragcache_core.client.ray_serve.known_replicas import Ask, KnownReplicas
+from ragcache_core.client.ray_serve.known_replicas import Ask, ReplicaStates
 
 
 class ScriptedHandle:
     """What a front has of Serve: chooses among ``replicas`` as Serve's router would, and gives their answers."""
 
-    def __init__(self, replicas: dict[str, EngineReplica], known: KnownReplicas) -> None:
+    def __init__(self, replicas: dict[str, EngineReplica], known: ReplicaStates) -> None:
         self.replicas = replicas
         self.known = known
         self.ask = self

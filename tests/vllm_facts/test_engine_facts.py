@@ -280,13 +280,13 @@ def test_what_we_ask_of_the_scheduler_reaches_it_as_a_utility_call(facts: dict[s
 def test_one_of_several_api_servers_is_told_and_which_of_it_is_a_gauge(facts: dict[str, Any]) -> None:
     is_named, is_one, stats, commands = facts["front_ends"]
     assert is_named, "compat.front_end_of() reads which of how many a process is"
-    assert is_one, "vLLM gives a step's statistics to one API server, compat.tell_all_front_ends() to the others"
+    assert is_one, "vLLM gives a step's statistics to one API server, compat.broadcast_to_api_servers() to the others"
     gauges = {"num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs", "num_kv_fetch_reqs_by_stage"}
     gauges |= {"kv_cache_usage", "waiting_lora_adapters", "running_lora_adapters"}
     counted = {"step_counter", "current_wave", "iteration_details", "kv_cache_eviction_events", "cudagraph_stats"}
     counted |= {"prefix_cache_stats", "connector_prefix_cache_stats", "spec_decoding_stats", "perf_stats"}
     told = {"kv_connector_stats", "ec_connector_stats"}
-    assert set(stats) == gauges | counted | told, "a new gauge belongs into compat.tell_all_front_ends()"
+    assert set(stats) == gauges | counted | told, "a new gauge belongs into compat.broadcast_to_api_servers()"
     assert commands == [["serve", ["args"]]], "api_server.py starts several as `vllm serve` does"
 
 

@@ -155,7 +155,7 @@ def test_prompts_and_limits_are_as_the_tiers_need_them(facts: dict[str, Any]) ->
     assert facts["seeded_prefill"] == [
         *(["self", "grammar_output"], ["input_batch", "discard_request_mask"], ["generators"], True, True),
     ], "SparingSeeds takes the generators of prompts that are cut out while vLLM samples"
-    assert facts["worker_meets"], "MeetingInOwnFolder moves the file at which workers meet first"
+    assert facts["worker_meets"], "PrivateRendezvous moves the file at which workers meet first"
     assert facts["offload_limit"], "RAGCacheConnector says by max_offload_tokens how much of a prompt is stored"
     assert facts["offload_answers"], "RAGCacheSpec has answers stored as well, by its offload_prompt_only"
     assert facts["hit_sources"] == ["HOST", "DISK"], "connector._TIER_OF_SOURCE tells the tiers of a hit apart"

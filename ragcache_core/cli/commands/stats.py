@@ -180,13 +180,13 @@ def _cache_counters(reading: EngineStats) -> Iterator[tuple[str, str]]:
         yield "policy", reading.policy
         yield "ignored", f"metadata of {reading.num_ignored_metadata:,} requests"
         shared = next((tier for tier in reading.tiers if tier.name == "shared"), None)
-        num_corrupt, num_dropped = reading.num_corrupt_chunks, reading.num_dropped_chunks
+        num_corrupt, num_dropped = reading.num_corrupt_blocks, reading.num_dropped_blocks
         if shared is not None:
-            num_corrupt, num_dropped = num_corrupt - shared.num_corrupt_chunks, num_dropped - shared.num_dropped_chunks
+            num_corrupt, num_dropped = num_corrupt - shared.num_corrupt_blocks, num_dropped - shared.num_dropped_blocks
         yield "disk blocks", f"{num_corrupt:,} corrupt, {reading.num_lost_chunks:,} lost, {num_dropped:,} dropped"
         overtaken = f"a waiting one overtaken {reading.max_overtaken:,} times at most"
         if shared is not None:
-            counts = f"{shared.num_corrupt_chunks:,} corrupt, {shared.num_dropped_chunks:,} dropped"
+            counts = f"{shared.num_corrupt_blocks:,} corrupt, {shared.num_dropped_blocks:,} dropped"
             yield "shared store", f"failed or did not answer {reading.num_shared_failures:,} times; blocks: {counts}"
         yield "queue", f"{reading.num_reordered_requests:,} requests served early, {overtaken}"
         changed = f"changed in {reading.num_reordered_prompts:,} of {reading.num_requests:,} prompts"
@@ -209,8 +209,8 @@ def _cache_counters(reading: EngineStats) -> Iterator[tuple[str, str]]:
         yield "stored chunks", f"{stored}; {host}, {disk}{switched_off}"
         unusable = f"{chunks.num_mismatched_chunks:,} mismatched, {chunks.num_too_long_chunks:,} too long"
         gone = f"{chunks.num_capacity_misses:,} without free space, {chunks.num_evicted_chunks:,} evicted"
-        damaged = f"{chunks.num_corrupt_chunks:,} corrupt, {chunks.num_lost_chunks:,} lost"
-        yield "unused chunks", f"{unusable}, {gone}, {damaged}, {chunks.num_dropped_chunks:,} dropped"
+        damaged = f"{chunks.num_corrupt_blocks:,} corrupt, {chunks.num_lost_chunks:,} lost"
+        yield "unused chunks", f"{unusable}, {gone}, {damaged}, {chunks.num_dropped_blocks:,} dropped"
 
 
 def _tiers(reading: EngineStats, room: TerminalSize) -> RenderableType:

@@ -17,8 +17,8 @@ import httpx
 
 from ragcache_core.client.engine import Engine
 from ragcache_core.client.http.affinity import RequestInfo
-from ragcache_core.client.http.attempt import BROKEN, NO_RETRY, Health, check_progress, engine_died, is_late
-from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes, KnownPrefixes
+from ragcache_core.client.http.attempt import CONNECTION_ERRORS, NO_RETRY, Health, check_progress, engine_died, is_late
+from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes, CachedPrefixIndex
 from ragcache_core.client.speculation.request_capture import asks_completion
 from ragcache_core.errors import EngineUnreachableError
 from ragcache_core.log import logger_of
@@ -69,7 +69,7 @@ class Replica:
             return False
         if (failed := self._failed) is not None:
             failed_s, run = failed
-            if watch.run == run and not watch.seen_alive_since(failed_s):
+            if watch.run == run and not watch.healthy_since(failed_s):
                 return False
             self._failed = None
         return True
@@ -253,7 +253,7 @@ class ReplicaSet:
     def suspect(self, run: int) -> None:
         """Do nothing: the one that failed is known, and left alone."""
 
-    def seen_alive_since(self, monotonic_s: float) -> bool:
+    def healthy_since(self, monotonic_s: float) -> bool:
         return bool(self.ready())
 
     def stall_reason(self) -> str | None:
@@ -315,7 +315,11 @@ class RoutedRequest:
         if is_late(error):
             self._unaddressed.extensions[_LATE] = self._replica.name
         is_suspicious = not NO_RETRY.keys() <= self.request.extensions.keys()
-        if is_suspicious and isinstance(error, (*BROKEN, httpx.ConnectTimeout)) and not isinstance(error, _BusyError):
+        if (
+            is_suspicious
+            and isinstance(error, (*CONNECTION_ERRORS, httpx.ConnectTimeout))
+            and not isinstance(error, _BusyError)
+        ):
             logger.debug("replica %s failed: %s: %s", self._replica.name, type(error).__name__, error)
             self._replica.failed()
         if isinstance(error, httpx.ConnectTimeout):
@@ -345,7 +349,7 @@ def _seconds(retry_after: str | None) -> float:
         return _REST_S
 
 
-class FleetPrefixes(KnownPrefixes):
+class FleetPrefixes(CachedPrefixIndex):
     """The mirrors of the replicas that may get the next request: an order is chosen together with its replica."""
 
     def __init__(self, replicas: ReplicaSet) -> None:

@@ -21,7 +21,7 @@ from ragcache_core.wire import DEFAULTS_HEADER
 NO_RETRY = {"ragcache_sent_once": True}
 """Extensions of a request that is worth one try: it is not sent again, waits for no restart, and raises no suspicion
 that the server has died."""
-BROKEN = (httpx.ConnectError, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
+CONNECTION_ERRORS = (httpx.ConnectError, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
 """How a connection ends whose server is gone."""
 AUTO: Final = "auto"
 FirstTokenTimeout = float | Literal["auto"] | None
@@ -62,7 +62,7 @@ class ServerWatch(Protocol):
         """Ask for a check of the server: its run number ``run`` did not answer as it should."""
         ...
 
-    def seen_alive_since(self, monotonic_s: float) -> bool:
+    def healthy_since(self, monotonic_s: float) -> bool:
         """Return whether a check that was asked for after ``monotonic_s`` found the server alive."""
         ...
 
@@ -190,7 +190,7 @@ class Attempt:
         if self._watch.health() is Health.GONE:
             raise EngineDiedError(self._watch.exit_reason())
         is_restarted = self._watch.run != self._run
-        if self._watch.health() is Health.READY and (is_restarted or self._watch.seen_alive_since(self._failed_s)):
+        if self._watch.health() is Health.READY and (is_restarted or self._watch.healthy_since(self._failed_s)):
             self._run, self._error = self._watch.run, None
             return True
         waited_s = time.monotonic() - self._failed_s

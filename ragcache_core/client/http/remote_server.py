@@ -92,7 +92,7 @@ class RemoteServerMonitor:
         self._wake.set()
         self._look()
 
-    def seen_alive_since(self, monotonic_s: float) -> bool:
+    def healthy_since(self, monotonic_s: float) -> bool:
         self._look()
         return self._alive_at_s > monotonic_s
 

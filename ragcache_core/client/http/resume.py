@@ -115,7 +115,7 @@ class ResumableStream:
         self._text = ""
         self._num_passed_on = 0  # characters that the client has
         self._marks = [_Mark(0, 0, 0)]
-        self._told_again = ""
+        self._replayed = ""
         self._num_ids_before = 0
         self._limit: int | None = None
         self._first: dict[str, Any] | None = None
@@ -218,10 +218,10 @@ class ResumableStream:
 
     def _rewind_greedy(self) -> bool:
         """Go back to an event so far before the end that its text can be compared; return whether there is one."""
-        told = len(self._text) - len(self._told_again)
+        told = len(self._text) - len(self._replayed)
         while self._marks[-1].num_ids and self._marks[-1].num_chars + max(self._overlap, _COMPARED) > told:
             self._marks.pop()
-        self._told_again = self._text[self._end_of(self._marks[-1]) :]
+        self._replayed = self._text[self._end_of(self._marks[-1]) :]
         del self._ids[self._marks[-1].num_ids :]
         return True
 
@@ -324,8 +324,8 @@ class ResumableStream:
         for hidden in ("token_ids", "prompt_token_ids"):
             if hidden in choice:
                 choice[hidden] = None
-        again, said = said[: len(self._told_again)], said[len(self._told_again) :]
-        if not self._told_again.startswith(again) or (is_finished and len(again) < len(self._told_again)):
+        again, said = said[: len(self._replayed)], said[len(self._replayed) :]
+        if not self._replayed.startswith(again) or (is_finished and len(again) < len(self._replayed)):
             if self._num_ids_before:
                 self._marks = [_Mark(0, 0, 0)]
                 raise httpx.RemoteProtocolError("the engine's successor did not go on with the same text")
@@ -333,12 +333,12 @@ class ResumableStream:
                 "the engine died during an answer, and its successor went on otherwise than it had begun: ask again"
             )
         self._is_finished = self._is_finished or is_finished
-        self._told_again = self._told_again[len(again) :]
+        self._replayed = self._replayed[len(again) :]
         self._text += said
         self._is_known = self._is_known and not others
         if again or said:
             self._is_known = self._is_known and ids is not None
-            self._marks.append(_Mark(len(self._ids), len(self._text) - len(self._told_again), len(ids or ())))
+            self._marks.append(_Mark(len(self._ids), len(self._text) - len(self._replayed), len(ids or ())))
         waits = self.is_sampled and self._is_known and not is_finished
         end = self._resumable_end() if waits else len(self._text)
         passed_on, self._num_passed_on = self._text[self._num_passed_on : end], end

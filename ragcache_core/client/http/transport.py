@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 import httpx
 
-from ragcache_core.client.http.attempt import BROKEN, Attempt, RetryPolicy, ServerWatch, engine_died
+from ragcache_core.client.http.attempt import CONNECTION_ERRORS, Attempt, RetryPolicy, ServerWatch, engine_died
 from ragcache_core.client.http.network import AsyncNetwork, Blocking, BlockingNetwork, Unblocked, checking, unblocked
 from ragcache_core.client.http.resume import ResumedAnswers
 from ragcache_core.client.http.routing import AsyncRoutedTransport, Replicas
@@ -34,7 +34,7 @@ _POLL_S = 0.05
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=5.0)
 _ASYNC_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 """An idle connection would outlive its event loop, and could not be closed then; a new one costs 0.2 ms on loopback."""
-_FAILED = (*BROKEN, httpx.ReadTimeout)
+_FAILED = (*CONNECTION_ERRORS, httpx.ReadTimeout)
 
 
 class AsyncRetryingTransport(httpx.AsyncBaseTransport):
@@ -222,7 +222,7 @@ class _WholeBody(httpx.AsyncByteStream):
                         self._trace.answered()
                     return
                 raise httpx.RemoteProtocolError("the engine's answer ended in the middle")
-            except BROKEN as error:
+            except CONNECTION_ERRORS as error:
                 with ended_by_errors(self._trace):
                     await self._body.aclose()
                     request = await self._attempt.rest(error, partial(self._transport.decode, self._attempt, error))

@@ -216,7 +216,7 @@ class Supervisor:
                 self._suspected_at_s = time.monotonic()
         self._wake.set()
 
-    def seen_alive_since(self, monotonic_s: float) -> bool:
+    def healthy_since(self, monotonic_s: float) -> bool:
         return self._alive_at_s > monotonic_s
 
     def close(self, grace_s: float = GRACE_S) -> None:

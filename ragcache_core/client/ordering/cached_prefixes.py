@@ -45,7 +45,7 @@ class _UnsupportedError(Exception):
     """The server does not report cached prefixes, or not to this client."""
 
 
-class KnownPrefixes(ABC):
+class CachedPrefixIndex(ABC):
     """The cached prefixes of one or several engines, as far as they are known. May be used by any thread."""
 
     @property
@@ -81,7 +81,7 @@ class KnownPrefixes(ABC):
         """End what asks. May be called again."""
 
 
-class CachedPrefixes(KnownPrefixes):
+class CachedPrefixes(CachedPrefixIndex):
     """Asks one server each second from the first question on, in a thread of its own, until :meth:`close`.
 
     While the server does not answer nothing is known: what was cached before may be gone.

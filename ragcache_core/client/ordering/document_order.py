@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ragcache_core.client.ordering.cached_prefixes import KnownPrefixes
+from ragcache_core.client.ordering.cached_prefixes import CachedPrefixIndex
 from ragcache_core.ordering import DocumentOrder, arrange
 from ragcache_core.swaps import Choice, prefer_cached
 from ragcache_core.types import DocId, Document
@@ -69,7 +69,7 @@ class RememberedOrders:
 class OrderingClient:
     """Orders documents for one engine's prompts."""
 
-    def __init__(self, cached: KnownPrefixes, reordered: RememberedOrders) -> None:
+    def __init__(self, cached: CachedPrefixIndex, reordered: RememberedOrders) -> None:
         """``cached`` is what the engine has, ``reordered`` takes note of the orders that were changed."""
         self._cached = cached
         self._reordered = reordered

@@ -24,7 +24,7 @@ class PipelineEvent:
     ``miss``: the final documents were not those of the speculation that was sent. ``settle``: the answer has ended
     whose speculation was confirmed. ``search_s`` is the time since the search began.
 
-    ``hidden_search_s`` is told once, and as the report has it: during how much of the search the answer was on its way.
+    ``overlapped_search_s`` is reported once: during how much of the search the answer was on its way.
     Of an answer it is known when that has ended (``settle``; ``None`` where no request joined the speculation: it was
     not right after all), of a prefill that no request joins with the final documents (``confirm``; ``None`` where the
     engine has not told by then when it began).
@@ -35,7 +35,7 @@ class PipelineEvent:
     doc_ids: tuple[DocId, ...]
     scores: tuple[float, ...]
     is_final: bool
-    hidden_search_s: float | None
+    overlapped_search_s: float | None
     search_s: float
     swaps: tuple[Swap, ...] = ()
 
@@ -65,11 +65,11 @@ class PipelineResult:
         if self.speculation is None:
             return self.report
         is_right = self.speculation.is_claimed or not (self.speculation.can_be_adopted or self.speculation.is_failed)
-        unhidden_s = unhidden_search_s(self.speculation, self.began_s, self.report.search_s)
+        unhidden_s = non_overlapped_search_s(self.speculation, self.began_s, self.report.search_s)
         return replace(
             self.report,
             is_confirmed=is_right,
-            unhidden_search_s=unhidden_s if is_right else self.report.search_s,
+            non_overlapped_search_s=unhidden_s if is_right else self.report.search_s,
         )
 
     def settled(self, report: PipelineReport) -> PipelineEvent | None:
@@ -77,11 +77,11 @@ class PipelineResult:
         if self.speculation is None or not self.speculation.can_be_adopted:
             return None
         doc_ids = tuple(document.doc_id for document in self.documents)
-        hidden_s = report.hidden_search_s if report.is_confirmed else None
+        hidden_s = report.overlapped_search_s if report.is_confirmed else None
         return PipelineEvent("settle", self.update.stage, doc_ids, (), True, hidden_s, report.search_s)
 
 
-def unhidden_search_s(speculation: Speculation, began_s: float, search_s: float) -> float:
+def non_overlapped_search_s(speculation: Speculation, began_s: float, search_s: float) -> float:
     """Return by how much later the answer was begun than without a search from ``began_s`` on; all of it until known.
 
     That is the time until it was sent, less the making of its request, plus its waits for admission: see

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from ragcache_core.client.pipeline.result import PipelineEvent, PipelineResult, unhidden_search_s
+from ragcache_core.client.pipeline.result import PipelineEvent, PipelineResult, non_overlapped_search_s
 from ragcache_core.client.pipeline.stages import SearchTasks, check_timeout
 from ragcache_core.client.speculation.client import (
     EngineLoad,
@@ -67,11 +67,11 @@ class _LoadWatch:
         """Whether the scheduler would admit a speculation, as it said last: it knows better than a count."""
         return self.latest is not None and self.latest.has_room
 
-    def ask(self, on_told: _OnLoad, *, at_once: bool = False) -> None:
-        """Have ``on_told`` called with the load, or with why it is not known; not at once where it is busy."""
+    def ask(self, on_reported: _OnLoad, *, at_once: bool = False) -> None:
+        """Have ``on_reported`` called with the load, or with why it is not known; not at once where it is busy."""
         if not self._is_asking:
             self._is_asking = True
-            self._tasks.spawn(self._ask(on_told, 0.0 if at_once else self._poll_s))
+            self._tasks.spawn(self._ask(on_reported, 0.0 if at_once else self._poll_s))
 
     def note(self, load: EngineLoad) -> None:
         """Take in what it said."""
@@ -83,7 +83,7 @@ class _LoadWatch:
         """Wait longer before the next questions."""
         self._poll_s = min(2 * self._poll_s, _LAST_POLL_S)
 
-    async def _ask(self, on_told: _OnLoad, delay_s: float) -> None:
+    async def _ask(self, on_reported: _OnLoad, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
         load, why_not = None, "the engine takes no speculative requests"
         try:
@@ -91,11 +91,11 @@ class _LoadWatch:
                 load, why_not = await self._client.apending_prefills(), "the engine did not tell its load"
         except Exception as error:  # whatever it is: the answer does not depend on it
             why_not = f"the engine did not tell its load: {error}"
-        self._tasks.put(partial(self._tell, on_told, load, why_not))
+        self._tasks.put(partial(self._tell, on_reported, load, why_not))
 
-    async def _tell(self, on_told: _OnLoad, load: EngineLoad | None, why_not: str) -> PipelineResult | None:
+    async def _tell(self, on_reported: _OnLoad, load: EngineLoad | None, why_not: str) -> PipelineResult | None:
         self._is_asking = False
-        return await on_told(load, why_not)
+        return await on_reported(load, why_not)
 
 
 @dataclass(slots=True)
@@ -295,15 +295,15 @@ class SearchRun:
         actions = self._pipeline.on_stage(expected, is_final=True, num_pending=0)
         self._perform(actions)
         speculation = live.speculation if live is not None and isinstance(actions[-1], Confirm) else None
-        unhidden_s, told_s = search_s, 0.0 if speculation is None else None
+        unhidden_s, reported_s = search_s, 0.0 if speculation is None else None
         if speculation is not None and expected == documents:
             speculation.confirm()
             if speculation.started_s is not None:
-                unhidden_s = unhidden_search_s(speculation, self._began_s, search_s)
-                told_s = None if speculation.can_be_adopted else search_s - unhidden_s
+                unhidden_s = non_overlapped_search_s(speculation, self._began_s, search_s)
+                reported_s = None if speculation.can_be_adopted else search_s - unhidden_s
         if self._tally.num_started:
             kind: Literal["confirm", "miss"] = "miss" if speculation is None else "confirm"
-            self._events.append(PipelineEvent(kind, self._stage, _ids(documents), (), True, told_s, search_s))
+            self._events.append(PipelineEvent(kind, self._stage, _ids(documents), (), True, reported_s, search_s))
         tally, load = self._tally, None if self._load is None else self._load.latest
         report = PipelineReport(
             search_s, unhidden_s, tally.num_stages, tally.num_started, tally.num_cancelled,
@@ -327,7 +327,7 @@ class SearchRun:
         self._pipeline.max_prefill_bs = load.max_prefill_bs
         if self._is_too_soon() and self._pipeline.is_deferred:
             self._tally.unpromising.append(_NOT_ENOUGH_SAMPLES)
-            self._pipeline.on_unpromising()
+            self._pipeline.on_skipped()
         self._perform(self._pipeline.on_load(self._num_pending()))
         if self._pipeline.is_deferred and load.reads_ahead:
             self._prefetch()

@@ -13,7 +13,7 @@ from ragcache_core.client.prompts.bound_prompt import BoundPrompt, FormatDocumen
 from ragcache_core.client.prompts.layout_learner import LayoutLearner, rearranged
 from ragcache_core.client.prompts.repeated_documents import without_repeats
 from ragcache_core.client.prompts.request_plan import (
-    AskedChat,
+    ChatWithTools,
     DocumentFacts,
     RememberedDocuments,
     RequestPlan,
@@ -30,8 +30,8 @@ from ragcache_core.client.speculation.request_capture import current_scope
 from ragcache_core.errors import EngineError, PromptError, PromptTooLongError
 from ragcache_core.prompt import (
     ChatMessage,
+    PromptDocument,
     RenderedPrompt,
-    ShownDocument,
     check_prompt_fits,
     escape_documents,
     has_other_than_text,
@@ -224,13 +224,13 @@ class PromptClient:
                 **changed_messages(messages, sent),
             },
             num_chars=sum(len(text) for message in sent for text in texts_of(message.get("content"))),
-            asked=AskedChat(sent, settings, list(dict.fromkeys(each[:2] for each in shown)))
+            asked=ChatWithTools(sent, settings, list(dict.fromkeys(each[:2] for each in shown)))
             if fields.get("tools")
             else None,
         )
 
     def _laid_out(
-        self, messages: Sequence[ChatMessage], shown: Sequence[ShownDocument], settings: Mapping[str, Any]
+        self, messages: Sequence[ChatMessage], shown: Sequence[PromptDocument], settings: Mapping[str, Any]
     ) -> RenderedPrompt | None:
         """Return a chat with its tokens; ``None`` where the server does not tell them, or names no documents.
 

@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any
 
 from ragcache_core.errors import ConfigError, quoted
-from ragcache_core.prompt import ChatMessage, RenderedPrompt, ShownDocument, check_prompt_fits
+from ragcache_core.prompt import ChatMessage, PromptDocument, RenderedPrompt, check_prompt_fits
 from ragcache_core.runtime.rights import joined_salt, rights_salt
 from ragcache_core.stats import DeadlineReport, RequestStats, document_stats
 from ragcache_core.types import DocId, Document, PromptSegment, SegmentKind
@@ -77,7 +77,7 @@ class DocumentFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class AskedChat:
+class ChatWithTools:
     """A request whose answer may call a tool, from which the next one of the same chat goes on.
 
     ``documents`` (id, text as shown) are in its ``messages``; ``settings`` are its other fields.
@@ -102,7 +102,7 @@ class RequestPlan:
     doc_ids: tuple[DocId, ...] = ()
     num_chars: int = 0
     prompt: RenderedPrompt | None = None
-    asked: AskedChat | None = None
+    asked: ChatWithTools | None = None
     deadline: DeadlineReport | None = None
 
     def stats(self, usage: Mapping[str, Any] | None, *, ttft_s: float | None, total_s: float) -> RequestStats:
@@ -161,7 +161,7 @@ def as_plain_text(message: ChatMessage) -> ChatMessage:
 
 
 def plan_texts(
-    shown: Sequence[ShownDocument],
+    shown: Sequence[PromptDocument],
     facts: DocumentFacts,
     *,
     reordered: Container[tuple[DocId, ...]] = (),

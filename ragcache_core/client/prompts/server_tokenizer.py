@@ -20,7 +20,7 @@ import httpx
 
 from ragcache_core.client.server_api import Call, ServerAPI, json_object
 from ragcache_core.errors import PromptError, PromptTooLongError, TokenizerUnavailableError
-from ragcache_core.prompt import ChatMessage, RenderedPrompt, ShownDocument, TokenizedText
+from ragcache_core.prompt import ChatMessage, PromptDocument, RenderedPrompt, TokenizedText
 from ragcache_core.types import PromptSegment, SegmentKind
 from ragcache_core.wire import MAX_DOCUMENTS, tile
 
@@ -86,7 +86,7 @@ class ServerTokenizer:
     def lay_out(
         self,
         messages: Sequence[ChatMessage],
-        documents: Sequence[ShownDocument],
+        documents: Sequence[PromptDocument],
         *,
         other: Sequence[ChatMessage] | None = None,
         settings: Mapping[str, Any] | None = None,

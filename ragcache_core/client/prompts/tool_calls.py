@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from ragcache_core.client.prompts.bound_prompt import UNKNOWN, BoundPrompt, Drafts, KVScopes
 from ragcache_core.client.prompts.layout_learner import LayoutLearner, LearnedLayout
-from ragcache_core.client.prompts.request_plan import AskedChat, RememberedSearch
+from ragcache_core.client.prompts.request_plan import ChatWithTools, RememberedSearch
 from ragcache_core.prompt import ChatMessage, PromptTokenizer, texts_of
 from ragcache_core.types import DocId, Document
 
@@ -46,7 +46,7 @@ class ToolCalls:
         self._waiting: OrderedDict[str, _ParsedCall] = OrderedDict()
         self._tools: OrderedDict[str, _Tool] = OrderedDict()
 
-    def add(self, asked: AskedChat, answer: ChatMessage) -> None:
+    def add(self, asked: ChatWithTools, answer: ChatMessage) -> None:
         """Record that a model answered a chat with the calls of ``answer``, a message as it will be sent back."""
         ids: tuple[str, ...] = ()
         for call_id, name, arguments in _calls_of(answer):
@@ -127,7 +127,7 @@ class _ParsedCall:
 class _NextPrompt:
     """What an agent asks when the last call of ``answer`` here has a result; of those before it none is known."""
 
-    asked: AskedChat
+    asked: ChatWithTools
     answer: ChatMessage
     call_ids: tuple[str, ...]
     layout: LearnedLayout

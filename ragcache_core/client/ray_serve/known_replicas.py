@@ -112,7 +112,7 @@ class _Replica:
     rests_until_s: float = 0.0
 
 
-class KnownReplicas:
+class ReplicaStates:
     """Follows what each replica has cached, and counts what is sent to it from here. May be used by any thread."""
 
     def __init__(self, follow: Callable[[str, str], CachedPrefixes] = CachedPrefixes) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from ragcache_core.client.ray_serve.known_replicas import Ask, KnownReplicas
+from ragcache_core.client.ray_serve.known_replicas import Ask, ReplicaStates
 
 
 class DocumentRouter(RequestRouter):
@@ -17,7 +17,7 @@ class DocumentRouter(RequestRouter):
 
     def initialize_state(self, **kwargs: Any) -> None:
         """Know no replicas yet. Replicas tell their key themselves: settings of a router are on Ray's dashboard."""
-        self._known = KnownReplicas()
+        self._known = ReplicaStates()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         self._known.update({_name(replica.replica_id): replica.replica_metadata for replica in replicas})

@@ -116,8 +116,8 @@ class LoadRoute:
         return None
 
     def _fresh(self) -> EngineLoad | None:
-        told_s, load = self._latest
-        return load if self._may_speculate and time.monotonic() - told_s < _FRESH_S else None
+        reported_s, load = self._latest
+        return load if self._may_speculate and time.monotonic() - reported_s < _FRESH_S else None
 
     def _read(self, response: httpx.Response) -> EngineLoad | None:
         if response.status_code != 404:  # whatever else is refused may be allowed later

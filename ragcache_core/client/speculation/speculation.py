@@ -351,14 +351,14 @@ class SpeculationRoutes:
         It does so when it begins, and when it goes on after a pause. Returns when the speculation is done,
         or when the server is one that does not tell.
         """
-        num_told = 0
+        num_reports = 0
         while True:
             was_over = speculation.is_done
-            after = 0 if was_over else num_told  # at the end it does not wait for what is known
+            after = 0 if was_over else num_reports  # at the end it does not wait for what is known
             answer = await self._ask(transport, "GET", speculation, f"?after={after}")
             if answer is not None and answer.status_code < 500:
                 match _json(answer):
-                    case {"waited_s": float() | int() as waited_s, "num_told": int() as num_told}:
+                    case {"waited_s": float() | int() as waited_s, "num_reports": int() as num_reports}:
                         note(float(waited_s))
                         if not was_over:
                             continue

@@ -31,23 +31,23 @@ class CacheSummary:
 
     ``ttft_s`` holds the times to first token that are known, and ``queue_s`` the times before the engine scheduled a
     request, oldest first, of the last 10,000. ``num_unfinished`` counts model calls without statistics that the
-    framework reports: they failed, were closed early, or used another server. ``num_kept_answers`` calls were answered
-    by an answer cache; they are in no other sum.
+    framework reports: they failed, were closed early, or used another server. ``num_cached_answers`` calls were
+    answered by an answer cache; they are in no other sum.
 
     ``num_reused_chunks`` documents were used by chunk reuse, with ``num_reused_tokens`` of their tokens as stored and
     ``num_recomputed_tokens`` recomputed; these answers are approximate.
 
     ``num_deadlines`` requests had a ``ttft_slo``; ``num_met_deadlines`` of them met it.
 
-    ``num_confirmed_speculations`` of ``num_speculations`` speculative requests were hits; ``hidden_search_s`` seconds
-    of search time overlapped with their work.
+    ``num_confirmed_speculations`` of ``num_speculations`` speculative requests were hits; ``overlapped_search_s``
+    seconds of search time overlapped with their work.
 
     ``print(summary)`` prints it in one line.
     """
 
     num_requests: int = 0
     num_unfinished: int = 0
-    num_kept_answers: int = 0
+    num_cached_answers: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
@@ -64,7 +64,7 @@ class CacheSummary:
     num_met_deadlines: int = 0
     num_speculations: int = 0
     num_confirmed_speculations: int = 0
-    hidden_search_s: float = 0.0
+    overlapped_search_s: float = 0.0
     ttft_s: tuple[float, ...] = ()
     queue_s: tuple[float, ...] = ()
     documents: dict[DocId, DocumentHits] = field(default_factory=dict)
@@ -103,13 +103,15 @@ class CacheSummary:
         if self.mean_ttft_s is not None:
             line += f", first token after {self.mean_ttft_s * 1000:,.0f} ms on average"
         if self.num_confirmed_speculations:
-            line += f", {self.hidden_search_s:.3f} s of search time overlapped"
+            line += f", {self.overlapped_search_s:.3f} s of search time overlapped"
         if self.num_deadlines:
             line += f", {self.num_met_deadlines:,} of {self.num_deadlines:,} deadlines met"
         if self.num_reused_chunks:
             line += f", {self.num_reused_chunks:,} documents reused approximately"
-        if self.num_kept_answers:
-            line += f", {self.num_kept_answers:,} answer{'' if self.num_kept_answers == 1 else 's'} kept from before"
+        if self.num_cached_answers:
+            line += (
+                f", {self.num_cached_answers:,} answer{'' if self.num_cached_answers == 1 else 's'} kept from before"
+            )
         return line + (f", {self.num_unfinished:,} unfinished" if self.num_unfinished else "")
 
 
@@ -167,25 +169,25 @@ class CacheTally(Handle):
         with self._lock:
             self._sums["num_unfinished"] += 1
 
-    def add_kept_answer(self) -> None:
+    def add_cached_answer(self) -> None:
         """Add a model call whose answer was kept from before."""
         with self._lock:
-            self._sums["num_kept_answers"] += 1
+            self._sums["num_cached_answers"] += 1
 
-    def add_speculation(self, kind: str, hidden_search_s: float | None) -> None:
+    def add_speculation(self, kind: str, overlapped_search_s: float | None) -> None:
         """Add what happened to a speculation; ``kind`` is that of the pipeline's event."""
         with self._lock:
             self._sums["num_speculations"] += kind == "start"
             self._sums["num_confirmed_speculations"] += kind == "confirm"
-            self._sums["num_confirmed_speculations"] -= kind == "settle" and hidden_search_s is None
-            self._hidden_search_s += hidden_search_s or 0.0
+            self._sums["num_confirmed_speculations"] -= kind == "settle" and overlapped_search_s is None
+            self._hidden_search_s += overlapped_search_s or 0.0
 
     def summary(self) -> CacheSummary:
         """Return the sums up to now."""
         with self._lock:
             return CacheSummary(
                 **self._sums,
-                hidden_search_s=self._hidden_search_s,
+                overlapped_search_s=self._hidden_search_s,
                 ttft_s=tuple(self._ttft_s),
                 queue_s=tuple(self._queue_s),
                 documents=dict(self._documents),

@@ -808,8 +808,8 @@ class CacheController:
             "num_evicted_blocks": state.num_evicted_units,
             "num_hit_tokens": counters.num_tokens_by_tier[tier],
             "is_enabled": report.is_enabled,
-            "num_corrupt_chunks": (counters.num_corrupt_chunks - counters.num_shared_corrupt_chunks) * on_disk,
-            "num_dropped_chunks": (counters.num_dropped_chunks - counters.num_shared_dropped_chunks) * on_disk,
+            "num_corrupt_blocks": (counters.num_corrupt_blocks - counters.num_shared_corrupt_blocks) * on_disk,
+            "num_dropped_blocks": (counters.num_dropped_blocks - counters.num_shared_dropped_blocks) * on_disk,
         }
 
     def _shared_report(self) -> Iterator[dict[str, object]]:
@@ -824,8 +824,8 @@ class CacheController:
             "num_evicted_blocks": self.shared.num_evicted_blocks,
             "num_hit_tokens": self.counters.num_tokens_by_tier[Origin.SHARED],
             "is_enabled": self.shared.is_serving,
-            "num_corrupt_chunks": self.counters.num_shared_corrupt_chunks,
-            "num_dropped_chunks": self.counters.num_shared_dropped_chunks,
+            "num_corrupt_blocks": self.counters.num_shared_corrupt_blocks,
+            "num_dropped_blocks": self.counters.num_shared_dropped_blocks,
         }
 
     def _count_access(self, state: RequestState, keys: Sequence[Key]) -> None:

@@ -188,12 +188,12 @@ class Counters:
     num_ignored_metadata: int = 0
     num_reordered_prompts: int = 0
     num_followup_turns: int = 0
-    num_corrupt_chunks: int = 0
+    num_corrupt_blocks: int = 0
     num_lost_chunks: int = 0
-    num_dropped_chunks: int = 0
+    num_dropped_blocks: int = 0
     num_shared_failures: int = 0
-    num_shared_corrupt_chunks: int = 0
-    num_shared_dropped_chunks: int = 0
+    num_shared_corrupt_blocks: int = 0
+    num_shared_dropped_blocks: int = 0
 
     def count(self, state: RequestState) -> None:
         """Count a real request that was admitted."""
@@ -206,5 +206,5 @@ class Counters:
         return {name: getattr(self, name) for name in _REPORTED}
 
 
-_OF_A_TIER = {"num_tokens_by_tier", "num_shared_corrupt_chunks", "num_shared_dropped_chunks"}
+_OF_A_TIER = {"num_tokens_by_tier", "num_shared_corrupt_blocks", "num_shared_dropped_blocks"}
 _REPORTED = tuple(each.name for each in fields(Counters) if each.name not in _OF_A_TIER)

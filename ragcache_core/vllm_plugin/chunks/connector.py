@@ -32,7 +32,7 @@ from ragcache_core.vllm_plugin.compat import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
-from ragcache_core.vllm_plugin.connector.gpu_connector import DocumentConnector, is_told_by_tokens
+from ragcache_core.vllm_plugin.connector.gpu_connector import DocumentConnector, is_identified_by_tokens
 from ragcache_core.vllm_plugin.connector.tiered_connector import RAGCacheConnector
 from ragcache_core.vllm_plugin.offload.worker_memory import Rank
 from ragcache_core.vllm_plugin.settings import PluginSettings
@@ -171,7 +171,7 @@ class ChunkReuseConnector(KVConnectorBase_V1):
     ) -> ReuseOptions | None:
         """Return how a request's chunks are reused; None if they cannot be."""
         reuse = self._reuse
-        if not is_told_by_tokens(request) or request.skip_reading_prefix_cache:
+        if not is_identified_by_tokens(request) or request.skip_reading_prefix_cache:
             return None
         alpha = self._chunk_settings.alpha_for(asked)
         if alpha is None:  # what that quality takes was not measured

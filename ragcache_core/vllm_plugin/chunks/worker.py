@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from ragcache_core.errors import ConfigError
 from ragcache_core.vllm_plugin.chunks.connector import ChunkReuseConnector
 from ragcache_core.vllm_plugin.compat import connector_of_this_worker, platform_worker
-from ragcache_core.vllm_plugin.rendezvous import MeetingInOwnFolder
-from ragcache_core.vllm_plugin.scheduler.seeded_prefill import EarlyRefusal, SparingSeeds
+from ragcache_core.vllm_plugin.rendezvous import PrivateRendezvous
+from ragcache_core.vllm_plugin.scheduler.seeded_prefill import EarlyRejection, SparingSeeds
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -30,5 +30,5 @@ class _Attaching:
         connector.attach(self.model_runner)
 
 
-class RAGCacheWorker(_Attaching, EarlyRefusal, MeetingInOwnFolder, SparingSeeds, platform_worker()):  # type: ignore[misc]
+class RAGCacheWorker(_Attaching, EarlyRejection, PrivateRendezvous, SparingSeeds, platform_worker()):  # type: ignore[misc]
     """A worker that can reuse chunks."""

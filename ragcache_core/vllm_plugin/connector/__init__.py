@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from ragcache_core.vllm_plugin.release import why_alone
+from ragcache_core.vllm_plugin.release import unsupported_reason
 
 _FOLDER = "ragcache_core.vllm_plugin"
 _MODULES = {
@@ -19,9 +19,9 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}: it has {', '.join(_MODULES)}")
-    if why_alone() is None:
+    if unsupported_reason() is None:
         return getattr(import_module(_MODULES[name]), name)
     try:
-        return import_module(f"{__name__}.alone").AloneConnector
+        return import_module(f"{__name__}.alone").FallbackConnector
     except Exception:  # one of our modules needs what this vLLM does not have
-        return import_module(f"{__name__}.bare").BareConnector
+        return import_module(f"{__name__}.bare").MinimalConnector

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from ragcache_core.vllm_plugin.connector.bare import BareConnector
+from ragcache_core.vllm_plugin.connector.minimal import MinimalConnector
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class ForwardingConnector(BareConnector):
+class ForwardingConnector(MinimalConnector):
     """Forwards to what is below: a connector, or what answers as one on the scheduler's side."""
 
     below: Any

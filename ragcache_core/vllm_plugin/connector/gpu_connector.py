@@ -32,7 +32,7 @@ from ragcache_core.vllm_plugin.compat import (
     kv_bytes_per_block,
 )
 from ragcache_core.vllm_plugin.connector.adapter_keys import AdapterKeys
-from ragcache_core.vllm_plugin.connector.bare import BareConnector
+from ragcache_core.vllm_plugin.connector.minimal import MinimalConnector
 from ragcache_core.vllm_plugin.connector.stats_reporter import StatsReporter
 from ragcache_core.vllm_plugin.connector.step_stats import RAGCacheStats
 from ragcache_core.vllm_plugin.offload.worker_memory import Rank, WorkerMemory
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 logger = logger_of(__name__)
 
 
-def is_told_by_tokens(request: Request, *, any_salt: bool = False) -> bool:
+def is_identified_by_tokens(request: Request, *, any_salt: bool = False) -> bool:
     """Return whether the same tokens are the same KV in another request; with ``any_salt`` one of the same salt."""
     is_salted = bool(request.cache_salt) and not any_salt
     is_like_others = not (request.lora_request or is_salted or request.mm_features)
@@ -67,7 +67,7 @@ class DocumentAware:
     _news: StatsReporter | None = None
     _recorder: TraceRecorder | None = None
     _keeps_weights = False
-    _is_beside = False
+    _has_other_connectors = False
     """Whether other connectors store and load beside this one."""
 
     def _begin(self, controller: CacheController) -> None:
@@ -118,7 +118,7 @@ class DocumentAware:
         )
         if self._recorder is not None and not metadata.is_prefill:
             self._recorder.begin(request.request_id, request.arrival_time)
-        if is_told_by_tokens(request, any_salt=is_tenants_own):
+        if is_identified_by_tokens(request, any_salt=is_tenants_own):
             self.controller.paths_of(tenant).track(request.prompt_token_ids, metadata.segments, request.block_hashes)
         self._limit_storing(request)
         super().on_new_request(request)  # type: ignore[misc]
@@ -162,15 +162,15 @@ class DocumentAware:
     def forget_weights(self) -> None:
         """Forget all KV that outlives a reset, and keep none from now on: the weights may be others."""
 
-    def stand_beside(self, others: Sequence[str]) -> None:
+    def run_alongside(self, others: Sequence[str]) -> None:
         """Record that other connectors store and load as well; ``others`` may keep KV after a deletion."""
         assert self.controller is not None
-        self._is_beside = True
+        self._has_other_connectors = True
         if others:
             why = f"{', '.join(others)} beside RAGCache may keep KV of its own: delete it there"
             self.controller.forgetting.add_holder(OutOfReach(why))
 
-    def be_quiet(self) -> None:
+    def stop_reporting(self) -> None:
         """Tell nothing with a step any more."""
         self._news = None
 
@@ -250,7 +250,7 @@ class DocumentAware:
         self._recorder.end(request.request_id, documents, question_tokens, request.num_output_tokens)
 
 
-class DocumentConnector(DocumentAware, BareConnector):
+class DocumentConnector(DocumentAware, MinimalConnector):
     """The GPU tier alone: reads which tokens are which document, and moves no KV."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:

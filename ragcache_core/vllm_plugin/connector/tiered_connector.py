@@ -25,9 +25,9 @@ from ragcache_core.vllm_plugin.compat import (
     bytes_of_stages,
     kv_bytes_per_block,
 )
-from ragcache_core.vllm_plugin.connector.bare import BareConnector
 from ragcache_core.vllm_plugin.connector.forwarding import ForwardingConnector
 from ragcache_core.vllm_plugin.connector.gpu_connector import DocumentAware, DocumentConnector
+from ragcache_core.vllm_plugin.connector.minimal import MinimalConnector
 from ragcache_core.vllm_plugin.disk.prefetcher import DiskPrefetcher
 from ragcache_core.vllm_plugin.offload.copy_scheduler import CopyScheduler
 from ragcache_core.vllm_plugin.offload.host_tier import ADAPTED, HostTier
@@ -184,7 +184,7 @@ class RAGCacheConnector(DocumentAware, ForwardingConnector):
         self._leave_stores()
         self.controller.forgetting.store_at_most = None
         self._prefetcher = self._host = self._layer_loads = self.tiers = self.copies = None
-        self.below = BareConnector(self._vllm_config, self.role, self._kv_config)
+        self.below = MinimalConnector(self._vllm_config, self.role, self._kv_config)
 
     def _give_up_reading(self) -> None:
         """Go on without what reads in this process what workers have in host memory: disk, shared store and journal."""
@@ -200,7 +200,7 @@ class RAGCacheConnector(DocumentAware, ForwardingConnector):
         """Have what is forgotten from now on say that disks and stores may have it from earlier starts."""
         assert self.controller is not None
         for tier in self._lower:
-            self.controller.forgetting.remove_holder(cast("Holder", tier), why_left=tier.why_left_behind)
+            self.controller.forgetting.remove_holder(cast("Holder", tier), why_left=tier.undeleted_reason)
         self.controller.shared = None
 
     @property
@@ -301,7 +301,7 @@ class RAGCacheConnector(DocumentAware, ForwardingConnector):
         if self._host is not None and self._host.promises.is_awaited(request.request_id, num_computed_tokens):
             return None, False
         num_tokens, is_async = self._look_up_below(request, num_computed_tokens)
-        if not num_tokens or self._layer_loads is None or self._is_beside:
+        if not num_tokens or self._layer_loads is None or self._has_other_connectors:
             return num_tokens, is_async
         num_loaded = self._layer_loads.choose(request, num_computed_tokens, num_tokens)
         return (num_loaded, False) if num_loaded else (num_tokens, is_async)
@@ -329,7 +329,7 @@ class RAGCacheConnector(DocumentAware, ForwardingConnector):
             self.below.update_state_after_alloc(request, blocks, num_external_tokens)
         self._forget_promises(request)
         if not num_external_tokens:
-            if self._is_beside and self.copies is not None:
+            if self._has_other_connectors and self.copies is not None:
                 # Another connector may load into any of them, before this step or in it.
                 self.copies.fence([block_id for group in blocks.get_block_ids() for block_id in group])
             return {}

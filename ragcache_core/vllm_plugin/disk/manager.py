@@ -149,7 +149,7 @@ class DiskTier(TransferTier):
         self._io = DiskIO(store, host_memory)
         super().__init__(spec.controller, self._io, num_rows, block_bytes)
         self.path = store.path
-        self.why_left_behind = why_on_disk([self.path])
+        self.undeleted_reason = why_on_disk([self.path])
         self._is_enabled = True
         self._others: OtherBlocks[bytes] = OtherBlocks(self._groups, self._tree, Tier.DISK)
         self._stored: set[bytes] = set()
@@ -349,7 +349,7 @@ class DiskTier(TransferTier):
         if new and not (self._io.can_write and self._has_room(len(new))):
             if self._io.can_write:
                 self._io.warn_of_slowness(len(new))
-            self._controller.counters.num_dropped_chunks += len(new)
+            self._controller.counters.num_dropped_blocks += len(new)
             new.clear()
         evicted = self._make_room(new)
         runs = self._admit(new)
@@ -388,7 +388,7 @@ class DiskTier(TransferTier):
                         if is_reached and other in rows and not self._is_here(other):
                             new[other] = rows[other]
         if len(new) < len(rows):
-            self._controller.counters.num_dropped_chunks += sum(
+            self._controller.counters.num_dropped_blocks += sum(
                 name not in new and not self._is_here(name) and self._tree.locate(self._unit_of(name)) is not None
                 for name in rows
             )
@@ -437,7 +437,7 @@ class DiskTier(TransferTier):
             evicted.update(dict.fromkeys(self._names_of(units)))
         for _ in range(min(num_missing - len(evicted), len(new))):
             new.popitem()
-            self._controller.counters.num_dropped_chunks += 1
+            self._controller.counters.num_dropped_blocks += 1
         return [*own, *self._take_out(list(evicted))]
 
     def _keep_quotas(self, new: dict[bytes, int]) -> list[bytes]:
@@ -454,7 +454,7 @@ class DiskTier(TransferTier):
         while num_left_out > 0 and new:
             name, _ = new.popitem()
             num_left_out -= self._is_unit(name)
-            self._controller.counters.num_dropped_chunks += 1
+            self._controller.counters.num_dropped_blocks += 1
         return self._names_of(evicted)
 
     def _names_of(self, units: Iterable[EvictedUnit]) -> list[bytes]:
@@ -535,7 +535,7 @@ class DiskTier(TransferTier):
                     if not is_stored or name in erased:
                         self._remove(name)
             if outcome.is_dropped or outcome.error is not None:
-                self._controller.counters.num_dropped_chunks += len(outcome.names)
+                self._controller.counters.num_dropped_blocks += len(outcome.names)
 
     def _finish_load(self, job: TierJob, load: LoadTransfer) -> Sequence[OffloadKey]:
         lost: list[bytes] = []
@@ -547,7 +547,7 @@ class DiskTier(TransferTier):
         for name in lost:
             self._remove(name)
         if lost:
-            self._controller.counters.num_corrupt_chunks += len(lost)
+            self._controller.counters.num_corrupt_blocks += len(lost)
             self._controller.record_change()
             self._io.delete(lost)  # the store keeps what it could not read, and its slot
         return list(compress(job.keys, load.found))
@@ -593,7 +593,7 @@ class DiskTier(TransferTier):
         if self._reopening is not None and self._reopening.is_ready and not (self._loads or self._stores):
             reopened, self._reopening = self._reopening.take(), None
             self._io = self._threads = DiskIO(reopened.store, self._host_memory)
-            self.path, self.why_left_behind = reopened.store.path, why_on_disk([reopened.store.path])
+            self.path, self.undeleted_reason = reopened.store.path, why_on_disk([reopened.store.path])
             self._report.capacity_bytes = reopened.store.capacity_bytes
             self._report.block_bytes = reopened.store.slot_bytes
             self._controller.add_tier(Tier.DISK, self._report)
@@ -651,7 +651,7 @@ class DiskTier(TransferTier):
             store.discard_many(orphans)
         counters, stats = self._controller.counters, store.stats
         counters.num_lost_chunks += len(orphans) + stats.num_missing
-        counters.num_corrupt_chunks += stats.num_damaged
+        counters.num_corrupt_blocks += stats.num_damaged
         if num_given_up := len(orphans) + stats.num_missing + stats.num_damaged:
             logger.warning(
                 "RC-DISK-DISCARDED: RAGCache discarded %d damaged blocks, or blocks without their prefix, in %s",

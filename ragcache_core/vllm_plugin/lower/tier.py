@@ -28,14 +28,14 @@ class LowerTier(ABC):
         name: of the tier, in statistics.
         source: what a hit of this tier counts as.
         medium, locality: by which requests choose the tiers that they load from.
-        why_left_behind: why it may hold deleted KV once it is out of service, with a hint.
+        undeleted_reason: why it may hold deleted KV once it is out of service, with a hint.
     """
 
     name: str
     source: CacheHitSource
     medium: Medium | None = Medium.STORAGE
     locality: Locality | None = None
-    why_left_behind: str
+    undeleted_reason: str
 
     @abstractmethod
     def find(self, key: OffloadKey, context: ReqContext) -> Sequence[OffloadKey] | None:

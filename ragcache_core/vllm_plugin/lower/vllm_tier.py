@@ -32,11 +32,11 @@ class VLLMTier(LowerTier):
     def __init__(self, tier: SecondaryTierManager, forgetting: Forgetting) -> None:
         self.name, self.source = tier.tier_type, tier.cache_hit_source
         self.medium, self.locality = tier.medium, tier.locality
-        self.why_left_behind = f"vLLM's tier {self.name!r} may keep KV of its own: delete it there"
+        self.undeleted_reason = f"vLLM's tier {self.name!r} may keep KV of its own: delete it there"
         self._tier = tier
         self._open: dict[int, TransferJob] = {}
         self._dropped: list[EndedJob] = []
-        forgetting.add_holder(OutOfReach(self.why_left_behind))
+        forgetting.add_holder(OutOfReach(self.undeleted_reason))
 
     @staticmethod
     def check(type_name: str, kind: type[SecondaryTierManager]) -> None:
@@ -97,7 +97,7 @@ class VLLMTier(LowerTier):
         self._tier.drain_jobs()
 
     def clear(self) -> None:
-        """Do nothing: ``why_left_behind`` tells that the tier may keep KV of other weights."""
+        """Do nothing: ``undeleted_reason`` tells that the tier may keep KV of other weights."""
 
     def shutdown(self) -> None:
         self._tier.shutdown()

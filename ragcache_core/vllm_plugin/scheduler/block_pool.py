@@ -227,7 +227,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         shares = self._tier.shares
         for owner in shares.quotas:
             if num_units := shares.over_quota(owner):
-                self._make_spare(self._tree.evict_own(Tier.GPU, owner, num_units))
+                self._make_spare(self._tree.evict_from_owner(Tier.GPU, owner, num_units))
 
     def _make_spare(self, evicted: Sequence[EvictedUnit]) -> None:
         """Make the blocks of evicted units spare, and take their content off free copies as well."""
@@ -443,16 +443,16 @@ class TreeBlockPool(BlockPool):
         block_mask: list[bool] | None = None,
     ) -> None:
         state = self.controller.state_of(request.request_id)
-        num_told = num_full_blocks
+        num_reports = num_full_blocks
         if state is not None and (first_private := state.first_private) is not None:
             # Answers behind what chunk reuse provided, or what is forgotten: no look-up finds it, so it is no content.
             size = self.controller.tokens_per_block
             num_findable = max(first_private, len(state.apart)) * size // block_size
             num_full_blocks = min(num_full_blocks, max(num_findable, num_cached_blocks))
-            num_told = min(num_full_blocks, max(first_private * size // block_size, num_cached_blocks))
+            num_reports = min(num_full_blocks, max(first_private * size // block_size, num_cached_blocks))
         tells, done = self.enable_kv_cache_events, num_cached_blocks
-        for end in sorted({num_told, num_full_blocks}):  # no event tells of approximate blocks
-            self.enable_kv_cache_events = tells and end == num_told
+        for end in sorted({num_reports, num_full_blocks}):  # no event tells of approximate blocks
+            self.enable_kv_cache_events = tells and end == num_reports
             mask = None if block_mask is None else block_mask[done - num_cached_blocks : end - num_cached_blocks]
             super().cache_full_blocks(request, blocks, done, end, block_size, kv_cache_group_id, mask)
             done = end

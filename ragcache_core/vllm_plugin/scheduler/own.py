@@ -6,7 +6,7 @@ import time
 from copy import copy
 from typing import Any
 
-from ragcache_core.vllm_plugin.beside import own_connector
+from ragcache_core.vllm_plugin.beside import ragcache_connector
 from ragcache_core.vllm_plugin.compat import attach_utilities
 
 _NO_CACHE = "this release of vLLM is unknown, and caches without RAGCache"
@@ -21,7 +21,7 @@ class _Reporting:
 
     def report(self) -> dict[str, object]:
         """Return what the connector has counted."""
-        report: dict[str, object] = own_connector(self.get_kv_connector()).controller.report()
+        report: dict[str, object] = ragcache_connector(self.get_kv_connector()).controller.report()
         return report
 
     def forget(self, doc_ids: list[str]) -> dict[str, object]:
@@ -34,14 +34,16 @@ class _Reporting:
 
     def cached_paths(self, cursor: str, tenant: str | None = None) -> dict[str, object]:
         """Return what is cached by the tree, which knows of no block here."""
-        changes: dict[str, object] = own_connector(self.get_kv_connector()).controller.paths_of(tenant).changes(cursor)
+        changes: dict[str, object] = (
+            ragcache_connector(self.get_kv_connector()).controller.paths_of(tenant).changes(cursor)
+        )
         return changes
 
     def act_on_cache(self, action: str, body: dict[str, Any]) -> dict[str, object]:
         """Return a tree that knows of no block, or why nothing else can be done."""
         if action == "tick":
             return self.report()
-        controller = own_connector(self.get_kv_connector()).controller
+        controller = ragcache_connector(self.get_kv_connector()).controller
         if action != "tree":
             return {"refused": _NO_CACHE}
         call = controller.tree_view(body["limit"])
@@ -52,7 +54,7 @@ class _Reporting:
 
     def recent_requests(self, limit: int) -> dict[str, object]:
         """Return the state of the latest requests, without the times of their first tokens."""
-        controller = own_connector(self.get_kv_connector()).controller
+        controller = ragcache_connector(self.get_kv_connector()).controller
         recent: dict[str, object] = controller.recent_requests(limit, time.monotonic())
         return recent
 
@@ -65,6 +67,6 @@ def own_scheduler(*args: Any, **kwargs: Any) -> Any:
     kind = config.get_scheduler_cls()
     scheduler: Any = type(kind.__name__, (_Reporting, kind), {})(*args, **kwargs)
     connector = scheduler.get_kv_connector()
-    if (own := own_connector(connector)) is not connector:
-        own.be_quiet()  # MultiConnector would file what it says under a name that its server does not know
+    if (own := ragcache_connector(connector)) is not connector:
+        own.stop_reporting()  # MultiConnector would file what it says under a name that its server does not know
     return scheduler

@@ -22,7 +22,7 @@ from ragcache_core.errors import ConfigError
 from ragcache_core.log import logger_of
 from ragcache_core.memory import collect_rarely, freeze_survivors
 from ragcache_core.runtime.clock import steady_s
-from ragcache_core.vllm_plugin.beside import children, is_own, own_connector
+from ragcache_core.vllm_plugin.beside import children, is_own, ragcache_connector
 from ragcache_core.vllm_plugin.build_context import building
 from ragcache_core.vllm_plugin.compat import (
     AsyncScheduler,
@@ -30,10 +30,10 @@ from ragcache_core.vllm_plugin.compat import (
     RequestStatus,
     Scheduler,
     attach_utilities,
+    broadcast_to_api_servers,
     building_pools,
     front_end_of,
     prompt_of_keys,
-    tell_all_front_ends,
 )
 from ragcache_core.vllm_plugin.refusals import check_engine
 from ragcache_core.vllm_plugin.scheduler.block_pool import TreeBlockPool, TreeFreeBlockQueue
@@ -86,10 +86,10 @@ class _TreeScheduling:
             building_pools(BlockPool if context.groups is None else TreeBlockPool),
         ):
             super().__init__(vllm_config, kv_cache_config, *args, **kwargs)  # type: ignore[call-arg]
-        self._own_connector = own_connector(self.connector)
+        self._own_connector = ragcache_connector(self.connector)
         if self._own_connector is not self.connector:
             others = [child for child in children(vllm_config.kv_transfer_config) if not is_own(child)]
-            self._own_connector.stand_beside(keeping(others))
+            self._own_connector.run_alongside(keeping(others))
         controller = context.controller
         if controller is None:
             raise ConfigError(
@@ -165,7 +165,7 @@ class _TreeScheduling:
             self._compute_again(said.invalid_block_ids)
         self._controller.on_step(self._step_began_s, time.monotonic())
         if self._num_front_ends > 1:
-            tell_all_front_ends(outputs, self._num_front_ends)
+            broadcast_to_api_servers(outputs, self._num_front_ends)
         if self._has_own_process:
             freeze_survivors()
         return outputs

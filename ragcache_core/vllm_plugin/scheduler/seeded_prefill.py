@@ -10,13 +10,13 @@ from vllm.platforms import current_platform
 
 from ragcache_core.vllm_plugin.compat import platform_worker
 from ragcache_core.vllm_plugin.refusals import check_engine
-from ragcache_core.vllm_plugin.rendezvous import MeetingInOwnFolder
+from ragcache_core.vllm_plugin.rendezvous import PrivateRendezvous
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-class EarlyRefusal:
+class EarlyRejection:
     """What a platform's worker gets in addition: an engine that our scheduler refuses does not load its model first."""
 
     def __init__(self, *, vllm_config: VllmConfig, **kwargs: Any) -> None:
@@ -41,7 +41,7 @@ class SparingSeeds:
             return super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
 
 
-class SeededWorker(EarlyRefusal, MeetingInOwnFolder, SparingSeeds, platform_worker()):  # type: ignore[misc]
+class SeededWorker(EarlyRejection, PrivateRendezvous, SparingSeeds, platform_worker()):  # type: ignore[misc]
     """The worker to name to ``--worker-cls``; with any other everything works, too, but seeds without a GPU."""
 
 

@@ -27,7 +27,7 @@ from ragcache_core.vllm_plugin.server.document_routes import (
     read_body,
     receipt_of,
     wait_of,
-    wait_until_gone,
+    wait_until_deleted,
 )
 from ragcache_core.vllm_plugin.server.engine_view import received
 from ragcache_core.vllm_plugin.server.several_engines import merged_contents
@@ -40,7 +40,7 @@ _DAY_S = 86_400.0
 _MAX_DAYS = 100_000
 
 
-async def keep_young(engine_client: Any, max_age_s: float) -> None:
+async def enforce_max_age(engine_client: Any, max_age_s: float) -> None:
     """Have engines delete expired KV, also while they have no requests; return when one has failed.
 
     A series of failures is logged once.
@@ -77,7 +77,7 @@ async def purge(request: Request) -> dict[str, object]:
     began_s = time.monotonic()
     gone = await ask_engines(request, "purge", {})
     received.tell(await call_report(request.app.state.ragcache_engine_client))
-    left = await wait_until_gone(request.app.state.ragcache_engine_client, began_s + wait_s)
+    left = await wait_until_deleted(request.app.state.ragcache_engine_client, began_s + wait_s)
     doc_ids = sorted({doc_id for each in gone for doc_id in each["forgotten"]})
     return receipt_of(gone, left, doc_ids, began_s).to_dict()
 

@@ -55,10 +55,10 @@ async def forget(request: Request) -> dict[str, object]:
     if refused := next((each["refused"] for each in gone if "refused" in each), None):
         raise HTTPException(409, f"documents cannot be forgotten: {refused}. Restart the engine instead")
     received.tell(await call_report(client))  # an idle engine takes no step, and its last report names the documents
-    left = await wait_until_gone(client, began_s + wait_s)
+    left = await wait_until_deleted(client, began_s + wait_s)
     if recognition is not None:  # a prompt may have been recognised before, and arrived in the engine after
         gone += await call_forget(client, doc_ids)
-        left = await wait_until_gone(client, began_s + wait_s)
+        left = await wait_until_deleted(client, began_s + wait_s)
     receipt = receipt_of(gone, left, doc_ids, began_s)
     unsearched = () if recognition is None else recognition.unsearched()
     return replace(receipt, problems=receipt.problems + problems, unsearched=unsearched).to_dict()
@@ -165,7 +165,7 @@ def wait_of(body: Mapping[str, Any]) -> float:
     return float(wait_s)
 
 
-async def wait_until_gone(client: Any, ends_s: float) -> list[dict[str, Any]]:
+async def wait_until_deleted(client: Any, ends_s: float) -> list[dict[str, Any]]:
     """Return what is left of what was forgotten: nothing, or what there is at the end of our patience."""
     pause_s = _FIRST_PAUSE_S
     while True:

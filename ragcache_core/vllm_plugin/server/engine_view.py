@@ -22,14 +22,14 @@ _MAX_ADMITTED = 1024
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """How long a speculation has waited for admission in an engine, which has told that ``num_told`` times.
+    """How long a speculation has waited for admission in an engine, which has told that ``num_reports`` times.
 
     It tells when it begins, and whenever it goes on after a pause. Of several engines that have requests of one
     speculation, the first that tells counts.
     """
 
     engine_index: int
-    num_told: int
+    num_reports: int
     waited_s: float
 
 
@@ -109,7 +109,7 @@ class Received:
             for speculation, (waited_s, tenant) in (data.get("waited_s") or {}).items():
                 before = self._waits.get(tenant, speculation) or Wait(engine_index, 0, 0.0)
                 if before.engine_index == engine_index:
-                    self._waits.put(tenant, speculation, Wait(engine_index, before.num_told + 1, waited_s))
+                    self._waits.put(tenant, speculation, Wait(engine_index, before.num_reports + 1, waited_s))
         if data.get("requests") or data.get("waited_s"):
             self.notifier.tell()
 
@@ -135,7 +135,7 @@ class Received:
         """
         with self._lock:
             wait = self._waits.get(tenant, speculation)
-        return None if wait is None or wait.num_told <= after else wait
+        return None if wait is None or wait.num_reports <= after else wait
 
     def engine(self) -> dict[str, Any] | None:
         """Return the latest report, merged over data-parallel engines."""

@@ -14,7 +14,7 @@ from ragcache_core.errors import ConfigError
 from ragcache_core.log import logger_of
 from ragcache_core.runtime.environment import HANG_TIMEOUT_ENV
 from ragcache_core.runtime.hangs import HangDetector, ProcessUse, read_engine_use
-from ragcache_core.vllm_plugin.engine_death import until_dead
+from ragcache_core.vllm_plugin.engine_death import wait_for_exit
 
 logger = logger_of(__name__)
 
@@ -59,7 +59,7 @@ class EngineProgress:
 
         parallel = engine_client.vllm_config.parallel_config
         return cls(
-            lambda: until_dead(engine_client, engine_client.is_sleeping()),
+            lambda: wait_for_exit(engine_client, engine_client.is_sleeping()),
             lambda: read_engine_use(starter_pid, envs.VLLM_PROCESS_NAME_PREFIX),
             limit_s=limit_s,
             step_limit_s=None if current_platform.is_cpu() else float(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS),

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest
 
 from ragcache_core.prompt import common_prefix_len
-from ragcache_core.recognition import ShownTexts
+from ragcache_core.recognition import PromptTexts
 from ragcache_core.vllm_plugin.compat import chat_template_of
 from ragcache_core.wire import MAX_DOC_ID_CHARS, MAX_DOCUMENTS
 
@@ -73,7 +73,7 @@ async def prompt(asked: PromptRequest, request: Request) -> dict[str, Any]:
     if asked.other is not None:
         num_common = common_prefix_len(token_ids, await _token_ids(request, asked, asked.other))
         token_ids = token_ids[: max(num_common - 1, 0)]  # with what follows, the last one may be another
-    texts: ShownTexts | None = getattr(request.app.state, "ragcache_shown_texts", None)
+    texts: PromptTexts | None = getattr(request.app.state, "ragcache_shown_texts", None)
     places = [] if texts is None else texts.find(token_ids, [(each.text, each.skip) for each in asked.documents])
     shown = [
         {"id": document.id, "start": place[0], "end": place[1]}

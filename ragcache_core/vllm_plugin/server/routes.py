@@ -44,7 +44,7 @@ from ragcache_core.vllm_plugin.server.response_stats import ResponseStatsMiddlew
 from ragcache_core.vllm_plugin.server.several_engines import joined_changes
 from ragcache_core.vllm_plugin.server.tenant_requests import (
     TenantRequests,
-    check_door,
+    check_entry,
     check_same,
     own_speculation,
     report_for,
@@ -147,8 +147,8 @@ async def speculation(speculation_id: str, request: Request, after: int = 0) -> 
     own, tenant = own_speculation(request, speculation_id), tenant_of(request)
     wait = await received.notifier.wait_for(lambda: received.wait_of(own, tenant, after=after), _PATIENCE_S)
     if wait is None:
-        return {"waited_s": None, "num_told": after}
-    return {"waited_s": wait.waited_s, "num_told": wait.num_told}
+        return {"waited_s": None, "num_reports": after}
+    return {"waited_s": wait.waited_s, "num_reports": wait.num_reports}
 
 
 @router.post("/speculations/{speculation_id}/confirm", status_code=204)
@@ -241,7 +241,7 @@ class RAGCacheEndpoint:
         From now on it is asked whether it makes progress, which :class:`AuthMiddleware` answers on ``/health``.
         The first report is asked for: an engine sends one with a step, and takes none before its first request.
         """
-        check_door(engine_client.vllm_config.kv_transfer_config, getattr(state, "ragcache_tenants", None))
+        check_entry(engine_client.vllm_config.kv_transfer_config, getattr(state, "ragcache_tenants", None))
         if (path := tenants_file(engine_client.vllm_config.kv_transfer_config)) is not None:
             state.ragcache_keys_task = asyncio.create_task(follow_file(state.ragcache_keys, path))
         state.ragcache_engine_client = engine_client
@@ -259,7 +259,7 @@ class RAGCacheEndpoint:
             settings = settings_in_force(extra_config(transfer))
             if settings.max_age is not None:
                 state.ragcache_ageing_task = asyncio.create_task(
-                    cache_routes.keep_young(engine_client, settings.max_age)
+                    cache_routes.enforce_max_age(engine_client, settings.max_age)
                 )
             if received.num_engines > 1:
                 state.ragcache_rank_choice = RankChoice(received.num_engines)

@@ -43,7 +43,7 @@ def tenants_of(args: Namespace, keys: Sequence[str]) -> Tenants | None:
     return tenants
 
 
-def check_door(transfer_config: object, tenants: Tenants | None) -> None:
+def check_entry(transfer_config: object, tenants: Tenants | None) -> None:
     """Refuse to serve where the engine has tenants and the server's door does not know them.
 
     Raises:

@@ -108,7 +108,7 @@ class SharedTier(TransferTier):
         self._io = SharedIO(open_remote(url, ttl_s=ttl_s), self._objects, host_memory, max_bytes)
         super().__init__(spec.controller, self._io, num_rows, block_bytes)
         self.url = url
-        self.why_left_behind = why_in_store(url)
+        self.undeleted_reason = why_in_store(url)
         self._is_enabled = True
         self._queries: dict[str, _StoreQuery] = {}
         self._computed_s: dict[int, dict[bytes, float]] = {}
@@ -317,10 +317,10 @@ class SharedTier(TransferTier):
         counters, now = self._controller.counters, self._figures()
         if now != self._counted:
             damaged, dropped, failures, _ = (new - old for new, old in zip(now, self._counted, strict=True))
-            counters.num_corrupt_chunks += damaged
-            counters.num_shared_corrupt_chunks += damaged
-            counters.num_dropped_chunks += dropped
-            counters.num_shared_dropped_chunks += dropped
+            counters.num_corrupt_blocks += damaged
+            counters.num_shared_corrupt_blocks += damaged
+            counters.num_dropped_blocks += dropped
+            counters.num_shared_dropped_blocks += dropped
             counters.num_shared_failures += failures
             self._counted = now
             self._controller.record_change()

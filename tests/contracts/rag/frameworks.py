@@ -74,7 +74,7 @@ class SearchEvent:
     scores: tuple[float, ...] = ()
     swaps: tuple[tuple[str, str], ...] = ()
     is_final: bool = False
-    hidden_search_s: float | None = None
+    overlapped_search_s: float | None = None
     search_s: float = 0.0
 
     @property
@@ -120,7 +120,7 @@ class _Recorder(BaseCallbackHandler):
                 SearchEvent("stage", **common, scores=tuple(data["scores"]), swaps=swaps, is_final=data["is_final"])
             )
         else:
-            times = {"hidden_search_s": data["hidden_search_s"], "search_s": data["search_s"]}
+            times = {"overlapped_search_s": data["overlapped_search_s"], "search_s": data["search_s"]}
             self.events.append(SearchEvent(data["event"], **common, **times))
 
     def on_llm_end(self, response: LLMResult, **kwargs: Any) -> None:
@@ -394,7 +394,7 @@ class _Log(BaseEventHandler):
                 SearchEvent("stage", event.stage, event.document_ids, event.query, event.scores, swaps, event.is_final)
             )
         elif isinstance(event, llamaindex.SpeculationEvent):
-            times = {"hidden_search_s": event.hidden_search_s, "search_s": event.search_s}
+            times = {"overlapped_search_s": event.overlapped_search_s, "search_s": event.search_s}
             self.events.append(SearchEvent(event.kind, event.stage, event.document_ids, event.query, **times))
 
 

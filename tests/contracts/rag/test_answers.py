@@ -53,7 +53,7 @@ async def test_a_near_question_about_the_same_documents_sends_no_request(
     assert 0.92 <= mark["similarity"] <= 1
     assert near.stats["pipeline"]["search_s"] > 0
     summary = framework.summary()
-    assert (summary.num_kept_answers, summary.num_requests, summary.num_unfinished) == (1, 1, 0)
+    assert (summary.num_cached_answers, summary.num_requests, summary.num_unfinished) == (1, 1, 0)
     assert "1 answer kept from before" in str(summary)
     assert answers.forget(["titan"]) == 1
 

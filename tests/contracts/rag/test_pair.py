@@ -48,7 +48,7 @@ async def test_the_request_joins_the_speculation_that_was_right(
     report = said.stats["pipeline"]
     assert (report["num_stages"], report["num_started"], report["num_cancelled"]) == (2, 1, 0)
     assert report["is_confirmed"]
-    assert 0 < report["hidden_search_s"] < report["search_s"]
+    assert 0 < report["overlapped_search_s"] < report["search_s"]
     assert report["skipped_because"] is None
     assert [d["doc_id"] for d in said.stats["documents"]] == ["moon", "sun"]
     assert said.stats["num_prompt_tokens"] > 0
@@ -72,7 +72,7 @@ async def test_a_speculation_that_was_wrong_is_cancelled_and_the_next_one_joined
     report, summary = said.stats["pipeline"], framework.summary()
     assert (report["num_started"], report["num_cancelled"], report["is_confirmed"]) == (2, 1, True)
     assert (summary.num_speculations, summary.num_confirmed_speculations, summary.num_requests) == (2, 1, 1)
-    assert summary.hidden_search_s == report["hidden_search_s"] > 0
+    assert summary.overlapped_search_s == report["overlapped_search_s"] > 0
 
 
 async def test_candidates_that_never_settle_cost_one_more_request(
@@ -86,7 +86,7 @@ async def test_candidates_that_never_settle_cost_one_more_request(
     assert real.speculation is None
     assert await eventually(lambda: server.aborted == [wrong])
     assert server.confirmed == []
-    assert said.stats["pipeline"]["hidden_search_s"] == 0
+    assert said.stats["pipeline"]["overlapped_search_s"] == 0
 
 
 async def test_equal_questions_join_their_own_speculations(
@@ -163,7 +163,7 @@ async def test_a_retriever_of_another_make_is_one_stage(
     (seen,) = generations()
     assert (seen.speculation, len(seen.documents)) == (None, 2)
     report = said.stats["pipeline"]
-    assert (report["num_stages"], report["hidden_search_s"]) == (1, 0)
+    assert (report["num_stages"], report["overlapped_search_s"]) == (1, 0)
     assert "one stage only" in report["skipped_because"]
     (stage,) = framework.events
     assert (stage.is_final, stage.doc_ids, stage.scores) == (True, ("moon", "sun"), ())
@@ -185,9 +185,9 @@ async def test_events_tell_of_each_stage_and_each_speculation_in_order(
     assert [event.brief for event in framework.events] == [*EVENTS_OF_A_CHANGE, ("settle", 2, "moon")]
     assert {event.query for event in framework.events} == {QUESTION}
     confirm, settle = framework.events[-2:]
-    assert confirm.hidden_search_s is None
-    assert settle.hidden_search_s == said.stats["pipeline"]["hidden_search_s"]
-    assert 0 < (settle.hidden_search_s or 0) < settle.search_s
+    assert confirm.overlapped_search_s is None
+    assert settle.overlapped_search_s == said.stats["pipeline"]["overlapped_search_s"]
+    assert 0 < (settle.overlapped_search_s or 0) < settle.search_s
 
 
 async def test_the_candidates_of_a_reranker_are_answered_from_while_it_works(

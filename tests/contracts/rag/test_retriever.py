@@ -99,7 +99,7 @@ async def test_the_beginning_of_a_bound_prompt_is_prefilled_while_the_search_goe
     assert await framework.find(retriever, is_async=is_async) == ["moon"]
     assert [event.brief for event in framework.events] == EVENTS_OF_A_CHANGE
     confirm = framework.events[-1]
-    assert 0 < (confirm.hidden_search_s or 0) < confirm.search_s
+    assert 0 < (confirm.overlapped_search_s or 0) < confirm.search_s
     wrong, right = warmed()
     assert [[d["id"] for d in each.documents] for each in (wrong, right)] == [["mars"], ["moon"]]
     assert (right.body["max_tokens"], right.speculation is None) == (1, False)

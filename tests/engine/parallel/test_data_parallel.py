@@ -113,11 +113,11 @@ def test_each_engine_reuses_the_chunks_that_it_has(two: Engine) -> None:
 def test_a_confirmation_reaches_the_engine_that_speculates(two: Engine) -> None:
     before = two.stats().num_confirmed_speculations
     for i in range(2):  # whichever engine takes them
-        ask_ahead(two, documents(f"ahead {i}"))
+        start_speculation(two, documents(f"ahead {i}"))
     assert until(lambda: two.stats().num_confirmed_speculations == before + 2, PATIENCE_S)
 
 
-def ask_ahead(engine: Engine, shown: list[Document]) -> None:
+def start_speculation(engine: Engine, shown: list[Document]) -> None:
     prompt = PromptLayout().render(engine.tokenizer, shown, QUESTION)
     expected = engine.generate(prompt, max_tokens=8).text
     ahead = speculate(engine, lambda: engine.generate(prompt, max_tokens=8))

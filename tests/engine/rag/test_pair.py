@@ -51,7 +51,7 @@ async def test_the_answer_is_under_way_before_the_search_has_ended(framework: Fr
     report = said.stats["pipeline"]
     assert (report["num_started"], report["num_cancelled"], report["is_confirmed"]) == (2, 1, True)
     assert report["search_s"] > 1.0
-    assert 0 <= report["hidden_search_s"] < report["search_s"]
+    assert 0 <= report["overlapped_search_s"] < report["search_s"]
     assert await asyncio.to_thread(becomes_idle, engine)
     plain = await answer(framework, right, way=way)
     assert said.text == plain.text != ""
@@ -68,7 +68,7 @@ async def test_what_the_engine_did_during_the_search_is_told_as_hidden(framework
     for _ in range(3):  # a busy engine may tell too late when it began
         found = documents(3)
         said = await answer(framework, found, found, found, way=list(framework.answers)[3])
-        if (hidden_s := said.stats["pipeline"]["hidden_search_s"]) > 0.5:
+        if (hidden_s := said.stats["pipeline"]["overlapped_search_s"]) > 0.5:
             return
     pytest.fail(f"{hidden_s:.3f} s of 1.2 s were hidden")
 
@@ -78,7 +78,7 @@ async def test_candidates_that_never_settle_change_nothing(framework: Framework)
     said = await answer(framework, documents(2), documents(2), right)
     report = said.stats["pipeline"]
     assert (report["num_started"], report["num_cancelled"], report["is_confirmed"]) == (2, 2, False)
-    assert report["hidden_search_s"] == 0
+    assert report["overlapped_search_s"] == 0
     assert said.text == (await answer(framework, right)).text
     assert await asyncio.to_thread(becomes_idle, framework.engine)
 
@@ -122,7 +122,7 @@ def test_an_ordinary_chain_finds_its_documents_prefilled(
     stats = ask(right, right).stats
     summary = framework.summary()
     assert summary.num_confirmed_speculations == 1
-    assert summary.hidden_search_s > 0.3
+    assert summary.overlapped_search_s > 0.3
     assert stats["num_cached_tokens"] > 0.8 * stats["num_prompt_tokens"]
 
 

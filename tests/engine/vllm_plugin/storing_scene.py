@@ -51,7 +51,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from ragcache_core.client.launch import arguments
 from ragcache_core.config import CacheConfig as Tiers
 from ragcache_core.runtime.shared_memory import EngineFiles, new_engine_id
-from ragcache_core.vllm_plugin.beside import own_connector
+from ragcache_core.vllm_plugin.beside import ragcache_connector
 from ragcache_core.vllm_plugin.cache.kv_groups import group_of
 from ragcache_core.vllm_plugin.offload.layer_loads import LayerLoad, LayerLoadMetadata
 from ragcache_core.vllm_plugin.scheduler.scheduler import AsyncTreeScheduler, SyncTreeScheduler
@@ -226,7 +226,7 @@ class Steps:
     """Of every engine of this process: what one computed, another finds on disk."""
 
     def __post_init__(self) -> None:
-        tier = own_connector(self.scheduler.connector).tiers.host
+        tier = ragcache_connector(self.scheduler.connector).tiers.host
         self._host = _HostRows(tier.get_kv_memoryview())
         tier.complete_store = partial(self._on_stored, tier, tier.complete_store)
 
@@ -251,7 +251,7 @@ class Steps:
         for _ in range(max_steps):
             if not self.step():
                 return
-        left = list(self.scheduler.requests), own_connector(self.scheduler.connector).copies.num_jobs
+        left = list(self.scheduler.requests), ragcache_connector(self.scheduler.connector).copies.num_jobs
         raise AssertionError(f"the engine goes on stepping: requests and copies left are {left}")
 
     def _update(self, output: SchedulerOutput, ran: ModelRunnerOutput) -> None:
@@ -393,7 +393,7 @@ def serve_at_random(scheduler: Any, steps: Steps, dice: random.Random) -> list[R
         if number % 50 == 30:
             scheduler.connector.reset_cache()
     steps.rest(max_steps=5000)
-    own = own_connector(scheduler.connector)
+    own = ragcache_connector(scheduler.connector)
     assert not scheduler.requests
     assert not own.copies.num_requests
     assert not any(chunk.ref_cnt for chunk in own._host._blocks.values())

@@ -29,8 +29,8 @@ from ragcache_core.config import OWN_CONNECTORS
 from ragcache_core.errors import ConfigError
 from ragcache_core.types import Origin, Tier
 from ragcache_core.vllm_plugin import beside, connector, release
-from ragcache_core.vllm_plugin.beside import own_connector
-from ragcache_core.vllm_plugin.compat import tell_all_front_ends
+from ragcache_core.vllm_plugin.beside import ragcache_connector
+from ragcache_core.vllm_plugin.compat import broadcast_to_api_servers
 from ragcache_core.vllm_plugin.connector import bare
 from ragcache_core.vllm_plugin.connector.tiered_connector import RAGCacheConnector
 from ragcache_core.vllm_plugin.scheduler.own import own_scheduler
@@ -64,7 +64,7 @@ def two_connectors(
     other = {**OTHER, "kv_connector_extra_config": {"is_async": loads_async}}
     with host_scheduler(num_blocks, host_bytes, connectors=(other,), **settings) as scheduler:
         assert isinstance(scheduler.connector, MultiConnector)
-        assert isinstance(own_connector(scheduler.connector), RAGCacheConnector)
+        assert isinstance(ragcache_connector(scheduler.connector), RAGCacheConnector)
         yield scheduler
 
 
@@ -226,7 +226,7 @@ def test_no_request_reads_what_could_not_be_loaded_from_whichever_tier(
                 if number % 9 == 5:
                     KeepingConnector.kept.clear()
             assert until(partial(rests, steps), 60.0)
-            own = own_connector(scheduler.connector)
+            own = ragcache_connector(scheduler.connector)
             assert not scheduler.requests
             assert not own.copies.num_requests
             assert not any(chunk.ref_cnt for chunk in own._host._blocks.values())
@@ -270,7 +270,7 @@ def test_statistics_of_both_reach_the_server_by_name() -> None:
         assert beside.own_stats(sent.to_dict())["engine"]["num_requests"] == 1
         assert "ragcache_requests" in sent.reduce()["RAGCacheConnector"]
         told = {0: SimpleNamespace(scheduler_stats=SchedulerStats(kv_connector_stats=sent.to_dict()))}
-        tell_all_front_ends(told, 2)
+        broadcast_to_api_servers(told, 2)
         copied = told[1].scheduler_stats.kv_connector_stats
         assert copied == {"RAGCacheConnector": {**beside.own_stats(sent.to_dict()), "offload": None}}
 
@@ -344,7 +344,7 @@ def test_with_an_unknown_release_ours_reads_documents_and_tells_the_server_nothi
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for module in (connector, release, bare):
-        monkeypatch.setattr(module, "why_alone", lambda: "this is vLLM 9")
+        monkeypatch.setattr(module, "unsupported_reason", lambda: "this is vLLM 9")
     init_none_hash(sha256)
     config, kv_config = engine_config(60, "1MiB", "unknown", connectors=(OTHER,))
     with set_current_vllm_config(config):

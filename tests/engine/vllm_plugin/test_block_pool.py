@@ -131,13 +131,13 @@ class ToldTree:
 
     def __init__(self, tree: Any) -> None:
         self._tree = tree
-        self.num_told = 0
+        self.num_reports = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tree, name)
 
     def remove(self, *unit: Any) -> None:
-        self.num_told += 1
+        self.num_reports += 1
         self._tree.remove(*unit)
 
 
@@ -151,14 +151,14 @@ def test_the_tree_is_told_of_what_it_did_not_choose_and_of_nothing_else() -> Non
         it.settle()
         taken = it.pool.get_new_blocks(5)
         assert it.resident_keys() == set()
-        assert tree.num_told == 0
+        assert tree.num_reports == 0
         it.pool.free_blocks(taken)
     it.start(request, num_tokens=20)
     it.preempt(request)
     it.settle()
     it.pool.evict_blocks({block.block_id for block in it.pool.blocks if block.block_hash is not None})
     assert it.resident_keys() == it.cached_keys() == set()
-    assert tree.num_told == 5
+    assert tree.num_reports == 5
 
 
 def test_a_block_that_came_back_is_hit_evicted_and_counted_before_anybody_has_looked_at_it() -> None:

@@ -74,6 +74,6 @@ def test_more_blocks_fit_than_without_compression(tmp_path_factory: pytest.TempP
         for documents in ("AB", "BA", "C", "DA", "CB", "AD", "BC", "DC"):
             scene.store(documents)
         held[setting] = scene.tree.tiers[Tier.DISK].num_units
-        assert scene.controller.counters.num_corrupt_chunks == 0
+        assert scene.controller.counters.num_corrupt_blocks == 0
         scene.close()
     assert held["off"] <= 8 < held["zstd"]

@@ -50,7 +50,7 @@ def test_a_damaged_chunk_is_a_miss_and_counted_and_the_others_are_served(opening
     scene.data_file.write_bytes(data)
     assert scene.load(keys) == set(keys) - {keys[2]}
     assert scene.hits(keys) == keys[:2]
-    assert scene.controller.counters.num_corrupt_chunks == 1
+    assert scene.controller.counters.num_corrupt_blocks == 1
     scene.check()
     assert scene.controller.tiers[Tier.DISK].is_enabled
     assert scene.store("D") == keys, "it is computed and stored again"
@@ -67,7 +67,7 @@ def test_a_file_that_was_cut_costs_what_was_cut_off(opening: Opening) -> None:
     found = scene.load(keys)
     assert len(found) == 3
     assert scene.hits(keys) == keys[:first_lost]
-    assert scene.controller.counters.num_corrupt_chunks == 3
+    assert scene.controller.counters.num_corrupt_blocks == 3
     scene.check()
 
 
@@ -86,7 +86,7 @@ def test_a_disk_that_cannot_be_written_is_still_read_and_is_written_again_when_i
         assert scene.num_hits("D") == 0
     report = scene.controller.report()
     assert report["tiers"][-1]["is_enabled"] is True
-    assert report["num_dropped_chunks"] == 8
+    assert report["num_dropped_blocks"] == 8
     assert scene.load(stored) == set(stored)
     scene.check()
     assert until(lambda: scene.store("C") == scene.hits(lost))
@@ -210,7 +210,7 @@ def test_what_could_not_be_read_leaves_its_room_to_others(opening: Opening, monk
     with monkeypatch.context() as patched:
         patched.setattr(SlotFile, "read", failing(errno.EIO))
         assert scene.load(lost) == set()
-    assert scene.controller.counters.num_corrupt_chunks == 3
+    assert scene.controller.counters.num_corrupt_blocks == 3
     others = scene.store("C")
     assert scene.load(others) == set(others)
     assert scene.store("B") == scene.hits(lost), "it is computed and stored again"
@@ -240,7 +240,7 @@ def test_a_read_that_hangs_is_given_up_and_what_it_brings_later_is_not_written(
     assert not scene.result(job).loaded
     assert scene.hits(keys) == []
     assert not scene.controller.tiers[Tier.DISK].is_enabled
-    assert scene.controller.counters.num_corrupt_chunks == 0, "slow is not damaged"
+    assert scene.controller.counters.num_corrupt_blocks == 0, "slow is not damaged"
     assert scene.tree.tiers[Tier.DISK].in_use == {}
     go_on.set()
     assert is_read.wait(10)
@@ -351,7 +351,7 @@ def test_a_slow_disk_drops_ends_of_documents_never_their_middle(
     assert list(scene.tier.take_ended()) == []
     on_disk = [key for key in keys if scene.tier.find(key, scene.context)]
     assert on_disk == keys[:4], "what fitted into the buffers, without a hole"
-    assert scene.controller.counters.num_dropped_chunks == len(keys) - 4
+    assert scene.controller.counters.num_dropped_blocks == len(keys) - 4
     scene.check()
     for _ in range(3):
         scene.store("DBD")
@@ -375,7 +375,7 @@ def test_what_follows_what_is_dropped_is_dropped_though_it_was_taken_before(
     scene.settle()
     assert len(list(scene.tier.take_ended())) == 2
     assert [key for key in keys if scene.tier.find(key, scene.context)] == keys[:4]
-    assert scene.controller.counters.num_dropped_chunks == len(keys) - 4
+    assert scene.controller.counters.num_dropped_blocks == len(keys) - 4
     scene.check()
     scene.store("DBD")
     assert scene.hits(keys) == keys, "what was dropped is stored when it comes again"
@@ -399,7 +399,7 @@ def test_a_job_finds_no_room_while_others_hold_half_of_host_memory(
     scene.settle()
     scene.result(first)
     assert (scene.hits(keys), scene.num_hits("C"), scene.num_hits("B")) == (keys, 0, 0)
-    assert scene.controller.counters.num_dropped_chunks == 5
+    assert scene.controller.counters.num_dropped_blocks == 5
     assert plugin_log.text.count("RC-DISK-SLOW") == 1
     scene.check()
 

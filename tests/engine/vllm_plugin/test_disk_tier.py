@@ -54,7 +54,7 @@ def test_what_was_stored_is_loaded_byte_for_byte(opening: Opening) -> None:
     assert scene.hits(keys) == keys
     assert scene.load(keys) == set(keys)
     scene.check()
-    assert scene.controller.report()["num_corrupt_chunks"] == 0
+    assert scene.controller.report()["num_corrupt_blocks"] == 0
 
 
 def test_chunks_are_not_there_before_they_are_on_the_disk(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +211,7 @@ def test_a_chunk_that_is_said_to_stand_elsewhere_is_given_up_at_the_start_and_en
     connection.close()
     again = opening()
     assert again.hits(keys) == keys[:3]
-    assert (again.controller.counters.num_corrupt_chunks, again.controller.counters.num_lost_chunks) == (1, 2)
+    assert (again.controller.counters.num_corrupt_blocks, again.controller.counters.num_lost_chunks) == (1, 2)
     assert again.store("D") == keys, "it is computed and stored again"
     for documents in ("BC", "CB", "AD", "DA", "D"):
         again.store(documents)
@@ -247,7 +247,7 @@ def test_what_an_earlier_engine_stored_gives_way_like_anything_else(opening: Ope
     again = opening(num_slots=6)
     again.store("B")
     assert (again.num_hits("D"), again.num_hits("B")) == (3, 3)
-    assert again.controller.counters.num_dropped_chunks == 0
+    assert again.controller.counters.num_dropped_blocks == 0
     again.check()
 
 
@@ -363,7 +363,7 @@ def test_the_longest_prompt_stores_the_beginning_that_fits(opening: Opening) -> 
     scene = opening(num_slots=4)
     keys = scene.store("D")
     assert scene.hits(keys) == keys[:4]
-    assert scene.controller.counters.num_dropped_chunks == 2
+    assert scene.controller.counters.num_dropped_blocks == 2
     scene.check()
 
 

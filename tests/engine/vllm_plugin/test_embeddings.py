@@ -19,7 +19,7 @@ from vllm.renderers import ChatParams, renderer_from_config
 
 from ragcache_core import CacheConfig
 from ragcache_core.client import Engine
-from ragcache_core.recognition import ShownTexts
+from ragcache_core.recognition import PromptTexts
 from ragcache_core.vllm_plugin.server.recognition.tokenizing import DocumentTokenizer
 from ragcache_core.vllm_plugin.server.routes import RAGCacheEndpoint
 from tests.conftest import ENGINE_ARGS
@@ -98,7 +98,7 @@ async def test_a_document_beside_a_sound_is_found_in_the_tokens_that_vllm_makes(
     message: Any = {"role": "user", "content": [sound, {"type": "text", "text": f"{document} Is it what you hear?"}]}
     _, (prompt,) = await client.renderer.render_chat_async([[message]], ChatParams())
     ids: list[int] = prompt["prompt_token_ids"]
-    ((start, end),) = filter(None, ShownTexts(tokenizer.token_bytes, tokenizer.encode).find(ids, [(document, 0)]))
+    ((start, end),) = filter(None, PromptTexts(tokenizer.token_bytes, tokenizer.encode).find(ids, [(document, 0)]))
     assert start > NUM_TOKENS
     assert ids[start:end] == tokenizer.encode(document)
 

@@ -323,7 +323,7 @@ def test_what_is_being_written_or_read_is_overwritten_after_that(opening: Openin
     files = files_of(it)
     assert not [key for key in (*first, *second[2:]) if payload(key)[:64] in files]
     assert it.num_hits("CB") == 2
-    assert it.controller.counters.num_corrupt_chunks == 0, "it was forgotten, not damaged"
+    assert it.controller.counters.num_corrupt_blocks == 0, "it was forgotten, not damaged"
 
 
 def test_a_disk_that_is_gone_is_a_problem_and_no_error(opening: Opening) -> None:

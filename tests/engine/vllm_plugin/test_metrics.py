@@ -22,7 +22,7 @@ from ragcache_core.policy import PrefillCostModel
 from ragcache_core.types import PromptSegment, SegmentKind, Tier
 from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
 from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
-from ragcache_core.vllm_plugin.compat import tell_all_front_ends
+from ragcache_core.vllm_plugin.compat import broadcast_to_api_servers
 from ragcache_core.vllm_plugin.connector.step_stats import RAGCacheStats
 from ragcache_core.vllm_plugin.server import routes
 from ragcache_core.vllm_plugin.server.engine_view import Received
@@ -111,8 +111,8 @@ def test_the_series_are_what_the_engine_counted() -> None:
     engine.serve("r1", 4, 0)
     server.metrics.observe(engine.stats().data)
     engine.serve("r2", 0, 8)
-    engine.controller.counters.num_corrupt_chunks = 3
-    engine.controller.counters.num_dropped_chunks = 5
+    engine.controller.counters.num_corrupt_blocks = 3
+    engine.controller.counters.num_dropped_blocks = 5
     server.metrics.observe(engine.stats().data)
     assert server.value("ragcache_requests_total") == 2
     assert server.value("ragcache_prompt_tokens_total") == 20
@@ -350,7 +350,7 @@ def test_every_api_server_has_what_our_connector_says_and_nothing_is_counted_twi
     hits = PrefixCacheStats(queries=64, hits=32)
     stats = SchedulerStats(num_running_reqs=3, kv_cache_usage=0.5, prefix_cache_stats=hits, kv_connector_stats=said)
     outputs = {1: EngineCoreOutputs(scheduler_stats=stats)}
-    tell_all_front_ends(outputs, 3)
+    broadcast_to_api_servers(outputs, 3)
     assert sorted(outputs) == [0, 1, 2]
     assert outputs[1].scheduler_stats is stats
     for index in (0, 2):
@@ -361,7 +361,7 @@ def test_every_api_server_has_what_our_connector_says_and_nothing_is_counted_twi
         assert (told.prefix_cache_stats.queries, told.prefix_cache_stats.hits) == (0, 0)
     for silent in ({}, {0: EngineCoreOutputs()}, {0: EngineCoreOutputs(scheduler_stats=SchedulerStats())}):
         num_before = len(silent)
-        tell_all_front_ends(silent, 3)
+        broadcast_to_api_servers(silent, 3)
         assert len(silent) == num_before
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.recognition import MIN_TOKENS, ShownTexts
+from ragcache_core.recognition import MIN_TOKENS, PromptTexts
 from ragcache_core.runtime.rights import joined_salt, rights_salt
 from ragcache_core.runtime.tenants import Tenants, salt_of
-from ragcache_core.vllm_plugin.registrations import KeptRegistrations
+from ragcache_core.vllm_plugin.registrations import PersistentRegistrations
 from ragcache_core.vllm_plugin.server.rank_choice import RankChoice
 from ragcache_core.vllm_plugin.server.recognition.journal import RegistrationJournal
 from ragcache_core.vllm_plugin.server.recognition.service import MAX_TEXT_CHARS
@@ -517,7 +517,7 @@ def test_recognition_starts_with_the_file_beside_the_disk_tier(tmp_path: Path, m
         return log.act(action, body)
 
     for _ in range(2):
-        log, client = KeptRegistrations(), EngineClient()
+        log, client = PersistentRegistrations(), EngineClient()
         started = start(client, None, monkeypatch, kept, directory=tmp_path / "kv", disk_bytes=1 << 20)
         assert started.service is not None
         assert started.following is None
@@ -532,7 +532,7 @@ def named(*documents: tuple[str, str], **options: Any) -> dict[str, Any]:
 def test_documents_that_a_client_names_by_their_texts_are_found_in_the_tokens(has_registrations: bool) -> None:
     async def scene() -> None:
         server = await Server().begin()
-        texts = ShownTexts(None, lambda text: server.tokenizer.encode(text, add_special_tokens=False))
+        texts = PromptTexts(None, lambda text: server.tokenizer.encode(text, add_special_tokens=False))
         client = server.clients[0]
         client.generate = EngineClient.generate.__get__(client)
         assert attach(client, Recogniser(server.services[0] if has_registrations else None, texts=texts))

@@ -195,7 +195,7 @@ def test_what_one_engine_stored_compressed_engines_with_other_settings_load(
     for setting in ("off", "auto", "lz4", "zstd"):
         other = start(server.url, compression=setting, disk_bytes=1)
         assert other.read("AB") == 4
-        assert other.counters.num_corrupt_chunks == 0
+        assert other.counters.num_corrupt_blocks == 0
 
 
 @pytest.mark.parametrize("is_sealed", [False, True], ids=["open", "sealed"])
@@ -214,7 +214,7 @@ def test_objects_from_before_records_had_a_format_are_loaded(
         keys = one.tier._objects._keys
         client.set(name, data if keys is None else keys.seal(data, name.encode()))
     assert one.read("AB") == 4
-    assert one.counters.num_corrupt_chunks == 0
+    assert one.counters.num_corrupt_blocks == 0
 
 
 def test_an_object_says_its_format_its_codec_and_its_length_and_another_one_is_a_miss() -> None:
@@ -249,7 +249,7 @@ def test_a_damaged_object_is_a_miss_and_so_is_what_stands_on_it(
         case _:
             client.copy(keys[1], keys[2], replace=True)
     assert other.read("AB") == 2
-    assert other.counters.num_corrupt_chunks == 1
+    assert other.counters.num_corrupt_blocks == 1
     other.store("AB")  # recomputed
     assert start(server.url).read("AB") == 4
 
@@ -349,9 +349,9 @@ def test_a_full_store_takes_nothing_and_still_gives(
     server.client().config_set("maxmemory", "1kb")
     one.store("ABCD")
     assert one.read("ABCD") == 4
-    assert one.counters.num_dropped_chunks == 8
+    assert one.counters.num_dropped_blocks == 8
     report = {tier["name"]: tier for tier in one.controller.report()["tiers"]}  # type: ignore[attr-defined]  # JSON
-    assert report["shared"]["num_dropped_chunks"] == 8
+    assert report["shared"]["num_dropped_blocks"] == 8
     assert "set maxmemory-policy to allkeys-lru" in plugin_log.text
 
 
@@ -382,7 +382,7 @@ def test_engines_keep_a_limit_of_bytes_and_what_was_used_last(start: Starting, s
         assert bytes_in(server) <= limit
         assert start(server.url).read(documents) == sum(map(BLOCKS.__getitem__, documents)), "what came last is there"
     assert start(server.url).read(ORDERS[0]) == 0
-    assert all(one.counters.num_dropped_chunks == 0 for one in engines)
+    assert all(one.counters.num_dropped_blocks == 0 for one in engines)
     shared = [tier for one in engines for tier in one.controller.report()["tiers"] if tier["name"] == "shared"]  # type: ignore[attr-defined]  # JSON
     assert [tier["capacity_bytes"] for tier in shared] == [LIMIT, LIMIT]
     assert all(0 < tier["used_bytes"] <= LIMIT for tier in shared)
@@ -427,7 +427,7 @@ def test_writers_that_may_not_list_a_store_with_a_limit_store_nothing_there(
     one = start(server.url, max_bytes=LIMIT)
     one.store("AC")
     assert one.read("AB") == 4
-    assert one.counters.num_dropped_chunks == 3
+    assert one.counters.num_dropped_blocks == 3
     assert "with shared_bytes also SCAN, MEMORY and OBJECT" in plugin_log.text
     server.client().execute_command("ACL", "SETUSER", "default", "+scan")
 
@@ -457,7 +457,7 @@ def test_a_read_only_replica_gives_and_says_what_to_do(
         other = start(replica.url)
         assert other.read("AB") == 4
         other.store("ABC")
-    assert other.counters.num_dropped_chunks == 2
+    assert other.counters.num_dropped_blocks == 2
     assert "name the primary, not a replica" in plugin_log.text
 
 
@@ -467,7 +467,7 @@ def test_a_wrong_password_is_a_miss_in_the_engine(start: Starting, plugin_log: p
         assert one.read("AB") == 0
         one.store("AB")
     assert "set RAGCACHE_SHARED_PASSWORD" in plugin_log.text
-    assert one.counters.num_dropped_chunks == 4
+    assert one.counters.num_dropped_blocks == 4
 
 
 def test_what_the_store_has_evicted_is_a_miss_and_is_stored_again(start: Starting, server: RedisServer) -> None:
@@ -483,7 +483,7 @@ def test_more_than_half_of_host_memory_does_not_wait_for_the_store(start: Starti
     one = start(server.url)
     server.process.send_signal(signal.SIGSTOP)
     jobs = [one.submit_store(documents) for documents in ("DD", "DCC", "CDD")]
-    assert one.counters.num_dropped_chunks >= 10
+    assert one.counters.num_dropped_blocks >= 10
     for job in jobs:
         one.result(job)
     server.process.send_signal(signal.SIGCONT)

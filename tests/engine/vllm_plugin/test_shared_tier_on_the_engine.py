@@ -102,7 +102,7 @@ def test_damaged_objects_change_no_answer(pair: tuple[Engine, Engine], server: R
             client.setrange(name, 2048, os.urandom(512))
     for mark, answer in zip(marks, answers, strict=True):
         assert ask(other, mark).text == answer.text
-    assert other.stats().num_corrupt_chunks > 0
+    assert other.stats().num_corrupt_blocks > 0
 
 
 def test_the_cache_is_listed_and_forgotten_with_a_shared_store(

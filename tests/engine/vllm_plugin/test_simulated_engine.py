@@ -212,7 +212,7 @@ def test_the_simulator_and_the_engine_find_the_same_tokens_in_the_same_tiers(
 
 def rest(scheduler: Any, steps: storing_scene.Steps) -> None:
     """Step until all that the requests left for host and disk is there."""
-    manager = storing_scene.own_connector(scheduler.connector).tiers
+    manager = storing_scene.ragcache_connector(scheduler.connector).tiers
 
     def rests() -> bool:
         while steps.step():

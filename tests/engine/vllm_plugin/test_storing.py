@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ragcache_core.types import Tier
-from ragcache_core.vllm_plugin.beside import own_connector
+from ragcache_core.vllm_plugin.beside import ragcache_connector
 from ragcache_core.vllm_plugin.offload.layer_load_scheduler import LayerLoads
 from ragcache_core.vllm_plugin.offload.layer_loads import LayerLoadMetadata
 from tests.engine.vllm_plugin.storing_scene import Steps, host_scheduler, request, serve_at_random, tokens
@@ -108,7 +108,7 @@ def test_rows_that_are_being_written_when_all_is_reset_and_forgotten_hold_nothin
     with host_scheduler(60, "1MiB") as scheduler:
         steps = Steps(scheduler, is_async=False, store_steps=50)  # far beyond the request's end
         scheduler.add_request(request("a", tokens(1, 200), 9))
-        own = own_connector(scheduler.connector)
+        own = ragcache_connector(scheduler.connector)
         while not own.copies.num_jobs:
             assert steps.step()
         rows = [block.row for block in own._host._blocks.values() if block.ref_cnt < 0]

@@ -152,11 +152,11 @@ def test_nobody_confirms_anothers_speculation(engines: dict[str, Engine]) -> Non
     metadata = {"version": 1, "speculation": "guess"}
     ask(acme, "guessed", extra_body={"kv_transfer_params": {KEY: metadata}})
     waited = get(acme, "speculations/guess", acme.api_key).json()
-    assert waited["num_told"] == 1
+    assert waited["num_reports"] == 1
     for stranger in (engines["other"], engines["operator"]):
         confirm(stranger)
         assert num_confirmed() == before
-        assert get(stranger, "speculations/guess", stranger.api_key).json()["num_told"] == 0
+        assert get(stranger, "speculations/guess", stranger.api_key).json()["num_reports"] == 0
     confirm(acme)
     assert until(lambda: num_confirmed() == before + 1, PATIENCE_S)
 

@@ -36,7 +36,7 @@ class SlowTier(LowerTier):
     """A tier whose jobs end when a test has them end, over rows of memory that name what they hold."""
 
     name, source = "slow", CacheHitSource.DISK
-    why_left_behind = "it is a list"
+    undeleted_reason = "it is a list"
 
     def __init__(self, memory: list[OffloadKey | None]) -> None:
         self.memory = memory

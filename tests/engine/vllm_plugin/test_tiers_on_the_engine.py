@@ -529,14 +529,14 @@ def test_a_consumer_of_its_kv_events_knows_what_the_engine_holds(
     def holds() -> dict[str, int]:
         return {tier.name: tier.num_blocks for tier in tiers.stats().tiers}
 
-    def is_told() -> bool:
+    def is_reported() -> bool:
         told = {medium: len(keys) for medium, keys in kv_events.read().held().items()}
         return {"gpu": told["GPU"], "host": told["CPU"], "disk": told["STORAGE"]} == holds()
 
-    assert until(is_told, PATIENCE_S), f"{holds()}, { ({m: len(k) for m, k in kv_events.read().held().items()}) }"
+    assert until(is_reported, PATIENCE_S), f"{holds()}, { ({m: len(k) for m, k in kv_events.read().held().items()}) }"
     assert min(holds().values()) > 10
     assert tiers.forget(["events-0"]).is_complete
-    assert until(is_told, PATIENCE_S), "without any request"
+    assert until(is_reported, PATIENCE_S), "without any request"
 
 
 def kill_the_core(engine: Engine) -> None:
@@ -568,7 +568,7 @@ def test_after_a_kill_the_next_requests_are_served_from_what_survived(tiers: Eng
     assert num_from_disk > 0
     assert num_cached >= 0.9 * num_prompt
     report = tiers.stats()
-    assert (report.num_corrupt_chunks, report.num_lost_chunks) == (0, 0)
+    assert (report.num_corrupt_blocks, report.num_lost_chunks) == (0, 0)
     assert all(tier.is_enabled for tier in report.tiers)
     for mark in marks:
         again.ask(mark)

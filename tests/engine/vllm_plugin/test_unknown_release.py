@@ -18,9 +18,9 @@ from ragcache_core.client import Engine
 from ragcache_core.config import CacheConfig
 from ragcache_core.errors import ConfigError
 from ragcache_core.vllm_plugin import compat, facts, release
-from ragcache_core.vllm_plugin.connector.alone import AloneConnector
-from ragcache_core.vllm_plugin.connector.bare import BareConnector
+from ragcache_core.vllm_plugin.connector.fallback import FallbackConnector
 from ragcache_core.vllm_plugin.connector.gpu_connector import DocumentConnector
+from ragcache_core.vllm_plugin.connector.minimal import MinimalConnector
 from tests.conftest import DEMO_MODEL, ENGINE_ARGS
 from tests.support.changed_vllm import changed_vllm
 
@@ -121,9 +121,9 @@ def test_what_changed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         "OffloadingManager.touch takes self",
         "Scheduler has no _preempt",
     ]
-    release.why_alone.cache_clear()
-    why = release.why_alone()
-    release.why_alone.cache_clear()
+    release.unsupported_reason.cache_clear()
+    why = release.unsupported_reason()
+    release.unsupported_reason.cache_clear()
     assert why is not None
     assert "Scheduler has no _preempt" in why
 
@@ -145,8 +145,8 @@ def test_a_hook_takes_what_vllm_may_give_it_and_no_less() -> None:
 
 @pytest.fixture
 def unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (release, inspect.getmodule(BareConnector)):
-        monkeypatch.setattr(module, "why_alone", lambda: "this is vLLM 9")
+    for module in (release, inspect.getmodule(MinimalConnector)):
+        monkeypatch.setattr(module, "unsupported_reason", lambda: "this is vLLM 9")
 
 
 @pytest.mark.parametrize("error", [AttributeError("gone"), TypeError("called otherwise")])
@@ -154,8 +154,8 @@ def test_an_engine_starts_where_even_documents_cannot_be_read(
     unknown: None, monkeypatch: pytest.MonkeyPatch, plugin_log: pytest.LogCaptureFixture, error: Exception
 ) -> None:
     monkeypatch.setattr(DocumentConnector, "__init__", _raising(error))
-    made = AloneConnector(_config(), KVConnectorRole.SCHEDULER, None)
-    assert type(made) is BareConnector
+    made = FallbackConnector(_config(), KVConnectorRole.SCHEDULER, None)
+    assert type(made) is MinimalConnector
     assert made.get_num_new_matched_tokens(None, 7) == (0, False)
     assert made.request_finished_all_groups(None, ()) == (False, None)
     (warning,) = [message for message in plugin_log.messages if message.startswith("RC-CACHE-OFF: ")]
@@ -165,7 +165,7 @@ def test_an_engine_starts_where_even_documents_cannot_be_read(
 def test_settings_that_are_wrong_are_refused_as_ever(unknown: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DocumentConnector, "__init__", _raising(ConfigError("queue_window is 0")))
     with pytest.raises(ConfigError, match="queue_window"):
-        AloneConnector(_config(), KVConnectorRole.SCHEDULER, None)
+        FallbackConnector(_config(), KVConnectorRole.SCHEDULER, None)
 
 
 def _raising(error: Exception) -> Callable[..., None]:

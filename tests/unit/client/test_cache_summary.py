@@ -26,7 +26,7 @@ def test_both_handlers_print_the_same_line() -> None:
         callbacks.on_llm_end(LLMResult(generations=[[ChatGeneration(message=message)]]), run_id=uuid4())
         events.handle(CacheStatsEvent.from_stats(stats, model="any", span_id=None))
     for kind, hidden_s in (("start", None), ("confirm", None), ("settle", 0.25)):
-        told = {"event": kind, "hidden_search_s": hidden_s}
+        told = {"event": kind, "overlapped_search_s": hidden_s}
         callbacks.on_custom_event(SPECULATION_EVENT, told, run_id=uuid4())
         events.handle(
             SpeculationEvent(
@@ -35,7 +35,7 @@ def test_both_handlers_print_the_same_line() -> None:
                 stage=0,
                 document_ids=(),
                 search_s=0.5,
-                hidden_search_s=hidden_s,  # type: ignore[arg-type]
+                overlapped_search_s=hidden_s,  # type: ignore[arg-type]
             )
         )
     line = (

@@ -114,8 +114,8 @@ async def test_candidates_that_stay_are_sent_once_and_confirmed() -> None:
     report = result.report
     assert (report.num_stages, report.num_started, report.num_cancelled, report.is_confirmed) == (4, 1, 0, True)
     assert report.skipped_because is None
-    assert STEP_S <= report.unhidden_search_s < 3 * STEP_S < report.search_s
-    assert report.to_dict()["hidden_search_s"] == report.search_s - report.unhidden_search_s
+    assert STEP_S <= report.non_overlapped_search_s < 3 * STEP_S < report.search_s
+    assert report.to_dict()["overlapped_search_s"] == report.search_s - report.non_overlapped_search_s
 
 
 async def test_changed_candidates_cancel_what_was_sent_and_send_anew() -> None:
@@ -128,16 +128,20 @@ async def test_changed_candidates_cancel_what_was_sent_and_send_anew() -> None:
     kinds = [event.kind for event in events]
     assert kinds == ["stage", "start", "stage", "cancel", "start", "stage", "stage", "confirm"]
     assert [e.doc_ids for e in events if e.kind == "start"] == speculator.shown()
-    assert [e.hidden_search_s for e in events] == [None] * 8, "it is told when the answer has ended"
+    assert [e.overlapped_search_s for e in events] == [None] * 8, "it is told when the answer has ended"
     report = result.settled_report()
     settled = result.settled(report)
     assert settled is not None
-    assert (settled.kind, settled.doc_ids, settled.hidden_search_s) == ("settle", ("b", "a"), report.hidden_search_s)
-    assert settled.hidden_search_s
+    assert (settled.kind, settled.doc_ids, settled.overlapped_search_s) == (
+        "settle",
+        ("b", "a"),
+        report.overlapped_search_s,
+    )
+    assert settled.overlapped_search_s
     speculator.sent[1].is_claimed = False
     unjoined = result.settled(result.settled_report())
     assert unjoined is not None
-    assert unjoined.hidden_search_s is None
+    assert unjoined.overlapped_search_s is None
     assert events[-1].search_s == result.report.search_s
     assert all(a.search_s <= b.search_s for a, b in pairwise(events[:-1]))
 
@@ -147,8 +151,8 @@ async def test_of_a_prefill_it_is_told_with_the_final_documents_what_was_hidden(
     source.between[1] = lambda: setattr(speculator.sent[0], "can_be_adopted", False)
     events: list[PipelineEvent] = []
     result = await run(source, ScriptedDoor(), speculator, on_event=events.append)
-    assert (events[-1].kind, events[-1].hidden_search_s) == ("confirm", result.report.hidden_search_s)
-    assert result.report.hidden_search_s > 0
+    assert (events[-1].kind, events[-1].overlapped_search_s) == ("confirm", result.report.overlapped_search_s)
+    assert result.report.overlapped_search_s > 0
     assert result.settled(result.settled_report()) is None, "no answer tells it again"
 
 
@@ -159,7 +163,7 @@ async def test_a_prefill_that_fails_after_all_hid_nothing() -> None:
     assert result.settled_report().is_confirmed
     speculator.sent[0].fail()
     report = result.settled_report()
-    assert (report.is_confirmed, report.hidden_search_s) == (False, 0.0)
+    assert (report.is_confirmed, report.overlapped_search_s) == (False, 0.0)
 
 
 async def test_final_documents_that_nobody_expected_are_a_miss() -> None:
@@ -168,9 +172,9 @@ async def test_final_documents_that_nobody_expected_are_a_miss() -> None:
     result = await run(Source("ab", "cd"), ScriptedDoor(), speculator, on_event=events.append)
     assert speculator.alive() == []
     assert result.speculation is None
-    assert result.report.unhidden_search_s == result.report.search_s
+    assert result.report.non_overlapped_search_s == result.report.search_s
     assert [event.kind for event in events] == ["stage", "start", "stage", "cancel", "miss"]
-    assert (events[-1].doc_ids, events[-1].hidden_search_s) == (("c", "d"), 0.0)
+    assert (events[-1].doc_ids, events[-1].overlapped_search_s) == (("c", "d"), 0.0)
 
 
 async def test_the_time_until_the_engine_began_is_not_hidden() -> None:
@@ -180,9 +184,9 @@ async def test_the_time_until_the_engine_began_is_not_hidden() -> None:
     late = ScriptedSpeculator()
     source = Source("a", "a", "a")
     source.between[2] = lambda: setattr(late.sent[0], "started_s", late.sent[0].sent_s + 100.0)
-    assert report.unhidden_search_s >= 1.5 * STEP_S
-    assert report.hidden_search_s > 0.0
-    assert (await run(source, ScriptedDoor(), late)).report.hidden_search_s == 0.0
+    assert report.non_overlapped_search_s >= 1.5 * STEP_S
+    assert report.overlapped_search_s > 0.0
+    assert (await run(source, ScriptedDoor(), late)).report.overlapped_search_s == 0.0
 
 
 async def test_until_the_engine_has_told_when_it_began_nothing_counts_as_hidden() -> None:
@@ -190,18 +194,18 @@ async def test_until_the_engine_has_told_when_it_began_nothing_counts_as_hidden(
     source.between[1] = lambda: setattr(speculator.sent[0], "started_s", None)
     events: list[PipelineEvent] = []
     result = await run(source, ScriptedDoor(), speculator, on_event=events.append)
-    assert (events[-1].kind, events[-1].hidden_search_s) == ("confirm", None)
+    assert (events[-1].kind, events[-1].overlapped_search_s) == ("confirm", None)
     assert result.report == result.settled_report()
-    assert (result.report.is_confirmed, result.report.hidden_search_s) == (True, 0.0)
+    assert (result.report.is_confirmed, result.report.overlapped_search_s) == (True, 0.0)
     [sent] = speculator.sent
     sent.started_s, sent.making_s = result.began_s + result.report.search_s / 4, 0.0
-    assert result.settled_report().hidden_search_s == pytest.approx(0.75 * result.report.search_s)
+    assert result.settled_report().overlapped_search_s == pytest.approx(0.75 * result.report.search_s)
     sent.started_s = result.began_s + 2 * result.report.search_s
     assert result.settled_report() == result.report, "it began when the search was over"
     sent.started_s, sent.is_claimed = result.began_s, False
-    assert (result.settled_report().is_confirmed, result.settled_report().hidden_search_s) == (False, 0.0)
+    assert (result.settled_report().is_confirmed, result.settled_report().overlapped_search_s) == (False, 0.0)
     sent.can_be_adopted = False
-    assert result.settled_report().unhidden_search_s == 0.0, "no request joins what only prefills"
+    assert result.settled_report().non_overlapped_search_s == 0.0, "no request joins what only prefills"
 
 
 async def test_the_speculator_gets_the_order_of_the_prompt_and_is_asked_for_it_once() -> None:
@@ -267,11 +271,11 @@ async def test_whether_the_prompt_shows_new_metadata_the_request_says(
     [sent] = speculator.sent
     assert result.speculation is sent
     assert (sent.is_cancelled, sent.is_confirmed) == (False, False), "it is there to be joined, and still a guess"
-    assert (events[-1].kind, events[-1].hidden_search_s) == ("confirm", None)
-    assert result.report.hidden_search_s == 0.0
-    assert result.settled_report().hidden_search_s > STEP_S
+    assert (events[-1].kind, events[-1].overlapped_search_s) == ("confirm", None)
+    assert result.report.overlapped_search_s == 0.0
+    assert result.settled_report().overlapped_search_s > STEP_S
     sent.is_claimed = False
-    assert (result.settled_report().is_confirmed, result.settled_report().hidden_search_s) == (False, 0.0)
+    assert (result.settled_report().is_confirmed, result.settled_report().overlapped_search_s) == (False, 0.0)
 
 
 # EngineLoad
@@ -335,7 +339,7 @@ async def test_a_full_engine_gets_nothing_until_it_has_room() -> None:
     result = await run(source, door, speculator)
     assert speculator.shown() == [("b",)]
     assert result.report.is_confirmed
-    assert result.report.unhidden_search_s > 2.5 * STEP_S
+    assert result.report.non_overlapped_search_s > 2.5 * STEP_S
 
 
 async def test_a_full_engine_with_a_disk_reads_each_candidates_once_and_computes_them_when_it_has_room() -> None:
@@ -363,7 +367,7 @@ async def test_an_engine_that_stays_full_is_asked_less_and_less_and_gets_nothing
     assert speculator.num_calls == 0
     assert 2 <= door.num_asked <= 7
     assert result.report.skipped_because == ("the engine had no room: real requests that wait for their first token: 7")
-    assert result.report.unhidden_search_s == result.report.search_s
+    assert result.report.non_overlapped_search_s == result.report.search_s
 
 
 async def test_a_slow_answer_about_the_load_delays_no_stage() -> None:
@@ -413,7 +417,7 @@ async def test_final_documents_wait_a_moment_for_a_start_on_its_way() -> None:
     speculator = ScriptedSpeculator(takes_s=1.5 * STEP_S)
     result = await run(Source("a", "a"), ScriptedDoor(), speculator)
     assert result.speculation is speculator.sent[0]
-    assert result.report.hidden_search_s == 0.0, "it was sent when the search was over"
+    assert result.report.overlapped_search_s == 0.0, "it was sent when the search was over"
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit("enough"), KeyboardInterrupt()], ids=repr)

@@ -15,7 +15,7 @@ import pytest
 from ragcache_core import Engine, EngineDiedError, EngineError, PromptLayout, RenderedPrompt
 from ragcache_core.client.ray_serve.engine_replica import EngineReplica
 from ragcache_core.client.ray_serve.front import Front
-from ragcache_core.client.ray_serve.known_replicas import Ask, KnownReplicas
+from ragcache_core.client.ray_serve.known_replicas import Ask, ReplicaStates
 from ragcache_core.errors import RequestRejectedError
 from ragcache_core.ordering import PathChange, encode_changes, static_prefix_digest
 from ragcache_core.routing.load import PromptInfo
@@ -51,7 +51,7 @@ def handle(servers: list[ScriptedServer], monkeypatch: pytest.MonkeyPatch) -> It
     with ExitStack() as stack:
         joined = [stack.enter_context(Engine.connect(s.url, api_key="key", tokenizer=False)) for s in servers]
         replicas = {f"replica-{i}": EngineReplica(engine, f"replica-{i}") for i, engine in enumerate(joined)}
-        known = KnownReplicas()
+        known = ReplicaStates()
         yield ScriptedHandle(replicas, known)
         known.update({})
 
@@ -210,7 +210,7 @@ def test_figures_of_all_replicas_are_one_report_and_one_page_that_names_them(
         engine.generate(prompt(engine, name))
     stats = engine.stats()
     assert stats.num_first_tokens == len(NAMES)
-    assert stats.num_corrupt_chunks == 2 * len(servers)
+    assert stats.num_corrupt_blocks == 2 * len(servers)
     root = engine.base_url.removesuffix("/v1")
     page = httpx.get(f"{root}/metrics", headers=KEY).text
     first = [line for line in page.splitlines() if line.startswith("vllm:time_to_first_token_seconds_count{")]

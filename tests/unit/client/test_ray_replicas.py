@@ -17,7 +17,7 @@ from ragcache_core import CacheConfig, ConfigError, ragcache_deployment
 from ragcache_core.client.launch.settings import VLLMOffload
 from ragcache_core.client.ray_serve.deployment import build
 from ragcache_core.client.ray_serve.engine_replica import own_settings
-from ragcache_core.client.ray_serve.known_replicas import Ask, KnownReplicas
+from ragcache_core.client.ray_serve.known_replicas import Ask, ReplicaStates
 from ragcache_core.ordering import CachedPaths, PathChange
 from ragcache_core.routing.index import PathIndex
 from ragcache_core.routing.load import PromptInfo
@@ -56,9 +56,9 @@ def told(*names: str, **serves: Any) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture
-def known() -> KnownReplicas:
+def known() -> ReplicaStates:
     Mirror.said, Mirror.closed = {}, []
-    replicas = KnownReplicas(cast("Any", Mirror))
+    replicas = ReplicaStates(cast("Any", Mirror))
     replicas.update(told(*NAMES))
     return replicas
 
@@ -67,13 +67,13 @@ def asking(document: str = "a", **more: Any) -> Ask:
     return Ask("POST", "/v1/completions", [], b"", PromptInfo((document,), (120,), 20, 130, PREFIX, document), **more)
 
 
-def idlest(known: KnownReplicas) -> list[str]:
+def idlest(known: ReplicaStates) -> list[str]:
     """Return the replicas, those first that have the least to do."""
     return known.choose(NAMES, Ask("GET", "/health", [], b""))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_request_goes_where_its_documents_are_cached(known: KnownReplicas, name: str) -> None:
+def test_a_request_goes_where_its_documents_are_cached(known: ReplicaStates, name: str) -> None:
     paths = CachedPaths()
     paths.set(PathChange(PREFIX, (), 20))
     paths.set(PathChange(PREFIX, ("a",), 120))
@@ -84,7 +84,7 @@ def test_a_request_goes_where_its_documents_are_cached(known: KnownReplicas, nam
 
 
 @pytest.mark.parametrize("how", ["answered", "given up", "moved", "never sent"])
-def test_however_a_request_ends_it_counts_nowhere_afterwards(known: KnownReplicas, how: str) -> None:
+def test_however_a_request_ends_it_counts_nowhere_afterwards(known: ReplicaStates, how: str) -> None:
     ask = asking()
     home = known.choose(NAMES, ask)[0]
     assert idlest(known)[0] != home
@@ -105,7 +105,7 @@ def test_however_a_request_ends_it_counts_nowhere_afterwards(known: KnownReplica
     assert idlest(known)[0] == home
 
 
-def test_a_request_that_is_given_up_while_it_is_chosen_again_counts_once_and_ends_once(known: KnownReplicas) -> None:
+def test_a_request_that_is_given_up_while_it_is_chosen_again_counts_once_and_ends_once(known: ReplicaStates) -> None:
     ask = asking()
     home = known.choose(NAMES, ask)[0]
     ask.end()
@@ -115,7 +115,7 @@ def test_a_request_that_is_given_up_while_it_is_chosen_again_counts_once_and_end
     assert idlest(known)[0] != home
 
 
-def test_a_replica_that_failed_is_left_alone_while_others_are_there(known: KnownReplicas) -> None:
+def test_a_replica_that_failed_is_left_alone_while_others_are_there(known: ReplicaStates) -> None:
     ask = asking()
     home = known.choose(NAMES, ask)[0]
     ask.failed()
@@ -130,7 +130,7 @@ def test_a_replica_that_failed_is_left_alone_while_others_are_there(known: Known
     assert known.choose(NAMES, last), "one is asked even where all have failed"
 
 
-def test_who_alone_can_answer_gets_it_and_anybody_where_that_one_is_gone(known: KnownReplicas) -> None:
+def test_who_alone_can_answer_gets_it_and_anybody_where_that_one_is_gone(known: ReplicaStates) -> None:
     for name in NAMES:
         assert known.choose(NAMES, Ask("POST", "/", [], b"", replica=name)) == [name]
     assert known.choose(NAMES, Ask("POST", "/", [], b"", replica="gone"))
@@ -140,7 +140,7 @@ def test_who_alone_can_answer_gets_it_and_anybody_where_that_one_is_gone(known: 
 def test_a_replica_of_another_model_is_asked_nothing_while_an_older_one_runs(
     order: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
-    known = KnownReplicas(cast("Any", Mirror))
+    known = ReplicaStates(cast("Any", Mirror))
     first, second, third = order
     known.update(told(first, second))
     now = told(first, second) | told(third, model="another")
@@ -154,7 +154,7 @@ def test_a_replica_of_another_model_is_asked_nothing_while_an_older_one_runs(
     assert known.choose([third], asking()) == [third]
 
 
-def test_replicas_that_are_gone_are_followed_no_more(known: KnownReplicas) -> None:
+def test_replicas_that_are_gone_are_followed_no_more(known: ReplicaStates) -> None:
     known.update(told("two", "four"))
     assert until(lambda: sorted(Mirror.closed) == ["http://one/v1", "http://three/v1"])
     assert set(known.choose(["two", "four"], asking())) == {"two", "four"}
@@ -168,7 +168,7 @@ async def test_serves_router_asks_the_best_replica_first_and_notes_who_got_it() 
 
     router = module.DocumentRouter.__new__(module.DocumentRouter)  # its base wants a cluster
     router.initialize_state()
-    router._known = known = KnownReplicas(cast("Any", Mirror))
+    router._known = known = ReplicaStates(cast("Any", Mirror))
     known.update(told(*NAMES))
     replicas: list[Any] = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in NAMES]
     ask = asking()

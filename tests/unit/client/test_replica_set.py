@@ -38,7 +38,7 @@ class FakeWatch:
 
     def suspect(self, run: int) -> None: ...
 
-    def seen_alive_since(self, monotonic_s: float) -> bool:
+    def healthy_since(self, monotonic_s: float) -> bool:
         return True
 
     def stall_reason(self) -> str | None:
@@ -308,7 +308,7 @@ def test_what_a_proxy_gave_up_waiting_for_is_not_computed_by_another_too() -> No
 def test_what_is_worth_one_try_marks_no_replica() -> None:
     replicas = replica_set(1)
     (replica,) = replicas.all
-    replica.engine.integration.watch.seen_alive_since = lambda _: False  # type: ignore[method-assign, assignment]  # a fake
+    replica.engine.integration.watch.healthy_since = lambda _: False  # type: ignore[method-assign, assignment]  # a fake
     once = httpx.Request("GET", f"{HOME}/v1/ragcache/stats", extensions=NO_RETRY)
     replicas.send(once).failed(httpx.ConnectTimeout("late"))
     assert replica.is_ready()

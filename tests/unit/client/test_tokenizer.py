@@ -12,7 +12,7 @@ import pytest
 from ragcache_core import Document, Fleet, PromptLayout
 from ragcache_core.client import Engine
 from ragcache_core.errors import ConfigError, PromptError, TokenizerUnavailableError
-from ragcache_core.prompt import ShownDocument
+from ragcache_core.prompt import PromptDocument
 from ragcache_core.types import SegmentKind
 from tests.support.local_tokenizer import LocalTokenizer
 from tests.support.scripted_server import THREE_TIERS, ScriptedServer
@@ -46,10 +46,10 @@ def test_tokens_are_those_of_the_server(engine: Engine, demo_model: str) -> None
 
 
 def test_a_chat_is_asked_about_once_while_it_is_kept(engine: Engine, server: ScriptedServer) -> None:
-    one = engine.tokenizer.lay_out(MESSAGES, [ShownDocument("sun", SUN.text)])
-    assert engine.tokenizer.lay_out(MESSAGES, [ShownDocument("sun", SUN.text)]) is one
+    one = engine.tokenizer.lay_out(MESSAGES, [PromptDocument("sun", SUN.text)])
+    assert engine.tokenizer.lay_out(MESSAGES, [PromptDocument("sun", SUN.text)]) is one
     assert len(server.laid_out) == 1
-    engine.tokenizer.lay_out(MESSAGES, [ShownDocument("sun", SUN.text)], settings={"tools": [{"type": "function"}]})
+    engine.tokenizer.lay_out(MESSAGES, [PromptDocument("sun", SUN.text)], settings={"tools": [{"type": "function"}]})
     assert len(server.laid_out) == 2
 
 

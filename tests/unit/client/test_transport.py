@@ -148,7 +148,7 @@ class FakeWatch:
         else:
             self._health = Health.GONE
 
-    def seen_alive_since(self, monotonic_s: float) -> bool:
+    def healthy_since(self, monotonic_s: float) -> bool:
         return self._alive
 
     def stall_reason(self) -> str | None:

@@ -222,5 +222,5 @@ def _packages(folder: Path) -> list[Path]:
 def test_every_statistic_and_event_of_a_search_is_explained() -> None:
     page = _text("reference", "metrics.md")
     events = [kind for kind in get_args(get_type_hints(PipelineEvent)["kind"]) if kind != "stage"]
-    for name in (*(field.name for field in fields(PipelineReport)), "hidden_search_s", *events):
+    for name in (*(field.name for field in fields(PipelineReport)), "overlapped_search_s", *events):
         assert f"`{name}`" in page, name

@@ -256,7 +256,7 @@ PUBLIC: dict[str, set[str]] = {
     },
     "ragcache_integrations.llamaindex": {
         *("AnswerCache", "CacheStatsEvent", "CacheStatsEventHandler", "CacheSummary", "DocumentHits"),
-        *("KeptAnswerEvent", "RAGCacheLLM", "RAGCacheQueryEngine", "RAGCacheRetriever"),
+        *("CachedAnswerEvent", "RAGCacheLLM", "RAGCacheQueryEngine", "RAGCacheRetriever"),
         *("RetrievalStageEvent", "SpeculationEvent", "StagedFAISSVectorStore", "TfidfSvdEmbedding"),
         *("TraceEventHandler", "document_from_node", "node_from_document"),
     },

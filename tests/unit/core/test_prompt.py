@@ -16,14 +16,14 @@ from ragcache_core.errors import PromptError, PromptTooLongError
 from ragcache_core.prompt import (
     ChatMessage,
     DocumentSpan,
+    PromptDocument,
     PromptLayout,
     RenderedPrompt,
-    ShownDocument,
     TokenizedText,
     locate_documents,
     render_chat,
 )
-from ragcache_core.recognition import ShownTexts
+from ragcache_core.recognition import PromptTexts
 from ragcache_core.stats import document_stats
 from ragcache_core.types import Document, PromptSegment, SegmentKind
 from ragcache_core.wire import tile
@@ -50,13 +50,13 @@ class WordTokenizer:
     def lay_out(
         self,
         messages: Sequence[ChatMessage],
-        documents: Sequence[ShownDocument],
+        documents: Sequence[PromptDocument],
         *,
         other: Sequence[ChatMessage] | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> RenderedPrompt:
         token_ids = self.encode(self.render(messages)).token_ids
-        texts = ShownTexts([word.encode() for word in _IDS], lambda text: self.encode(text).token_ids)
+        texts = PromptTexts([word.encode() for word in _IDS], lambda text: self.encode(text).token_ids)
         places = zip(documents, texts.find(token_ids, [each[1:] for each in documents]), strict=True)
         found = [PromptSegment(SegmentKind.DOCUMENT, *place, each.doc_id) for each, place in places if place]
         return RenderedPrompt(tuple(messages), token_ids, tile(found, len(token_ids)))

@@ -68,7 +68,7 @@ async def test_answers_of_langchains_own_cache_are_no_requests(
         first = llm.invoke(QUESTIONS[0], asked)
         again = [llm.invoke(QUESTIONS[0], asked), await llm.ainvoke(QUESTIONS[0], asked)]
     summary = handler.summary()
-    assert (summary.num_requests, summary.num_kept_answers, summary.num_unfinished) == (1, 2, 0)
+    assert (summary.num_requests, summary.num_cached_answers, summary.num_unfinished) == (1, 2, 0)
     assert len(summary.ttft_s) == 1
     assert len(list(read_trace(tmp_path / "mine.jsonl"))) == 1
     assert "answer_cache" not in cast("Any", first.response_metadata["ragcache"])

@@ -46,7 +46,7 @@ def test_what_stands_before_a_question_is_prefilled_and_hides_nothing_of_the_sea
     make(Stage("moon"), Stage("moon", once=lambda: num_begun() == 1)).invoke(QUESTION, {"callbacks": [handler]})
     (warm,) = warmed()
     assert warm.documents == []
-    assert (handler.summary().num_confirmed_speculations, handler.summary().hidden_search_s) == (1, 0)
+    assert (handler.summary().num_confirmed_speculations, handler.summary().overlapped_search_s) == (1, 0)
 
 
 async def test_what_a_vector_database_finds_with_little_effort_is_prefilled_before_its_last_answer(

@@ -79,7 +79,7 @@ async def test_the_report_is_in_the_message_and_in_the_last_chunk_only(make_rag:
         report = report_of(message)
         assert (report["num_stages"], report["num_started"], report["num_cancelled"]) == (2, 1, 0)
         assert report["is_confirmed"]
-        assert 0 < report["hidden_search_s"] < report["search_s"]
+        assert 0 < report["overlapped_search_s"] < report["search_s"]
         assert report["skipped_because"] is None
         assert message.response_metadata["ragcache"]["num_prompt_tokens"] > 0
         assert message.response_metadata["model_name"] == "scripted-model"
@@ -95,8 +95,8 @@ def test_what_was_hidden_counts_when_the_engine_has_told_when_it_began(
     report = report_of(rag.invoke(QUESTION, {"callbacks": [handler]}))
     assert num_begun() == 1
     assert report["is_confirmed"]
-    assert report["hidden_search_s"] == 0, "the search was over when it began"
-    assert (handler.summary().num_confirmed_speculations, handler.summary().hidden_search_s) == (1, 0)
+    assert report["overlapped_search_s"] == 0, "the search was over when it began"
+    assert (handler.summary().num_confirmed_speculations, handler.summary().overlapped_search_s) == (1, 0)
 
 
 @each_way
@@ -144,7 +144,7 @@ def test_new_metadata_count_where_the_prompt_shows_them(
     assert eventually(lambda: len(server.confirmed) == num_confirmed), "the engine is told of what was joined"
     assert report_of(answer)["is_confirmed"] == (not shows_metadata)
     if shows_metadata:
-        assert report_of(answer)["hidden_search_s"] == 0
+        assert report_of(answer)["overlapped_search_s"] == 0
 
 
 def test_a_mapping_carries_the_other_variables_of_the_prompt(make_rag: Any, generations: Any) -> None:

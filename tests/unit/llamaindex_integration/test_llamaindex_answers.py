@@ -12,8 +12,8 @@ from ragcache_core.client import Engine
 from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
 from ragcache_integrations.llamaindex import (
     AnswerCache,
+    CachedAnswerEvent,
     CacheStatsEventHandler,
-    KeptAnswerEvent,
     RAGCacheLLM,
     TfidfSvdEmbedding,
 )
@@ -60,13 +60,13 @@ async def test_a_near_query_about_the_same_nodes_asks_no_engine(
     query_engine = index.as_query_engine(llm=llm, similarity_top_k=1)
     said = [str(query_engine.query(QUESTION)), str(await query_engine.aquery(NEAR)), str(query_engine.query(NEAR))]
     assert len(set(said)) == len(server.requests) == 1
-    kept = event_log.of(KeptAnswerEvent)
+    kept = event_log.of(CachedAnswerEvent)
     assert [event.question for event in kept] == [QUESTION] * 2
     assert all(0.92 <= event.similarity <= 1 for event in kept)
     handler = CacheStatsEventHandler()
     for event in event_log.events:
         handler.handle(event)
-    assert (handler.summary().num_kept_answers, handler.summary().num_requests) == (2, 1)
+    assert (handler.summary().num_cached_answers, handler.summary().num_requests) == (2, 1)
     query_engine.query("Who found Ceres?")
     assert len(server.requests) == 2
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.recognition import ShownTexts
+from ragcache_core.recognition import PromptTexts
 from tests.support.local_tokenizer import LocalTokenizer
 
 DEMO = LocalTokenizer.of_model(str(Path(__file__).parents[3] / "examples" / "demo_model"))
@@ -19,7 +19,7 @@ WORDS = st.lists(st.sampled_from(["zor", "mel", "a", "Ünna", "12", "\n", "  ", 
 TEXTS = WORDS.map("".join).filter(str.strip)
 
 
-def find(texts: ShownTexts, prompt: Sequence[int], shown: Sequence[str]) -> list[tuple[int, int] | None]:
+def find(texts: PromptTexts, prompt: Sequence[int], shown: Sequence[str]) -> list[tuple[int, int] | None]:
     return texts.find(prompt, [(text, 0) for text in shown])
 
 
@@ -71,7 +71,7 @@ def test_a_tokenizer_without_bytes_finds_the_tokens_of_a_text_but_for_its_edges(
     def encode(text: str) -> Sequence[int]:
         return [ids[word] for word in text.split()]
 
-    texts = ShownTexts(None, encode)
+    texts = PromptTexts(None, encode)
     prompt = [*encode("eight one two three four five"), ids["merged"], *encode("one two three four five six eight")]
     assert find(texts, prompt, ["one two three four five six"] * 2) == [(1, 6), (7, 13)]
 
@@ -86,7 +86,7 @@ def test_texts_that_a_prompt_does_not_show_cost_no_more_than_the_prompt() -> Non
     prompt = list(range(100))
     for token_bytes in (None, [b"x"] * 256):
         encoded.clear()
-        texts = ShownTexts(token_bytes, encode)
+        texts = PromptTexts(token_bytes, encode)
         assert texts.find(prompt, [("not there " * 20, 0)] * 4096) == [None] * 4096
         assert sum(encoded) <= 16 * len(prompt)
         assert texts.find(prompt, [("x", 4096)] * 3) == [None] * 3

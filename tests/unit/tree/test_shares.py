@@ -134,7 +134,7 @@ def test_a_quota_is_kept_by_giving_up_ones_own() -> None:
     for i in range(8):
         cache(tree, prompt("a", f"mine {i}"))
         cache(tree, prompt("b", f"his {i}"))
-        gone = tree.evict_own(Tier.GPU, "a", shares.over_quota("a"))
+        gone = tree.evict_from_owner(Tier.GPU, "a", shares.over_quota("a"))
         assert {unit.node.owner for unit in gone} <= {"a"}
         assert owned(tree)["a"] <= 6
     assert owned(tree) == {"a": 6, "b": 16}
@@ -156,9 +156,9 @@ def test_documents_of_two_collections_on_one_path_count_for_each_its_own() -> No
         "what has no name belongs to the owner of its prefix"
     )
     assert owned(tree) == {"a": 5, "b": 2, None: 4}
-    assert [unit.node.owner for unit in tree.evict_own(Tier.GPU, "a", 1)] == ["a"]
+    assert [unit.node.owner for unit in tree.evict_from_owner(Tier.GPU, "a", 1)] == ["a"]
     check_invariants(tree)
-    assert tree.evict_own(Tier.GPU, "b", 1) == [], "a document of another stands on it"
+    assert tree.evict_from_owner(Tier.GPU, "b", 1) == [], "a document of another stands on it"
 
 
 def test_a_path_is_kept_up_to_the_first_unit_beyond_a_quota() -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ragcache_core.runtime.tenants import Tenants
-from ragcache_core.vllm_plugin.registrations import KeptRegistrations
+from ragcache_core.vllm_plugin.registrations import PersistentRegistrations
 from ragcache_core.vllm_plugin.server.rank_choice import RankChoice
 from ragcache_core.vllm_plugin.server.recognition.journal import RegistrationJournal
 from ragcache_core.vllm_plugin.server.recognition.service import RecognitionService
@@ -68,7 +68,7 @@ class Server:
         self, num_servers: int = 1, tenants: Tenants | None = None, path: Path | None = None, **settings: Any
     ) -> None:
         self.tokenizer = WordTokenizer()
-        self.kept = KeptRegistrations()
+        self.kept = PersistentRegistrations()
         self.clients = [EngineClient() for _ in range(num_servers)]
         self.services = [
             RecognitionService(

@@ -220,8 +220,8 @@ def test_a_report_is_plain_json() -> None:
             "num_evicted_blocks": 0,
             "num_hit_tokens": 4,
             "is_enabled": True,
-            "num_corrupt_chunks": 0,
-            "num_dropped_chunks": 0,
+            "num_corrupt_blocks": 0,
+            "num_dropped_blocks": 0,
         },
         {
             "name": "disk",
@@ -231,8 +231,8 @@ def test_a_report_is_plain_json() -> None:
             "num_evicted_blocks": 0,
             "num_hit_tokens": 0,
             "is_enabled": False,
-            "num_corrupt_chunks": 0,
-            "num_dropped_chunks": 0,
+            "num_corrupt_blocks": 0,
+            "num_dropped_blocks": 0,
         },
     ]
     assert report["hottest_documents"] == [{"doc_id": "a", "frequency": 1, "num_tokens": 8, "tiers": ["gpu"]}]

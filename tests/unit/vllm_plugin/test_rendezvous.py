@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ragcache_core.runtime.environment import SOCKETS_ENV
-from ragcache_core.vllm_plugin.rendezvous import MeetingInOwnFolder
+from ragcache_core.vllm_plugin.rendezvous import PrivateRendezvous
 
 
 class Worker:
@@ -15,7 +15,7 @@ class Worker:
         self.rank, self.distributed_init_method = rank, distributed_init_method
 
 
-class OurWorker(MeetingInOwnFolder, Worker):
+class OurWorker(PrivateRendezvous, Worker):
     """As ours are made."""
 
 

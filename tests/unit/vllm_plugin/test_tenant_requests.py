@@ -21,7 +21,7 @@ from ragcache_core.runtime.tenants import Tenants, salt_of, speculation_of
 from ragcache_core.stats import merged_report
 from ragcache_core.vllm_plugin.server.accepted_keys import AcceptedKeys
 from ragcache_core.vllm_plugin.server.middleware import AuthMiddleware, Work
-from ragcache_core.vllm_plugin.server.tenant_requests import TenantRequests, check_door, report_for, tenants_of
+from ragcache_core.vllm_plugin.server.tenant_requests import TenantRequests, check_entry, report_for, tenants_of
 from ragcache_core.wire import KEY, WIRE_VERSION, decode_kv_transfer_params
 
 SERVER, ACME, OTHER, OPERATOR = "server-key", "a" * 32, "b" * 32, "o" * 32
@@ -194,9 +194,9 @@ def test_a_server_knows_its_tenants_by_the_configuration_of_its_engine(path: Pat
     assert tenants_of(Namespace(), []) is None
     assert tenants_of(args(), [ACME]) is None
     with pytest.raises(ConfigError, match="does not know the tenants of"):
-        check_door(args(tenants=str(path)).kv_transfer_config, None)
-    check_door(args().kv_transfer_config, None)
-    check_door(None, None)
+        check_entry(args(tenants=str(path)).kv_transfer_config, None)
+    check_entry(args().kv_transfer_config, None)
+    check_entry(None, None)
     found = tenants_of(args(tenants=str(path)), [SERVER])
     assert found is not None
     assert set(found.by_name) == {"acme", "other"}

@@ -173,7 +173,7 @@ class ChunkResidency:
         num_missing = stored.num_pages - (self.num_disk_pages - self.num_used_disk_pages)
         is_behind = self._num_writing_pages + stored.num_pages > self.num_pages // _MAX_WRITING_SHARE
         if num_missing > self._num_idle_disk_pages or (is_behind and self._num_writing_pages):
-            self._counters.num_dropped_chunks += 1
+            self._counters.num_dropped_blocks += 1
             return
         while stored.num_pages > self.num_disk_pages - self.num_used_disk_pages:
             victim_chunk = self.chunks[self._ranks.lowest(Tier.DISK)]
@@ -239,7 +239,7 @@ class ChunkResidency:
 
     def on_report(self, report: MemoryReport) -> None:
         """Take in what the workers did; a variant that one of them could not read is forgotten."""
-        self._counters.num_corrupt_chunks += report.num_corrupt
+        self._counters.num_corrupt_blocks += report.num_corrupt
         for command_id in report.num_done.keys() | report.num_failed.keys():
             if command_id in self._scrubs:
                 self._scrubs[command_id] += report.num_done[command_id] + report.num_failed[command_id]
@@ -349,6 +349,6 @@ class ChunkResidency:
             self.forget(chunk, stored)
             return
         if transfer.num_failed or not self.is_disk_enabled:
-            self._counters.num_dropped_chunks += was_writing
+            self._counters.num_dropped_blocks += was_writing
             self._leave_disk(chunk, stored)
         self.forget_if_doomed(chunk, stored)

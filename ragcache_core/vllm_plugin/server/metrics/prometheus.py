@@ -27,7 +27,7 @@ from ragcache_core.vllm_plugin.compat import (
     OffloadPromMetrics,
     front_end_of,
 )
-from ragcache_core.vllm_plugin.release import settings_in_force, why_alone
+from ragcache_core.vllm_plugin.release import settings_in_force, unsupported_reason
 from ragcache_core.vllm_plugin.server.engine_view import received
 from ragcache_core.vllm_plugin.server.metrics.tenant_series import num_shown, shown_tenants
 
@@ -55,7 +55,7 @@ class RAGCachePromMetrics(KVConnectorPromMetrics):
         received.begin(settings, self.observe, [*per_engine_labelvalues])
         self._offload = (
             OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-            if "spec_name" in extra_config and why_alone() is None
+            if "spec_name" in extra_config and unsupported_reason() is None
             else None
         )
         chunks = CHUNK_SERIES if settings.chunk_reuse is not None else {}

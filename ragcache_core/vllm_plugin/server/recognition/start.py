@@ -10,7 +10,7 @@ from typing import Any
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.log import logger_of
-from ragcache_core.recognition import ShownTexts
+from ragcache_core.recognition import PromptTexts
 from ragcache_core.runtime.tenants import Tenants
 from ragcache_core.vllm_plugin.compat import call_registrations, front_end_of
 from ragcache_core.vllm_plugin.server.rank_choice import RankChoice
@@ -37,7 +37,7 @@ class StartedRecognition:
 
     service: RecognitionService | None
     following: asyncio.Task[None] | None
-    texts: ShownTexts | None
+    texts: PromptTexts | None
     names_documents: bool
 
 
@@ -54,7 +54,7 @@ async def start_recognition(
     service = None
     if tokenizer is not None and settings.max_documents:
         service = await _begun(engine_client, settings, restricted, tokenizer)
-    texts = None if tokenizer is None else ShownTexts(tokenizer.token_bytes, tokenizer.encode)
+    texts = None if tokenizer is None else PromptTexts(tokenizer.token_bytes, tokenizer.encode)
     names_documents = texts is not None and attach(engine_client, Recogniser(service, tenants, choice, texts))
     if not names_documents:
         service = None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ragcache_core.log import logger_of
-from ragcache_core.recognition import MIN_TOKENS, Recognition, ShownTexts
+from ragcache_core.recognition import MIN_TOKENS, PromptTexts, Recognition
 from ragcache_core.runtime.rights import is_rights_salt, joined_salt, private_salt, rights_salt
 from ragcache_core.runtime.tenants import Tenants, mark_of, salt_of
 from ragcache_core.types import PromptSegment, SegmentKind
@@ -98,7 +98,7 @@ class Recogniser:
         service: RecognitionService | None,
         tenants: Tenants | None = None,
         choice: RankChoice | None = None,
-        texts: ShownTexts | None = None,
+        texts: PromptTexts | None = None,
     ) -> None:
         self._service = service
         self._choice = choice

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.vllm_plugin.connector.bare import BareConnector, warn_alone
 from ragcache_core.vllm_plugin.connector.gpu_connector import DocumentConnector
+from ragcache_core.vllm_plugin.connector.minimal import MinimalConnector, warn_alone
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-class AloneConnector(DocumentConnector):
-    """A :class:`DocumentConnector`, or where that cannot be made either, a :class:`BareConnector`."""
+class FallbackConnector(DocumentConnector):
+    """A :class:`DocumentConnector`, or where that cannot be made either, a :class:`MinimalConnector`."""
 
     def __new__(cls, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> Any:
         try:
@@ -23,6 +23,6 @@ class AloneConnector(DocumentConnector):
         except ConfigError:
             raise
         except Exception:  # something else that it needs is not there: an engine starts
-            return BareConnector(vllm_config, role, kv_cache_config)
+            return MinimalConnector(vllm_config, role, kv_cache_config)
         warn_alone(role)
         return made

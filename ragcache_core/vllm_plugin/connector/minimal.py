@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from ragcache_core.log import logger_of
-from ragcache_core.vllm_plugin.release import why_alone
+from ragcache_core.vllm_plugin.release import unsupported_reason
 
 if TYPE_CHECKING:
     import torch
@@ -34,16 +34,16 @@ def warn_alone(role: KVConnectorRole, also: str = "") -> None:
             "RC-CACHE-OFF: RAGCache leaves scheduling and caching to vLLM, without tiers, speculation and chunk "
             "reuse%s: %s",
             also,
-            why_alone(),
+            unsupported_reason(),
         )
 
 
-class BareConnector(KVConnectorBase_V1, SupportsHMA):
+class MinimalConnector(KVConnectorBase_V1, SupportsHMA):
     """Finds, loads and stores nothing."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        if type(self) is BareConnector and why_alone() is not None:
+        if type(self) is MinimalConnector and unsupported_reason() is not None:
             warn_alone(role, ", and without documents and statistics")
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
