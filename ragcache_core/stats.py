@@ -285,10 +285,10 @@ class TierStats:
     num_hit_tokens: int = _counter("ragcache_tier_hit_tokens", "Prompt tokens served from a tier.", MISSING)
     is_enabled: bool = _gauge("ragcache_tier_enabled", "Whether a tier works: 1 or 0.")
     num_corrupt_blocks: int = _counter(
-        "ragcache_corrupt_chunks", "Offload blocks with a wrong checksum; each was a miss."
+        "ragcache_corrupt_blocks", "Offload blocks with a wrong checksum; each was a miss."
     )
     num_dropped_blocks: int = _counter(
-        "ragcache_dropped_chunks", "Offload blocks that were not written: the tier was full, slow, or failed."
+        "ragcache_dropped_blocks", "Offload blocks that were not written: the tier was full, slow, or failed."
     )
 
     @property
@@ -343,7 +343,7 @@ class ChunkStats:
     quality that was not measured. ``num_mismatched_chunks`` had other tokens than stored, ``num_too_long_chunks`` were
     longer than the memory, ``num_capacity_misses`` found no free space: they were computed exactly.
     ``num_dropped_blocks`` were not written to disk, ``num_corrupt_blocks`` were damaged or gone there,
-    ``num_lost_chunks`` dropped because of that.
+    ``num_lost_blocks`` dropped because of that.
     """
 
     num_chunks: int = _gauge("ragcache_chunk_stored", "Documents stored for reuse.")
@@ -393,7 +393,7 @@ class ChunkStats:
     num_corrupt_blocks: int = _counter(
         "ragcache_chunk_corrupt", "Documents for reuse that were damaged or missing on disk; each was a miss."
     )
-    num_lost_chunks: int = _counter(
+    num_lost_blocks: int = _counter(
         "ragcache_chunk_lost", "Documents for reuse that were dropped because of damaged or missing parts."
     )
 
@@ -615,7 +615,7 @@ class EngineStats:
 
     The rest is RAGCache's own: ``policy`` is the name of its replacement policy (``None``: plain vLLM), ``tiers`` go
     from the fastest to the slowest, ``hottest_documents`` from the most used on. ``num_ignored_metadata`` requests
-    named documents that contradicted their prompt; ``num_lost_chunks`` of the disk tier were missing, and recomputed.
+    named documents that contradicted their prompt; ``num_lost_blocks`` of the disk tier were missing, and recomputed.
     ``num_corrupt_blocks`` and ``num_dropped_blocks`` are the sums of the tiers' figures of the same name. The
     shared store failed, or did not answer in time, ``num_shared_failures`` times.
 
@@ -650,8 +650,8 @@ class EngineStats:
         "ragcache_ignored_metadata", "Requests whose documents contradicted their prompt."
     )
     num_corrupt_blocks: int = field(default=0, metadata=_REPORTED)
-    num_lost_chunks: int = _counter(
-        "ragcache_lost_chunks", "Offload blocks that were incomplete or without their prefix at the start."
+    num_lost_blocks: int = _counter(
+        "ragcache_lost_blocks", "Offload blocks that were incomplete or without their prefix at the start."
     )
     num_dropped_blocks: int = field(default=0, metadata=_REPORTED)
     num_shared_failures: int = _counter(

@@ -78,7 +78,7 @@ BLOCK_SIZE = 16
 BYTES_PER_TOKEN = 1024
 THREE_TIERS: JsonObject = {
     "policy": "mixture", "num_ignored_metadata": 1,
-    "num_corrupt_blocks": 2, "num_lost_chunks": 3, "num_dropped_blocks": 4,
+    "num_corrupt_blocks": 2, "num_lost_blocks": 3, "num_dropped_blocks": 4,
     "tiers": [
         {"name": "gpu", "capacity_bytes": 1 << 30, "used_bytes": 1 << 29, "num_blocks": 512, "num_evicted_blocks": 9,
          "num_hit_tokens": 4096, "is_enabled": True, "num_corrupt_blocks": 0, "num_dropped_blocks": 0},

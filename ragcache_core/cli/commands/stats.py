@@ -183,7 +183,7 @@ def _cache_counters(reading: EngineStats) -> Iterator[tuple[str, str]]:
         num_corrupt, num_dropped = reading.num_corrupt_blocks, reading.num_dropped_blocks
         if shared is not None:
             num_corrupt, num_dropped = num_corrupt - shared.num_corrupt_blocks, num_dropped - shared.num_dropped_blocks
-        yield "disk blocks", f"{num_corrupt:,} corrupt, {reading.num_lost_chunks:,} lost, {num_dropped:,} dropped"
+        yield "disk blocks", f"{num_corrupt:,} corrupt, {reading.num_lost_blocks:,} lost, {num_dropped:,} dropped"
         overtaken = f"a waiting one overtaken {reading.max_overtaken:,} times at most"
         if shared is not None:
             counts = f"{shared.num_corrupt_blocks:,} corrupt, {shared.num_dropped_blocks:,} dropped"
@@ -209,7 +209,7 @@ def _cache_counters(reading: EngineStats) -> Iterator[tuple[str, str]]:
         yield "stored chunks", f"{stored}; {host}, {disk}{switched_off}"
         unusable = f"{chunks.num_mismatched_chunks:,} mismatched, {chunks.num_too_long_chunks:,} too long"
         gone = f"{chunks.num_capacity_misses:,} without free space, {chunks.num_evicted_chunks:,} evicted"
-        damaged = f"{chunks.num_corrupt_blocks:,} corrupt, {chunks.num_lost_chunks:,} lost"
+        damaged = f"{chunks.num_corrupt_blocks:,} corrupt, {chunks.num_lost_blocks:,} lost"
         yield "unused chunks", f"{unusable}, {gone}, {damaged}, {chunks.num_dropped_blocks:,} dropped"
 
 

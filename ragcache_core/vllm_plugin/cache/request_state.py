@@ -189,7 +189,7 @@ class Counters:
     num_reordered_prompts: int = 0
     num_followup_turns: int = 0
     num_corrupt_blocks: int = 0
-    num_lost_chunks: int = 0
+    num_lost_blocks: int = 0
     num_dropped_blocks: int = 0
     num_shared_failures: int = 0
     num_shared_corrupt_blocks: int = 0

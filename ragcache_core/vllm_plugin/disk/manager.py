@@ -650,7 +650,7 @@ class DiskTier(TransferTier):
         if orphans:
             store.discard_many(orphans)
         counters, stats = self._controller.counters, store.stats
-        counters.num_lost_chunks += len(orphans) + stats.num_missing
+        counters.num_lost_blocks += len(orphans) + stats.num_missing
         counters.num_corrupt_blocks += stats.num_damaged
         if num_given_up := len(orphans) + stats.num_missing + stats.num_damaged:
             logger.warning(

@@ -174,7 +174,7 @@ def test_a_full_disk_with_chunks_of_no_use_keeps_no_engine_from_starting(
     scene = opening()
     assert scene.hits(keys) == keys[:2]
     assert scene.load(keys[:2]) == set(keys[:2])
-    assert scene.controller.counters.num_lost_chunks == len(keys) - 3
+    assert scene.controller.counters.num_lost_blocks == len(keys) - 3
     assert scene.controller.tiers[Tier.DISK].is_enabled
     scene.check()
 

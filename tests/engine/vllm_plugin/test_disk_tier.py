@@ -175,7 +175,7 @@ def test_a_new_start_finds_the_chunks_and_the_documents_numbers(opening: Opening
     assert (location.node.doc_id, location.node.start, len(location.node.keys)) == ("B", 1, 3)
     assert location.node.frequency == 2
     assert location.node.avg_cost_s > 0
-    assert again.controller.report()["num_lost_chunks"] == 0
+    assert again.controller.report()["num_lost_blocks"] == 0
 
 
 def test_a_new_start_finds_the_uses_since_a_document_was_stored(opening: Opening) -> None:
@@ -211,7 +211,7 @@ def test_a_chunk_that_is_said_to_stand_elsewhere_is_given_up_at_the_start_and_en
     connection.close()
     again = opening()
     assert again.hits(keys) == keys[:3]
-    assert (again.controller.counters.num_corrupt_blocks, again.controller.counters.num_lost_chunks) == (1, 2)
+    assert (again.controller.counters.num_corrupt_blocks, again.controller.counters.num_lost_blocks) == (1, 2)
     assert again.store("D") == keys, "it is computed and stored again"
     for documents in ("BC", "CB", "AD", "DA", "D"):
         again.store(documents)
@@ -225,7 +225,7 @@ def test_chunks_whose_prefix_is_gone_are_given_up_at_the_start(opening: Opening)
     scene.close()
     again = opening()
     assert again.hits(keys) == keys[:1]
-    assert again.controller.counters.num_lost_chunks == 1
+    assert again.controller.counters.num_lost_blocks == 1
     assert len(again.tier._io._store) == 1
 
 

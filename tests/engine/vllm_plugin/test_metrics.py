@@ -116,9 +116,9 @@ def test_the_series_are_what_the_engine_counted() -> None:
     server.metrics.observe(engine.stats().data)
     assert server.value("ragcache_requests_total") == 2
     assert server.value("ragcache_prompt_tokens_total") == 20
-    assert server.value("ragcache_corrupt_chunks_total", tier="disk") == 3
-    assert server.value("ragcache_dropped_chunks_total", tier="disk") == 5
-    assert server.value("ragcache_dropped_chunks_total", tier="gpu") == 0
+    assert server.value("ragcache_corrupt_blocks_total", tier="disk") == 3
+    assert server.value("ragcache_dropped_blocks_total", tier="disk") == 5
+    assert server.value("ragcache_dropped_blocks_total", tier="gpu") == 0
     assert server.value("ragcache_tier_hit_tokens_total", tier="gpu") == 4
     assert server.value("ragcache_tier_hit_tokens_total", tier="disk") == 8
     assert server.value("ragcache_tier_capacity_bytes", tier="disk") == 9000
@@ -128,7 +128,7 @@ def test_the_series_are_what_the_engine_counted() -> None:
     server.metrics.observe(engine.stats().data)
     assert server.value("ragcache_tier_enabled", tier="disk") == 0
     assert server.value("ragcache_requests_total") == 2
-    assert b"# HELP ragcache_lost_chunks_total" in generate_latest(server.registry)
+    assert b"# HELP ragcache_lost_blocks_total" in generate_latest(server.registry)
 
 
 def test_times_of_requests_are_told_by_their_slowest_tier() -> None:

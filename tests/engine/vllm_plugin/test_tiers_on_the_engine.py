@@ -349,7 +349,7 @@ def test_the_series_on_metrics_add_up_to_what_the_requests_were_told(tiers: Engi
     assert found["ragcache_tier_evicted_blocks_total", "host"] > 0
     below = answers.num_tokens[Tier.HOST] + answers.num_tokens[Tier.DISK]
     assert found["ragcache_loaded_bytes_total", ""] == below // BLOCK * BLOCK_BYTES
-    assert found["ragcache_corrupt_chunks_total", "disk"] == found["ragcache_lost_chunks_total", ""] == 0
+    assert found["ragcache_corrupt_blocks_total", "disk"] == found["ragcache_lost_blocks_total", ""] == 0
     stats = tiers.stats()
     assert {tier.name: tier.num_hit_tokens for tier in stats.tiers} == {
         tier.label: num_tokens for tier, num_tokens in answers.num_tokens.items()
@@ -568,7 +568,7 @@ def test_after_a_kill_the_next_requests_are_served_from_what_survived(tiers: Eng
     assert num_from_disk > 0
     assert num_cached >= 0.9 * num_prompt
     report = tiers.stats()
-    assert (report.num_corrupt_blocks, report.num_lost_chunks) == (0, 0)
+    assert (report.num_corrupt_blocks, report.num_lost_blocks) == (0, 0)
     assert all(tier.is_enabled for tier in report.tiers)
     for mark in marks:
         again.ask(mark)

@@ -28,7 +28,7 @@ CHUNKS = {
     "num_reused_tokens": 900, "num_recomputed_tokens": 300, "num_prefix_tokens": 70,
     "num_captured_chunks": 4, "num_evicted_chunks": 1,
     "num_mismatched_chunks": 6, "num_too_long_chunks": 7, "num_capacity_misses": 8, "num_dropped_blocks": 9,
-    "num_corrupt_blocks": 10, "num_lost_chunks": 11, "num_refused_requests": 12,
+    "num_corrupt_blocks": 10, "num_lost_blocks": 11, "num_refused_requests": 12,
 }  # fmt: skip
 
 

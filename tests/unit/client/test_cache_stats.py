@@ -250,7 +250,7 @@ def test_a_reading_has_the_tiers_and_the_hottest_documents(
     stats = read(engine)
     assert stats.num_prompt_tokens == server.counters["prompt"] > 0
     assert (stats.policy, stats.num_ignored_metadata) == ("mixture", 1)
-    assert (stats.num_corrupt_blocks, stats.num_lost_chunks, stats.num_dropped_blocks) == (2, 3, 4)
+    assert (stats.num_corrupt_blocks, stats.num_lost_blocks, stats.num_dropped_blocks) == (2, 3, 4)
     assert [t.name for t in stats.tiers] == ["gpu", "host", "disk"]
     assert [t.is_enabled for t in stats.tiers] == [True, True, False]
     assert stats.tiers[1].used_bytes == 6 << 30

@@ -46,7 +46,7 @@ def test_every_count_of_faults_has_a_panel_and_an_alert() -> None:
     rules = read("ragcache-rules.yml")["groups"][0]["rules"]
     alerts = " ".join(rule["expr"] for rule in rules if "alert" in rule)
     panels = " ".join(t["expr"] for p in read("ragcache-dashboard.json")["panels"] for t in p.get("targets", []))
-    for name in ("shared_failures", "dropped_chunks", "corrupt_chunks", "lost_chunks"):
+    for name in ("shared_failures", "dropped_blocks", "corrupt_blocks", "lost_blocks"):
         assert f"ragcache_{name}_total" in alerts
         assert f"ragcache_{name}_total" in panels
 

@@ -177,7 +177,7 @@ def test_a_chunk_that_cannot_be_read_is_lost_and_counted() -> None:
     books.on_report(MemoryReport(num_failed=Counter([read.command_id]), num_corrupt=1))
     assert books.is_lost(variant)
     assert found(books, tokens(1)) == ()
-    assert (books.counters.num_lost_chunks, books.counters.num_corrupt_blocks) == (1, 1)
+    assert (books.counters.num_lost_blocks, books.counters.num_corrupt_blocks) == (1, 1)
     assert any(isinstance(c, DropChunks) for c in books.take_commands())
     books.release("asks")
     assert reserve(books, tokens(1)) is not None

@@ -107,7 +107,7 @@ class ChunkCounters:
     ``num_mismatched_chunks`` were requested with other tokens than stored, ``num_too_long_chunks`` are longer than the
     memory, ``num_capacity_misses`` found no free page because the rest was in use; ``num_dropped_blocks`` were not
     written to disk. Of those on disk ``num_corrupt_blocks`` were damaged or missing when they were read (counted for
-    each worker), ``num_lost_chunks`` were deleted for this or another reason.
+    each worker), ``num_lost_blocks`` were deleted for this or another reason.
     """
 
     num_requests: int = 0
@@ -123,7 +123,7 @@ class ChunkCounters:
     num_capacity_misses: int = 0
     num_dropped_blocks: int = 0
     num_corrupt_blocks: int = 0
-    num_lost_chunks: int = 0
+    num_lost_blocks: int = 0
 
     def count(self, reuse: ChunkReuseStats) -> None:
         """Count a request that reused chunks."""

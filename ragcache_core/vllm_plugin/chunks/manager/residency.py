@@ -345,7 +345,7 @@ class ChunkResidency:
                 stored.is_on_disk = True  # of some workers at least
             stored.is_loading, was_writing, stored.is_writing = False, stored.is_writing, False
         if is_lost:
-            self._counters.num_lost_chunks += 1
+            self._counters.num_lost_blocks += 1
             self.forget(chunk, stored)
             return
         if transfer.num_failed or not self.is_disk_enabled:
