@@ -1,4 +1,4 @@
-"""The library's records of chunks, of their variants, and of transfers in flight."""
+"""The library's records of chunks and of their variants."""
 
 from __future__ import annotations
 
@@ -25,17 +25,35 @@ class Reservation:
     documents: frozenset[str] = frozenset()
 
 
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """What the disk has of a variant beside its pages: its tokens, 32 bits each, and what is noted with them.
+
+    That is what it is worth, when it was computed, and its documents and those before it, see
+    :func:`~ragcache_core.vllm_plugin.chunks.page_layout.digest_of`.
+    """
+
+    variant: ChunkVariant
+    token_ids: bytes
+    frequency: float
+    worth: float
+    documents: frozenset[str] = frozenset()
+    stored_s: float = 0.0
+
+
 @dataclass(slots=True)
 class Variant:
     """A stored KV of a chunk: its tiers, and its pins.
 
-    ``pages`` are empty where it lies on disk alone. A doomed one is not found, and dropped when it is released.
+    ``pages`` are empty where it lies on disk alone. There it takes ``num_disk_pages``. A doomed one is not found, and
+    dropped when it is released.
     ``documents`` are digests of the chunk's documents and of those before it, ``stored_s`` when it was computed.
     """
 
     variant: ChunkVariant
     num_pages: int
     pages: tuple[int, ...] = ()
+    num_disk_pages: int = 0
     num_pins: int = 0
     is_on_disk: bool = False
     is_loading: bool = False
@@ -55,7 +73,9 @@ class Variant:
 
     def num_idle_pages(self, tier: Tier) -> int:
         """Return how many pages of a tier its eviction frees."""
-        return self.num_pages if self.is_idle and self.is_in(tier) else 0
+        return (
+            (self.num_pages if tier is Tier.HOST else self.num_disk_pages) if self.is_idle and self.is_in(tier) else 0
+        )
 
 
 @dataclass(slots=True)
@@ -90,24 +110,14 @@ class ForgottenChunks:
 
 
 @dataclass(slots=True)
-class ChunkTransfer:
-    """A variant in flight to or from disk, and how many workers are done with it."""
-
-    chunk: StoredVariants
-    stored: Variant
-    num_done: int = 0
-    num_failed: int = 0
-
-
-@dataclass(slots=True)
 class ChunkCounters:
     """Counts of chunks since the engine started: those that ``num_requests`` reused, with their tokens.
 
     ``num_refused_requests`` asked for reuse that is unsupported, and were answered exactly.
     ``num_mismatched_chunks`` were requested with other tokens than stored, ``num_too_long_chunks`` are longer than the
     memory, ``num_capacity_misses`` found no free page because the rest was in use; ``num_dropped_chunks`` were not
-    written to disk. Of those on disk ``num_corrupt_chunks`` were damaged or missing when they were read (counted for
-    each worker), ``num_lost_chunks`` were deleted for this or another reason.
+    written to disk. Of those on disk ``num_corrupt_chunks`` were damaged or missing when they were read,
+    ``num_lost_chunks`` were deleted for this or another reason.
     """
 
     num_requests: int = 0

@@ -13,6 +13,7 @@ library imports neither vLLM nor torch, and reads no clock.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import TYPE_CHECKING
 
 from ragcache_core.chunk.types import ChunkKey, ChunkStatistics, ChunkVariant, ContextKey
 from ragcache_core.policy import PrefillCost, ReplacementPolicy
@@ -25,8 +26,10 @@ from ragcache_core.vllm_plugin.chunks.manager.entries import (
 )
 from ragcache_core.vllm_plugin.chunks.manager.eviction import ChunkEviction
 from ragcache_core.vllm_plugin.chunks.manager.residency import ChunkResidency
-from ragcache_core.vllm_plugin.chunks.messages import MemoryCommand, MemoryReport, StoredChunk
 from ragcache_core.vllm_plugin.chunks.page_layout import num_pages_of, pack_token_ids
+
+if TYPE_CHECKING:
+    from ragcache_core.vllm_plugin.chunks.storage.disk import ChunkDisk
 
 
 class ChunkManager:
@@ -36,8 +39,6 @@ class ChunkManager:
         policy: ranks the chunks; an object of its own, as policies keep numbers.
         prefill_cost: seconds of a prefill, which is what a chunk saves.
         num_pages: pages of host memory that each worker has, of ``tokens_per_page`` tokens.
-        num_disk_pages: how many fit on each worker's disk; 0 keeps none there.
-        num_workers: how many report on each command.
         max_variants: of one chunk, the M of Cache-Craft §3.3.
         ghost_size, keeps_frequency: how long the uses of a chunk are remembered that is stored no longer.
     """
@@ -49,8 +50,6 @@ class ChunkManager:
         *,
         num_pages: int,
         tokens_per_page: int,
-        num_disk_pages: int = 0,
-        num_workers: int = 1,
         max_variants: int = 5,
         ghost_size: int = 100_000,
         keeps_frequency: bool = True,
@@ -69,9 +68,7 @@ class ChunkManager:
             self._ranks,
             self.counters,
             num_pages=num_pages,
-            num_disk_pages=num_disk_pages,
             tokens_per_page=tokens_per_page,
-            num_workers=num_workers,
             max_variants=max_variants,
         )
         self._pins: dict[str, list[ChunkVariant]] = {}
@@ -266,7 +263,7 @@ class ChunkManager:
             found | {name for key in keys for name in self._stock.chunks[key].names & documents},
             len(gone),
             sum(len(stored.pages) for _, stored in gone),
-            sum(stored.num_pages for _, stored in gone if stored.is_on_disk),
+            sum(stored.num_disk_pages for _, stored in gone if stored.is_on_disk),
         )
         for chunk, stored in gone:
             self._stock.doom(chunk, stored)
@@ -279,7 +276,7 @@ class ChunkManager:
         for chunk in self._stock.chunks.values():
             stored = [variant for variant in chunk.stored.values() if not variant.is_doomed]
             num_pages = sum(len(variant.pages) for variant in stored)
-            num_disk_pages = sum(variant.num_pages for variant in stored if variant.is_on_disk)
+            num_disk_pages = sum(variant.num_disk_pages for variant in stored if variant.is_on_disk)
             for name in chunk.names if stored else ():
                 before = held.get(name, (0, 0, 0))
                 held[name] = (before[0] + len(stored), before[1] + num_pages, before[2] + num_disk_pages)
@@ -300,33 +297,46 @@ class ChunkManager:
         return bool(old)
 
     def num_forgotten(self) -> int:
-        """Return how much of what was forgotten is still here, in memory or on a worker's disk."""
+        """Return how much of what was forgotten is still here, in memory or on the disk."""
+        self._stock.poll()
         variants = (stored for chunk in self._stock.chunks.values() for stored in chunk.stored.values())
         return sum(stored.is_doomed for stored in variants) + self._stock.num_scrubs
 
     @property
-    def is_scrubbing(self) -> bool:
-        """Whether workers have to overwrite what was deleted on disk."""
-        return self._stock.num_scrubs > 0
-
-    @property
     def is_disk_down(self) -> bool:
-        """Whether a worker's disk is out of service."""
+        """Whether the disk is out of service."""
         return self._stock.is_disk_down
 
-    # The workers' memory
+    # The disk, and the workers' memory
 
-    def take_commands(self) -> tuple[MemoryCommand, ...]:
-        """Return what the workers' memory has to do from this step on, in order."""
-        return self._stock.take_commands()
+    def open_disk(self, disk: ChunkDisk | None) -> int:
+        """Keep chunks on a disk from now on, and take up those that it has; return how many variants.
 
-    def on_report(self, report: MemoryReport) -> None:
-        """Take in what the workers' memory did. What could not be read is forgotten: a miss, counted."""
-        self._stock.on_report(report)
+        None: an engine before had one, which is out of service now.
+        """
+        self._stock.disk = disk
+        if disk is None:
+            self._stock.is_disk_down = True
+            return 0
+        return self._stock.restore(disk.stored(), self.now_s)
 
-    def restore(self, found: Sequence[Sequence[StoredChunk]]) -> int:
-        """Take up what was found on disk at the start, a list for each worker; return how many variants."""
-        return self._stock.restore(found, self.now_s)
+    def poll(self) -> None:
+        """Take in what the disk has done. What could not be read is forgotten: a miss, counted."""
+        self._stock.poll()
+
+    def begin_step(self) -> int:
+        """Return what to give :meth:`end_step` when all workers have ended the step that is told to them now; or 0."""
+        self._stock.poll()
+        return self._stock.begin_step()
+
+    def end_step(self, fence: int) -> None:
+        """Give the pages out again that workers wrote to before that step."""
+        self._stock.end_step(fence)
+
+    def close(self) -> None:
+        """End the disk's threads after what they were asked to write. Idempotent."""
+        if self._stock.disk is not None:
+            self._stock.disk.close()
 
     def clear(self) -> None:
         """Forget every chunk, and write nothing more to disk: the model's weights may have changed.
@@ -344,34 +354,14 @@ class ChunkManager:
     # Reporting
 
     @property
-    def is_disk_enabled(self) -> bool:
-        """Whether chunks are written to disk."""
-        return self._stock.is_disk_enabled
-
-    @property
-    def num_pages(self) -> int:
-        """Pages of host memory that each worker has."""
-        return self._stock.num_pages
-
-    @property
     def num_used_pages(self) -> int:
-        """Those of them that hold a chunk, or are to hold one."""
+        """Pages of host memory that hold a chunk, or are to hold one."""
         return self._stock.num_used_pages
-
-    @property
-    def num_disk_pages(self) -> int:
-        """Pages that fit on each worker's disk."""
-        return self._stock.num_disk_pages
 
     @property
     def num_used_disk_pages(self) -> int:
         """Pages on disk, those in flight included."""
         return self._stock.num_used_disk_pages
-
-    @property
-    def num_chunks(self) -> int:
-        """Chunks with a variant that is stored, or captured now."""
-        return len(self._stock.chunks)
 
     @property
     def num_variants(self) -> int:
@@ -380,15 +370,16 @@ class ChunkManager:
 
     def report(self) -> dict[str, object]:
         """Return the engine's report of its chunks; see :class:`~ragcache_core.stats.ChunkStats`."""
+        self._stock.poll()
         size = self._stock.tokens_per_page
         return {
-            "num_chunks": self.num_chunks,
+            "num_chunks": len(self._stock.chunks),
             "num_variants": self.num_variants,
-            "capacity_tokens": self.num_pages * size,
+            "capacity_tokens": self._stock.num_pages * size,
             "used_tokens": self.num_used_pages * size,
-            "disk_capacity_tokens": self.num_disk_pages * size,
+            "disk_capacity_tokens": self._stock.num_disk_pages * size,
             "used_disk_tokens": self.num_used_disk_pages * size,
-            "is_disk_enabled": self.is_disk_enabled,
+            "is_disk_enabled": self._stock.is_disk_enabled,
             **self.counters.to_dict(),
         }
 
