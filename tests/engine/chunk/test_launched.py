@@ -229,7 +229,7 @@ def test_chunks_outlive_the_engine_and_damaged_ones_are_computed_exactly(
     _ask(launched, "pq", _NOTHING)
     assert _has_kept(launched, num_before + 2)
     (data,) = (p for p in directory.glob("**/chunks.data") if '"chunks"' in (p.parent / "identity.json").read_text())
-    (page_bytes,) = re.findall(r'"chunk_bytes": (\d+)', (data.parent / "identity.json").read_text())
+    (page_bytes,) = re.findall(r'"chunk_bytes":\s*(\d+)', (data.parent / "identity.json").read_text())
     written = np.fromfile(data, np.uint8) != 0
     _ask(launched, "rs", _NOTHING)
     assert _has_kept(launched, num_before + 4)

@@ -92,11 +92,7 @@ class ChunkManager:
 
     def stored(self) -> dict[ChunkKey, int]:
         """Return the chunks that :meth:`find` has a variant of, with their numbers of tokens."""
-        return {
-            key: chunk.num_tokens
-            for key, chunk in self._stock.chunks.items()
-            if any(not variant.is_doomed for variant in chunk.stored.values())
-        }
+        return {chunk.key: chunk.num_tokens for chunk, _ in self._stock.found()}
 
     def pin(self, variants: Iterable[ChunkVariant], request_id: str) -> bool:
         """Keep variants for a request, and have those read that lie on disk alone.
@@ -247,15 +243,11 @@ class ChunkManager:
         keys = {key for key, chunk in self._stock.chunks.items() if not chunk.names.isdisjoint(documents)}
         gone = [
             (chunk, stored)
-            for chunk in list(self._stock.chunks.values())
-            for stored in list(chunk.stored.values())
-            if not stored.is_doomed
-            and (
-                is_all
-                or chunk.key in keys
-                or not stored.documents.isdisjoint(documents)
-                or not keys.isdisjoint(stored.variant.statistics.prefix)
-            )
+            for chunk, stored in self._stock.found()
+            if is_all
+            or chunk.key in keys
+            or not stored.documents.isdisjoint(documents)
+            or not keys.isdisjoint(stored.variant.statistics.prefix)
         ]
         found = {name for chunk, stored in gone for name in (*chunk.names, *stored.documents)} & documents
         forgotten = ForgottenChunks(
@@ -265,35 +257,25 @@ class ChunkManager:
             sum(len(stored.pages) for _, stored in gone),
             sum(stored.num_disk_pages for _, stored in gone if stored.is_on_disk),
         )
-        for chunk, stored in gone:
-            self._stock.doom(chunk, stored)
-        self._stock.is_scrub_due = self._stock.num_disk_pages > 0
+        self._stock.doom(gone)
+        self._stock.is_scrub_due = True
         return forgotten
 
     def holdings(self) -> dict[str, tuple[int, int, int]]:
         """Return what is kept of each document, by its digest: variants, and their pages in memory and on disk."""
         held: dict[str, tuple[int, int, int]] = {}
-        for chunk in self._stock.chunks.values():
-            stored = [variant for variant in chunk.stored.values() if not variant.is_doomed]
-            num_pages = sum(len(variant.pages) for variant in stored)
-            num_disk_pages = sum(variant.num_disk_pages for variant in stored if variant.is_on_disk)
-            for name in chunk.names if stored else ():
-                before = held.get(name, (0, 0, 0))
-                held[name] = (before[0] + len(stored), before[1] + num_pages, before[2] + num_disk_pages)
+        for chunk, stored in self._stock.found():
+            for name in chunk.names:
+                num, num_pages, num_disk_pages = held.get(name, (0, 0, 0))
+                num_disk_pages += stored.num_disk_pages * stored.is_on_disk
+                held[name] = num + 1, num_pages + len(stored.pages), num_disk_pages
         return held
 
     def expire(self, oldest_s: float) -> bool:
         """Drop the variants that were computed before a moment, as :meth:`forget` does; return whether any was."""
-        old = [
-            (chunk, stored)
-            for chunk in list(self._stock.chunks.values())
-            for stored in list(chunk.stored.values())
-            if stored.stored_s < oldest_s and not stored.is_doomed
-        ]
-        for chunk, stored in old:
-            self._stock.doom(chunk, stored)
-        if old:
-            self._stock.is_scrub_due = self._stock.num_disk_pages > 0
+        old = [(chunk, stored) for chunk, stored in self._stock.found() if stored.stored_s < oldest_s]
+        self._stock.doom(old)
+        self._stock.is_scrub_due |= bool(old)
         return bool(old)
 
     def num_forgotten(self) -> int:
@@ -346,9 +328,7 @@ class ChunkManager:
         for request_id in list(self._reservations):
             for reservation in self._reservations.pop(request_id):
                 self._give_back(reservation)
-        for chunk in list(self._stock.chunks.values()):
-            for stored in list(chunk.stored.values()):
-                self._stock.doom(chunk, stored)
+        self._stock.doom(self._stock.found())
         self._stock.leave_disk()
 
     # Reporting

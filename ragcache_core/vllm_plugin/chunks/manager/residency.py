@@ -97,6 +97,10 @@ class ChunkResidency:
         stored = None if chunk is None else chunk.stored.get(variant.number)
         return None if chunk is None or stored is None else (chunk, stored)
 
+    def found(self) -> list[tuple[StoredVariants, Variant]]:
+        """Return all chunks and variants that are not doomed."""
+        return [(chunk, v) for chunk in self.chunks.values() for v in chunk.stored.values() if not v.is_doomed]
+
     @contextmanager
     def changing(self, chunk: StoredVariants, stored: Variant) -> Iterator[None]:
         """Keep the sums and the ranks correct while a variant moves, is held or released."""
@@ -154,15 +158,15 @@ class ChunkResidency:
             stored.is_on_disk = False
             del chunk.stored[stored.variant.number]
             self.variants.remove(stored.variant)
-        if stored.is_doomed:
-            self.is_scrub_due = self.num_disk_pages > 0
+        self.is_scrub_due |= stored.is_doomed
         self.forget_if_empty(chunk)
 
-    def doom(self, chunk: StoredVariants, stored: Variant) -> None:
-        """Drop a variant as soon as it is not held; from now on it is not found."""
-        stored.is_doomed = True
-        self.variants.remove(stored.variant)
-        self.forget_if_doomed(chunk, stored)
+    def doom(self, gone: Sequence[tuple[StoredVariants, Variant]]) -> None:
+        """Drop variants as soon as they are not held; from now on they are not found."""
+        for chunk, stored in gone:
+            stored.is_doomed = True
+            self.variants.remove(stored.variant)
+            self.forget_if_doomed(chunk, stored)
 
     def forget_if_doomed(self, chunk: StoredVariants, stored: Variant) -> None:
         """Drop a doomed variant that has been released."""
@@ -222,7 +226,7 @@ class ChunkResidency:
     @property
     def num_scrubs(self) -> int:
         """Scrubs of the disk that have not ended, or not begun."""
-        return sum(moved is None for moved in self._transfers.values()) + self.is_scrub_due
+        return 0 if self.disk is None else sum(at is None for at in self._transfers.values()) + self.is_scrub_due
 
     def poll(self) -> None:
         """Take in what the disk has done, and have it do what has come up; a variant that it lost is forgotten."""
