@@ -356,9 +356,7 @@ class ChunkStats:
     disk_capacity_tokens: int = _gauge(
         "ragcache_chunk_disk_capacity_tokens", "Tokens that fit on the disk's share for them."
     )
-    used_disk_tokens: int = _gauge(
-        "ragcache_chunk_disk_used_tokens", "Tokens of it in use, with a page of statistics for each version."
-    )
+    used_disk_tokens: int = _gauge("ragcache_chunk_disk_used_tokens", "Tokens of it in use.")
     is_disk_enabled: bool = _gauge("ragcache_chunk_disk_enabled", "Whether they are kept on disk: 1 or 0.")
     num_requests: int = _counter("ragcache_chunk_requests", "Requests that reused documents behind others.")
     num_refused_requests: int = _counter("ragcache_chunk_refused_requests", "Requests that wanted to and could not.")

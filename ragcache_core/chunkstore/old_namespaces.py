@@ -12,7 +12,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
@@ -36,7 +36,7 @@ from ragcache_core.chunkstore.namespace import (
     names_of,
     usage_of,
 )
-from ragcache_core.errors import CacheDirectoryError, CacheLockedError
+from ragcache_core.errors import CacheDirectoryError
 from ragcache_core.log import logger_of
 from ragcache_core.stats import CollectedFolder, CollectedFolders
 
@@ -100,18 +100,6 @@ def delete_unused(directory: str | os.PathLike[str], *, unused_s: float, dry_run
                 if days is not None and _try_to_delete(old, f"it was not used for {days:.1f} days", dry_run=dry_run):
                     found.append(CollectedFolder(str(old.path), old.num_bytes, days, names_of(old.identity)))
     return CollectedFolders(tuple(found), dry_run)
-
-
-def delete_outdated(directory: Path, is_outdated: Callable[[Identity], bool]) -> None:
-    """Delete the namespaces in a directory, and in its engines' and workers' own, that this RAGCache reads no more.
-
-    What an engine has open stays. What cannot be deleted is logged, and stays as well.
-    """
-    for place in _places(directory):
-        outdated = [n for n in list_namespaces(place) if n.format <= FORMAT and is_outdated(n.identity)]
-        with suppress(CacheLockedError, CacheDirectoryError), changing(place) if outdated else nullcontext():
-            for old in outdated:
-                _try_to_delete(old, "an older RAGCache kept it in a form that is read no more")
 
 
 def delete_plaintext(folder: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
 from contextlib import suppress
 from itertools import groupby
 from operator import itemgetter
@@ -29,7 +28,7 @@ _NUM_SAMPLES = 2048
 _SAMPLES_OF_A_FILE = 512
 _SAMPLE_BYTES = 4096
 _MAX_HEADER_BYTES = 64 << 20
-_CHUNK_LAYOUT = 2  # of a page: worker by worker and layer by layer, K without RoPE and V; before, of one worker
+_CHUNK_LAYOUT = 1  # of a page: layer by layer, K without RoPE and V
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _CODE = ("*.py", "*processor_config.json")
 _OF_IMAGES = (
@@ -92,7 +91,7 @@ def _kv_identity(config: OffloadingConfig, engine: str) -> dict[str, str | int]:
 def chunk_identity(vllm_config: VllmConfig) -> dict[str, str | int]:
     """Return everything that the KV of a chunk, which is stored without its position, depends on besides its tokens.
 
-    The parts of all workers lie together.
+    The parts of all workers lie together. The rank is what the store of a single worker has always named.
 
     Raises:
         ConfigError: the weights' files are not on this machine, so nothing tells them from others.
@@ -103,13 +102,8 @@ def chunk_identity(vllm_config: VllmConfig) -> dict[str, str | int]:
         "kv_dtype": _kv_dtype(vllm_config, vllm_config.cache_config.cache_dtype),
         "layout": f"chunks {_CHUNK_LAYOUT}",
         "tokens_per_block": vllm_config.cache_config.block_size,
-        "parallel": f"tp{parallel.tensor_parallel_size} pp{parallel.pipeline_parallel_size}",
+        "parallel": f"tp{parallel.tensor_parallel_size} pp{parallel.pipeline_parallel_size} rank0",
     }
-
-
-def is_outdated(identity: Mapping[str, object]) -> bool:
-    """Return whether an older RAGCache stored chunks by an identity in a layout that is read no more."""
-    return identity.get("layout") in [f"chunks {number}" for number in range(1, _CHUNK_LAYOUT)]
 
 
 def _model_identity(vllm_config: VllmConfig) -> dict[str, str | int]:

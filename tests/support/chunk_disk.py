@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from ragcache_core.chunk.types import ChunkVariant
 from ragcache_core.vllm_plugin.chunks.manager.entries import StoredChunk
-from ragcache_core.vllm_plugin.chunks.page_layout import num_pages_of
 from ragcache_core.vllm_plugin.chunks.storage.disk import DiskTransfer
 
 
@@ -39,17 +38,13 @@ Call = Write | Read | Drop | Scrub | Names
 
 
 class FakeDisk:
-    """Stands in for ``ChunkDisk``; holds nothing but what is ``found`` on it. Statistics take no page."""
+    """Stands in for ``ChunkDisk``; holds nothing but what is ``found`` on it."""
 
-    def __init__(self, num_pages: int, tokens_per_page: int, found: Sequence[StoredChunk] = ()) -> None:
+    def __init__(self, num_pages: int, found: Sequence[StoredChunk] = ()) -> None:
         self.num_pages = num_pages
         self.found = list(found)
-        self._tokens_per_page = tokens_per_page
         self.is_down = False
         self.calls: list[Call] = []
-
-    def num_pages_of(self, variant: ChunkVariant) -> int:
-        return num_pages_of(variant.num_tokens, self._tokens_per_page)
 
     def stored(self) -> list[StoredChunk]:
         return self.found

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
 
 from ragcache_core.chunkstore import ChunkStore
-from ragcache_core.chunkstore.old_namespaces import delete_outdated
+from ragcache_core.chunkstore.old_namespaces import delete_unused
 from ragcache_core.chunkstore.sealing import load_keys
 from ragcache_core.errors import CacheTierError, ConfigError
 from ragcache_core.log import logger_of
@@ -22,12 +22,12 @@ from ragcache_core.vllm_plugin.chunks.compute.scattered_attention import Scatter
 from ragcache_core.vllm_plugin.chunks.compute.selective_prefill import PartialPrefill
 from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
 from ragcache_core.vllm_plugin.chunks.model.attention_layers import attention_layers
-from ragcache_core.vllm_plugin.chunks.page_layout import LayerShape, num_pages_within
+from ragcache_core.vllm_plugin.chunks.page_layout import LayerShape, aligned_bytes, num_pages_within
 from ragcache_core.vllm_plugin.chunks.scheduler import ChunkScheduling
 from ragcache_core.vllm_plugin.chunks.storage.disk import ChunkDisk
 from ragcache_core.vllm_plugin.chunks.storage.host_pool import ChunkMemory, PagesPlace
 from ragcache_core.vllm_plugin.compat import kv_bytes_per_block
-from ragcache_core.vllm_plugin.identity import MATCH_KEYS, chunk_identity, is_outdated
+from ragcache_core.vllm_plugin.identity import MATCH_KEYS, chunk_identity
 from ragcache_core.vllm_plugin.scheduler.scheduler import RAGCacheScheduler
 from ragcache_core.vllm_plugin.settings import PluginSettings
 
@@ -135,17 +135,21 @@ def open_disk(
     parallel, folder = vllm_config.parallel_config, settings.directory
     if parallel.data_parallel_index:
         folder /= f"engine-{parallel.data_parallel_index}"
-    disk: ChunkDisk | None = None
+    identity, disk = chunk_identity(vllm_config), None
     try:
-        open_store = partial(
-            ChunkStore,
-            folder,
-            {**chunk_identity(vllm_config), "holds": "chunks"},
-            capacity_bytes=disk_bytes,
-            match_keys=MATCH_KEYS,
-            keys=load_keys(settings.disk_key_file),
-        )
-        disk = ChunkDisk(open_store, parts, vllm_config.cache_config.block_size)
+        keys = load_keys(settings.disk_key_file)
+
+        def open_store(holds: str, chunk_bytes: int, num_chunks: int) -> ChunkStore:
+            return ChunkStore(
+                folder,
+                {**identity, "holds": holds},
+                chunk_bytes=chunk_bytes,
+                capacity_bytes=num_chunks * aligned_bytes(chunk_bytes),
+                match_keys=MATCH_KEYS,
+                keys=keys,
+            )
+
+        disk = ChunkDisk(open_store, disk_bytes, parts, vllm_config.cache_config.block_size)
         library.open_disk(disk)
     except (CacheTierError, ConfigError) as error:  # the latter where its key is gone
         if disk is not None:
@@ -154,7 +158,9 @@ def open_disk(
             raise
         logger.error("RC-TIER-OFF: RAGCache's disk of chunks is out of service until the next start: %s", error)
         library.open_disk(None)
-    delete_outdated(settings.directory, is_outdated)
+    for outdated in settings.directory.glob("worker-*"):  # one worker's part of the chunks of several
+        with suppress(CacheTierError):
+            delete_unused(outdated, unused_s=0.0)
 
 
 def build_execution(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,10 @@ from ragcache_core.chunk.types import ChunkKey, ChunkStatistics
 from ragcache_core.errors import ConfigError
 from ragcache_core.types import DocId
 
+STATISTICS_BYTES = 4096
+"""Size of a piece of what is stored about a chunk beside its pages."""
+
+_SLOT_BYTES = 4096  # slots on disk are aligned to this
 _KEY_BYTES = 32
 _HEADER = struct.Struct("<IIIdd32s")  # format, number of tokens, length of the prefix, intra, inherited, context
 _FORMAT = 3
@@ -61,8 +65,27 @@ def num_pages_within(capacity_bytes: int, page_bytes: int) -> int:
     return num_pages
 
 
+def num_disk_pages_within(capacity_bytes: int, page_bytes: int, tokens_per_page: int) -> int:
+    """Return how many pages of all workers fit on the disk, with the statistics of their chunks."""
+    return capacity_bytes // (aligned_bytes(page_bytes) + statistics_bytes_per_page(tokens_per_page))
+
+
+def statistics_bytes_per_page(tokens_per_page: int) -> int:
+    """Return what is set aside for a chunk's tokens and statistics for each of its pages.
+
+    A token takes 12 bytes. The piece on top is for what a chunk of one page says of its prefix: 44 bytes for each of
+    up to 80 chunks before it.
+    """
+    return (-(-12 * tokens_per_page // STATISTICS_BYTES) + 1) * STATISTICS_BYTES
+
+
+def aligned_bytes(num_bytes: int) -> int:
+    """Return what a page takes on disk."""
+    return -(-num_bytes // _SLOT_BYTES) * _SLOT_BYTES
+
+
 def part_key(key: ChunkKey, number: int, part: int) -> bytes:
-    """Return the key, on disk, of a part of a variant."""
+    """Return the key, on disk, of a page of a variant, or of a piece of its statistics."""
     assert len(key) == _KEY_BYTES
     return key + number.to_bytes(8, "big") + part.to_bytes(4, "big")
 
@@ -75,22 +98,9 @@ def read_part_key(stored_key: bytes) -> tuple[ChunkKey, int, int] | None:
     return stored_key[:_KEY_BYTES], number, int.from_bytes(stored_key[_KEY_BYTES + 8 :], "big")
 
 
-def statistics_bytes(num_tokens: int, num_prefix: int) -> int:
-    """Return the size of what :func:`pack_statistics` returns for a chunk behind ``num_prefix`` others."""
-    return _HEADER.size + 12 * num_tokens + (_KEY_BYTES + 12) * num_prefix
-
-
-def statistics_bytes_of(packed: bytes | bytearray) -> int:
-    """Return the size of what :func:`pack_statistics` returned, by its beginning; 0 if it is no such thing."""
-    if len(packed) < _HEADER.size:
-        return 0
-    format_, num_tokens, num_prefix, *_ = _HEADER.unpack_from(packed)
-    return statistics_bytes(num_tokens, num_prefix) if format_ == _FORMAT else 0
-
-
-def pack_statistics(statistics: ChunkStatistics, token_ids: bytes) -> bytes:
-    """Return a chunk's tokens and statistics as bytes."""
-    return b"".join(
+def pack_statistics(statistics: ChunkStatistics, token_ids: bytes) -> list[bytes]:
+    """Return a chunk's tokens and statistics in pieces of :data:`STATISTICS_BYTES`."""
+    packed = b"".join(
         (
             _HEADER.pack(
                 _FORMAT,
@@ -107,14 +117,26 @@ def pack_statistics(statistics: ChunkStatistics, token_ids: bytes) -> bytes:
             _floats(statistics.inter),
         )
     )
+    return [
+        packed[start : start + STATISTICS_BYTES].ljust(STATISTICS_BYTES, b"\0")
+        for start in range(0, len(packed), STATISTICS_BYTES)
+    ]
 
 
-def unpack_statistics(packed: bytes) -> tuple[ChunkStatistics, bytes]:
-    """Return the statistics and the token ids that :func:`pack_statistics` packed, from bytes that begin with them.
+def num_statistics_pieces(first_piece: bytes) -> int:
+    """Return how many pieces a chunk's statistics have, by the first one; 0 if it is none."""
+    format_, num_tokens, num_prefix, *_ = _HEADER.unpack_from(first_piece)
+    num_bytes = _HEADER.size + 12 * num_tokens + (_KEY_BYTES + 12) * num_prefix
+    return -(-num_bytes // STATISTICS_BYTES) if format_ == _FORMAT else 0
+
+
+def unpack_statistics(pieces: Iterable[bytes]) -> tuple[ChunkStatistics, bytes]:
+    """Return the statistics and the token ids that :func:`pack_statistics` packed.
 
     Raises:
-        ValueError: the bytes are not such.
+        ValueError: the pieces are not such.
     """
+    packed = b"".join(pieces)
     format_, num_tokens, num_prefix, intra, inherited, context = _HEADER.unpack_from(packed)
     sizes = (4 * num_tokens, 8 * num_tokens, _KEY_BYTES * num_prefix, 4 * num_prefix, 8 * num_prefix)
     if format_ != _FORMAT or len(packed) < _HEADER.size + sum(sizes):

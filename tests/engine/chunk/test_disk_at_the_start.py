@@ -20,7 +20,6 @@ from ragcache_core.vllm_plugin.chunks.build import open_disk
 from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
 from ragcache_core.vllm_plugin.chunks.page_layout import LayerShape
 from ragcache_core.vllm_plugin.chunks.storage.host_pool import ChunkMemory, PagesPlace
-from ragcache_core.vllm_plugin.identity import _CHUNK_LAYOUT
 from ragcache_core.vllm_plugin.settings import PluginSettings
 
 T, NUM_PAGES = 16, 4
@@ -55,7 +54,7 @@ class Start:
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    monkeypatch.setattr(build, "chunk_identity", lambda _: {"weights": "ours", "layout": f"chunks {_CHUNK_LAYOUT}"})
+    monkeypatch.setattr(build, "chunk_identity", lambda _: {"weights": "ours"})
     started = Start(tmp_path)
     yield started
     started.close()
@@ -86,14 +85,17 @@ def test_workers_on_several_hosts_keep_no_chunks_on_disk(
     assert "RC-WORKERS-APART" in caplog.text
 
 
-def test_stores_of_older_versions_are_deleted_and_named(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    older = {"weights": "ours", "layout": "chunks 1", "holds": "chunks"}
-    others = {"weights": "ours", "layout": "blocks"}
+def test_what_each_of_several_workers_once_kept_is_deleted_and_named(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    places = [
+        (folder, holds) for folder in ("worker-0", "worker-1", "") for holds in ("chunks", "statistics of chunks")
+    ]
     paths = []
-    for folder, identity in (("", older), ("", {**older, "holds": "statistics of chunks"}), ("worker-1", older)):
+    for folder, holds in places:
+        identity = {"weights": "others", "holds": holds}
         with ChunkStore(start.directory / folder, identity, chunk_bytes=4096, capacity_bytes=1 << 16) as store:
             paths.append(store.path)
-    with ChunkStore(start.directory, others, chunk_bytes=4096, capacity_bytes=1 << 16) as kept:
-        assert not start(num_workers=2).is_disk_down
-    assert [path.exists() for path in (*paths, kept.path)] == [False, False, False, True]
-    assert caplog.text.count("RC-OLD-CACHE-DELETED") == 3
+    assert not start(num_workers=2).is_disk_down
+    assert [path.exists() for path in paths] == [False, False, False, False, True, True]
+    assert caplog.text.count("RC-OLD-CACHE-DELETED") == 4

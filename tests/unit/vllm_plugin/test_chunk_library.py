@@ -24,7 +24,7 @@ def library(policy: str = "pgdsf", *, num_disk_pages: int = 0, found: Sequence[S
     cost = PrefillCostModel.default()
     books = ChunkManager(make_policy(policy, cost), cost, tokens_per_page=T, num_pages=NUM_PAGES, max_variants=2)
     if num_disk_pages:
-        books.open_disk(FakeDisk(num_disk_pages, T, found))  # type: ignore[arg-type]
+        books.open_disk(FakeDisk(num_disk_pages, found))  # type: ignore[arg-type]
     return books
 
 

@@ -6,7 +6,6 @@ import errno
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,11 @@ from hypothesis import strategies as st
 from ragcache_core.chunk.types import ChunkStatistics, ChunkVariant, chunk_key
 from ragcache_core.chunkstore import ChunkStore, async_store
 from ragcache_core.chunkstore.slotfile import SlotFile
-from ragcache_core.errors import CacheCapacityError, CacheLockedError, CacheTierError
+from ragcache_core.errors import CacheLockedError, CacheTierError, ConfigError
 from ragcache_core.vllm_plugin.chunks.manager.entries import StoredChunk
 from ragcache_core.vllm_plugin.chunks.page_layout import (
     LayerShape,
+    aligned_bytes,
     num_pages_of,
     pack_token_ids,
     part_key,
@@ -41,10 +41,19 @@ PAGE_BYTES = 2 * T * (3 * 7 + 2 * 11) * 4
 class Chunks(ChunkMemory):
     """A worker's pages, with the disk below them."""
 
-    def __init__(self, open_store: Callable[..., ChunkStore] | None) -> None:
+    def __init__(self, directory: Path | None, weights: str, capacity_bytes: int) -> None:
         super().__init__(layers=LAYERS, dtype=torch.float32, tokens_per_page=T, num_pages=NUM_PAGES)
+
+        def open_store(holds: str, chunk_bytes: int, num_chunks: int) -> ChunkStore:
+            assert directory is not None
+            identity = {"weights": weights, "holds": holds}
+            capacity = num_chunks * aligned_bytes(chunk_bytes)
+            return ChunkStore(directory, identity, chunk_bytes=chunk_bytes, capacity_bytes=capacity)
+
         try:
-            self.files = None if open_store is None else ChunkDisk(open_store, self.place.map() or (), T)
+            parts = self.place.map()
+            assert parts is not None
+            self.files = None if directory is None else ChunkDisk(open_store, capacity_bytes, parts, T)
         except Exception:
             super().close()
             raise
@@ -68,8 +77,7 @@ def opening(tmp_path: Path) -> Iterator[Opening]:
     opened: list[Chunks] = []
 
     def open_chunks(*, weights: str = "ours", capacity_bytes: int = 1 << 20, is_on_disk: bool = True) -> Chunks:
-        open_store = partial(ChunkStore, tmp_path, {"weights": weights}, capacity_bytes=capacity_bytes)
-        opened.append(Chunks(open_store if is_on_disk else None))
+        opened.append(Chunks(tmp_path if is_on_disk else None, weights, capacity_bytes))
         return opened[-1]
 
     yield open_chunks
@@ -242,7 +250,7 @@ def test_a_store_of_other_weights_is_not_read(opening: Opening) -> None:
 
 
 def test_a_share_of_the_disk_that_holds_no_page_is_refused(opening: Opening) -> None:
-    with pytest.raises(CacheCapacityError, match="raise"):
+    with pytest.raises(ConfigError, match=f"takes {PAGE_BYTES} bytes, the disk's share for them is 4095: raise"):
         opening(capacity_bytes=4095)
 
 
@@ -264,7 +272,7 @@ def test_a_damaged_chunk_is_a_miss_and_counted(opening: Opening, damage: str) ->
     before = opening()
     write(before, (1, 2, 3), 13)
     write(before, (4,), 5, number=1)
-    data = before.disk._store.path / "chunks.data"
+    data = before.disk._pages.path / "chunks.data"
     before.close()
     content = bytearray(data.read_bytes())
     if damage == "flip":
@@ -287,14 +295,12 @@ def test_a_damaged_chunk_is_a_miss_and_counted(opening: Opening, damage: str) ->
 def test_damaged_statistics_are_a_miss_and_the_pages_are_deleted(opening: Opening) -> None:
     before = opening()
     write(before, (1,), 5)
-    data = before.disk._store.path / "chunks.data"
+    data = before.disk._statistics.path / "chunks.data"
     before.close()
-    content = bytearray(data.read_bytes())
-    content[4096] ^= 1  # behind the page
-    data.write_bytes(content)
+    data.write_bytes(b"x" * data.stat().st_size)
     after = opening()
     assert after.disk.stored() == []
-    assert len(after.disk._store) == 0
+    assert len(after.disk._pages) == 0
 
 
 def test_chunks_that_cannot_be_read_at_a_start_are_not_deleted_for_it(
@@ -319,17 +325,17 @@ def test_chunks_that_cannot_be_read_at_a_start_are_not_deleted_for_it(
 
 def test_pages_that_a_crash_left_are_deleted_at_a_start_and_never_become_another_chunk(opening: Opening) -> None:
     memory = opening()
-    store = memory.disk._store
+    disk = memory.disk
     write(memory, (1,), 5)
     write(memory, (1,), 5, number=1)
-    store.delete_many([memory.disk._keys_of(chunk(5, number)[0])[-1] for number in range(2)])  # killed before these
+    disk._statistics.delete_many([part_key(chunk(5, number)[0].key, number, 0) for number in range(2)])  # killed before
     fill(memory, (2,), 5, seed=7)
-    assert ended(memory, memory.disk.write(noted(5), (2,))).is_done
+    assert ended(memory, disk.write(noted(5), (2,))).is_done
     assert read(memory, (3,), 5).is_done
     assert holds(memory, (3,), 5, seed=7)
-    assert len(store) == 3
-    assert [stored.variant.number for stored in memory.disk.stored()] == [0]
-    assert len(store) == 2
+    assert len(disk._pages) == 2
+    assert [stored.variant.number for stored in disk.stored()] == [0]
+    assert len(disk._pages) == 1
 
 
 def test_a_full_file_system_costs_what_is_written_meanwhile_and_is_tried_again(
@@ -428,7 +434,7 @@ def test_closing_does_not_wait_for_ever_for_a_disk_that_does_not_answer(
 
 def test_statistics_of_another_format_are_refused() -> None:
     with pytest.raises(ValueError, match="format"):
-        unpack_statistics(b"\7" * 4096)
+        unpack_statistics([b"\7" * 4096])
 
 
 def test_a_part_is_told_from_other_keys() -> None:

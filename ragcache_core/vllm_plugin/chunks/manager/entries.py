@@ -45,15 +45,13 @@ class StoredChunk:
 class Variant:
     """A stored KV of a chunk: its tiers, and its pins.
 
-    ``pages`` are empty where it lies on disk alone. There it takes ``num_disk_pages``. A doomed one is not found, and
-    dropped when it is released.
+    ``pages`` are empty where it lies on disk alone. A doomed one is not found, and dropped when it is released.
     ``documents`` are digests of the chunk's documents and of those before it, ``stored_s`` when it was computed.
     """
 
     variant: ChunkVariant
     num_pages: int
     pages: tuple[int, ...] = ()
-    num_disk_pages: int = 0
     num_pins: int = 0
     is_on_disk: bool = False
     is_loading: bool = False
@@ -73,9 +71,7 @@ class Variant:
 
     def num_idle_pages(self, tier: Tier) -> int:
         """Return how many pages of a tier its eviction frees."""
-        return (
-            (self.num_pages if tier is Tier.HOST else self.num_disk_pages) if self.is_idle and self.is_in(tier) else 0
-        )
+        return self.num_pages if self.is_idle and self.is_in(tier) else 0
 
 
 @dataclass(slots=True)

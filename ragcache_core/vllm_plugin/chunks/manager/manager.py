@@ -255,7 +255,7 @@ class ChunkManager:
             found | {name for key in keys for name in self._stock.chunks[key].names & documents},
             len(gone),
             sum(len(stored.pages) for _, stored in gone),
-            sum(stored.num_disk_pages for _, stored in gone if stored.is_on_disk),
+            sum(stored.num_pages for _, stored in gone if stored.is_on_disk),
         )
         self._stock.doom(gone)
         self._stock.is_scrub_due = True
@@ -267,7 +267,7 @@ class ChunkManager:
         for chunk, stored in self._stock.found():
             for name in chunk.names:
                 num, num_pages, num_disk_pages = held.get(name, (0, 0, 0))
-                num_disk_pages += stored.num_disk_pages * stored.is_on_disk
+                num_disk_pages += stored.num_pages * stored.is_on_disk
                 held[name] = num + 1, num_pages + len(stored.pages), num_disk_pages
         return held
 

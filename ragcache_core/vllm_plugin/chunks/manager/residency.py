@@ -153,7 +153,7 @@ class ChunkResidency:
             self._free.release(stored.pages)
             stored.pages = ()
             if stored.is_on_disk:
-                self.num_used_disk_pages -= stored.num_disk_pages
+                self.num_used_disk_pages -= stored.num_pages
                 self._drop(stored)
             stored.is_on_disk = False
             del chunk.stored[stored.variant.number]
@@ -192,18 +192,17 @@ class ChunkResidency:
         """Have a variant written to disk, where others are deleted for it; what does not fit stays in memory."""
         if self.disk is None or not self.is_disk_enabled:
             return
-        stored.num_disk_pages = self.disk.num_pages_of(stored.variant)
-        num_missing = stored.num_disk_pages - (self.num_disk_pages - self.num_used_disk_pages)
+        num_missing = stored.num_pages - (self.num_disk_pages - self.num_used_disk_pages)
         is_behind = self._num_writing_pages + stored.num_pages > self.num_pages // _MAX_WRITING_SHARE
         if num_missing > self._num_idle_disk_pages or (is_behind and self._num_writing_pages):
             self._counters.num_dropped_chunks += 1
             return
-        while stored.num_disk_pages > self.num_disk_pages - self.num_used_disk_pages:
+        while stored.num_pages > self.num_disk_pages - self.num_used_disk_pages:
             victim_chunk = self.chunks[self._ranks.lowest(Tier.DISK)]
             victim = self._least(victim_chunk, Tier.DISK)
             self._ranks.record_eviction(victim_chunk, victim, Tier.DISK)
             self._leave_disk(victim_chunk, victim)
-        self.num_used_disk_pages += stored.num_disk_pages
+        self.num_used_disk_pages += stored.num_pages
         self._num_writing_pages += stored.num_pages
         with self.changing(chunk, stored):
             stored.is_writing = True
@@ -264,9 +263,9 @@ class ChunkResidency:
         num_restored = 0
         for entry in sorted(found, key=lambda each: (-each.frequency, -each.worth, each.variant.name)):
             variant = entry.variant
-            num_disk_pages = self.disk.num_pages_of(variant)
+            num_pages = num_pages_of(variant.num_tokens, self.tokens_per_page)
             chunk = self.chunks.get(variant.key) or StoredVariants(variant.key, entry.token_ids, variant.num_tokens)
-            has_room = self.num_used_disk_pages + num_disk_pages <= self.num_disk_pages
+            has_room = self.num_used_disk_pages + num_pages <= self.num_disk_pages
             self.variants.retire(variant.number)
             is_new = self.variants.captured_in(variant.key, variant.statistics.context) is None
             is_sound = is_new and entry.token_ids == chunk.token_ids
@@ -277,11 +276,8 @@ class ChunkResidency:
             self.variants.restore(variant, reuse=entry.worth)
             self.chunks[variant.key] = chunk
             stored_s = min(entry.stored_s, now_s)  # a clock may have been set back
-            num_pages = num_pages_of(variant.num_tokens, self.tokens_per_page)
-            stored = Variant(
-                variant, num_pages, num_disk_pages=num_disk_pages, documents=entry.documents, stored_s=stored_s
-            )
-            self.num_used_disk_pages += num_disk_pages
+            stored = Variant(variant, num_pages, documents=entry.documents, stored_s=stored_s)
+            self.num_used_disk_pages += num_pages
             with self.changing(chunk, stored):
                 stored.is_on_disk = True
                 chunk.stored[variant.number] = stored
@@ -322,7 +318,7 @@ class ChunkResidency:
             return
         with self.changing(chunk, stored):
             stored.is_on_disk = False
-            self.num_used_disk_pages -= stored.num_disk_pages
+            self.num_used_disk_pages -= stored.num_pages
             self._drop(stored)
 
     def _drop(self, stored: Variant) -> None:

@@ -2,18 +2,18 @@
 
 ::
 
-    key ‖ number ‖ page         K and V of a page's tokens in all layers of all workers
-    key ‖ number ‖ 2^31 + i     tokens, prefix, attention masses; noted with the first: frequency, f_r, documents
+    pages       key ‖ number ‖ page    K and V of a page's tokens in all layers of all workers
+    statistics  key ‖ number ‖ piece   tokens, prefix, attention masses; noted with the first: frequency, f_r, documents
 
-A variant is there once its statistics are, which are written last. What a crash leaves of others is deleted at the
-start. The store checks what it reads. A disk that fails, or does not answer in time, is out of service until the next
-start.
+A variant is there once its statistics are, which are written last and deleted first. What a crash leaves of others is
+deleted at the start. Both stores check what they read. A disk that fails, or does not answer in time, is out of service
+until the next start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 
 import numpy as np
@@ -21,23 +21,24 @@ import numpy as np
 from ragcache_core.chunk.types import ChunkKey, ChunkVariant
 from ragcache_core.chunkstore import AsyncStore, ChunkNote, ChunkStore, ChunkWrite, Scratch, Transfer, aligned_rows
 from ragcache_core.chunkstore.chunks import ChunkEntry, names_of_text, text_of_names
-from ragcache_core.errors import CacheTierError, CacheWriteError
+from ragcache_core.errors import CacheTierError, CacheWriteError, ConfigError
 from ragcache_core.log import logger_of
 from ragcache_core.vllm_plugin.chunks.manager.entries import StoredChunk
 from ragcache_core.vllm_plugin.chunks.page_layout import (
+    STATISTICS_BYTES,
+    num_disk_pages_within,
     num_pages_of,
+    num_statistics_pieces,
     pack_statistics,
     part_key,
     read_part_key,
-    statistics_bytes,
-    statistics_bytes_of,
+    statistics_bytes_per_page,
     unpack_statistics,
 )
 
 logger = logger_of(__name__)
 
 _NUM_READERS = 2
-_STATISTICS = 1 << 31
 _DRAIN_TIMEOUT_S = 60.0
 
 
@@ -68,34 +69,63 @@ class DiskTransfer(Transfer):
         self.finish()
 
 
+class _Stores:
+    """The stores of pages and of statistics, as one."""
+
+    def __init__(self, pages: ChunkStore, statistics: ChunkStore) -> None:
+        self.path = pages.path
+        self._stores = pages, statistics
+
+    def check_in_place(self) -> None:
+        for store in self._stores:
+            store.check_in_place()
+
+    def close(self) -> None:
+        for store in self._stores:
+            store.close()
+
+
 class ChunkDisk:
     """Variants on disk. Writes and deletions keep their order, reads overtake them.
 
     Args:
-        open_store: opens their store, but for the size of what it holds.
+        open_store: opens a store of chunks: what it holds, the size of each, how many.
+        capacity_bytes: how much room they may take.
         parts: the workers' pages, ``[num_pages, bytes]`` each, in the order in which a page on disk has them.
         tokens_per_page: of a chunk.
 
     Attributes:
-        num_pages: how many fit, statistics included.
+        num_pages: how many fit.
 
     Raises:
-        CacheTierError: there is no room for a page, another engine uses the store, or it cannot be written to.
+        ConfigError: there is no room for a page.
+        CacheTierError: another engine uses the stores, or they cannot be written to.
     """
 
     def __init__(
-        self, open_store: Callable[..., ChunkStore], parts: Sequence[np.ndarray], tokens_per_page: int
+        self,
+        open_store: Callable[[str, int, int], ChunkStore],
+        capacity_bytes: int,
+        parts: Sequence[np.ndarray],
+        tokens_per_page: int,
     ) -> None:
         self.page_bytes = sum(part.shape[1] for part in parts)
+        self.num_pages = num_disk_pages_within(capacity_bytes, self.page_bytes, tokens_per_page)
+        if not self.num_pages:
+            raise ConfigError(
+                f"a page of chunks of this model takes {self.page_bytes} bytes, the disk's share for them is "
+                f"{capacity_bytes}: raise disk_bytes, or ChunkReuse.share"
+            )
         self._parts = parts
         self._tokens_per_page = tokens_per_page
-        self._store = open_store(chunk_bytes=self.page_bytes)
-        self.num_pages = self._store.num_slots
-        self._threads = AsyncStore(self._store, "RAGCache's disk of chunks", num_readers=_NUM_READERS)
-
-    def num_pages_of(self, variant: ChunkVariant) -> int:
-        """Return how many pages a variant takes on disk, with its statistics."""
-        return len(self._keys_of(variant))
+        self._pieces_per_page = statistics_bytes_per_page(tokens_per_page) // STATISTICS_BYTES
+        with ExitStack() as opened:
+            self._pages = opened.enter_context(open_store("chunks", self.page_bytes, self.num_pages))
+            num_pieces = self.num_pages * self._pieces_per_page
+            self._statistics = open_store("statistics of chunks", STATISTICS_BYTES, num_pieces)
+            opened.pop_all()
+        stores = _Stores(self._pages, self._statistics)
+        self._threads = AsyncStore(stores, "RAGCache's disk of chunks", num_readers=_NUM_READERS)
 
     def stored(self) -> list[StoredChunk]:
         """Return the variants that are here as a whole, and delete what is left of others.
@@ -103,18 +133,20 @@ class ChunkDisk:
         Raises:
             CacheTierError: none of several can be read; that is no bad sector, and nothing is deleted.
         """
-        num_errors_before = self._store.stats.num_read_errors
-        entries = {entry.key: entry for entry in self._store.entries()}
-        places = [at for key in entries if (at := read_part_key(key)) is not None and at[2] == _STATISTICS]
-        found = [chunk for at in places if (chunk := self._read_statistics(*at, entries[part_key(*at)])) is not None]
-        found = [chunk for chunk in found if all(key in entries for key in self._keys_of(chunk.variant))]
-        if self._store.stats.num_read_errors - num_errors_before >= len(places) > 1:
+        num_errors_before = self._statistics.stats.num_read_errors
+        entries = {read_part_key(entry.key): entry for entry in self._statistics.entries()}
+        notes = [(at[:2], entry) for at, entry in entries.items() if at is not None and at[2] == 0]
+        found = [chunk for at, entry in notes if (chunk := self._read_statistics(*at, entry)) is not None]
+        found = [chunk for chunk in found if all(key in self._pages for key in self._page_keys(chunk.variant))]
+        if self._statistics.stats.num_read_errors - num_errors_before >= len(notes) > 1:
             raise CacheTierError(
-                f"none of the {len(places)} chunks in {self._store.path} can be read: see to that disk and start "
+                f"none of the {len(notes)} chunks in {self._statistics.path} can be read: see to that disk and start "
                 "again, nothing was deleted; or delete the folder"
             )
-        kept = {key for chunk in found for key in self._keys_of(chunk.variant)}
-        self._store.discard_many(entries.keys() - kept)
+        kept = {(chunk.variant.key, chunk.variant.number) for chunk in found}
+        for store in (self._statistics, self._pages):
+            keys = [entry.key for entry in store.entries()]
+            store.discard_many(key for key in keys if (at := read_part_key(key)) is None or at[:2] not in kept)
         return found
 
     def read(self, variant: ChunkVariant, pages: Sequence[int]) -> DiskTransfer:
@@ -132,25 +164,24 @@ class ChunkDisk:
     def scrub(self) -> DiskTransfer:
         """Begin to overwrite what was deleted before."""
         transfer = DiskTransfer()
-        erase = partial(self._store.erase, (), self._threads.record_progress)
-        self._threads.change(erase, transfer.end, is_forced=True)
+        self._threads.change(self._erase, transfer.end, is_forced=True)
         return transfer
 
     def drop(self, variant: ChunkVariant) -> None:
         """Have a variant deleted. On a full disk it comes back if the engine ends before the next change."""
-        self._threads.change(partial(self._store.evict_many, self._keys_of(variant)))
+        self._threads.change(partial(self._drop, variant))
 
     def rename(self, names: Sequence[tuple[ChunkVariant, frozenset[str]]]) -> None:
         """Have the documents of variants noted; on a full disk with the next change."""
         noted = [(_note_key(variant), text_of_names(None, documents)) for variant, documents in names]
-        self._threads.change(partial(self._store.rename, noted))
+        self._threads.change(partial(self._statistics.rename, noted))
 
     def note(self, uses: Sequence[tuple[ChunkVariant, float, float]]) -> None:
         """Have the frequency and f_r of variants noted; a full disk keeps what was noted before."""
 
         def note() -> None:
             with suppress(CacheWriteError):
-                self._store.update_notes((_note_key(variant), *worth) for variant, *worth in uses)
+                self._statistics.update_notes((_note_key(variant), *worth) for variant, *worth in uses)
 
         self._threads.change(note)
 
@@ -171,29 +202,36 @@ class ChunkDisk:
     # The threads' side
 
     def _write(self, transfer: DiskTransfer, chunk: StoredChunk, pages: Sequence[int]) -> None:
-        keys, num_batched = self._keys_of(chunk.variant), self._store.chunks_per_batch
-        self._store.evict_many(keys)  # a full disk may have kept some, which a store leaves alone
+        variant = chunk.variant
+        self._drop(variant)  # a full disk may have kept some, which a store leaves alone
         try:
-            for first in range(0, len(pages), num_batched):
-                batch = pages[first : first + num_batched]
+            for first, batch, keys in self._batches(variant, pages):
                 rows = aligned_rows(len(batch), self.page_bytes)
                 if not transfer.move(partial(self._gather, batch, rows)):
                     raise CacheTierError("it has taken so long that its pages hold something else")
                 self._threads.record_progress()  # a large chunk is written in several parts
                 notes = (ChunkNote(position=first + i) for i in range(len(batch)))
-                self._store.write_many(list(map(ChunkWrite, keys[first:], rows, notes)))
+                self._pages.write_many(list(map(ChunkWrite, keys, rows, notes)))
             names = text_of_names(None, chunk.documents)
             note = ChunkNote(None, names, 0, chunk.frequency, chunk.worth, chunk.stored_s)
-            rows = aligned_rows(len(keys) - len(pages), self.page_bytes)
-            packed = np.frombuffer(pack_statistics(chunk.variant.statistics, chunk.token_ids), np.uint8)
-            rows.reshape(-1)[: len(packed)], rows.reshape(-1)[len(packed) :] = packed, 0
-            self._store.write_many(
-                [ChunkWrite(key, row, note) for key, row in zip(keys[len(pages) :], rows, strict=True)]
+            pieces = pack_statistics(variant.statistics, chunk.token_ids)
+            self._statistics.write_many(
+                [ChunkWrite(part_key(variant.key, variant.number, i), piece, note) for i, piece in enumerate(pieces)]
             )
         except BaseException:
             with suppress(CacheTierError):
-                self._store.evict_many(keys)
+                self._drop(variant)
             raise
+
+    def _drop(self, variant: ChunkVariant) -> None:
+        keys = self._page_keys(variant)
+        most = len(keys) * self._pieces_per_page + 1  # a full page behind more than 80 chunks may take one more
+        self._statistics.evict_many(part_key(variant.key, variant.number, i) for i in range(most))
+        self._pages.evict_many(keys)
+
+    def _erase(self) -> None:
+        for store in (self._statistics, self._pages):
+            store.erase((), self._threads.record_progress)
 
     def _read(self, transfer: DiskTransfer, variant: ChunkVariant, pages: Sequence[int], scratch: Scratch) -> int:
         is_found = False
@@ -206,13 +244,11 @@ class ChunkDisk:
 
     def _fetch(self, transfer: DiskTransfer, variant: ChunkVariant, pages: Sequence[int], scratch: Scratch) -> bool:
         """Return whether a variant was read as a whole."""
-        keys, num_batched = self._keys_of(variant), self._store.chunks_per_batch
-        if _note_key(variant) not in self._store:
+        if _note_key(variant) not in self._statistics:
             return False
-        for first in range(0, len(pages), num_batched):
-            batch = pages[first : first + num_batched]
+        for _, batch, keys in self._batches(variant, pages):
             rows = scratch.rows(len(batch), self.page_bytes)
-            if not all(self._store.read_many(list(zip(keys[first:], rows, strict=False)))):
+            if not all(self._pages.read_many(list(zip(keys, rows, strict=True)))):
                 return False
             if not transfer.move(partial(self._scatter, batch, rows)):
                 return False
@@ -232,18 +268,15 @@ class ChunkDisk:
             part[index] = rows[:, start : start + part.shape[1]]
             start += part.shape[1]
 
-    def _read_statistics(self, key: ChunkKey, number: int, first: int, note: ChunkEntry) -> StoredChunk | None:
-        rows = bytearray(self.page_bytes)
-        if not self._store.read(part_key(key, number, first), rows):
+    def _read_statistics(self, key: ChunkKey, number: int, note: ChunkEntry) -> StoredChunk | None:
+        pieces = [bytearray(STATISTICS_BYTES)]
+        if not self._statistics.read(part_key(key, number, 0), pieces[0]):
             return None
-        num_rows = -(-statistics_bytes_of(rows) // self.page_bytes)
-        for i in range(1, num_rows):
-            row = bytearray(self.page_bytes)
-            if not self._store.read(part_key(key, number, first + i), row):
-                return None
-            rows += row
+        pieces += [bytearray(STATISTICS_BYTES) for _ in range(1, num_statistics_pieces(bytes(pieces[0])))]
+        if not all(self._statistics.read(part_key(key, number, i), pieces[i]) for i in range(1, len(pieces))):
+            return None
         try:
-            statistics, token_ids = unpack_statistics(bytes(rows))
+            statistics, token_ids = unpack_statistics(map(bytes, pieces))
             variant = ChunkVariant(key, number, len(statistics.token_inter), statistics)
         except ValueError as error:
             logger.warning(
@@ -253,13 +286,18 @@ class ChunkDisk:
         _, documents = names_of_text(note.doc_id)
         return StoredChunk(variant, token_ids, note.frequency, note.cost, documents, note.stored_s)
 
-    def _keys_of(self, variant: ChunkVariant) -> list[bytes]:
-        """Return under which keys a variant is stored: its pages, then its statistics."""
+    def _batches(
+        self, variant: ChunkVariant, pages: Sequence[int]
+    ) -> Iterator[tuple[int, Sequence[int], Sequence[bytes]]]:
+        """Yield pages, and their keys on disk, as many as are read or written at once, with the number of the first."""
+        keys, size = self._page_keys(variant), self._pages.chunks_per_batch
+        for first in range(0, len(pages), size):
+            yield first, pages[first : first + size], keys[first : first + size]
+
+    def _page_keys(self, variant: ChunkVariant) -> list[bytes]:
         num_pages = num_pages_of(variant.num_tokens, self._tokens_per_page)
-        num_rows = -(-statistics_bytes(variant.num_tokens, len(variant.statistics.prefix)) // self.page_bytes)
-        parts = (*range(num_pages), *range(_STATISTICS, _STATISTICS + num_rows))
-        return [part_key(variant.key, variant.number, part) for part in parts]
+        return [part_key(variant.key, variant.number, page) for page in range(num_pages)]
 
 
 def _note_key(variant: ChunkVariant) -> bytes:
-    return part_key(variant.key, variant.number, _STATISTICS)
+    return part_key(variant.key, variant.number, 0)
