@@ -144,8 +144,9 @@ class ChunkResidency:
         return self._num_fences
 
     def end_step(self, fence: int) -> None:
-        """Record that all workers have ended a step."""
-        self._free.release(self._fenced.pop(fence, ()))
+        """Record that all workers have ended a step, and so those before it."""
+        for told in [each for each in self._fenced if each <= fence]:
+            self._free.release(self._fenced.pop(told))
 
     def forget(self, chunk: StoredVariants, stored: Variant) -> None:
         """Drop a variant that is not held, wherever it is."""

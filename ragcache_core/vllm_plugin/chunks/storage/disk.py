@@ -181,7 +181,7 @@ class ChunkDisk:
 
         def note() -> None:
             with suppress(CacheWriteError):
-                self._statistics.update_notes((_note_key(variant), *worth) for variant, *worth in uses)
+                self._statistics.update_notes((_note_key(variant), frequency, worth) for variant, frequency, worth in uses)
 
         self._threads.change(note)
 
