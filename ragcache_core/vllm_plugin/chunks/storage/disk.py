@@ -178,10 +178,11 @@ class ChunkDisk:
 
     def note(self, uses: Sequence[tuple[ChunkVariant, float, float]]) -> None:
         """Have the frequency and f_r of variants noted; a full disk keeps what was noted before."""
+        worths = [(_note_key(variant), frequency, worth) for variant, frequency, worth in uses]
 
         def note() -> None:
             with suppress(CacheWriteError):
-                self._statistics.update_notes((_note_key(variant), frequency, worth) for variant, frequency, worth in uses)
+                self._statistics.update_notes(worths)
 
         self._threads.change(note)
 
