@@ -199,9 +199,10 @@ def test_the_documents_of_a_chunk_are_found_after_a_restart_and_those_that_it_wa
     [stored] = again.disk.stored()
     assert stored.documents == documents
     again.disk.rename([(stored.variant, frozenset({"a", "b"}))])
+    again.disk.note([(stored.variant, 7.0, 8.5)])
     again.close()
     [stored] = opening().disk.stored()
-    assert stored.documents == {"a", "b"}
+    assert (stored.documents, stored.frequency, stored.worth) == ({"a", "b"}, 7.0, 8.5)
 
 
 def test_nothing_is_left_in_the_files_of_chunks_that_were_deleted_before_a_scrub(

@@ -122,10 +122,7 @@ class ChunkResidency:
     def take_pages(self, num_pages: int) -> tuple[int, ...]:
         """Return pages; the lowest-ranked chunks are evicted where too few are free."""
         while self._free.num_free < num_pages:
-            chunk = self.chunks[self._ranks.lowest(Tier.HOST)]
-            stored = self._least(chunk, Tier.HOST)
-            self._ranks.record_eviction(chunk, stored, Tier.HOST)
-            self._leave_host(chunk, stored)
+            self._leave_host(*self._next_to_leave(Tier.HOST))
         return tuple(self._free.reserve(num_pages))
 
     def give_pages_back(self, pages: tuple[int, ...]) -> None:
@@ -199,10 +196,7 @@ class ChunkResidency:
             self._counters.num_dropped_chunks += 1
             return
         while stored.num_pages > self.num_disk_pages - self.num_used_disk_pages:
-            victim_chunk = self.chunks[self._ranks.lowest(Tier.DISK)]
-            victim = self._least(victim_chunk, Tier.DISK)
-            self._ranks.record_eviction(victim_chunk, victim, Tier.DISK)
-            self._leave_disk(victim_chunk, victim)
+            self._leave_disk(*self._next_to_leave(Tier.DISK))
         self.num_used_disk_pages += stored.num_pages
         self._num_writing_pages += stored.num_pages
         with self.changing(chunk, stored):
@@ -296,10 +290,13 @@ class ChunkResidency:
 
     # Inside
 
-    def _least(self, chunk: StoredVariants, tier: Tier) -> Variant:
-        """Return the variant with the lowest f_r that a tier can evict; the oldest of equal ones."""
+    def _next_to_leave(self, tier: Tier) -> tuple[StoredVariants, Variant]:
+        """Return what a tier evicts: of the lowest chunk the variant with the lowest f_r, the oldest of equal ones."""
+        chunk = self.chunks[self._ranks.lowest(tier)]
         idle = (stored for stored in chunk.stored.values() if stored.num_idle_pages(tier))
-        return min(idle, key=lambda stored: (self._worth(stored), stored.variant.number))
+        least = min(idle, key=lambda stored: (self._worth(stored), stored.variant.number))
+        self._ranks.record_eviction(chunk, least, tier)
+        return chunk, least
 
     def _worth(self, stored: Variant) -> float:
         return self.variants.reuse(stored.variant)
