@@ -17,9 +17,11 @@ from ragcache_core.errors import CacheTierError, ConfigError
 from ragcache_core.log import logger_of
 from ragcache_core.policy import make_policy
 from ragcache_core.runtime.environment import STARTED_AGAIN_ENV
+from ragcache_core.tree import KnowledgeTree
 from ragcache_core.vllm_plugin.chunks.compute.executor import ChunkExecutor
 from ragcache_core.vllm_plugin.chunks.compute.scattered_attention import ScatteredRows, warm_up_kernels
 from ragcache_core.vllm_plugin.chunks.compute.selective_prefill import PartialPrefill
+from ragcache_core.vllm_plugin.chunks.manager.eviction import ChunkEviction
 from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
 from ragcache_core.vllm_plugin.chunks.model.attention_layers import attention_layers
 from ragcache_core.vllm_plugin.chunks.page_layout import LayerShape, aligned_bytes, num_pages_within
@@ -81,16 +83,17 @@ def build_scheduling(
     """
     page_bytes = kv_bytes_per_block(kv_cache_config)
     num_workers = vllm_config.parallel_config.world_size
-    tokens_per_page = vllm_config.cache_config.block_size
     host_bytes, _ = settings.for_chunks()
     prefill_cost = settings.prefill_cost()
-    library = ChunkManager(
+    tree = KnowledgeTree(
         make_policy(settings.policy, prefill_cost),
-        prefill_cost,
-        num_pages=num_pages_within(host_bytes, page_bytes * num_workers),
-        tokens_per_page=tokens_per_page,
         ghost_size=settings.ghost_size,
         keeps_frequency=settings.keeps_frequency,
+    )
+    library = ChunkManager(
+        ChunkEviction(tree, prefill_cost),
+        num_pages=num_pages_within(host_bytes, page_bytes * num_workers),
+        tokens_per_page=vllm_config.cache_config.block_size,
     )
     return ChunkScheduling(
         library,

@@ -15,8 +15,10 @@ from ragcache_core.config import ChunkReuse
 from ragcache_core.errors import CacheLockedError, ConfigError
 from ragcache_core.policy import PrefillCostModel, make_policy
 from ragcache_core.runtime.environment import STARTED_AGAIN_ENV
+from ragcache_core.tree import KnowledgeTree
 from ragcache_core.vllm_plugin.chunks import build
 from ragcache_core.vllm_plugin.chunks.build import open_disk
+from ragcache_core.vllm_plugin.chunks.manager.eviction import ChunkEviction
 from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
 from ragcache_core.vllm_plugin.chunks.page_layout import LayerShape
 from ragcache_core.vllm_plugin.chunks.storage.host_pool import ChunkMemory, PagesPlace
@@ -38,7 +40,8 @@ class Start:
             for _ in range(num_workers)
         ]
         cost = PrefillCostModel.default()
-        library = ChunkManager(make_policy("lru", cost), cost, num_pages=NUM_PAGES, tokens_per_page=T)
+        ranks = ChunkEviction(KnowledgeTree(make_policy("lru", cost)), cost)
+        library = ChunkManager(ranks, num_pages=NUM_PAGES, tokens_per_page=T)
         self._opened += [library, *workers]
         given = {"disk_bytes": 1 << 20, "directory": self.directory, "chunk_reuse": ChunkReuse(share=1.0)}
         config: Any = SimpleNamespace(

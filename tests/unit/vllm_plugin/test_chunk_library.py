@@ -11,7 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ragcache_core.chunk.types import ChunkKey, ChunkStatistics, ChunkVariant, ContextKey, chunk_key
 from ragcache_core.policy import POLICIES, PrefillCostModel, make_policy
+from ragcache_core.tree import KnowledgeTree
 from ragcache_core.vllm_plugin.chunks.manager.entries import Reservation, StoredChunk
+from ragcache_core.vllm_plugin.chunks.manager.eviction import ChunkEviction
 from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
 from ragcache_core.vllm_plugin.chunks.page_layout import num_pages_of, pack_token_ids
 from tests.support.chunk_disk import Call, Drop, FakeDisk, Names, Read, Scrub, Write
@@ -22,7 +24,8 @@ NUM_PAGES, NUM_DISK_PAGES = 12, 16
 
 def library(policy: str = "pgdsf", *, num_disk_pages: int = 0, found: Sequence[StoredChunk] = ()) -> ChunkManager:
     cost = PrefillCostModel.default()
-    books = ChunkManager(make_policy(policy, cost), cost, tokens_per_page=T, num_pages=NUM_PAGES, max_variants=2)
+    ranks = ChunkEviction(KnowledgeTree(make_policy(policy, cost)), cost)
+    books = ChunkManager(ranks, tokens_per_page=T, num_pages=NUM_PAGES, max_variants=2)
     if num_disk_pages:
         books.open_disk(FakeDisk(num_disk_pages, found))  # type: ignore[arg-type]
     return books

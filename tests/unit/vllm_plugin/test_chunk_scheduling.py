@@ -14,7 +14,9 @@ from ragcache_core.chunk import ChunkVariant, make_selection, plan_reuse
 from ragcache_core.chunk.scores import LEAST_LOST
 from ragcache_core.chunk.types import chunk_key, chunk_spans
 from ragcache_core.policy import PrefillCostModel, make_policy
+from ragcache_core.tree import KnowledgeTree
 from ragcache_core.vllm_plugin.chunks.manager.entries import Reservation
+from ragcache_core.vllm_plugin.chunks.manager.eviction import ChunkEviction
 from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
 from ragcache_core.vllm_plugin.chunks.messages import (
     Capture,
@@ -52,12 +54,8 @@ class Bench:
     ) -> None:
         self.token_inter = token_inter
         cost = PrefillCostModel.default()
-        library = ChunkManager(
-            make_policy("lru", cost),
-            cost,
-            num_pages=num_pages,
-            tokens_per_page=_T,
-        )
+        ranks = ChunkEviction(KnowledgeTree(make_policy("lru", cost)), cost)
+        library = ChunkManager(ranks, num_pages=num_pages, tokens_per_page=_T)
         self.disk = FakeDisk(num_disk_pages)
         if num_disk_pages:
             library.open_disk(self.disk)  # type: ignore[arg-type]

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING
 
 from ragcache_core.chunk.types import ChunkKey, ChunkStatistics, ChunkVariant, ContextKey
-from ragcache_core.policy import PrefillCost, ReplacementPolicy
 from ragcache_core.vllm_plugin.chunks.manager.entries import (
     ChunkCounters,
     ForgottenChunks,
@@ -36,41 +35,19 @@ class ChunkManager:
     """Keeps book of the chunks whose KV the workers hold. One thread calls it.
 
     Args:
-        policy: ranks the chunks; an object of its own, as policies keep numbers.
-        prefill_cost: seconds of a prefill, which is what a chunk saves.
+        ranks: which chunk is evicted first.
         num_pages: pages of host memory that each worker has, of ``tokens_per_page`` tokens.
+        tokens_per_page: of a chunk.
         max_variants: of one chunk, the M of Cache-Craft §3.3.
-        ghost_size, keeps_frequency: how long the uses of a chunk are remembered that is stored no longer.
     """
 
-    def __init__(
-        self,
-        policy: ReplacementPolicy,
-        prefill_cost: PrefillCost,
-        *,
-        num_pages: int,
-        tokens_per_page: int,
-        max_variants: int = 5,
-        ghost_size: int = 100_000,
-        keeps_frequency: bool = True,
-    ) -> None:
+    def __init__(self, ranks: ChunkEviction, *, num_pages: int, tokens_per_page: int, max_variants: int = 5) -> None:
         self.counters = ChunkCounters()
         self.now_s = 0.0
         """The current time, set by the owner."""
         self._num_reservations = 0
-        self._ranks = ChunkEviction(
-            policy,
-            prefill_cost,
-            ghost_size=ghost_size,
-            keeps_frequency=keeps_frequency,
-        )
-        self._stock = ChunkResidency(
-            self._ranks,
-            self.counters,
-            num_pages=num_pages,
-            tokens_per_page=tokens_per_page,
-            max_variants=max_variants,
-        )
+        self._ranks = ranks
+        self._stock = ChunkResidency(ranks, self.counters, num_pages, tokens_per_page, max_variants)
         self._pins: dict[str, list[ChunkVariant]] = {}
         self._reservations: dict[str, list[Reservation]] = {}
 

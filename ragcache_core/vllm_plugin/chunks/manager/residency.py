@@ -50,13 +50,7 @@ class ChunkResidency:
     """
 
     def __init__(
-        self,
-        ranks: ChunkEviction,
-        counters: ChunkCounters,
-        *,
-        num_pages: int,
-        tokens_per_page: int,
-        max_variants: int,
+        self, ranks: ChunkEviction, counters: ChunkCounters, num_pages: int, tokens_per_page: int, max_variants: int
     ) -> None:
         self.num_pages = num_pages
         self.tokens_per_page = tokens_per_page
