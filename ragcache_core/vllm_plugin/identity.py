@@ -91,7 +91,7 @@ def _kv_identity(config: OffloadingConfig, engine: str) -> dict[str, str | int]:
 def chunk_identity(vllm_config: VllmConfig) -> dict[str, str | int]:
     """Return everything that the KV of a chunk, which is stored without its position, depends on besides its tokens.
 
-    Each worker keeps its own part, in a folder of its own.
+    The parts of all workers lie together. The rank is what the store of a single worker has always named.
 
     Raises:
         ConfigError: the weights' files are not on this machine, so nothing tells them from others.
@@ -102,7 +102,7 @@ def chunk_identity(vllm_config: VllmConfig) -> dict[str, str | int]:
         "kv_dtype": _kv_dtype(vllm_config, vllm_config.cache_config.cache_dtype),
         "layout": f"chunks {_CHUNK_LAYOUT}",
         "tokens_per_block": vllm_config.cache_config.block_size,
-        "parallel": f"tp{parallel.tensor_parallel_size} pp{parallel.pipeline_parallel_size} rank{parallel.rank}",
+        "parallel": f"tp{parallel.tensor_parallel_size} pp{parallel.pipeline_parallel_size} rank0",
     }
 
 

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
 
-from ragcache_core.errors import ConfigError
+from ragcache_core.chunkstore import ChunkStore
+from ragcache_core.chunkstore.old_namespaces import delete_unused
+from ragcache_core.chunkstore.sealing import load_keys
+from ragcache_core.errors import CacheTierError, ConfigError
+from ragcache_core.log import logger_of
 from ragcache_core.policy import make_policy
+from ragcache_core.runtime.environment import STARTED_AGAIN_ENV
+from ragcache_core.tree import KnowledgeTree
 from ragcache_core.vllm_plugin.chunks.compute.executor import ChunkExecutor
 from ragcache_core.vllm_plugin.chunks.compute.scattered_attention import ScatteredRows, warm_up_kernels
 from ragcache_core.vllm_plugin.chunks.compute.selective_prefill import PartialPrefill
+from ragcache_core.vllm_plugin.chunks.manager.eviction import ChunkEviction
 from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
 from ragcache_core.vllm_plugin.chunks.model.attention_layers import attention_layers
-from ragcache_core.vllm_plugin.chunks.page_layout import LayerShape, num_disk_pages_within, num_pages_within
+from ragcache_core.vllm_plugin.chunks.page_layout import LayerShape, aligned_bytes, num_pages_within
 from ragcache_core.vllm_plugin.chunks.scheduler import ChunkScheduling
-from ragcache_core.vllm_plugin.chunks.storage.disk_store import DiskPlace
-from ragcache_core.vllm_plugin.chunks.storage.host_pool import ChunkMemory
+from ragcache_core.vllm_plugin.chunks.storage.disk import ChunkDisk
+from ragcache_core.vllm_plugin.chunks.storage.host_pool import ChunkMemory, PagesPlace
 from ragcache_core.vllm_plugin.compat import kv_bytes_per_block
 from ragcache_core.vllm_plugin.identity import MATCH_KEYS, chunk_identity
 from ragcache_core.vllm_plugin.scheduler.scheduler import RAGCacheScheduler
@@ -27,6 +36,8 @@ from ragcache_core.vllm_plugin.settings import PluginSettings
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logger_of(__name__)
 
 _RUN_TOKENS = 16
 """On a GPU, vLLM's attention reads the keys of a prompt once for each run of selected tokens."""
@@ -72,19 +83,17 @@ def build_scheduling(
     """
     page_bytes = kv_bytes_per_block(kv_cache_config)
     num_workers = vllm_config.parallel_config.world_size
-    tokens_per_page = vllm_config.cache_config.block_size
-    host_bytes, disk_bytes = settings.for_chunks()
-    num_disk_pages = num_disk_pages_within(disk_bytes // num_workers, page_bytes, tokens_per_page) if disk_bytes else 0
+    host_bytes, _ = settings.for_chunks()
     prefill_cost = settings.prefill_cost()
-    library = ChunkManager(
+    tree = KnowledgeTree(
         make_policy(settings.policy, prefill_cost),
-        prefill_cost,
-        num_pages=num_pages_within(host_bytes, page_bytes * num_workers),
-        tokens_per_page=tokens_per_page,
-        num_disk_pages=num_disk_pages,
-        num_workers=num_workers,
         ghost_size=settings.ghost_size,
         keeps_frequency=settings.keeps_frequency,
+    )
+    library = ChunkManager(
+        ChunkEviction(tree, prefill_cost),
+        num_pages=num_pages_within(host_bytes, page_bytes * num_workers),
+        tokens_per_page=vllm_config.cache_config.block_size,
     )
     return ChunkScheduling(
         library,
@@ -100,6 +109,63 @@ def build_scheduling(
     )
 
 
+def open_disk(
+    library: ChunkManager, places: Sequence[PagesPlace], settings: PluginSettings, vllm_config: VllmConfig
+) -> None:
+    """Have the library keep chunks on disk too, if that is configured, and take up what is there.
+
+    Args:
+        library: keeps book of them.
+        places: the workers' pages, by rank.
+        settings: the engine's.
+        vllm_config: vLLM's.
+
+    Raises:
+        ConfigError, CacheTierError: the disk's share holds not a page, its key is gone, or it cannot be used, and this
+            engine has not served before, which would go on without it.
+    """
+    _, disk_bytes = settings.for_chunks()
+    if not disk_bytes:
+        return
+    assert settings.directory is not None
+    parts = [part for place in places for part in place.map() or ()]
+    if len(parts) < sum(len(place.part_bytes) for place in places):
+        logger.warning(
+            "RC-WORKERS-APART: RAGCache keeps no chunks on disk: a worker has its memory on another host or in another "
+            "container: keep all workers of an engine on one host, or leave disk_bytes out"
+        )
+        return
+    parallel, folder = vllm_config.parallel_config, settings.directory
+    if parallel.data_parallel_index:
+        folder /= f"engine-{parallel.data_parallel_index}"
+    identity, disk = chunk_identity(vllm_config), None
+    try:
+        keys = load_keys(settings.disk_key_file)
+
+        def open_store(holds: str, chunk_bytes: int, num_chunks: int) -> ChunkStore:
+            return ChunkStore(
+                folder,
+                {**identity, "holds": holds},
+                chunk_bytes=chunk_bytes,
+                capacity_bytes=num_chunks * aligned_bytes(chunk_bytes),
+                match_keys=MATCH_KEYS,
+                keys=keys,
+            )
+
+        disk = ChunkDisk(open_store, disk_bytes, parts, vllm_config.cache_config.block_size)
+        library.open_disk(disk)
+    except (CacheTierError, ConfigError) as error:  # the latter where its key is gone
+        if disk is not None:
+            disk.close()
+        if STARTED_AGAIN_ENV not in os.environ:
+            raise
+        logger.error("RC-TIER-OFF: RAGCache's disk of chunks is out of service until the next start: %s", error)
+        library.open_disk(None)
+    for outdated in settings.directory.glob("worker-*"):  # one worker's part of the chunks of several
+        with suppress(CacheTierError):
+            delete_unused(outdated, unused_s=0.0)
+
+
 def build_execution(
     settings: PluginSettings, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, model_runner: Any
 ) -> tuple[ChunkExecutor, ChunkMemory]:
@@ -110,29 +176,19 @@ def build_execution(
     """
     model = model_runner.get_model()
     layers = attention_layers(model, vllm_config.compilation_config.static_forward_context)
-    parallel = vllm_config.parallel_config
-    num_workers, tokens_per_block = parallel.world_size, vllm_config.cache_config.block_size
+    num_workers, tokens_per_block = vllm_config.parallel_config.world_size, vllm_config.cache_config.block_size
     groups = [group for groups in model_runner.attn_groups for group in groups]
     warm_up_kernels(layers)
     prefill = PartialPrefill(vllm_config, model, groups, layers, tokens_per_block)
     prefill.scattered = ScatteredRows.on_gpu(
         layers, tokens_per_block=tokens_per_block, max_runs=vllm_config.scheduler_config.max_num_seqs
     )
-    host_bytes, disk_bytes = settings.for_chunks()
-    disk = None
-    if disk_bytes:
-        assert settings.directory is not None
-        folder = settings.directory if num_workers == 1 else settings.directory / f"worker-{parallel.rank}"
-        if parallel.data_parallel_index:
-            folder /= f"engine-{parallel.data_parallel_index}"
-        identity = chunk_identity(vllm_config)
-        disk = DiskPlace(folder, identity, disk_bytes // num_workers, MATCH_KEYS, settings.disk_key_file)
+    host_bytes, _ = settings.for_chunks()
     memory = ChunkMemory(
         layers=[LayerShape(layer.kv.num_kv_heads, layer.kv.head_dim) for layer in layers],
         dtype=layers[0].kv.cache.dtype,
         tokens_per_page=tokens_per_block,
         num_pages=num_pages_within(host_bytes, kv_bytes_per_block(kv_cache_config) * num_workers),
         pin_memory=prefill.device.type == "cuda",
-        disk=disk,
     )
     return ChunkExecutor(prefill, layers, memory), memory

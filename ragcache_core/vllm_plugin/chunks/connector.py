@@ -20,11 +20,12 @@ from ragcache_core.config import ChunkReuseRequest
 from ragcache_core.errors import ConfigError
 from ragcache_core.types import Origin, SegmentKind
 from ragcache_core.vllm_plugin.build_context import building
-from ragcache_core.vllm_plugin.chunks.build import build_execution, build_scheduling, check_engine
-from ragcache_core.vllm_plugin.chunks.messages import ChunkReport, ChunkStep, StoredChunk
+from ragcache_core.vllm_plugin.chunks.build import build_execution, build_scheduling, check_engine, open_disk
+from ragcache_core.vllm_plugin.chunks.messages import ChunkReport, ChunkStep
 from ragcache_core.vllm_plugin.chunks.private_hashes import private_hash, private_hashes
 from ragcache_core.vllm_plugin.chunks.reuse_state import ReuseOptions
 from ragcache_core.vllm_plugin.chunks.scheduler import ChunkScheduling
+from ragcache_core.vllm_plugin.chunks.storage.host_pool import PagesPlace
 from ragcache_core.vllm_plugin.compat import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -59,13 +60,13 @@ before it is measured and kept."""
 
 
 @dataclass(slots=True)
-class StoredChunks(KVConnectorHandshakeMetadata):
-    """What a worker says at the start: what it found on its disk, and whether it computes rows that stand anywhere.
+class ChunkWorker(KVConnectorHandshakeMetadata):
+    """What a worker says at the start: where its pages are, and whether it computes rows that stand anywhere.
 
     ``below`` is what the connector below says.
     """
 
-    chunks: tuple[StoredChunk, ...]
+    pages: PagesPlace
     computes_scattered: bool
     below: KVConnectorHandshakeMetadata | None
 
@@ -120,7 +121,7 @@ class ChunkReuseConnector(KVConnectorBase_V1):
         self._is_prefilling = False  # whether the step computes a real request's prompt
         self._execution: ChunkExecutor | None = None
         self._memory: ChunkMemory | None = None
-        chunks: ChunkManager | None = None
+        self._library: ChunkManager | None = None
         if role == KVConnectorRole.SCHEDULER:
             self.scheduling: ChunkScheduling = build_scheduling(
                 settings,
@@ -129,15 +130,17 @@ class ChunkReuseConnector(KVConnectorBase_V1):
                 order=self._real_ones_first,
                 is_guess=self._is_speculative,
             )
-            chunks = self.scheduling.library
-        with building(vllm_config, kv_cache_config, chunks=chunks):
+            self._library = self.scheduling.library
+        with building(vllm_config, kv_cache_config, chunks=self._library):
             super().__init__(vllm_config, role, kv_cache_config)
 
     def shutdown(self) -> None:
         if self._execution is not None:
             self._execution.close()
         super().shutdown()
-        if self._memory is not None:  # last: it may wait for a disk
+        if self._library is not None:  # last: it may wait for a disk
+            self._library.close()
+        if self._memory is not None:
             self._memory.close()
 
     # Scheduler side
@@ -145,10 +148,6 @@ class ChunkReuseConnector(KVConnectorBase_V1):
     def _begin(self, controller: CacheController) -> None:
         super()._begin(controller)
         controller.forgetting.add_holder(self.scheduling)
-
-    def has_pending_push_work(self) -> bool:
-        """Return whether an engine without requests goes on stepping: workers are told what to do in a step."""
-        return super().has_pending_push_work() or self.scheduling.library.is_scrubbing
 
     def _read(self, request: Request, metadata: RequestMetadata) -> None:
         documents = [segment for segment in metadata.segments if segment.kind is SegmentKind.DOCUMENT]
@@ -334,9 +333,10 @@ class ChunkReuseConnector(KVConnectorBase_V1):
         super().forget_weights()
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Rank, KVConnectorHandshakeMetadata]) -> None:
-        found = {rank: each for rank, each in sorted(metadata.items()) if isinstance(each, StoredChunks)}
+        found = {rank: each for rank, each in sorted(metadata.items()) if isinstance(each, ChunkWorker)}
         if found:
-            self.scheduling.library.restore([each.chunks for each in found.values()])
+            places = [each.pages for each in found.values()]
+            open_disk(self.scheduling.library, places, self._chunk_settings, self._chunk_engine[0])
             if all(each.computes_scattered for each in found.values()):
                 self.scheduling.scatter_rows()
         super().set_xfer_handshake_metadata_pp_aware(
@@ -363,7 +363,7 @@ class ChunkReuseConnector(KVConnectorBase_V1):
         if self._memory is None:
             return None
         below = super().get_handshake_metadata()
-        return StoredChunks(self._memory.stored(), self.execution.computes_scattered, below)
+        return ChunkWorker(self._memory.place, self.execution.computes_scattered, below)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, ChunkMetadata)
@@ -372,8 +372,6 @@ class ChunkReuseConnector(KVConnectorBase_V1):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(connector_metadata, ChunkMetadata)
         super().bind_connector_metadata(connector_metadata.below)
-        assert self._memory is not None
-        self._memory.run(connector_metadata.step.commands)
         self.execution.begin(connector_metadata.step)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -392,8 +390,6 @@ class ChunkReuseConnector(KVConnectorBase_V1):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         below = super().build_connector_worker_meta()
         report = self.execution.take_report()
-        assert self._memory is not None
-        report.memory = self._memory.take_report()
         return ChunkWorkerMetadata(report, below) if report or below is not None else None
 
 

@@ -12,104 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ragcache_core.chunk.types import ChunkKey, ChunkVariant
-
-
-@dataclass(frozen=True, slots=True)
-class WriteChunk:
-    """Write a variant's pages, its tokens and its statistics to disk; the pages are left alone until it is reported.
-
-    ``token_ids`` are 32 bits each. ``frequency``, ``worth``, ``documents`` and ``stored_s`` are noted with it.
-    """
-
-    command_id: int
-    variant: ChunkVariant
-    token_ids: bytes
-    pages: tuple[int, ...]
-    frequency: float
-    worth: float
-    documents: frozenset[str] = frozenset()
-    stored_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class ReadChunk:
-    """Read a variant from disk into pages."""
-
-    command_id: int
-    key: ChunkKey
-    number: int
-    pages: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class DropChunks:
-    """Delete variants, each a key, a number and how many pages it has, from disk."""
-
-    dropped: tuple[tuple[ChunkKey, int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ScrubDisk:
-    """Leave nothing on disk of what was deleted before."""
-
-    command_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class NameChunks:
-    """Update the documents of variants on disk: key, number, documents."""
-
-    names: tuple[tuple[ChunkKey, int, frozenset[str]], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class NoteUses:
-    """Update the worth of variants on disk: key, number, frequency, worth."""
-
-    uses: tuple[tuple[ChunkKey, int, float, float], ...]
-
-
-MemoryCommand = WriteChunk | ReadChunk | DropChunks | ScrubDisk | NameChunks | NoteUses
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryReport:
-    """What workers did since they reported last: how many of them finished, or could not finish, which command.
-
-    ``num_corrupt`` reads found a chunk that was damaged or gone. ``is_disk_down``: a worker's disk is out of service.
-    """
-
-    num_done: Counter[int] = field(default_factory=Counter)
-    num_failed: Counter[int] = field(default_factory=Counter)
-    num_corrupt: int = 0
-    is_disk_down: bool = False
-
-    def merged(self, other: MemoryReport) -> MemoryReport:
-        """Return the reports of two workers, or of two steps, as one."""
-        return MemoryReport(
-            self.num_done + other.num_done,
-            self.num_failed + other.num_failed,
-            self.num_corrupt + other.num_corrupt,
-            self.is_disk_down or other.is_disk_down,
-        )
-
-    def __bool__(self) -> bool:
-        return bool(self.num_done or self.num_failed or self.num_corrupt or self.is_disk_down)
-
-
-@dataclass(frozen=True, slots=True)
-class StoredChunk:
-    """A variant that a worker found on its disk at the start, its tokens, what it was worth, when it was computed, and
-    its documents and those before it, see :func:`~ragcache_core.vllm_plugin.chunks.page_layout.digest_of`."""
-
-    variant: ChunkVariant
-    token_ids: bytes
-    frequency: float
-    worth: float
-    documents: frozenset[str] = frozenset()
-    stored_s: float = 0.0
-
+from ragcache_core.chunk.types import ChunkKey
 
 CaptureId = tuple[str, ChunkKey, int]
 """Request, key and number of a reservation."""
@@ -203,7 +106,8 @@ class ChunkStep:
     """Jobs that end without a result: their requests have ended."""
     forgotten: list[str] = field(default_factory=list)
     """Requests whose captures are dropped."""
-    commands: tuple[MemoryCommand, ...] = ()
+    fence: int = 0
+    """Reported at the end of the step, from which on no worker writes to the pages of what was forgotten before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,17 +143,18 @@ class ChunkReport:
 
     ``num_captured`` and ``captured`` are the chunks whose KV was kept, by how many workers, and the sums of what they
     measured; ``num_loaded`` says of how many workers the tiers below have brought a request's exact tokens.
-    ``computed_rows`` are the rows that jobs that ended have computed, those of dropped rows in part.
+    ``computed_rows`` are the rows that jobs that ended have computed, those of dropped rows in part. ``fence`` is the
+    step's.
     """
 
     num_captured: Counter[CaptureId] = field(default_factory=Counter)
     captured: dict[CaptureId, CapturedChunk] = field(default_factory=dict)
     num_loaded: Counter[str] = field(default_factory=Counter)
     computed_rows: dict[str, float] = field(default_factory=dict)
-    memory: MemoryReport = field(default_factory=MemoryReport)
+    fence: int = 0
 
     def __bool__(self) -> bool:
-        return bool(self.num_captured or self.num_loaded or self.computed_rows or self.memory)
+        return bool(self.num_captured or self.num_loaded or self.computed_rows or self.fence)
 
     def merged(self, other: ChunkReport) -> ChunkReport:
         """Return the reports of two workers as one."""
@@ -258,7 +163,7 @@ class ChunkReport:
             _summed(self.captured, other.captured),
             self.num_loaded + other.num_loaded,
             {**self.computed_rows, **other.computed_rows},
-            self.memory.merged(other.memory),
+            max(self.fence, other.fence),
         )
 
 

@@ -1,8 +1,7 @@
-"""What the library of chunks and the workers' memory say to each other, and how much memory a chunk takes.
+"""How the KV of a chunk lies in memory and on disk, and how much it takes.
 
 A chunk's KV lies in pages of ``tokens_per_page`` tokens of all layers. The library, on the scheduler's side, gives out
-the pages; every worker has the same pages for its own layers and heads. Commands go down with a step's metadata, and
-reports come up with its output.
+the pages; every worker has the same pages for its own layers and heads.
 """
 
 from __future__ import annotations
@@ -51,11 +50,6 @@ def num_pages_of(num_tokens: int, tokens_per_page: int) -> int:
     return -(-num_tokens // tokens_per_page)
 
 
-def page_bytes_of(layers: Iterable[LayerShape], itemsize: int, tokens_per_page: int) -> int:
-    """Return the bytes of a page: K and V of its tokens in every layer."""
-    return sum(2 * tokens_per_page * layer.num_kv_heads * layer.head_dim * itemsize for layer in layers)
-
-
 def num_pages_within(capacity_bytes: int, page_bytes: int) -> int:
     """Return how many pages, of ``page_bytes`` in all workers together, host memory's share for chunks holds.
 
@@ -72,7 +66,7 @@ def num_pages_within(capacity_bytes: int, page_bytes: int) -> int:
 
 
 def num_disk_pages_within(capacity_bytes: int, page_bytes: int, tokens_per_page: int) -> int:
-    """Return how many pages of a worker fit on its disk, with the statistics of their chunks."""
+    """Return how many pages of all workers fit on the disk, with the statistics of their chunks."""
     return capacity_bytes // (aligned_bytes(page_bytes) + statistics_bytes_per_page(tokens_per_page))
 
 

@@ -163,6 +163,7 @@ class ChunkScheduling:
         """
         request = self._requests[request_id]
         self._begin_anew(request_id, request)
+        self.library.poll()
         plan = request.offered
         if plan is not None and plan.start == num_exact and plan.end == len(request.token_ids) - 1:
             variants = [chunk.variant for chunk in plan.read]
@@ -294,16 +295,14 @@ class ChunkScheduling:
         )
 
     def num_left(self) -> int:
-        """Return how many variants requests still hold, and how many disks are being overwritten."""
+        """Return how many variants requests still hold, and how often the disk is being overwritten."""
         return self.library.num_forgotten()
 
     def why_left(self) -> str | None:
-        """Return why a chunk may stay on disk: a worker's is out of service."""
+        """Return why a chunk may stay on disk: it is out of service."""
         if not self.library.is_disk_down:
             return None
-        return (
-            "the disk of a worker's chunks is out of service, and may hold it: delete its folder before the next start"
-        )
+        return "the disk of chunks is out of service, and may hold it: delete its folder before the next start"
 
     def clear(self) -> None:
         """Forget all stored chunks, and keep none of those that are being computed."""
@@ -335,7 +334,7 @@ class ChunkScheduling:
             slices=self._slices(max(self._max_step_tokens - num_scheduled_tokens, self._max_step_tokens // 4, 1)),
             cancelled=self._cancelled,
             forgotten=self._forgotten,
-            commands=self.library.take_commands(),
+            fence=self.library.begin_step(),
         )
         self._jobs, self._cancelled, self._forgotten = {}, [], []
         for request_id in self._capturing & progress.keys():
@@ -371,8 +370,7 @@ class ChunkScheduling:
                 request.figures.num_computed_rows += num_rows
         for name in report.num_captured:
             self._commit(name, report.captured.get(name))
-        if report.memory:
-            self.library.on_report(report.memory)
+        self.library.end_step(report.fence)
 
     def on_job_done(self, request_id: str) -> None:
         """End the job of a request whose tokens are computed."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -13,27 +11,30 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ragcache_core.chunk.types import ChunkKey, ChunkStatistics, ChunkVariant, ContextKey, chunk_key
 from ragcache_core.policy import POLICIES, PrefillCostModel, make_policy
-from ragcache_core.vllm_plugin.chunks.manager.entries import Reservation
+from ragcache_core.tree import KnowledgeTree
+from ragcache_core.vllm_plugin.chunks.manager.entries import Reservation, StoredChunk
+from ragcache_core.vllm_plugin.chunks.manager.eviction import ChunkEviction
 from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
-from ragcache_core.vllm_plugin.chunks.messages import (
-    DropChunks,
-    MemoryReport,
-    NameChunks,
-    ReadChunk,
-    ScrubDisk,
-    StoredChunk,
-    WriteChunk,
-)
 from ragcache_core.vllm_plugin.chunks.page_layout import num_pages_of, pack_token_ids
+from tests.support.chunk_disk import Call, Drop, FakeDisk, Names, Read, Scrub, Write
 
 T = 4
 NUM_PAGES, NUM_DISK_PAGES = 12, 16
 
 
-def library(policy: str = "pgdsf", **settings: Any) -> ChunkManager:
+def library(policy: str = "pgdsf", *, num_disk_pages: int = 0, found: Sequence[StoredChunk] = ()) -> ChunkManager:
     cost = PrefillCostModel.default()
-    given = {"num_pages": NUM_PAGES, "num_disk_pages": 0, "max_variants": 2, **settings}
-    return ChunkManager(make_policy(policy, cost), cost, tokens_per_page=T, **given)
+    ranks = ChunkEviction(KnowledgeTree(make_policy(policy, cost)), cost)
+    books = ChunkManager(ranks, tokens_per_page=T, num_pages=NUM_PAGES, max_variants=2)
+    if num_disk_pages:
+        books.open_disk(FakeDisk(num_disk_pages, found))  # type: ignore[arg-type]
+    return books
+
+
+def disk_of(books: ChunkManager) -> FakeDisk:
+    disk = books._stock.disk
+    assert isinstance(disk, FakeDisk)
+    return disk
 
 
 def tokens(chunk: int, num_tokens: int = 2 * T) -> list[int]:
@@ -64,12 +65,26 @@ def found(books: ChunkManager, ids: Sequence[int]) -> tuple[ChunkVariant, ...]:
     return books.find({chunk_key(ids): ids}).get(chunk_key(ids), ())
 
 
-def report_all(books: ChunkManager, *, failed: bool = False) -> list[Any]:
-    """Carry out every command, as one worker does, and return them."""
-    commands = list(books.take_commands())
-    ids = Counter(c.command_id for c in commands if isinstance(c, WriteChunk | ReadChunk | ScrubDisk))
-    books.on_report(MemoryReport(num_failed=ids) if failed else MemoryReport(num_done=ids))
-    return commands
+def do_all(books: ChunkManager) -> list[Call]:
+    """Have the disk do all that it was asked to since the last call, and return it."""
+    books.poll()
+    calls = disk_of(books).take_calls()
+    for call in calls:
+        if isinstance(call, Write | Read | Scrub):
+            call.transfer.end(None)
+    books.poll()
+    return calls
+
+
+def read_of(books: ChunkManager) -> Read:
+    """Return the only read that the disk was asked for since the last call."""
+    (read,) = [call for call in disk_of(books).take_calls() if isinstance(call, Read)]
+    return read
+
+
+def end(books: ChunkManager, call: Write | Read | Scrub, *, is_done: bool = True) -> None:
+    call.transfer.end(None, is_found=is_done)
+    books.poll()
 
 
 def test_a_chunk_that_was_captured_is_found_with_its_statistics() -> None:
@@ -150,17 +165,18 @@ def test_every_policy_of_the_tiers_says_which_chunk_goes(policy: str) -> None:
 def test_a_chunk_is_written_to_disk_and_read_back_when_it_is_wanted() -> None:
     books = library(num_disk_pages=NUM_DISK_PAGES)
     variant = capture(books, tokens(1))
-    [write] = report_all(books)
-    assert (write.variant, write.token_ids) == (variant, pack_token_ids(tokens(1)))
+    [write] = do_all(books)
+    assert isinstance(write, Write)
+    assert (write.chunk.variant, write.chunk.token_ids) == (variant, pack_token_ids(tokens(1)))
     for chunk in range(2, 8):
         capture(books, tokens(chunk))
-        report_all(books)
+        do_all(books)
     assert not books.is_on_host(variant)
     assert found(books, tokens(1)) == (variant,)
     assert books.pin([variant], "asks")
     assert not books.is_on_host(variant)
-    [read] = [c for c in books.take_commands() if isinstance(c, ReadChunk)]
-    books.on_report(MemoryReport(num_done=Counter([read.command_id])))
+    read = read_of(books)
+    end(books, read)
     assert books.is_on_host(variant)
     assert books.pages(variant) == read.pages
 
@@ -168,17 +184,16 @@ def test_a_chunk_is_written_to_disk_and_read_back_when_it_is_wanted() -> None:
 def test_a_chunk_that_cannot_be_read_is_lost_and_counted() -> None:
     books = library(num_disk_pages=NUM_DISK_PAGES)
     variant = capture(books, tokens(1))
-    report_all(books)
+    do_all(books)
     for chunk in range(2, 8):
         capture(books, tokens(chunk))
-        report_all(books)
+        do_all(books)
     assert books.pin([variant], "asks")
-    [read] = [c for c in books.take_commands() if isinstance(c, ReadChunk)]
-    books.on_report(MemoryReport(num_failed=Counter([read.command_id]), num_corrupt=1))
+    end(books, read_of(books), is_done=False)
     assert books.is_lost(variant)
     assert found(books, tokens(1)) == ()
-    assert (books.counters.num_lost_blocks, books.counters.num_corrupt_blocks) == (1, 1)
-    assert any(isinstance(c, DropChunks) for c in books.take_commands())
+    assert (books.counters.num_lost_chunks, books.counters.num_corrupt_chunks) == (1, 1)
+    assert disk_of(books).take_calls() == [Drop(variant)]
     books.release("asks")
     assert reserve(books, tokens(1)) is not None
 
@@ -186,10 +201,10 @@ def test_a_chunk_that_cannot_be_read_is_lost_and_counted() -> None:
 def on_disk_alone(books: ChunkManager) -> ChunkVariant:
     """Return a chunk that has left memory for others, which are on disk too."""
     variant = capture(books, tokens(1))
-    report_all(books)
+    do_all(books)
     for chunk in range(2, 8):
         capture(books, tokens(chunk))
-        report_all(books)
+        do_all(books)
     assert not books.is_on_host(variant)
     return variant
 
@@ -198,73 +213,91 @@ def test_pages_that_are_read_into_belong_to_nobody_else_until_the_disk_is_done()
     books = library(num_disk_pages=NUM_DISK_PAGES)
     wanted = on_disk_alone(books)
     assert books.pin([wanted], "asks")
-    [read] = [c for c in books.take_commands() if isinstance(c, ReadChunk)]
+    read = read_of(books)
     books.release("asks")
     taken = [r.pages for chunk in range(20, 26) if (r := reserve(books, tokens(chunk), request=str(chunk))) is not None]
     assert len(taken) == 5
     assert not set(read.pages) & {page for pages in taken for page in pages}
-    books.on_report(MemoryReport(num_done=Counter([read.command_id])))
+    end(books, read)
     assert reserve(books, tokens(26)) is not None
 
 
-def test_a_chunk_is_on_disk_when_every_worker_has_written_it() -> None:
-    books = library(num_disk_pages=NUM_DISK_PAGES, num_workers=2)
+def test_pages_of_a_capture_that_was_called_off_are_not_read_into_before_the_workers_know() -> None:
+    books = library(num_disk_pages=NUM_DISK_PAGES)
+    assert books.begin_step() == 0
+    called_off = reserve(books, tokens(1), request="ends")
+    assert called_off is not None
+    books.release("ends")
+    told = books.begin_step()
+    assert told
+    assert books.begin_step() == 0, "once"
+    others = [r for chunk in range(20, 26) if (r := reserve(books, tokens(chunk), request=str(chunk))) is not None]
+    assert len(others) == 5
+    assert not set(called_off.pages) & {page for each in others for page in each.pages}
+    books.end_step(told)
+    last = reserve(books, tokens(26))
+    assert last is not None
+    assert set(last.pages) == set(called_off.pages)
+
+
+def test_what_could_not_be_written_is_not_on_disk() -> None:
+    books = library(num_disk_pages=NUM_DISK_PAGES)
     variant = capture(books, tokens(1))
-    [write] = books.take_commands()
-    assert isinstance(write, WriteChunk)
-    done = MemoryReport(num_done=Counter([write.command_id]))
-    books.on_report(done)
+    [write] = disk_of(books).take_calls()
+    assert isinstance(write, Write)
     for chunk in range(2, 9):
         capture(books, tokens(chunk))
-    assert books.is_on_host(variant)  # the other worker still writes
-    books.on_report(done)
+    assert books.is_on_host(variant), "it is being written"
+    end(books, write, is_done=False)
+    assert books.is_on_host(variant)
+    assert Drop(variant) in disk_of(books).take_calls()
     for chunk in range(9, 16):
         capture(books, tokens(chunk))
-    assert not books.is_on_host(variant)
-    assert not books.is_lost(variant)
-
-
-def test_what_one_of_two_workers_could_not_write_is_not_on_disk() -> None:
-    books = library(num_disk_pages=NUM_DISK_PAGES, num_workers=2)
-    variant = capture(books, tokens(1))
-    [write] = books.take_commands()
-    assert isinstance(write, WriteChunk)
-    one = Counter([write.command_id])
-    books.on_report(MemoryReport(num_done=one).merged(MemoryReport(num_failed=one)))
-    assert books.is_on_host(variant)
-    assert books.num_used_disk_pages == 0
-    assert [type(c) for c in books.take_commands()] == [DropChunks]
+    assert books.is_lost(variant)
 
 
 def test_a_disk_that_is_down_is_not_used_any_more_and_what_is_in_memory_stays() -> None:
     books = library(num_disk_pages=NUM_DISK_PAGES)
     kept = capture(books, tokens(1))
-    report_all(books)
+    do_all(books)
     gone = capture(books, tokens(2))
-    report_all(books)
+    do_all(books)
     assert books.pin([kept], "asks")
     for chunk in range(3, 9):
         capture(books, tokens(chunk))
-        report_all(books)
+        do_all(books)
     assert not books.is_on_host(gone)
-    books.on_report(MemoryReport(is_disk_down=True))
+    disk_of(books).is_down = True
+    books.poll()
     assert books.is_on_host(kept)
     assert books.is_lost(gone)
-    books.take_commands()
+    disk_of(books).take_calls()
     capture(books, tokens(20))
-    assert not any(isinstance(c, WriteChunk | ReadChunk) for c in books.take_commands())
+    assert not any(isinstance(c, Write | Read) for c in do_all(books))
+
+
+def test_what_a_disk_does_not_answer_for_in_time_is_lost_and_its_pages_are_free() -> None:
+    books = library(num_disk_pages=NUM_DISK_PAGES)
+    wanted = on_disk_alone(books)
+    assert books.pin([wanted], "asks")
+    read = read_of(books)
+    disk_of(books).is_down = True
+    books.poll()
+    assert books.is_lost(wanted)
+    assert not read.transfer.move(lambda: pytest.fail("its pages hold something else"))
+    assert (books.counters.num_lost_chunks, books.counters.num_corrupt_chunks) == (1, 0)
+    assert reserve(books, tokens(30, NUM_PAGES * T)) is not None
 
 
 def test_a_full_disk_gives_up_the_chunk_that_is_worth_least() -> None:
     books = library(num_disk_pages=4)
     first = capture(books, tokens(1))
-    report_all(books)
+    do_all(books)
     second = capture(books, tokens(2))
-    report_all(books)
+    do_all(books)
     books.record_use(first, 0.1)
     capture(books, tokens(3))
-    dropped = [c.dropped for c in report_all(books) if isinstance(c, DropChunks)]
-    assert dropped == [((second.key, second.number, 2),)]
+    assert [call for call in do_all(books) if isinstance(call, Drop)] == [Drop(second)]
     assert books.is_on_host(second)
     assert books.num_used_disk_pages == 4
 
@@ -272,39 +305,29 @@ def test_a_full_disk_gives_up_the_chunk_that_is_worth_least() -> None:
 def test_chunks_are_found_again_after_a_restart_and_their_numbers_go_on() -> None:
     before = library(num_disk_pages=NUM_DISK_PAGES)
     variant = capture(before, tokens(1), behind=7)
-    after = library(num_disk_pages=NUM_DISK_PAGES)
     entry = StoredChunk(variant, pack_token_ids(tokens(1)), frequency=3.0, worth=9.0)
-    assert after.restore([[entry]]) == 1
+    after = library(found=[entry], num_disk_pages=NUM_DISK_PAGES)
     assert found(after, tokens(1)) == (variant,)
     assert not after.is_on_host(variant)
     assert capture(after, tokens(2)).number > variant.number
 
 
-def test_what_only_one_of_two_workers_has_is_deleted_at_the_start() -> None:
+def test_what_a_start_finds_twice_or_beyond_its_room_is_deleted_and_its_number_not_given_again() -> None:
     before = library(num_disk_pages=NUM_DISK_PAGES)
-    both, one = capture(before, tokens(1)), capture(before, tokens(2))
-    entries = [StoredChunk(v, pack_token_ids(tokens(i)), 1.0, 1.0) for i, v in ((1, both), (2, one))]
-    books = library(num_disk_pages=NUM_DISK_PAGES, num_workers=2)
-    assert books.restore([entries, entries[:1]]) == 1
-    assert found(books, tokens(2)) == ()
-    assert books.take_commands() == (DropChunks(((one.key, one.number, 2),)),)
-
-
-def test_what_workers_have_under_one_number_from_two_contexts_is_deleted_and_the_number_not_given_again() -> None:
-    one, other = (capture(library(num_disk_pages=NUM_DISK_PAGES), tokens(1), behind=behind) for behind in (7, 8))
-    assert (one.key, one.number) == (other.key, other.number)
-    parts = [[StoredChunk(v, pack_token_ids(tokens(1)), 1.0, 1.0)] for v in (one, other)]
-    books = library(num_disk_pages=NUM_DISK_PAGES, num_workers=2)
-    assert books.restore(parts) == 0
-    assert found(books, tokens(1)) == ()
-    assert books.take_commands() == (DropChunks(((one.key, one.number, 2),)),)
-    assert capture(books, tokens(1), behind=8).number > other.number
+    first = capture(before, tokens(1), behind=7)
+    same, last = ChunkVariant(first.key, 8, 2 * T, first.statistics), capture(before, tokens(2))
+    found = [StoredChunk(v, pack_token_ids(tokens(i)), worth, 1.0) for i, v, worth in ((1, first, 3.0), (1, same, 2.0))]
+    found += [StoredChunk(last, pack_token_ids(tokens(2)), 1.0, 1.0)]
+    books = library(found=found, num_disk_pages=3)
+    assert list(books.stored()) == [first.key]
+    assert disk_of(books).take_calls() == [Drop(same), Drop(last)]
+    assert capture(books, tokens(3)).number > 8
 
 
 def test_after_a_reset_nothing_is_found_and_nothing_is_written() -> None:
     books = library(num_disk_pages=NUM_DISK_PAGES)
     idle, held = capture(books, tokens(1)), capture(books, tokens(2))
-    report_all(books)
+    do_all(books)
     assert books.pin([held], "asks")
     books.clear()
     assert books.is_lost(idle)
@@ -314,7 +337,7 @@ def test_after_a_reset_nothing_is_found_and_nothing_is_written() -> None:
     books.release("asks")
     assert (books.num_used_pages, books.num_used_disk_pages) == (0, 0)
     capture(books, tokens(3))
-    assert not any(isinstance(c, WriteChunk) for c in books.take_commands())
+    assert not any(isinstance(c, Write) for c in do_all(books))
 
 
 @pytest.mark.parametrize("policy", ["mixture", "arc", "lru"])
@@ -329,7 +352,7 @@ def test_any_order_of_events_keeps_the_books_sound(policy: str) -> None:
 
 
 class LibraryMachine(RuleBasedStateMachine):
-    """Requests that capture, find, pin and end, over two workers whose disks may fail."""
+    """Requests that capture, find, pin and end, over a disk that may fail and workers that are a step behind."""
 
     chunks = st.integers(0, 7)
     sizes = st.sampled_from([1, T, T + 1, 3 * T])
@@ -337,12 +360,13 @@ class LibraryMachine(RuleBasedStateMachine):
 
     def __init__(self, policy: str) -> None:
         super().__init__()
-        self.books = library(policy, num_disk_pages=NUM_DISK_PAGES, num_workers=2, max_variants=2)
+        self.books = library(policy, num_disk_pages=NUM_DISK_PAGES)
         self.open: list[tuple[Reservation, int, float]] = []
         self.pinned: dict[str, list[ChunkVariant]] = {}
         self.held_pages: dict[tuple[ChunkKey, int], tuple[int, ...]] = {}
         self.disk: dict[tuple[ChunkKey, int], int] = {}
-        self.running: list[WriteChunk | ReadChunk] = []
+        self.running: list[Write | Read] = []
+        self.told: list[int] = []
         self.is_down = False
 
     def ids(self, chunk: int) -> list[int]:
@@ -382,28 +406,32 @@ class LibraryMachine(RuleBasedStateMachine):
 
     @rule()
     def step(self) -> None:
-        """Have the workers take this step's commands: deletions happen at once, transfers go on for a while."""
-        for command in self.books.take_commands():
-            if isinstance(command, DropChunks):
-                for key, number, _ in command.dropped:
-                    self.disk.pop((key, number), None)
-            elif isinstance(command, WriteChunk):
-                at = (command.variant.key, command.variant.number)
+        """Have the disk begin what it was asked to: deletions happen at once, transfers go on for a while."""
+        if fence := self.books.begin_step():
+            self.told.append(fence)
+        for call in disk_of(self.books).take_calls():
+            if isinstance(call, Drop):
+                self.disk.pop((call.variant.key, call.variant.number), None)
+            elif isinstance(call, Write):
+                at = (call.chunk.variant.key, call.chunk.variant.number)
                 assert at not in self.disk
-                self.disk[at] = len(command.pages)
+                self.disk[at] = len(call.pages)
                 assert sum(self.disk.values()) <= NUM_DISK_PAGES
-                self.running.append(command)
-            elif isinstance(command, ReadChunk):
-                assert (command.key, command.number) in self.disk or self.is_down
-                self.running.append(command)
+                self.running.append(call)
+            elif isinstance(call, Read):
+                assert (call.variant.key, call.variant.number) in self.disk or self.is_down
+                self.running.append(call)
+
+    @precondition(lambda self: self.told)
+    @rule()
+    def end_step(self) -> None:
+        self.books.end_step(self.told.pop(0))
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), outcome=st.sampled_from(["done", "done", "half", "failed"]))
-    def end_transfer(self, data: st.DataObject, outcome: str) -> None:
-        command = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
-        one, fails = Counter([command.command_id]), outcome != "done" or self.is_down
-        self.books.on_report(MemoryReport(num_done=one) if outcome == "half" else self._outcome(one, fails))
-        self.books.on_report(self._outcome(one, fails))
+    @rule(data=st.data(), is_done=st.sampled_from([True, True, False]))
+    def end_transfer(self, data: st.DataObject, is_done: bool) -> None:
+        call = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        end(self.books, call, is_done=is_done and not self.is_down)
 
     @rule()
     @precondition(lambda self: not self.is_down)
@@ -414,15 +442,12 @@ class LibraryMachine(RuleBasedStateMachine):
         for request in ("a", "b", "c"):
             self.books.release(request)
 
-    @staticmethod
-    def _outcome(one: Counter[int], fails: bool) -> MemoryReport:
-        return MemoryReport(num_failed=one) if fails else MemoryReport(num_done=one)
-
     @invariant()
     def no_page_has_two_owners(self) -> None:
         stock = self.books._stock
         owned = [p for r in self.books._reservations.values() for one in r for p in one.pages]
         owned += [p for c in stock.chunks.values() for v in c.stored.values() for p in v.pages]
+        owned += [*stock._called_off, *(p for pages in stock._fenced.values() for p in pages)]
         assert len(owned) == len(set(owned)) == self.books.num_used_pages <= NUM_PAGES
 
     @invariant()
@@ -440,10 +465,10 @@ class LibraryMachine(RuleBasedStateMachine):
 
     @invariant()
     def pages_of_a_transfer_stay_where_they_are(self) -> None:
-        for command in self.running:
-            variant = command.variant if isinstance(command, WriteChunk) else command
+        for call in self.running:
+            variant = call.chunk.variant if isinstance(call, Write) else call.variant
             stored = self.books._stock.chunks[variant.key].stored[variant.number]
-            assert stored.pages == command.pages
+            assert stored.pages == call.pages
 
     @invariant()
     def the_sums_are_true(self) -> None:
@@ -463,7 +488,7 @@ class LibraryMachine(RuleBasedStateMachine):
         for request in ("a", "b", "c"):
             self.books.release(request)
         while self.running:
-            self.books.on_report(MemoryReport(num_done=Counter({self.running.pop().command_id: 2})))
+            end(self.books, self.running.pop())
         assert not any(v.num_pins for c in self.books._stock.chunks.values() for v in c.stored.values())
 
 
@@ -486,11 +511,11 @@ def test_a_forgotten_document_takes_all_its_variants_and_those_behind_it_along()
     own = []
     for documents, before in ((["a"], []), (["b", "a"], [2])):
         own.append(_captured(books, 1, documents, before))
-        report_all(books)
+        do_all(books)
     behind = _captured(books, 3, ["b", "a", "c"], [2, 1])
-    report_all(books)
+    do_all(books)
     other = _captured(books, 2, ["b"])
-    report_all(books)
+    do_all(books)
     forgotten = books.forget({"a", "never stored"})
     assert forgotten.documents == {"a"}
     assert (forgotten.num_variants, forgotten.num_pages, forgotten.num_disk_pages) == (3, 6, 6)
@@ -498,8 +523,7 @@ def test_a_forgotten_document_takes_all_its_variants_and_those_behind_it_along()
     assert all(map(books.is_lost, [*own, behind]))
     assert found(books, tokens(2)) == (other,)
     assert books.num_forgotten() == 1, "disks are still to be overwritten"
-    commands = report_all(books)
-    assert [type(command) for command in commands] == [DropChunks] * 3 + [ScrubDisk], "in this order"
+    assert [type(call) for call in do_all(books)] == [Drop] * 3 + [Scrub], "in this order"
     assert books.num_forgotten() == 0
     assert not books.is_disk_down
 
@@ -507,7 +531,7 @@ def test_a_forgotten_document_takes_all_its_variants_and_those_behind_it_along()
 def test_a_variant_goes_by_the_document_before_it_even_when_that_one_is_stored_no_more() -> None:
     books = library(num_disk_pages=NUM_DISK_PAGES)
     behind = _captured(books, 3, ["a", "c"], [1])
-    report_all(books)
+    do_all(books)
     assert books.forget({"a"}).documents == {"a"}
     assert books.is_lost(behind)
 
@@ -515,12 +539,12 @@ def test_a_variant_goes_by_the_document_before_it_even_when_that_one_is_stored_n
 def test_the_same_tokens_under_another_id_are_forgotten_by_either() -> None:
     books = library(num_disk_pages=NUM_DISK_PAGES)
     variant = _captured(books, 1, ["a"])
-    report_all(books)
+    do_all(books)
     books.name(chunk_key(tokens(1)), "copy of a")
-    (named,) = report_all(books)
-    assert named == NameChunks(((variant.key, variant.number, frozenset({"a", "copy of a"})),))
+    (named,) = do_all(books)
+    assert named == Names(((variant, frozenset({"a", "copy of a"})),))
     books.name(chunk_key(tokens(1)), "copy of a")
-    assert report_all(books) == [], "once"
+    assert do_all(books) == [], "once"
     assert books.forget({"copy of a"}).num_variants == 1
     assert books.is_lost(variant)
 
@@ -528,29 +552,26 @@ def test_the_same_tokens_under_another_id_are_forgotten_by_either() -> None:
 def test_what_a_request_reads_of_a_forgotten_document_goes_when_it_is_released() -> None:
     books = library(num_disk_pages=NUM_DISK_PAGES)
     variant = _captured(books, 1, ["a"])
-    report_all(books)
+    do_all(books)
     assert books.pin([variant], "reader")
     books.forget({"a"})
     assert found(books, tokens(1)) == ()
-    report_all(books)
+    do_all(books)
     assert books.num_forgotten() == 1
     books.release("reader")
     assert books.num_forgotten() == 1
-    assert [type(command) for command in report_all(books)] == [DropChunks, ScrubDisk]
+    assert [type(call) for call in do_all(books)] == [Drop, Scrub]
     assert books.num_forgotten() == books.num_used_pages == books.num_used_disk_pages == 0
 
 
-def test_what_a_start_finds_on_disk_is_known_by_its_documents_and_every_worker_overwrites_it() -> None:
+def test_what_a_start_finds_on_disk_is_known_by_its_documents() -> None:
     before = library(num_disk_pages=NUM_DISK_PAGES)
-    variant = _captured(before, 1, ["a"])
-    written = next(command for command in report_all(before) if isinstance(command, WriteChunk))
-    assert written.documents == {"a"}
-    books = library(num_disk_pages=NUM_DISK_PAGES, num_workers=2)
-    stored = StoredChunk(variant, written.token_ids, 1.0, 1.0, written.documents)
-    assert books.restore([[stored], [stored]]) == 1
+    _captured(before, 1, ["a"])
+    (written,) = do_all(before)
+    assert isinstance(written, Write)
+    assert written.chunk.documents == {"a"}
+    books = library(found=[written.chunk], num_disk_pages=NUM_DISK_PAGES)
     assert books.forget({"a"}).documents == {"a"}
-    (scrub,) = (command for command in books.take_commands() if isinstance(command, ScrubDisk))
-    books.on_report(MemoryReport(num_done=Counter({scrub.command_id: 1})))
     assert books.num_forgotten() == 1
-    books.on_report(MemoryReport(num_done=Counter({scrub.command_id: 1})))
+    do_all(books)
     assert books.num_forgotten() == 0

@@ -1,11 +1,11 @@
-"""A worker's chunks: pages in host memory, and the disk below them with everything that can go wrong there."""
+"""Chunks: a worker's pages in host memory, and the disk below them with everything that can go wrong there."""
 
 from __future__ import annotations
 
 import errno
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcache_core.chunk.types import ChunkStatistics, ChunkVariant, chunk_key
-from ragcache_core.chunkstore import async_store
+from ragcache_core.chunkstore import ChunkStore, async_store
 from ragcache_core.chunkstore.slotfile import SlotFile
 from ragcache_core.errors import CacheLockedError, CacheTierError, ConfigError
-from ragcache_core.runtime.environment import STARTED_AGAIN_ENV
-from ragcache_core.vllm_plugin.chunks.messages import (
-    DropChunks,
-    MemoryReport,
-    NameChunks,
-    ReadChunk,
-    ScrubDisk,
-    WriteChunk,
-)
+from ragcache_core.vllm_plugin.chunks.manager.entries import StoredChunk
 from ragcache_core.vllm_plugin.chunks.page_layout import (
     LayerShape,
+    aligned_bytes,
     num_pages_of,
     pack_token_ids,
     part_key,
     read_part_key,
     unpack_statistics,
 )
-from ragcache_core.vllm_plugin.chunks.storage.disk_store import DiskPlace
+from ragcache_core.vllm_plugin.chunks.storage.disk import ChunkDisk, DiskTransfer
 from ragcache_core.vllm_plugin.chunks.storage.host_pool import ChunkMemory
 from tests.support.waiting import until
 
@@ -44,23 +37,52 @@ LAYERS = [LayerShape(3, 7), LayerShape(2, 11)]
 NUM_PAGES = 16
 PAGE_BYTES = 2 * T * (3 * 7 + 2 * 11) * 4
 
-Opening = Callable[..., ChunkMemory]
+
+class Chunks(ChunkMemory):
+    """A worker's pages, with the disk below them."""
+
+    def __init__(self, directory: Path | None, weights: str, capacity_bytes: int) -> None:
+        super().__init__(layers=LAYERS, dtype=torch.float32, tokens_per_page=T, num_pages=NUM_PAGES)
+
+        def open_store(holds: str, chunk_bytes: int, num_chunks: int) -> ChunkStore:
+            assert directory is not None
+            identity = {"weights": weights, "holds": holds}
+            capacity = num_chunks * aligned_bytes(chunk_bytes)
+            return ChunkStore(directory, identity, chunk_bytes=chunk_bytes, capacity_bytes=capacity)
+
+        try:
+            parts = self.place.map()
+            assert parts is not None
+            self.files = None if directory is None else ChunkDisk(open_store, capacity_bytes, parts, T)
+        except Exception:
+            super().close()
+            raise
+
+    @property
+    def disk(self) -> ChunkDisk:
+        assert self.files is not None
+        return self.files
+
+    def close(self) -> None:
+        if self.files is not None:
+            self.files.close()
+        super().close()
+
+
+Opening = Callable[..., Chunks]
 
 
 @pytest.fixture
 def opening(tmp_path: Path) -> Iterator[Opening]:
-    opened: list[ChunkMemory] = []
+    opened: list[Chunks] = []
 
-    def open_memory(*, weights: str = "ours", capacity_bytes: int = 1 << 20, is_on_disk: bool = True) -> ChunkMemory:
-        place = DiskPlace(tmp_path, {"weights": weights}, capacity_bytes) if is_on_disk else None
-        opened.append(
-            ChunkMemory(layers=LAYERS, dtype=torch.float32, tokens_per_page=T, num_pages=NUM_PAGES, disk=place)
-        )
+    def open_chunks(*, weights: str = "ours", capacity_bytes: int = 1 << 20, is_on_disk: bool = True) -> Chunks:
+        opened.append(Chunks(tmp_path if is_on_disk else None, weights, capacity_bytes))
         return opened[-1]
 
-    yield open_memory
-    for memory in opened:
-        memory.close()
+    yield open_chunks
+    for chunks in opened:
+        chunks.close()
 
 
 def kv(layer: int, num_tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,21 +114,25 @@ def chunk(num_tokens: int, number: int = 0) -> tuple[ChunkVariant, bytes]:
     return ChunkVariant(chunk_key(ids), number, num_tokens, statistics), pack_token_ids(ids)
 
 
-def write(memory: ChunkMemory, pages: tuple[int, ...], num_tokens: int, number: int = 0) -> MemoryReport:
-    """Fill pages, have them written, and return the report."""
+def noted(num_tokens: int, number: int = 0, documents: frozenset[str] = frozenset()) -> StoredChunk:
+    return StoredChunk(*chunk(num_tokens, number), frequency=3.0, worth=2.5, documents=documents)
+
+
+def write(memory: Chunks, pages: tuple[int, ...], num_tokens: int, number: int = 0) -> DiskTransfer:
+    """Fill pages, have them written, and return the transfer, which has ended."""
     fill(memory, pages, num_tokens, seed=number)
-    variant, token_ids = chunk(num_tokens, number)
-    memory.run([WriteChunk(number, variant, token_ids, pages, frequency=3.0, worth=2.5)])
-    memory.drain()
-    return memory.take_report()
+    return ended(memory, memory.disk.write(noted(num_tokens, number), pages))
 
 
-def read(memory: ChunkMemory, pages: tuple[int, ...], num_tokens: int, number: int = 0) -> MemoryReport:
-    """Have a chunk read into pages, and return the report."""
-    variant, _ = chunk(num_tokens, number)
-    memory.run([ReadChunk(100 + number, variant.key, number, pages)])
-    memory.drain()
-    return memory.take_report()
+def read(memory: Chunks, pages: tuple[int, ...], num_tokens: int, number: int = 0) -> DiskTransfer:
+    """Have a chunk read into pages, and return the transfer, which has ended."""
+    return ended(memory, memory.disk.read(chunk(num_tokens, number)[0], pages))
+
+
+def ended(memory: Chunks, transfer: DiskTransfer) -> DiskTransfer:
+    memory.disk.drain()
+    assert transfer.has_ended
+    return transfer
 
 
 @pytest.mark.parametrize("pages", [(3, 4, 5), (9, 2, 11), (7, 8, 1), (5, 4, 3)])
@@ -137,20 +163,18 @@ def test_tokens_may_arrive_in_parts_of_any_length(pages: list[int], lengths: lis
 
 def test_a_chunk_goes_to_disk_and_comes_back_into_other_pages(opening: Opening) -> None:
     memory = opening()
-    assert write(memory, (1, 2, 3), 13).num_done == {0: 1}
-    assert read(memory, (9, 5, 7), 13).num_done == {100: 1}
+    assert write(memory, (1, 2, 3), 13).is_done
+    assert read(memory, (9, 5, 7), 13).is_done
     assert holds(memory, (9, 5, 7), 13)
 
 
 def test_a_step_does_not_wait_for_the_disk(opening: Opening, gate: threading.Event) -> None:
     memory = opening()
     fill(memory, (1,), 5)
-    variant, token_ids = chunk(5)
-    memory.run([WriteChunk(0, variant, token_ids, (1,), 1.0, 1.0)])
-    assert not memory.take_report()
+    transfer = memory.disk.write(noted(5), (1,))
+    assert not transfer.has_ended
     gate.set()
-    memory.drain()
-    assert memory.take_report().num_done == {0: 1}
+    assert ended(memory, transfer).is_done
 
 
 def test_chunks_are_found_after_a_restart_with_their_tokens_and_statistics(opening: Opening) -> None:
@@ -158,28 +182,27 @@ def test_chunks_are_found_after_a_restart_with_their_tokens_and_statistics(openi
     write(before, (1, 2, 3), 13, number=4)
     before.close()
     after = opening()
-    [stored] = after.stored()
+    [stored] = after.disk.stored()
     assert (stored.variant, stored.token_ids) == chunk(13, number=4)
     assert (stored.frequency, stored.worth) == (3.0, 2.5)
-    assert read(after, (6, 0, 1), 13, number=4).num_done == {104: 1}
+    assert read(after, (6, 0, 1), 13, number=4).is_done
     assert holds(after, (6, 0, 1), 13, seed=4)
 
 
 def test_the_documents_of_a_chunk_are_found_after_a_restart_and_those_that_it_was_named_later(opening: Opening) -> None:
     before = opening()
     fill(before, (1,), 5)
-    variant, token_ids = chunk(5)
     documents = frozenset(f"{number:016x}" for number in range(128))  # as many as a request may have
-    before.run([WriteChunk(0, variant, token_ids, (1,), 1.0, 1.0, documents)])
-    before.drain()
+    ended(before, before.disk.write(noted(5, documents=documents), (1,)))
     before.close()
     again = opening()
-    [stored] = again.stored()
+    [stored] = again.disk.stored()
     assert stored.documents == documents
-    again.run([NameChunks(((variant.key, 0, frozenset({"a", "b"})),))])
+    again.disk.rename([(stored.variant, frozenset({"a", "b"}))])
+    again.disk.note([(stored.variant, 7.0, 8.5)])
     again.close()
-    [stored] = opening().stored()
-    assert stored.documents == {"a", "b"}
+    [stored] = opening().disk.stored()
+    assert (stored.documents, stored.frequency, stored.worth) == ({"a", "b"}, 7.0, 8.5)
 
 
 def test_nothing_is_left_in_the_files_of_chunks_that_were_deleted_before_a_scrub(
@@ -189,16 +212,14 @@ def test_nothing_is_left_in_the_files_of_chunks_that_were_deleted_before_a_scrub
     for number in range(2):
         write(memory, (1, 2, 3), 13, number)
     marks = [[chunk(13, n)[1], kv(0, 13, seed=n)[1][:5].numpy().tobytes(), chunk(13, n)[0].key] for n in range(2)]
-    memory.run([DropChunks(((chunk(13)[0].key, 0, 3),))])
-    memory.drain()
+    memory.disk.drop(chunk(13)[0])
+    memory.disk.drain()
     gone, kept = marks
     assert any(mark in _files(tmp_path) for mark in gone), "a slot that is free holds what it held"
-    memory.run([ScrubDisk(77)])
-    memory.drain()
-    assert memory.take_report().num_done == {77: 1}
+    assert ended(memory, memory.disk.scrub()).is_done
     files = _files(tmp_path)
     assert [mark in files for mark in (*gone, *kept)] == [False] * 3 + [True] * 3
-    assert read(memory, (6, 0, 1), 13, number=1).num_done == {101: 1}
+    assert read(memory, (6, 0, 1), 13, number=1).is_done
     assert holds(memory, (6, 0, 1), 13, seed=1)
 
 
@@ -212,11 +233,8 @@ def test_a_disk_that_cannot_be_scrubbed_fails_and_is_out_of_service(
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(SlotFile, "erase", fail)
-    memory.run([ScrubDisk(77)])
-    memory.drain()
-    report = memory.take_report()
-    assert report.num_failed == {77: 1}
-    assert report.is_disk_down or memory.take_report().is_disk_down
+    assert not ended(memory, memory.disk.scrub()).is_done
+    assert memory.disk.is_down
 
 
 def _files(folder: Path) -> bytes:
@@ -228,38 +246,20 @@ def test_a_store_of_other_weights_is_not_read(opening: Opening) -> None:
     write(before, (1,), 5)
     before.close()
     other = opening(weights="theirs")
-    assert other.stored() == ()
-    assert read(other, (1,), 5).num_failed == {100: 1}
+    assert other.disk.stored() == []
+    assert not read(other, (1,), 5).is_done
 
 
-def test_an_engine_that_served_before_comes_back_without_a_disk_that_it_can_no_longer_have(
-    opening: Opening, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opening()
-    monkeypatch.setenv(STARTED_AGAIN_ENV, "1")
-    without = opening()
-    assert without.stored() == ()
-    assert without.take_report().is_disk_down
-    assert write(without, (1, 2), 7).num_failed == {0: 1}
-    without.run([ScrubDisk(77)])
-    assert without.take_report() == MemoryReport(num_failed=Counter({77: 1}))
-    assert holds(without, (1, 2), 7)
+def test_a_share_of_the_disk_that_holds_no_page_is_refused(opening: Opening) -> None:
+    with pytest.raises(ConfigError, match=f"takes {PAGE_BYTES} bytes, the disk's share for them is 4095: raise"):
+        opening(capacity_bytes=4095)
 
 
-def test_a_key_that_is_gone_is_refused_and_an_engine_that_served_before_goes_on_without_its_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = DiskPlace(tmp_path, {}, 1 << 20, key_file=tmp_path / "key")
-
-    def open_memory() -> ChunkMemory:
-        return ChunkMemory(layers=LAYERS, dtype=torch.float32, tokens_per_page=T, num_pages=NUM_PAGES, disk=place)
-
-    with pytest.raises(ConfigError, match="key cannot be read"):
-        open_memory()
-    monkeypatch.setenv(STARTED_AGAIN_ENV, "1")
-    without = open_memory()
-    assert without.take_report().is_disk_down
-    without.close()
+def test_pages_are_mapped_where_they_are_and_nowhere_else(opening: Opening) -> None:
+    place = opening(is_on_disk=False).place
+    assert place.map() is not None
+    for other in (replace(place, name="another"), replace(place, file=10_000), replace(place, pid=0)):
+        assert other.map() is None
 
 
 def test_two_engines_do_not_share_a_store(opening: Opening) -> None:
@@ -273,8 +273,7 @@ def test_a_damaged_chunk_is_a_miss_and_counted(opening: Opening, damage: str) ->
     before = opening()
     write(before, (1, 2, 3), 13)
     write(before, (4,), 5, number=1)
-    assert before._disk is not None
-    data = before._disk.path / "chunks.data"
+    data = before.disk._pages.path / "chunks.data"
     before.close()
     content = bytearray(data.read_bytes())
     if damage == "flip":
@@ -283,29 +282,26 @@ def test_a_damaged_chunk_is_a_miss_and_counted(opening: Opening, damage: str) ->
         del content[4096 if damage == "truncate" else 0 :]
     data.write_bytes(content)
     after = opening()
-    known = {stored.variant.number for stored in after.stored()}
-    report = read(after, (1, 2, 3), 13)
-    assert report.num_failed == {100: 1}
-    assert (report.num_corrupt, report.is_disk_down) == (1, False)
+    known = {stored.variant.number for stored in after.disk.stored()}
+    assert not read(after, (1, 2, 3), 13).is_done
+    assert not after.disk.is_down
     if damage == "flip":
         assert known == {0, 1}, "the checksum is seen when it is read"
-        assert read(after, (4,), 5, number=1).num_done == {101: 1}
+        assert read(after, (4,), 5, number=1).is_done
         assert holds(after, (4,), 5, seed=1)
     else:
         assert known == set()
 
 
-def test_damaged_statistics_are_a_miss_and_the_pages_are_deleted(opening: Opening, tmp_path: Path) -> None:
+def test_damaged_statistics_are_a_miss_and_the_pages_are_deleted(opening: Opening) -> None:
     before = opening()
     write(before, (1,), 5)
+    data = before.disk._statistics.path / "chunks.data"
     before.close()
-    for data in tmp_path.glob("*/chunks.data"):
-        if "statistics" in (data.parent / "identity.json").read_text():
-            data.write_bytes(b"x" * data.stat().st_size)
+    data.write_bytes(b"x" * data.stat().st_size)
     after = opening()
-    assert after.stored() == ()
-    assert after._disk is not None
-    assert len(after._disk._pages) == 0
+    assert after.disk.stored() == []
+    assert len(after.disk._pages) == 0
 
 
 def test_chunks_that_cannot_be_read_at_a_start_are_not_deleted_for_it(
@@ -323,24 +319,24 @@ def test_chunks_that_cannot_be_read_at_a_start_are_not_deleted_for_it(
     with monkeypatch.context() as patched:
         patched.setattr(SlotFile, "read", fail)
         with pytest.raises(CacheTierError, match="none of the 3 chunks in .* can be read: see to that disk"):
-            after.stored()
+            after.disk.stored()
     after.close()
-    assert {stored.variant.number for stored in opening().stored()} == {0, 1, 2}
+    assert {stored.variant.number for stored in opening().disk.stored()} == {0, 1, 2}
 
 
-def test_pages_that_a_crash_left_under_a_number_never_become_another_chunk(opening: Opening) -> None:
+def test_pages_that_a_crash_left_are_deleted_at_a_start_and_never_become_another_chunk(opening: Opening) -> None:
     memory = opening()
-    disk = memory._disk
-    assert disk is not None
+    disk = memory.disk
     write(memory, (1,), 5)
-    disk._statistics.delete_many([part_key(chunk(5)[0].key, 0, 0)])  # killed between the two stores
+    write(memory, (1,), 5, number=1)
+    disk._statistics.delete_many([part_key(chunk(5, number)[0].key, number, 0) for number in range(2)])  # killed before
     fill(memory, (2,), 5, seed=7)
-    variant, token_ids = chunk(5)
-    memory.run([WriteChunk(1, variant, token_ids, (2,), 1.0, 1.0)])
-    memory.drain()
-    memory.take_report()
-    assert read(memory, (3,), 5).num_done == {100: 1}
+    assert ended(memory, disk.write(noted(5), (2,))).is_done
+    assert read(memory, (3,), 5).is_done
     assert holds(memory, (3,), 5, seed=7)
+    assert len(disk._pages) == 2
+    assert [stored.variant.number for stored in disk.stored()] == [0]
+    assert len(disk._pages) == 1
 
 
 def test_a_full_file_system_costs_what_is_written_meanwhile_and_is_tried_again(
@@ -355,11 +351,11 @@ def test_a_full_file_system_costs_what_is_written_meanwhile_and_is_tried_again(
 
     with monkeypatch.context() as patched:
         patched.setattr(SlotFile, "write", no_space)
-        report = write(memory, (2,), 5, number=1)
-        assert (report.num_failed, report.is_disk_down) == ({1: 1}, False)
+        assert not write(memory, (2,), 5, number=1).is_done
+        assert not memory.disk.is_down
     assert holds(memory, (2,), 5, seed=1), "memory is as it was"
-    assert read(memory, (3,), 5).num_done == {100: 1}, "what is there is read"
-    assert until(lambda: write(memory, (2,), 5, number=2).num_done == {2: 1})
+    assert read(memory, (3,), 5).is_done, "what is there is read"
+    assert until(lambda: write(memory, (2,), 5, number=2).is_done)
 
 
 def test_a_disk_that_does_not_answer_is_given_up_and_writes_nothing_afterwards(
@@ -371,17 +367,13 @@ def test_a_disk_that_does_not_answer_is_given_up_and_writes_nothing_afterwards(
     gate.clear()
     monkeypatch.setattr(async_store, "READ_TIMEOUT_S", 0.0)
     fill(memory, (2,), 5, seed=9)
-    variant, _ = chunk(5)
-    asked = range(100, 105)  # more than there are readers
-    memory.run([ReadChunk(command_id, variant.key, 0, (2,)) for command_id in asked])
-    reports: list[MemoryReport] = []
-    assert until(lambda: reports.append(memory.take_report()) or any(report.num_failed for report in reports))
-    failed = next(report for report in reports if report.num_failed)
-    assert (set(failed.num_failed), failed.num_corrupt, failed.is_disk_down) == (set(asked), 0, True)
+    asked = [memory.disk.read(chunk(5)[0], (2,)) for _ in range(5)]  # more than there are readers
+    assert until(lambda: memory.disk.is_down)
+    assert all(transfer.abandon() for transfer in asked)
     gate.set()
-    memory.drain()
+    memory.disk.drain()
     assert holds(memory, (2,), 5, seed=9)
-    assert not memory.take_report()
+    assert not any(transfer.is_done for transfer in asked)
 
 
 def test_a_write_that_does_not_end_takes_the_disk_down_and_writes_nothing_of_pages_that_were_given_away(
@@ -389,23 +381,21 @@ def test_a_write_that_does_not_end_takes_the_disk_down_and_writes_nothing_of_pag
 ) -> None:
     memory = opening()
     monkeypatch.setattr(async_store, "_WRITE_TIMEOUT_S", 0.0)
-    asked = range(3)
-    for number in asked:
+    asked = []
+    for number in range(3):
         fill(memory, (number,), 5, seed=number)
-        memory.run([WriteChunk(number, *chunk(5, number), (number,), frequency=1.0, worth=1.0)])
-    reports: list[MemoryReport] = []
-    assert until(lambda: reports.append(memory.take_report()) or any(report.num_failed for report in reports))
-    failed = next(report for report in reports if report.num_failed)
-    assert (set(failed.num_failed), failed.is_disk_down) == (set(asked), True)
-    for number in asked:
+        asked.append(memory.disk.write(noted(5, number), (number,)))
+    assert until(lambda: memory.disk.is_down)
+    assert all(transfer.abandon() for transfer in asked)
+    for number in range(3):
         fill(memory, (number,), 5, seed=9)
     gate.set()
     memory.close()
-    assert not memory.take_report().num_done
+    assert not any(transfer.is_done for transfer in asked)
     again = opening()
-    for stored in again.stored():  # the first, if its pages were read before they were given away
+    for stored in again.disk.stored():  # the first, if its pages were read before they were given away
         assert stored.variant.number == 0
-        assert read(again, (7,), 5).num_done
+        assert read(again, (7,), 5).is_done
         assert holds(again, (7,), 5, seed=0)
 
 
@@ -413,16 +403,17 @@ def test_a_chunk_whose_pages_were_given_away_before_they_were_read_is_not_writte
     opening: Opening, gate: threading.Event
 ) -> None:
     memory = opening()
-    for number in range(2):
-        fill(memory, (number,), 5, seed=number)
-        memory.run([WriteChunk(number, *chunk(5, number), (number,), frequency=1.0, worth=1.0)])
-    assert memory._under_way[1].abandon(), "the first is being written"
+    first, second = [
+        (fill(memory, (number,), 5, seed=number), memory.disk.write(noted(5, number), (number,)))[1]
+        for number in range(2)
+    ]
+    assert second.abandon(), "the first is being written"
     fill(memory, (1,), 5, seed=9)
     gate.set()
-    memory.drain()
-    assert memory.take_report().num_done == {0: 1}
+    assert ended(memory, first).is_done
+    assert not second.is_done
     memory.close()
-    assert {stored.variant.number for stored in opening().stored()} == {0}
+    assert {stored.variant.number for stored in opening().disk.stored()} == {0}
 
 
 def test_closing_does_not_wait_for_ever_for_a_disk_that_does_not_answer(
@@ -430,17 +421,16 @@ def test_closing_does_not_wait_for_ever_for_a_disk_that_does_not_answer(
 ) -> None:
     memory = opening()
     fill(memory, (1,), 5)
-    variant, token_ids = chunk(5)
-    memory.run([WriteChunk(0, variant, token_ids, (1,), 1.0, 1.0)])
+    transfer = memory.disk.write(noted(5), (1,))
     with monkeypatch.context() as hurried:
         hurried.setattr(async_store, "CLOSE_TIMEOUT_S", 0.01)
         memory.close()
-    assert not memory.take_report(), "the write has not ended"
+    assert not transfer.has_ended
     gate.set()
     memory.close()
-    assert memory.take_report().num_done == {0: 1}
-    [stored] = opening().stored()
-    assert (stored.variant, stored.token_ids) == (variant, token_ids)
+    assert transfer.is_done
+    [stored] = opening().disk.stored()
+    assert (stored.variant, stored.token_ids) == chunk(5)
 
 
 def test_statistics_of_another_format_are_refused() -> None:

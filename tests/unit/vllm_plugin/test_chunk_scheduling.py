@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle, islice
@@ -15,7 +14,9 @@ from ragcache_core.chunk import ChunkVariant, make_selection, plan_reuse
 from ragcache_core.chunk.scores import LEAST_LOST
 from ragcache_core.chunk.types import chunk_key, chunk_spans
 from ragcache_core.policy import PrefillCostModel, make_policy
+from ragcache_core.tree import KnowledgeTree
 from ragcache_core.vllm_plugin.chunks.manager.entries import Reservation
+from ragcache_core.vllm_plugin.chunks.manager.eviction import ChunkEviction
 from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
 from ragcache_core.vllm_plugin.chunks.messages import (
     Capture,
@@ -23,12 +24,10 @@ from ragcache_core.vllm_plugin.chunks.messages import (
     ChunkJob,
     ChunkReport,
     ChunkStep,
-    MemoryReport,
-    ReadChunk,
-    WriteChunk,
 )
 from ragcache_core.vllm_plugin.chunks.reuse_state import OpenCapture, ReuseOptions, statistics_of
 from ragcache_core.vllm_plugin.chunks.scheduler import ChunkScheduling
+from tests.support.chunk_disk import FakeDisk, Read, Scrub, Write
 
 _T = 16
 _DOCUMENTS = {name: [100 * number + i for i in range(40)] for number, name in enumerate("abcd", 1)}
@@ -55,14 +54,11 @@ class Bench:
     ) -> None:
         self.token_inter = token_inter
         cost = PrefillCostModel.default()
-        library = ChunkManager(
-            make_policy("lru", cost),
-            cost,
-            num_pages=num_pages,
-            tokens_per_page=_T,
-            num_disk_pages=num_disk_pages,
-            num_workers=num_workers,
-        )
+        ranks = ChunkEviction(KnowledgeTree(make_policy("lru", cost)), cost)
+        library = ChunkManager(ranks, num_pages=num_pages, tokens_per_page=_T)
+        self.disk = FakeDisk(num_disk_pages)
+        if num_disk_pages:
+            library.open_disk(self.disk)  # type: ignore[arg-type]
         self.guesses: set[str] = set()
         self.scheduling = ChunkScheduling(
             library,
@@ -100,8 +96,10 @@ class Bench:
     def step(self, **progress: tuple[int, int]) -> ChunkStep:
         num_scheduled = sum(end - start for start, end in progress.values())
         step = self.scheduling.take_step(num_scheduled, progress, lambda _: [1, 2, 3])
-        ids = Counter(each.command_id for each in step.commands if isinstance(each, WriteChunk | ReadChunk))
-        report = ChunkReport(memory=MemoryReport(num_done=ids))
+        for call in self.disk.calls:
+            if isinstance(call, Write | Read | Scrub) and not call.transfer.has_ended:
+                call.transfer.end(None)
+        report = ChunkReport(fence=step.fence)
         for capturing in step.captures:
             for capture in capturing.captures:
                 if capture.end <= capturing.end:
@@ -154,8 +152,7 @@ def test_chunks_that_a_forecast_has_stored_are_kept_with_the_uses_that_are_expec
     assert bench.scheduling.offer("forecast", 0) == 0
     bench.scheduling.compute("forecast", 0)
     bench.step(forecast=(0, len(tokens)))
-    written = [each for each in bench.step().commands if isinstance(each, WriteChunk)]
-    assert [each.frequency for each in written] == [9.0, 9.0]
+    assert [call.chunk.frequency for call in bench.disk.calls if isinstance(call, Write)] == [9.0, 9.0]
 
 
 def test_a_chunk_is_captured_once_a_chunked_prefill_has_reached_its_end() -> None:
@@ -384,8 +381,9 @@ def test_what_lies_on_disk_alone_is_read_while_its_request_waits() -> None:
         bench.store(document)
         bench.step()
     bench.arrive("r", "da")
-    (read,) = [each for each in bench.step().commands if isinstance(each, ReadChunk)]
-    assert read.key == _KEYS["a"]
+    (read,) = [call for call in bench.disk.calls if isinstance(call, Read)]
+    assert read.variant.key == _KEYS["a"]
+    bench.step()
     assert bench.scheduling.offer("r", 0) is not None, "it is there when its turn comes"
 
 
@@ -396,8 +394,8 @@ def test_an_offer_waits_for_what_is_being_read_and_does_without_what_is_lost() -
         bench.step()
     bench.arrive("r", "da")
     assert bench.scheduling.offer("r", 0) is None
-    (read,) = [each for each in bench.scheduling.library.take_commands() if isinstance(each, ReadChunk)]
-    bench.scheduling.library.on_report(MemoryReport(num_failed=Counter([read.command_id]), num_corrupt=1))
+    (read,) = [call for call in bench.disk.calls if isinstance(call, Read)]
+    read.transfer.end(None, is_found=False)
     assert bench.scheduling.offer("r", 0) == 0
     bench.scheduling.on_finished("r")
     assert not bench.scheduling.library._pins

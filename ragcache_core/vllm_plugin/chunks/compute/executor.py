@@ -67,6 +67,7 @@ class ChunkExecutor:
             if (running := self._running.get(request_id)) is not None:
                 running.captures = ()
         self._capture.forget((*step.forgotten, *step.cancelled))
+        self._report.fence = step.fence or self._report.fence
         for job in step.jobs:
             self._running[job.request_id] = Running(
                 job,

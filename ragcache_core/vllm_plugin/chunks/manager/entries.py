@@ -1,4 +1,4 @@
-"""The library's records of chunks, of their variants, and of transfers in flight."""
+"""The library's records of chunks and of their variants."""
 
 from __future__ import annotations
 
@@ -23,6 +23,22 @@ class Reservation:
     pages: tuple[int, ...]
     request_id: str
     documents: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """What the disk has of a variant beside its pages: its tokens, 32 bits each, and what is noted with them.
+
+    That is what it is worth, when it was computed, and its documents and those before it, see
+    :func:`~ragcache_core.vllm_plugin.chunks.page_layout.digest_of`.
+    """
+
+    variant: ChunkVariant
+    token_ids: bytes
+    frequency: float
+    worth: float
+    documents: frozenset[str] = frozenset()
+    stored_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -90,24 +106,14 @@ class ForgottenChunks:
 
 
 @dataclass(slots=True)
-class ChunkTransfer:
-    """A variant in flight to or from disk, and how many workers are done with it."""
-
-    chunk: StoredVariants
-    stored: Variant
-    num_done: int = 0
-    num_failed: int = 0
-
-
-@dataclass(slots=True)
 class ChunkCounters:
     """Counts of chunks since the engine started: those that ``num_requests`` reused, with their tokens.
 
     ``num_refused_requests`` asked for reuse that is unsupported, and were answered exactly.
     ``num_mismatched_chunks`` were requested with other tokens than stored, ``num_too_long_chunks`` are longer than the
-    memory, ``num_capacity_misses`` found no free page because the rest was in use; ``num_dropped_blocks`` were not
-    written to disk. Of those on disk ``num_corrupt_blocks`` were damaged or missing when they were read (counted for
-    each worker), ``num_lost_blocks`` were deleted for this or another reason.
+    memory, ``num_capacity_misses`` found no free page because the rest was in use; ``num_dropped_chunks`` were not
+    written to disk. Of those on disk ``num_corrupt_chunks`` were damaged or missing when they were read,
+    ``num_lost_chunks`` were deleted for this or another reason.
     """
 
     num_requests: int = 0
@@ -121,9 +127,9 @@ class ChunkCounters:
     num_mismatched_chunks: int = 0
     num_too_long_chunks: int = 0
     num_capacity_misses: int = 0
-    num_dropped_blocks: int = 0
-    num_corrupt_blocks: int = 0
-    num_lost_blocks: int = 0
+    num_dropped_chunks: int = 0
+    num_corrupt_chunks: int = 0
+    num_lost_chunks: int = 0
 
     def count(self, reuse: ChunkReuseStats) -> None:
         """Count a request that reused chunks."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import cast
 
 from ragcache_core.chunk.types import ChunkKey
-from ragcache_core.policy import PrefillCost, ReplacementPolicy
+from ragcache_core.policy import PrefillCost
 from ragcache_core.tree import KnowledgeTree, PathSegment, TreeNode
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.chunks.manager.entries import StoredVariants, Variant
@@ -23,20 +23,12 @@ class ChunkEviction:
     """Counts how often chunks are retrieved, and names the lowest-ranked one of a tier.
 
     Args:
-        policy: as the tiers have, but an object of its own.
+        tree: of its own, with the tiers' policy.
         prefill_cost: what it costs to compute a chunk.
-        ghost_size, keeps_frequency: how long uses are remembered of a chunk that is nowhere.
     """
 
-    def __init__(
-        self,
-        policy: ReplacementPolicy,
-        prefill_cost: PrefillCost,
-        *,
-        ghost_size: int,
-        keeps_frequency: bool,
-    ) -> None:
-        self._tree = KnowledgeTree(policy, ghost_size=ghost_size, keeps_frequency=keeps_frequency)
+    def __init__(self, tree: KnowledgeTree, prefill_cost: PrefillCost) -> None:
+        self._tree = tree
         self._prefill_cost = prefill_cost
 
     def record_hit(self, key: ChunkKey, num_tokens: int) -> None:

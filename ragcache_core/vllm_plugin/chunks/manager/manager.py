@@ -13,9 +13,9 @@ library imports neither vLLM nor torch, and reads no clock.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import TYPE_CHECKING
 
 from ragcache_core.chunk.types import ChunkKey, ChunkStatistics, ChunkVariant, ContextKey
-from ragcache_core.policy import PrefillCost, ReplacementPolicy
 from ragcache_core.vllm_plugin.chunks.manager.entries import (
     ChunkCounters,
     ForgottenChunks,
@@ -25,55 +25,29 @@ from ragcache_core.vllm_plugin.chunks.manager.entries import (
 )
 from ragcache_core.vllm_plugin.chunks.manager.eviction import ChunkEviction
 from ragcache_core.vllm_plugin.chunks.manager.residency import ChunkResidency
-from ragcache_core.vllm_plugin.chunks.messages import MemoryCommand, MemoryReport, StoredChunk
 from ragcache_core.vllm_plugin.chunks.page_layout import num_pages_of, pack_token_ids
+
+if TYPE_CHECKING:
+    from ragcache_core.vllm_plugin.chunks.storage.disk import ChunkDisk
 
 
 class ChunkManager:
     """Keeps book of the chunks whose KV the workers hold. One thread calls it.
 
     Args:
-        policy: ranks the chunks; an object of its own, as policies keep numbers.
-        prefill_cost: seconds of a prefill, which is what a chunk saves.
+        ranks: which chunk is evicted first.
         num_pages: pages of host memory that each worker has, of ``tokens_per_page`` tokens.
-        num_disk_pages: how many fit on each worker's disk; 0 keeps none there.
-        num_workers: how many report on each command.
+        tokens_per_page: of a chunk.
         max_variants: of one chunk, the M of Cache-Craft §3.3.
-        ghost_size, keeps_frequency: how long the uses of a chunk are remembered that is stored no longer.
     """
 
-    def __init__(
-        self,
-        policy: ReplacementPolicy,
-        prefill_cost: PrefillCost,
-        *,
-        num_pages: int,
-        tokens_per_page: int,
-        num_disk_pages: int = 0,
-        num_workers: int = 1,
-        max_variants: int = 5,
-        ghost_size: int = 100_000,
-        keeps_frequency: bool = True,
-    ) -> None:
+    def __init__(self, ranks: ChunkEviction, *, num_pages: int, tokens_per_page: int, max_variants: int = 5) -> None:
         self.counters = ChunkCounters()
         self.now_s = 0.0
         """The current time, set by the owner."""
         self._num_reservations = 0
-        self._ranks = ChunkEviction(
-            policy,
-            prefill_cost,
-            ghost_size=ghost_size,
-            keeps_frequency=keeps_frequency,
-        )
-        self._stock = ChunkResidency(
-            self._ranks,
-            self.counters,
-            num_pages=num_pages,
-            num_disk_pages=num_disk_pages,
-            tokens_per_page=tokens_per_page,
-            num_workers=num_workers,
-            max_variants=max_variants,
-        )
+        self._ranks = ranks
+        self._stock = ChunkResidency(ranks, self.counters, num_pages, tokens_per_page, max_variants)
         self._pins: dict[str, list[ChunkVariant]] = {}
         self._reservations: dict[str, list[Reservation]] = {}
 
@@ -95,11 +69,7 @@ class ChunkManager:
 
     def stored(self) -> dict[ChunkKey, int]:
         """Return the chunks that :meth:`find` has a variant of, with their numbers of tokens."""
-        return {
-            key: chunk.num_tokens
-            for key, chunk in self._stock.chunks.items()
-            if any(not variant.is_doomed for variant in chunk.stored.values())
-        }
+        return {chunk.key: chunk.num_tokens for chunk, _ in self._stock.found()}
 
     def pin(self, variants: Iterable[ChunkVariant], request_id: str) -> bool:
         """Keep variants for a request, and have those read that lie on disk alone.
@@ -250,15 +220,11 @@ class ChunkManager:
         keys = {key for key, chunk in self._stock.chunks.items() if not chunk.names.isdisjoint(documents)}
         gone = [
             (chunk, stored)
-            for chunk in list(self._stock.chunks.values())
-            for stored in list(chunk.stored.values())
-            if not stored.is_doomed
-            and (
-                is_all
-                or chunk.key in keys
-                or not stored.documents.isdisjoint(documents)
-                or not keys.isdisjoint(stored.variant.statistics.prefix)
-            )
+            for chunk, stored in self._stock.found()
+            if is_all
+            or chunk.key in keys
+            or not stored.documents.isdisjoint(documents)
+            or not keys.isdisjoint(stored.variant.statistics.prefix)
         ]
         found = {name for chunk, stored in gone for name in (*chunk.names, *stored.documents)} & documents
         forgotten = ForgottenChunks(
@@ -268,65 +234,68 @@ class ChunkManager:
             sum(len(stored.pages) for _, stored in gone),
             sum(stored.num_pages for _, stored in gone if stored.is_on_disk),
         )
-        for chunk, stored in gone:
-            self._stock.doom(chunk, stored)
-        self._stock.is_scrub_due = self._stock.num_disk_pages > 0
+        self._stock.doom(gone)
+        self._stock.is_scrub_due = True
         return forgotten
 
     def holdings(self) -> dict[str, tuple[int, int, int]]:
         """Return what is kept of each document, by its digest: variants, and their pages in memory and on disk."""
         held: dict[str, tuple[int, int, int]] = {}
-        for chunk in self._stock.chunks.values():
-            stored = [variant for variant in chunk.stored.values() if not variant.is_doomed]
-            num_pages = sum(len(variant.pages) for variant in stored)
-            num_disk_pages = sum(variant.num_pages for variant in stored if variant.is_on_disk)
-            for name in chunk.names if stored else ():
-                before = held.get(name, (0, 0, 0))
-                held[name] = (before[0] + len(stored), before[1] + num_pages, before[2] + num_disk_pages)
+        for chunk, stored in self._stock.found():
+            for name in chunk.names:
+                num, num_pages, num_disk_pages = held.get(name, (0, 0, 0))
+                num_disk_pages += stored.num_pages * stored.is_on_disk
+                held[name] = num + 1, num_pages + len(stored.pages), num_disk_pages
         return held
 
     def expire(self, oldest_s: float) -> bool:
         """Drop the variants that were computed before a moment, as :meth:`forget` does; return whether any was."""
-        old = [
-            (chunk, stored)
-            for chunk in list(self._stock.chunks.values())
-            for stored in list(chunk.stored.values())
-            if stored.stored_s < oldest_s and not stored.is_doomed
-        ]
-        for chunk, stored in old:
-            self._stock.doom(chunk, stored)
-        if old:
-            self._stock.is_scrub_due = self._stock.num_disk_pages > 0
+        old = [(chunk, stored) for chunk, stored in self._stock.found() if stored.stored_s < oldest_s]
+        self._stock.doom(old)
+        self._stock.is_scrub_due |= bool(old)
         return bool(old)
 
     def num_forgotten(self) -> int:
-        """Return how much of what was forgotten is still here, in memory or on a worker's disk."""
+        """Return how much of what was forgotten is still here, in memory or on the disk."""
+        self._stock.poll()
         variants = (stored for chunk in self._stock.chunks.values() for stored in chunk.stored.values())
         return sum(stored.is_doomed for stored in variants) + self._stock.num_scrubs
 
     @property
-    def is_scrubbing(self) -> bool:
-        """Whether workers have to overwrite what was deleted on disk."""
-        return self._stock.num_scrubs > 0
-
-    @property
     def is_disk_down(self) -> bool:
-        """Whether a worker's disk is out of service."""
+        """Whether the disk is out of service."""
         return self._stock.is_disk_down
 
-    # The workers' memory
+    # The disk, and the workers' memory
 
-    def take_commands(self) -> tuple[MemoryCommand, ...]:
-        """Return what the workers' memory has to do from this step on, in order."""
-        return self._stock.take_commands()
+    def open_disk(self, disk: ChunkDisk | None) -> int:
+        """Keep chunks on a disk from now on, and take up those that it has; return how many variants.
 
-    def on_report(self, report: MemoryReport) -> None:
-        """Take in what the workers' memory did. What could not be read is forgotten: a miss, counted."""
-        self._stock.on_report(report)
+        None: an engine before had one, which is out of service now.
+        """
+        self._stock.disk = disk
+        if disk is None:
+            self._stock.is_disk_down = True
+            return 0
+        return self._stock.restore(disk.stored(), self.now_s)
 
-    def restore(self, found: Sequence[Sequence[StoredChunk]]) -> int:
-        """Take up what was found on disk at the start, a list for each worker; return how many variants."""
-        return self._stock.restore(found, self.now_s)
+    def poll(self) -> None:
+        """Take in what the disk has done. What could not be read is forgotten: a miss, counted."""
+        self._stock.poll()
+
+    def begin_step(self) -> int:
+        """Return what to give :meth:`end_step` when all workers have ended the step that is told to them now; or 0."""
+        self._stock.poll()
+        return self._stock.begin_step()
+
+    def end_step(self, fence: int) -> None:
+        """Give the pages out again that workers wrote to before that step."""
+        self._stock.end_step(fence)
+
+    def close(self) -> None:
+        """End the disk's threads after what they were asked to write. Idempotent."""
+        if self._stock.disk is not None:
+            self._stock.disk.close()
 
     def clear(self) -> None:
         """Forget every chunk, and write nothing more to disk: the model's weights may have changed.
@@ -336,42 +305,20 @@ class ChunkManager:
         for request_id in list(self._reservations):
             for reservation in self._reservations.pop(request_id):
                 self._give_back(reservation)
-        for chunk in list(self._stock.chunks.values()):
-            for stored in list(chunk.stored.values()):
-                self._stock.doom(chunk, stored)
+        self._stock.doom(self._stock.found())
         self._stock.leave_disk()
 
     # Reporting
 
     @property
-    def is_disk_enabled(self) -> bool:
-        """Whether chunks are written to disk."""
-        return self._stock.is_disk_enabled
-
-    @property
-    def num_pages(self) -> int:
-        """Pages of host memory that each worker has."""
-        return self._stock.num_pages
-
-    @property
     def num_used_pages(self) -> int:
-        """Those of them that hold a chunk, or are to hold one."""
+        """Pages of host memory that hold a chunk, or are to hold one."""
         return self._stock.num_used_pages
-
-    @property
-    def num_disk_pages(self) -> int:
-        """Pages that fit on each worker's disk."""
-        return self._stock.num_disk_pages
 
     @property
     def num_used_disk_pages(self) -> int:
         """Pages on disk, those in flight included."""
         return self._stock.num_used_disk_pages
-
-    @property
-    def num_chunks(self) -> int:
-        """Chunks with a variant that is stored, or captured now."""
-        return len(self._stock.chunks)
 
     @property
     def num_variants(self) -> int:
@@ -380,15 +327,16 @@ class ChunkManager:
 
     def report(self) -> dict[str, object]:
         """Return the engine's report of its chunks; see :class:`~ragcache_core.stats.ChunkStats`."""
+        self._stock.poll()
         size = self._stock.tokens_per_page
         return {
-            "num_chunks": self.num_chunks,
+            "num_chunks": len(self._stock.chunks),
             "num_variants": self.num_variants,
-            "capacity_tokens": self.num_pages * size,
+            "capacity_tokens": self._stock.num_pages * size,
             "used_tokens": self.num_used_pages * size,
-            "disk_capacity_tokens": self.num_disk_pages * size,
+            "disk_capacity_tokens": self._stock.num_disk_pages * size,
             "used_disk_tokens": self.num_used_disk_pages * size,
-            "is_disk_enabled": self.is_disk_enabled,
+            "is_disk_enabled": self._stock.is_disk_enabled,
             **self.counters.to_dict(),
         }
 

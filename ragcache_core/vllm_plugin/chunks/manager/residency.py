@@ -2,32 +2,29 @@
 
 Requests are unknown here: a variant only has a number of pins. Every move runs in :meth:`ChunkResidency.changing`,
 which keeps the sums and the ranks correct.
+
+The disk fills pages at once, while workers may be a step behind: pages of a capture that was called off are given out
+again when all workers have ended the step that told them (:meth:`ChunkResidency.begin_step`).
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from ragcache_core.chunk import VariantTable
 from ragcache_core.chunk.types import ChunkKey, ChunkVariant
 from ragcache_core.chunkstore.slotfile import SlotMap
 from ragcache_core.tree.node import MAX_OTHER_IDS
 from ragcache_core.types import Tier
-from ragcache_core.vllm_plugin.chunks.manager.entries import ChunkCounters, ChunkTransfer, StoredVariants, Variant
+from ragcache_core.vllm_plugin.chunks.manager.entries import ChunkCounters, StoredChunk, StoredVariants, Variant
 from ragcache_core.vllm_plugin.chunks.manager.eviction import ChunkEviction
-from ragcache_core.vllm_plugin.chunks.messages import (
-    DropChunks,
-    MemoryCommand,
-    MemoryReport,
-    NameChunks,
-    NoteUses,
-    ReadChunk,
-    ScrubDisk,
-    StoredChunk,
-    WriteChunk,
-)
 from ragcache_core.vllm_plugin.chunks.page_layout import num_pages_of
+
+if TYPE_CHECKING:
+    from ragcache_core.vllm_plugin.chunks.storage.disk import ChunkDisk, DiskTransfer
 
 _NOTED_AT_ONCE = 64
 _MAX_WRITING_SHARE = 4
@@ -35,53 +32,53 @@ _MAX_WRITING_SHARE = 4
 
 
 class ChunkResidency:
-    """The chunks by key, where their variants are, and the commands that move them.
+    """The chunks by key, where their variants are, and the transfers between memory and disk.
 
     Args:
         ranks: which chunk is evicted first.
         counters: of chunks.
-        num_pages, num_disk_pages: of every worker.
+        num_pages: of host memory.
         tokens_per_page: of a chunk.
-        num_workers: how many report on each command.
         max_variants: of one chunk.
 
     Attributes:
         chunks: those with a variant stored or in flight.
         variants: those that are stored, with their f_r.
+        disk: copies between memory and disk; None where there is none, or not yet.
         is_scrub_due: the bytes of deleted chunks must be erased from disk.
-        is_disk_down: a worker's disk is out of service.
+        is_disk_down: the disk is out of service.
     """
 
     def __init__(
-        self,
-        ranks: ChunkEviction,
-        counters: ChunkCounters,
-        *,
-        num_pages: int,
-        num_disk_pages: int,
-        tokens_per_page: int,
-        num_workers: int,
-        max_variants: int,
+        self, ranks: ChunkEviction, counters: ChunkCounters, num_pages: int, tokens_per_page: int, max_variants: int
     ) -> None:
         self.num_pages = num_pages
-        self.num_disk_pages = num_disk_pages
         self.tokens_per_page = tokens_per_page
-        self.is_disk_enabled = num_disk_pages > 0
+        self.disk: ChunkDisk | None = None
         self.chunks: dict[ChunkKey, StoredVariants] = {}
-        self.variants = VariantTable(num_pages + num_disk_pages, max_variants)
+        self.variants = VariantTable(sys.maxsize, max_variants)
         self.num_used_disk_pages = 0
         self._ranks = ranks
         self._counters = counters
-        self._num_workers = num_workers
         self._free = SlotMap(num_pages)
         self._num_idle_pages = self._num_idle_disk_pages = self._num_writing_pages = 0
-        self._next_command = 0
-        self._transfers: dict[int, ChunkTransfer] = {}
-        self._commands: list[MemoryCommand] = []
+        self._called_off: list[int] = []
+        self._fenced: dict[int, list[int]] = {}
+        self._num_fences = 0
+        self._transfers: dict[DiskTransfer, tuple[StoredVariants, Variant] | None] = {}
         self._uses: dict[int, ChunkVariant] = {}
-        self._scrubs: dict[int, int] = {}
         self._renamed: dict[int, tuple[StoredVariants, Variant]] = {}
-        self.is_scrub_due = self.is_disk_down = False
+        self.is_scrub_due = self.is_disk_down = self._is_disk_left = False
+
+    @property
+    def num_disk_pages(self) -> int:
+        """Pages that fit on the disk."""
+        return 0 if self.disk is None else self.disk.num_pages
+
+    @property
+    def is_disk_enabled(self) -> bool:
+        """Whether chunks are written to disk."""
+        return self.disk is not None and not self._is_disk_left
 
     @property
     def num_used_pages(self) -> int:
@@ -93,6 +90,10 @@ class ChunkResidency:
         chunk = self.chunks.get(variant.key)
         stored = None if chunk is None else chunk.stored.get(variant.number)
         return None if chunk is None or stored is None else (chunk, stored)
+
+    def found(self) -> list[tuple[StoredVariants, Variant]]:
+        """Return all chunks and variants that are not doomed."""
+        return [(chunk, v) for chunk in self.chunks.values() for v in chunk.stored.values() if not v.is_doomed]
 
     @contextmanager
     def changing(self, chunk: StoredVariants, stored: Variant) -> Iterator[None]:
@@ -115,15 +116,28 @@ class ChunkResidency:
     def take_pages(self, num_pages: int) -> tuple[int, ...]:
         """Return pages; the lowest-ranked chunks are evicted where too few are free."""
         while self._free.num_free < num_pages:
-            chunk = self.chunks[self._ranks.lowest(Tier.HOST)]
-            stored = self._least(chunk, Tier.HOST)
-            self._ranks.record_eviction(chunk, stored, Tier.HOST)
-            self._leave_host(chunk, stored)
+            self._leave_host(*self._next_to_leave(Tier.HOST))
         return tuple(self._free.reserve(num_pages))
 
     def give_pages_back(self, pages: tuple[int, ...]) -> None:
-        """Undo :meth:`take_pages`."""
-        self._free.release(pages)
+        """Undo :meth:`take_pages`, once no worker writes to the pages any more."""
+        if self.disk is None:  # workers themselves fill them, in the order in which they are told to
+            self._free.release(pages)
+        else:
+            self._called_off += pages
+
+    def begin_step(self) -> int:
+        """Return what to give :meth:`end_step` when all workers have ended a step that is told to them now; or 0."""
+        if not self._called_off:
+            return 0
+        self._num_fences += 1
+        self._fenced[self._num_fences], self._called_off = self._called_off, []
+        return self._num_fences
+
+    def end_step(self, fence: int) -> None:
+        """Record that all workers have ended a step, and so those before it."""
+        for told in [each for each in self._fenced if each <= fence]:
+            self._free.release(self._fenced.pop(told))
 
     def forget(self, chunk: StoredVariants, stored: Variant) -> None:
         """Drop a variant that is not held, wherever it is."""
@@ -136,15 +150,15 @@ class ChunkResidency:
             stored.is_on_disk = False
             del chunk.stored[stored.variant.number]
             self.variants.remove(stored.variant)
-        if stored.is_doomed:
-            self.is_scrub_due = self.num_disk_pages > 0
+        self.is_scrub_due |= stored.is_doomed
         self.forget_if_empty(chunk)
 
-    def doom(self, chunk: StoredVariants, stored: Variant) -> None:
-        """Drop a variant as soon as it is not held; from now on it is not found."""
-        stored.is_doomed = True
-        self.variants.remove(stored.variant)
-        self.forget_if_doomed(chunk, stored)
+    def doom(self, gone: Sequence[tuple[StoredVariants, Variant]]) -> None:
+        """Drop variants as soon as they are not held; from now on they are not found."""
+        for chunk, stored in gone:
+            stored.is_doomed = True
+            self.variants.remove(stored.variant)
+            self.forget_if_doomed(chunk, stored)
 
     def forget_if_doomed(self, chunk: StoredVariants, stored: Variant) -> None:
         """Drop a doomed variant that has been released."""
@@ -163,42 +177,27 @@ class ChunkResidency:
         pages = self.take_pages(stored.num_pages)
         with self.changing(chunk, stored):
             stored.pages, stored.is_loading = pages, True
-        command_id = self._begin(chunk, stored)
-        self._commands.append(ReadChunk(command_id, chunk.key, stored.variant.number, pages))
+        assert self.disk is not None
+        self._transfers[self.disk.read(stored.variant, pages)] = chunk, stored
 
     def write(self, chunk: StoredVariants, stored: Variant) -> None:
         """Have a variant written to disk, where others are deleted for it; what does not fit stays in memory."""
-        if not self.is_disk_enabled:
+        if self.disk is None or not self.is_disk_enabled:
             return
         num_missing = stored.num_pages - (self.num_disk_pages - self.num_used_disk_pages)
         is_behind = self._num_writing_pages + stored.num_pages > self.num_pages // _MAX_WRITING_SHARE
         if num_missing > self._num_idle_disk_pages or (is_behind and self._num_writing_pages):
-            self._counters.num_dropped_blocks += 1
+            self._counters.num_dropped_chunks += 1
             return
         while stored.num_pages > self.num_disk_pages - self.num_used_disk_pages:
-            victim_chunk = self.chunks[self._ranks.lowest(Tier.DISK)]
-            victim = self._least(victim_chunk, Tier.DISK)
-            self._ranks.record_eviction(victim_chunk, victim, Tier.DISK)
-            self._leave_disk(victim_chunk, victim)
+            self._leave_disk(*self._next_to_leave(Tier.DISK))
         self.num_used_disk_pages += stored.num_pages
         self._num_writing_pages += stored.num_pages
         with self.changing(chunk, stored):
             stored.is_writing = True
-        frequency = self._ranks.frequency(chunk.key)
-        command_id = self._begin(chunk, stored)
-        worth, documents = self._worth(stored), stored.documents | chunk.names
-        self._commands.append(
-            WriteChunk(
-                command_id,
-                stored.variant,
-                chunk.token_ids,
-                stored.pages,
-                frequency,
-                worth,
-                documents,
-                stored.stored_s,
-            )
-        )
+        documents, frequency = stored.documents | chunk.names, self._ranks.frequency(chunk.key)
+        noted = StoredChunk(stored.variant, chunk.token_ids, frequency, self._worth(stored), documents, stored.stored_s)
+        self._transfers[self.disk.write(noted, stored.pages)] = chunk, stored
 
     def record_use(self, stored: Variant) -> None:
         """Have it noted on disk before long what a variant is worth."""
@@ -214,85 +213,69 @@ class ChunkResidency:
 
     @property
     def num_scrubs(self) -> int:
-        """Scrubs of the workers' disks that have not ended, or not begun."""
-        return len(self._scrubs) + self.is_scrub_due
+        """Scrubs of the disk that have not ended, or not begun."""
+        return 0 if self.disk is None else sum(at is None for at in self._transfers.values()) + self.is_scrub_due
 
-    def take_commands(self) -> tuple[MemoryCommand, ...]:
-        """Return what the workers' memory has to do, in order."""
-        if len(self._uses) >= _NOTED_AT_ONCE:
-            kept = [variant for variant in self._uses.values() if variant in self.variants]
-            uses = [(v.key, v.number, self._ranks.frequency(v.key), self.variants.reuse(v)) for v in kept]
-            self._uses.clear()
-            self._commands.append(NoteUses(tuple(uses)))
-        if self._renamed:
-            places = [at for at in self._renamed.values() if self.place(at[1].variant) is not None]
-            names = [(at.variant.key, at.variant.number, at.documents | chunk.names) for chunk, at in places]
-            self._renamed.clear()
-            self._commands.append(NameChunks(tuple(names)))
-        if self.is_scrub_due:
-            self.is_scrub_due = False
-            command_id, self._next_command = self._next_command, self._next_command + 1
-            self._scrubs[command_id] = 0
-            self._commands.append(ScrubDisk(command_id))
-        commands, self._commands = tuple(self._commands), []
-        return commands
-
-    def on_report(self, report: MemoryReport) -> None:
-        """Take in what the workers did; a variant that one of them could not read is forgotten."""
-        self._counters.num_corrupt_blocks += report.num_corrupt
-        for command_id in report.num_done.keys() | report.num_failed.keys():
-            if command_id in self._scrubs:
-                self._scrubs[command_id] += report.num_done[command_id] + report.num_failed[command_id]
-                if self._scrubs[command_id] == self._num_workers:
-                    del self._scrubs[command_id]
-            transfer = self._transfers.get(command_id)
-            if transfer is None:
-                continue
-            transfer.num_done += report.num_done[command_id]
-            transfer.num_failed += report.num_failed[command_id]
-            if transfer.num_done + transfer.num_failed == self._num_workers:
-                del self._transfers[command_id]
-                self._finish(transfer)
-        if report.is_disk_down:
+    def poll(self) -> None:
+        """Take in what the disk has done, and have it do what has come up; a variant that it lost is forgotten."""
+        if (disk := self.disk) is None:
+            return
+        is_down = disk.is_down
+        for transfer, moved in list(self._transfers.items()):
+            if is_down:
+                transfer.abandon()
+            if transfer.has_ended:
+                del self._transfers[transfer]
+                if moved is not None:
+                    self._finish(*moved, transfer)
+        if is_down and not self.is_disk_down:
             self.is_disk_down = True
             self.leave_disk()
+        if len(self._uses) >= _NOTED_AT_ONCE:
+            kept = [variant for variant in self._uses.values() if variant in self.variants]
+            disk.note([(each, self._ranks.frequency(each.key), self.variants.reuse(each)) for each in kept])
+            self._uses.clear()
+        if self._renamed:
+            places = [at for at in self._renamed.values() if self.place(at[1].variant) is not None]
+            disk.rename([(stored.variant, stored.documents | chunk.names) for chunk, stored in places])
+            self._renamed.clear()
+        if self.is_scrub_due:
+            self.is_scrub_due = False
+            self._transfers[disk.scrub()] = None
 
-    def restore(self, found: Sequence[Sequence[StoredChunk]], now_s: float) -> int:
-        """Take up what every worker found on its disk, the most used first; return how many variants.
+    def restore(self, found: Sequence[StoredChunk], now_s: float) -> int:
+        """Take up what was found on disk, the most used first; return how many variants.
 
-        What only some of them have, or have from another context, or more than fits now, is deleted.
+        What cannot be kept beside others, or is more than fits now, is deleted.
         """
-        if not found:
-            return 0
-        on_all = set.intersection(*({c.variant.name for c in part} for part in found))
-        entries = {(c.variant.key, c.variant.number): c for part in found for c in part}
-        orphans: list[tuple[ChunkKey, int, int]] = []
-        for at, entry in sorted(entries.items(), key=lambda item: (-item[1].frequency, -item[1].worth, item[0])):
-            num_pages = num_pages_of(entry.variant.num_tokens, self.tokens_per_page)
-            chunk = self.chunks.get(at[0]) or StoredVariants(at[0], entry.token_ids, entry.variant.num_tokens)
+        assert self.disk is not None
+        num_restored = 0
+        for entry in sorted(found, key=lambda each: (-each.frequency, -each.worth, each.variant.name)):
+            variant = entry.variant
+            num_pages = num_pages_of(variant.num_tokens, self.tokens_per_page)
+            chunk = self.chunks.get(variant.key) or StoredVariants(variant.key, entry.token_ids, variant.num_tokens)
             has_room = self.num_used_disk_pages + num_pages <= self.num_disk_pages
-            self.variants.retire(at[1])
-            is_sound = entry.variant.name in on_all and entry.token_ids == chunk.token_ids
-            is_new = self.variants.captured_in(at[0], entry.variant.statistics.context) is None
-            if not (is_sound and is_new and has_room) or self.variants.is_full(at[0]):
-                orphans.append((*at, num_pages))
+            self.variants.retire(variant.number)
+            is_new = self.variants.captured_in(variant.key, variant.statistics.context) is None
+            is_sound = is_new and entry.token_ids == chunk.token_ids
+            if not (is_sound and has_room) or self.variants.is_full(variant.key):
+                self.disk.drop(variant)
                 continue
-            self.variants.restore(entry.variant, reuse=entry.worth)
-            self.chunks[at[0]] = chunk
+            num_restored += 1
+            self.variants.restore(variant, reuse=entry.worth)
+            self.chunks[variant.key] = chunk
             stored_s = min(entry.stored_s, now_s)  # a clock may have been set back
-            stored = Variant(entry.variant, num_pages, documents=entry.documents, stored_s=stored_s)
+            stored = Variant(variant, num_pages, documents=entry.documents, stored_s=stored_s)
             self.num_used_disk_pages += num_pages
             with self.changing(chunk, stored):
                 stored.is_on_disk = True
-                chunk.stored[at[1]] = stored
+                chunk.stored[variant.number] = stored
             self._ranks.restore(chunk.key, chunk.num_tokens, entry.frequency)
-        if orphans:
-            self._commands.append(DropChunks(tuple(orphans)))
-        return len(entries) - len(orphans)
+        return num_restored
 
     def leave_disk(self) -> None:
         """Use the disk no more until the next start."""
-        self.is_disk_enabled = False
+        self._is_disk_left = True
         self._uses.clear()
         for chunk in list(self.chunks.values()):
             for stored in list(chunk.stored.values()):
@@ -301,10 +284,13 @@ class ChunkResidency:
 
     # Inside
 
-    def _least(self, chunk: StoredVariants, tier: Tier) -> Variant:
-        """Return the variant with the lowest f_r that a tier can evict; the oldest of equal ones."""
+    def _next_to_leave(self, tier: Tier) -> tuple[StoredVariants, Variant]:
+        """Return what a tier evicts: of the lowest chunk the variant with the lowest f_r, the oldest of equal ones."""
+        chunk = self.chunks[self._ranks.lowest(tier)]
         idle = (stored for stored in chunk.stored.values() if stored.num_idle_pages(tier))
-        return min(idle, key=lambda stored: (self._worth(stored), stored.variant.number))
+        least = min(idle, key=lambda stored: (self._worth(stored), stored.variant.number))
+        self._ranks.record_eviction(chunk, least, tier)
+        return chunk, least
 
     def _worth(self, stored: Variant) -> float:
         return self.variants.reuse(stored.variant)
@@ -328,27 +314,22 @@ class ChunkResidency:
             self._drop(stored)
 
     def _drop(self, stored: Variant) -> None:
-        variant = stored.variant
-        self._commands.append(DropChunks(((variant.key, variant.number, stored.num_pages),)))
+        assert self.disk is not None
+        self.disk.drop(stored.variant)
 
-    def _begin(self, chunk: StoredVariants, stored: Variant) -> int:
-        command_id, self._next_command = self._next_command, self._next_command + 1
-        self._transfers[command_id] = ChunkTransfer(chunk, stored)
-        return command_id
-
-    def _finish(self, transfer: ChunkTransfer) -> None:
-        chunk, stored = transfer.chunk, transfer.stored
-        is_lost = stored.is_loading and bool(transfer.num_failed)
+    def _finish(self, chunk: StoredVariants, stored: Variant, transfer: DiskTransfer) -> None:
+        is_lost = stored.is_loading and not transfer.is_done
         with self.changing(chunk, stored):
             if stored.is_writing:
                 self._num_writing_pages -= stored.num_pages
-                stored.is_on_disk = True  # of some workers at least
+                stored.is_on_disk = True  # a part of it, at least
             stored.is_loading, was_writing, stored.is_writing = False, stored.is_writing, False
         if is_lost:
-            self._counters.num_lost_blocks += 1
+            self._counters.num_lost_chunks += 1
+            self._counters.num_corrupt_chunks += transfer.is_finished
             self.forget(chunk, stored)
             return
-        if transfer.num_failed or not self.is_disk_enabled:
-            self._counters.num_dropped_blocks += was_writing
+        if not (transfer.is_done and self.is_disk_enabled):
+            self._counters.num_dropped_chunks += was_writing
             self._leave_disk(chunk, stored)
         self.forget_if_doomed(chunk, stored)
