@@ -342,8 +342,8 @@ class ChunkStats:
     adapter, a cache salt, images, prompt embeddings or prompt logprobs, more documents than a request may have, or a
     quality that was not measured. ``num_mismatched_chunks`` had other tokens than stored, ``num_too_long_chunks`` were
     longer than the memory, ``num_capacity_misses`` found no free space: they were computed exactly.
-    ``num_dropped_blocks`` were not written to disk, ``num_corrupt_blocks`` were damaged or gone there,
-    ``num_lost_blocks`` dropped because of that.
+    ``num_dropped_chunks`` were not written to disk, ``num_corrupt_chunks`` were damaged or gone there,
+    ``num_lost_chunks`` dropped because of that.
     """
 
     num_chunks: int = _gauge("ragcache_chunk_stored", "Documents stored for reuse.")
@@ -389,11 +389,11 @@ class ChunkStats:
     num_capacity_misses: int = _counter(
         "ragcache_chunk_crowded_out", "Documents for which there was no free space. They were computed exactly."
     )
-    num_dropped_blocks: int = _counter("ragcache_chunk_dropped", "Documents for reuse that were not written to disk.")
-    num_corrupt_blocks: int = _counter(
+    num_dropped_chunks: int = _counter("ragcache_chunk_dropped", "Documents for reuse that were not written to disk.")
+    num_corrupt_chunks: int = _counter(
         "ragcache_chunk_corrupt", "Documents for reuse that were damaged or missing on disk; each was a miss."
     )
-    num_lost_blocks: int = _counter(
+    num_lost_chunks: int = _counter(
         "ragcache_chunk_lost", "Documents for reuse that were dropped because of damaged or missing parts."
     )
 

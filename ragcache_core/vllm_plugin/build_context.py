@@ -23,11 +23,11 @@ from ragcache_core.log import logger_of
 from ragcache_core.policy import PrefillCostModel
 from ragcache_core.runtime.clock import steady_s
 from ragcache_core.types import Tier
-from ragcache_core.vllm_plugin.beside import extra_config
 from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
 from ragcache_core.vllm_plugin.cache.kv_groups import KVGroups
 from ragcache_core.vllm_plugin.compat import kv_bytes_per_block, resolve_kv_cache_block_sizes
 from ragcache_core.vllm_plugin.group_specs import read_groups
+from ragcache_core.vllm_plugin.other_connectors import extra_config
 from ragcache_core.vllm_plugin.release import settings_in_force
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from ragcache_core.vllm_plugin.beside import MODULE, children, is_own, own_stats
 from ragcache_core.vllm_plugin.engine_death import wait_for_exit
+from ragcache_core.vllm_plugin.other_connectors import MODULE, children, is_own, own_stats
 from ragcache_core.vllm_plugin.registrations import PersistentRegistrations
 from ragcache_core.vllm_plugin.release import put_stand_ins, unsupported_reason
 

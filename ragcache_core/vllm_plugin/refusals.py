@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.vllm_plugin.beside import check_other_connectors, children, extra_config, is_own
+from ragcache_core.vllm_plugin.other_connectors import check_other_connectors, children, extra_config, is_own
 from ragcache_core.vllm_plugin.settings import PluginSettings
 
 if TYPE_CHECKING:

@@ -209,8 +209,8 @@ def _cache_counters(reading: EngineStats) -> Iterator[tuple[str, str]]:
         yield "stored chunks", f"{stored}; {host}, {disk}{switched_off}"
         unusable = f"{chunks.num_mismatched_chunks:,} mismatched, {chunks.num_too_long_chunks:,} too long"
         gone = f"{chunks.num_capacity_misses:,} without free space, {chunks.num_evicted_chunks:,} evicted"
-        damaged = f"{chunks.num_corrupt_blocks:,} corrupt, {chunks.num_lost_blocks:,} lost"
-        yield "unused chunks", f"{unusable}, {gone}, {damaged}, {chunks.num_dropped_blocks:,} dropped"
+        damaged = f"{chunks.num_corrupt_chunks:,} corrupt, {chunks.num_lost_chunks:,} lost"
+        yield "unused chunks", f"{unusable}, {gone}, {damaged}, {chunks.num_dropped_chunks:,} dropped"
 
 
 def _tiers(reading: EngineStats, room: TerminalSize) -> RenderableType:

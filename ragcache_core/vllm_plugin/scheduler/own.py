@@ -6,8 +6,8 @@ import time
 from copy import copy
 from typing import Any
 
-from ragcache_core.vllm_plugin.beside import ragcache_connector
 from ragcache_core.vllm_plugin.compat import attach_utilities
+from ragcache_core.vllm_plugin.other_connectors import ragcache_connector
 
 _NO_CACHE = "this release of vLLM is unknown, and caches without RAGCache"
 

@@ -22,7 +22,6 @@ from ragcache_core.errors import ConfigError
 from ragcache_core.log import logger_of
 from ragcache_core.memory import collect_rarely, freeze_survivors
 from ragcache_core.runtime.clock import steady_s
-from ragcache_core.vllm_plugin.beside import children, is_own, ragcache_connector
 from ragcache_core.vllm_plugin.build_context import building
 from ragcache_core.vllm_plugin.compat import (
     AsyncScheduler,
@@ -35,6 +34,7 @@ from ragcache_core.vllm_plugin.compat import (
     front_end_of,
     prompt_of_keys,
 )
+from ragcache_core.vllm_plugin.other_connectors import children, is_own, ragcache_connector
 from ragcache_core.vllm_plugin.refusals import check_engine
 from ragcache_core.vllm_plugin.scheduler.block_pool import TreeBlockPool, TreeFreeBlockQueue
 from ragcache_core.vllm_plugin.scheduler.request_queue import CacheAwareRequestQueue

@@ -13,7 +13,7 @@ from pathlib import Path
 from ragcache_core.config import OWN_CONNECTORS
 from ragcache_core.runtime.environment import CPU_KV_CACHE_BYTES_ENV
 from ragcache_core.runtime.shared_memory import SHARED_MEMORY
-from ragcache_core.vllm_plugin.beside import MODULE
+from ragcache_core.vllm_plugin.other_connectors import MODULE
 
 ENDPOINT_PLUGIN = "ragcache"
 """The name of our entry point in ``vllm.endpoint_plugins`` (``pyproject.toml``)."""

@@ -19,8 +19,8 @@ from ragcache_core.chunkstore.old_namespaces import delete_unused
 from ragcache_core.errors import CacheTierError, quoted
 from ragcache_core.log import logger_of
 from ragcache_core.stats import MAX_LISTED
-from ragcache_core.vllm_plugin.beside import extra_config
 from ragcache_core.vllm_plugin.compat import call_cache, call_report
+from ragcache_core.vllm_plugin.other_connectors import extra_config
 from ragcache_core.vllm_plugin.release import settings_in_force
 from ragcache_core.vllm_plugin.server.document_routes import (
     ask_engines,

@@ -18,7 +18,6 @@ from pydantic import BaseModel, Field
 from vllm import envs
 
 from ragcache_core.log import logger_of
-from ragcache_core.vllm_plugin.beside import extra_config
 from ragcache_core.vllm_plugin.compat import (
     call_cached_paths,
     call_confirm,
@@ -26,6 +25,7 @@ from ragcache_core.vllm_plugin.compat import (
     call_report,
     require_embeddings,
 )
+from ragcache_core.vllm_plugin.other_connectors import extra_config
 from ragcache_core.vllm_plugin.release import settings_in_force
 from ragcache_core.vllm_plugin.server import cache_routes, document_routes
 from ragcache_core.vllm_plugin.server.accepted_keys import AcceptedKeys, follow_file

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from ragcache_core.errors import ConfigError, quoted
 from ragcache_core.runtime.tenants import MAX_SALT_CHARS, Tenants, salt_of, speculation_of
 from ragcache_core.stats import ENGINE_SERIES
-from ragcache_core.vllm_plugin.beside import extra_config
+from ragcache_core.vllm_plugin.other_connectors import extra_config
 from ragcache_core.vllm_plugin.server.middleware import TENANT
 from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.wire import KEY

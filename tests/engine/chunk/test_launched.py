@@ -249,5 +249,5 @@ def test_chunks_outlive_the_engine_and_damaged_ones_are_computed_exactly(
         text, stats = _ask(second, "qp", _NOTHING)
         assert stats.chunk_reuse is None
         assert text == _ask(engine, "qp")[0] == _ask(second, "qp", False)[0]
-        assert until(lambda: _chunks(second).num_lost_blocks == 2, timeout_s=20)
+        assert until(lambda: _chunks(second).num_lost_chunks == 2, timeout_s=20)
         assert _ask(second, "pq", _NOTHING)[1].chunk_reuse is not None, "they were captured again"

@@ -51,9 +51,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 from ragcache_core.client.launch import arguments
 from ragcache_core.config import CacheConfig as Tiers
 from ragcache_core.runtime.shared_memory import EngineFiles, new_engine_id
-from ragcache_core.vllm_plugin.beside import ragcache_connector
 from ragcache_core.vllm_plugin.cache.kv_groups import group_of
 from ragcache_core.vllm_plugin.offload.layer_loads import LayerLoad, LayerLoadMetadata
+from ragcache_core.vllm_plugin.other_connectors import ragcache_connector
 from ragcache_core.vllm_plugin.scheduler.scheduler import AsyncTreeScheduler, SyncTreeScheduler
 from tests.conftest import DEMO_MODEL
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from ragcache_core.types import Tier
-from ragcache_core.vllm_plugin.beside import ragcache_connector
 from ragcache_core.vllm_plugin.offload.layer_load_scheduler import LayerLoads
 from ragcache_core.vllm_plugin.offload.layer_loads import LayerLoadMetadata
+from ragcache_core.vllm_plugin.other_connectors import ragcache_connector
 from tests.engine.vllm_plugin.storing_scene import Steps, host_scheduler, request, serve_at_random, tokens
 
 

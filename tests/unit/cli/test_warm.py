@@ -185,7 +185,7 @@ def test_an_engine_with_chunk_reuse_is_warmed_by_single_documents(
         ("num_chunks", "num_variants", "used_tokens", "disk_capacity_tokens", "used_disk_tokens", "num_requests",
          "num_refused_requests", "num_reused_chunks", "num_reused_tokens", "num_recomputed_tokens",
          "num_captured_chunks", "num_evicted_chunks", "num_mismatched_chunks", "num_too_long_chunks",
-         "num_capacity_misses", "num_dropped_blocks", "num_corrupt_blocks", "num_lost_blocks"), 0
+         "num_capacity_misses", "num_dropped_chunks", "num_corrupt_chunks", "num_lost_chunks"), 0
     )  # fmt: skip
     assert server.cache is not None
     server.cache = {**server.cache, "chunks": {**counts, "capacity_tokens": 5_000, "is_disk_enabled": False}}

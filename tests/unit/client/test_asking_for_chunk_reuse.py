@@ -27,8 +27,8 @@ CHUNKS = {
     "used_disk_tokens": 2500, "is_disk_enabled": False, "num_requests": 2, "num_reused_chunks": 5,
     "num_reused_tokens": 900, "num_recomputed_tokens": 300, "num_prefix_tokens": 70,
     "num_captured_chunks": 4, "num_evicted_chunks": 1,
-    "num_mismatched_chunks": 6, "num_too_long_chunks": 7, "num_capacity_misses": 8, "num_dropped_blocks": 9,
-    "num_corrupt_blocks": 10, "num_lost_blocks": 11, "num_refused_requests": 12,
+    "num_mismatched_chunks": 6, "num_too_long_chunks": 7, "num_capacity_misses": 8, "num_dropped_chunks": 9,
+    "num_corrupt_chunks": 10, "num_lost_chunks": 11, "num_refused_requests": 12,
 }  # fmt: skip
 
 

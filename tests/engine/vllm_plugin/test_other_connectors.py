@@ -28,11 +28,11 @@ from ragcache_core.client.launch import arguments
 from ragcache_core.config import OWN_CONNECTORS
 from ragcache_core.errors import ConfigError
 from ragcache_core.types import Origin, Tier
-from ragcache_core.vllm_plugin import beside, connector, release
-from ragcache_core.vllm_plugin.beside import ragcache_connector
+from ragcache_core.vllm_plugin import connector, other_connectors, release
 from ragcache_core.vllm_plugin.compat import broadcast_to_api_servers
 from ragcache_core.vllm_plugin.connector import bare
 from ragcache_core.vllm_plugin.connector.tiered_connector import RAGCacheConnector
+from ragcache_core.vllm_plugin.other_connectors import ragcache_connector
 from ragcache_core.vllm_plugin.scheduler.own import own_scheduler
 from tests.engine.vllm_plugin.other_connector import KeepingConnector
 from tests.engine.vllm_plugin.storing_scene import (
@@ -267,12 +267,12 @@ def test_statistics_of_both_reach_the_server_by_name() -> None:
         assert isinstance(said, MultiKVConnectorStats)
         sent = MultiConnector.build_kv_connector_stats(said.to_dict())
         assert sent is not None
-        assert beside.own_stats(sent.to_dict())["engine"]["num_requests"] == 1
+        assert other_connectors.own_stats(sent.to_dict())["engine"]["num_requests"] == 1
         assert "ragcache_requests" in sent.reduce()["RAGCacheConnector"]
         told = {0: SimpleNamespace(scheduler_stats=SchedulerStats(kv_connector_stats=sent.to_dict()))}
         broadcast_to_api_servers(told, 2)
         copied = told[1].scheduler_stats.kv_connector_stats
-        assert copied == {"RAGCacheConnector": {**beside.own_stats(sent.to_dict()), "offload": None}}
+        assert copied == {"RAGCacheConnector": {**other_connectors.own_stats(sent.to_dict()), "offload": None}}
 
 
 def test_the_other_connector_may_have_what_is_forgotten_and_the_receipt_says_so() -> None:
