@@ -205,8 +205,8 @@ class StageStabilityStats:
         """Return whether a start from a stage's candidates is worth it: a small chance is if the engine ``is_idle``."""
         if not self.is_known(stage):
             return is_idle
-        of_late = self._learnt[stage]
-        return of_late.has_lead_time and of_late.share >= (_LEAST_SHARE_IDLE if is_idle else _LEAST_SHARE)
+        recent = self._learnt[stage]
+        return recent.has_lead_time and recent.share >= (_LEAST_SHARE_IDLE if is_idle else _LEAST_SHARE)
 
     def record(self, stage: int, candidates: Sequence[object], final: Sequence[object], left_s: float) -> None:
         """Record a search that ended with ``final``, ``left_s`` after one of its stages had named ``candidates``."""

@@ -429,7 +429,7 @@ class ForgetReceipt:
         """Whether no KV of the documents is left in any tier or request."""
         return not (self.num_requests or self.num_left or self.problems)
 
-    def plus(self, other: ForgetReceipt) -> ForgetReceipt:
+    def merge_sequential(self, other: ForgetReceipt) -> ForgetReceipt:
         """Return this and the receipt for other documents, which came later, as one."""
         return ForgetReceipt(
             forgotten=self.forgotten + other.forgotten,
@@ -445,11 +445,11 @@ class ForgetReceipt:
             unsearched=tuple(dict.fromkeys(self.unsearched + other.unsearched)),
         )
 
-    def beside(self, other: ForgetReceipt) -> ForgetReceipt:
+    def merge_replicas(self, other: ForgetReceipt) -> ForgetReceipt:
         """Return this and another engine's receipt for the same documents as one: unknown is what both do not know."""
         known = dict.fromkeys(self.forgotten + other.forgotten)
         return replace(
-            self.plus(other),
+            self.merge_sequential(other),
             forgotten=tuple(known),
             unknown=tuple(doc_id for doc_id in self.unknown if doc_id not in known),
             num_requests=self.num_requests + other.num_requests,
@@ -474,7 +474,7 @@ class RegistrationReceipt:
     errors: Mapping[DocId, str] = field(default_factory=dict)
     warnings: Mapping[DocId, str] = field(default_factory=dict)
 
-    def plus(self, other: RegistrationReceipt) -> RegistrationReceipt:
+    def merge(self, other: RegistrationReceipt) -> RegistrationReceipt:
         """Return this and the receipt for other documents as one."""
         return RegistrationReceipt(
             self.num_registered + other.num_registered,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import filelock
 
-from ragcache_core.chunkstore.sealing import Keys, key_id
+from ragcache_core.chunkstore.encryption import Keys, key_id
 from ragcache_core.errors import CacheCapacityError, CacheDirectoryError, CacheLockedError, CacheVersionError
 from ragcache_core.private_files import FILE_MODE, make_private, make_private_folder, open_private
 

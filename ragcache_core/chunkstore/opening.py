@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from ragcache_core.chunkstore.chunks import MAX_KEY_BYTES, checksum
 from ragcache_core.chunkstore.compression import HINT, is_installed
+from ragcache_core.chunkstore.encryption import SealedSlotFile
 from ragcache_core.chunkstore.index import ChunkIndex, IndexDamagedError, read_through, remove_index
-from ragcache_core.chunkstore.sealing import SealedSlotFile
 from ragcache_core.chunkstore.slotfile import SlotFile, SlotMap, page_aligned
 from ragcache_core.errors import CacheDirectoryError
 from ragcache_core.log import logger_of

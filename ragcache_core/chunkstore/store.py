@@ -36,6 +36,7 @@ from ragcache_core.chunkstore.chunks import (
     contiguous,
 )
 from ragcache_core.chunkstore.compression import MOST_CHUNKS_PER_SLOT, Compression, FrameBuffers
+from ragcache_core.chunkstore.encryption import Keys, SealedSlotFile
 from ragcache_core.chunkstore.index import IndexDamagedError, write_error
 from ragcache_core.chunkstore.namespace import (
     DATA_NAME,
@@ -54,7 +55,6 @@ from ragcache_core.chunkstore.namespace import (
 from ragcache_core.chunkstore.old_namespaces import delete_old, delete_plaintext
 from ragcache_core.chunkstore.opening import open_index, start_empty
 from ragcache_core.chunkstore.readers import Readers
-from ragcache_core.chunkstore.sealing import Keys, SealedSlotFile
 from ragcache_core.chunkstore.slotfile import SlotFile, page_aligned
 from ragcache_core.errors import CacheCapacityError, CacheTierError, CacheWriteError
 from ragcache_core.log import logger_of

@@ -267,7 +267,7 @@ def _check_wait(wait_s: float) -> None:
 
 
 def _sum(receipts: Iterable[ForgetReceipt]) -> ForgetReceipt:
-    return reduce(ForgetReceipt.plus, receipts, ForgetReceipt())
+    return reduce(ForgetReceipt.merge_sequential, receipts, ForgetReceipt())
 
 
 def _num_tokens(answer: httpx.Response) -> int:

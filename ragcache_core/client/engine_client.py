@@ -519,7 +519,7 @@ class EngineClient(Handle, ABC):
 
     def _salt_of(self, prompt: Prompt, cache_salt: str | None) -> str | None:
         if isinstance(prompt, RenderedPrompt):
-            return self.integration.prompts.salt_of(prompt, cache_salt)
+            return self.integration.prompts.cache_salt_for(prompt, cache_salt)
         return cache_salt
 
     def _token_ids(self, prompt: Prompt) -> Sequence[int]:

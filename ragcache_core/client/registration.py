@@ -74,7 +74,7 @@ class DocumentRegistrations:
                     self._sent.popitem(last=False)
             if progress is not None:
                 progress(len(batch))
-        return reduce(RegistrationReceipt.plus, receipts, RegistrationReceipt())
+        return reduce(RegistrationReceipt.merge, receipts, RegistrationReceipt())
 
     def register_in_background(self, documents: Iterable[Document]) -> None:
         """Register the documents that this client has not registered yet, without waiting.

@@ -181,8 +181,8 @@ class Registry:
                 if own[0] not in self._ids[record]:
                     self._ids[record] += own
                 return record
-        num_alike = self._chain_len(self._tables[form.anchor_size].get(form.anchor_key))
-        if num_same >= MAX_SAME_CONTENT or num_alike >= _MAX_CHAIN:
+        num_same_anchor = self._chain_len(self._tables[form.anchor_size].get(form.anchor_key))
+        if num_same >= MAX_SAME_CONTENT or num_same_anchor >= _MAX_CHAIN:
             return None
         record = self._new_record()
         for name in ("content", "length", "anchor_at", "anchor_key", "anchor_size", "is_head_cut", "is_tail_cut"):

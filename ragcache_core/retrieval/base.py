@@ -38,7 +38,7 @@ MAX_STAGES = 1000
 MULTIPLY_ADDS_PER_MS = 5e6
 """Where a store's pace begins. Measured: one core does 4 to 6 million over vectors that do not fit its caches."""
 _PACE_BOUNDS = (MULTIPLY_ADDS_PER_MS / 1000, MULTIPLY_ADDS_PER_MS * 1000)
-_LARGEST_SURPRISE = 4.0
+_MAX_RATIO_UPDATE = 4.0
 """Limit of the ratio of expected to measured time of one search."""
 _PACE_WEIGHT = 0.2
 _LEAST_TIMED_S = 0.0002
@@ -189,7 +189,7 @@ class SearchThroughput:
             return
         with self._learning:
             surprise = work / (duration_s * 1000) / self._per_ms
-            surprise = min(max(surprise, 1 / _LARGEST_SURPRISE), _LARGEST_SURPRISE)
+            surprise = min(max(surprise, 1 / _MAX_RATIO_UPDATE), _MAX_RATIO_UPDATE)
             slowest, fastest = _PACE_BOUNDS
             self._per_ms = min(max(self._per_ms * surprise**_PACE_WEIGHT, slowest), fastest)
 

@@ -28,7 +28,7 @@ class DaemonThreadPool:
     def __init__(self, name: str, *, most: int | None = None) -> None:
         """Begin without threads; at most ``most`` of them run a call. They are called ``name``."""
         self._name, self._most = name, most
-        self._start_anew()
+        self._reset_after_fork()
         _all.add(self)
 
     @property
@@ -60,7 +60,7 @@ class DaemonThreadPool:
                 raise
         return True
 
-    def _start_anew(self) -> None:
+    def _reset_after_fork(self) -> None:
         self._lock = threading.Lock()
         self._idle: deque[queue.SimpleQueue[Callable[[], None]]] = deque()
         self._num_busy = 0
@@ -88,7 +88,7 @@ class DaemonThreadPool:
 
 def _start_all_anew() -> None:
     for threads in list(_all):
-        threads._start_anew()
+        threads._reset_after_fork()
 
 
 os.register_at_fork(after_in_child=_start_all_anew)

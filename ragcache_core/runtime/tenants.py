@@ -248,7 +248,7 @@ def key_digest(key: str) -> bytes:
     return bytes.fromhex(key.removeprefix(_HASHED)) if _HASH.fullmatch(key) else hashed(key)
 
 
-def salt_of(tenant: str, cache_salt: str | None = None, *, secret: str = "") -> str:
+def cache_salt_for(tenant: str, cache_salt: str | None = None, *, secret: str = "") -> str:
     """Return the salt of a tenant's requests: unique to the tenant, whatever salt the requests have themselves.
 
     Without the file's ``secret`` any client can derive it from the name, and send it to a server without tenants.

@@ -158,7 +158,7 @@ class SpeculativeRAG(HoldsHandles, RunnableSerializable[str | dict[str, Any], AI
             with asked.asking():
                 answer = self.llm.invoke(prompt, config, **kwargs)
             answer = asked.reported(answer, is_whole=True)
-            _tell(asked, config)
+            _emit(asked, config)
             return answer
         finally:
             asked.close()
@@ -195,7 +195,7 @@ class SpeculativeRAG(HoldsHandles, RunnableSerializable[str | dict[str, Any], AI
             parts = cast("Generator[AIMessage]", self.llm.stream(prompt, config, **kwargs))
             with closing(asked.stream_parts(parts)) as chunks:
                 for chunk in chain(map(asked.reported, chunks), asked.unreported()):
-                    _tell(asked, config)
+                    _emit(asked, config)
                     yield chunk
         finally:
             asked.close()
@@ -359,7 +359,7 @@ class _Question(QuestionSession[LangChainDocument]):
         return self._is_reported
 
 
-def _tell(asked: _Question, config: RunnableConfig) -> None:
+def _emit(asked: _Question, config: RunnableConfig) -> None:
     for event in asked.untold():
         dispatcher(asked.question, config)(event)
 

@@ -519,8 +519,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream; charset=utf-8")
-        if self.server_of.name:
-            self.send_header(REPLICA_HEADER, self.server_of.name)
+        self.send_header(REPLICA_HEADER, self.server_of.name or "scripted")
         self.send_header("Transfer-Encoding", "chunked")
         if self.server_of.names_tokens:
             self.send_header(DEFAULTS_HEADER, self.server_of.defaults)
@@ -564,6 +563,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, status: int, body: JsonObject | str) -> None:
         data = (body if isinstance(body, str) else json.dumps(body)).encode()
         self.send_response(status)
+        self.send_header(REPLICA_HEADER, self.server_of.name or "scripted")
         self.send_header("Content-Type", "text/plain" if isinstance(body, str) else "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()

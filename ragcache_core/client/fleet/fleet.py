@@ -203,7 +203,7 @@ class Fleet(EngineClient):
 
     def stats(self) -> EngineStats:
         """Return the counters of all replicas that answer, added up; see ``Engine.stats``."""
-        return self._merged(self._of_each(lambda engine: engine.stats()))
+        return self._merged(self._map_replicas(lambda engine: engine.stats()))
 
     async def astats(self) -> EngineStats:
         return await asyncio.to_thread(self.stats)
@@ -217,7 +217,7 @@ class Fleet(EngineClient):
         wanted = doc_ids if isinstance(doc_ids, str) else list(doc_ids)
         self._documents.begin(wanted, wait_s)  # what is kept here of answers goes first
         receipts = _on_each(lambda engine: engine.forget(wanted, wait_s=wait_s), self._some())
-        merged: ForgetReceipt = reduce(ForgetReceipt.beside, receipts)
+        merged: ForgetReceipt = reduce(ForgetReceipt.merge_replicas, receipts)
         return merged
 
     async def aforget(self, doc_ids: Iterable[DocId], *, wait_s: float = 30.0) -> ForgetReceipt:
@@ -236,7 +236,7 @@ class Fleet(EngineClient):
         receipts: list[RegistrationReceipt] = _on_each(lambda engine: engine.register(batch), self.engines)
         if progress is not None:
             progress(len(batch))
-        total = reduce(RegistrationReceipt.plus, receipts)
+        total = reduce(RegistrationReceipt.merge, receipts)
         return replace(total, num_registered=min(receipt.num_registered for receipt in receipts))
 
     def register_in_background(self, documents: Iterable[Document]) -> None:
@@ -271,7 +271,7 @@ class Fleet(EngineClient):
             raise EngineUnreachableError("the fleet has no replica now: are the servers running?")
         return engines
 
-    def _of_each(self, ask: Callable[[Engine], _Answer]) -> list[_Answer]:
+    def _map_replicas(self, ask: Callable[[Engine], _Answer]) -> list[_Answer]:
         """Return the answers of the replicas that give one.
 
         Raises:

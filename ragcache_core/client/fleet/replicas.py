@@ -78,7 +78,7 @@ class Replica:
         """Leave it alone until it is seen alive."""
         watch = self.engine.integration.watch
         self._failed = time.monotonic(), watch.run
-        watch.suspect(watch.run)
+        watch.request_health_check(watch.run)
 
     def rest(self, seconds: float) -> None:
         """Leave it alone for a while: it said so."""
@@ -250,7 +250,7 @@ class ReplicaSet:
         states = {replica.engine.integration.watch.health() for replica in self.all}
         return Health.GONE if states == {Health.GONE} else Health.READY
 
-    def suspect(self, run: int) -> None:
+    def request_health_check(self, run: int) -> None:
         """Do nothing: the one that failed is known, and left alone."""
 
     def healthy_since(self, monotonic_s: float) -> bool:

@@ -58,7 +58,7 @@ class ServerWatch(Protocol):
 
     def health(self) -> Health: ...
 
-    def suspect(self, run: int) -> None:
+    def request_health_check(self, run: int) -> None:
         """Ask for a check of the server: its run number ``run`` did not answer as it should."""
         ...
 
@@ -174,7 +174,7 @@ class Attempt:
         else:
             self._retries_left -= 1
         self._failed_s = time.monotonic()
-        self._watch.suspect(self._run)
+        self._watch.request_health_check(self._run)
 
     def may_retry(self) -> bool:
         """Return whether the server answers (again).

@@ -87,7 +87,7 @@ class RemoteServerMonitor:
     def health(self) -> Health:
         return Health.READY
 
-    def suspect(self, run: int) -> None:
+    def request_health_check(self, run: int) -> None:
         self._is_suspected = True
         self._wake.set()
         self._look()

@@ -18,8 +18,8 @@ from itertools import count
 from pathlib import Path
 
 from ragcache_core.chunk import AlphaPoint, choose_alpha
+from ragcache_core.chunkstore.encryption import load_keys
 from ragcache_core.chunkstore.remote import check_reachable, open_remote
-from ragcache_core.chunkstore.sealing import load_keys
 from ragcache_core.client.launch.arguments import (
     cache_arguments,
     check_launch,

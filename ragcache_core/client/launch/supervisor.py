@@ -210,7 +210,7 @@ class Supervisor:
     def exit_reason(self) -> str:
         return self._why_gone
 
-    def suspect(self, run: int) -> None:
+    def request_health_check(self, run: int) -> None:
         with self._lock:
             if run == self._run:
                 self._suspected_at_s = time.monotonic()

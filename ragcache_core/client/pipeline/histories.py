@@ -171,7 +171,7 @@ class PersistentHistory(StageStabilityStats):
     def _save(self) -> None:
         self._num_unsaved = 0
         known = {stage: said for stage, said in self.learnt.items() if self.is_known(stage)}
-        if not any(_differ(self._saved.get(stage), of_late) for stage, of_late in known.items()):
+        if not any(_differ(self._saved.get(stage), recent) for stage, recent in known.items()):
             return
         try:
             make_private_folder(self._path.parent)

@@ -30,7 +30,7 @@ _FIRST_POLL_S, _LAST_POLL_S = 0.01, 0.16
 """How long an engine that cannot admit a speculation is not asked again: longer each time, since it is busy."""
 _BUSY_ANSWERS = 2
 """An engine that has no room so often, one time after the other, is busy: it may just have answered."""
-_NOT_WORTH_IT = "what stages of earlier searches named was seldom right in the end, or came too late to gain by it"
+_LOW_HIT_RATE = "what stages of earlier searches named was seldom right in the end, or came too late to gain by it"
 _NOT_ENOUGH_SAMPLES = "too few searches were seen to say which stages are right, and the engine is not idle"
 _START_GRACE_S = 0.1
 """Final documents wait for a start that began no longer ago: the request would have to be made all the same."""
@@ -91,9 +91,9 @@ class _LoadWatch:
                 load, why_not = await self._client.apending_prefills(), "the engine did not tell its load"
         except Exception as error:  # whatever it is: the answer does not depend on it
             why_not = f"the engine did not tell its load: {error}"
-        self._tasks.put(partial(self._tell, on_reported, load, why_not))
+        self._tasks.put(partial(self._emit, on_reported, load, why_not))
 
-    async def _tell(self, on_reported: _OnLoad, load: EngineLoad | None, why_not: str) -> PipelineResult | None:
+    async def _emit(self, on_reported: _OnLoad, load: EngineLoad | None, why_not: str) -> PipelineResult | None:
         self._is_asking = False
         return await on_reported(load, why_not)
 
@@ -129,7 +129,7 @@ class _SearchTally:
         if not self.num_candidates:
             return "the search had no candidates before its final documents"
         why_none = self.unpromising[-1] if len(self.unpromising) >= self.num_candidates else None
-        if why_none == _NOT_WORTH_IT:
+        if why_none == _LOW_HIT_RATE:
             return why_none
         if load is None:
             return "the documents were final before the engine had told its load"
@@ -173,7 +173,7 @@ class SearchRun:
         self._history, self._trace = history, trace
         self._k = k
         self._candidates: list[tuple[int, _Documents, float]] = []  # what stages named, as prompts show it, and when
-        self._has_tried = False  # anything was sent
+        self._any_speculation_sent = False  # anything was sent
         self._is_over = False
         self._live: StartedSpeculation | None = None
         self._documents: _Documents = ()  # of the last stage, in the order of the prompt
@@ -191,11 +191,11 @@ class SearchRun:
         if self._load is None or self._starts is None:
             self._tally.cannot = "there is no engine to speculate on" if self._load is None else "speculation is off"
         elif self._history is not None and self._history.never_worthwhile:
-            self._tally.cannot = _NOT_WORTH_IT
+            self._tally.cannot = _LOW_HIT_RATE
         self._ask_load(at_once=True)
         while True:
             result = await self._tasks.handle_next()
-            await self._tell()
+            await self._emit()
             if result is not None:
                 return result
 
@@ -254,7 +254,7 @@ class SearchRun:
         if not self._history.is_known(stage):
             is_worthwhile, why_not = self._may_try(self._history), _NOT_ENOUGH_SAMPLES
         else:
-            is_worthwhile, why_not = self._history.is_worthwhile(stage, is_idle=self._has_room), _NOT_WORTH_IT
+            is_worthwhile, why_not = self._history.is_worthwhile(stage, is_idle=self._has_room), _LOW_HIT_RATE
         if not is_worthwhile:
             self._tally.unpromising.append(why_not)
         return is_worthwhile
@@ -266,7 +266,7 @@ class SearchRun:
         """
         most_full = 0 if self._load is None else self._load.most_full
         if history.num_running > 1:
-            return most_full == 0 and not self._has_tried
+            return most_full == 0 and not self._any_speculation_sent
         return most_full < _BUSY_ANSWERS
 
     def _is_too_soon(self) -> bool:
@@ -351,7 +351,7 @@ class SearchRun:
             match action:
                 case Start(number):
                     assert self._starts is not None
-                    self._has_tried = True
+                    self._any_speculation_sent = True
                     self._live = live = self._starts.take(self._documents)
                     live.send(number=number, stage=self._stage)
                     live.add_sent_callback(partial(self._tasks.post, partial(self._on_sent, live)))
@@ -412,7 +412,7 @@ class SearchRun:
             self._fail(started, f"the speculator raised {type(error).__name__}: {error}")
         elif (speculation := started.speculation) is not None:
             self._tally.num_started += 1
-            self._tell_later("start", started)
+            self._queue_event("start", started)
             speculation.add_done_callback(lambda _: self._tasks.post(partial(self._on_done, started)))
             if started is not self._live:  # given up while a thread sent it
                 self._count_cancelled(started)
@@ -434,14 +434,14 @@ class SearchRun:
 
     def _count_cancelled(self, started: StartedSpeculation) -> None:
         self._tally.num_cancelled += 1
-        self._tell_later("cancel", started)
+        self._queue_event("cancel", started)
 
     # What is told
 
-    def _tell_later(self, kind: Literal["start", "cancel"], started: StartedSpeculation) -> None:
+    def _queue_event(self, kind: Literal["start", "cancel"], started: StartedSpeculation) -> None:
         self._events.append(PipelineEvent(kind, started.stage, _ids(started.documents), (), False, None, self._now_s()))
 
-    async def _tell(self) -> None:
+    async def _emit(self) -> None:
         events, self._events = self._events, []
         if self._trace is not None:
             for event in events:

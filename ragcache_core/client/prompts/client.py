@@ -76,7 +76,7 @@ class PromptClient:
             return list(self.tokenizer.encode(prompt, add_special_tokens=True).token_ids)
         return list(self.tokenizer.lay_out(prompt, ()).token_ids)
 
-    def salt_of(self, prompt: RenderedPrompt, cache_salt: str | None) -> str | None:
+    def cache_salt_for(self, prompt: RenderedPrompt, cache_salt: str | None) -> str | None:
         """Return the salt of a request for ``prompt`` with a ``cache_salt`` of its own."""
         ids = (segment.doc_id for segment in prompt.segments)
         salts = (cache_salt, self.facts.body(ids, prompt.acls).get("cache_salt"))

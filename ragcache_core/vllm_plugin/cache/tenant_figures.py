@@ -8,7 +8,7 @@ from functools import partial
 from operator import eq
 from typing import TYPE_CHECKING
 
-from ragcache_core.runtime.tenants import Tenants, mark_of, salt_of
+from ragcache_core.runtime.tenants import Tenants, cache_salt_for, mark_of
 from ragcache_core.tree import KnowledgeTree, TreeNode
 from ragcache_core.types import DocId, Origin, Tier
 from ragcache_core.vllm_plugin.cache.document_usage import DocumentUses
@@ -52,7 +52,11 @@ class TenantFigures:
 
     def is_own_salt(self, tenant: str | None, salt: str | None) -> bool:
         """Return whether a salt is a tenant's alone, without a salt of the request."""
-        return self._tenants is not None and tenant is not None and salt == salt_of(tenant, secret=self._tenants.secret)
+        return (
+            self._tenants is not None
+            and tenant is not None
+            and salt == cache_salt_for(tenant, secret=self._tenants.secret)
+        )
 
     def owner_of(self, tenant: str | None, doc_id: DocId | None) -> str | None:
         """Return the owner of a document's blocks: the request's tenant, or else the document's collection."""

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.platforms import current_platform
 
 from ragcache_core.chunkstore import ChunkStore
+from ragcache_core.chunkstore.encryption import load_keys
 from ragcache_core.chunkstore.old_namespaces import delete_unused
-from ragcache_core.chunkstore.sealing import load_keys
 from ragcache_core.errors import CacheTierError, ConfigError
 from ragcache_core.log import logger_of
 from ragcache_core.policy import make_policy

@@ -28,14 +28,14 @@ class DiskEvents:
         if self._is_published:
             new = [name for name in names if name not in self._told]
             self._told.update(new)
-            self._tell(new, removed=False)
+            self._emit(new, removed=False)
 
     def removed(self, names: Iterable[bytes]) -> None:
         """Report chunks that are not, or no longer, on the disk."""
         if self._is_published:
             gone = [name for name in dict.fromkeys(names) if name in self._told]
             self._told.difference_update(gone)
-            self._tell(gone, removed=True)
+            self._emit(gone, removed=True)
 
     def all_removed(self) -> None:
         """Report that the disk is empty."""
@@ -46,7 +46,7 @@ class DiskEvents:
         events, self._events = self._events, []
         return events
 
-    def _tell(self, names: list[bytes], *, removed: bool) -> None:
+    def _emit(self, names: list[bytes], *, removed: bool) -> None:
         if names:
             keys = [OffloadKey(self._key_of_name(name)) for name in names]
             self._events.append(OffloadingEvent(keys, Medium.STORAGE, removed, removal_expected=True))

@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, cast
 
 from ragcache_core.chunkstore import ChunkEntry, ChunkStore, async_store
 from ragcache_core.chunkstore.compression import Compression
+from ragcache_core.chunkstore.encryption import load_keys
 from ragcache_core.chunkstore.regrowing import Regrowth, in_order_of_growth
-from ragcache_core.chunkstore.sealing import load_keys
 from ragcache_core.errors import CacheTierError
 from ragcache_core.log import logger_of
 from ragcache_core.runtime.environment import STARTED_AGAIN_ENV

@@ -212,7 +212,7 @@ class HostTier:
             self._num_read += len(ended)
         else:
             self._release(ended)
-        self._tell(ended, removed=False)
+        self._emit(ended, removed=False)
 
     complete_read, complete_write = complete_load, complete_store
 
@@ -246,7 +246,7 @@ class HostTier:
     def reset_cache(self) -> None:
         """Drop everything; what is stored after it does not outlive the engine: its weights may have changed."""
         self._are_kept_forgotten |= bool(self.controller.leaving)
-        self._tell([key for key, block in self._blocks.items() if block.ref_cnt != _WRITING], removed=True)
+        self._emit([key for key, block in self._blocks.items() if block.ref_cnt != _WRITING], removed=True)
         self._take_out(list(self._blocks))
         self._num_read = self._num_written = 0
         self._unknown.clear()
@@ -420,7 +420,7 @@ class HostTier:
         for key in spare:
             self._unknown.pop(key, None)
         self.rows.free(self._take_out(evicted))
-        self._tell(evicted, removed=True)
+        self._emit(evicted, removed=True)
         return evicted
 
     def _insert(self, keys: Sequence[OffloadKey], rows: Sequence[int], ref_cnt: int, *, is_fleeting: bool) -> None:
@@ -518,7 +518,7 @@ class HostTier:
         """Drop blocks that no transfer uses, as if they were evicted."""
         for key in keys:
             self._drop(key)
-        self._tell(keys, removed=True)
+        self._emit(keys, removed=True)
 
     def _drop(self, key: OffloadKey) -> None:
         """Take a block out of the tier and of the tree, and free its row."""
@@ -588,6 +588,6 @@ class HostTier:
     def _locate(self, key: OffloadKey) -> Location | None:
         return self._tree.locate(unit_of(key))
 
-    def _tell(self, keys: Sequence[OffloadKey], *, removed: bool) -> None:
+    def _emit(self, keys: Sequence[OffloadKey], *, removed: bool) -> None:
         if self.events is not None and keys:
             self.events.append(OffloadingEvent(keys=list(keys), medium=self.medium, removed=removed))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi.responses import JSONResponse
 
 from ragcache_core.errors import ConfigError, quoted
-from ragcache_core.runtime.tenants import MAX_SALT_CHARS, Tenants, salt_of, speculation_of
+from ragcache_core.runtime.tenants import MAX_SALT_CHARS, Tenants, cache_salt_for, speculation_of
 from ragcache_core.stats import ENGINE_SERIES
 from ragcache_core.vllm_plugin.other_connectors import extra_config
 from ragcache_core.vllm_plugin.server.middleware import TENANT
@@ -140,7 +140,7 @@ def owned_body(body: bytes, tenant: str, secret: str = "") -> bytes:
         raise ConfigError(f"the body is no JSON ({error!s:.120}): send a JSON object") from error
     if not isinstance(request, dict):
         raise ConfigError(f"the body is {quoted(request)}: send a JSON object")
-    request["cache_salt"] = salt_of(tenant, _checked_salt(request.get("cache_salt")), secret=secret)
+    request["cache_salt"] = cache_salt_for(tenant, _checked_salt(request.get("cache_salt")), secret=secret)
     for name in ("ec_transfer_params", "priority"):
         request.pop(name, None)
     if isinstance(params := request.get("kv_transfer_params"), dict):

@@ -24,7 +24,7 @@ import numpy as np
 import xxhash
 
 from ragcache_core.chunkstore.compression import HINT, Compression, is_installed, unpack
-from ragcache_core.chunkstore.sealing import Keys
+from ragcache_core.chunkstore.encryption import Keys
 from ragcache_core.log import logger_of
 
 logger = logger_of(__name__)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ragcache_core.chunkstore.compression import Compression
+from ragcache_core.chunkstore.encryption import load_keys
 from ragcache_core.chunkstore.remote import open_remote
-from ragcache_core.chunkstore.sealing import load_keys
 from ragcache_core.errors import ConfigError
 from ragcache_core.log import logger_of
 from ragcache_core.vllm_plugin.cache.forgetting import Forgotten, Freed, why_in_store

@@ -22,8 +22,8 @@ from vllm.v1.kv_offload.cpu import shared_offload_region
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
 from ragcache_core.chunkstore import ChunkStore
+from ragcache_core.chunkstore.encryption import KEY_ENV
 from ragcache_core.chunkstore.index import ChunkIndex
-from ragcache_core.chunkstore.sealing import KEY_ENV
 from ragcache_core.chunkstore.slotfile import SlotFile
 from ragcache_core.errors import CacheCapacityError, CacheDirectoryError, CacheLockedError
 from ragcache_core.types import Tier

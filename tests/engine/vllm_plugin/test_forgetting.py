@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from ragcache_core.chunkstore import ChunkStore, async_store, slotfile
-from ragcache_core.chunkstore.sealing import KEY_ENV
+from ragcache_core.chunkstore.encryption import KEY_ENV
 from ragcache_core.errors import CacheTierError, CacheWriteError, ConfigError
 from ragcache_core.runtime.environment import STARTED_AGAIN_ENV
 from ragcache_core.runtime.shared_memory import EngineFiles, journal_folder, new_engine_id

@@ -16,7 +16,7 @@ import pytest
 from ragcache_core.errors import ConfigError
 from ragcache_core.recognition import MIN_TOKENS, PromptTexts
 from ragcache_core.runtime.rights import joined_salt, rights_salt
-from ragcache_core.runtime.tenants import Tenants, salt_of
+from ragcache_core.runtime.tenants import Tenants, cache_salt_for
 from ragcache_core.vllm_plugin.registrations import PersistentRegistrations
 from ragcache_core.vllm_plugin.server.rank_choice import RankChoice
 from ragcache_core.vllm_plugin.server.recognition.journal import RegistrationJournal
@@ -227,7 +227,7 @@ def test_tenants_have_documents_of_their_own_and_find_no_others(tmp_path: Path) 
     async def scene() -> None:
         known = tenants(tmp_path)
         server = await Server(tenants=known).begin()
-        salts = {name: salt_of(name) for name in ("acme", "other")}
+        salts = {name: cache_salt_for(name) for name in ("acme", "other")}
         await server.register(document("of-acme", SUN), tenant="acme")
         await server.register(document("of-all", SUIT))
         assert shown((await server.ask(f"{SUN} \n {SUIT}", salts["acme"]))[0]) == ["of-acme", "of-all"]
@@ -245,13 +245,17 @@ def test_a_tenants_rights_are_within_its_salt_and_do_not_reach_others(tmp_path: 
         known = tenants(tmp_path)
         server = await Server(tenants=known).begin()
         await server.register(document("wages", WAGES, "hr"), tenant="acme")
-        asked, _ = await server.ask(WAGES, salt_of("acme"))
-        assert asked.prompt["cache_salt"] == salt_of("acme", rights_salt([("hr",)])), "as from our client"
-        private = [(await server.ask(f"{SUIT} \n Who?", salt_of("acme")))[0].prompt["cache_salt"] for _ in range(2)]
-        assert len({salt_of("acme"), *private}) == 3
-        assert {salt.rpartition("-")[0] for salt in private} == {salt_of("acme").rpartition("-")[0]}
-        assert (await server.ask(f"{SUIT} \n Who?", salt_of("other")))[0].prompt["cache_salt"] == salt_of("other")
-        own = salt_of("acme", "mine")
+        asked, _ = await server.ask(WAGES, cache_salt_for("acme"))
+        assert asked.prompt["cache_salt"] == cache_salt_for("acme", rights_salt([("hr",)])), "as from our client"
+        private = [
+            (await server.ask(f"{SUIT} \n Who?", cache_salt_for("acme")))[0].prompt["cache_salt"] for _ in range(2)
+        ]
+        assert len({cache_salt_for("acme"), *private}) == 3
+        assert {salt.rpartition("-")[0] for salt in private} == {cache_salt_for("acme").rpartition("-")[0]}
+        assert (await server.ask(f"{SUIT} \n Who?", cache_salt_for("other")))[0].prompt["cache_salt"] == cache_salt_for(
+            "other"
+        )
+        own = cache_salt_for("acme", "mine")
         assert (await server.ask(f"{SUIT} \n Who?", own))[0].prompt["cache_salt"] == own
         assert (await server.ask(WAGES, own))[0].prompt["cache_salt"] not in (own, asked.prompt["cache_salt"])
 
@@ -262,8 +266,8 @@ def test_a_restricted_tenant_is_private_without_any_registration(tmp_path: Path)
     async def scene() -> None:
         server = await Server(tenants=tenants(tmp_path, is_restricted=True)).begin()
         for name, is_private in (("acme", True), ("other", False)):
-            asked, _ = await server.ask(f"{WAGES} \n Who?", salt_of(name))
-            assert (asked.prompt["cache_salt"] != salt_of(name)) == is_private
+            asked, _ = await server.ask(f"{WAGES} \n Who?", cache_salt_for(name))
+            assert (asked.prompt["cache_salt"] != cache_salt_for(name)) == is_private
 
     run(scene)
 
@@ -556,8 +560,8 @@ def test_a_text_that_a_client_names_does_not_make_a_restricted_prompt_share(tmp_
     async def scene() -> None:
         server = await Server(tenants=tenants(tmp_path)).begin()
         await server.register(document("wages", WAGES, "hr"), tenant="acme")
-        asked, _ = await server.ask(WAGES, salt_of("acme"), named(("public", WAGES)))
-        assert asked.prompt["cache_salt"] != salt_of("acme"), "its rights are those of the registered document"
+        asked, _ = await server.ask(WAGES, cache_salt_for("acme"), named(("public", WAGES)))
+        assert asked.prompt["cache_salt"] != cache_salt_for("acme"), "its rights are those of the registered document"
 
     run(scene)
 
@@ -566,9 +570,9 @@ def test_texts_that_the_prompt_does_not_show_do_not_make_it_share(tmp_path: Path
     async def scene() -> None:
         server = await Server(tenants=tenants(tmp_path, is_restricted=True)).begin()
         altered = f"{WAGES} \n Who earns what?"
-        asked, _ = await server.ask(altered, salt_of("acme"), named(("public", SUN)))
-        assert asked.prompt["cache_salt"] != salt_of("acme")
-        again, _ = await server.ask(altered, salt_of("acme"), named(("public", SUN)))
+        asked, _ = await server.ask(altered, cache_salt_for("acme"), named(("public", SUN)))
+        assert asked.prompt["cache_salt"] != cache_salt_for("acme")
+        again, _ = await server.ask(altered, cache_salt_for("acme"), named(("public", SUN)))
         assert again.prompt["cache_salt"] != asked.prompt["cache_salt"], "nor with itself"
 
     run(scene)
@@ -581,9 +585,9 @@ def test_options_in_the_metadata_of_a_plain_request_do_not_make_it_share(tmp_pat
         for own in ({"version": 1}, {"version": 1, "chunk_reuse": True}, None, {}, "no object"):
             inline = {**own, "register": [document("suit", SUIT)]} if isinstance(own, dict) else own
             for metadata in (own, inline):
-                asked, _ = await server.ask(f"{SUN} \n {WAGES}", salt_of("acme"), {KEY: metadata})
-                assert asked.prompt["cache_salt"] != salt_of("acme")
-        asked, seen = await server.ask(SUN, salt_of("acme"), {KEY: {"version": 1, "chunk_reuse": True}})
+                asked, _ = await server.ask(f"{SUN} \n {WAGES}", cache_salt_for("acme"), {KEY: metadata})
+                assert asked.prompt["cache_salt"] != cache_salt_for("acme")
+        asked, seen = await server.ask(SUN, cache_salt_for("acme"), {KEY: {"version": 1, "chunk_reuse": True}})
         assert shown(asked) == ["sun"]
         assert asked.params[KEY]["chunk_reuse"] is True
         assert KEY in seen[0].kv_transfer_params, "it has asked for them"

@@ -10,7 +10,7 @@ import pytest
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.runtime.tenants import salt_of
+from ragcache_core.runtime.tenants import cache_salt_for
 from ragcache_core.tree import check_invariants
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.controller import TierReport
@@ -134,13 +134,13 @@ def shared(tenants: Path, num_blocks: int = 64) -> Stage:
 def ask(stage: Stage, tenant: str, doc: str, salt: str | None = None) -> str:
     """Ask as a server does for who has a tenant's key."""
     metadata = {"documents": [{"id": f"{doc} of {tenant}", "start": 0, "end": 160}]}
-    return stage.ask(doc, salt=salt_of(tenant, salt, secret=SALT_SECRET), metadata=metadata, question=1)
+    return stage.ask(doc, salt=cache_salt_for(tenant, salt, secret=SALT_SECRET), metadata=metadata, question=1)
 
 
 def test_a_beam_search_of_a_tenants_counts_as_his(tenants: Path) -> None:
     """vLLM makes its own requests: of what the server has added they have the salt alone."""
     stage = shared(tenants)
-    for salt in (salt_of("a"), salt_of("a", "own")):
+    for salt in (cache_salt_for("a"), cache_salt_for("a", "own")):
         stage.ask("X", salt=salt)
         stage.finish_all()
     owned = stage.controller.tree.tiers[Tier.GPU].shares.owned
@@ -152,7 +152,7 @@ def test_a_beam_search_of_a_tenants_counts_as_his(tenants: Path) -> None:
 
 def test_who_has_a_salt_of_his_own_or_of_an_unknown_tenant_is_nobody(tenants: Path) -> None:
     stage = shared(tenants)
-    for salt in (None, "s", "tenant-a-b", salt_of("who")):
+    for salt in (None, "s", "tenant-a-b", cache_salt_for("who")):
         stage.ask("X", salt=salt)
     stage.finish_all()
     assert set(stage.controller.tree.tiers[Tier.GPU].shares.owned) == {None}

@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext, ScheduleEndContext
 from vllm.v1.kv_offload.tiering.fs.io import batch_load_block, batch_store_block
 
 from ragcache_core.chunkstore import async_store
-from ragcache_core.chunkstore.sealing import KEY_ENV
+from ragcache_core.chunkstore.encryption import KEY_ENV
 from ragcache_core.errors import ConfigError
 from ragcache_core.policy import PrefillCostModel
 from ragcache_core.types import PromptSegment, SegmentKind

@@ -15,7 +15,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.runtime.tenants import salt_of
+from ragcache_core.runtime.tenants import cache_salt_for
 from ragcache_core.vllm_plugin.server import routes
 from ragcache_core.vllm_plugin.server.engine_view import Received
 from ragcache_core.vllm_plugin.server.tenant_requests import check_same
@@ -111,7 +111,7 @@ def test_vllm_reads_requests_with_their_tenants_salt(server: TestClient, read: l
     for key in (ACME, OTHER, SERVER):
         server.post(route, json=body, headers=headers(key))
     salts = [request.cache_salt for request in read]
-    assert salts == [*(salt_of(tenant, "of a user", secret=SECRET) for tenant in ("acme", "b")), "of a user"]
+    assert salts == [*(cache_salt_for(tenant, "of a user", secret=SECRET) for tenant in ("acme", "b")), "of a user"]
     params = [request.to_sampling_params(1, {}).extra_args["kv_transfer_params"] for request in read]
     assert [len(each) for each in params] == [1, 1, 2], "nothing that is for transfers between engines"
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ragcache_core import config
 from ragcache_core.chunkstore import ChunkStore, ChunkWrite, compression
 from ragcache_core.chunkstore.compression import Compression, Packing, PackingSpeed, choose, pack, unpack
-from ragcache_core.chunkstore.sealing import Keys
+from ragcache_core.chunkstore.encryption import Keys
 from ragcache_core.errors import CacheCapacityError, CacheDirectoryError, ConfigError
 from tests.unit.chunkstore.conftest import Opening, aligned, keys, payload, read
 

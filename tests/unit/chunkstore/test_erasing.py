@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ragcache_core.chunkstore import ChunkNote, ChunkStore, ChunkWrite, slotfile
+from ragcache_core.chunkstore.encryption import Keys
 from ragcache_core.chunkstore.index import ChunkIndex
-from ragcache_core.chunkstore.sealing import Keys
 from ragcache_core.errors import CacheWriteError
 
 from .conftest import CHUNK_BYTES, Opening, keys, payload, read, writes
@@ -107,7 +107,7 @@ KILLED = """
 import os, signal, sys
 from ragcache_core.chunkstore import slotfile
 from ragcache_core.chunkstore.index import ChunkIndex
-from ragcache_core.chunkstore.sealing import Keys
+from ragcache_core.chunkstore.encryption import Keys
 from tests.unit.chunkstore import conftest as c
 from tests.unit.chunkstore.test_erasing import named
 store = c.ChunkStore(sys.argv[1], c.IDENTITY, chunk_bytes=c.CHUNK_BYTES, capacity_bytes=16 * c.CHUNK_BYTES)

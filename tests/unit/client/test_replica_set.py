@@ -36,7 +36,7 @@ class FakeWatch:
     def health(self) -> Health:
         return Health.READY
 
-    def suspect(self, run: int) -> None: ...
+    def request_health_check(self, run: int) -> None: ...
 
     def healthy_since(self, monotonic_s: float) -> bool:
         return True
@@ -230,10 +230,10 @@ def test_a_request_is_over_even_where_its_replica_cannot_be_looked_at(
     replicas = replica_set()
     sending = replicas.send(asking())
 
-    def suspect(_: FakeWatch, __: int) -> None:
+    def request_health_check(_: FakeWatch, __: int) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(FakeWatch, "suspect", suspect)
+    monkeypatch.setattr(FakeWatch, "request_health_check", request_health_check)
     with suppress(RuntimeError):
         sending.failed(error)
     assert load(replicas) == [0, 0, 0]

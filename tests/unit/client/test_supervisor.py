@@ -253,5 +253,5 @@ def test_a_server_that_takes_no_more_requests_is_left_alone_until_somebody_suspe
     owner = own(start)
     server.is_healthy = False
     assert not until(lambda: owner.run == 2, 1.0)
-    owner.suspect(1)
+    owner.request_health_check(1)
     assert until(lambda: owner.run == 2, 20)

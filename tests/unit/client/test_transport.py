@@ -139,7 +139,7 @@ class FakeWatch:
     def health(self) -> Health:
         return self._health
 
-    def suspect(self, run: int) -> None:
+    def request_health_check(self, run: int) -> None:
         self.suspected.append(run)
         if self.finds == "restarts":
             self.run += 1
@@ -372,7 +372,7 @@ class Hanging(FakeWatch):
         self.retry_timeout_s = 0.2
         self.hang = "its worker is stopped"
 
-    def suspect(self, run: int) -> None:
+    def request_health_check(self, run: int) -> None:
         self.suspected.append(run)
         if self.finds == "restarts":
             self.run, self.hang = self.run + 1, None
@@ -416,7 +416,7 @@ def test_an_answer_that_hangs_in_the_middle_goes_on_elsewhere_if_it_is_greedy(se
 class NeverBack(FakeWatch):
     """A server's owner whose restart takes forever."""
 
-    def suspect(self, run: int) -> None:
+    def request_health_check(self, run: int) -> None:
         self.suspected.append(run)
         self._health = Health.RESTARTING
 
@@ -527,7 +527,7 @@ def test_who_waits_for_a_dead_server_is_told_when_the_transport_is_closed(
 ) -> None:
     watch = FakeWatch("is alive")
     transport = kind(watch)
-    monkeypatch.setattr(watch, "suspect", lambda _: transport.close())  # and nothing finds it alive
+    monkeypatch.setattr(watch, "request_health_check", lambda _: transport.close())  # and nothing finds it alive
     server.script = [cut]
     with pytest.raises(EngineClosedError, match="launch or connect again"):
         if isinstance(transport, RetryingTransport):

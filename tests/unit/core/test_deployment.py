@@ -39,7 +39,7 @@ class Missing(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Missing())
 from ragcache_core import Document, DocumentStore
 from ragcache_core.chunkstore.remote import open_remote
-from ragcache_core.chunkstore.sealing import load_keys
+from ragcache_core.chunkstore.encryption import load_keys
 for url in ("redis://127.0.0.1:6379/0", "s3://bucket/prefix"):
     open_remote(url).close()  # serve --shared
 (folder / "key").write_text("A" * 43 + "=")

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from ragcache_core.chunkstore.sealing import load_keys
+from ragcache_core.chunkstore.encryption import load_keys
 from ragcache_core.errors import ConfigError
-from ragcache_core.runtime.tenants import Tenants, hashed, mark_of, salt_of, speculation_of
+from ragcache_core.runtime.tenants import Tenants, cache_salt_for, hashed, mark_of, speculation_of
 from ragcache_core.types import Tier
 
 KEY, OTHER, SECRET = "k" * 32, "m" * 32, "p" * 32
@@ -111,14 +111,14 @@ def test_a_file_that_is_not_there_and_a_servers_key_that_is_a_tenants_are_refuse
 
 
 def test_no_salt_and_no_speculation_of_a_tenant_is_anothers_whatever_they_say() -> None:
-    said = [None, "s", "a", "b", '"', "null", "tenant-", salt_of("a"), salt_of("b", "s")]
-    for make in (salt_of, speculation_of):
+    said = [None, "s", "a", "b", '"', "null", "tenant-", cache_salt_for("a"), cache_salt_for("b", "s")]
+    for make in (cache_salt_for, speculation_of):
         made = [make(tenant, own) for tenant in ("a", "b", "a.b", "as") for own in said]  # type: ignore[arg-type]  # strangers send anything
         assert len(set(made)) == len(made)
-    assert salt_of("a", "s") == salt_of("a", "s")
-    marks = {salt_of("a", own).rpartition("-")[0] for own in ("s", "-", "b-c", None)}
+    assert cache_salt_for("a", "s") == cache_salt_for("a", "s")
+    marks = {cache_salt_for("a", own).rpartition("-")[0] for own in ("s", "-", "b-c", None)}
     assert marks == {mark_of("a")} != {mark_of("b")}
-    assert len(salt_of("a" * 64, "s" * 128, secret=SECRET)) <= 128
+    assert len(cache_salt_for("a" * 64, "s" * 128, secret=SECRET)) <= 128
     assert len(speculation_of("a", "s")) == 64
 
 
@@ -127,7 +127,7 @@ def test_a_secret_makes_salts_that_a_name_does_not_tell_and_keeps_whose_they_are
     tenants = read(tmp_path, f'secret = "{SECRET}"\n' + table())
     assert tenants.secret == SECRET
     assert SECRET not in repr(tenants)
-    salts = {salt_of("a", own, secret=secret) for own in (None, "s") for secret in ("", SECRET, OTHER)}
+    salts = {cache_salt_for("a", own, secret=secret) for own in (None, "s") for secret in ("", SECRET, OTHER)}
     assert len(salts) == 6
     assert {salt.rpartition("-")[0] for salt in salts} == {mark_of("a")}
     with pytest.raises(ConfigError, match="secret: a secret has 32 or more characters") as raised:

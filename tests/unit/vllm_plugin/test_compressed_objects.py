@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ragcache_core.chunkstore import compression
 from ragcache_core.chunkstore.compression import Compression
-from ragcache_core.chunkstore.sealing import Keys
+from ragcache_core.chunkstore.encryption import Keys
 from ragcache_core.config import CompressionName
 from ragcache_core.vllm_plugin.shared import objects as shared_objects
 from ragcache_core.vllm_plugin.shared.objects import Objects

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.runtime.tenants import Tenants, salt_of, speculation_of
+from ragcache_core.runtime.tenants import Tenants, cache_salt_for, speculation_of
 from ragcache_core.stats import merged_report
 from ragcache_core.vllm_plugin.server.accepted_keys import AcceptedKeys
 from ragcache_core.vllm_plugin.server.middleware import AuthMiddleware, Work
@@ -109,9 +109,9 @@ def test_a_request_has_its_tenants_salt_whatever_it_says(server: TestClient) -> 
     lie = {"version": WIRE_VERSION, "tenant": "other", "documents": [{"id": "d", "start": 0, "end": 2}]}
     for route in ("/v1/completions", "/v1/chat/completions", "/v1/ragcache/prefetch"):
         plain = sent(server, route=route, prompt=[1, 2, 3])
-        assert (plain["cache_salt"], plain["prompt"]) == (salt_of("acme"), [1, 2, 3])
-        said = sent(server, route=route, cache_salt=salt_of("other"), kv_transfer_params={KEY: lie})
-        assert said["cache_salt"] == salt_of("acme", salt_of("other")) != salt_of("other")
+        assert (plain["cache_salt"], plain["prompt"]) == (cache_salt_for("acme"), [1, 2, 3])
+        said = sent(server, route=route, cache_salt=cache_salt_for("other"), kv_transfer_params={KEY: lie})
+        assert said["cache_salt"] == cache_salt_for("acme", cache_salt_for("other")) != cache_salt_for("other")
         (document,) = decode_kv_transfer_params(said["kv_transfer_params"], 2).segments
         assert document.doc_id == "d"
 
@@ -206,7 +206,7 @@ def test_a_server_knows_its_tenants_by_the_configuration_of_its_engine(path: Pat
 
 @pytest.mark.parametrize("strange", [None, 3, [], "x", {KEY: 5}, {KEY: {"speculation": 5}}])
 def test_what_contradicts_itself_is_a_tenants_all_the_same(server: TestClient, strange: object) -> None:
-    assert sent(server, kv_transfer_params=strange)["cache_salt"] == salt_of("acme")
+    assert sent(server, kv_transfer_params=strange)["cache_salt"] == cache_salt_for("acme")
 
 
 @pytest.mark.parametrize(("keys", "status"), [([], 200), ([SERVER], 401)])

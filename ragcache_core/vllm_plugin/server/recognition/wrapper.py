@@ -17,7 +17,7 @@ from typing import Any
 from ragcache_core.log import logger_of
 from ragcache_core.recognition import MIN_TOKENS, PromptTexts, Recognition
 from ragcache_core.runtime.rights import is_rights_salt, joined_salt, private_salt, rights_salt
-from ragcache_core.runtime.tenants import Tenants, mark_of, salt_of
+from ragcache_core.runtime.tenants import Tenants, cache_salt_for, mark_of
 from ragcache_core.types import PromptSegment, SegmentKind
 from ragcache_core.vllm_plugin.server.rank_choice import RankChoice
 from ragcache_core.vllm_plugin.server.recognition.service import RecognitionService
@@ -228,7 +228,7 @@ class Recogniser:
 
     def _is_unsalted(self, salt: str | None, tenant: str | None) -> bool:
         """Return whether the client has sent no salt of its own."""
-        return not salt if tenant is None else salt == salt_of(tenant, secret=self._secret)
+        return not salt if tenant is None else salt == cache_salt_for(tenant, secret=self._secret)
 
     def _salt(self, salt: str | None, tenant: str | None, rights: str | None, *, is_private: bool) -> str | None:
         """Return the salt of a request; that of known rights is the one that a client of RAGCache sends."""
@@ -240,7 +240,7 @@ class Recogniser:
                 salt = f"of the client: {salt}"  # or it would give way to that of the documents, and their readers
             return joined_salt(each for each in (salt or own, rights) if each is not None)
         if self._is_unsalted(salt, tenant):
-            return salt_of(tenant, joined_salt(e for e in (own, rights) if e is not None), secret=self._secret)
+            return cache_salt_for(tenant, joined_salt(e for e in (own, rights) if e is not None), secret=self._secret)
         digest = hashlib.sha256(f"{salt} {rights}".encode()).hexdigest()
         return f"{mark_of(tenant)}-{digest}"
 

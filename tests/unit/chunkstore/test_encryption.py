@@ -14,7 +14,7 @@ import pytest
 from cryptography.exceptions import InvalidTag
 
 from ragcache_core.chunkstore import ChunkStore
-from ragcache_core.chunkstore.sealing import KEY_ENV, Keys, load_keys
+from ragcache_core.chunkstore.encryption import KEY_ENV, Keys, load_keys
 from ragcache_core.errors import CacheCapacityError, CacheDirectoryError, ConfigError
 
 from .conftest import CHUNK_BYTES, IDENTITY, Opening, keys, payload, read, unlink_failing_after, writes
