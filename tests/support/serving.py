@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from ragcache_core.client.ray_serve.engine_replica import EngineReplica
 from ragcache_core.client.ray_serve.front import Front
-from ragcache_core.client.ray_serve.known_replicas import ReplicaStates, RoutedRequest
+from ragcache_core.client.ray_serve.known_replicas import ReplicaRequest, ReplicaStates
 
 
 class ScriptedHandle:
@@ -35,18 +35,18 @@ class ScriptedHandle:
         assert stream
         return self
 
-    def remote(self, ask: RoutedRequest) -> _Parts:
+    def remote(self, ask: ReplicaRequest) -> _Parts:
         self.answers.append(_Parts(self._parts_of(ask)))
         return self.answers[-1]
 
-    def _parts_of(self, ask: RoutedRequest) -> AsyncIterator[Any]:
+    def _parts_of(self, ask: ReplicaRequest) -> AsyncIterator[Any]:
         if not self.replicas:
             return _never()
         self.known.update({name: replica.record_replica_metadata() for name, replica in self.replicas.items()})
         name, *_ = self.known.choose(list(self.replicas), ask)
         return self._answer(name, copy.copy(ask))
 
-    async def _answer(self, name: str, ask: RoutedRequest) -> AsyncIterator[Any]:
+    async def _answer(self, name: str, ask: ReplicaRequest) -> AsyncIterator[Any]:
         if name in self.dead:
             raise RuntimeError(f"the actor of {name} died")
         async for part in self.replicas[name].ask(ask):

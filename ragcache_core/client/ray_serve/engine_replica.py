@@ -12,7 +12,7 @@ import httpx
 from ragcache_core.client.engine import Engine
 from ragcache_core.client.fleet.fleet import served_model_identity
 from ragcache_core.client.launch.ranks import own_folder, own_log
-from ragcache_core.client.ray_serve.known_replicas import BAD_GATEWAY, HOP_BY_HOP_HEADERS, Head, RoutedRequest
+from ragcache_core.client.ray_serve.known_replicas import BAD_GATEWAY, HOP_BY_HOP_HEADERS, Head, ReplicaRequest
 from ragcache_core.errors import EngineDiedError, EngineError
 
 _HEALTH_TIMEOUT_S = 10.0
@@ -41,7 +41,7 @@ class EngineReplica:
             "serves": served_model_identity(self._engine),
         }
 
-    async def ask(self, ask: RoutedRequest) -> AsyncIterator[Head | bytes]:
+    async def ask(self, ask: ReplicaRequest) -> AsyncIterator[Head | bytes]:
         """Yield status and headers of the server's answer, then its body as it arrives.
 
         Raises:
@@ -69,7 +69,7 @@ class EngineReplica:
         finally:
             await response.aclose()
 
-    async def ask_whole(self, ask: RoutedRequest, cursors: Mapping[str, str] | None) -> tuple[str, Head, bytes]:
+    async def ask_whole(self, ask: ReplicaRequest, cursors: Mapping[str, str] | None) -> tuple[str, Head, bytes]:
         """Return this replica's name, and the server's whole answer.
 
         ``cursors``, of a question about the mirror, are where it goes on: from the beginning, where it is in none.

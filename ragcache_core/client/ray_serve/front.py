@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 
 from ragcache_core.client.http.affinity import RequestInfo
 from ragcache_core.client.http.attempt import engine_died
-from ragcache_core.client.ray_serve.known_replicas import BAD_GATEWAY, HOP_BY_HOP_HEADERS, Head, RoutedRequest
+from ragcache_core.client.ray_serve.known_replicas import BAD_GATEWAY, HOP_BY_HOP_HEADERS, Head, ReplicaRequest
 from ragcache_core.client.speculation.request_capture import asks_completion
 from ragcache_core.log import logger_of
 from ragcache_core.ordering import PATHS_VERSION
@@ -132,7 +132,7 @@ class Front:
             return _refused(
                 413, f"the request's body has more than {_MAX_BODY_BYTES} bytes: send fewer prompts at once"
             )
-        ask = RoutedRequest(request.method, path, headers, body)
+        ask = ReplicaRequest(request.method, path, headers, body)
         route = path.partition("?")[0]
         if _OF_ONE.fullmatch(route):
             return _refused(409, f"{route} is each replica's own, and Ray Serve has no name for one of them")
@@ -150,13 +150,13 @@ class Front:
 
     # One replica answers
 
-    async def _probe(self, ask: RoutedRequest) -> Response:
+    async def _probe(self, ask: ReplicaRequest) -> Response:
         try:
             return await asyncio.wait_for(self._of_one(ask), _PROBE_S)
         except TimeoutError:
             return _unavailable(f"none within {_PROBE_S:g} s")
 
-    async def _of_one(self, ask: RoutedRequest) -> Response:
+    async def _of_one(self, ask: ReplicaRequest) -> Response:
         asked = httpx.Request(ask.method, f"http://replica{ask.path}", headers=ask.headers, content=ask.body)
         if asks_completion(asked):
             read = RequestInfo.of(asked)
@@ -181,7 +181,7 @@ class Front:
                     await asyncio.sleep(_PAUSE_S)
                 ask = ask.again()
 
-    async def _begin(self, ask: RoutedRequest) -> Response:
+    async def _begin(self, ask: ReplicaRequest) -> Response:
         """Return the answer when its first bytes are there.
 
         Raises:
@@ -215,7 +215,7 @@ class Front:
 
     # All replicas answer
 
-    async def _of_all(self, ask: RoutedRequest, route: str) -> Response:
+    async def _of_all(self, ask: ReplicaRequest, route: str) -> Response:
         answers, failed = await self._ask_all(ask)
         if route == PATHS_ROUTE and answers.keys() != (cursors := _cursors(ask)).keys() and cursors:
             answers, failed = await self._ask_all(ask, is_anew=True)  # others are there than were
@@ -229,7 +229,7 @@ class Front:
             whole, media_type="text/plain; version=0.0.4" if route.startswith("/metrics") else "application/json"
         )
 
-    async def _of_first(self, ask: RoutedRequest) -> Response:
+    async def _of_first(self, ask: ReplicaRequest) -> Response:
         """Return the answer of the replica that knows what another front has asked one of them."""
         answers, failed = await self._ask_all(ask)
         if not answers:
@@ -238,7 +238,7 @@ class Front:
         return Response(body, status, dict(headers))
 
     async def _ask_all(
-        self, ask: RoutedRequest, *, is_anew: bool = False
+        self, ask: ReplicaRequest, *, is_anew: bool = False
     ) -> tuple[dict[str, tuple[Head, bytes]], list[Any]]:
         """Return what each replica answers, by its name, and how others failed."""
         is_about_paths = ask.path.partition("?")[0] == PATHS_ROUTE
@@ -255,7 +255,7 @@ class Front:
 class _Passed(StreamingResponse):
     """A replica's answer, passed on as it arrives. Whatever becomes of it, its replica is told."""
 
-    def __init__(self, ask: RoutedRequest, head: Head, first: bytes, parts: Any) -> None:
+    def __init__(self, ask: ReplicaRequest, head: Head, first: bytes, parts: Any) -> None:
         status, headers = head
         super().__init__(self._all(first, parts), status, dict(headers))
         self._ask = ask
@@ -311,7 +311,7 @@ def _ignorance(answer: tuple[Head, bytes]) -> tuple[int, bool]:
     return status, b'"waited_s":null' in body.replace(b" ", b"")
 
 
-def _cursors(ask: RoutedRequest) -> dict[str, str]:
+def _cursors(ask: ReplicaRequest) -> dict[str, str]:
     return cursors_of(parse_qs(ask.path.partition("?")[2]).get("cursor", [""])[0])
 
 

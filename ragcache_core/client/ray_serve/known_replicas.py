@@ -39,7 +39,7 @@ class Count:
 
 
 @dataclass(eq=False, slots=True)
-class RoutedRequest:
+class ReplicaRequest:
     """One try of a request. Who sends it and who chooses are in one process; the replica gets four attributes alone.
 
     Attributes:
@@ -64,13 +64,13 @@ class RoutedRequest:
     _is_over: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def __reduce__(self) -> tuple[type[RoutedRequest], tuple[str, str, Headers, bytes]]:
-        return RoutedRequest, (self.method, self.path, self.headers, self.body)
+    def __reduce__(self) -> tuple[type[ReplicaRequest], tuple[str, str, Headers, bytes]]:
+        return ReplicaRequest, (self.method, self.path, self.headers, self.body)
 
-    def again(self) -> RoutedRequest:
+    def again(self) -> ReplicaRequest:
         """Return the next try, after this one failed."""
         tried = self.tried if self.sent_to is None else self.tried | {self.sent_to}
-        return RoutedRequest(
+        return ReplicaRequest(
             self.method, self.path, self.headers, self.body, self.prompt, self.replica, tried, self.on_chosen
         )
 
@@ -155,7 +155,7 @@ class ReplicaStates:
                     *(replica.url, what, oldest.url, replica.serves.get(what), value),
                 )
 
-    def choose(self, names: Sequence[str], ask: RoutedRequest) -> list[str]:
+    def choose(self, names: Sequence[str], ask: ReplicaRequest) -> list[str]:
         """Return the replica that gets a request, of ``names``, then those that may if it is full; none where none may.
 
         It counts as the load of the first until it ends.
@@ -180,7 +180,7 @@ class ReplicaStates:
         ask.begin(chosen.name, count)
         return [chosen.name, *(replica.name for replica in known if replica is not chosen)]
 
-    def sent(self, name: str, ask: RoutedRequest) -> None:
+    def sent(self, name: str, ask: ReplicaRequest) -> None:
         """Note that a request went to this replica, which is another one than was chosen if that one was full."""
         if name == ask.sent_to:
             return
@@ -202,7 +202,7 @@ class ReplicaStates:
             if (replica := self._all.get(name)) is not None:
                 replica.rests_until_s = time.monotonic() + _REST_S
 
-    def _willing(self, names: Sequence[str], ask: RoutedRequest) -> dict[str, _Replica]:
+    def _willing(self, names: Sequence[str], ask: ReplicaRequest) -> dict[str, _Replica]:
         """Return those that may be able to answer; if none may, all that serve the same."""
         now_s = time.monotonic()
         with self._lock:

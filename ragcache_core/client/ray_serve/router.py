@@ -9,11 +9,11 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from ragcache_core.client.ray_serve.known_replicas import ReplicaStates, RoutedRequest
+from ragcache_core.client.ray_serve.known_replicas import ReplicaRequest, ReplicaStates
 
 
 class DocumentRouter(RequestRouter):
-    """Sends a :class:`RoutedRequest` to the replica that is worth most to it; if that is full, to another."""
+    """Sends a :class:`ReplicaRequest` to the replica that is worth most to it; if that is full, to another."""
 
     def initialize_state(self, **kwargs: Any) -> None:
         """Know no replicas yet. Replicas tell their key themselves: settings of a router are on Ray's dashboard."""
@@ -42,6 +42,6 @@ def _name(replica_id: ReplicaID) -> str:
     return str(replica_id.unique_id)
 
 
-def _ask(pending_request: PendingRequest) -> RoutedRequest | None:
+def _ask(pending_request: PendingRequest) -> ReplicaRequest | None:
     asked = pending_request.args[0] if pending_request.args else None
-    return asked if isinstance(asked, RoutedRequest) else None
+    return asked if isinstance(asked, ReplicaRequest) else None

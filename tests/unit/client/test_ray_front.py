@@ -15,7 +15,7 @@ import pytest
 from ragcache_core import Engine, EngineDiedError, EngineError, PromptLayout, RenderedPrompt
 from ragcache_core.client.ray_serve.engine_replica import EngineReplica
 from ragcache_core.client.ray_serve.front import Front
-from ragcache_core.client.ray_serve.known_replicas import ReplicaStates, RoutedRequest
+from ragcache_core.client.ray_serve.known_replicas import ReplicaRequest, ReplicaStates
 from ragcache_core.errors import RequestRejectedError
 from ragcache_core.ordering import PathChange, encode_changes, static_prefix_digest
 from ragcache_core.routing.load import PromptInfo
@@ -94,13 +94,13 @@ def asked(servers: list[ScriptedServer]) -> list[int]:
 
 def idlest(handle: ScriptedHandle) -> str:
     """Return who would get a request that is no completion."""
-    return handle.known.choose(list(handle.replicas), RoutedRequest("GET", "/", [], b""))[0]
+    return handle.known.choose(list(handle.replicas), ReplicaRequest("GET", "/", [], b""))[0]
 
 
 def rendezvous_replica(handle: ScriptedHandle, shown: RenderedPrompt) -> str:
     """Return who would get a question about documents that no replica has."""
     names = tuple(segment.doc_id or "" for segment in shown.segments if segment.kind is SegmentKind.DOCUMENT)
-    ask = RoutedRequest("POST", "/", [], b"", PromptInfo(names, (), 0, 100, None, f"None\0{names[0]}"))
+    ask = ReplicaRequest("POST", "/", [], b"", PromptInfo(names, (), 0, 100, None, f"None\0{names[0]}"))
     handle.remote(ask)
     ask.end()
     assert ask.sent_to is not None

@@ -17,7 +17,7 @@ from ragcache_core import CacheConfig, ConfigError, ragcache_deployment
 from ragcache_core.client.launch.settings import VLLMOffload
 from ragcache_core.client.ray_serve.deployment import build
 from ragcache_core.client.ray_serve.engine_replica import own_settings
-from ragcache_core.client.ray_serve.known_replicas import ReplicaStates, RoutedRequest
+from ragcache_core.client.ray_serve.known_replicas import ReplicaRequest, ReplicaStates
 from ragcache_core.ordering import CachedPaths, PathChange
 from ragcache_core.routing.index import PathIndex
 from ragcache_core.routing.load import PromptInfo
@@ -63,15 +63,15 @@ def known() -> ReplicaStates:
     return replicas
 
 
-def asking(document: str = "a", **more: Any) -> RoutedRequest:
-    return RoutedRequest(
+def asking(document: str = "a", **more: Any) -> ReplicaRequest:
+    return ReplicaRequest(
         "POST", "/v1/completions", [], b"", PromptInfo((document,), (120,), 20, 130, PREFIX, document), **more
     )
 
 
 def idlest(known: ReplicaStates) -> list[str]:
     """Return the replicas, those first that have the least to do."""
-    return known.choose(NAMES, RoutedRequest("GET", "/health", [], b""))
+    return known.choose(NAMES, ReplicaRequest("GET", "/health", [], b""))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -134,8 +134,8 @@ def test_a_replica_that_failed_is_left_alone_while_others_are_there(known: Repli
 
 def test_who_alone_can_answer_gets_it_and_anybody_where_that_one_is_gone(known: ReplicaStates) -> None:
     for name in NAMES:
-        assert known.choose(NAMES, RoutedRequest("POST", "/", [], b"", replica=name)) == [name]
-    assert known.choose(NAMES, RoutedRequest("POST", "/", [], b"", replica="gone"))
+        assert known.choose(NAMES, ReplicaRequest("POST", "/", [], b"", replica=name)) == [name]
+    assert known.choose(NAMES, ReplicaRequest("POST", "/", [], b"", replica="gone"))
 
 
 @pytest.mark.parametrize("order", list(permutations(NAMES)), ids=" ".join)
