@@ -176,7 +176,6 @@ CHANGES_OF_CHUNKS: dict[str, tuple[str, object]] = {
     "KV dtype": ("vllm.cache_config.cache_dtype", "fp8"),
     "block size": ("vllm.cache_config.block_size", 64),
     "tensor parallel": ("vllm.parallel_config.tensor_parallel_size", 2),
-    "another worker": ("vllm.parallel_config.rank", 1),
 }
 
 

@@ -30,7 +30,7 @@ from ragcache_core.errors import ConfigError
 from ragcache_core.types import Origin, Tier
 from ragcache_core.vllm_plugin import connector, other_connectors, release
 from ragcache_core.vllm_plugin.compat import broadcast_to_api_servers
-from ragcache_core.vllm_plugin.connector import bare
+from ragcache_core.vllm_plugin.connector import minimal
 from ragcache_core.vllm_plugin.connector.tiered_connector import RAGCacheConnector
 from ragcache_core.vllm_plugin.other_connectors import ragcache_connector
 from ragcache_core.vllm_plugin.scheduler.own import own_scheduler
@@ -343,7 +343,7 @@ def test_vllms_own_tier_below_ours_is_loaded_from_and_a_receipt_names_it(
 def test_with_an_unknown_release_ours_reads_documents_and_tells_the_server_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (connector, release, bare):
+    for module in (connector, release, minimal):
         monkeypatch.setattr(module, "unsupported_reason", lambda: "this is vLLM 9")
     init_none_hash(sha256)
     config, kv_config = engine_config(60, "1MiB", "unknown", connectors=(OTHER,))
