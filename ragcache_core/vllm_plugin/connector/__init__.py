@@ -22,6 +22,6 @@ def __getattr__(name: str) -> Any:
     if unsupported_reason() is None:
         return getattr(import_module(_MODULES[name]), name)
     try:
-        return import_module(f"{__name__}.alone").FallbackConnector
+        return import_module(f"{__name__}.fallback").FallbackConnector
     except Exception:  # one of our modules needs what this vLLM does not have
-        return import_module(f"{__name__}.bare").MinimalConnector
+        return import_module(f"{__name__}.minimal").MinimalConnector
