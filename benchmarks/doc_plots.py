@@ -236,7 +236,7 @@ def _policies(tiers: str, title: str) -> str:
         drawing.text(100, y + 21, name, anchor="end")
         for place, column in enumerate(columns):
             rates = {policy: cell["token_hit_rate"] for policy, cell in cells[column].items()}
-            ratio = rates.pop("tournament") / max(rates.values())
+            ratio = rates.pop("mixture") / max(rates.values())
             drawing.box(112 + 80 * place, y, 76, 30, _shade(ratio))
             drawing.text(150 + 80 * place, y + 20, f"{ratio:.2f}", anchor="middle")
     drawing.note(
@@ -345,6 +345,7 @@ PLOTS: Final[Mapping[str, Callable[[], str]]] = {
     "fleet-curve": fleet_curve,
     "kernel-runs": kernel_runs,
     "policies-gpu": lambda: _policies("gpu", "Token hit rate over the best fixed policy's: GPU alone"),
+    "policies-host": lambda: _policies("host", "Token hit rate over the best fixed policy's: GPU and host memory"),
     "policies-tiers": lambda: _policies("tiers", "Token hit rate over the best fixed policy's: three tiers"),
     "predicted": predicted,
     "search-overlap": search_overlap,
