@@ -133,7 +133,7 @@ class CacheTally(Handle):
         """Forget everything."""
         with self._lock:
             self._sums: Counter[str] = Counter()
-            self._hidden_search_s = 0.0
+            self._overlapped_search_s = 0.0
             self._ttft_s: deque[float] = deque(maxlen=_NUM_TIMES_KEPT)
             self._queue_s: deque[float] = deque(maxlen=_NUM_TIMES_KEPT)
             self._documents: dict[DocId, DocumentHits] = {}
@@ -180,14 +180,14 @@ class CacheTally(Handle):
             self._sums["num_speculations"] += kind == "start"
             self._sums["num_confirmed_speculations"] += kind == "confirm"
             self._sums["num_confirmed_speculations"] -= kind == "settle" and overlapped_search_s is None
-            self._hidden_search_s += overlapped_search_s or 0.0
+            self._overlapped_search_s += overlapped_search_s or 0.0
 
     def summary(self) -> CacheSummary:
         """Return the sums up to now."""
         with self._lock:
             return CacheSummary(
                 **self._sums,
-                overlapped_search_s=self._hidden_search_s,
+                overlapped_search_s=self._overlapped_search_s,
                 ttft_s=tuple(self._ttft_s),
                 queue_s=tuple(self._queue_s),
                 documents=dict(self._documents),
