@@ -126,9 +126,9 @@ class SpeculationEvent(BaseEvent):
     (the engine had not begun with the final documents) or ``settle`` (the answer has ended). ``document_ids`` are in
     the order of the prompt, ``search_s`` is the time since the search began.
 
-    ``overlapped_search_s`` of it was hidden, which is told once: where a whole answer is asked ahead with ``settle``
-    (``None``: no request joined it, it was no match after all), otherwise with ``confirm`` (``None``: the engine has
-    not told yet when it began).
+    ``overlapped_search_s`` of it overlapped, which is reported once: where a whole answer is asked ahead with
+    ``settle`` (``None``: no request joined it, it was no match after all), otherwise with ``confirm`` (``None``: the engine has
+    not reported yet when it began).
     """
 
     query: str

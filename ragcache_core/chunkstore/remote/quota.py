@@ -2,8 +2,8 @@
 
 No engine knows what others write. So a writer lists the store, deletes what was used longest ago, and may then write a
 64th of the limit before it lists again. What is written bounds the cost of lists, and an idle engine makes none. A list
-leaves a 32nd of the limit free for what other writers may still write, and for what a server takes beside the bytes of
-an object. So two writers keep the limit, and each further one exceeds it by a 64th at most.
+leaves a 32nd of the limit free for what other writers may still write, and for what a server takes in addition to the
+bytes of an object. So two writers keep the limit, and each further one exceeds it by a 64th at most.
 """
 
 from __future__ import annotations

@@ -218,8 +218,8 @@ class ResumableStream:
 
     def _rewind_greedy(self) -> bool:
         """Go back to an event so far before the end that its text can be compared; return whether there is one."""
-        told = len(self._text) - len(self._replayed)
-        while self._marks[-1].num_ids and self._marks[-1].num_chars + max(self._overlap, _COMPARED) > told:
+        num_delivered = len(self._text) - len(self._replayed)
+        while self._marks[-1].num_ids and self._marks[-1].num_chars + max(self._overlap, _COMPARED) > num_delivered:
             self._marks.pop()
         self._replayed = self._text[self._end_of(self._marks[-1]) :]
         del self._ids[self._marks[-1].num_ids :]

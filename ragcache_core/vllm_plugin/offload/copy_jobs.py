@@ -35,7 +35,7 @@ class CopyJob:
     num_pending: int
 
 
-class _TimedOutCopy(NamedTuple):
+class _CopyBeforeReset(NamedTuple):
     """A copy from before a reset, which workers go on with."""
 
     num_pending: int
@@ -58,7 +58,7 @@ class CopyJobs:
         self._host = host
         self._num_workers = num_workers
         self._jobs: dict[int, CopyJob] = {}
-        self._late: dict[int, _TimedOutCopy] = {}
+        self._late: dict[int, _CopyBeforeReset] = {}
         self._num_begun = 0
 
     def __len__(self) -> int:
@@ -113,7 +113,7 @@ class CopyJobs:
         """Forget all copies, before the tiers are emptied; return those that workers may still begin or wait for."""
         for number, job in self._jobs.items():
             rows = [row for key in job.keys if (row := self._host.row_of(key)) is not None]
-            self._late[number] = _TimedOutCopy(job.num_pending, rows)
+            self._late[number] = _CopyBeforeReset(job.num_pending, rows)
         left = {number for number, job in self._jobs.items() if not job.is_by_layer}
         self._jobs.clear()
         return left
@@ -123,9 +123,9 @@ class CopyJobs:
         self._host.rows.reset([row for late in self._late.values() for row in late.rows])
 
     def _end_late(self, number: int, count: int) -> None:
-        late = self._late.pop(number, _TimedOutCopy(0, []))
+        late = self._late.pop(number, _CopyBeforeReset(0, []))
         if late.num_pending > count:
-            self._late[number] = _TimedOutCopy(late.num_pending - count, late.rows)
+            self._late[number] = _CopyBeforeReset(late.num_pending - count, late.rows)
         elif late.rows:
             used = {row for other in self._late.values() for row in other.rows}
             self._host.rows.free([row for row in late.rows if row not in used])

@@ -22,7 +22,7 @@ _MAX_ADMITTED = 1024
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """How long a speculation has waited for admission in an engine, which has told that ``num_reports`` times.
+    """How long a speculation has waited for admission in an engine, which has reported it ``num_reports`` times.
 
     It tells when it begins, and whenever it goes on after a pause. Of several engines that have requests of one
     speculation, the first that tells counts.
@@ -129,7 +129,7 @@ class Received:
         return None
 
     def wait_of(self, speculation: str, tenant: str | None = None, *, after: int = 0) -> Wait | None:
-        """Return how long a tenant's speculation has waited; None until that was told more than ``after`` times.
+        """Return how long a tenant's speculation has waited; None until that was reported more than ``after`` times.
 
         None long afterwards as well.
         """

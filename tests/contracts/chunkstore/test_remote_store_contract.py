@@ -124,7 +124,7 @@ def test_a_redis_tells_what_was_used_longest_ago_and_asking_is_no_use() -> None:
         store.put([(name, b"x") for name in NAMES[:3]])
         dump = client.dump(NAMES[0])
         for name, idle_s in zip(NAMES[:3], (20, 300, 100), strict=True):
-            client.restore(name, 0, dump, replace=True, idletime=idle_s)  # type: ignore[arg-type]
+            client.restore(name, 0, dump, replace=True, idletime=idle_s)  # type: ignore[arg-type]  # takes bytes
         for _ in range(2):
             by_use = sorted(listed(store).values(), key=lambda each: each.used_s)
             assert [each.name for each in by_use] == [NAMES[1], NAMES[2], NAMES[0]]

@@ -235,7 +235,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     (folder := tmp_path / "cache").mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
     if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("file systems cannot be mounted here")
+        pytest.skip("a file system of a given size cannot be mounted here: that needs root")
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 

@@ -364,7 +364,7 @@ def let_pass(server: RedisServer, seconds: int = 100) -> None:
     client = server.client()
     for name in rests_of(server):
         idle_s = seconds + int(client.object("IDLETIME", name) or 0)
-        client.restore(name, 0, client.dump(name), replace=True, idletime=idle_s)  # type: ignore[arg-type]
+        client.restore(name, 0, client.dump(name), replace=True, idletime=idle_s)  # type: ignore[arg-type]  # bytes
 
 
 LIMIT = 14 * CHUNK_BYTES

@@ -35,7 +35,7 @@ def test_both_handlers_print_the_same_line() -> None:
                 stage=0,
                 document_ids=(),
                 search_s=0.5,
-                overlapped_search_s=hidden_s,  # type: ignore[arg-type]
+                overlapped_search_s=hidden_s,  # type: ignore[arg-type]  # parametrised
             )
         )
     line = (

@@ -175,7 +175,7 @@ def test_a_proxy_that_removes_headers_costs_no_answer_and_is_named_once(
     ):
         for name in NAMES:
             shown = prompt(engine, name)
-            speculation = speculate(engine, lambda shown=shown: engine.generate(shown, max_tokens=4).text)  # type: ignore[misc]
+            speculation = speculate(engine, lambda shown=shown: engine.generate(shown, max_tokens=4).text)  # type: ignore[misc]  # a default
             assert engine.generate(shown, max_tokens=4).text
             assert speculation.is_claimed
             assert engine.generate(prompt(engine, name, "another")).text

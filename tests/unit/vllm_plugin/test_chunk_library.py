@@ -27,7 +27,7 @@ def library(policy: str = "pgdsf", *, num_disk_pages: int = 0, found: Sequence[S
     ranks = ChunkEviction(KnowledgeTree(make_policy(policy, cost)), cost)
     books = ChunkManager(ranks, tokens_per_page=T, num_pages=NUM_PAGES, max_variants=2)
     if num_disk_pages:
-        books.open_disk(FakeDisk(num_disk_pages, found))  # type: ignore[arg-type]
+        books.open_disk(FakeDisk(num_disk_pages, found))  # type: ignore[arg-type]  # a fake
     return books
 
 

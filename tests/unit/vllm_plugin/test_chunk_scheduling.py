@@ -58,7 +58,7 @@ class Bench:
         library = ChunkManager(ranks, num_pages=num_pages, tokens_per_page=_T)
         self.disk = FakeDisk(num_disk_pages)
         if num_disk_pages:
-            library.open_disk(self.disk)  # type: ignore[arg-type]
+            library.open_disk(self.disk)  # type: ignore[arg-type]  # a fake
         self.guesses: set[str] = set()
         self.scheduling = ChunkScheduling(
             library,

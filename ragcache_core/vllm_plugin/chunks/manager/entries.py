@@ -27,7 +27,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """What the disk has of a variant beside its pages: its tokens, 32 bits each, and what is noted with them.
+    """What the disk has of a variant besides its pages: its tokens, 32 bits each, and what is noted with them.
 
     That is what it is worth, when it was computed, and its documents and those before it, see
     :func:`~ragcache_core.vllm_plugin.chunks.page_layout.digest_of`.

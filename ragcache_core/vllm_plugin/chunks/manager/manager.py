@@ -284,7 +284,7 @@ class ChunkManager:
         self._stock.poll()
 
     def begin_step(self) -> int:
-        """Return what to give :meth:`end_step` when all workers have ended the step that is told to them now; or 0."""
+        """Return what to give :meth:`end_step` when all workers have ended the step that begins now; or 0."""
         self._stock.poll()
         return self._stock.begin_step()
 

@@ -4,7 +4,7 @@ Requests are unknown here: a variant only has a number of pins. Every move runs 
 which keeps the sums and the ranks correct.
 
 The disk fills pages at once, while workers may be a step behind: pages of a capture that was called off are given out
-again when all workers have ended the step that told them (:meth:`ChunkResidency.begin_step`).
+again when all workers have ended the step that called it off (:meth:`ChunkResidency.begin_step`).
 """
 
 from __future__ import annotations
@@ -121,13 +121,13 @@ class ChunkResidency:
 
     def give_pages_back(self, pages: tuple[int, ...]) -> None:
         """Undo :meth:`take_pages`, once no worker writes to the pages any more."""
-        if self.disk is None:  # workers themselves fill them, in the order in which they are told to
+        if self.disk is None:  # workers themselves fill them, in the order of their steps
             self._free.release(pages)
         else:
             self._called_off += pages
 
     def begin_step(self) -> int:
-        """Return what to give :meth:`end_step` when all workers have ended a step that is told to them now; or 0."""
+        """Return what to give :meth:`end_step` when all workers have ended the step that begins now; or 0."""
         if not self._called_off:
             return 0
         self._num_fences += 1
@@ -136,8 +136,8 @@ class ChunkResidency:
 
     def end_step(self, fence: int) -> None:
         """Record that all workers have ended a step, and so those before it."""
-        for told in [each for each in self._fenced if each <= fence]:
-            self._free.release(self._fenced.pop(told))
+        for ended in [each for each in self._fenced if each <= fence]:
+            self._free.release(self._fenced.pop(ended))
 
     def forget(self, chunk: StoredVariants, stored: Variant) -> None:
         """Drop a variant that is not held, wherever it is."""
@@ -246,7 +246,7 @@ class ChunkResidency:
     def restore(self, found: Sequence[StoredChunk], now_s: float) -> int:
         """Take up what was found on disk, the most used first; return how many variants.
 
-        What cannot be kept beside others, or is more than fits now, is deleted.
+        What contradicts another variant, or is more than fits now, is deleted.
         """
         assert self.disk is not None
         num_restored = 0
