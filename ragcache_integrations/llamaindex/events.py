@@ -127,8 +127,8 @@ class SpeculationEvent(BaseEvent):
     the order of the prompt, ``search_s`` is the time since the search began.
 
     ``overlapped_search_s`` of it overlapped, which is reported once: where a whole answer is asked ahead with
-    ``settle`` (``None``: no request joined it, it was no match after all), otherwise with ``confirm`` (``None``: the engine has
-    not reported yet when it began).
+    ``settle`` (``None``: no request joined it, it was no match after all), otherwise with ``confirm`` (``None``: the
+    engine has not reported yet when it began).
     """
 
     query: str
