@@ -5,6 +5,7 @@ from ragcache_core.tree.changes import NodeChanges
 from ragcache_core.tree.invariants import check_invariants
 from ragcache_core.tree.knowledge_tree import KnowledgeTree
 from ragcache_core.tree.node import EvictedUnit, Location, PathSegment, PrefixMatch, TreeNode, masks_of, runs_of
+from ragcache_core.tree.retention import Retention
 from ragcache_core.tree.tiered_tree import NO_OWNER
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "NodeChanges",
     "PathSegment",
     "PrefixMatch",
+    "Retention",
     "TreeNode",
     "admit",
     "admit_within_quotas",

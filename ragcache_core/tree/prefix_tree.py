@@ -120,7 +120,7 @@ class PrefixTree:
         node, num_before = self._end_of(after)
         if num_before < len(node.keys):
             self._split(node, num_before)
-        elif node.doc_id is None and node is not self.root and not node.children:
+        elif node.doc_id is None and node is not self.root and not node.children and self._may_grow(node):
             for i, key in enumerate(keys, len(node.keys)):
                 self._locations[key] = Location(node, i)
             node.keys.extend(keys)
@@ -147,7 +147,8 @@ class PrefixTree:
             return None
         node, num_before = self._end_of(after)
         is_same = node.doc_id == doc_id and node.other_ids == other_ids
-        if is_same and node is not self.root and not node.children and num_before == len(node.keys):
+        is_end = not node.children and num_before == len(node.keys)
+        if is_same and node is not self.root and is_end and self._may_grow(node):
             self._locations[key] = Location(node, len(node.keys))
             node.keys.append(key)
             node.num_tokens += num_tokens
@@ -169,6 +170,10 @@ class PrefixTree:
         return [node for node in nodes if not any(step in nodes for step in node.path()[:-1])]
 
     # For the subclass
+
+    def _may_grow(self, node: TreeNode) -> bool:
+        """Return whether units may be added to a leaf, and not to a child of it."""
+        return True
 
     def _on_new_ids(self, num_ids: int) -> None:
         """Grow the columns by ``num_ids`` nodes."""

@@ -157,6 +157,13 @@ class TieredTree(PrefixTree):
         """Return whether ``node`` is evicted last."""
         return node.id in self.protected
 
+    def demote(self, node: TreeNode) -> None:
+        """Evict ``node`` before all others, until it is inserted again."""
+        node.is_transient = True
+        node.updated = self._next_sequence()
+        for state in self.tiers:
+            state.update_rank(node)
+
     def replicate(self, node: TreeNode) -> None:
         """Evict ``node`` last from host memory, until :meth:`unreplicate`, or until the GPU has nothing of it.
 
@@ -314,6 +321,9 @@ class TieredTree(PrefixTree):
         """Handle nodes whose units were evicted for good."""
 
     # Inside
+
+    def _may_grow(self, node: TreeNode) -> bool:
+        return node.id not in self.protected  # what is protected is counted
 
     def _on_new_ids(self, num_ids: int) -> None:
         for state in self.tiers:

@@ -9,10 +9,10 @@ takes nothing from what an operator may pin of all others.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence, Set
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from ragcache_core.errors import ConfigError
+from ragcache_core.tree.protected_paths import ProtectedPaths
 from ragcache_core.types import DocId
 
 if TYPE_CHECKING:
@@ -22,19 +22,8 @@ _EVICTED_AT_ONCE: Final = 64
 """Protected paths that a used path without spare capacity looks at, for evicted ones that give way."""
 
 
-@dataclass(slots=True)
-class _Counted:
-    """A node on protected paths: the number of paths through it, and its units as they are counted for a tenant."""
-
-    num_paths: int
-    num_units: int
-    tenant: str | None
-
-
 class Pins:
     """Protects the paths of pinned documents in the tree, as many as ``limit`` blocks hold of each tenant's.
-
-    A path that is protected or released costs O(height), however many are protected.
 
     Args:
         tree: in which they stand.
@@ -52,19 +41,14 @@ class Pins:
         tenant_of: Callable[[str | None], str | None] = lambda _: None,
     ) -> None:
         self._tree = tree
-        self._limit = limit
+        self._paths = ProtectedPaths(tree, limit, tenant_of)
         self._describe = describe
-        self._tenant_of = tenant_of
         self.doc_ids: set[DocId] = set()
-        self._ends: dict[str | None, dict[Hashable, None]] = {}  # the last unit of each protected path, by tenant
-        self._counted: dict[int, _Counted] = {}  # by node id
-        self._num_units: dict[str | None, int] = {}
-        tree.split_listeners.append(self._on_split)
 
     @property
     def num_units(self) -> int:
         """Blocks of all pinned paths but tenants', each once."""
-        return self._num_units.get(None, 0)
+        return self._paths.num_units_of(None)
 
     def check(self, doc_ids: Iterable[DocId]) -> Generator[int, None, set[DocId]]:
         """Return the documents that have cached KV, in slices; see :meth:`pin`."""
@@ -79,7 +63,7 @@ class Pins:
         _, ends = yield from self._find(doc_ids)
         self.doc_ids.update(doc_ids)
         for end in ends:
-            self._protect_within_limit(end)
+            self._paths.protect(end)
             location = self._tree.locate(end)
             yield 1 if location is None else len(location.node.path())
         return set(doc_ids)
@@ -97,10 +81,10 @@ class Pins:
     def on_used(self, path: Sequence[TreeNode]) -> None:
         """Protect the pinned nodes of a path that is used, where the limit allows."""
         last = next((node for node in reversed(path) if node.is_named(self.doc_ids) and not node.is_private), None)
-        if last is None or self._protect_within_limit(last.keys[-1]):
+        if last is None or self._paths.protect(last.keys[-1]):
             return
-        if self._release_evicted(self._tenant_of(last.owner), _EVICTED_AT_ONCE):
-            self._protect_within_limit(last.keys[-1])
+        if self._release_evicted(self._paths.tenant_of(last.owner), _EVICTED_AT_ONCE):
+            self._paths.protect(last.keys[-1])
 
     def on_forgotten(self, doc_ids: Iterable[DocId], units: Set[Hashable]) -> None:
         """Unpin documents, and protect nothing of some units, which others may have pinned, before they go."""
@@ -109,8 +93,8 @@ class Pins:
         for doc_id in doc_ids:
             for node in tuple(self._tree.nodes_of(doc_id)):
                 self._release_unpinned(node)
-        for unit in units if self._counted else ():
-            self._release(unit)
+        for unit in units if self._paths else ():
+            self._paths.release(unit)
 
     def _find(self, doc_ids: Iterable[DocId]) -> Generator[int, None, tuple[set[DocId], list[Hashable]]]:
         """Return which of some documents are cached, and where the paths to them end, if those may be pinned."""
@@ -123,13 +107,13 @@ class Pins:
                 if self._tree.contains(node) and node.stored_s is not None and not node.is_private:
                     found.add(doc_id)
                     ends.append(node.keys[-1])
-                    if self._tenant_of(node.owner) is None:
-                        new.update(uncounted := self._uncounted(node, new))
+                    if self._paths.tenant_of(node.owner) is None:
+                        new.update(uncounted := self._paths.uncounted(node, new))
                         yield len(uncounted)
                 yield 1
-        limit = self._limit(None)
+        limit = self._paths.limit(None)
         if self.num_units + sum(new.values()) > limit:
-            for _ in range(len(self._ends.get(None, ()))):
+            for _ in range(len(self._paths.ends_of(None))):
                 self._release_evicted(None, 1)
                 yield 1
         if (num_units := self.num_units + sum(new.values())) > limit:
@@ -140,83 +124,24 @@ class Pins:
             )
         return found, ends
 
-    def _uncounted(self, last: TreeNode, known: dict[int, int] | None = None) -> dict[int, int]:
-        """Return the units of the nodes on a path that are on no protected path, by id, up to those in ``known``."""
-        found: dict[int, int] = {}
-        node: TreeNode | None = last
-        while node is not None and node.parent is not None and node.id not in self._counted:
-            if known is not None and node.id in known:
-                break
-            found[node.id] = len(node.keys)
-            node = node.parent
-        return found
-
-    def _protect_within_limit(self, end: Hashable) -> bool:
-        """Protect the path to a unit unless the limit forbids it, and return whether it is protected."""
-        if (location := self._tree.locate(end)) is None:
-            return False
-        node = location.node
-        tenant = self._tenant_of(node.owner)
-        ends = self._ends.setdefault(tenant, {})
-        if end in ends:
-            return True
-        num_units = self._num_units.get(tenant, 0) + sum(self._uncounted(node).values())
-        if num_units > self._limit(tenant):
-            return False
-        for step in node.path():
-            counted = self._counted.setdefault(step.id, _Counted(0, len(step.keys), tenant))
-            counted.num_paths += 1
-        ends[end] = None
-        self._num_units[tenant] = num_units
-        self._tree.protect(end)
-        return True
-
-    def _release(self, end: Hashable) -> None:
-        """Undo :meth:`_protect_within_limit`; does nothing with a unit at which no protected path ends."""
-        if (location := self._tree.locate(end)) is None:
-            return
-        tenant = self._tenant_of(location.node.owner)
-        if end not in (ends := self._ends.get(tenant, {})):
-            return
-        del ends[end]
-        for step in location.node.path():
-            counted = self._counted[step.id]
-            counted.num_paths -= 1
-            if not counted.num_paths:
-                del self._counted[step.id]
-                self._num_units[counted.tenant] -= counted.num_units
-        self._tree.unprotect(end)
-
     def _release_unpinned(self, node: TreeNode) -> None:
         """Release the paths that end in a node, unless it is another pinned document as well."""
-        if self._tree.contains(node) and node.id in self._counted and not node.is_named(self.doc_ids):
+        if self._tree.contains(node) and self._paths.is_counted(node) and not node.is_named(self.doc_ids):
             for key in tuple(node.keys):
-                self._release(key)
+                self._paths.release(key)
 
     def _release_evicted(self, tenant: str | None, num_paths: int) -> bool:
         """Look at the next protected paths of a tenant, release those evicted, and return whether any was."""
-        ends = self._ends.get(tenant, {})
+        ends = self._paths.ends_of(tenant)
         is_released = False
         for _ in range(min(num_paths, len(ends))):
             end = next(iter(ends))
             location = self._tree.locate(end)
             assert location is not None, "what is protected stays in the tree"
             if location.node.stored_s is None:
-                self._release(end)
+                self._paths.release(end)
                 is_released = True
             else:
                 del ends[end]
                 ends[end] = None  # the next call looks at others
         return is_released
-
-    def _on_split(self, node: TreeNode, lower: TreeNode) -> None:
-        if (counted := self._counted.get(node.id)) is None:
-            return
-        ends = self._ends.get(self._tenant_of(node.owner), {})
-        num_below = counted.num_paths - sum(key in ends for key in node.keys)
-        num_units = max(counted.num_units - len(node.keys), 0)
-        counted.num_units -= num_units
-        if num_below:
-            self._counted[lower.id] = _Counted(num_below, num_units, counted.tenant)
-        else:
-            self._num_units[counted.tenant] -= num_units

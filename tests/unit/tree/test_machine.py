@@ -11,11 +11,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ragcache_core.policy import POLICIES, PrefillCostModel
-from ragcache_core.tree import KnowledgeTree, Location, NodeChanges, PathSegment, TreeNode, check_invariants
+from ragcache_core.tree import (
+    KnowledgeTree,
+    Location,
+    NodeChanges,
+    PathSegment,
+    Retention,
+    TreeNode,
+    check_invariants,
+)
 from ragcache_core.types import Tier
 
 Key = tuple[str, ...]
 LENGTHS = {"A": 1, "B": 3, "C": 2, "D": 5}
+RETAINED_UNITS = 7
 
 
 def nameless(document: str) -> None:
@@ -48,6 +57,8 @@ class TreeMachine(RuleBasedStateMachine):
         self.held: dict[Tier, set[Key]] = {tier: set() for tier in Tier}
         self.retained: list[Key] = []
         self.protected: list[Key] = []
+        self.retention = Retention(self.tree, lambda _: RETAINED_UNITS)
+        self.kept: dict[Key, tuple[int, float, int]] = {}  # by the end of the path: priority, until when, number
         self.tree.changes = NodeChanges()
         self.changed = self.tree.changes.subscribe()
         self.seen: set[tuple[Tier, Key]] = set()
@@ -112,6 +123,8 @@ class TreeMachine(RuleBasedStateMachine):
         for segment in segments:
             for name in filter(None, (segment.doc_id, *segment.other_ids)):
                 self.named[name].add(cast("Key", segment.keys[0]))
+        self.retention.on_used(keys)
+        self.kept = {end: entry for end, entry in self.kept.items() if end not in keys}
         self.tree.record_access(path, num_hit_units=expected, cost_per_token_s=1e-3)
         if stays:
             self.tree.retain(keys[-1])
@@ -231,6 +244,50 @@ class TreeMachine(RuleBasedStateMachine):
         self.protected.remove(key)
         self.tree.unprotect(key)
 
+    @rule(data=st.data(), seconds=st.integers(1, 3), priority=st.integers(0, 2))
+    def retain_for(self, data: st.DataObject, seconds: int, priority: int) -> None:
+        """A path is kept for a time, if need be in place of paths with a lower priority."""
+        if not (keys := sorted(key for node in self.tree.nodes() for key in node.keys if isinstance(key, tuple))):
+            return
+        end = data.draw(st.sampled_from(keys))
+        self.kept.pop(end, None)
+        kept = dict(self.kept)
+        lower = sorted((entry, key) for key, entry in kept.items() if entry[0] < priority)
+        while (fits := self._num_units([*kept, end]) <= RETAINED_UNITS) is False and lower:
+            del kept[lower.pop(0)[1]]
+        assert self.retention.retain(end, seconds, priority) == fits
+        if fits:
+            self.num_answers += 1
+            self.kept = {**kept, end: (priority, self.tree.now_s + seconds, self.num_answers)}
+
+    @rule(seconds=st.integers(0, 2))
+    def time_passes(self, seconds: int) -> None:
+        self.tree.now_s += seconds
+        self.retention.tick()
+        self.kept = {end: entry for end, entry in self.kept.items() if entry[1] > self.tree.now_s}
+
+    @rule(data=st.data(), tier=st.sampled_from(Tier))
+    def demote(self, data: st.DataObject, tier: Tier) -> None:
+        """The end of a path that one request used goes before all that was not demoted, unless it is protected."""
+        if not (keys := sorted(key for node in self.tree.nodes() for key in node.keys if isinstance(key, tuple))):
+            return
+        end = data.draw(st.sampled_from(keys))
+        first = data.draw(st.integers(0, len(end) - 1))
+        self.retention.demote_after(0, end, first)
+        location = self.tree.locate(end)
+        assert location is not None
+        below = [node for node in location.node.path() if node.start >= first and node.frequency <= 1]
+        assert all(node.is_transient for node in below)
+        state = self.tree.tiers[tier]
+        free = [n for n in self.tree.nodes() if state.is_evictable(n) and n.id not in state.protected]
+        if (victim := self.tree.victim(tier)) is not None and any(node.is_transient for node in free):
+            assert victim.is_transient
+
+    def _num_units(self, ends: list[Key]) -> int:
+        """Return the units of all nodes on the paths to some units."""
+        places = [at for end in ends if (at := self.tree.locate(end)) is not None]
+        return sum(len(node.keys) for node in {step for at in places for step in at.node.path()})
+
     @rule()
     def reset_the_gpu(self) -> None:
         if not self.resident[Tier.HOST] and not self.resident[Tier.DISK]:
@@ -266,6 +323,8 @@ class TreeMachine(RuleBasedStateMachine):
         gone = {key for t in Tier for key in self.resident[t] if any(key[: len(first)] == first for first in firsts)}
         tops = self.tree.named(doc_ids)
         units = {key for top in tops for node in top.below() for key in node.keys}
+        self.retention.on_forgotten(units)
+        self.kept = {end: entry for end, entry in self.kept.items() if end not in units}
         assert gone == units & {key for t in Tier for key in self.resident[t]}
         for tier in Tier:
             for node in [node for top in tops for node in top.below()]:
@@ -323,7 +382,8 @@ class TreeMachine(RuleBasedStateMachine):
                 assert location is not None
                 in_use[location.node.id] += 1 << location.unit
             assert self.tree.tiers[tier].in_use == in_use
-        for key in (*self.retained, *self.protected):
+        assert self.retention.num_units == self._num_units([*self.kept]) <= RETAINED_UNITS
+        for key in (*self.retained, *self.protected, *self.kept):
             assert self.tree.locate(key) is not None
         for node in self.tree.nodes():
             needed = any(at.node.path()[: len(node.path())] == node.path() for at in self._protected_places())
@@ -352,7 +412,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.changed.clear()
 
     def _protected_places(self) -> list[Location]:
-        return [at for key in self.protected if (at := self.tree.locate(key)) is not None]
+        return [at for key in (*self.protected, *self.kept) if (at := self.tree.locate(key)) is not None]
 
 
 TreeMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
