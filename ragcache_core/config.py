@@ -306,6 +306,14 @@ class CacheConfig(_Settings):
     """Seconds after its computation at which KV expires: no request hits older KV, and every tier deletes it, also on
     an idle engine and over restarts. By default KV stays until it is evicted."""
 
+    max_retain_s: Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False, strict=True)] = 600.0
+    """Seconds for which a request may have its prompt and answer retained (``retain_s``, ``priority``); more is
+    shortened to this. 0 retains nothing."""
+
+    retained_share: Annotated[float, Field(ge=0, le=1, strict=True)] = 0.25
+    """Share of the smallest tier, for each tenant of its part, that retained prompts and answers may take. 0 retains
+    nothing."""
+
     queue: QueueOrder = "cache_aware"
     """The scheduling order of waiting requests: ``cache_aware`` by cached tokens per token to compute (RAGCache §5.2),
     ``fifo`` by arrival."""

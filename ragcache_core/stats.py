@@ -626,6 +626,10 @@ class EngineStats:
     ``num_confirmed_speculations`` of ``num_speculative_requests`` were speculation hits. ``num_speculative_tokens`` of
     their prompts were computed before that, and ``num_wasted_tokens`` of these were used by no request.
 
+    Requests have ``num_retained_tokens`` of prompts and answers retained now. ``num_clipped_hints`` asked for a longer
+    time than the engine allows, ``num_rejected_hints`` found no room in the retained share, and ``num_unknown_hints``
+    actions of vLLM's ``kv_hints`` were ignored.
+
     ``chunks`` is ``None`` in an engine without chunk reuse.
     """
 
@@ -668,6 +672,18 @@ class EngineStats:
     )
     num_followup_turns: int = _counter(
         "ragcache_followup_turns", "Requests that begin with an earlier one and its answer: a conversation's next turn."
+    )
+    num_retained_tokens: int = _gauge(
+        "ragcache_retained_tokens", "Tokens of prompts and answers that requests have retained.", 0
+    )
+    num_clipped_hints: int = _counter(
+        "ragcache_clipped_hints", "Requests for a longer retention than `max_retain_s`, which is what they got."
+    )
+    num_rejected_hints: int = _counter(
+        "ragcache_rejected_hints", "Requests for a retention for which the retained share had no room."
+    )
+    num_unknown_hints: int = _counter(
+        "ragcache_unknown_hints", "Actions of vLLM's `kv_hints` that RAGCache does not know, and ignored."
     )
     num_speculative_requests: int = _counter("ragcache_speculative_requests", "Speculative requests.")
     num_confirmed_speculations: int = _counter(

@@ -14,6 +14,7 @@
             "chunk_reuse": {"max_recompute": 0.3}, # or true, false, "store"; only if it is not to be as the engine does
             "prefill": true,                       # only without an answer: a request with this prefix follows
             "expected_uses": 12,                   # only with "prefill": of its documents, in the next 1,000 requests
+            "retain_s": 30.0,                      # or any other of the hints in hints.py
         },
     }
 
@@ -32,6 +33,7 @@ from typing import Any, Literal
 
 from ragcache_core.config import ChunkReuseRequest
 from ragcache_core.errors import ConfigError, quoted
+from ragcache_core.hints import HINTS, MAX_ID_CHARS, NO_HINTS, CacheHints, read_hints
 from ragcache_core.types import MAX_LABEL_CHARS, PromptSegment, SegmentKind
 
 WIRE_VERSION = 1
@@ -55,10 +57,18 @@ REPLICA_HEADER = "x-ragcache-replica"
 STATS_HEADER = "x-ragcache-stats"
 """With ``1`` a response to a completion has a ``ragcache`` object with the request's cached tokens by tier."""
 MAX_DOCUMENTS = 4096
-MAX_DOC_ID_CHARS = 1024
+MAX_DOC_ID_CHARS = MAX_ID_CHARS
 MAX_SPECULATION_CHARS = 64
 MAX_EXPECTED_USES = 1000
 """The number of next requests in which uses are expected; each request is at most one use."""
+REGISTER = "register"
+"""In a request's metadata: documents to register before its prompt is looked up."""
+UNKNOWN_ACTIONS = "unknown_actions"
+"""In a request's metadata: how many actions of its ``kv_hints`` the server did not know."""
+_NAMES = (
+    "version", "documents", "speculation", "reordered", "chunk_reuse", "prefill", "expected_uses", REGISTER,
+    UNKNOWN_ACTIONS, *HINTS,
+)  # fmt: skip
 ChunkReuseOption = ChunkReuseRequest | Mapping[str, Any] | Literal["store"] | bool | None
 """What a request may say of chunk reuse: yes (with which settings), no, or as the engine does. With ``store`` it is
 answered exactly, and its documents are kept for others to reuse."""
@@ -86,6 +96,7 @@ class RequestMetadata:
     ``chunk_reuse`` is ``None`` where it is left to the engine. One that ``is_prefill`` is no request in itself: the one
     that begins with the same tokens follows it, and counts. ``expected_uses`` are those that a prefill ahead of a
     forecast promises of its documents, in the next :data:`MAX_EXPECTED_USES` requests; 0 of all others.
+    ``num_unknown_actions`` of its ``kv_hints`` were not known.
     """
 
     segments: tuple[PromptSegment, ...]
@@ -94,6 +105,8 @@ class RequestMetadata:
     chunk_reuse: ChunkReuseWish = None
     is_prefill: bool = False
     expected_uses: int = 0
+    hints: CacheHints = NO_HINTS
+    num_unknown_actions: int = 0
 
 
 def encode_kv_transfer_params(
@@ -208,7 +221,22 @@ def _decode(raw: object, num_prompt_tokens: int) -> RequestMetadata:
         read_chunk_reuse(raw.get("chunk_reuse")),
         _flag(raw, "prefill"),
         read_expected_uses(raw),
+        read_hints(raw),
+        unknown if isinstance(unknown := raw.get(UNKNOWN_ACTIONS), int) else 0,
     )
+
+
+def check_metadata(metadata: Mapping[str, object]) -> None:
+    """Refuse what a request's metadata say of KV that other requests share, and names that there are not.
+
+    Raises:
+        ConfigError: with the name, the value and the limit.
+    """
+    if unknown := [name for name in metadata if name not in _NAMES]:
+        names = ", ".join(_NAMES)
+        raise ConfigError(f"the ragcache metadata have {quoted(unknown[0])}, which there is not: use one of {names}")
+    read_expected_uses(metadata)
+    read_hints(metadata)
 
 
 def read_chunk_reuse(option: object) -> ChunkReuseWish:

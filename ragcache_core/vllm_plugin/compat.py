@@ -13,6 +13,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from ragcache_core.hints import Actions
 from ragcache_core.vllm_plugin.engine_death import wait_for_exit
 from ragcache_core.vllm_plugin.other_connectors import MODULE, children, is_own, own_stats
 from ragcache_core.vllm_plugin.registrations import PersistentRegistrations
@@ -76,6 +77,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
@@ -135,6 +137,8 @@ _LEAVES_WEIGHTS = (
     *("checkpoint_prepare", "checkpoint_restore", "save_sharded_state", "update_max_model_len", "profile"),
 )
 """Methods of vLLM's workers that its engine core and servers call."""
+
+_HINTS_VERSION = "1"
 
 __all__ = [
     "AsyncScheduler",
@@ -223,6 +227,7 @@ __all__ = [
     "hash_seed",
     "in_forward",
     "kv_bytes_per_block",
+    "kv_hints_of",
     "make_block_hash_with_group_id",
     "platform_worker",
     "prompt_of_keys",
@@ -530,6 +535,15 @@ def platform_worker() -> type[Any]:
         from vllm.v1.worker.gpu_worker import Worker
     worker: type[Any] = Worker
     return worker
+
+
+def kv_hints_of(request_id: str, actions: Actions) -> KvHintsEnvelope:
+    """Return vLLM's envelope of actions on the KV of a request, each with its type and payload."""
+    said = [
+        KvHintAction(f"{request_id}-{number}", action_type, _HINTS_VERSION, dict(payload))
+        for number, (action_type, payload) in enumerate(actions)
+    ]
+    return KvHintsEnvelope(_HINTS_VERSION, request_id, said)
 
 
 def require_embeddings(engine_client: Any, *, is_enabled: bool) -> None:

@@ -10,6 +10,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from pydantic import ByteSize
@@ -28,6 +29,7 @@ from ragcache_core.vllm_plugin.cache.pins import Pins
 from ragcache_core.vllm_plugin.cache.prefix_publisher import PrefixPublisher
 from ragcache_core.vllm_plugin.cache.queued_prefixes import QueuedPrefixes
 from ragcache_core.vllm_plugin.cache.recent_requests import RecentRequests
+from ragcache_core.vllm_plugin.cache.request_hints import RequestHints
 from ragcache_core.vllm_plugin.cache.request_state import Counters, Key, RequestState
 from ragcache_core.vllm_plugin.cache.speculations import QueuedSpeculations
 from ragcache_core.vllm_plugin.cache.tenant_figures import TenantFigures
@@ -116,6 +118,7 @@ class CacheController:
         last_step: the first and the last moment of the engine's last step.
         forgetting: deletes documents from all holders of KV.
         pins: documents that are evicted last.
+        hints: what requests say of the KV that they leave.
         contents: lists what is cached.
         shared: the store that this engine and others use, where there is one.
         operator_calls: runs the calls that look at much of the tree, in slices.
@@ -188,8 +191,13 @@ class CacheController:
         self._divide_tiers()
         self.leaving: dict[bytes, None] = {}
         self.operator_calls = OperatorCalls()
-        self.pins = Pins(self.tree, self._most_pinned_units, self._shown, self.tenants.tenant_of)
-        self.forgetting = Forgetting(self.tree, self._requests, tokens_per_block, self.pins)
+        most_pinned = partial(self._most_units, settings.pinned_share)
+        self.pins = Pins(self.tree, most_pinned, self._shown, self.tenants.tenant_of)
+        most_retained = partial(self._most_units, settings.retained_share)
+        self.hints = RequestHints(
+            self.tree, most_retained, self.tenants.tenant_of, settings.max_retain_s, self.counters
+        )
+        self.forgetting = Forgetting(self.tree, self._requests, tokens_per_block, self.pins, self.hints)
         self.contents = Contents(self.tree, self._block_bytes_by_tier, self._chunk_holdings, self.pins.doc_ids)
 
     def add_tier(self, tier: Tier, report: TierReport) -> None:
@@ -231,6 +239,7 @@ class CacheController:
         That is looked for now and then, and so what would be too old before the next time goes now.
         """
         self.tree.now_s = now_s
+        self.hints.tick()
         if self._chunks is not None:
             self._chunks.now_s = now_s
         if (max_age := self.settings.max_age) is None or now_s < self._next_expiry_s:
@@ -248,13 +257,13 @@ class CacheController:
     def _block_bytes_by_tier(self) -> dict[Tier, int]:
         return {tier: report.block_bytes for tier, report in self.tiers.items()}
 
-    def _most_pinned_units(self, tenant: str | None) -> int:
-        """Return how many units pins may protect: a share of the smallest tier, so they never fill one.
+    def _most_units(self, share: float, tenant: str | None) -> int:
+        """Return how many units are a share of the smallest tier: what is protected never fills one.
 
         It is a share of the tenant's part; None has the part without a tenant.
         """
         return min(
-            int(self.settings.pinned_share * self.tenants.num_units_of(tenant, tier, self._num_units(report)))
+            int(share * self.tenants.num_units_of(tenant, tier, self._num_units(report)))
             for tier, report in self.tiers.items()
             if report.is_enabled
         )
@@ -313,6 +322,7 @@ class CacheController:
         self.speculations.on_new_request(state)
         if not state.is_speculative:
             self._queued.add(state)
+        self.hints.on_new_request(state)
         state.prefill_s = self._prefill_s(state, self._queued.num_cached_tokens(state))
         self._count_pending(state, 1)
 
@@ -565,6 +575,7 @@ class CacheController:
         self.speculations.on_finished(state)
         if not state.is_speculative:
             self._note_answer(state)
+            self._follow_hints(state)
         if state.retained is not None:
             self.tree.release(state.retained)
             state.retained = None
@@ -574,6 +585,15 @@ class CacheController:
             self._recent.add(state, now_s)
         self._finished[request_id] = state.to_dict()
         return self._finished[request_id]
+
+    def _follow_hints(self, state: RequestState) -> None:
+        """Retain or demote what a request leaves that others may use."""
+        hints = state.metadata.hints
+        is_followed = hints.is_retained or hints.end_s is not None
+        if not is_followed or state.admitted_s is None or state.has_forgotten:
+            return
+        if (end := self.last_known(state.keys[: state.first_private])) is not None:
+            self.hints.on_ended(state, end, state.num_cached_tokens // self.tokens_per_block)
 
     def forget(self, doc_ids: Set[DocId]) -> dict[str, object]:
         """Delete documents from all tiers, with dependent KV; see :class:`Forgetting`."""
@@ -620,11 +640,13 @@ class CacheController:
             "unknown": [doc_id for doc_id in doc_ids if doc_id not in changed],
             "num_pinned": len(self.pins.doc_ids),
             "num_bytes": self.pins.num_units * unit_bytes,
-            "limit_bytes": self._most_pinned_units(None) * unit_bytes,
+            "limit_bytes": self._most_units(self.settings.pinned_share, None) * unit_bytes,
         }
 
-    def ends_on_disk(self, doc_ids: Collection[DocId]) -> Generator[int, None, tuple[list[Key], list[DocId]]]:
-        """Find paths to documents with a part on disk alone, in slices.
+    def ends_on_disk(
+        self, doc_ids: Collection[DocId], is_own: Callable[[str | None], bool] = lambda _: True
+    ) -> Generator[int, None, tuple[list[Key], list[DocId]]]:
+        """Find paths of some owners to documents with a part on disk alone, in slices.
 
         Returns:
             The last unit of each path, the path with the highest priority first; and the documents that no tier holds.
@@ -635,7 +657,8 @@ class CacheController:
         for doc_id in doc_ids:
             is_known = False
             for node in tuple(self.tree.nodes_of(doc_id)):
-                if self.tree.contains(node) and node.stored_s is not None and not node.is_private:
+                is_public = self.tree.contains(node) and not node.is_private and is_own(node.owner)
+                if is_public and node.stored_s is not None:
                     is_known = True
                     if disk[node.id] & ~(gpu[node.id] | host[node.id]):
                         below[node.id] = node
@@ -671,15 +694,19 @@ class CacheController:
     def num_storable_tokens(self, request_id: str) -> int | None:
         """Return up to which token a request is worth storing below the GPU; None for all of it, and its answer.
 
-        That is the end of its last kept document; without any, its prompt; and all of it where its conversation is
-        likely to go on. No more than the host tier holds: what does not fit into it as a whole, vLLM does not store at
-        all.
+        That is the end of its last kept document; without any, its prompt; all of it where its conversation is likely
+        to go on, or its KV is retained; and nothing where it is demoted. No more than the host tier holds: what does
+        not fit into it as a whole, vLLM does not store at all.
         """
         state = self._requests[request_id]
         state.is_answer_stored = False
         documents = [s for s in state.metadata.segments if s.kind is SegmentKind.DOCUMENT]
         kept = documents[: self.settings.max_cached_documents]
-        if len(kept) == len(documents) and self.tree.returning.is_likely(state.turn):
+        hints = state.metadata.hints
+        if hints.demote:
+            return 0
+        goes_on = hints.is_retained or self.tree.returning.is_likely(state.turn)
+        if len(kept) == len(documents) and goes_on:
             state.is_answer_stored = True
             limits = []
         else:
@@ -771,6 +798,7 @@ class CacheController:
             "num_nodes": len(self.tree),
             **self.counters.to_dict(),
             **self.speculations.to_dict(),
+            "num_retained_tokens": self.hints.num_retained_units * self.tokens_per_block,
             "num_reordered_requests": self.queue.num_reordered,
             "max_overtaken": self.queue.max_overtaken,
             "tiers": [*(self._tier_report(*tier) for tier in sorted(self.tiers.items())), *self._shared_report()],
@@ -845,6 +873,7 @@ class CacheController:
         prompt_keys = keys[: state.num_prompt_tokens // self.tokens_per_block]
         state.turn = self.tree.conversations.on_access(prompt_keys, self.tree.num_requests)
         self.counters.num_followup_turns += state.turn > 1
+        self.hints.on_access(prompt_keys)
         self.tree.record_access(path, num_hit_units=num_hit_units, cost_per_token_s=cost_s, turn=state.turn)
         has_disk = (disk := self.tiers.get(Tier.DISK)) is not None and disk.is_enabled
         labels = {segment.doc_id: segment.label for segment in state.metadata.segments if segment.doc_id is not None}

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Set
 
     from ragcache_core.vllm_plugin.cache.pins import Pins
+    from ragcache_core.vllm_plugin.cache.request_hints import RequestHints
 
 _FEW_APPROXIMATE = 1024
 """First blocks of approximate KV that are kept before deleted ones are removed from the set."""
@@ -117,16 +118,23 @@ class Forgetting:
         requests: the requests in the engine, by id.
         tokens_per_block: tokens of a unit.
         pins: loses the pins of deleted documents.
+        hints: retains nothing of them any longer.
 
     Attributes:
         store_at_most: limits how many tokens of a request are stored below the GPU; None without lower tiers.
     """
 
     def __init__(
-        self, tree: KnowledgeTree, requests: Mapping[str, RequestState], tokens_per_block: int, pins: Pins
+        self,
+        tree: KnowledgeTree,
+        requests: Mapping[str, RequestState],
+        tokens_per_block: int,
+        pins: Pins,
+        hints: RequestHints,
     ) -> None:
         self._tree = tree
         self._pins = pins
+        self._hints = hints
         self._requests = requests
         self._tokens_per_block = tokens_per_block
         self._holders: list[Holder] = []
@@ -196,6 +204,7 @@ class Forgetting:
             concerned = dict.fromkeys(self._requests, 0)
         forgotten = Forgotten(doc_ids, units, concerned, is_all)
         self._pins.on_forgotten(doc_ids, all_units)
+        self._hints.on_forgotten(all_units)
         for request_id, first_block in forgotten.requests.items():
             state = self._requests[request_id]
             state.has_forgotten |= bool(doc_ids) or is_all  # expired KV is no secret

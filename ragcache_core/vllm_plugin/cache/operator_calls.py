@@ -42,7 +42,7 @@ class OperatorCalls:
             ConfigError: the call is refused.
         """
         call = self._calls.pop(token, begin)
-        answer = call if isinstance(call, dict) else _run_slice(call)
+        answer = call if isinstance(call, dict) else run_slice(call)
         if answer is None or keeps_answer:
             self._calls[token] = call if answer is None else answer
             if len(self._calls) > _MAX_CALLS:
@@ -50,7 +50,8 @@ class OperatorCalls:
         return answer or {}
 
 
-def _run_slice(call: Steps) -> dict[str, Any] | None:
+def run_slice(call: Steps) -> dict[str, Any] | None:
+    """Let a call look at some nodes, and return its answer; None while there is more to do."""
     num_nodes = 0
     try:
         while num_nodes < NODES_AT_ONCE:

@@ -188,6 +188,9 @@ class Counters:
     num_ignored_metadata: int = 0
     num_reordered_prompts: int = 0
     num_followup_turns: int = 0
+    num_clipped_hints: int = 0
+    num_rejected_hints: int = 0
+    num_unknown_hints: int = 0
     num_corrupt_blocks: int = 0
     num_lost_blocks: int = 0
     num_dropped_blocks: int = 0

@@ -9,7 +9,7 @@ it resumes, find them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from itertools import islice
 from multiprocessing import parent_process
@@ -23,6 +23,7 @@ from ragcache_core.log import logger_of
 from ragcache_core.memory import collect_rarely, freeze_survivors
 from ragcache_core.runtime.clock import steady_s
 from ragcache_core.vllm_plugin.build_context import building
+from ragcache_core.vllm_plugin.cache.operator_calls import run_slice
 from ragcache_core.vllm_plugin.compat import (
     AsyncScheduler,
     BlockPool,
@@ -104,6 +105,7 @@ class _TreeScheduling:
         self._step_began_s = 0.0
         self._has_other_weights = False
         self._outdated_loads: list[Request] = []
+        self._prefetching: Steps | None = None
         self._speculates_beside_answers = not current_platform.is_cpu()
         self._tree_queue: TreeFreeBlockQueue | None = None
         if context.groups is None and controller.settings.max_age is not None:
@@ -121,6 +123,8 @@ class _TreeScheduling:
         self._controller.tick(steady_s())
         if self._outdated_loads:
             self._drop_outdated_loads()
+        if self._prefetching is not None or self._controller.hints.prefetches:
+            self._advance_prefetches()
         if self._queue is None:
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
         self._queue.real.reconsider()
@@ -259,9 +263,21 @@ class _TreeScheduling:
         num_blocks = num_all - num_fast if self._own_connector.prefetch(prompt) else 0
         return {"num_read_tokens": num_blocks * self._controller.tokens_per_block}
 
-    def _prefetch_documents(self, doc_ids: list[str]) -> Steps:
+    def _advance_prefetches(self) -> None:
+        """Look at some nodes for the documents that requests have read ahead, as their hints say."""
+        controller = self._controller
+        if self._prefetching is None:
+            doc_ids, tenant = controller.hints.prefetches.popleft()
+            tenant_of = controller.tenants.tenant_of
+            self._prefetching = self._prefetch_documents(doc_ids, lambda owner: tenant_of(owner) == tenant)
+        if run_slice(self._prefetching) is not None:
+            self._prefetching = None
+
+    def _prefetch_documents(
+        self, doc_ids: Collection[str], is_own: Callable[[str | None], bool] = lambda _: True
+    ) -> Steps:
         """Have the paths of documents that lie on disk read into host memory, as :meth:`prefetch` does."""
-        ends, unknown = yield from self._controller.ends_on_disk(doc_ids)
+        ends, unknown = yield from self._controller.ends_on_disk(doc_ids, is_own)
         num_tokens, num_begun = 0, 0
         for end in ends:
             if keys := self._controller.keys_to(end):

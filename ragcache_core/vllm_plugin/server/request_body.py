@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ragcache_core.errors import ConfigError, quoted
 from ragcache_core.vllm_plugin.server.middleware import TENANT
 from ragcache_core.vllm_plugin.server.rank_choice import RankChoice, documents_of
-from ragcache_core.wire import KEY, MAX_DOCUMENTS, check_depth, check_sendable, read_expected_uses
+from ragcache_core.wire import KEY, MAX_DOCUMENTS, check_depth, check_metadata, check_sendable
 
 _SUSPICIOUS = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]|[0-9]{19}|[eE]\+?[0-9]{3}|NaN|Infinity|\\u00[5-7]|\0")
 """Without one of these, a body holds no half of a surrogate pair, no number beyond 64 bits or a float.
@@ -116,10 +116,10 @@ def problem_of(body: bytes) -> tuple[int, str, str] | None:
         for place, given in _transfer_params(request):
             for name, value in given.items():
                 check_depth(value, f"{place}.{name:.80}")
+            if isinstance(named := given.get(KEY), dict):
+                check_metadata(named)
         params = request.get("kv_transfer_params")
         metadata = params.get(KEY) if isinstance(params, dict) else None
-        if isinstance(metadata, dict):
-            read_expected_uses(metadata)  # ranks KV that all requests share
     except ConfigError as error:
         return 400, "BadRequestError", str(error)
     documents = metadata.get("documents") if isinstance(metadata, dict) else None

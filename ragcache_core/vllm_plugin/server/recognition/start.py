@@ -12,7 +12,7 @@ from ragcache_core.errors import ConfigError
 from ragcache_core.log import logger_of
 from ragcache_core.recognition import PromptTexts
 from ragcache_core.runtime.tenants import Tenants
-from ragcache_core.vllm_plugin.compat import call_registrations, front_end_of
+from ragcache_core.vllm_plugin.compat import call_registrations, front_end_of, kv_hints_of
 from ragcache_core.vllm_plugin.server.rank_choice import RankChoice
 from ragcache_core.vllm_plugin.server.recognition.journal import RegistrationJournal
 from ragcache_core.vllm_plugin.server.recognition.metrics import show_metrics
@@ -55,7 +55,9 @@ async def start_recognition(
     if tokenizer is not None and settings.max_documents:
         service = await _begun(engine_client, settings, restricted, tokenizer)
     texts = None if tokenizer is None else PromptTexts(tokenizer.token_bytes, tokenizer.encode)
-    names_documents = texts is not None and attach(engine_client, Recogniser(service, tenants, choice, texts))
+    names_documents = texts is not None and attach(
+        engine_client, Recogniser(service, tenants, choice, texts, kv_hints_of)
+    )
     if not names_documents:
         service = None
     if service is None and restricted:

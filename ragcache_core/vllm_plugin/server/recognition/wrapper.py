@@ -9,11 +9,12 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from ragcache_core.hints import HINTS, Actions, actions_of_hints, hints_of_actions, read_hints
 from ragcache_core.log import logger_of
 from ragcache_core.recognition import MIN_TOKENS, PromptTexts, Recognition
 from ragcache_core.runtime.rights import is_rights_salt, joined_salt, private_salt, rights_salt
@@ -21,12 +22,19 @@ from ragcache_core.runtime.tenants import Tenants, cache_salt_for, mark_of
 from ragcache_core.types import PromptSegment, SegmentKind
 from ragcache_core.vllm_plugin.server.rank_choice import RankChoice
 from ragcache_core.vllm_plugin.server.recognition.service import RecognitionService
-from ragcache_core.wire import KEY, MAX_DOCUMENTS, encode_kv_transfer_params, tile
+from ragcache_core.wire import (
+    KEY,
+    MAX_DOCUMENTS,
+    REGISTER,
+    UNKNOWN_ACTIONS,
+    WIRE_VERSION,
+    check_metadata,
+    encode_kv_transfer_params,
+    tile,
+)
 
 logger = logger_of(__name__)
 
-REGISTER = "register"
-"""In a request's ``kv_transfer_params.ragcache``: documents to register before the prompt is looked up."""
 _PARAMS = "kv_transfer_params"
 _DOCUMENTS = "documents"
 _MAX_OFFLOAD = "max_offload_tokens"
@@ -91,6 +99,7 @@ class Recogniser:
         tenants: of the server.
         choice: among data-parallel engines; ``None`` where there is one engine.
         texts: finds the documents that a client names by their texts; ``None`` leaves them unnamed.
+        to_kv_hints: returns vLLM's ``kv_hints`` of a request with these actions; ``None`` leaves them out.
     """
 
     def __init__(
@@ -99,19 +108,27 @@ class Recogniser:
         tenants: Tenants | None = None,
         choice: RankChoice | None = None,
         texts: PromptTexts | None = None,
+        to_kv_hints: Callable[[str, Actions], Any] | None = None,
     ) -> None:
         self._service = service
         self._choice = choice
         self._texts = texts
+        self._to_kv_hints = to_kv_hints
         self._secret = "" if tenants is None else tenants.secret
         self._by_mark = {} if tenants is None else {mark_of(name): name for name in tenants.by_name}
 
     def wrapped(self, generate: Any) -> Any:
         """Return an asynchronous generator function that prepares a request and calls ``generate`` with it."""
 
+        takes_hints = "kv_hints" in inspect.signature(generate).parameters
+
         async def generate_with_documents(
             prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
         ) -> AsyncGenerator[Any, None]:
+            if takes_hints:
+                sampling_params, kwargs["kv_hints"] = self._with_hints(
+                    sampling_params, kwargs.get("kv_hints"), request_id
+                )
             ready = await self.prepare(prompt, sampling_params)
             is_chosen_here = self._choice is not None and kwargs.get("data_parallel_rank") is None
             choosing = (
@@ -192,6 +209,29 @@ class Recogniser:
             tenant,
             hides_params=metadata is None,
         )
+
+    def _with_hints(self, sampling_params: Any, kv_hints: Any, request_id: str) -> tuple[Any, Any]:
+        """Return a request's parameters with the hints of its ``kv_hints``, or ``kv_hints`` of those it has itself.
+
+        Of both, hints of the parameters win, and ``kv_hints`` are passed on as they came.
+
+        Raises:
+            ValueError: a hint is not possible.
+        """
+        params = dict((getattr(sampling_params, "extra_args", None) or {}).get(_PARAMS) or {})
+        metadata = params.get(KEY)
+        own: Mapping[str, Any] = metadata if isinstance(metadata, Mapping) else {}
+        if kv_hints is None:
+            actions = [] if own.keys().isdisjoint(HINTS) else actions_of_hints(read_hints(own))
+            return sampling_params, self._to_kv_hints(request_id, actions) if actions and self._to_kv_hints else None
+        hints, num_unknown = hints_of_actions([(each.action_type, each.payload) for each in kv_hints.actions])
+        if num_unknown:
+            hints[UNKNOWN_ACTIONS] = num_unknown
+        if not hints or not hasattr(sampling_params, "extra_args"):
+            return sampling_params, kv_hints
+        named = {"version": WIRE_VERSION, **hints, **own}
+        check_metadata(named)
+        return _with_params(sampling_params, {**params, KEY: named}), kv_hints
 
     def _placed(self, documents: object, token_ids: Sequence[int]) -> list[Any] | None:
         """Return the documents that a request names by their texts, by their tokens; ``None`` if it names none so.
