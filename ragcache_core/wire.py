@@ -175,6 +175,12 @@ def encode_shown_documents(
     return {KEY: _metadata(documents, is_reordered, chunk_reuse)}
 
 
+def encode_hints(hints: CacheHints) -> dict[str, object]:
+    """Return the fields of a request's body that carry its hints; none without hints."""
+    given = hints.to_dict()
+    return {"kv_transfer_params": {KEY: {"version": WIRE_VERSION, **given}}} if given else {}
+
+
 def _metadata(
     documents: Sequence[Mapping[str, object]], is_reordered: bool, chunk_reuse: ChunkReuseOption
 ) -> dict[str, object]:

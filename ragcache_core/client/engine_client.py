@@ -38,7 +38,7 @@ from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes, Cached
 from ragcache_core.client.ordering.document_order import Arrangement, OrderingClient, RememberedOrders
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt, FormatDocuments, KVScopes
 from ragcache_core.client.prompts.client import PromptClient
-from ragcache_core.client.prompts.request_plan import RequestPlan
+from ragcache_core.client.prompts.request_plan import RequestPlan, with_hints
 from ragcache_core.client.prompts.server_tokenizer import ServerTokenizer
 from ragcache_core.client.registration import DocumentRegistrations
 from ragcache_core.client.server_api import ServerAPI, importing_requests
@@ -48,6 +48,7 @@ from ragcache_core.client.stats.cache_stats import METRICS, CacheStatsRoutes, pa
 from ragcache_core.client.tracing import RequestTraces
 from ragcache_core.client.warming import WarmingClient, WarmingReceipt, check_bound, known_scope
 from ragcache_core.errors import ConfigError
+from ragcache_core.hints import HINTS, read_hints
 from ragcache_core.ordering import DocumentOrder
 from ragcache_core.prompt import ChatMessage, RenderedPrompt, check_prompt_fits
 from ragcache_core.runtime.event_loop_thread import EventLoopThread
@@ -255,7 +256,9 @@ class EngineClient(Handle, ABC):
                 ``quality`` or ``alpha``, and ``max_recompute``. With ``"store"`` the answer is exact, and its documents
                 are stored for later reuse. ``None`` leaves it to the engine (``CacheConfig.chunk_reuse``).
             **sampling: other fields of the OpenAI protocol, ``stop=["\\n"]``; vLLM's own go into ``extra_body``. With
-                ``n`` above 1 the stream holds the first answer; :meth:`generate` refuses it.
+                ``n`` above 1 the stream holds the first answer; :meth:`generate` refuses it. Besides, the hints of
+                :class:`~ragcache_core.hints.CacheHints` on the KV that is left: ``retain_s=30``, ``priority``,
+                ``ttl_s``, ``demote``, ``prefetch``.
 
         Raises:
             PromptTooLongError, RequestRejectedError, EngineDiedError, EngineUnreachableError: the request failed.
@@ -649,7 +652,8 @@ class EngineClient(Handle, ABC):
         chunk_reuse: ChunkReuseOption,
         sampling: Mapping[str, Any],
     ) -> tuple[RequestPlan, dict[str, Any]]:
-        prompts = self.integration.prompts
+        prompts, hints = self.integration.prompts, read_hints(sampling)
+        sampling = {name: value for name, value in sampling.items() if name not in HINTS}
         settings = {"model": self.model, "max_tokens": max_tokens, "temperature": temperature, **sampling}
         check_prompt(prompt)
         check_settings(settings, is_chat=not isinstance(prompt, str | RenderedPrompt))
@@ -662,6 +666,7 @@ class EngineClient(Handle, ABC):
                 plan = prompts.plan_rendered(prompt, settings=sampling, chunk_reuse=chunk_reuse)
             case _:
                 plan = prompts.plan_chat(prompt, settings=sampling, chunk_reuse=chunk_reuse)
+        plan = with_hints(plan, hints)
         if plan.prompt is not None:
             settings["max_tokens"] = min(max_tokens, self.max_model_len - len(plan.prompt.token_ids))
         return plan, streamed_body(prompt, plan, settings)

@@ -34,6 +34,7 @@ from ragcache_core.client.prompts.request_plan import merge_bodies
 from ragcache_core.client.prompts.retrieved_documents import DocumentHint
 from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.errors import ConfigError, quoted
+from ragcache_core.hints import HINTS, read_hints
 from ragcache_core.runtime.environment import API_KEY_ENV, BASE_URL_ENV
 from ragcache_core.stats import ANSWER_KEY, STATS_KEY, RequestStats
 from ragcache_core.types import Document
@@ -81,6 +82,9 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
     from sending the request. The prompt is sent unchanged if it is predicted in time. Otherwise its documents get the
     order with the longest cached prefix, or chunk reuse is used, if the engine has it and is calibrated
     (``chunk_reuse=False`` excludes it). ``response_metadata["ragcache"]["deadline"]`` has the choice and the reason.
+
+    Hints on the KV that a call leaves are arguments of the call: ``llm.bind(retain_s=30)`` for a tool that takes half a
+    minute, ``priority``, ``ttl_s``, ``demote``, ``prefetch``; see :class:`~ragcache_core.hints.CacheHints`.
 
     ``usage_metadata["input_token_details"]["cache_read"]`` holds the cached tokens, ``response_metadata["ragcache"]``
     the rest (in a stream: of the last chunk): which tier they came from, bytes moved, documents, times.
@@ -184,6 +188,7 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
         """Return what an answer depends on; LangChain's caches of answers tell requests apart by it."""
         own = {"chunk_reuse": self.chunk_reuse, "ttft_slo": self.ttft_slo, "deduplicate": self.deduplicate or None}
         own = {name: value for name, value in own.items() if value is not None}
+        kwargs = {name: value for name, value in kwargs.items() if name not in HINTS}
         return {**own, **super()._get_invocation_params(stop, **kwargs)}
 
     def _resolve_model_profile(self) -> ModelProfile:
@@ -378,13 +383,18 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
         return converted
 
     def _plan(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> _Call:
-        engine, options, kwargs = self.connect(), options_of(self, kwargs), sent_settings(kwargs)
+        engine, options, hints, kwargs = (
+            self.connect(),
+            options_of(self, kwargs),
+            read_hints(kwargs),
+            sent_settings(kwargs),
+        )
         documents = [*to_core(kwargs.pop("documents", None) or ()), *_documents_of(messages)]
         self._have_answers_forgotten(engine)
         payload = self._get_request_payload(messages, stop=stop, **kwargs)
         check_settings(payload.keys() - {"stream_usage"}, is_chat=True)  # which langchain-openai takes out
         settings = with_headers(payload, self.default_headers)
-        plan = plan_chat(engine, self._hint, payload["messages"], options, settings, documents or None)
+        plan = plan_chat(engine, self._hint, payload["messages"], options, settings, documents or None, hints)
         if plan.extra_body:
             kwargs["extra_body"] = merge_bodies(payload.get("extra_body"), plan.extra_body)
         return _Call(engine, plan, kwargs)

@@ -36,11 +36,12 @@ from ragcache_core.client.generation import check_one_answer, check_settings
 from ragcache_core.client.http.attempt import AUTO, FirstTokenTimeout
 from ragcache_core.client.http.errors import translate_errors_as_openai
 from ragcache_core.client.http.remote_server import HANG_TIMEOUT_S, RESTART_TIMEOUT_S, recovery_settings
-from ragcache_core.client.prompts.request_plan import merge_bodies
+from ragcache_core.client.prompts.request_plan import merge_bodies, with_hints
 from ragcache_core.client.prompts.retrieved_documents import DocumentHint
 from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.deadline import check_ttft_slo, unplanned
 from ragcache_core.errors import ConfigError
+from ragcache_core.hints import read_hints
 from ragcache_core.runtime.environment import API_KEY_ENV, BASE_URL_ENV
 from ragcache_core.wire import check_sendable
 from ragcache_integrations.llamaindex.answers import CachedChat, just
@@ -105,6 +106,10 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
     prompt is sent unchanged if it is predicted in time. Otherwise its documents get the order with the longest cached
     prefix, or chunk reuse is used, if the engine has it and is calibrated (``chunk_reuse=False`` excludes it).
     ``additional_kwargs["ragcache"]["deadline"]`` and :class:`CacheStatsEvent` have the choice and the reason.
+
+    Hints on the KV that a call leaves are arguments of the call: ``llm.chat(messages, retain_s=30)`` before a tool that
+    takes half a minute, ``priority``, ``ttl_s``, ``demote``, ``prefetch``; see
+    :class:`~ragcache_core.hints.CacheHints`.
 
     Errors of requests are instances of the OpenAI SDK's types as well: an ``EngineUnreachableError`` of
     ``openai.APIConnectionError``.
@@ -342,22 +347,25 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
 
     @translate_errors_as_openai()
     def _plan(self, messages: Sequence[ChatMessage], kwargs: Mapping[str, Any]) -> MeasuredRequest:
-        options, kwargs = options_of(self, kwargs), sent_settings(kwargs)
+        options, hints, kwargs = options_of(self, kwargs), read_hints(kwargs), sent_settings(kwargs)
         check_settings(self._get_model_kwargs(**kwargs), is_chat=True)
         own_body = self._own_body(kwargs)
         messages_sent: Any = to_openai_message_dicts(messages, model=self.model)
-        plan = plan_chat(self._engine, self._hint, messages_sent, options, self._settings_of(kwargs, own_body))
+        settings = self._settings_of(kwargs, own_body)
+        plan = plan_chat(self._engine, self._hint, messages_sent, options, settings, hints=hints)
         body = {**kwargs, "extra_body": merge_bodies(own_body, plan.extra_body)}
         return MeasuredRequest(self._engine, plan, body, self.model)
 
     def _plan_text(self, kwargs: Mapping[str, Any]) -> MeasuredRequest:
         own_body, ttft_slo = self._own_body(kwargs), options_of(self, kwargs)["ttft_slo"]
         deadline = None if ttft_slo is None else unplanned(check_ttft_slo(ttft_slo), _NOT_CHAT)
+        hints = read_hints(kwargs)
         kwargs = sent_settings(kwargs)  # no documents are known here
         check_settings(self._get_model_kwargs(**kwargs), is_chat=False)
         check_sendable({**self.additional_kwargs, **kwargs}, "the request")
-        plan = RequestPlan(deadline=deadline)
-        return MeasuredRequest(self._engine, plan, {**kwargs, "extra_body": own_body}, self.model)
+        plan = with_hints(RequestPlan(deadline=deadline), hints)
+        body = {**kwargs, "extra_body": merge_bodies(own_body, plan.extra_body)}
+        return MeasuredRequest(self._engine, plan, body, self.model)
 
     def _check_one_answer(self, kwargs: Mapping[str, Any]) -> None:
         check_one_answer({**self.additional_kwargs, **kwargs, "extra_body": self._own_body(kwargs)})

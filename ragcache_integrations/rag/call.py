@@ -8,8 +8,10 @@ from typing import Any, Literal
 
 from ragcache_core.client import EngineClient, RequestPlan
 from ragcache_core.client.prompts.repeated_documents import check_deduplicate
+from ragcache_core.client.prompts.request_plan import with_hints
 from ragcache_core.client.prompts.retrieved_documents import DocumentHint
 from ragcache_core.deadline import check_ttft_slo
+from ragcache_core.hints import HINTS, NO_HINTS, CacheHints
 from ragcache_core.stats import RequestStats
 from ragcache_core.types import Document
 from ragcache_core.wire import read_chunk_reuse
@@ -47,8 +49,8 @@ def options_of(model: object, kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sent_settings(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call without the ``OPTIONS``."""
-    return {name: value for name, value in kwargs.items() if name not in OPTIONS}
+    """Return the arguments of a call without the ``OPTIONS`` and the hints of :class:`CacheHints`."""
+    return {name: value for name, value in kwargs.items() if name not in OPTIONS and name not in HINTS}
 
 
 def with_headers(settings: Mapping[str, Any], default_headers: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -64,6 +66,7 @@ def plan_chat(
     options: Mapping[str, Any],
     settings: Mapping[str, Any],
     documents: Sequence[Document] | None = None,
+    hints: CacheHints = NO_HINTS,
 ) -> RequestPlan:
     """Return the plan of a chat.
 
@@ -74,6 +77,7 @@ def plan_chat(
         options: the ``OPTIONS`` of the call.
         settings: what the request sends, with its headers.
         documents: the documents that the prompt may show; by default those that were retrieved lately.
+        hints: on the KV that the request leaves.
 
     Raises:
         EngineError: the prompt cannot be planned; see ``ragcache_core.errors``.
@@ -87,7 +91,7 @@ def plan_chat(
         deduplicates=options["deduplicate"],
     )
     hint.see(plan)
-    return plan
+    return with_hints(plan, hints)
 
 
 class MeasuredCall:

@@ -11,11 +11,12 @@ from itertools import count
 from typing import Any
 
 from ragcache_core.errors import ConfigError, quoted
+from ragcache_core.hints import CacheHints
 from ragcache_core.prompt import ChatMessage, PromptDocument, RenderedPrompt, check_prompt_fits
 from ragcache_core.runtime.rights import joined_salt, rights_salt
 from ragcache_core.stats import DeadlineReport, RequestStats, document_stats
 from ragcache_core.types import DocId, Document, PromptSegment, SegmentKind
-from ragcache_core.wire import ChunkReuseOption, encode_kv_transfer_params, encode_shown_documents
+from ragcache_core.wire import KEY, ChunkReuseOption, encode_hints, encode_kv_transfer_params, encode_shown_documents
 
 _MAX_REMEMBERED = 1 << 16
 """Documents, many times more than can be recognised in prompts at a time."""
@@ -132,9 +133,10 @@ def request_stats(
 
 
 def merge_bodies(*bodies: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return several ``extra_body`` as one; later ones win, and their ``kv_transfer_params`` are merged too.
+    """Return several ``extra_body`` as one; later ones win.
 
-    The salt of a prompt's rights is joined with any other, so that none of them is lost.
+    Their ``kv_transfer_params`` are merged, and the ``ragcache`` metadata in these. The salt of a prompt's rights is
+    joined with any other, so that none of them is lost.
 
     Raises:
         ConfigError: a body is not a mapping.
@@ -143,10 +145,18 @@ def merge_bodies(*bodies: Mapping[str, Any] | None) -> dict[str, Any]:
     for body in filter(None, bodies):
         if not isinstance(body, Mapping):
             raise ConfigError(f"extra_body is {quoted(body)}: pass a mapping, {{'top_k': 20}} for example")
-        params = {**(merged.get("kv_transfer_params") or {}), **(body.get("kv_transfer_params") or {})}
+        before, after = merged.get("kv_transfer_params") or {}, body.get("kv_transfer_params") or {}
+        params = {**before, **after}
+        if isinstance(before.get(KEY), Mapping) and isinstance(after.get(KEY), Mapping):
+            params[KEY] = {**before[KEY], **after[KEY]}
         merged = {**merged, **body, **({"kv_transfer_params": params} if params else {})}
     salts = [body["cache_salt"] for body in bodies if body and body.get("cache_salt") is not None]
     return {**merged, "cache_salt": joined_salt(salts)} if salts else merged
+
+
+def with_hints(plan: RequestPlan, hints: CacheHints) -> RequestPlan:
+    """Return a plan whose request carries hints as well."""
+    return replace(plan, extra_body=merge_bodies(plan.extra_body, encode_hints(hints)))
 
 
 def as_plain_text(message: ChatMessage) -> ChatMessage:

@@ -22,7 +22,7 @@ from tests.support.scripted_server import ScriptedServer
 
 ROOT = Path(__file__).resolve().parents[3]
 
-WORDS = ["_version", "types", "errors", "log", "memory", "private_files", "config", "stats", "wire", "prompt"]
+WORDS = ["_version", "types", "errors", "log", "memory", "private_files", "config", "stats", "hints", "wire", "prompt"]
 LAYERS: dict[str, list[str]] = {
     "words": [f"ragcache_core.{name}" for name in WORDS],
     "algorithms": [

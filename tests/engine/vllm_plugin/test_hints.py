@@ -1,0 +1,173 @@
+"""What requests say of the KV that they leave, on an engine of three tiers without a model: kept, dropped, read ahead."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin.scheduler import scheduler as scheduler_module
+from tests.engine.vllm_plugin import test_cache_contents
+from tests.engine.vllm_plugin.storing_scene import BLOCK, request
+from tests.engine.vllm_plugin.test_cache_contents import act
+from tests.engine.vllm_plugin.test_forgetting import DOCUMENTS, SYSTEM, Scene, prompt
+
+NUM_BLOCKS, NUM_HOST_BLOCKS = 40, 32
+
+
+@contextmanager
+def engine(tmp_path: Path | None = None, **settings: Any) -> Iterator[tuple[Scene, list[float]]]:
+    """An engine, and the time that it reads."""
+    clock = [1000.0]
+    settings = {"num_blocks": NUM_BLOCKS, "host": f"{4 * NUM_HOST_BLOCKS}KiB", "retained_share": 0.75, "policy": "lru", **settings}
+    with pytest.MonkeyPatch.context() as patch, test_cache_contents.engine(tmp_path, **settings) as it:
+        patch.setattr(scheduler_module, "steady_s", lambda: clock[0])
+        yield it, clock
+
+
+def ask(it: Scene, name: str, documents: str, question: int = 999, **hints: Any) -> dict[Tier, int]:
+    asked = prompt(name, documents, question=question)
+    asked.kv_transfer_params["ragcache"].update(hints)
+    before = list(it.controller.counters.num_tokens_by_tier)
+    it.scheduler.add_request(asked)
+    it.steps.rest(100_000)
+    after = it.controller.counters.num_tokens_by_tier
+    return {tier: after[tier] - before[tier] for tier in Tier}
+
+
+def flood(it: Scene, mark: str, count: int = 16) -> None:
+    """Have other prompts fill the GPU and host memory several times."""
+    for number in range(count):
+        words = random.Random(f"{mark} {number}").choices(range(10, 900), k=8 * BLOCK)
+        it.scheduler.add_request(request(f"{mark} {number}", words, 2))
+        it.steps.rest(100_000)
+
+
+def num_whole(documents: str) -> int:
+    """Return the tokens of a prompt's whole blocks before its question."""
+    return (len(SYSTEM) + sum(len(DOCUMENTS[name]) for name in documents)) // BLOCK * BLOCK
+
+
+def figures(it: Scene) -> dict[str, Any]:
+    it.controller.tick(scheduler_module.steady_s())
+    report: dict[str, Any] = it.controller.report()
+    return report
+
+
+@pytest.mark.parametrize("hints", [{"retain_s": 60}, {"priority": 1}], ids=str)
+def test_a_retained_prompt_survives_a_flood_and_another_does_not_until_its_time_is_up(hints: dict[str, Any]) -> None:
+    with engine() as (it, clock):
+        ask(it, "kept", "A", **hints)
+        ask(it, "other", "B")
+        retained = figures(it)["num_retained_tokens"]
+        assert num_whole("A") <= retained <= num_whole("A") + 3 * BLOCK
+        flood(it, "first")
+        assert ask(it, "kept again", "A", question=1)[Tier.GPU] >= num_whole("A")
+        assert sum(ask(it, "other again", "B", question=1).values()) < num_whole("B")
+        assert figures(it)["num_retained_tokens"] == retained, "another question does not go on from the answer"
+        clock[0] += 601
+        assert figures(it)["num_retained_tokens"] == 0
+        flood(it, "second")
+        assert sum(ask(it, "kept too late", "A", question=2).values()) < num_whole("A")
+        it.check()
+
+
+def test_the_next_turn_ends_the_retention_of_the_one_before() -> None:
+    with engine() as (it, _):
+        words = [*SYSTEM, *DOCUMENTS["C"], *DOCUMENTS["A"]]
+        first = request("turn 1", words, 40, params={"ragcache": {"version": 1, "retain_s": 60}})
+        it.scheduler.add_request(first)
+        it.steps.rest(100_000)
+        assert figures(it)["num_retained_tokens"] > len(words)
+        flood(it, "tool")
+        history = list(first.all_token_ids)
+        second = request("turn 2", [*history, *DOCUMENTS["E"]], 2)
+        before = it.controller.counters.num_tokens_by_tier[Tier.GPU]
+        it.scheduler.add_request(second)
+        it.steps.rest(100_000)
+        hit = it.controller.counters.num_tokens_by_tier[Tier.GPU] - before
+        assert hit >= (len(history) - 1) // BLOCK * BLOCK
+        assert figures(it)["num_retained_tokens"] == 0
+        it.check()
+
+
+def test_retained_prompts_take_no_more_than_their_share_and_the_highest_priority_has_it() -> None:
+    with engine(retained_share=0.5) as (it, clock):
+        ask(it, "low", "A", retain_s=60)
+        low = figures(it)["num_retained_tokens"]
+        for name in "BCD":
+            ask(it, name, name, retain_s=60)
+        report = figures(it)
+        limit = NUM_HOST_BLOCKS * BLOCK // 2
+        assert low < report["num_retained_tokens"] <= limit
+        assert report["num_rejected_hints"] > 0
+        ask(it, "high", "D", question=7, priority=5)
+        assert figures(it)["num_retained_tokens"] <= limit
+        flood(it, "others", 30)
+        assert ask(it, "high again", "D", question=8)[Tier.GPU] >= num_whole("D")
+        clock[0] += 601
+        assert figures(it)["num_retained_tokens"] == 0
+        it.check()
+
+
+def test_a_longer_time_than_the_operators_is_shortened_and_counted() -> None:
+    with engine(max_retain_s=5) as (it, clock):
+        ask(it, "long", "A", retain_s=86_400)
+        assert figures(it)["num_clipped_hints"] == 1
+        clock[0] += 6
+        assert figures(it)["num_retained_tokens"] == 0
+    with engine(max_retain_s=0) as (it, _):
+        ask(it, "never", "A", priority=9)
+        assert figures(it)["num_retained_tokens"] == 0
+
+
+@pytest.mark.parametrize("hints", [{"demote": True}, {"ttl_s": 30}], ids=str)
+def test_a_prompt_asked_once_goes_before_others_with_what_it_alone_has(hints: dict[str, Any]) -> None:
+    with engine(num_blocks=30, host="16KiB") as (it, clock):
+        ask(it, "usual", "A")
+        ask(it, "once", "B", **hints)
+        clock[0] += 31
+        words = random.Random(3).choices(range(10, 900), k=22 * BLOCK)
+        it.scheduler.add_request(request("more", words, 2))
+        it.steps.rest(100_000)
+        assert ask(it, "usual again", "A", question=5)[Tier.GPU] >= num_whole("A"), "what came before it stayed"
+        assert sum(ask(it, "once again", "B", question=4).values()) <= len(SYSTEM), "its document went first"
+        it.check()
+
+
+def test_a_demoted_prompt_is_not_stored_below_the_gpu() -> None:
+    with engine(host="256KiB") as (it, _):
+        ask(it, "once", "B", demote=True)
+        it.steps.rest(100_000)
+        assert it.controller.tree.tiers[Tier.HOST].num_units == 0
+        ask(it, "usual", "A")
+        assert it.controller.tree.tiers[Tier.HOST].num_units > 0
+
+
+def test_forgetting_a_document_ends_its_retention(tmp_path: Path) -> None:
+    with engine(tmp_path) as (it, _):
+        ask(it, "kept", "A", retain_s=60)
+        it.forget("A")
+        it.settle()
+        assert figures(it)["num_retained_tokens"] == 0
+        assert it.num_resident("A") == 0
+        it.check()
+
+
+def test_documents_of_the_next_prompts_are_read_from_disk_while_a_request_runs(tmp_path: Path) -> None:
+    with engine(tmp_path, host="128KiB") as (it, _):
+        for number in range(3):
+            ask(it, f"c{number}", "C", question=number)
+        it.settle()
+    with engine(tmp_path, host="128KiB") as (it, _):
+        ask(it, "now", "E", question=3, prefetch=["C"])
+        it.settle()
+        hit = ask(it, "next", "C", question=4)
+        assert hit[Tier.HOST] + hit[Tier.GPU] >= num_whole("C")
+        assert act(it, "prefetch", "C")["num_read_tokens"] == 0
+        it.check()
