@@ -51,9 +51,9 @@ class CacheHints:
         for name, (is_possible, what) in _POSSIBLE.items():
             value = getattr(self, name)
             if not is_possible(value):
-                raise ConfigError(f"{name} is {quoted(value)}: give {what}, or leave it out")
+                raise ConfigError(f"{name} is {quoted(value)}: send {what}, or leave it out")
         if self.demote and self.ttl_s:
-            raise ConfigError(f"demote is true beside ttl_s {self.ttl_s:g}: demote is a ttl_s of 0, give one of them")
+            raise ConfigError(f"demote is true beside ttl_s {self.ttl_s:g}: demote is a ttl_s of 0, send one of them")
         kept_s = math.inf if self.retain_s is None and self.priority else self.retain_s or 0.0
         if self.end_s is not None and kept_s > self.end_s:
             end = "demote is true" if self.demote else f"ttl_s is {self.ttl_s:g}"

@@ -240,7 +240,7 @@ def check_metadata(metadata: Mapping[str, object]) -> None:
     """
     if unknown := [name for name in metadata if name not in _NAMES]:
         names = ", ".join(_NAMES)
-        raise ConfigError(f"the ragcache metadata have {quoted(unknown[0])}, which there is not: use one of {names}")
+        raise ConfigError(f"the ragcache metadata have {quoted(unknown[0])}, which there is not: send one of {names}")
     read_expected_uses(metadata)
     read_hints(metadata)
 

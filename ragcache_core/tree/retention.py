@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Set
 from heapq import heapify, heappop, heappush
+from itertools import count
 from typing import Final, NamedTuple
 
 from ragcache_core.tree.knowledge_tree import KnowledgeTree
@@ -55,7 +56,7 @@ class Retention:
         self._retained: dict[Hashable, _Retained] = {}
         self._by_rank: dict[str | None, list[_Retained]] = {}  # heaps, with entries that ended
         self._due: list[_Due] = []
-        self._num_added = 0
+        self._numbers = count(1)
         self._most_due = _FEW_DUE
 
     @property
@@ -86,16 +87,16 @@ class Retention:
                 self._paths.protect(lowest.end)
                 heappush(heap, lowest)
         if is_retained:
-            self._num_added += 1
-            entry = self._retained[end] = _Retained(priority, self._tree.now_s + retain_s, self._num_added, end)
+            entry = _Retained(priority, self._tree.now_s + retain_s, next(self._numbers), end)
+            self._retained[end] = entry
             heappush(heap, entry)
-            self._add_due(entry.until_s, end, None)
+            self._add_due(_Due(entry.until_s, entry.number, end, None))
         return is_retained
 
     def demote_after(self, seconds: float, end: Hashable, first_unit: int) -> None:
         """Have the path to ``end`` evicted first from ``first_unit`` on, after a time: what one request alone used."""
         if seconds > 0.0:
-            self._add_due(self._tree.now_s + seconds, end, first_unit)
+            self._add_due(_Due(self._tree.now_s + seconds, next(self._numbers), end, first_unit))
         else:
             self._demote(end, first_unit)
 
@@ -111,7 +112,7 @@ class Retention:
             due = heappop(self._due)
             if due.first_unit is not None:
                 self._demote(due.end, due.first_unit)
-            elif (entry := self._retained.get(due.end)) is not None and entry.until_s <= due.at_s:
+            elif self._is_current(due):
                 self._release(due.end)
 
     def on_forgotten(self, units: Set[Hashable]) -> None:
@@ -130,9 +131,8 @@ class Retention:
             if node.start >= first_unit and node.frequency <= 1:
                 self._tree.demote(node)
 
-    def _add_due(self, at_s: float, end: Hashable, first_unit: int | None) -> None:
-        self._num_added += 1
-        heappush(self._due, _Due(at_s, self._num_added, end, first_unit))
+    def _add_due(self, due: _Due) -> None:
+        heappush(self._due, due)
         if len(self._due) <= self._most_due:
             return
         self._due = [due for due in self._due if self._is_current(due)]
@@ -146,4 +146,4 @@ class Retention:
     def _is_current(self, due: _Due) -> bool:
         if due.first_unit is not None:
             return self._tree.locate(due.end) is not None
-        return (entry := self._retained.get(due.end)) is not None and entry.until_s == due.at_s
+        return (entry := self._retained.get(due.end)) is not None and entry.number == due.number

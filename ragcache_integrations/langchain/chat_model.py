@@ -188,8 +188,10 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
         """Return what an answer depends on; LangChain's caches of answers tell requests apart by it."""
         own = {"chunk_reuse": self.chunk_reuse, "ttft_slo": self.ttft_slo, "deduplicate": self.deduplicate or None}
         own = {name: value for name, value in own.items() if value is not None}
-        kwargs = {name: value for name, value in kwargs.items() if name not in HINTS}
         return {**own, **super()._get_invocation_params(stop, **kwargs)}
+
+    def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
+        return super()._get_llm_string(stop, **{name: value for name, value in kwargs.items() if name not in HINTS})
 
     def _resolve_model_profile(self) -> ModelProfile:
         profile: ModelProfile = {"structured_output": True, "tool_calling": True}

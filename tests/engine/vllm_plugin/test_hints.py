@@ -1,17 +1,22 @@
-"""What requests say of the KV that they leave, on an engine of three tiers without a model: kept, dropped, read ahead."""
+"""Hints of requests on an engine of three tiers without a model: what is kept, what goes first, what is read."""
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin.compat import KvHintAction, KvHintsEnvelope, kv_hints_of
 from ragcache_core.vllm_plugin.scheduler import scheduler as scheduler_module
+from ragcache_core.vllm_plugin.server.recognition.wrapper import Recogniser
+from ragcache_core.wire import KEY, decode_kv_transfer_params
 from tests.engine.vllm_plugin import test_cache_contents
 from tests.engine.vllm_plugin.storing_scene import BLOCK, request
 from tests.engine.vllm_plugin.test_cache_contents import act
@@ -24,7 +29,13 @@ NUM_BLOCKS, NUM_HOST_BLOCKS = 40, 32
 def engine(tmp_path: Path | None = None, **settings: Any) -> Iterator[tuple[Scene, list[float]]]:
     """An engine, and the time that it reads."""
     clock = [1000.0]
-    settings = {"num_blocks": NUM_BLOCKS, "host": f"{4 * NUM_HOST_BLOCKS}KiB", "retained_share": 0.75, "policy": "lru", **settings}
+    settings = {
+        "num_blocks": NUM_BLOCKS,
+        "host": f"{4 * NUM_HOST_BLOCKS}KiB",
+        "retained_share": 0.75,
+        "policy": "lru",
+        **settings,
+    }
     with pytest.MonkeyPatch.context() as patch, test_cache_contents.engine(tmp_path, **settings) as it:
         patch.setattr(scheduler_module, "steady_s", lambda: clock[0])
         yield it, clock
@@ -171,3 +182,48 @@ def test_documents_of_the_next_prompts_are_read_from_disk_while_a_request_runs(t
         assert hit[Tier.HOST] + hit[Tier.GPU] >= num_whole("C")
         assert act(it, "prefetch", "C")["num_read_tokens"] == 0
         it.check()
+
+
+def generated(kv_hints: KvHintsEnvelope | None, metadata: dict[str, Any] | None) -> tuple[Any, Any]:
+    """Return the transfer parameters and the ``kv_hints`` with which the wrapper has a request generated."""
+    got: list[Any] = []
+
+    async def generate(
+        prompt: Any, sampling_params: Any, request_id: str, *, kv_hints: Any = None
+    ) -> AsyncGenerator[Any, None]:
+        got.append(((sampling_params.extra_args or {}).get("kv_transfer_params"), kv_hints))
+        yield SimpleNamespace()
+
+    async def ask() -> None:
+        params = None if metadata is None else {"kv_transfer_params": {KEY: metadata}}
+        wrapped = Recogniser(None, to_kv_hints=kv_hints_of).wrapped(generate)
+        options = {} if kv_hints is None else {"kv_hints": kv_hints}
+        async for _ in wrapped({"prompt_token_ids": [1, 2]}, SimpleNamespace(extra_args=params), "r", **options):
+            pass
+
+    asyncio.run(ask())
+    return got[-1]  # type: ignore[no-any-return]
+
+
+def test_actions_of_vllms_kv_hints_are_the_requests_hints_and_its_hints_are_such_actions() -> None:
+    actions = [("ragcache.retain", {"retain_s": 30.0, "priority": 2}), ("evict_now", {})]
+    said = [KvHintAction(str(i), kind, "1", payload) for i, (kind, payload) in enumerate(actions)]
+    envelope = KvHintsEnvelope("1", "m", said)
+    params, passed_on = generated(envelope, {"version": 1, "priority": 3})
+    metadata = decode_kv_transfer_params(params, 2)
+    assert (metadata.hints.to_dict(), metadata.num_unknown_actions) == ({"retain_s": 30.0, "priority": 3}, 1)
+    assert passed_on is envelope
+    params, passed_on = generated(None, {"version": 1, "retain_s": 30.0})
+    assert params == {KEY: {"version": 1, "retain_s": 30.0}}
+    assert [(action.action_type, action.payload) for action in passed_on.actions] == [
+        ("ragcache.retain", {"retain_s": 30.0})
+    ]
+    assert generated(None, None) == (None, None)
+    with pytest.raises(ValueError, match="retain_s is -1"):
+        generated(kv_hints_of("r", [("ragcache.retain", {"retain_s": -1})]), None)
+
+
+def test_unknown_actions_are_counted_once_for_each_request() -> None:
+    with engine() as (it, _):
+        ask(it, "theirs", "A", unknown_actions=2)
+        assert figures(it)["num_unknown_hints"] == 2

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
 from ragcache_core.errors import ConfigError
+from ragcache_core.hints import CacheHints
 from ragcache_core.tree import TreeNode, check_invariants
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
@@ -20,7 +22,11 @@ UNIT_BYTES = 100
 
 @pytest.fixture
 def it(tmp_path: Path) -> CacheController:
-    """A GPU of 40 blocks, half of them for pins: 5 of a's share of 10, 2 of b's quota of 4, 13 of the rest."""
+    return controller_of_tenants(tmp_path, pinned_share=0.5)
+
+
+def controller_of_tenants(tmp_path: Path, **settings: Any) -> CacheController:
+    """A GPU of 40 blocks. Of a half, 5 are of a's share of 10, 2 of b's quota of 4, and 13 of the rest."""
     path = tmp_path / "tenants.toml"
     path.write_text(
         f'[[tenants]]\nname = "a"\nkeys = ["{"a" * 16}"]\n'
@@ -28,14 +34,14 @@ def it(tmp_path: Path) -> CacheController:
         "[operators]\nweight = 2\n"
     )
     tiers = {Tier.GPU: TierReport(40 * UNIT_BYTES, UNIT_BYTES)}
-    return controller(tiers=tiers, tenants=path, pinned_share=0.5)
+    return controller(tiers=tiers, tenants=path, **settings)
 
 
-def ask(it: CacheController, mark: str, doc_id: str, num_blocks: int, tenant: str | None = None) -> None:
+def ask(it: CacheController, mark: str, doc_id: str, num_blocks: int, tenant: str | None = None, **hints: Any) -> None:
     """Ask about a document of its own first block, and have it on the GPU."""
     end = num_blocks * BLOCK
     block_keys = keys(num_blocks, f"{tenant} {mark}")
-    metadata = RequestMetadata(segments((doc_id, end)))
+    metadata = RequestMetadata(segments((doc_id, end)), hints=CacheHints(**hints))
     it.on_new_request(mark, metadata, block_keys, end, 1.0, tenant=tenant)
     at = it.tree.locate(block_keys[0])
     assert at is not None
@@ -78,6 +84,19 @@ def test_paths_of_tenants_do_not_keep_an_operator_from_pinning_and_are_pinned_as
     assert pinned(it) == {None: 4, "a": 4}
     answer_of(it.unpin(["terms"]))
     assert pinned(it) == {}
+
+
+def test_the_highest_priority_of_a_tenant_takes_nothing_of_what_others_retain(tmp_path: Path) -> None:
+    it = controller_of_tenants(tmp_path, retained_share=0.5)
+    ask(it, "own", "terms", 4, retain_s=60)
+    ask(it, "b", "terms", 2, tenant="b", retain_s=60)
+    for number in range(9):
+        ask(it, f"flood {number}", "terms", 2, tenant="a", priority=9)
+    assert pinned(it) == {None: 4, "a": 4, "b": 2}
+    assert it.report()["num_retained_tokens"] == 10 * BLOCK
+    assert it.report()["num_rejected_hints"] == 7
+    it.tick(it.tree.now_s + 61)
+    assert pinned(it) == {"a": 4}
 
 
 def ask_about(it: CacheController, chain: str, *documents: tuple[str, int], is_cached: bool = True) -> None:

@@ -74,6 +74,9 @@ async def test_a_request_goes_to_the_engine_that_has_its_documents_unless_it_nam
         ('{"logit_bias": {"1": NaN}}', "the request.logit_bias.1 is nan"),
         ('{"top_p": -Infinity}', "the request.top_p is -inf"),
         ('{"kv_transfer_params": {"ragcache": {"documents": [{"id": "\\ud800"}]}}}', "documents[0].id holds"),
+        ('{"kv_transfer_params": {"ragcache": {"version": 1, "retain_s": -3}}}', "retain_s is -3: send seconds from 0"),
+        ('{"vllm_xargs": {"kv_transfer_params": {"ragcache": {"priority": 99}}}}', "priority is 99: send a whole"),
+        ('{"kv_transfer_params": {"ragcache": {"version": 1, "retain": 3}}}', "have 'retain', which there is not"),
         ('{"kv_transfer_params": {"theirs": "\\ud800"}}', "the request.kv_transfer_params.theirs holds"),
         (
             f'{{"kv_transfer_params": {{"a": {"[" * 700}{"]" * 700}}}}}',
