@@ -1,7 +1,8 @@
 """A conversation about retrieved documents with LangGraph's memory: each turn starts from where the last one ended.
 
 The memory keeps what was shown and said, so that a turn's prompt begins with all of the one before, documents included.
-A document that the conversation shows already is referred to (``deduplicate``), not shown again. Run it with
+A document that the conversation shows already is referred to (``deduplicate``), not shown again. Each turn is retained
+for a minute, in which the next question may come (``retain_s``). Run it with
 ``python -m examples.langchain_conversation``.
 """
 
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         system = SystemMessage(PromptLayout().static_prefix)
 
         def answer(state: MessagesState) -> dict[str, Any]:
-            return {"messages": [llm.invoke([system, *state["messages"]])]}
+            return {"messages": [llm.invoke([system, *state["messages"]], retain_s=60)]}
 
         graph = StateGraph(MessagesState).add_node(answer).add_edge(START, "answer").compile(InMemorySaver())
         for name, questions in enumerate(CONVERSATIONS, 1):

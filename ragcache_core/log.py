@@ -54,6 +54,11 @@ LOG_EVENTS: Final[dict[str, dict[str, LogEvent]]] = {
             "The documents that a request names contradict its prompt. It runs without them. Logged once.",
             "Correct the client. `ragcache_ignored_metadata_total` counts such requests.",
         ),
+        "RC-HINT-CLIPPED": LogEvent(
+            "WARNING",
+            "A request asks for a longer retention than `max_retain_s`. It is shortened. Logged once.",
+            "Raise `CacheConfig.max_retain_s`, or ask for less. `ragcache_clipped_hints_total` counts such requests.",
+        ),
         "RC-ADAPTER-CHANGED": LogEvent(
             "WARNING",
             "The files of a LoRA adapter changed after it was loaded. Its requests reuse no KV.",

@@ -7,6 +7,9 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
+
 from ragcache_core.errors import ConfigError
 from ragcache_core.ordering import CachedPaths, DocPath, PathChange, arrange
 from ragcache_core.policy import PrefillCost, ReplacementPolicy, make_policy
@@ -17,7 +20,7 @@ from ragcache_core.sim.engine import NO_REUSE, NO_STATIC_PREFIX, Reuse, Served
 from ragcache_core.sim.options import BELADY, INFINITE, SimulationOptions
 from ragcache_core.sim.prompt_blocks import History, PromptBlocks, cut_into_blocks
 from ragcache_core.sim.traces.trace import Trace, TracedRequest
-from ragcache_core.tree import KnowledgeTree, PathSegment, TreeNode
+from ragcache_core.tree import KnowledgeTree, PathSegment, Retention, TreeNode
 from ragcache_core.tree.changes import NodeChanges
 from ragcache_core.types import Tier
 
@@ -118,6 +121,9 @@ class BlockCache:
         disk = DiskBlocks(self._tree, num_disk) if num_disk else None
         self._host = HostBlocks(self._tree, num_host, disk) if num_host else None
         self._num_protectable = num_gpu // 2
+        num_retained = int(options.retained_share * min(each for each in (num_gpu, num_host, num_disk) if each))
+        self._retention = Retention(self._tree, lambda _: num_retained)
+        self._next_turn_s = None if trace is None or not options.retain_s else _next_turn_s(trace)
         self._histories: dict[int, History] = {}
         self.mirror = CachedPaths(_UNBOUNDED_TOKENS)
         self._mirrored: dict[TreeNode, DocPath] = {}
@@ -197,6 +203,8 @@ class BlockCache:
         Raises:
             ConfigError: the GPU has not enough blocks for it, as vLLM would refuse it.
         """
+        self._tree.now_s = max(self._tree.now_s, request.arrival_s)
+        self._retention.tick()
         prompt = self._cut(request, number)
         self._check_fits(prompt, number)
         self._tree.insert(prompt.path)
@@ -225,7 +233,9 @@ class BlockCache:
             below = below[: most - num_local]
         run.tiers, run.num_named = [Tier.GPU] * num_local + below, num_local
         if run.expected_uses is None:
-            run.is_likely = self._tree.returning.is_likely(self._tree.conversations.turn_of(keys))
+            is_likely = self._tree.returning.is_likely(self._tree.conversations.turn_of(keys))
+            run.is_likely = is_likely or self._retained_s(run) > 0.0
+            self._retention.on_used(keys)
             run.turn = self._tree.conversations.on_access(keys, self._tree.num_requests)
             self._reuse(run)
         elif self._chunks is not None:
@@ -294,8 +304,17 @@ class BlockCache:
         if (num_tokens := prompt.num_prompt_tokens + run.num_answered) % self.block_size == 0:
             self._store_answer(run, num_tokens)
         self._free(run)
+        if (retain_s := self._retained_s(run)) and (num_known := min(run.num_named, run.num_exact)):
+            self._retention.retain(prompt.keys[num_known - 1], retain_s)
         if run.request.conversation is not None:
             self._histories[run.request.conversation] = prompt.history
+
+    def _retained_s(self, run: BlockRun) -> float:
+        """Return how long a turn is to be retained: until the next one, if that comes in time; else 0."""
+        if self._next_turn_s is None or run.number is None:
+            return 0.0
+        next_s = float(self._next_turn_s[run.number]) - run.request.arrival_s
+        return next_s if next_s <= self._options.retain_s else 0.0
 
     def _free(self, run: BlockRun) -> None:
         self._gpu.free(run.held)
@@ -485,6 +504,16 @@ def _cut(request: TracedRequest, number: int | None, options: SimulationOptions,
         max_cached_documents=options.max_cached_documents,
         history=history,
     )
+
+
+def _next_turn_s(trace: Trace) -> npt.NDArray[np.float64]:
+    """Return when the next turn of each request's conversation arrives: [n]; never is infinite."""
+    order = np.argsort(trace.conversation, kind="stable")
+    turns = trace.conversation[order]
+    goes_on = (turns[:-1] == turns[1:]) & (turns[:-1] >= 0)
+    next_s = np.full(len(trace), np.inf)
+    next_s[order[:-1][goes_on]] = trace.arrival_s[order[1:][goes_on]]
+    return next_s
 
 
 def _foreseen(trace: Trace, options: SimulationOptions) -> Iterator[Foreseen]:

@@ -74,6 +74,13 @@ class SimulationOptions:
     """Documents of each prompt that are stored below the GPU, from the first one on; later ones are evicted first. By
     default all are stored."""
 
+    retain_s: float = 0.0
+    """Each turn of a conversation whose next turn arrives within this many seconds has its prompt and answer retained
+    until then, as an agent asks that knows how long its tool takes."""
+
+    retained_share: float = 0.25
+    """Of the smallest tier, the share that retained prompts and answers may take."""
+
     overlaps_transfers: bool = True
     """Load KV layer by layer, while earlier layers are computed."""
 
@@ -117,8 +124,9 @@ class SimulationOptions:
                 raise ConfigError(f"{name} is {value!r}; it must be a whole number, {least} or more")
         if self.replicas > MAX_REPLICAS:
             raise ConfigError(f"replicas is {self.replicas:,}; at most {MAX_REPLICAS:,} are simulated: lower it")
-        if not _is_number(self.retrieval_s):
-            raise ConfigError(f"retrieval_s is {self.retrieval_s!r}; it must be 0 or more seconds")
+        for name in ("retrieval_s", "retain_s"):
+            if not _is_number(value := getattr(self, name)):
+                raise ConfigError(f"{name} is {value!r}; it must be 0 or more seconds")
         if self.disk_tokens and not self.host_tokens:
             raise ConfigError(
                 f"disk_tokens is {self.disk_tokens:,} but host_tokens is 0: documents reach the disk through host "
@@ -141,7 +149,8 @@ class SimulationOptions:
             )
 
     def _check_chunks(self) -> None:
-        for name, value in (("chunk_reuse", self.chunk_reuse), ("chunk_share", self.chunk_share)):
+        for name in ("chunk_reuse", "chunk_share", "retained_share"):
+            value = getattr(self, name)
             if value is not None and not (_is_number(value) and value <= 1.0):
                 raise ConfigError(f"{name} is {value!r}; it must be a fraction from 0 to 1")
         if self.chunk_reuse is not None and not int(self.host_tokens * self.chunk_share):

@@ -55,6 +55,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> CacheConfig:
         disk_bytes="256MiB",
         directory=tmp_path_factory.mktemp("kv"),
         compression="zstd" if is_installed() else "auto",
+        retained_share=0.5,
     )
 
 
@@ -452,6 +453,18 @@ async def test_preempted_requests_have_the_answers_that_they_have_alone(tiers: E
         if (await tiers.astats()).num_preemptions > before:
             break
     assert (await tiers.astats()).num_preemptions > before
+
+
+def test_a_retained_prompt_stays_on_the_gpu_in_a_flood_and_is_answered_alike(tiers: Engine, answers: Answers) -> None:
+    answers.ask("kept", 1, retain_s=600)
+    answers.ask("left", 1)
+    assert until(lambda: tiers.stats().num_retained_tokens >= 300, PATIENCE_S)
+    for number in range(9):
+        answers.ask(f"flood {number}", demote=number % 2 == 0)
+    assert tiers.stats().num_retained_tokens <= NUM_HOST_BLOCKS * BLOCK // 2
+    kept, left = answers.ask("kept", 1), answers.ask("left", 1)
+    assert (kept.num_gpu_tokens or 0) >= kept.num_prompt_tokens - 2 * BLOCK
+    assert left.num_gpu_tokens == 0
 
 
 def test_plain_vllm_has_the_same_answers(plain: Engine, answers: Answers) -> None:
