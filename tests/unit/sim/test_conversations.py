@@ -162,3 +162,15 @@ def test_the_conversation_workload_is_like_the_production_trace_it_was_fitted_to
     made = histogram(make_trace(WORKLOADS["conversation"], 12_031, 3))
     for name, value in published.items():
         assert made[name] == pytest.approx(value, rel=0.2), name
+
+
+@pytest.mark.parametrize(("retain_s", "is_retained"), [(0.0, False), (29.0, False), (30.0, True)])
+def test_a_turn_whose_next_one_comes_in_time_survives_what_comes_meanwhile(retain_s: float, is_retained: bool) -> None:
+    others = [TracedRequest(1.0 + i, (f"d{i}",), (256,), 8, 4) for i in range(8)]
+    turns = [TracedRequest(t, (), (), 100, 29, conversation=1) for t in (0.0, 30.0)]
+    trace = Trace.from_requests([turns[0], *others, turns[1]])
+    options = SimulationOptions(policy="lru", gpu_tokens=600, host_tokens=0, retain_s=retain_s, retained_share=0.5)
+    cache = BlockCache(options, PrefillCostModel.default(), trace=trace)
+    served = [cache.serve(request, number) for number, request in enumerate(trace)]
+    assert served[-1].num_cached_tokens == (128 if is_retained else 0)
+    assert not cache.tree.protected, "the turn that comes ends it"

@@ -27,6 +27,8 @@ def test_uses_count_beyond_eviction_except_in_the_papers_policy() -> None:
         ({"gpu_tokens": 1.5}, "gpu_tokens"),
         ({"policy": "magic"}, "policy"),
         ({"retrieval_s": float("nan")}, "retrieval_s"),
+        ({"retain_s": -1.0}, "retain_s"),
+        ({"retained_share": 1.5}, "retained_share"),
         ({"settle_shares": (0.8, 0.8)}, "settle_shares"),
         ({"settle_shares": ()}, "settle_shares"),
         ({"host_tokens": 0, "disk_tokens": 5}, "disk_tokens"),
