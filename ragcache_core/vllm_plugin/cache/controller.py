@@ -418,6 +418,7 @@ class CacheController:
                 self._count_access(state, state.keys)
         for state in confirmed.ended:
             self._note_answer(state)
+            self._follow_hints(state)
         return [state.request_id for state in confirmed.alive]
 
     def on_waiting(self, request_id: str) -> None:

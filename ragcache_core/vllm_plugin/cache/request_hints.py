@@ -52,9 +52,9 @@ class RequestHints:
         self._retention.tick()
 
     def on_new_request(self, state: RequestState) -> None:
-        """Take in a request that was queued, or confirmed."""
+        """Take in a request that has arrived."""
         self._counters.num_unknown_hints += state.metadata.num_unknown_actions
-        if (documents := state.metadata.hints.prefetch) and not state.is_speculative:
+        if documents := state.metadata.hints.prefetch:
             self.prefetches.append((documents, state.tenant))
 
     def on_access(self, keys: Sequence[Key]) -> None:

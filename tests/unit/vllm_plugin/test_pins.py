@@ -159,3 +159,19 @@ def test_a_new_pinned_path_costs_the_same_however_many_are_pinned(monkeypatch: p
         assert it.pins.num_units == pinned(it)[None]
         costs.append(num_looked_at)
     assert costs[0] == costs[1]
+
+
+@pytest.mark.parametrize("ends_first", [False, True])
+def test_a_speculation_retains_what_it_left_once_it_is_confirmed(ends_first: bool) -> None:
+    it = operator_pins()
+    block_keys = keys(4)
+    metadata = RequestMetadata(segments(("a", 4 * BLOCK)), "guess", hints=CacheHints(retain_s=60))
+    it.on_new_request("r", metadata, block_keys, 4 * BLOCK, 1.0)
+    it.on_admitted("r", block_keys, {}, 1.0)
+    for confirms in (ends_first, not ends_first):
+        assert pinned(it) == {}
+        if confirms:
+            it.on_finished("r")
+        else:
+            it.confirm("guess")
+    assert pinned(it) == {None: 4}
