@@ -228,7 +228,7 @@ def _decode(raw: object, num_prompt_tokens: int) -> RequestMetadata:
         _flag(raw, "prefill"),
         read_expected_uses(raw),
         read_hints(raw),
-        unknown if isinstance(unknown := raw.get(UNKNOWN_ACTIONS), int) else 0,
+        _num_unknown_actions(raw.get(UNKNOWN_ACTIONS)),
     )
 
 
@@ -480,6 +480,10 @@ def _is_text(value: str) -> bool:
         return value.isascii() or bool(value.encode("utf-8"))
     except UnicodeEncodeError:  # half of a surrogate pair
         return False
+
+
+def _num_unknown_actions(raw: object) -> int:
+    return min(max(raw, 0), MAX_DOCUMENTS) if isinstance(raw, int) else 0  # it is only counted
 
 
 def _size(value: object) -> str:

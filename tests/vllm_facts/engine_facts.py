@@ -198,6 +198,11 @@ def facts() -> dict[str, object]:
             'cache_salt=decoder_input.get("cache_salt")' in inspect.getsource(InputProcessor),
             [name for name in ("extra_args",) if name in SamplingParams.__struct_fields__],
         ],
+        "kv_hints": [
+            "kv_hints" in parameters(AsyncLLM.generate),
+            list(compat.KvHintsEnvelope.__struct_fields__),
+            list(compat.KvHintAction.__struct_fields__),
+        ],
         "process_titles": [envs.VLLM_PROCESS_NAME_PREFIX, envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS],
         "chat_takes_metadata": "kv_transfer_params" in ChatCompletionRequest.model_fields,
         "completion_takes_metadata": "kv_transfer_params" in CompletionRequest.model_fields,

@@ -58,6 +58,15 @@ def test_the_handlers_of_openais_protocol_generate_by_a_method_that_can_be_wrapp
     assert facts["wrapped_generate"] == [None, [True, True, True], True, True, ["extra_args"]]
 
 
+def test_generate_takes_actions_with_a_type_and_a_payload_as_kv_hints(facts: dict[str, Any]) -> None:
+    """``hints.py``: the hints of requests are such actions."""
+    assert facts["kv_hints"] == [
+        True,
+        ["protocol_version", "message_id", "actions"],
+        ["action_id", "action_type", "action_version", "payload"],
+    ]
+
+
 def test_the_connectors_methods_have_the_arguments_we_implement(facts: dict[str, Any]) -> None:
     assert facts["signatures"] == {
         "on_new_request": ["self", "request"],
