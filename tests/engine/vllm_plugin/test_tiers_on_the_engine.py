@@ -459,12 +459,12 @@ def test_a_retained_prompt_stays_on_the_gpu_in_a_flood_and_is_answered_alike(tie
     answers.ask("kept", 1, retain_s=600)
     answers.ask("left", 1)
     assert until(lambda: tiers.stats().num_retained_tokens >= 300, PATIENCE_S)
-    for number in range(9):
-        answers.ask(f"flood {number}", demote=number % 2 == 0)
+    for number in range(12):
+        answers.ask(f"flood {number}", demote=number % 4 == 0)
     assert tiers.stats().num_retained_tokens <= NUM_HOST_BLOCKS * BLOCK // 2
     kept, left = answers.ask("kept", 1), answers.ask("left", 1)
     assert (kept.num_gpu_tokens or 0) >= kept.num_prompt_tokens - 2 * BLOCK
-    assert left.num_gpu_tokens == 0
+    assert (left.num_gpu_tokens or 0) <= 2 * BLOCK, "the static prefix, which the retained prompt has as well"
 
 
 def test_plain_vllm_has_the_same_answers(plain: Engine, answers: Answers) -> None:
