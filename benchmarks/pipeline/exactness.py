@@ -146,7 +146,7 @@ def measure_pipeline_exactness(plan: BenchmarkPlan) -> Part:
             asyncio.run(_ask_all(plain, [_as_shown(case, ours) for case in (*cases, *last)], speculate=False))
             theirs = tap.answers
     compared = [question for case in (*cases, *last) for question in case.awaited()]
-    unlike = [question for question in compared if not _are_alike(ours.get(question), theirs.get(question))]
+    unlike = [question for question in compared if not _are_equal(ours.get(question), theirs.get(question))]
     speculated = (
         f"{stats.num_speculative_requests} speculations, {stats.num_confirmed_speculations} confirmed, "
         f"{stats.num_reordered_prompts} prompts reordered"
@@ -192,7 +192,7 @@ def _as_shown(case: ExactnessCase, ours: Mapping[str, HandedOver]) -> ExactnessC
     return replace(case, questions=questions, order="retrieval", source=Reordered(case.source, shown))
 
 
-def _are_alike(ours: HandedOver | None, theirs: HandedOver | None) -> bool:
+def _are_equal(ours: HandedOver | None, theirs: HandedOver | None) -> bool:
     return ours is not None and ours == theirs and bool(ours.prompt_token_ids and ours.token_ids)
 
 

@@ -105,7 +105,7 @@ class _Engine:
                 num_new = min(request.num_tokens - request.num_computed_tokens, budget)
                 while request in running and self.manager.allocate_slots(request, num_new) is None:
                     preempted = running.pop()
-                    self._give_up(preempted)
+                    self._free(preempted)
                     waiting.appendleft((-1, preempted))
                 if request in running:
                     budget -= num_new
@@ -135,7 +135,7 @@ class _Engine:
                     request.append_output_token_ids(3)
                 if request.num_output_tokens == _ANSWER:
                     running.remove(request)
-                    self._give_up(request)
+                    self._free(request)
                     if self.controller is not None:
                         self.controller.on_finished(request.request_id)
         return num_hits / num_tokens
@@ -147,7 +147,7 @@ class _Engine:
             self.controller.on_new_request(request.request_id, metadata, request.block_hashes, len(tokens), 0.0)
         return request
 
-    def _give_up(self, request: Request) -> None:
+    def _free(self, request: Request) -> None:
         self.manager.free(request)
         request.num_computed_tokens = 0
 

@@ -130,7 +130,7 @@ def test_answers_end_by_limits_and_defaults_that_the_server_tells_of(facts: dict
     ], "server/request_defaults.py tells of those on which the rest of an answer depends, client/http/resume.py asks"
 
 
-def test_prompts_that_nobody_asks_are_requests_that_vllm_hears_the_end_of(facts: dict[str, Any]) -> None:
+def test_prefetch_requests_are_reported_to_vllm_as_finished(facts: dict[str, Any]) -> None:
     assert facts["own_requests"] == [
         ["request_block_hasher"],
         ["cache_salt", "block_hasher"],

@@ -216,8 +216,8 @@ def _compare(path: Path, url: str, api_key: str | None, *, as_json: bool) -> Non
     with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
         stats = engine.stats()
     now, before = _counted(stats), told["counted"]
-    is_anew = any(now[name] < before.get(name, 0) for name in _HIT_COUNTS)
-    since = {name: count - (0 if is_anew else before.get(name, 0)) for name, count in now.items()}
+    has_restarted = any(now[name] < before.get(name, 0) for name in _HIT_COUNTS)
+    since = {name: count - (0 if has_restarted else before.get(name, 0)) for name, count in now.items()}
     num_requests = int(since["num_requests"])
     achieved = {
         "num_requests": num_requests,
@@ -225,12 +225,12 @@ def _compare(path: Path, url: str, api_key: str | None, *, as_json: bool) -> Non
         if since["num_prefix_query_tokens"]
         else 0.0,
         "mean_ttft_s": since["sum_ttft_s"] / since["num_first_tokens"] if since["num_first_tokens"] else None,
-        "has_started_anew": is_anew,
+        "has_restarted": has_restarted,
     }
     expected: dict[str, int] = {}
     for each in told["paths"]:
         expected[each["doc_ids"][-1]] = expected.get(each["doc_ids"][-1], 0) + each["expected_uses"]
-    uses_before = {} if is_anew else told.get("uses", {})
+    uses_before = {} if has_restarted else told.get("uses", {})
     documents = [
         {
             "doc_id": use.doc_id,
@@ -261,7 +261,7 @@ def _compared(
          "-" if ttft_s is None else f"{ttft_s:.3f} s"),
     ]  # fmt: skip
     lines = [f"{name:<18}{requests:>10}{share:>16}{ttft:>12}" for name, requests, share, ttft in rows]
-    if achieved["has_started_anew"]:
+    if achieved["has_restarted"]:
         lines.append("the engine has reset its counters since the warming: earlier counts are missing here")
     uses = [
         f"{printable(each['doc_id']):<40}{each['expected_uses']:>10}{each['uses']:>8}  {', '.join(each['tiers'])}"

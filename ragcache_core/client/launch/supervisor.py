@@ -174,7 +174,7 @@ class Supervisor:
         self._run = 0
         self._alive_at_s = self._asked_at_s = 0.0
         self._suspected_at_s = 0.0
-        self._why_gone = ""
+        self._exit_reason = ""
         self._num_slow_checks = self._num_refused = 0
         self._process: ServerProcess | None = None
         # Loopback: no proxy of the environment, no certificates.
@@ -208,7 +208,7 @@ class Supervisor:
         return None  # what hangs is killed, which ends every read
 
     def exit_reason(self) -> str:
-        return self._why_gone
+        return self._exit_reason
 
     def request_health_check(self, run: int) -> None:
         with self._lock:
@@ -234,7 +234,7 @@ class Supervisor:
         try:
             self._process.stop(grace_s)
         finally:
-            self._give_up("the engine was closed: launch or connect again")
+            self._stop_supervising("the engine was closed: launch or connect again")
             self._http.close()
 
     def _watch(self) -> None:
@@ -245,7 +245,7 @@ class Supervisor:
                 if self._has_died() and not self._closing.is_set():
                     self._restart()
         except BaseException as error:  # requests that wait for a restart must be told that there is none
-            self._give_up(f"the engine's supervisor failed ({type(error).__name__}: {error}): launch it again")
+            self._stop_supervising(f"the engine's supervisor failed ({type(error).__name__}: {error}): launch it again")
             raise
 
     def _has_died(self) -> bool:
@@ -323,7 +323,7 @@ class Supervisor:
                 self._closing.wait(pause_s)
                 self._run_once(LoadProgress.silent())
             except EngineClosedError as error:
-                self._give_up(str(error))
+                self._stop_supervising(str(error))
                 return
             except (EngineStartError, OSError) as error:
                 event, failure = "did not start", str(error)
@@ -334,13 +334,13 @@ class Supervisor:
                 )
                 return
         last = f"; the last restart failed: {failure}" if failure else ""
-        self._give_up(
+        self._stop_supervising(
             f"the engine {died}: {why}. It was restarted {len(self._restarted_s)} times, the limit in "
             f"{self._restart_window_s:g} s or in one series of failures{last}. Launch it again"
         )
 
-    def _give_up(self, why: str) -> None:
-        self._why_gone = why
+    def _stop_supervising(self, why: str) -> None:
+        self._exit_reason = why
         self._health = Health.GONE
         self._on_end()
 

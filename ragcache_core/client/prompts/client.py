@@ -24,7 +24,7 @@ from ragcache_core.client.prompts.request_plan import (
     plan_tokens,
 )
 from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
-from ragcache_core.client.prompts.server_tokenizer import ServerTokenizer, fields_of, is_rendered_alike
+from ragcache_core.client.prompts.server_tokenizer import ServerTokenizer, can_use_tokenize_route, fields_of
 from ragcache_core.client.prompts.tool_calls import ToolCalls
 from ragcache_core.client.speculation.request_capture import current_scope
 from ragcache_core.errors import EngineError, PromptError, PromptTooLongError
@@ -237,7 +237,7 @@ class PromptClient:
         Raises:
             PromptTooLongError: it does not fit into the context window.
         """
-        if not self.tokenizer.finds_documents or not is_rendered_alike(settings):
+        if not self.tokenizer.finds_documents or not can_use_tokenize_route(settings):
             return None
         try:
             prompt = self.tokenizer.lay_out(messages, shown, settings=settings)

@@ -283,13 +283,13 @@ def _with_gap(layout: LearnedLayout, gaps: Sequence[str], doc_ids: Sequence[DocI
     head, first = layout.head, doc_ids[0]
     for number in (1, 0):
         rule = {_marked(gap, str(i + number), _NUMBER) for i, gap in enumerate(gaps, 1)}
-        if len(rule) == 1 and _ends_alike(head, next(iter(rule)), str(number), _NUMBER):
+        if len(rule) == 1 and _has_same_ending(head, next(iter(rule)), str(number), _NUMBER):
             return _regular(layout, head, rule.pop(), number)
     marked_head = _marked(head, first, _DOC_ID)
     rule = {_marked(gap, doc_id, _DOC_ID) for gap, doc_id in zip(gaps, doc_ids[1:], strict=True)}
     if not gaps:  # the separator is not known yet; an id of digits might be a number
         return layout if first.isdigit() else replace(layout, head=marked_head)
-    if len(rule) == 1 and _ends_alike(head, next(iter(rule)), first, _DOC_ID):
+    if len(rule) == 1 and _has_same_ending(head, next(iter(rule)), first, _DOC_ID):
         return _regular(layout, marked_head, rule.pop(), 0)
     return _regular(layout, head, gaps[0], 0) if len(set(gaps)) == 1 else layout
 
@@ -306,7 +306,7 @@ def _marked(text: str, word: str, mark: str) -> str:
     return text[: found[-1].start()] + mark + text[found[-1].end() :] if found else text
 
 
-def _ends_alike(head: str, gap: str, first: str, mark: str) -> bool:
+def _has_same_ending(head: str, gap: str, first: str, mark: str) -> bool:
     """Return whether the mark of a gap stands for ``first`` before the first document."""
     _, found, end = gap.rpartition(mark)
     return bool(found) and head.endswith(first + end)

@@ -143,7 +143,7 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**fields, "chat_template_kwargs": variables} if variables else fields
 
 
-def is_rendered_alike(settings: Mapping[str, Any]) -> bool:
+def can_use_tokenize_route(settings: Mapping[str, Any]) -> bool:
     """Return whether ``/tokenize`` knows all that the prompt of a request with these ``settings`` depends on."""
     given = {**settings, **(settings.get("extra_body") or {})}
     if any(given.get(name) is not None for name in _NOT_OF_TOKENIZE):

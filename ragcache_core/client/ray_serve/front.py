@@ -218,7 +218,7 @@ class Front:
     async def _of_all(self, ask: ReplicaRequest, route: str) -> Response:
         answers, failed = await self._ask_all(ask)
         if route == PATHS_ROUTE and answers.keys() != (cursors := _cursors(ask)).keys() and cursors:
-            answers, failed = await self._ask_all(ask, is_anew=True)  # others are there than were
+            answers, failed = await self._ask_all(ask, from_start=True)  # others are there than were
         if not answers or (failed and ask.method == "POST"):
             return _unavailable(f"not every replica answers, ask again: {failed!s:.400}")
         for (status, headers), body in answers.values():
@@ -238,11 +238,11 @@ class Front:
         return Response(body, status, dict(headers))
 
     async def _ask_all(
-        self, ask: ReplicaRequest, *, is_anew: bool = False
+        self, ask: ReplicaRequest, *, from_start: bool = False
     ) -> tuple[dict[str, tuple[Head, bytes]], list[Any]]:
         """Return what each replica answers, by its name, and how others failed."""
         is_about_paths = ask.path.partition("?")[0] == PATHS_ROUTE
-        cursors = ({} if is_anew else _cursors(ask)) if is_about_paths else None
+        cursors = ({} if from_start else _cursors(ask)) if is_about_paths else None
         asked = self._replicas.broadcast("ask_whole", ask, cursors)
         try:
             told = await asked.results_async(return_exceptions=True)

@@ -162,7 +162,7 @@ class ChunkScheduling:
         that it waits no longer than computing it instead takes.
         """
         request = self._requests[request_id]
-        self._begin_anew(request_id, request)
+        self._restart_reuse(request_id, request)
         self.library.poll()
         plan = request.offered
         if plan is not None and plan.start == num_exact and plan.end == len(request.token_ids) - 1:
@@ -449,7 +449,7 @@ class ChunkScheduling:
 
     # Ends
 
-    def _begin_anew(self, request_id: str, request: ReuseState) -> None:
+    def _restart_reuse(self, request_id: str, request: ReuseState) -> None:
         """Take a request as a new one that has been prefilled, or was being, and was preempted."""
         if request.is_tried or request.open:
             request.is_tried = request.is_late = False

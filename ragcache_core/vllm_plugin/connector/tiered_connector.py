@@ -164,14 +164,14 @@ class RAGCacheConnector(DocumentAware, ForwardingConnector):
         workers = {rank: said for rank, said in sorted(metadata.items()) if isinstance(said, WorkerMemory)}
         if why := why_uneven([worker.block_bytes for worker in workers.values()]):
             logger.warning("RC-TIERS-OFF: RAGCache keeps nothing below the GPU: %s", why)
-            self._give_up_tiers(engine_id)
+            self._disable_tiers(engine_id)
         elif why := why_apart(workers, region_place(engine_id)):
             logger.warning(
                 "RC-WORKERS-APART: RAGCache keeps nothing on disk, nor in host memory after a crash: %s", why
             )
-            self._give_up_reading()
+            self._disable_lower_tiers()
 
-    def _give_up_tiers(self, engine_id: str) -> None:
+    def _disable_tiers(self, engine_id: str) -> None:
         """Go on with GPU memory alone."""
         assert self.controller is not None
         self._close_journal()
@@ -186,7 +186,7 @@ class RAGCacheConnector(DocumentAware, ForwardingConnector):
         self._prefetcher = self._host = self._layer_loads = self.tiers = self.copies = None
         self.below = MinimalConnector(self._vllm_config, self.role, self._kv_config)
 
-    def _give_up_reading(self) -> None:
+    def _disable_lower_tiers(self) -> None:
         """Go on without what reads in this process what workers have in host memory: disk, shared store and journal."""
         assert self.controller is not None
         for tier in self._lower:

@@ -93,7 +93,7 @@ class SharedIO:
     ``primary_kv_view`` is host memory, ``[num_chunks, chunk_bytes]``; with ``max_bytes`` the objects take no more.
 
     Attributes:
-        is_given_up: more deletions wait than can be kept, so nothing may be read from the store any more.
+        is_disabled: more deletions wait than can be kept, so nothing may be read from the store any more.
         quota: the limit of what the objects take, where there is one.
     """
 
@@ -119,7 +119,7 @@ class SharedIO:
         self._known: OrderedDict[str, None] = OrderedDict()
         self._leaving: Counter[str] = Counter()  # how many deletions of a name wait, with those in `_undeleted`
         self._undeleted: dict[str, None] = {}  # the writer's
-        self.is_given_up = False
+        self.is_disabled = False
         self._progressed_s = 0.0
         self._ends_s: float | None = None
         self._inquiries: queue.Queue[Inquiry | None] = queue.Queue(_MAX_LOOKUPS)
@@ -228,7 +228,7 @@ class SharedIO:
         are tried once, and not while writing rests: objects that are never read again need no more.
         """
         self.unlearn(names)
-        if self.is_given_up or not (is_retried or not self.writes.is_resting):
+        if self.is_disabled or not (is_retried or not self.writes.is_resting):
             return
         if is_retried:
             with self._lock:
@@ -414,8 +414,8 @@ class SharedIO:
                 if name in self._undeleted:
                     self._leaving[name] -= 1
                 self._undeleted[name] = None
-        if self.is_given_up or (len(self._undeleted) > _MAX_UNDELETED and self.writes.is_resting):
-            self._give_up()
+        if self.is_disabled or (len(self._undeleted) > _MAX_UNDELETED and self.writes.is_resting):
+            self._disable()
 
     def _delete_once(self, names: Sequence[str]) -> None:
         try:
@@ -442,9 +442,9 @@ class SharedIO:
         except Exception as error:  # whatever a client raises, it is tried again
             self.writes.fail(error)
 
-    def _give_up(self) -> None:
+    def _disable(self) -> None:
         """Stop using the store: the objects that must not be read are too many to keep."""
-        is_first, self.is_given_up = not self.is_given_up, True
+        is_first, self.is_disabled = not self.is_disabled, True
         with self._lock:
             self._undeleted.clear()
             self._leaving.clear()

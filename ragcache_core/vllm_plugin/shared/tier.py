@@ -226,7 +226,7 @@ class SharedTier(TransferTier):
 
     def why_left(self) -> str | None:
         """Return why the store may keep deleted KV: it cannot delete it now."""
-        if self._io.is_given_up:
+        if self._io.is_disabled:
             return (
                 f"the shared store {self.url} has not deleted what was forgotten, and is used no more: before the next "
                 f"start, delete what begins with {self._objects.prefix}"
@@ -242,7 +242,7 @@ class SharedTier(TransferTier):
 
     @property
     def _is_used(self) -> bool:
-        return self._is_enabled and not self._io.is_given_up
+        return self._is_enabled and not self._io.is_disabled
 
     def _begin_store(self, job: TierJob) -> PutJob | None:
         if not self._is_used:

@@ -27,7 +27,7 @@ from tests.support.waiting import until
 pytest.importorskip("ray.serve", reason="ray[serve] is not installed")
 
 MARKS = [f"ray {i}" for i in range(10)]
-ANEW_S = 400.0
+RESTART_S = 400.0
 """Seconds in which another replica has started, on two cores that others use as well."""
 
 
@@ -68,7 +68,7 @@ def prompt(engine: Engine, mark: str) -> RenderedPrompt:
 
 def first_tokens(engine: Engine) -> dict[str, float]:
     """Return how many requests each replica has answered."""
-    page = httpx.get(f"{engine.base_url.removesuffix('/v1')}/metrics", timeout=ANEW_S).text
+    page = httpx.get(f"{engine.base_url.removesuffix('/v1')}/metrics", timeout=RESTART_S).text
     lines = [line for line in page.splitlines() if line.startswith("vllm:time_to_first_token_seconds_count{")]
     return {line.partition('replica="')[2].partition('"')[0]: float(line.rpartition(" ")[2]) for line in lines}
 
@@ -128,10 +128,10 @@ def test_when_a_replica_is_killed_every_request_is_answered_as_before_and_anothe
     assert replica is not None
     with ThreadPoolExecutor(6) as threads:
         asked = [threads.submit(ask, MARKS[i % len(MARKS)]) for i in range(num_asked)]
-        assert until(lambda: sum(one.done() for one in asked) >= num_asked // 4, ANEW_S)
+        assert until(lambda: sum(one.done() for one in asked) >= num_asked // 4, RESTART_S)
         os.kill(replica.pid, signal.SIGKILL)
-        answers = [one.result(timeout=ANEW_S) for one in asked]
+        answers = [one.result(timeout=RESTART_S) for one in asked]
     assert answers == [expected[MARKS[i % len(MARKS)]] for i in range(num_asked)]
     assert not psutil.wait_procs([victim], timeout=PATIENCE_S)[1], "an engine does not outlive its replica"
-    assert until(lambda: len(first_tokens(together)) == 2, ANEW_S), "Serve has started another one"
+    assert until(lambda: len(first_tokens(together)) == 2, RESTART_S), "Serve has started another one"
     assert ask(MARKS[0]) == expected[MARKS[0]]

@@ -75,7 +75,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
-    def give_up_waiting(self, data: st.DataObject) -> None:
+    def stop_waiting(self, data: st.DataObject) -> None:
         request = data.draw(st.sampled_from(self.waiting))
         self.waiting.remove(request)
         self.it.controller.on_finished(request.request_id)
@@ -230,7 +230,7 @@ def test_a_pool_without_prefix_caching_hands_blocks_out_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("first_private", [0, 2, 5])
-def test_blocks_from_the_first_approximate_one_on_are_found_by_nobody(first_private: int) -> None:
+def test_blocks_from_the_first_approximate_one_on_are_never_hits(first_private: int) -> None:
     """By this alone, whatever their names are: the last block of a prompt gets its name after it was told apart."""
     it = Pool(40)
     request, same = it.new("BC"), it.new("BC")
@@ -244,7 +244,7 @@ def test_blocks_from_the_first_approximate_one_on_are_found_by_nobody(first_priv
     assert it.start(same) == first_private * BLOCK
 
 
-def test_approximate_blocks_of_a_prompt_are_found_by_who_asks_alike_and_those_of_its_answer_by_nobody() -> None:
+def test_approximate_prompt_blocks_are_hits_for_equal_requests_and_answer_blocks_never() -> None:
     it = Pool(40)
     request, same, plain = it.new("BC"), it.new("BC"), it.new("BC")
     num_prompt_blocks = len(request.block_hashes)

@@ -249,7 +249,7 @@ def test_a_read_that_hangs_is_given_up_and_what_it_brings_later_is_not_written(
     assert (scene.memory == UNTOUCHED).all()
 
 
-def test_a_reset_amid_a_read_that_hangs_gives_it_up_before_host_memory_is_used_anew(
+def test_a_reset_cancels_a_hanging_read_before_host_memory_is_reused(
     opening: Opening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = opening()
@@ -269,7 +269,7 @@ def test_a_reset_amid_a_read_that_hangs_gives_it_up_before_host_memory_is_used_a
     assert (scene.memory == UNTOUCHED).all()
 
 
-def test_a_write_that_hangs_takes_the_tier_out_of_service_and_stops_nobody(
+def test_a_hanging_write_disables_the_tier_and_requests_continue(
     opening: Opening, monkeypatch: pytest.MonkeyPatch, plugin_log: pytest.LogCaptureFixture
 ) -> None:
     scene = opening()

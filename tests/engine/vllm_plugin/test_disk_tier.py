@@ -367,7 +367,7 @@ def test_the_longest_prompt_stores_the_beginning_that_fits(opening: Opening) -> 
     scene.check()
 
 
-def test_full_it_gives_up_tails_of_what_is_worth_least(opening: Opening) -> None:
+def test_a_full_tier_evicts_tails_of_the_lowest_priority(opening: Opening) -> None:
     scene = opening(num_slots=6)
     for _ in range(5):
         scene.announce("B")

@@ -142,7 +142,7 @@ def engine(
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["one step in flight", "two steps in flight"])
-def test_a_document_goes_from_every_tier_with_what_stands_behind_it(tmp_path: Path, is_async: bool) -> None:
+def test_a_document_is_deleted_from_every_tier_with_its_subtree(tmp_path: Path, is_async: bool) -> None:
     with engine(tmp_path, is_async=is_async) as it:
         for number, documents in enumerate(("AB", "BA", "CB", "C")):
             it.ask(f"r{number}", documents)
@@ -311,8 +311,8 @@ def test_what_is_being_written_or_read_is_overwritten_after_that(opening: Openin
     assert receipt["num_blocks"] == {"disk": 3 + 3}, "of the other two blocks none is forgotten"
     assert it.num_hits("B") == 0
     assert it.tier.num_left() == 1
-    stored_anew = it.announce("B")
-    it.submit_store(stored_anew)
+    stored_again = it.announce("B")
+    it.submit_store(stored_again)
     gate.set()
     assert left_of(it) == 0
     results: list[Any] = []
@@ -342,9 +342,7 @@ def test_a_disk_that_is_gone_is_a_problem_and_no_error(opening: Opening) -> None
 
 
 @pytest.mark.parametrize("what", ["the index cannot be read", "the key is gone"])
-def test_a_disk_that_an_engine_comes_back_without_is_a_problem_and_nobody_waits_for_it(
-    tmp_path: Path, what: str
-) -> None:
+def test_a_disk_missing_after_a_restart_is_reported_and_not_waited_for(tmp_path: Path, what: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(STARTED_AGAIN_ENV, "1")
         if what == "the key is gone":
@@ -359,9 +357,7 @@ def test_a_disk_that_an_engine_comes_back_without_is_a_problem_and_nobody_waits_
 
 
 @pytest.mark.parametrize("has_disk", [True, False], ids=["with a disk", "without"])
-def test_a_shared_store_that_an_engine_comes_back_without_is_a_problem_and_nobody_waits_for_it(
-    tmp_path: Path, has_disk: bool
-) -> None:
+def test_a_shared_store_missing_after_a_restart_is_reported_and_not_waited_for(tmp_path: Path, has_disk: bool) -> None:
     url = "redis://127.0.0.1:1/0"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(STARTED_AGAIN_ENV, "1")

@@ -84,7 +84,7 @@ def test_a_chunk_with_the_bytes_of_another_is_forgotten(tmp_path: Path) -> None:
     again.close()
 
 
-def test_a_chunk_that_was_given_up_is_forgotten_and_its_place_can_be_sealed_anew(tmp_path: Path) -> None:
+def test_an_evicted_chunk_is_deleted_and_its_slot_is_reused(tmp_path: Path) -> None:
     rows = host_memory()
     made = journal(tmp_path, rows)
     made.seal([0], [key(0)], ChunkNote())
@@ -122,7 +122,7 @@ def test_bytes_that_were_read_while_their_chunk_was_given_up_are_not_sealed_unde
     again.close()
 
 
-def test_another_models_journal_is_started_anew(tmp_path: Path) -> None:
+def test_a_journal_of_another_model_is_recreated(tmp_path: Path) -> None:
     rows = host_memory()
     seal_all(tmp_path, rows)
     other = journal(tmp_path, rows, {**IDENTITY, "weights": "two"})
@@ -134,7 +134,7 @@ def test_another_models_journal_is_started_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"garbage" * 1000])
-def test_a_damaged_index_is_started_anew(tmp_path: Path, damage: bytes) -> None:
+def test_a_damaged_index_is_recreated(tmp_path: Path, damage: bytes) -> None:
     rows = host_memory()
     seal_all(tmp_path, rows)
     (tmp_path / "vllm_offload_me.journal" / "index.sqlite").write_bytes(damage)
@@ -164,7 +164,7 @@ def test_a_smaller_host_memory_forgets_what_lay_beyond(tmp_path: Path) -> None:
     again.close()
 
 
-def test_a_journal_that_cannot_be_written_stops_sealing_and_disturbs_nobody(
+def test_a_journal_that_cannot_be_written_stops_journaling_without_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = journal(tmp_path, host_memory())

@@ -70,7 +70,7 @@ def two_connectors(
 
 @pytest.mark.parametrize("loads_async", [False, True], ids=["loads in a step", "loads before"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["one step in flight", "two steps in flight"])
-def test_no_request_reads_kv_of_other_tokens_whoever_loads_it(is_async: bool, loads_async: bool) -> None:
+def test_no_request_reads_kv_of_other_tokens_with_any_connector(is_async: bool, loads_async: bool) -> None:
     num_loaded = num_loaded_by_other = num_preempted = 0
     for seed in range(3):
         with two_connectors(24, "160KiB", loads_async=loads_async, is_async=is_async) as scheduler:

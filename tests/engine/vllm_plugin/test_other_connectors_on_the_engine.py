@@ -67,7 +67,7 @@ def empty_gpu_and_host(engine: Engine) -> None:
     assert [post(engine, route) for route in ("sleep?level=1", "wake_up")] == [200, 200]
 
 
-def test_answers_are_plain_vllms_whoever_has_the_kv(both: Engine, plain: Engine, folder: Path) -> None:
+def test_answers_equal_plain_vllm_with_any_connector_holding_the_kv(both: Engine, plain: Engine, folder: Path) -> None:
     new = [("What do they make?", shown) for shown in PAIRS]
     other_question = [("How many kinds of tea? " * 20, shown) for shown in PAIRS]  # longer than a block
     found: list[tuple[int, int]] = []

@@ -104,7 +104,7 @@ def test_purged_a_tenant_is_told_of_no_document_any_more(tenants: Path) -> None:
     assert not any(stage.controller.tree.tiers[Tier.GPU].shares.owned.values())
 
 
-def test_a_tenants_flood_pushes_out_nobody_else(tenants: Path) -> None:
+def test_a_tenants_flood_evicts_no_other_tenant(tenants: Path) -> None:
     stage = shared(tenants)
     ask(stage, "a", "X")
     stage.finish_all()
@@ -150,7 +150,7 @@ def test_a_beam_search_of_a_tenants_counts_as_his(tenants: Path) -> None:
     assert owned["a"] <= 12, "the quota"
 
 
-def test_who_has_a_salt_of_his_own_or_of_an_unknown_tenant_is_nobody(tenants: Path) -> None:
+def test_an_own_salt_or_that_of_an_unknown_tenant_has_no_owner(tenants: Path) -> None:
     stage = shared(tenants)
     for salt in (None, "s", "tenant-a-b", cache_salt_for("who")):
         stage.ask("X", salt=salt)
@@ -158,7 +158,7 @@ def test_who_has_a_salt_of_his_own_or_of_an_unknown_tenant_is_nobody(tenants: Pa
     assert set(stage.controller.tree.tiers[Tier.GPU].shares.owned) == {None}
 
 
-def test_a_collection_keeps_to_its_quota_whoever_else_is_on_its_paths(tmp_path: Path) -> None:
+def test_a_collection_stays_within_its_quota_also_on_shared_prefixes(tmp_path: Path) -> None:
     path = tmp_path / "collections.toml"
     path.write_text(
         f'[[collections]]\nname = "news"\nids = ["[A-M]"]\nquota = {{gpu = "{12 * BLOCK_BYTES}"}}\n'

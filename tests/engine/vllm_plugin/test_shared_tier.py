@@ -305,9 +305,7 @@ def test_a_store_that_is_killed_is_a_miss_at_once_and_is_left_alone(
 
 
 @pytest.mark.parametrize("moment", ["look-up", "load", "store"])
-def test_a_store_that_hangs_holds_nobody_longer_than_the_bound(
-    start: Starting, server: RedisServer, moment: str
-) -> None:
+def test_a_hanging_store_delays_no_request_beyond_the_bound(start: Starting, server: RedisServer, moment: str) -> None:
     one = start(server.url)
     one.store("AB")
     keys, context = one.begin("AB")

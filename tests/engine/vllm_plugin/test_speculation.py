@@ -306,7 +306,7 @@ def test_what_is_cached_while_a_request_waits_moves_it_forward() -> None:
     check_answers(stage, running, other, same)
 
 
-def test_nobody_is_overtaken_more_often_than_the_window_allows() -> None:
+def test_no_request_is_overtaken_more_often_than_the_window_allows() -> None:
     stage = Stage(max_num_seqs=1, settings={"queue_window": 3})
     first = stage.ask("A", num_answers=1)
     stage.step()

@@ -80,7 +80,7 @@ def get(engine: Engine, path: str, key: str) -> httpx.Response:
     return httpx.get(f"{engine.base_url}/ragcache/{path}", headers={"Authorization": f"Bearer {key}"}, timeout=30)
 
 
-def test_nobody_finds_what_another_has_cached_in_any_tier(engines: dict[str, Engine]) -> None:
+def test_no_tenant_hits_blocks_of_another_in_any_tier(engines: dict[str, Engine]) -> None:
     acme, other, operator = engines["acme"], engines["other"], engines["operator"]
     cold = ask(acme, "first")
     assert cold.num_cached_tokens == 0
@@ -139,7 +139,7 @@ def test_what_is_not_for_tenants_is_refused_with_a_cure(engines: dict[str, Engin
     assert ask(engines["acme"], "first").num_cached_tokens < 2 * BLOCK
 
 
-def test_nobody_confirms_anothers_speculation(engines: dict[str, Engine]) -> None:
+def test_a_tenant_cannot_confirm_a_speculation_of_another(engines: dict[str, Engine]) -> None:
     def confirm(engine: Engine) -> None:
         url = f"{engine.base_url}/ragcache/speculations/guess/confirm"
         answer = httpx.post(url, headers={"Authorization": f"Bearer {engine.api_key}"}, timeout=30)

@@ -238,9 +238,7 @@ def test_what_is_prefetched_from_disk_is_in_host_memory_when_it_is_asked_for(tie
         assert refused.status_code == 400
 
 
-def test_a_tenant_finds_on_disk_what_was_stored_with_its_salt_and_nobody_else_does(
-    tiers: Engine, answers: Answers
-) -> None:
+def test_only_the_tenant_finds_blocks_on_disk_stored_with_its_salt(tiers: Engine, answers: Answers) -> None:
     tenant = {"extra_body": {"cache_salt": "of tenant a"}}
     answers.ask("tenant", **tenant)
     assert until(lambda: answers.ask("tenant", **tenant).num_stored_bytes == 0, PATIENCE_S)
@@ -418,8 +416,8 @@ def test_contradictory_and_absurd_metadata_is_ignored_and_counted(tiers: Engine,
         {"ragcache": {"version": 1, "documents": [{"id": "\ud800", "start": 0, "end": 9}]}},
         {"ragcache": {"version": 1, "documents": [{"id": "a", "start": 0, "end": 10**30}]}},
         {"ragcache": nested(700)},
-        {"somebody_elses": nested(700)},
-        {"somebody_elses": "\ud800", "\udfff": 1},
+        {"other_client": nested(700)},
+        {"other_client": "\ud800", "\udfff": 1},
     ]
     before = tiers.stats().num_ignored_metadata
     texts = set()

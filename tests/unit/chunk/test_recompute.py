@@ -196,7 +196,7 @@ def test_alpha_without_bound_reads_nothing_but_what_a_prefill_makes(selection: T
         assert found.recomputed == (() if is_read else tuple(range(start, end)))
 
 
-def test_a_prompts_chunks_have_lost_what_was_read_and_what_stands_behind_it_inherits_at_most_that() -> None:
+def test_later_chunks_inherit_at_most_the_loss_of_earlier_chunks() -> None:
     placed = spans((1, 4), (2, 4), (3, 4), (4, 4))
     stored = {key(2): [variant(2, 4, [(9, 4, 1.0)])]}
     found = plan(placed, stored, 4, 16, alpha=0.0)

@@ -137,7 +137,7 @@ def test_killed_amid_an_erasure_a_store_serves_whole_chunks_or_none_and_the_next
     assert is_left(store, keys(4)) == [False, False, True, True]
 
 
-def test_a_chunk_is_named_anew_and_keeps_its_place(store: ChunkStore, opening: Opening) -> None:
+def test_a_renamed_chunk_keeps_its_slot(store: ChunkStore, opening: Opening) -> None:
     store.write_many(writes(keys(3)))
     assert store.rename([(b"key 1", "another"), (b"never stored", "x"), (b"key 2", None)]) == 2
     store.close()

@@ -101,7 +101,7 @@ def test_pins_are_told_with_their_limit_and_what_cannot_be_pinned_is_an_error(se
     assert "the limit is 4.0 MiB" in result.stderr
 
 
-def test_nothing_is_purged_that_nobody_has_confirmed(server: ScriptedServer) -> None:
+def test_nothing_is_purged_without_confirmation(server: ScriptedServer) -> None:
     result = run(server, "purge")
     assert result.exit_code == 2
     assert "--yes" in result.output

@@ -415,7 +415,7 @@ def test_a_history_before_the_documents_is_not_taken_for_a_static_part() -> None
     chain.check(OTHERS)
 
 
-def test_a_request_that_contradicts_teaches_anew() -> None:
+def test_a_contradicting_request_restarts_the_learning() -> None:
     chain = Chain(system_and_user, joined)
     chain.ask(DOCUMENTS)
     chain.format_docs = numbered
@@ -458,7 +458,7 @@ def test_shorter_beginnings_than_a_block_are_not_worth_a_request() -> None:
     assert bound(PromptLayout("Answer."), None).prefix([], []) is None
 
 
-def test_the_static_part_is_made_of_one_document_as_nobody_may_wait_for_more() -> None:
+def test_the_static_part_is_rendered_with_one_document() -> None:
     num_shown: list[int] = []
 
     def counted(documents: Sequence[Document]) -> str:

@@ -60,7 +60,7 @@ class PathServer:
     def tell(self, **num_tokens: int) -> None:
         self._changes += [PathChange(P, tuple(path), n) for path, n in num_tokens.items()]
 
-    def begin_anew(self) -> None:
+    def restart_engine(self) -> None:
         """Be as with an engine that was started again."""
         self._changes, self._epoch = [], self._epoch + 1
 
@@ -150,7 +150,7 @@ def mirror_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "ragcache-mirror"]
 
 
-def test_nobody_is_asked_before_the_first_use() -> None:
+def test_no_server_is_polled_before_the_first_use() -> None:
     with serving() as server, door_to(server) as door:
         assert door.arrange([B, A], "retrieval").documents == (B, A)
         assert door.arrange([B, A], "canonical").documents == (A, B)
@@ -209,7 +209,7 @@ def test_what_an_engine_had_before_it_was_started_again_is_forgotten() -> None:
     with serving() as server, door_to(server) as door:
         server.tell(b=50)
         until(lambda: door.ids(A, B, C) == "bac")
-        server.begin_anew()
+        server.restart_engine()
         server.tell(c=10)
         until(lambda: door.ids(A, B, C) == "cab")
 
@@ -234,7 +234,7 @@ def test_a_fleets_index_has_what_is_known_at_any_time(*, is_known_before: bool) 
         server.tell(ba=70, b=50, c=0)
         until(lambda: found() == (2, [70]))
         assert door.ids(A, B) == "ba", "and it is read as before"
-        server.begin_anew()
+        server.restart_engine()
         server.tell(a=20)
         until(lambda: found() == (1, [20]))
         door.cached.keep_in(PathIndex(), threading.Lock())

@@ -73,7 +73,7 @@ def test_a_damaged_file_is_refused_with_the_cure(tmp_path: Path, content: bytes)
 # At a launch
 
 
-def test_a_quality_that_nobody_measured_is_refused_at_launch() -> None:
+def test_an_unmeasured_quality_is_rejected_at_launch() -> None:
     with pytest.raises(ConfigError, match="run 'ragcache calibrate', or give alpha"):
         launch._alphas("org/model", ChunkReuse(quality=0.9))
     assert launch._alphas("org/model", ChunkReuse(alpha=0.9)) == ()

@@ -333,7 +333,7 @@ def test_a_wrong_key_and_a_missing_replica_are_said_at_the_door(servers: list[Sc
         Fleet.connect([servers[0].url, "http://127.0.0.1:1"], api_key="key")
 
 
-def test_engines_of_somebody_else_make_a_fleet_which_closes_them(servers: list[ScriptedServer]) -> None:
+def test_a_fleet_of_given_engines_closes_them(servers: list[ScriptedServer]) -> None:
     engines = [Engine.connect(server.url, api_key="key") for server in servers]
     with Fleet(engines) as fleet:
         assert fleet.generate(prompt(fleet, "a")).text

@@ -135,7 +135,7 @@ def test_other_connectors_stand_before_ours_and_a_lost_block_is_a_miss_for_all()
     ("cache", "default"),
     [(CacheConfig(), str(1 << 30)), (CacheConfig(kv_cache_bytes="2GiB"), None), (None, str(1 << 30))],
 )
-def test_a_cpu_server_is_told_how_much_memory_to_take_where_nobody_said(
+def test_a_cpu_server_gets_a_kv_cache_size_unless_one_is_configured(
     cache: CacheConfig | None, default: str | None
 ) -> None:
     environment = server_environment("key", cache, {"MORE": "1"}, engine_id="me")

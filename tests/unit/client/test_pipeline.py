@@ -50,7 +50,7 @@ async def test_a_source_that_is_never_right_before_its_end_is_believed_no_more()
     assert result.report.is_confirmed, "it is watched all the same, and believed again"
 
 
-async def test_a_source_that_nobody_knows_yet_is_sent_ahead_of_where_the_engine_is_idle() -> None:
+async def test_an_unknown_source_is_speculated_on_where_the_engine_is_idle() -> None:
     speculator, history = ScriptedSpeculator(), StageStabilityStats()
     assert (await run(Source("ab", "ab"), ScriptedDoor(), speculator, history=history)).report.is_confirmed
     source, door = Source("ab", "ab", "ab", "ab", "ab"), ScriptedDoor(2)
@@ -61,7 +61,7 @@ async def test_a_source_that_nobody_knows_yet_is_sent_ahead_of_where_the_engine_
     assert len(speculator.sent) == 1
 
 
-async def test_searches_side_by_side_try_a_source_that_nobody_knows_yet_once_each() -> None:
+async def test_concurrent_searches_try_an_unknown_source_once_each() -> None:
     async def asked(speculator: ScriptedSpeculator) -> None:
         source = Source("ab", "cd", "ef", "gh")
         await run_pipeline(source.updates(), ScriptedDoor(), speculator, history=history)
@@ -118,7 +118,7 @@ async def test_candidates_that_stay_are_sent_once_and_confirmed() -> None:
     assert report.to_dict()["overlapped_search_s"] == report.search_s - report.non_overlapped_search_s
 
 
-async def test_changed_candidates_cancel_what_was_sent_and_send_anew() -> None:
+async def test_changed_candidates_cancel_the_speculation_and_send_another() -> None:
     speculator = ScriptedSpeculator()
     events: list[PipelineEvent] = []
     result = await run(Source("ab", "ba", "ba", "ba"), ScriptedDoor(), speculator, on_event=events.append)
@@ -166,7 +166,7 @@ async def test_a_prefill_that_fails_after_all_hid_nothing() -> None:
     assert (report.is_confirmed, report.overlapped_search_s) == (False, 0.0)
 
 
-async def test_final_documents_that_nobody_expected_are_a_miss() -> None:
+async def test_unexpected_final_documents_are_a_misspeculation() -> None:
     speculator = ScriptedSpeculator()
     events: list[PipelineEvent] = []
     result = await run(Source("ab", "cd"), ScriptedDoor(), speculator, on_event=events.append)
@@ -247,7 +247,7 @@ NEW_TEXT, NEW_METADATA = {"text": "new text"}, {"metadata": {"page": 2}}
     ("fields", "can_be_adopted"), [(NEW_TEXT, True), (NEW_METADATA, False)], ids=["text", "warmed"]
 )
 @arranged_or_not
-async def test_documents_that_were_written_anew_meanwhile_are_other_documents(
+async def test_documents_that_changed_during_the_search_are_other_documents(
     fields: dict[str, Any], can_be_adopted: bool, arrange: Callable[[Sequence[Document]], Sequence[Document]] | None
 ) -> None:
     speculator = ScriptedSpeculator()

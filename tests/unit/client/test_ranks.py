@@ -117,7 +117,7 @@ def test_each_rank_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices(2) == ["GPU-a", "GPU-b"]
 
 
-def test_gpus_that_nobody_names_are_counted_as_cuda_counts_them(devices_here: Path) -> None:
+def test_unnamed_gpus_are_counted_as_cuda_counts_them(devices_here: Path) -> None:
     for name in ("nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm"):  # as in a container that has two of four
         (devices_here / name).touch()
     assert memory.has_gpu()

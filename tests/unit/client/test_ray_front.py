@@ -268,7 +268,7 @@ def test_what_a_replica_that_fails_had_not_begun_to_answer_is_answered_by_anothe
     assert asked(servers)[home] == 2, "it rests, and is dead besides"
 
 
-def test_a_request_of_which_replicas_die_is_not_sent_to_all_of_them(
+def test_a_request_that_crashes_replicas_is_not_sent_to_all_of_them(
     handle: ScriptedHandle, servers: list[ScriptedServer]
 ) -> None:
     for server in servers:

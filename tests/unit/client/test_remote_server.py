@@ -101,7 +101,7 @@ def test_a_server_that_says_nothing_at_all_hangs(server: ScriptedServer, monkeyp
         watch.close()
 
 
-def test_nobody_looks_at_a_server_that_nobody_waits_for(server: ScriptedServer) -> None:
+def test_no_health_check_is_sent_without_waiting_requests(server: ScriptedServer) -> None:
     def is_watched() -> bool:
         return any(thread.name == "ragcache-joined-server" for thread in threading.enumerate())
 

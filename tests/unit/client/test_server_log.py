@@ -74,7 +74,7 @@ def test_a_terminal_gets_the_log() -> None:
     assert b"Beautiful is better" in said
 
 
-def test_a_named_pipe_gets_the_log_and_a_reader_who_leaves_stops_nobody(tmp_path: Path) -> None:
+def test_a_named_pipe_gets_the_log_and_survives_a_closed_reader(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     assert is_stream(fifo)

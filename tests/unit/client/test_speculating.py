@@ -295,9 +295,7 @@ def test_a_failed_speculation_is_as_if_it_had_never_been(
     assert ask(engine) == "sent"
 
 
-def test_an_error_inside_a_stream_fails_a_speculation_that_nobody_joined(
-    server: ScriptedServer, engine: Engine
-) -> None:
+def test_an_error_inside_a_stream_fails_an_unadopted_speculation(server: ScriptedServer, engine: Engine) -> None:
     server.script(Reply("half an answer", error_after_tokens=1), Reply("sent"))
     speculation = speculate(engine, lambda: engine_stream(engine))
     assert done(speculation)
@@ -476,9 +474,7 @@ def test_a_request_is_sent_in_the_name_that_it_was_made_in(server: ScriptedServe
     assert mine.is_claimed
 
 
-def test_an_asker_is_not_given_anothers_speculation_and_what_nobody_asks_does_not_count_as_its_own(
-    server: ScriptedServer, engine: Engine
-) -> None:
+def test_a_request_does_not_adopt_a_speculation_of_another_scope(server: ScriptedServer, engine: Engine) -> None:
     server.script(Reply("mine"), Reply("again"))
     with request_scope("me"):
         mine = speculate(engine, lambda: of_the_engine(engine))
@@ -503,7 +499,7 @@ def test_its_owner_cannot_cut_off_the_answer_that_another_request_joined(
     assert server.aborted == []
 
 
-def test_whoever_wants_to_know_is_told_once_when_it_is_done(server: ScriptedServer, engine: Engine) -> None:
+def test_a_callback_is_called_once_when_the_speculation_ends(server: ScriptedServer, engine: Engine) -> None:
     server.script(Reply("yes", wait_s=0.05), NEVER)
     told: list[str] = []
     finished = speculate(engine, lambda: of_the_engine(engine))
@@ -645,9 +641,7 @@ def test_a_speculation_that_was_read_to_its_end_is_done_and_not_cancelled(
     assert server.aborted == []
 
 
-def test_answers_that_nobody_asks_for_are_dropped(
-    server: ScriptedServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unclaimed_answers_are_dropped(server: ScriptedServer, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculating, "_MAX_KEPT", 2)
     speculations = []
     for i in range(4):

@@ -243,7 +243,7 @@ def test_a_busy_server_that_is_slow_to_say_how_it_is_is_left_alone(own: Own, ser
     assert owner.health() is Health.READY
 
 
-def test_a_server_that_takes_no_more_requests_is_left_alone_until_somebody_suspects_it(
+def test_a_server_that_rejects_requests_is_restarted_only_after_a_health_check_request(
     own: Own, server: ScriptedServer
 ) -> None:
     def start() -> FakeProcess:

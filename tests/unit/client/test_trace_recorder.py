@@ -89,7 +89,7 @@ def test_a_file_that_an_engine_records_into_is_not_taken_by_another(path: Path) 
     recording_in_server(path)
 
 
-def test_nobody_waits_for_a_disk_that_does_not_answer(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_disk_delays_no_request(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder, is_asked_for, goes_on = TraceRecorder(path), threading.Event(), threading.Event()
 
     class Stuck:

@@ -297,7 +297,7 @@ def test_a_sampled_answer_fails_where_only_exact_ones_may_continue(
 
 
 @both
-def test_whoever_does_not_want_that_gets_the_error(server: FakeServer, ask: Ask) -> None:
+def test_without_resumption_the_error_is_raised(server: FakeServer, ask: Ask) -> None:
     server.script = [greedy("one two three", "three"), fine]
     with pytest.raises(httpx.RemoteProtocolError):
         ask(server, FakeWatch("restarts"), GREEDY, RetryPolicy(resume_streams="off"))

@@ -27,7 +27,7 @@ def run(trace: Trace = TRACE, **settings: Any) -> SimulationResult:
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_every_request_is_served_once_whoever_chooses(routing: str) -> None:
+def test_every_request_is_served_once_under_any_routing(routing: str) -> None:
     result = run(replicas=3, routing=routing)
     assert result.requests is not None
     assert len(result.requests) == len(TRACE)

@@ -43,7 +43,7 @@ def test_what_is_seldom_right_is_worth_idle_time_only() -> None:
     assert not history.is_worthwhile(0, is_idle=False)
 
 
-def test_the_first_searches_count_alike_and_later_ones_push_them_out() -> None:
+def test_the_first_searches_have_equal_weight_and_later_ones_replace_them() -> None:
     history = after(after(StageStabilityStats(), 0, WRONG, 2), 0, RIGHT, 2)
     assert history.learnt == {0: (pytest.approx(0.5), 1.0, 4)}
     of_late = after(history, 0, WRONG, 3, left_s=0.0).learnt[0]

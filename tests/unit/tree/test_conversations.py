@@ -58,7 +58,7 @@ def test_a_prompt_with_a_whole_prompt_and_its_answer_before_it_is_the_next_turn(
     ["sys A q1", "sys A q1 other", "sys A q2", "sys B q1 a1", "q1 a1 b1 q2"],
     ids=["again", "edited", "another question", "another document", "a shorter history"],
 )
-def test_a_prompt_that_only_begins_alike_is_no_turn(prompt: str) -> None:
+def test_a_prompt_with_only_a_common_beginning_is_no_turn(prompt: str) -> None:
     chat = Chat()
     chat.ask("sys A q1", "a1 b1")
     assert chat.ask(prompt) == 1

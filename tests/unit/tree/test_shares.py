@@ -48,7 +48,7 @@ requests = st.lists(st.tuples(st.sampled_from(TENANTS), paths), min_size=1, max_
 
 
 @given(requests, st.sampled_from(["lru", "pgdsf", "mixture"]))
-def test_nobody_matches_what_another_tenant_has_cached(asked: list[tuple[str | None, list[str]]], policy: str) -> None:
+def test_no_tenant_matches_blocks_of_another_tenant(asked: list[tuple[str | None, list[str]]], policy: str) -> None:
     tree = KnowledgeTree(make_policy(policy, PrefillCostModel.default()))
     divided(tree)
     own: dict[str | None, set[bytes]] = {tenant: set() for tenant in TENANTS}
@@ -65,7 +65,7 @@ def test_nobody_matches_what_another_tenant_has_cached(asked: list[tuple[str | N
 
 
 @given(requests)
-def test_a_full_tier_takes_nobody_below_his_share_while_another_has_more(
+def test_a_full_tier_evicts_no_owner_below_quota_while_another_is_over_quota(
     asked: list[tuple[str | None, list[str]]],
 ) -> None:
     tree = divided(new_tree())
@@ -101,7 +101,7 @@ def test_who_floods_a_tier_pushes_out_himself() -> None:
     assert owned(tree) == {"a": 8, "b": 16}
 
 
-def test_what_nobody_needs_may_be_used_by_others_and_comes_back() -> None:
+def test_unused_quota_is_lent_to_other_owners_and_returned() -> None:
     tree = divided(new_tree())
     for i in range(12):
         cache(tree, prompt("b", f"flood {i}"))

@@ -105,7 +105,7 @@ def test_what_cached_blocks_save_is_what_the_prefill_takes_longer_without_them()
     assert it.saved_s(whole, 0, 6) == cost.estimate_s(0, 24) - cost.estimate_s(24, 1), "a token is always computed"
 
 
-def test_a_speculation_counts_as_a_request_only_once_somebody_asks() -> None:
+def test_a_speculation_counts_as_a_request_only_once_confirmed() -> None:
     it = controller()
     metadata = RequestMetadata(segments(("a", 8), (None, 10)), "s", True)
     counted = ("num_requests", "num_prompt_tokens", "num_reordered_prompts")
@@ -183,7 +183,7 @@ def test_a_prefill_by_forecast_seeds_uses_and_cost_and_counts_nothing() -> None:
     assert (report["num_speculative_tokens"], report["num_wasted_tokens"]) == (6, 0), "it is no guess"
 
 
-def test_a_speculation_waits_at_first_and_whenever_it_is_preempted_until_somebody_asks() -> None:
+def test_a_new_or_preempted_speculation_waits_until_it_is_confirmed() -> None:
     it = controller()
     it.on_new_request("s", RequestMetadata(segments((None, 10)), "s"), keys(2), 10, 10.0)
     it.on_new_request("real", RequestMetadata(segments((None, 10))), keys(2), 10, 10.0)

@@ -115,7 +115,7 @@ def test_the_same_tokens_under_two_ids_are_the_document_of_both() -> None:
         assert gpu.seen[0].units == keys(3)[1:]
 
 
-def test_who_names_the_same_tokens_anew_in_every_request_has_no_endless_list_of_names() -> None:
+def test_a_document_with_a_new_name_in_every_request_keeps_a_bounded_list_of_names() -> None:
     it = controller()
     for number in range(100):
         run(it, "r", segments((f"copy {number}", 8)), keys(2))

@@ -96,7 +96,7 @@ def go_on(it: CacheController, mark: str, before: list[bytes]) -> int | None:
     return limit
 
 
-def test_what_stands_behind_the_documents_is_stored_once_conversations_go_on() -> None:
+def test_turns_after_the_documents_are_stored_once_conversations_continue() -> None:
     it = controller()
     first, limit = talk(it, "first")
     assert limit == 8, "to the end of the document"

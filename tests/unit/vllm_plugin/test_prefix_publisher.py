@@ -212,7 +212,7 @@ def test_each_of_several_engines_knows_its_own_part_of_a_cursor() -> None:
         assert [change[1] for change in it.last] == [["e"]], "and nothing of what was told before"
 
 
-def test_nobody_asks_any_more_and_the_tree_is_not_followed() -> None:
+def test_the_tree_is_not_followed_once_no_client_polls() -> None:
     it = Engine()
     it.controller.paths = PrefixPublisher(it.controller.tree, BLOCK, max_unread=5)
     it.ask("a")

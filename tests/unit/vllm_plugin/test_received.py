@@ -85,7 +85,7 @@ def test_how_long_a_speculation_waited_is_what_the_first_engine_said_last() -> N
     assert received.wait_of("s1099") is not None
 
 
-async def test_whoever_waits_for_figures_gets_them_when_they_arrive() -> None:
+async def test_waiting_requests_get_figures_when_they_arrive() -> None:
     received = Received()
     waiting = [
         asyncio.create_task(received.notifier.wait_for(lambda: received.request("cmpl-1"), 5.0)),
