@@ -65,9 +65,9 @@ MODELS = {
 class _Engine:
     """Requests on vLLM's cache manager, ``_MAX_SEQS`` at a time."""
 
-    def __init__(self, specs: tuple[KVCacheSpec, ...], num_blocks: int, *, is_ours: bool) -> None:
+    def __init__(self, specs: tuple[KVCacheSpec, ...], num_blocks: int, *, is_ragcache: bool) -> None:
         config = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec([f"{i}"], spec) for i, spec in enumerate(specs)])
-        with building_pools(TreeBlockPool if is_ours else BlockPool):
+        with building_pools(TreeBlockPool if is_ragcache else BlockPool):
             self.manager = KVCacheManager(
                 config,
                 max_model_len=2048,
@@ -81,7 +81,7 @@ class _Engine:
         )
         groups = read_groups(config, vllm_config, _BLOCK)
         self.controller: CacheController | None = None
-        if is_ours:
+        if is_ragcache:
             self.controller = CacheController(
                 PluginSettings(),
                 tokens_per_block=_BLOCK,
@@ -180,8 +180,8 @@ def measure_share_by_groups(plan: BenchmarkPlan) -> Part:
         for seed in seeds:
             plan.report(f"cached share by groups: {model}, seed {seed}")
             num_blocks = int(document_tokens(WORKLOAD, seed).sum()) // _BLOCK // 5 * len(specs)
-            for is_ours, measured in shares.items():
-                engine = _Engine(specs, num_blocks, is_ours=is_ours)
+            for is_ragcache, measured in shares.items():
+                engine = _Engine(specs, num_blocks, is_ragcache=is_ragcache)
                 measured.append(engine.run(_prompts(seed, 2 * count), count))
         ours, stock = fmean(shares[True]), fmean(shares[False])
         spread = ", ".join(f"{a / b:.2f}" for a, b in zip(shares[True], shares[False], strict=True))

@@ -541,8 +541,8 @@ def require_embeddings(engine_client: Any, *, is_enabled: bool) -> None:
     vllm_config, multimodal = engine_client.vllm_config, engine_client.model_config.multimodal_config
     transfer, embeddings = vllm_config.kv_transfer_config, vllm_config.ec_transfer_config
     is_among = any(map(is_own, children(transfer)))
-    is_ours = is_among or getattr(transfer, "kv_connector_module_path", None) == MODULE
-    if not is_ours or multimodal is None or (embeddings is not None and embeddings.is_ec_consumer):
+    uses_ragcache = is_among or getattr(transfer, "kv_connector_module_path", None) == MODULE
+    if not uses_ragcache or multimodal is None or (embeddings is not None and embeddings.is_ec_consumer):
         return
     multimodal.enable_mm_embeds, multimodal.allow_missing_mm_embeddings = is_enabled, False
     if (processor := engine_client.renderer.mm_processor) is not None:  # it has read them already

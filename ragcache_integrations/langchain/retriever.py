@@ -230,7 +230,7 @@ class RAGCacheRetriever(HoldsHandles, BaseRetriever):
             rerank=None
             if reranker is None
             else Rerank(self._reranking, self.num_candidates, partial(_compressed, compress)),
-            source_history=history_of(store, *known, otherwise=self._source_history),
+            source_history=history_of(store, *known, default=self._source_history),
             read_by_id=store.get if isinstance(store, DocumentStore) else None,
             question_key=f"{query}\n{sorted(settings.items())!r}" if is_named else None,
             annotate=_ranked,

@@ -202,7 +202,7 @@ class RAGCacheRetriever(BaseRetriever):
             rerank=Rerank(self._reranking, self._num_candidates, partial(self._postprocessed, query, found, is_async))
             if self._postprocessors
             else None,
-            source_history=history_of(self._store, *known, otherwise=self._source_history),
+            source_history=history_of(self._store, *known, default=self._source_history),
             read_by_id=self._store.get if isinstance(self._store, DocumentStore) else None,
             question_key=asked if query.embedding is None else None,
         )

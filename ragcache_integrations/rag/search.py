@@ -200,6 +200,6 @@ class _Ahead(Generic[Shown]):
         return self.start_speculation(self.view.show(documents))
 
 
-def history_of(source: object, *settings: object, otherwise: SourceHistory) -> SourceHistory:
-    """Return what earlier searches of ``source`` with these settings taught; ``otherwise`` if it has no name."""
-    return HISTORIES.of(source, settings, otherwise=otherwise)
+def history_of(source: object, *settings: object, default: SourceHistory) -> SourceHistory:
+    """Return what earlier searches of ``source`` with these settings taught; ``default`` if it has no name."""
+    return HISTORIES.of(source, settings, default=default)

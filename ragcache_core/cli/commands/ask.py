@@ -280,7 +280,7 @@ def _answer(
     temperature: float,
     show: Callable[[str], None],
 ) -> Generation:
-    from ragcache_core.client.generation import whole
+    from ragcache_core.client.generation import join_chunks
 
     num_before = len(conversation)
     prompt = conversation.prompt(engine, found.documents, question, max_tokens)
@@ -292,7 +292,7 @@ def _answer(
         for chunk in answers:
             chunks.append(chunk)
             show(chunk.text)
-    answer = whole(chunks)
+    answer = join_chunks(chunks)
     conversation.add(found.documents, question, answer.text)
     return answer
 

@@ -17,7 +17,14 @@ import httpx
 
 from ragcache_core.client.engine import Engine
 from ragcache_core.client.http.affinity import RequestInfo
-from ragcache_core.client.http.attempt import CONNECTION_ERRORS, NO_RETRY, Health, check_progress, engine_died, is_late
+from ragcache_core.client.http.attempt import (
+    CONNECTION_ERRORS,
+    NO_RETRY,
+    Health,
+    check_progress,
+    engine_died,
+    is_first_token_timeout,
+)
 from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes, CachedPrefixIndex
 from ragcache_core.client.speculation.request_capture import asks_completion
 from ragcache_core.errors import EngineUnreachableError
@@ -312,7 +319,7 @@ class RoutedRequest:
 
     def failed(self, error: BaseException) -> BaseException:
         self.end()
-        if is_late(error):
+        if is_first_token_timeout(error):
             self._unaddressed.extensions[_LATE] = self._replica.name
         is_suspicious = not NO_RETRY.keys() <= self.request.extensions.keys()
         if (

@@ -141,7 +141,7 @@ class Attempt:
         if response.status_code != 200 or "text/event-stream" not in kind or "content-encoding" in response.headers:
             self.stream = None
         if self.stream is not None:
-            self.stream.learn(response.headers.get(DEFAULTS_HEADER))
+            self.stream.set_defaults(response.headers.get(DEFAULTS_HEADER))
 
     def check(self) -> None:
         """End a read for an answer that will not come; called while one waits."""
@@ -156,7 +156,7 @@ class Attempt:
 
     def failed(self, error: Exception) -> None:
         """Note a failure that :meth:`may_retry` may mend; raise it if nothing does, or too much failed before."""
-        if is_late(error):
+        if is_first_token_timeout(error):
             logger.warning(
                 "RC-REQUEST-RESENT: no first token after %g s: the request is cancelled and sent once more",
                 self._limit_s,
@@ -213,7 +213,7 @@ class Attempt:
         return request
 
 
-def is_late(error: BaseException) -> bool:
+def is_first_token_timeout(error: BaseException) -> bool:
     """Return whether a request was cancelled because its first token was late."""
     return isinstance(error.__cause__, _FirstTokenTimeoutError)
 

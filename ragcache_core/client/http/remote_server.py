@@ -15,7 +15,7 @@ import httpx
 
 from ragcache_core.client.http.attempt import AUTO, FirstTokenTimeout, Health, check_first_token_timeout, check_seconds
 from ragcache_core.client.http.errors import hang_of
-from ragcache_core.client.http.network import BlockingNetwork, checking
+from ragcache_core.client.http.network import BlockingNetwork, with_abort_check
 from ragcache_core.errors import ConfigError
 from ragcache_core.log import logger_of
 
@@ -129,7 +129,7 @@ class RemoteServerMonitor:
                 self._wake.clear()
                 asked_s = time.monotonic()
                 try:
-                    with checking(self._check_open):
+                    with with_abort_check(self._check_open):
                         answer = http.get(self._url)
                     failure = f"status {answer.status_code}"
                 except httpx.ReadTimeout:

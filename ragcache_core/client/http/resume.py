@@ -121,7 +121,7 @@ class ResumableStream:
         self._first: dict[str, Any] | None = None
         self._buffer = b""
         self._is_known = True
-        self._is_finished = self._is_done = False
+        self._has_finish_reason = self._is_done = False
 
     @classmethod
     def of(cls, request: httpx.Request, which: ResumeStreams = "all") -> Self | None:
@@ -143,7 +143,7 @@ class ResumableStream:
         """Return the request that is sent first."""
         return self._asking({})
 
-    def learn(self, defaults: str | None) -> None:
+    def set_defaults(self, defaults: str | None) -> None:
         """Take in what the server adds to requests, :data:`~ragcache_core.wire.DEFAULTS_HEADER`.
 
         Without that it is not known when the answer ends.
@@ -172,7 +172,7 @@ class ResumableStream:
         return None if self._first is None else self._first["id"]
 
     @property
-    def is_over(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether nothing is missing, or nothing that could be had."""
         return self._is_done or not self._is_known
 
@@ -194,7 +194,7 @@ class ResumableStream:
         self._buffer = b""
         if self._first is None and self._is_known:  # the client has nothing yet
             return self.request()
-        if not self._is_known or self._prompt_ids is None or self._is_finished:
+        if not self._is_known or self._prompt_ids is None or self._has_finish_reason:
             return None
         if not (await self._rewind_sampled(decode) if self.is_sampled else self._rewind_greedy()):
             return None
@@ -332,7 +332,7 @@ class ResumableStream:
             raise EngineDiedError(
                 "the engine died during an answer, and its successor went on otherwise than it had begun: ask again"
             )
-        self._is_finished = self._is_finished or is_finished
+        self._has_finish_reason = self._has_finish_reason or is_finished
         self._replayed = self._replayed[len(again) :]
         self._text += said
         self._is_known = self._is_known and not others

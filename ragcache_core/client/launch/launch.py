@@ -260,8 +260,8 @@ def _resolved(cache: CacheConfig, cancel: threading.Event) -> CacheConfig:
     Raises:
         ConfigError: it cannot work here.
     """
-    patience_s = _SHUTDOWN_TIMEOUT_S if sweep_shared_memory() else 0.0
-    ends_s = time.monotonic() + patience_s
+    timeout_s = _SHUTDOWN_TIMEOUT_S if sweep_shared_memory() else 0.0
+    ends_s = time.monotonic() + timeout_s
     while True:
         try:
             return cache.resolved()

@@ -59,11 +59,11 @@ class Activity:
         self._log_size = 0
         self._said: set[str] = set()
 
-    def is_stuck(self, log: str, patience_s: float) -> bool:
-        """Return whether there was no progress for ``patience_s`` seconds; ``log`` is what was logged so far."""
+    def is_stuck(self, log: str, timeout_s: float) -> bool:
+        """Return whether there was no progress for ``timeout_s`` seconds; ``log`` is what was logged so far."""
         if self._says_news(log):
             self._moved_at_s = self._clock()
-        if self._clock() - self._moved_at_s <= patience_s:
+        if self._clock() - self._moved_at_s <= timeout_s:
             return False
         num_bytes = self._num_bytes_moved()
         if num_bytes - self._num_bytes < _MOVED_BYTES:

@@ -131,11 +131,11 @@ class Histories:
         self.folder = folder
         self._at = lru_cache(_MOST_KEPT)(lambda path: SourceHistory(PersistentHistory(path)))
 
-    def of(self, source: object, settings: Sequence[object], *, otherwise: SourceHistory) -> SourceHistory:
-        """Return what is known of a source that is searched with ``settings``; of one without a name ``otherwise``."""
+    def of(self, source: object, settings: Sequence[object], *, default: SourceHistory) -> SourceHistory:
+        """Return what is known of a source that is searched with ``settings``; of one without a name ``default``."""
         identity = getattr(source, "identity", None)
         if not isinstance(identity, str) or not identity:
-            return otherwise
+            return default
         named = json.dumps([identity, *map(repr, settings)])
         key = hashlib.sha256(named.encode("utf-8", "surrogatepass")).hexdigest()[:32]
         folder = self.folder or Path(platformdirs.user_cache_dir("ragcache")) / "stages"

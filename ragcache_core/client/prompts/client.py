@@ -195,9 +195,9 @@ class PromptClient:
         if not fields and all(map(_is_plain, sent)):
             if self._bound is None:
                 is_prefilled = current_scope() is None  # inside a scope the whole answer is asked ahead
-                self._learner.see(messages, searches, RETRIEVED.searches(), is_prefilled=is_prefilled)
+                self._learner.observe(messages, searches, RETRIEVED.searches(), is_prefilled=is_prefilled)
         else:
-            self._tool_calls.see(messages, searches)
+            self._tool_calls.observe(messages, searches)
         if shown:
             self._scopes.note(settings)
         needs_tokens |= bool(shown) and not self.tokenizer.names_documents

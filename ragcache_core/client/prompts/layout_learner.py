@@ -123,7 +123,7 @@ class LayoutLearner:
         with self._lock:
             return self._layout if self._num_contradictions < _MAX_CONTRADICTIONS else None
 
-    def see(
+    def observe(
         self,
         messages: Sequence[ChatMessage],
         searches: Sequence[RememberedSearch],

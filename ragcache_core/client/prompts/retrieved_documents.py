@@ -28,7 +28,7 @@ class DocumentHint:
         self._is_settled = self._is_told = False
         self._search: RememberedSearch | None = None
 
-    def see(self, plan: RequestPlan) -> None:
+    def observe(self, plan: RequestPlan) -> None:
         """Look at a request; one that may only be about to search says nothing."""
         if self._is_told or plan.asked is not None:
             return

@@ -63,7 +63,7 @@ class ToolCalls:
             with self._lock:
                 _put(self._waiting, call_id, _ParsedCall(tool, _texts_in(arguments), prompt), _MAX_CALLS)
 
-    def see(self, messages: Sequence[ChatMessage], searches: Sequence[RememberedSearch]) -> None:
+    def observe(self, messages: Sequence[ChatMessage], searches: Sequence[RememberedSearch]) -> None:
         """Learn from a chat that ends in results how each tool shows what ``searches`` found; they wait no longer."""
         for message in reversed(messages):
             if message.get("role") != "tool":
@@ -72,10 +72,10 @@ class ToolCalls:
                 call = self._waiting.pop(str(message.get("tool_call_id")), None)
             if call is not None:
                 shown = {**message, "content": "\n".join(texts_of(message.get("content")))}
-                call.tool.see(shown, [search for search in searches if call.asks(search.query or "")])
+                call.tool.observe(shown, [search for search in searches if call.asks(search.query or "")])
 
-    def prompt_for(self, query: str, otherwise: BoundPrompt | None) -> BoundPrompt | None:
-        """Return the next prompt of the agent whose tool searches ``query``, the newest one; ``otherwise`` else.
+    def prompt_for(self, query: str, default: BoundPrompt | None) -> BoundPrompt | None:
+        """Return the next prompt of the agent whose tool searches ``query``, the newest one; ``default`` else.
 
         That also goes before the prompt of a tool whose results have not been seen yet, unless the KV of the two is
         separate: then it is not known which of them will show the documents, and there is none.
@@ -83,10 +83,10 @@ class ToolCalls:
         with self._lock:
             found = next((call for call in reversed(self._waiting.values()) if call.asks(query)), None)
         if found is None or found.tool.shows_documents is False:
-            return otherwise
-        if found.tool.shows_documents or otherwise is None:
+            return default
+        if found.tool.shows_documents or default is None:
             return found.prompt
-        return otherwise if self._scopes.of(otherwise.scope) == found.prompt.scope else None
+        return default if self._scopes.of(default.scope) == found.prompt.scope else None
 
     def _tool_of(self, name: str) -> _Tool:
         with self._lock:
@@ -100,9 +100,9 @@ class _Tool:
     learner: LayoutLearner
     shows_documents: bool | None = None
 
-    def see(self, result: ChatMessage, searches: Sequence[RememberedSearch]) -> None:
+    def observe(self, result: ChatMessage, searches: Sequence[RememberedSearch]) -> None:
         """Learn from a result of ``searches``: what a query engine made of them shows none of their documents."""
-        self.learner.see([result], searches, is_prefilled=False)
+        self.learner.observe([result], searches, is_prefilled=False)
         if self.learner.layout is not None:
             self.shows_documents = True
         elif any(search.documents for search in searches):

@@ -28,7 +28,7 @@ from ragcache_core import wire
 from ragcache_core.client.http.attempt import ServerWatch, check_progress
 from ragcache_core.client.http.buffered_response import BufferedBody, BufferedResponse, ResponseHead
 from ragcache_core.client.http.errors import says_engine_died
-from ragcache_core.client.http.network import checking, finish
+from ragcache_core.client.http.network import finish, with_abort_check
 from ragcache_core.client.http.resume import ResumeStreams, can_resume
 from ragcache_core.client.http.routing import BackgroundLoop, Replicas
 from ragcache_core.client.speculation.request_capture import (
@@ -476,7 +476,7 @@ class SpeculationManager:
         return await self._join(request, is_blocking=False)
 
     async def _join(self, request: httpx.Request, *, is_blocking: bool) -> httpx.Response | None:
-        if self._is_ours(request):
+        if self._is_own_server(request):
             capture(request, self)
         if self._claims and (speculation := self._claim_for(request)) is not None:
             timeout_s, answer = _read_timeout_s(request), speculation.response
@@ -498,7 +498,7 @@ class SpeculationManager:
             if self._closed:
                 raise _closed_error() from error
 
-    def _is_ours(self, request: httpx.Request) -> bool:
+    def _is_own_server(self, request: httpx.Request) -> bool:
         """Return whether ``request`` goes to this handle's server; its client may be used to ask another one."""
         return str(request.url).startswith(self._home)
 
@@ -550,7 +550,7 @@ class SpeculationManager:
     async def _send(self, speculation: Speculation, request: httpx.Request) -> None:
         noting = asyncio.create_task(self._note_wait(speculation))
         try:
-            with checking(self._check):
+            with with_abort_check(self._check):
                 await receive(
                     self._transport(), request, speculation.response, is_reserved=lambda: speculation.is_reserved
                 )

@@ -70,7 +70,7 @@ class Holder(Protocol):
         """Delete KV, or hide it until it is released; return how much that is."""
         ...
 
-    def num_left(self) -> int:
+    def num_pending(self) -> int:
         """Delete what can be deleted now, and return how many blocks to be deleted are still here."""
         ...
 
@@ -89,7 +89,7 @@ class OutOfReach:
         """Delete nothing."""
         return Freed()
 
-    def num_left(self) -> int:
+    def num_pending(self) -> int:
         """Return 0: the number is unknown."""
         return 0
 
@@ -224,14 +224,14 @@ class Forgetting:
         """Delete what can be deleted now, and return what is left of all deletions so far."""
         return {
             "num_requests": sum(state.has_forgotten for state in self._requests.values()),
-            "num_blocks": sum(holder.num_left() for holder in self._holders),
+            "num_blocks": sum(holder.num_pending() for holder in self._holders),
             "problems": [why for holder in self._holders if (why := holder.why_left()) is not None],
         }
 
     def sweep(self) -> None:
         """Delete what could not be deleted before and can be now."""
         if self._is_waiting:
-            self._is_waiting = sum(holder.num_left() for holder in self._holders) > 0
+            self._is_waiting = sum(holder.num_pending() for holder in self._holders) > 0
 
     def _concerned(self, doc_ids: Set[DocId], tops: Iterable[TreeNode], freed: Freed) -> dict[str, int]:
         """Return the requests in the engine that use deleted KV, each with its first such block.

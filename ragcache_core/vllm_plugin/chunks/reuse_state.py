@@ -90,7 +90,7 @@ class ReuseState:
     offered: ReusePlan | None = None
     waits_since_s: float | None = None
     """Since when it could begin, but for what is read from disk."""
-    is_late: bool = False
+    computes_missing: bool = False
     """It has waited long enough; what is not there is computed."""
     is_tried: bool = False
     positions: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
@@ -103,7 +103,7 @@ class ReuseState:
     is_running: bool = False
     num_to_load: int = 0
     """Workers whose exact tokens from below are still to come."""
-    is_over: bool = False
+    is_finished: bool = False
     lost: list[float] = field(default_factory=list)
     """How much context each of its chunks has lost, see :func:`~ragcache_core.chunk.recompute.losses`."""
     open: dict[CaptureId, OpenCapture] = field(default_factory=dict)

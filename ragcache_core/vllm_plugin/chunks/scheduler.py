@@ -170,8 +170,8 @@ class ChunkScheduling:
             if not any(map(self.library.is_lost, variants)):
                 if all(map(self.library.is_on_host, variants)):
                     return plan.end - plan.start
-                request.is_late = request.is_late or self._is_late(request, plan)
-                if not request.is_late:
+                request.computes_missing = request.computes_missing or self._waited_long_enough(request, plan)
+                if not request.computes_missing:
                     return None
         self.library.release(request_id)
         request.offered = self.plans.plan(request_id, request, num_exact)
@@ -179,10 +179,10 @@ class ChunkScheduling:
             return 0
         if all(self.library.is_on_host(chunk.variant) for chunk in request.offered.read):
             return request.offered.end - request.offered.start
-        self._is_late(request, request.offered)  # from now on it waits
+        self._waited_long_enough(request, request.offered)  # from now on it waits
         return None
 
-    def _is_late(self, request: ReuseState, plan: ReusePlan) -> bool:
+    def _waited_long_enough(self, request: ReuseState, plan: ReusePlan) -> bool:
         """Return whether a request has waited for a disk as long as it takes to compute what is still to come."""
         if request.waits_since_s is None:
             request.waits_since_s = self.library.now_s
@@ -269,7 +269,7 @@ class ChunkScheduling:
             self._end_job(request_id, request)
             for each in request.open.values():
                 each.is_awaited = False
-        request.is_over = True
+        request.is_finished = True
         self._capturing.discard(request_id)
         if not request.awaits_capture:
             self._forget(request_id, request)
@@ -294,7 +294,7 @@ class ChunkScheduling:
             {digests[digest] for digest in gone.documents if digest in digests},
         )
 
-    def num_left(self) -> int:
+    def num_pending(self) -> int:
         """Return how many variants requests still hold, and how often the disk is being overwritten."""
         return self.library.num_forgotten()
 
@@ -427,7 +427,7 @@ class ChunkScheduling:
         self._capturing.discard(request_id)
         if not request.is_running:
             request.offered = None
-        if request.is_over:  # it only waited for its captures
+        if request.is_finished:  # it only waited for its captures
             self._forget(request_id, request)
 
     def _commit(self, name: CaptureId, captured: CapturedChunk | None) -> None:
@@ -435,14 +435,14 @@ class ChunkScheduling:
         each = None if request is None else request.open.pop(name, None)
         if request is None or each is None:
             return
-        statistics = None if captured is None else statistics_of(each, captured.over(self._num_workers))
+        statistics = None if captured is None else statistics_of(each, captured.mean_of(self._num_workers))
         if statistics is None:
             self.library.abandon(each.reservation)
         else:
             self.library.commit(each.reservation, statistics)
         if request.awaits_capture:
             return
-        if request.is_over:
+        if request.is_finished:
             self._forget(name[0], request)
         elif not request.is_running and not request.open:
             self.library.release(name[0])
@@ -452,7 +452,7 @@ class ChunkScheduling:
     def _restart_reuse(self, request_id: str, request: ReuseState) -> None:
         """Take a request as a new one that has been prefilled, or was being, and was preempted."""
         if request.is_tried or request.open:
-            request.is_tried = request.is_late = False
+            request.is_tried = request.computes_missing = False
             request.waits_since_s = None
             request.open.clear()
             request.offered = None

@@ -226,7 +226,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         """Make blocks spare that are more than their tenants may have."""
         shares = self._tier.shares
         for owner in shares.quotas:
-            if num_units := shares.over_quota(owner):
+            if num_units := shares.num_over_quota(owner):
                 self._make_spare(self._tree.evict_from_owner(Tier.GPU, owner, num_units))
 
     def _make_spare(self, evicted: Sequence[EvictedUnit]) -> None:
@@ -509,7 +509,7 @@ class TreeBlockPool(BlockPool):
         num_bytes = num_blocks * self.controller.block_bytes
         return Freed({Tier.GPU: num_blocks}, {Tier.GPU: num_bytes})
 
-    def num_left(self) -> int:
+    def num_pending(self) -> int:
         """Return 0: what requests keep is theirs alone."""
         return 0
 

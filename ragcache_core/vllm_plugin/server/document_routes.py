@@ -77,7 +77,7 @@ def receipt_of(
         num_blocks=_sum_by_tier(gone, "num_blocks"),
         num_bytes=_sum_by_tier(gone, "num_bytes"),
         num_requests=_sum(left, "num_requests"),
-        num_left=_sum(left, "num_blocks"),
+        num_pending=_sum(left, "num_blocks"),
         problems=tuple(dict.fromkeys(problem for each in left for problem in each["problems"])),
         duration_s=time.monotonic() - began_s,
     )

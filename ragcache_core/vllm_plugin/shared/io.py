@@ -170,7 +170,7 @@ class SharedIO:
             self._parts.put(SharedLoad(part, computed_s))
         return load, computed_s
 
-    def is_late(self, load: LoadTransfer, limit_s: float) -> bool:
+    def is_to_be_abandoned(self, load: LoadTransfer, limit_s: float) -> bool:
         """Return whether a load stalls, or takes longer than ``limit_s``: then reading rests."""
         now_s = time.monotonic()
         if self.reads.is_resting:
@@ -264,11 +264,11 @@ class SharedIO:
             self._inquiries.put_nowait(None)
         for thread in self._threads:
             thread.join(max(ends_s - time.monotonic(), 0.0))
-        if num_left := self.num_undeleted:
+        if num_pending := self.num_undeleted:
             logger.warning(
                 "RC-SHARED-UNDELETED: RAGCache's shared store may still have %d forgotten chunks: delete what begins "
                 "with %s",
-                num_left,
+                num_pending,
                 self._objects.prefix,
             )
         self._store.close()
@@ -365,11 +365,11 @@ class SharedIO:
                 self._put(change)
 
     def _put(self, job: PutJob) -> None:
-        num_left = len(job.chunks)
+        num_pending = len(job.chunks)
         try:
             for start in range(0, len(job.chunks), self._at_once):
                 part, copies = job.chunks[start : start + self._at_once], list[bytes]()
-                if self.writes.is_resting or self._is_late() or not job.move(partial(self._copy, part, copies)):
+                if self.writes.is_resting or self._is_out_of_time() or not job.move(partial(self._copy, part, copies)):
                     break
                 if start + len(part) == len(job.chunks):
                     job.finish()  # host memory is needed no more
@@ -378,21 +378,21 @@ class SharedIO:
                     for (name, _, computed_s), data in zip(part, copies, strict=True)
                 ]
                 num_bytes = sum(len(data) for _, data in packed)
-                if self.quota is not None and not self.quota.admit(num_bytes, self._is_late):
+                if self.quota is not None and not self.quota.admit(num_bytes, self._is_out_of_time):
                     break
                 begun_s = time.monotonic()
                 self._store.put(packed)
                 self._objects.record_write(num_bytes, time.monotonic() - begun_s)
                 self.writes.succeed()
                 self._know([name for name, _ in packed])
-                num_left -= len(part)
+                num_pending -= len(part)
         except Exception as error:  # whatever a client raises, it is not stored
             self.writes.fail(error)
         finally:
             job.abandon()
             with self._lock:
                 self._num_waiting -= len(job.chunks)
-                self.num_dropped += num_left
+                self.num_dropped += num_pending
 
     def _copy(self, part: list[tuple[str, int, float]], copies: list[bytes]) -> None:
         copies.extend(self._rows[chunk_id].tobytes() for _, chunk_id, _ in part)
@@ -400,7 +400,7 @@ class SharedIO:
     def _describe(self, error: Exception) -> str:
         return f"{brief(error)}: {self._store.cure_of(error)}"
 
-    def _is_late(self) -> bool:
+    def _is_out_of_time(self) -> bool:
         """Return whether the engine ends, and has waited long enough for what is written."""
         return self._ends_s is not None and time.monotonic() > self._ends_s
 

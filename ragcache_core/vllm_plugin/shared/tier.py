@@ -220,7 +220,7 @@ class SharedTier(TransferTier):
             self._io.delete(names, is_retried=forgotten.is_all or bool(forgotten.doc_ids))
         return Freed()
 
-    def num_left(self) -> int:
+    def num_pending(self) -> int:
         """Return how many objects are not deleted yet."""
         return self._io.num_undeleted
 
@@ -231,10 +231,10 @@ class SharedTier(TransferTier):
                 f"the shared store {self.url} has not deleted what was forgotten, and is used no more: before the next "
                 f"start, delete what begins with {self._objects.prefix}"
             )
-        if not (num_left := self._io.num_undeleted) or not self._io.writes.is_resting:
+        if not (num_pending := self._io.num_undeleted) or not self._io.writes.is_resting:
             return None
         return (
-            f"the shared store {self.url} does not answer, and may have {num_left} chunks: they are deleted when it "
+            f"the shared store {self.url} does not answer, and may have {num_pending} chunks: they are deleted when it "
             f"does, while this engine runs; else delete what begins with {self._objects.prefix}"
         )
 

@@ -20,7 +20,7 @@ from examples import fleet_ray as example
 from examples._shared import open_demo_store
 from ragcache_core import Engine, PromptLayout, RenderedPrompt
 from tests.conftest import DEMO_MODEL
-from tests.engine.parallel.scene import BLOCK, PATIENCE_S, QUESTION, documents
+from tests.engine.parallel.scene import BLOCK, QUESTION, TIMEOUT_S, documents
 from tests.support.asking_ahead import speculate
 from tests.support.waiting import until
 
@@ -45,7 +45,7 @@ def together() -> Iterator[Engine]:
         with example.served(options) as engine:
             yield engine
             engines = servers()
-    assert not psutil.wait_procs(engines, timeout=PATIENCE_S)[1], "engines end with their replicas"
+    assert not psutil.wait_procs(engines, timeout=TIMEOUT_S)[1], "engines end with their replicas"
     shutil.rmtree(folder)
 
 
@@ -76,7 +76,7 @@ def first_tokens(engine: Engine) -> dict[str, float]:
 def test_documents_are_asked_about_where_they_are_cached(together: Engine) -> None:
     for mark in MARKS:
         together.generate(prompt(together, mark), max_tokens=4)
-    assert together.integration.cached_prefixes.refresh(PATIENCE_S), "all replicas' mirrors are there, as one's"
+    assert together.integration.cached_prefixes.refresh(TIMEOUT_S), "all replicas' mirrors are there, as one's"
     for mark in MARKS:
         shown = list(reversed(documents(mark)))
         assert list(together.arrange_documents(shown, "cache_aware").documents) == documents(mark)
@@ -94,10 +94,10 @@ def test_a_speculation_is_confirmed_at_the_replica_that_has_it(together: Engine)
     for mark in ("ahead 1", "ahead 2", "ahead 3"):
         shown = prompt(together, mark)
         ahead = speculate(together, lambda shown=shown: together.generate(shown, max_tokens=4))
-        assert until(lambda ahead=ahead: ahead.started_s is not None, PATIENCE_S), "the engine told of it"
+        assert until(lambda ahead=ahead: ahead.started_s is not None, TIMEOUT_S), "the engine told of it"
         assert together.generate(shown, max_tokens=4).text
         assert not ahead.is_failed
-    assert until(lambda: together.stats().num_confirmed_speculations == before + 3, PATIENCE_S)
+    assert until(lambda: together.stats().num_confirmed_speculations == before + 3, TIMEOUT_S)
 
 
 def test_what_is_forgotten_is_forgotten_by_all(together: Engine) -> None:
@@ -132,6 +132,6 @@ def test_when_a_replica_is_killed_every_request_is_answered_as_before_and_anothe
         os.kill(replica.pid, signal.SIGKILL)
         answers = [one.result(timeout=RESTART_S) for one in asked]
     assert answers == [expected[MARKS[i % len(MARKS)]] for i in range(num_asked)]
-    assert not psutil.wait_procs([victim], timeout=PATIENCE_S)[1], "an engine does not outlive its replica"
+    assert not psutil.wait_procs([victim], timeout=TIMEOUT_S)[1], "an engine does not outlive its replica"
     assert until(lambda: len(first_tokens(together)) == 2, RESTART_S), "Serve has started another one"
     assert ask(MARKS[0]) == expected[MARKS[0]]

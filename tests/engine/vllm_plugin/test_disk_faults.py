@@ -285,7 +285,7 @@ def test_a_hanging_write_disables_the_tier_and_requests_continue(
         scene.end_step()
         assert not scene.controller.tiers[Tier.DISK].is_enabled
         assert scene.hits(stored) == []
-        monkeypatch.setattr(disk, "_OUT_OF_SERVICE_PATIENCE_S", 0.05)
+        monkeypatch.setattr(disk, "_OUT_OF_SERVICE_TIMEOUT_S", 0.05)
         scene.tier.clear()
         assert "has not answered in 0.05 s, and is emptied when it does" in plugin_log.text
         monkeypatch.setattr(async_store, "CLOSE_TIMEOUT_S", 0.05)
@@ -336,7 +336,7 @@ def test_a_slow_disk_drops_ends_of_documents_never_their_middle(
 ) -> None:
     """A document with a hole would keep its beginning in host memory for ever: it is the base of what is on disk."""
     buffer_chunks(monkeypatch, 4)
-    monkeypatch.setattr(disk_io, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(disk_io, "_TIMEOUT_S", 0.05)
     scene = opening()
     go_on, write = threading.Event(), SlotFile.write
     monkeypatch.setattr(SlotFile, "write", lambda self, *args: (go_on.wait(10), write(self, *args))[1])
@@ -366,9 +366,9 @@ def test_what_follows_what_is_dropped_is_dropped_though_it_was_taken_before(
     go_on, write = threading.Event(), SlotFile.write
     monkeypatch.setattr(SlotFile, "write", lambda self, *args: (go_on.wait(10), write(self, *args))[1])
     keys = scene.announce("DBD")
-    monkeypatch.setattr(disk_io, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(disk_io, "_TIMEOUT_S", 0.05)
     scene.submit_store(keys[:9])
-    monkeypatch.setattr(disk_io, "_PATIENCE_S", 30.0)
+    monkeypatch.setattr(disk_io, "_TIMEOUT_S", 30.0)
     scene.submit_store(keys[9:])
     time.sleep(0.2)  # the first job's patience ends, while the second is patient
     go_on.set()

@@ -153,7 +153,7 @@ def test_documents_are_forgotten_by_all_engines_and_the_answer_waits_for_what_is
         "num_blocks": {"gpu": 2, "disk": 1},
         "num_bytes": {"gpu": 9, "disk": 7},
         "num_requests": 0,
-        "num_left": 0,
+        "num_pending": 0,
         "problems": ["a disk"],
         "unsearched": [],
         "is_complete": False,

@@ -254,9 +254,9 @@ def test_whatever_is_forgotten_meanwhile_no_request_reads_other_kv(
 # The disk tier by itself
 
 
-def left_of(it: TierScene, patience_s: float = 20) -> int:
-    until(lambda: not it.tier.num_left(), patience_s)
-    return it.tier.num_left()
+def left_of(it: TierScene, timeout_s: float = 20) -> int:
+    until(lambda: not it.tier.num_pending(), timeout_s)
+    return it.tier.num_pending()
 
 
 def forget(it: TierScene, *doc_ids: str) -> dict[str, Any]:
@@ -310,7 +310,7 @@ def test_what_is_being_written_or_read_is_overwritten_after_that(opening: Openin
     receipt = forget(it, "B")
     assert receipt["num_blocks"] == {"disk": 3 + 3}, "of the other two blocks none is forgotten"
     assert it.num_hits("B") == 0
-    assert it.tier.num_left() == 1
+    assert it.tier.num_pending() == 1
     stored_again = it.announce("B")
     it.submit_store(stored_again)
     gate.set()
@@ -383,7 +383,7 @@ def test_an_erasure_that_the_disk_refuses_is_tried_again_until_it_does_it(
         forget(it, "B")
         forget(it, "C")
         for _ in range(3):
-            assert left_of(it, patience_s=1) > 0
+            assert left_of(it, timeout_s=1) > 0
             assert f"if it ends before that, delete {it.tier.path}" in str(it.tier.why_left())
             it.store("B")
             assert it.num_hits("B") == 0, "nothing of it is stored again meanwhile"
@@ -518,7 +518,7 @@ def test_an_erasure_that_the_disk_refuses_to_the_end_is_found_no_more_after_a_re
     with monkeypatch.context() as patched:
         patched.setattr(slotfile, "_punch", failing(errno.EIO))
         forget(it, "B")
-        assert left_of(it, patience_s=1) > 0
+        assert left_of(it, timeout_s=1) > 0
         it.close()
     after = opening()
     assert after.num_hits("B") == 0, "rows go before slots: what is not found cannot be served"

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 LAYOUT = PromptLayout()
 BLOCK, BLOCK_BYTES = 32, 128 << 10
 NUM_SAMPLES = 40
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 KEYS = {"acme": "acme-" + "a" * 32, "other": "other-" + "b" * 32}
 WORDS = ("Zorval", "Tenrik", "was", "a", "company", "founded", "by", "Anna", "Boris", "in", "1823", "makes", "clocks")
 
@@ -89,7 +89,7 @@ def test_no_tenant_hits_blocks_of_another_in_any_tier(engines: dict[str, Engine]
         assert ask(engine, "first").num_cached_tokens == 0, "not even the static prefix"
     assert ask(acme, "first", extra_body={"cache_salt": "of one user"}).num_cached_tokens == 0
     assert ask(acme, "first").num_cached_tokens > 0
-    assert until(lambda: ask(acme, "first").num_stored_bytes == 0, PATIENCE_S)
+    assert until(lambda: ask(acme, "first").num_stored_bytes == 0, TIMEOUT_S)
     for route in ("sleep?level=1", "wake_up"):  # what is on disk stays
         url = f"{operator.base_url.removesuffix('/v1')}/{route}"
         httpx.post(url, headers={"Authorization": f"Bearer {operator.api_key}"}, timeout=30).raise_for_status()
@@ -110,7 +110,7 @@ def test_each_is_shown_his_own_figures_documents_and_paths(engines: dict[str, En
         timeout=60,
     ).json()
     for engine, mine, his in ((acme, "contract", "recipe"), (other, "recipe", "contract")):
-        assert until(lambda e=engine, m=mine: m in json.dumps(get(e, "stats", e.api_key).json()), PATIENCE_S)
+        assert until(lambda e=engine, m=mine: m in json.dumps(get(e, "stats", e.api_key).json()), TIMEOUT_S)
         shown = {path: get(engine, path, engine.api_key).text for path in ("stats", "cached_paths", "load", "costs")}
         assert f"{mine}-0" in shown["stats"]
         assert f"{mine}-1" in shown["cached_paths"]
@@ -158,7 +158,7 @@ def test_a_tenant_cannot_confirm_a_speculation_of_another(engines: dict[str, Eng
         assert num_confirmed() == before
         assert get(stranger, "speculations/guess", stranger.api_key).json()["num_reports"] == 0
     confirm(acme)
-    assert until(lambda: num_confirmed() == before + 1, PATIENCE_S)
+    assert until(lambda: num_confirmed() == before + 1, TIMEOUT_S)
 
 
 def p_value(slow: list[float], fast: list[float], num_permutations: int = 20_000) -> float:
@@ -207,12 +207,12 @@ def test_a_tenant_keeps_to_his_quota_and_finds_his_own_after_a_crash(
 
     acme = engines["acme"]
     for i in range(4):
-        assert until(lambda i=i: ask(acme, f"many {i}").num_stored_bytes == 0, PATIENCE_S)
+        assert until(lambda i=i: ask(acme, f"many {i}").num_stored_bytes == 0, TIMEOUT_S)
         assert on_disk("acme") <= 40
-    assert until(lambda: on_disk("acme") > 20, PATIENCE_S)
+    assert until(lambda: on_disk("acme") > 20, TIMEOUT_S)
     for i in range(2):
-        assert until(lambda i=i: ask(engines["other"], f"kept {i}").num_stored_bytes == 0, PATIENCE_S)
-    assert until(lambda: on_disk("other") > 40, PATIENCE_S), "without a quota"
+        assert until(lambda i=i: ask(engines["other"], f"kept {i}").num_stored_bytes == 0, TIMEOUT_S)
+    assert until(lambda: on_disk("other") > 40, TIMEOUT_S), "without a quota"
     assert operator.pid is not None
     core = (p for p in psutil.Process(operator.pid).children(recursive=True) if "EngineCore" in " ".join(p.cmdline()))
     next(core).kill()

@@ -124,7 +124,7 @@ def test_a_request_of_another_tenants_is_as_unknown_as_one_that_never_was(
     figures.begin(PluginSettings())
     figures.add({"requests": {"cmpl-1-0-12345678": {"num_gpu_tokens": 7, "tenant": "b"}}}, 0)
     monkeypatch.setattr(routes, "received", figures)
-    monkeypatch.setattr(routes, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(routes, "_TIMEOUT_S", 0.1)
 
     def ask(key: str, name: str) -> tuple[int, bool]:
         began_s = time.monotonic()

@@ -163,13 +163,13 @@ def test_nothing_is_left_of_encrypted_chunks_either(opening: Opening) -> None:
     store.write_many(named(keys(8)))
     names = keys(8)
     data = (store.path / "chunks.data").read_bytes()
-    sealed = {key: data[at : at + 64] for key, at in zip(names, range(0, len(data), CHUNK_BYTES), strict=True)}
-    seals = (store.path / "chunks.seals").read_bytes()
+    encrypted = {key: data[at : at + 64] for key, at in zip(names, range(0, len(data), CHUNK_BYTES), strict=True)}
+    headers = (store.path / "chunks.headers").read_bytes()
     store.erase(names[:3])
     content = files(store)
-    assert [sealed[key] in content for key in names] == [False] * 3 + [True] * 5
-    size = len(seals) // 8
-    assert [seals[i * size : i * size + size] in content for i in range(8)] == [False] * 3 + [True] * 5
+    assert [encrypted[key] in content for key in names] == [False] * 3 + [True] * 5
+    size = len(headers) // 8
+    assert [headers[i * size : i * size + size] in content for i in range(8)] == [False] * 3 + [True] * 5
     assert [read(store, key) for key in names] == [None] * 3 + [payload(key) for key in names[3:]]
     store.write_many(named(names))
     assert [read(store, key) for key in names] == [payload(key) for key in names]

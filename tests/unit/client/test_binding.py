@@ -253,7 +253,7 @@ class Chain:
     ) -> None:
         self.remembered.add(documents, query=question if query == "" else query)
         messages = self.messages(documents, question)
-        self.learner.see(messages, self.remembered.searches(), is_prefilled=is_prefilled)
+        self.learner.observe(messages, self.remembered.searches(), is_prefilled=is_prefilled)
 
     def check(self, documents: Sequence[Document], question: str = "Which one is red?") -> RenderedPrompt:
         assert self.learner.prompt is not None
@@ -439,7 +439,7 @@ def test_requests_that_contradict_each_other_all_the_time_teach_nothing() -> Non
 def test_requests_without_remembered_documents_teach_nothing() -> None:
     chain = Chain(system_and_user, joined)
     chain.remembered.add(OTHERS, query=QUESTION)
-    chain.learner.see(chain.messages(DOCUMENTS, QUESTION), chain.remembered.searches())
+    chain.learner.observe(chain.messages(DOCUMENTS, QUESTION), chain.remembered.searches())
     assert chain.learner.prompt is None
 
 

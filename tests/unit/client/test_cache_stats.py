@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ragcache_core.client import Engine, Generation
-from ragcache_core.client.generation import whole
+from ragcache_core.client.generation import join_chunks
 from ragcache_core.errors import EngineError
 from ragcache_core.stats import RequestStats
 from tests.support.scripted_server import BYTES_PER_TOKEN, THREE_TIERS, ScriptedServer
@@ -38,7 +38,7 @@ def generate(engine: Engine, prompt: Any) -> Generation:
 
 
 def stream(engine: Engine, prompt: Any) -> Generation:
-    return whole(list(engine.stream(prompt)))
+    return join_chunks(list(engine.stream(prompt)))
 
 
 def agenerate(engine: Engine, prompt: Any) -> Generation:
@@ -48,7 +48,7 @@ def agenerate(engine: Engine, prompt: Any) -> Generation:
 def astream(engine: Engine, prompt: Any) -> Generation:
     async def read() -> Generation:
         async with aclosing(engine.astream(prompt)) as chunks:
-            return whole([chunk async for chunk in chunks])
+            return join_chunks([chunk async for chunk in chunks])
 
     return asyncio.run(read())
 

@@ -23,7 +23,7 @@ RECEIPT = ForgetReceipt(
     num_blocks={"gpu": 3, "disk": 4},
     num_bytes={"gpu": 300, "disk": 400},
     num_requests=1,
-    num_left=2,
+    num_pending=2,
     problems=("the disk tier is out of service",),
     duration_s=0.5,
 )
@@ -62,7 +62,7 @@ def test_more_ids_than_a_request_may_have_go_in_several_whose_receipts_are_added
     assert [len(body["ids"]) for _, body, _ in server.asked] == [MAX_DOCUMENTS, 1]
     assert receipt.num_blocks == {"gpu": 6, "disk": 8}
     assert (receipt.num_paths, receipt.num_variants, receipt.duration_s) == (4, 2, 1.0)
-    assert (receipt.num_requests, receipt.num_left) == (1, 2), "of what is left now"
+    assert (receipt.num_requests, receipt.num_pending) == (1, 2), "of what is left now"
 
 
 @pytest.mark.parametrize("ids", ["a", [""], ["x" * (MAX_DOC_ID_CHARS + 1)], ["half \ud800"], [1], [None]])

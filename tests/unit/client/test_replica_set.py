@@ -358,12 +358,12 @@ def test_replicas_that_come_and_go_under_requests_leave_no_count_and_no_cached_p
     answering = httpx.MockTransport(lambda _: httpx.Response(200, stream=AsyncBody()))
     transport = Blocking(AsyncRoutedTransport(replicas, answering))
     errors: list[BaseException] = []
-    is_over, has_paths = threading.Event(), threading.Event()
+    stopped, has_paths = threading.Event(), threading.Event()
 
     def run(seed: int) -> None:
         chosen = random.Random(seed)
         try:
-            while not is_over.is_set():
+            while not stopped.is_set():
                 named = {"ragcache": {"documents": [{"id": chosen.choice("abcd"), "start": 10, "end": 30}]}}
                 request = asking(prompt=[*range(40)], kv_transfer_params=named)
                 with closing(transport.handle_request(request).stream) as stream:  # type: ignore[type-var]
@@ -382,7 +382,7 @@ def test_replicas_that_come_and_go_under_requests_leave_no_count_and_no_cached_p
         replicas.add(each.engine)
         retired.append(replicas.all[0])
         replicas.remove(replicas.all[0])
-    is_over.set()
+    stopped.set()
     for thread in threads:
         thread.join()
     assert errors == []

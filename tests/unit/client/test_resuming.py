@@ -22,7 +22,7 @@ def stream_of(body: dict[str, Any], defaults: str | None = "{}") -> ResumableStr
     """The stream of a request's answer, whose first bytes have come from a server that adds ``defaults`` to it."""
     stream = ResumableStream.of(request_of(body))
     assert stream is not None
-    stream.learn(defaults)
+    stream.set_defaults(defaults)
     return stream
 
 
@@ -66,7 +66,7 @@ def read_through(
             ends = ends or [None]
         if ends:
             asked = rest_after(stream)
-    assert stream.is_over
+    assert stream.is_finished
     return got
 
 

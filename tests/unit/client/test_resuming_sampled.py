@@ -28,7 +28,7 @@ def stream_of(body: dict[str, Any]) -> ResumableStream:
     kind = "chat/completions" if "messages" in body else "completions"
     stream = ResumableStream.of(httpx.Request("POST", f"http://host/v1/{kind}", json=body))
     assert stream is not None
-    stream.learn("{}")
+    stream.set_defaults("{}")
     return stream
 
 
@@ -107,7 +107,7 @@ def test_wherever_it_is_cut_the_client_gets_the_text_of_the_tokens_that_the_last
     assume(len(known) < 25)
     server = server_of(tuple(known), interval)
     got += stream.read(server.answer(json.loads(asked.content)))
-    assert stream.is_over
+    assert stream.is_finished
     whole = server.answer(body)
     assert text_of(got) == text_of(whole)
     (*_, last, usage), (*_, expected, counted) = events_of(got), events_of(whole)

@@ -88,7 +88,7 @@ def test_a_named_pipe_gets_the_log_and_survives_a_closed_reader(tmp_path: Path) 
         os.write(log.descriptor, b"x" * 4096)
     os.write(log.descriptor, b"ValueError: 1\n")
     log.hand_over()
-    assert log.text(is_over=True).endswith("ValueError: 1\n")
+    assert log.text(has_exited=True).endswith("ValueError: 1\n")
     assert len(log.text()) <= 1 << 18
 
 

@@ -576,7 +576,7 @@ def test_a_speculation_starts_as_much_later_than_it_was_sent_as_it_waited(
 def test_a_pause_is_not_hidden_search_time(
     server: ScriptedServer, engine: Engine, is_told_late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scripted_server, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(scripted_server, "_TIMEOUT_S", 0.05)
     if is_told_late:
         monkeypatch.setattr(speculating, "_ASK_AGAIN_S", 0.2)  # the answer ends before it asks again
     server.script(Reply("one two", wait_s=0.1))
@@ -593,7 +593,7 @@ def test_a_pause_is_not_hidden_search_time(
 def test_an_engine_that_begins_late_is_asked_again(
     server: ScriptedServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scripted_server, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(scripted_server, "_TIMEOUT_S", 0.01)
     server.script(NEVER)
     server.admits_after_s = None
     speculation = speculate(engine, lambda: of_the_engine(engine))
@@ -618,7 +618,7 @@ def test_a_question_that_is_lost_is_asked_again(server: ScriptedServer, engine: 
 def test_a_server_that_does_not_tell_is_left_alone_after_the_end(
     server: ScriptedServer, engine: Engine, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scripted_server, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(scripted_server, "_TIMEOUT_S", 0.01)
     server.admits_after_s = None
     if says == "no such route":
         server.cache_status = 404

@@ -75,7 +75,7 @@ def test_a_full_tier_evicts_no_owner_below_quota_while_another_is_over_quota(
         missing = [key for segment in segments for key in segment.keys if not is_cached(tree, key)]
         num_over = tree.tiers[Tier.GPU].num_units + len(missing) - CAPACITY
         if num_over > 0:
-            before, over = owned(tree), shares.over()
+            before, over = owned(tree), shares.owners_over_quota()
             gone = Counter(unit.node.owner for unit in tree.evict_up_to(Tier.GPU, num_over))
             for victim, num_units in gone.items():
                 others = [other for other in over if other != victim and shares.excess(other) > 0]
@@ -134,11 +134,11 @@ def test_a_quota_is_kept_by_giving_up_ones_own() -> None:
     for i in range(8):
         cache(tree, prompt("a", f"mine {i}"))
         cache(tree, prompt("b", f"his {i}"))
-        gone = tree.evict_from_owner(Tier.GPU, "a", shares.over_quota("a"))
+        gone = tree.evict_from_owner(Tier.GPU, "a", shares.num_over_quota("a"))
         assert {unit.node.owner for unit in gone} <= {"a"}
         assert owned(tree)["a"] <= 6
     assert owned(tree) == {"a": 6, "b": 16}
-    assert (shares.over_quota("a"), shares.over_quota("a", 2), shares.over_quota("b", 100)) == (0, 2, 0)
+    assert (shares.num_over_quota("a"), shares.num_over_quota("a", 2), shares.num_over_quota("b", 100)) == (0, 2, 0)
 
 
 def in_collections(*documents: str, blocks: int = 2) -> list[PathSegment]:

@@ -42,7 +42,7 @@ class Shelf:
             self.it.tree.remove(at.node, 1 << at.unit, self.tier)
         return Freed({self.tier: num_blocks}, {self.tier: 100 * num_blocks})
 
-    def num_left(self) -> int:
+    def num_pending(self) -> int:
         return self.late
 
     def why_left(self) -> str | None:

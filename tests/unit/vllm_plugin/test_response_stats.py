@@ -28,7 +28,7 @@ PARTS = [
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
     """A server that has answered one request; its route returns what a test asks for."""
     monkeypatch.setattr(response_stats, "received", known := Received())
-    monkeypatch.setattr(response_stats, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(response_stats, "_TIMEOUT_S", 0.05)
     known.begin(PluginSettings())
     known.add({"requests": {"chatcmpl-1-00000000": FIGURES}}, 0)
 
