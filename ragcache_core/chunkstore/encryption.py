@@ -5,9 +5,9 @@ for each slot::
 
     |key id 4|nonce 12|tag 16|
 
-The cache's identity is authenticated as well: a slot of another cache cannot be decrypted. A changed slot, or one with a
-changed header, decrypts to zeros, which do not match the chunk's checksum: a miss. Random nonces are good for 2**32
-chunks of a key (NIST SP 800-38D, section 8.3).
+The cache's identity is authenticated as well: a slot of another cache cannot be decrypted. A changed slot, or one with
+a changed header, decrypts to zeros, which do not match the chunk's checksum: a miss. Random nonces are good for
+2**32 chunks of a key (NIST SP 800-38D, section 8.3).
 
 In a store of many machines each object is encrypted with a key of its own, derived from the key and the object's name.
 There the limit applies to each object, not to all together.
