@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ragcache_core.stats import EngineStats
 
 
-_MAX_ASKED: Final = 2_000
+_MAX_SAMPLED_DOCUMENTS: Final = 2_000
 """Documents of a store, evenly spread, that are asked about: a search takes about a millisecond."""
 _QUESTION_CHARS: Final = 200
 
@@ -58,7 +58,7 @@ def retrieved_by_popularity(store: StoreReader, k: int, progress: _Progress) -> 
     if not ids:
         raise EmptyStoreError(f"{store.path} is empty: index documents before they are warmed")
     found = []
-    for document in store.get(ids[:: -(-len(ids) // _MAX_ASKED)]):
+    for document in store.get(ids[:: -(-len(ids) // _MAX_SAMPLED_DOCUMENTS)]):
         near = store.search(_beginning(document), k + 1).documents
         others = tuple(other.doc_id for other in near if other.doc_id != document.doc_id)
         found.append(others[:k] or (document.doc_id,))
@@ -66,9 +66,9 @@ def retrieved_by_popularity(store: StoreReader, k: int, progress: _Progress) -> 
     return found
 
 
-def num_asked_for_popularity(store: StoreReader) -> int:
+def num_popularity_searches(store: StoreReader) -> int:
     """Return how many searches :func:`retrieved_by_popularity` takes."""
-    return -(-len(store) // -(-len(store) // _MAX_ASKED)) if len(store) else 0
+    return -(-len(store) // -(-len(store) // _MAX_SAMPLED_DOCUMENTS)) if len(store) else 0
 
 
 def most_retrieved(found: Iterable[tuple[DocId, ...]], num_documents: int) -> list[tuple[DocId, ...]]:
@@ -157,7 +157,7 @@ def expected_of(
         times_s, questions = zip(*asked, strict=True)
         found = Expected(f"{len(asked):,} questions of {from_log.name}", times_s, documents, questions)
     else:
-        with counting_requests("searching", num_asked_for_popularity(store)) as progress:
+        with counting_requests("searching", num_popularity_searches(store)) as progress:
             documents = retrieved_by_popularity(store, num_wanted, progress)
         if top is not None:
             documents = most_retrieved(documents, top)

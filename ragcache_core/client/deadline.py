@@ -43,7 +43,7 @@ _LOAD_TIMEOUT_S = 0.1
 """Asking is a part of what the user waits for."""
 
 _NO_REUSE = "the engine was started without chunk reuse"
-_NOT_SAID = "the server did not say what its engine takes"
+_COSTS_NOT_REPORTED = "the server did not say what its engine takes"
 _UNSUPPORTED = "the server runs without RAGCache, or with an older one"
 _NUM_REMEMBERED = 256
 _UNKNOWN_PROMPT = "the server does not tell the tokens of this prompt"
@@ -67,12 +67,12 @@ class DeadlineRoutes:
     def __init__(self, api: ServerAPI) -> None:
         self._api = api
         self._costs: EngineCosts | None = None
-        self._unknown = EngineCosts(_NOT_SAID, _NOT_SAID)
-        self._ask_again_at_s = 0.0
+        self._unknown = EngineCosts(_COSTS_NOT_REPORTED, _COSTS_NOT_REPORTED)
+        self._retry_at_s = 0.0
 
     def costs(self) -> EngineCosts:
         """Return the measured costs of the engine's model. Never fails; after a failure it asks once a minute."""
-        if self._costs is None and time.monotonic() >= self._ask_again_at_s:
+        if self._costs is None and time.monotonic() >= self._retry_at_s:
             try:
                 costs = self._api.ask(
                     Call("/v1/ragcache/costs", _read_costs, timeout=_COSTS_TIMEOUT_S, is_sent_once=True)
@@ -82,8 +82,8 @@ class DeadlineRoutes:
                 self._costs = costs
             except (EngineError, ValueError, LookupError, TypeError) as error:
                 logger.debug("the engine's costs are unknown: %s: %s", type(error).__name__, error)
-                self._unknown = EngineCosts(_NOT_SAID, _NOT_SAID)
-            self._ask_again_at_s = time.monotonic() + _COSTS_AGAIN_S
+                self._unknown = EngineCosts(_COSTS_NOT_REPORTED, _COSTS_NOT_REPORTED)
+            self._retry_at_s = time.monotonic() + _COSTS_AGAIN_S
         return self._costs or self._unknown
 
     def queue_s(self) -> float | None:

@@ -320,10 +320,10 @@ def attach_utilities() -> None:
     setattr(EngineCore, _PATHS, ragcache_cached_paths)
     setattr(EngineCore, _PREFETCH, ragcache_prefetch)
     if unsupported_reason() is None:
-        _tell_of_weights()
+        _watch_weight_loads()
 
 
-def _tell_of_weights() -> None:
+def _watch_weight_loads() -> None:
     """Have the engine core's resets tell the scheduler that the weights stay, and changes of weights that they do not.
 
     vLLM resets everything when it pauses or sleeps, because its weights may be replaced then. It does not tell the
@@ -375,8 +375,8 @@ def may_change_weights(method: object, *, is_paused: bool) -> bool:
     While the engine is paused, the usual state for a change, every call may that is not known to keep them. Otherwise
     only calls with a name that says so, because the caches are reset explicitly then.
     """
-    says_so = isinstance(method, str) and ("weight" in method or method == "load_model")
-    return (is_paused or says_so) and method not in _LEAVES_WEIGHTS
+    names_weights = isinstance(method, str) and ("weight" in method or method == "load_model")
+    return (is_paused or names_weights) and method not in _LEAVES_WEIGHTS
 
 
 async def _call_engines(engine_client: Any, utility: str, *arguments: object) -> list[Any]:

@@ -40,7 +40,14 @@ from ragcache_integrations.langchain.callbacks import async_dispatcher, dispatch
 from ragcache_integrations.langchain.documents import RANK_KEY, VIEW, to_core, to_langchain
 from ragcache_integrations.langchain.vectorstore import MetadataFilter, StagedFAISS, as_where, relevance_of
 from ragcache_integrations.rag.handles import HoldsHandles
-from ragcache_integrations.rag.search import AskAhead, Listener, Rerank, RetrieverSearch, SearchOptions, history_of
+from ragcache_integrations.rag.search import (
+    Listener,
+    Rerank,
+    RetrieverSearch,
+    SearchOptions,
+    StartSpeculation,
+    history_of,
+)
 
 SearchType = Literal["similarity", "similarity_score_threshold", "mmr"]
 
@@ -154,7 +161,7 @@ class RAGCacheRetriever(HoldsHandles, BaseRetriever):
 
     @model_validator(mode="after")
     def _check_search(self) -> Self:
-        self._asked_for({})
+        self._search_settings({})
         return self
 
     @model_validator(mode="after")
@@ -174,7 +181,7 @@ class RAGCacheRetriever(HoldsHandles, BaseRetriever):
         query: str,
         *,
         run_manager: CallbackManagerForRetrieverRun,
-        overlap: SearchOverlap[AskAhead[LangChainDocument]] | None = None,
+        overlap: SearchOverlap[StartSpeculation[LangChainDocument]] | None = None,
         **asked: Any,
     ) -> list[LangChainDocument]:
         callbacks = run_manager.get_child()
@@ -191,7 +198,7 @@ class RAGCacheRetriever(HoldsHandles, BaseRetriever):
         query: str,
         *,
         run_manager: AsyncCallbackManagerForRetrieverRun,
-        overlap: SearchOverlap[AskAhead[LangChainDocument]] | None = None,
+        overlap: SearchOverlap[StartSpeculation[LangChainDocument]] | None = None,
         **asked: Any,
     ) -> list[LangChainDocument]:
         callbacks = run_manager.get_child()
@@ -207,11 +214,11 @@ class RAGCacheRetriever(HoldsHandles, BaseRetriever):
         self,
         query: str,
         asked: dict[str, Any],
-        overlap: SearchOverlap[AskAhead[LangChainDocument]] | None,
+        overlap: SearchOverlap[StartSpeculation[LangChainDocument]] | None,
         on_event: Listener,
         compress: _Compress,
     ) -> list[LangChainDocument]:
-        settings, store = self._asked_for(asked), self._searched()
+        settings, store = self._search_settings(asked), self._searched()
         options = SearchOptions(
             self.document_order, self.keep_first, self.max_score_loss, self.search_timeout_s, self.speculate
         )
@@ -243,7 +250,7 @@ class RAGCacheRetriever(HoldsHandles, BaseRetriever):
     def _searched(self) -> DocumentStore | StageSource:
         return self.store.store if isinstance(self.store, StagedFAISS) else self.store
 
-    def _asked_for(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+    def _search_settings(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings of a search: the retriever's, those of ``search_kwargs``, and before them a call's.
 
         Raises:

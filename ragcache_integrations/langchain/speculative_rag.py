@@ -152,10 +152,10 @@ class SpeculativeRAG(HoldsHandles, RunnableSerializable[str | dict[str, Any], AI
         config: RunnableConfig,
         **kwargs: Any,
     ) -> AIMessage:
-        asked = self._asked(given, config, kwargs, {"async_api": False, "run_manager": run_manager})
+        asked = self._new_call(given, config, kwargs, {"async_api": False, "run_manager": run_manager})
         try:
             prompt = self.prompt.invoke(asked.values(self._retrieve(asked, config)), config)
-            with asked.asking():
+            with asked.model_call():
                 answer = self.llm.invoke(prompt, config, **kwargs)
             answer = asked.reported(answer, is_whole=True)
             _emit(asked, config)
@@ -173,7 +173,7 @@ class SpeculativeRAG(HoldsHandles, RunnableSerializable[str | dict[str, Any], AI
         asked = await self._aasked(given, config, kwargs, {"async_api": True, "run_manager": run_manager})
         try:
             prompt = await self.prompt.ainvoke(await self._avalues(asked, config), config)
-            with asked.asking():
+            with asked.model_call():
                 answer = await self.llm.ainvoke(prompt, config, **kwargs)
             answer = asked.reported(answer, is_whole=True)
             await _atell(asked, config)
@@ -189,7 +189,7 @@ class SpeculativeRAG(HoldsHandles, RunnableSerializable[str | dict[str, Any], AI
         **kwargs: Any,
     ) -> Iterator[AIMessage]:
         how = {"async_api": False, "stream": True}
-        asked = self._asked(_sum(list(inputs)), config, kwargs, how)
+        asked = self._new_call(_sum(list(inputs)), config, kwargs, how)
         try:
             prompt = self.prompt.invoke(asked.values(self._retrieve(asked, config)), config)
             parts = cast("Generator[AIMessage]", self.llm.stream(prompt, config, **kwargs))
@@ -225,7 +225,7 @@ class SpeculativeRAG(HoldsHandles, RunnableSerializable[str | dict[str, Any], AI
 
     # Reading the question, and searching
 
-    def _asked(
+    def _new_call(
         self, given: str | dict[str, Any], config: RunnableConfig, kwargs: dict[str, Any], how: dict[str, Any]
     ) -> _Question:
         """Return the question, ready to be searched for; ``how`` is what decides whether the model will stream."""
@@ -288,7 +288,7 @@ class SpeculativeRAG(HoldsHandles, RunnableSerializable[str | dict[str, Any], AI
         llm, _ = _unbound(self.llm, config)
         if isinstance(llm, ChatRAGCache) and llm.engine is None:
             await run_in_executor(None, llm.connect)
-        return self._asked(given, config, kwargs, how)
+        return self._new_call(given, config, kwargs, how)
 
     def _retrieve(self, asked: _Question, config: RunnableConfig) -> Documents:
         if self._is_staged(config):

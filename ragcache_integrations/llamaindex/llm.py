@@ -224,16 +224,16 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
         Publishes nothing. See ``SpeculationClient.prepare``, also for the errors.
         """
 
-        asking = self.model_copy(update={"answer_cache": None})
+        uncached = self.model_copy(update={"answer_cache": None})
 
         def ask() -> None:
             if not self.is_chat_model:
                 prompt = self.messages_to_prompt(messages)
                 next(self._stream_complete(prompt, **kwargs)) if is_streamed else self._complete(prompt, **kwargs)
             elif is_streamed:
-                next(asking._stream_chat(messages, **kwargs))
+                next(uncached._stream_chat(messages, **kwargs))
             else:
-                asking._chat(messages, **kwargs)
+                uncached._chat(messages, **kwargs)
 
         return self._engine.integration.speculation.prepare(ask)
 

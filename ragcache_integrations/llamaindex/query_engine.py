@@ -164,11 +164,11 @@ class RAGCacheQueryEngine(BaseQueryEngine):
 
     def retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         """Return the retrieved nodes after the post-processors."""
-        return self._found(self._asked_later(query_bundle))
+        return self._found(self._new_query(query_bundle))
 
     async def aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         """Return the retrieved nodes after the post-processors."""
-        return await self._afound(self._asked_later(query_bundle))
+        return await self._afound(self._new_query(query_bundle))
 
     @dispatcher.span
     def synthesize(
@@ -230,7 +230,7 @@ class RAGCacheQueryEngine(BaseQueryEngine):
     def _query(self, query_bundle: QueryBundle) -> RESPONSE_TYPE:
         with self._query_event(query_bundle) as event, self._asked(query_bundle) as asked:
             nodes = self._found(asked)
-            with asked.asking():
+            with asked.model_call():
                 response = self.synthesize(query_bundle, nodes)
             asked.reported(response)
             event.on_end(payload={EventPayload.RESPONSE: response})
@@ -239,7 +239,7 @@ class RAGCacheQueryEngine(BaseQueryEngine):
     async def _aquery(self, query_bundle: QueryBundle) -> RESPONSE_TYPE:
         with self._query_event(query_bundle) as event, self._asked(query_bundle) as asked:
             nodes = await self._afound(asked)
-            with asked.asking():
+            with asked.model_call():
                 response = await self.asynthesize(query_bundle, nodes)
             await asked.areported(response)
             event.on_end(payload={EventPayload.RESPONSE: response})
@@ -259,9 +259,9 @@ class RAGCacheQueryEngine(BaseQueryEngine):
                     "RC-MODEL-FOREIGN: %s is no RAGCacheLLM: it gets its request when the search has ended",
                     type(llm).__name__,
                 )
-            return self._asked_later(query)
+            return self._new_query(query)
         if self._node_postprocessors and not self._speculate_postprocessed:
-            return self._asked_later(query)
+            return self._new_query(query)
 
         def start_speculation(nodes: list[NodeWithScore]) -> Callable[[], Speculation] | None:
             nodes = self._postprocessed(nodes, query)
@@ -273,7 +273,7 @@ class RAGCacheQueryEngine(BaseQueryEngine):
             query, llm.engine, start_speculation, timeout_s=self._search_timeout_s, prompt=self._prompt_of(llm.engine)
         )
 
-    def _asked_later(self, query: QueryBundle) -> _Query:
+    def _new_query(self, query: QueryBundle) -> _Query:
         """Return the query for a search during which the retriever does what it does alone."""
         why = "what is read is known after the post-processors only, see speculate_postprocessed"
         return _Query(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ragcache_core.client.http.errors import says_engine_died
+from ragcache_core.client.http.errors import reports_engine_death
 from ragcache_core.vllm_plugin.release import SUPPORTED_VLLM
 from tests.conftest import ROOT
 from tests.vllm_facts.conftest import Since
@@ -86,7 +86,7 @@ def test_the_server_program_is_where_we_start_it(facts: dict[str, Any]) -> None:
 
 
 def test_an_answer_says_that_the_engine_died(facts: dict[str, Any]) -> None:
-    assert says_engine_died(facts["engine_is_dead"]), (
+    assert reports_engine_death(facts["engine_is_dead"]), (
         "requests are sent again for ENGINE_DEAD_SIGNS: add what it says now"
     )
 

@@ -47,7 +47,7 @@ DEFAULT_MAX_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class _AskedTurn:
+class _ChatTurn:
     asked: ChatMessage
     answer: str
     documents: tuple[Document, ...]
@@ -58,7 +58,7 @@ class Conversation:
     """Questions and answers so far. A document that was shown with a question is not shown again with a later one."""
 
     layout: PromptLayout
-    _turns: list[_AskedTurn] = field(default_factory=list)
+    _turns: list[_ChatTurn] = field(default_factory=list)
 
     def prompt(self, engine: Engine, documents: Sequence[Document], question: str, max_tokens: int | None) -> Prompt:
         """Return the prompt for ``question``, with room for ``max_tokens`` or, behind other questions, the default.
@@ -90,7 +90,7 @@ class Conversation:
     def add(self, documents: Sequence[Document], question: str, answer: str) -> None:
         """Remember a question that was answered."""
         new = self._new(documents)
-        self._turns.append(_AskedTurn(self.layout.messages(new, question)[-1], answer, tuple(new)))
+        self._turns.append(_ChatTurn(self.layout.messages(new, question)[-1], answer, tuple(new)))
 
     def clear(self) -> None:
         """Forget everything."""

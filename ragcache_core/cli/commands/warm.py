@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from ragcache_core.stats import EngineStats
 
 _WAIT_READY_S = 1800.0
-_ASK_AGAIN_S = 1.0
+_RETRY_S = 1.0
 _FORMAT = 1
 _HIT_COUNTS = ("num_requests", "num_prefix_query_tokens", "num_hit_tokens", "num_first_tokens", "sum_ttft_s")
 
@@ -182,7 +182,7 @@ def _joined(url: str, api_key: str | None, wait_s: float | None) -> Engine:
         except (EngineUnreachableError, EngineDiedError, EngineTimeoutError):
             if time.monotonic() >= until_s:
                 raise
-            time.sleep(_ASK_AGAIN_S)
+            time.sleep(_RETRY_S)
 
 
 def _facts(engine: Engine, store: Path) -> dict[str, object]:

@@ -11,7 +11,7 @@ from typing import Final, Literal, Protocol, get_args
 import httpcore
 import httpx
 
-from ragcache_core.client.http.errors import says_engine_died
+from ragcache_core.client.http.errors import reports_engine_death
 from ragcache_core.client.http.resume import Decode, ResumableStream, ResumedAnswers, ResumeStreams, is_streamed
 from ragcache_core.client.speculation.request_capture import asks_completion
 from ragcache_core.errors import ConfigError, EngineDiedError, EngineHungError
@@ -253,7 +253,7 @@ def engine_died(response: httpx.Response, first_bytes: bytes) -> bool:
     """Return whether an answer says, where its first token should be, that the engine's process is gone."""
     is_stream = "text/event-stream" in response.headers.get("content-type", "")
     failed = response.status_code >= 500 or (is_stream and b'"error"' in first_bytes)
-    return failed and says_engine_died(first_bytes.decode(errors="replace"))
+    return failed and reports_engine_death(first_bytes.decode(errors="replace"))
 
 
 class _HungError(httpcore.ReadError):

@@ -31,7 +31,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 import httpx
 
-from ragcache_core.client.http.errors import says_engine_died
+from ragcache_core.client.http.errors import reports_engine_death
 from ragcache_core.client.speculation.request_capture import asks_completion
 from ragcache_core.errors import EngineDiedError
 from ragcache_core.stats import RequestStats
@@ -141,7 +141,7 @@ class ResumableStream:
 
     def request(self) -> httpx.Request:
         """Return the request that is sent first."""
-        return self._asking({})
+        return self._request_with({})
 
     def set_defaults(self, defaults: str | None) -> None:
         """Take in what the server adds to requests, :data:`~ragcache_core.wire.DEFAULTS_HEADER`.
@@ -184,7 +184,7 @@ class ResumableStream:
             EngineDiedError: it goes on otherwise than it had begun.
         """
         *events, self._buffer = (self._buffer + part).split(b"\n\n")
-        return b"".join(told + b"\n\n" for event in events if (told := self._told(event)) is not None)
+        return b"".join(told + b"\n\n" for event in events if (told := self._client_event(event)) is not None)
 
     async def rest(self, decode: Decode) -> httpx.Request | None:
         """Return the request for what is missing; ``None`` if the answer was cut where it cannot go on.
@@ -214,7 +214,7 @@ class ResumableStream:
         seed = self._body.get("seed")
         if self.is_sampled and isinstance(seed, int) and seed != _NO_SEED:
             changes["seed"] = (seed + num_ids) % 2**63  # the same seed would repeat the random numbers of the beginning
-        return self._asking(changes)
+        return self._request_with(changes)
 
     def _rewind_greedy(self) -> bool:
         """Go back to an event so far before the end that its text can be compared; return whether there is one."""
@@ -257,7 +257,7 @@ class ResumableStream:
         """Return whether ``text`` ends with the beginning of a stop string, which a next request would not see."""
         return any(text.endswith(stop[:length]) for stop in self._stops for length in range(1, len(stop)))
 
-    def _asking(self, changes: dict[str, Any]) -> httpx.Request:
+    def _request_with(self, changes: dict[str, Any]) -> httpx.Request:
         headers = [(name, value) for name, value in self._request.headers.raw if name.lower() != b"content-length"]
         body = {**self._body, **changes, "return_token_ids": True}
         content = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
@@ -270,7 +270,7 @@ class ResumableStream:
         own: str = self._first["id"]
         return next((own.removeprefix(prefix) for prefix in _PREFIXES if own.startswith(prefix)), own)
 
-    def _told(self, raw: bytes) -> bytes | None:
+    def _client_event(self, raw: bytes) -> bytes | None:
         """Return what the client gets of an event; ``None`` is nothing."""
         if not raw.startswith(b"data: {"):
             self._is_done = self._is_done or raw == b"data: [DONE]"
@@ -280,7 +280,7 @@ class ResumableStream:
         except ValueError:
             event = {"error": "no event of this protocol"}
         if "error" in event:
-            if says_engine_died(raw.decode(errors="replace")):
+            if reports_engine_death(raw.decode(errors="replace")):
                 raise httpx.RemoteProtocolError("the engine died during an answer")
             self._is_known = False
             return raw

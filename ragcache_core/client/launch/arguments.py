@@ -440,8 +440,8 @@ def server_environment(
     api_key: str, cache: CacheConfig | VLLMOffload | None, extra: Mapping[str, str] | None, *, engine_id: str
 ) -> dict[str, str]:
     """Return the environment of the server: ours, the key (not on its command line, where others could read it)."""
-    is_said = isinstance(cache, CacheConfig) and cache.kv_cache_bytes is not None
-    default = {} if is_said else {CPU_KV_CACHE_BYTES_ENV: str(1 << 30)}
+    is_configured = isinstance(cache, CacheConfig) and cache.kv_cache_bytes is not None
+    default = {} if is_configured else {CPU_KV_CACHE_BYTES_ENV: str(1 << 30)}
     return {
         **({} if cache is None else {_RESERVED_CORES_ENV: "1"}),
         **os.environ,

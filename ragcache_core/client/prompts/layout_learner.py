@@ -207,12 +207,12 @@ def _find(
     last = max((search.sequence for search in searches), default=None)
     for search in sorted(newest.values(), key=lambda each: -each.sequence):
         query = (search.query or "").strip()
-        is_asked = bool(query) and any(query in m["content"] for m in messages)
+        has_query = bool(query) and any(query in m["content"] for m in messages)
         for index in reversed(range(len(messages))):  # earlier ones may be a history of the chat
             spans = locate_documents(messages[index]["content"], search.documents, [query])
             if is_whole and search.sequence != last and len(spans) < len(search.documents):
                 continue
-            if spans and (rank := (len(spans), is_asked)) > best_rank:
+            if spans and (rank := (len(spans), has_query)) > best_rank:
                 places = {doc_id: i for i, (doc_id, _) in enumerate(search.documents)}
                 best, best_rank = _Shown(search, index, tuple(spans), tuple(places[s.doc_id] for s in spans)), rank
         if best_rank == (len(search.documents), True):

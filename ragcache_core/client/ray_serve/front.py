@@ -216,9 +216,9 @@ class Front:
     # All replicas answer
 
     async def _of_all(self, ask: ReplicaRequest, route: str) -> Response:
-        answers, failed = await self._ask_all(ask)
+        answers, failed = await self._call_all(ask)
         if route == PATHS_ROUTE and answers.keys() != (cursors := _cursors(ask)).keys() and cursors:
-            answers, failed = await self._ask_all(ask, from_start=True)  # others are there than were
+            answers, failed = await self._call_all(ask, from_start=True)  # others are there than were
         if not answers or (failed and ask.method == "POST"):
             return _unavailable(f"not every replica answers, ask again: {failed!s:.400}")
         for (status, headers), body in answers.values():
@@ -231,19 +231,19 @@ class Front:
 
     async def _of_first(self, ask: ReplicaRequest) -> Response:
         """Return the answer of the replica that knows what another front has asked one of them."""
-        answers, failed = await self._ask_all(ask)
+        answers, failed = await self._call_all(ask)
         if not answers:
             return _unavailable(str(failed))
         (status, headers), body = min(answers.values(), key=_ignorance)
         return Response(body, status, dict(headers))
 
-    async def _ask_all(
+    async def _call_all(
         self, ask: ReplicaRequest, *, from_start: bool = False
     ) -> tuple[dict[str, tuple[Head, bytes]], list[Any]]:
         """Return what each replica answers, by its name, and how others failed."""
         is_about_paths = ask.path.partition("?")[0] == PATHS_ROUTE
         cursors = ({} if from_start else _cursors(ask)) if is_about_paths else None
-        asked = self._replicas.broadcast("ask_whole", ask, cursors)
+        asked = self._replicas.broadcast("send_whole", ask, cursors)
         try:
             told = await asked.results_async(return_exceptions=True)
         except Exception as error:  # Serve's own: there are none

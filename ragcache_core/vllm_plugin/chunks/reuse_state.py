@@ -96,7 +96,7 @@ class ReuseState:
     positions: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """What its job computes, sorted."""
     num_rows_left: int = 0
-    num_asking: int = 0
+    num_question_tokens: int = 0
     """Tokens of the question, which look on in every slice; 0 if none does."""
     num_spare_runs: int = 0
     """Runs by which a slice may have more than its rows: the question's, and what is left around dropped chunks."""

@@ -45,7 +45,7 @@ from ragcache_core.vllm_plugin.chunks.reuse_state import (
 )
 from ragcache_core.vllm_plugin.chunks.slices import cut_slices
 
-_LEAST_ASKINGS_A_STEP = 8
+_MIN_QUESTIONS_PER_STEP = 8
 """A question that fits into a step less often than this is not asked what it looks at."""
 _MAX_SHARED = 1 << 16
 """Documents of approximate prefixes whose lost context is kept; others count as having lost all of it."""
@@ -133,9 +133,9 @@ class ChunkScheduling:
 
     def _namespace(self, options: ReuseOptions, question: Sequence[int]) -> bytes:
         selection = make_selection(options.selection)
-        is_asked = options.focus > 0 and not selection.is_all_or_nothing
+        depends_on_question = options.focus > 0 and not selection.is_all_or_nothing
         how = f"{options.selection} {options.alpha!r} {options.max_recompute!r} {options.focus}"
-        return chunk_key(question if is_asked else (), behind=self._secret + how.encode())
+        return chunk_key(question if depends_on_question else (), behind=self._secret + how.encode())
 
     def on_shared(self, request_id: str, first: int, end: int) -> None:
         """Record that a request hit its tokens ``[first, end)`` in KV of a request with the same settings."""
@@ -218,9 +218,11 @@ class ChunkScheduling:
         self._reserve(request_id, request, [span for span in computed if span.end <= plan.end])
         positions = np.asarray(plan.recomputed, dtype=np.int64)
         focus = self.plans.focus(request, plan, reused)
-        num_asking = 0 if focus is None else int((positions >= focus.question_start).sum())
-        if num_asking > self._max_step_tokens // _LEAST_ASKINGS_A_STEP:  # every slice computes the question again
-            focus, num_asking = None, 0
+        num_question_tokens = 0 if focus is None else int((positions >= focus.question_start).sum())
+        if (
+            num_question_tokens > self._max_step_tokens // _MIN_QUESTIONS_PER_STEP
+        ):  # every slice computes the question again
+            focus, num_question_tokens = None, 0
         self._jobs[request_id] = ChunkJob(
             request_id,
             block_ids=np.asarray(block_ids, dtype=np.int32),
@@ -233,7 +235,7 @@ class ChunkScheduling:
             prefill_s=self._prefill_cost.estimate_s(plan.start, len(positions)) if len(positions) else 0.0,
         )
         request.positions, request.num_rows_left = positions, len(positions)
-        request.num_asking = num_asking
+        request.num_question_tokens = num_question_tokens
         request.num_spare_runs = 0 if focus is None else 1 + len(focus.droppable)
         request.is_running, request.num_to_load = True, self._num_workers if awaits_load else 0
         self._running[request_id] = None

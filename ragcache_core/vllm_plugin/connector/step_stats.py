@@ -49,8 +49,8 @@ class RAGCacheStats(KVConnectorStats):
         )
 
     def is_empty(self) -> bool:
-        is_said = any(self.data.get(part) is not None for part in _LOAD)
-        return not (is_said or any(self.data.get(part) for part in _PARTS))
+        has_load = any(self.data.get(part) is not None for part in _LOAD)
+        return not (has_load or any(self.data.get(part) for part in _PARTS))
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}

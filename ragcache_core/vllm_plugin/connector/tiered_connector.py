@@ -117,7 +117,7 @@ class RAGCacheConnector(DocumentAware, ForwardingConnector):
         self._host: HostTier | None = None
         self._worker_block_bytes = kv_bytes_per_block(kv_cache_config)
         events = vllm_config.kv_events_config
-        self._tells_events = events is not None and events.enable_kv_cache_events
+        self._emits_events = events is not None and events.enable_kv_cache_events
         with building(vllm_config, kv_cache_config) as context:
             context.worker_bytes = self._worker_bytes
             if role == KVConnectorRole.WORKER or context.groups is None:
@@ -250,7 +250,7 @@ class RAGCacheConnector(DocumentAware, ForwardingConnector):
             self.copies.spoil_stores()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return super().take_events() if self._tells_events else ()  # else vLLM asks each tier in each step
+        return super().take_events() if self._emits_events else ()  # else vLLM asks each tier in each step
 
     def has_pending_push_work(self) -> bool:
         """Return whether an engine without requests goes on stepping; for a disk that is slow only some time."""
@@ -262,7 +262,7 @@ class RAGCacheConnector(DocumentAware, ForwardingConnector):
             return True
         if self.tiers is None:
             return False
-        if self._tells_events and self.tiers.has_events:
+        if self._emits_events and self.tiers.has_events:
             return True
         newest, now_s = self.tiers.newest_store, time.monotonic()
         if newest != self._waits_for:

@@ -16,7 +16,7 @@ class Notifier:
     def __init__(self) -> None:
         self._waiting: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Wake all waiting coroutines."""
         for event, loop in list(self._waiting.items()):
             with suppress(RuntimeError):  # the loop was closed, with its coroutines

@@ -54,11 +54,11 @@ class DefaultsHeader:
             await self._app(scope, receive, send)
             return
 
-        async def telling(message: Message) -> None:
+        async def send_with_defaults(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)[DEFAULTS_HEADER] = defaults
                 if (name := getattr(scope["app"].state, "ragcache_replica", None)) is not None:
                     MutableHeaders(scope=message)[REPLICA_HEADER] = name
             await send(message)
 
-        await self._app(scope, receive, telling)
+        await self._app(scope, receive, send_with_defaults)

@@ -90,7 +90,7 @@ async def stats(request: Request) -> dict[str, Any]:
     """Return a report of the engine's tiers; the engine is asked, between two steps."""
     if received.engine() is not None:
         with suppress(RuntimeError):  # a scheduler of another kind: what came with its steps is all there is
-            received.tell(await call_report(request.app.state.ragcache_engine_client))
+            received.update(await call_report(request.app.state.ragcache_engine_client))
     report = received.engine()
     if report is None:
         raise HTTPException(404, "this server runs without RAGCache")
@@ -157,7 +157,7 @@ async def confirm(speculation_id: str, request: Request) -> None:
     if received.engine() is None:
         raise HTTPException(404, "this server runs without RAGCache")
     own = own_speculation(request, speculation_id)
-    received.tell(await call_confirm(request.app.state.ragcache_engine_client, own, tenant_of(request)))
+    received.update(await call_confirm(request.app.state.ragcache_engine_client, own, tenant_of(request)))
 
 
 class PrefetchRequest(BaseModel):
@@ -279,4 +279,4 @@ class RAGCacheEndpoint:
                 )
             else:
                 check_same(reports, getattr(state, "ragcache_tenants", None))
-                received.tell(reports)
+                received.update(reports)

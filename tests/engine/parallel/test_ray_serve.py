@@ -121,17 +121,17 @@ def test_when_a_replica_is_killed_every_request_is_answered_as_before_and_anothe
         return "".join(chunk.text for chunk in together.stream(prompt(together, mark), max_tokens=24))
 
     expected = {mark: ask(mark) for mark in MARKS}
-    num_asked = 60
+    num_submitted = 60
     victim, *_ = before = servers()
     assert len(before) == 2
     replica = victim.parent()
     assert replica is not None
     with ThreadPoolExecutor(6) as threads:
-        asked = [threads.submit(ask, MARKS[i % len(MARKS)]) for i in range(num_asked)]
-        assert until(lambda: sum(one.done() for one in asked) >= num_asked // 4, RESTART_S)
+        asked = [threads.submit(ask, MARKS[i % len(MARKS)]) for i in range(num_submitted)]
+        assert until(lambda: sum(one.done() for one in asked) >= num_submitted // 4, RESTART_S)
         os.kill(replica.pid, signal.SIGKILL)
         answers = [one.result(timeout=RESTART_S) for one in asked]
-    assert answers == [expected[MARKS[i % len(MARKS)]] for i in range(num_asked)]
+    assert answers == [expected[MARKS[i % len(MARKS)]] for i in range(num_submitted)]
     assert not psutil.wait_procs([victim], timeout=TIMEOUT_S)[1], "an engine does not outlive its replica"
     assert until(lambda: len(first_tokens(together)) == 2, RESTART_S), "Serve has started another one"
     assert ask(MARKS[0]) == expected[MARKS[0]]

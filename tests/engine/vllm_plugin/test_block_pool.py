@@ -126,7 +126,7 @@ BlockPoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_co
 TestBlockPool = BlockPoolMachine.TestCase
 
 
-class ToldTree:
+class RecordingTree:
     """A tree, and how often it was told that blocks are gone."""
 
     def __init__(self, tree: Any) -> None:
@@ -143,7 +143,7 @@ class ToldTree:
 
 def test_the_tree_is_told_of_what_it_did_not_choose_and_of_nothing_else() -> None:
     it = Pool(6)
-    it.controller.tree = it.queue._tree = tree = ToldTree(it.tree)
+    it.controller.tree = it.queue._tree = tree = RecordingTree(it.tree)
     request = it.new("D", question=0)
     for _ in range(2):  # the second time in the same blocks, which the tree gave up between
         it.start(request, num_tokens=20)

@@ -348,7 +348,7 @@ def test_an_engine_steps_for_a_slow_disk_for_a_while_and_again_for_what_comes_la
     manager = SimpleNamespace(newest_store=None)
     engine = SimpleNamespace(tiers=manager, below=SimpleNamespace(has_pending_push_work=lambda: False))
     engine._waits_for, engine._waits_since_s = None, 0.0
-    engine._prefetcher, engine._tells_events = None, False
+    engine._prefetcher, engine._emits_events = None, False
     engine.controller = SimpleNamespace(forgetting=SimpleNamespace(sweep=lambda: None))
     asked = []
     for clock[0], manager.newest_store in ((100.0, 7), (101.9, 7), (102.1, 7), (200.0, 8), (203.0, None)):

@@ -74,7 +74,7 @@ def engine(directory: Path | None, book: Book, *, num_blocks: int = 24, host: st
     tiers: dict[str, Any] = {} if directory is None else {"directory": directory, "disk_bytes": "640KiB"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(disk, "kv_identity", lambda config: {"model": "demo", "weights": "5f3a"})
-        with host_scheduler(num_blocks, host, tells_events=True, **tiers) as scheduler:
+        with host_scheduler(num_blocks, host, emits_events=True, **tiers) as scheduler:
             yield Scene(scheduler, book)
 
 

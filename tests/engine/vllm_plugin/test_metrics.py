@@ -414,7 +414,7 @@ def test_a_request_is_found_by_the_id_of_its_response(inside: str, response_id: 
 def test_a_server_of_a_later_engine_shows_what_that_engine_says_last(received: Received) -> None:
     """Of several servers, each has one engine, which keeps its number."""
     engine, server = Engine(), Server(first=3)
-    received.tell([engine.controller.report()])
+    received.update([engine.controller.report()])
     first = received.engine()
     assert first is not None
     assert first["num_requests"] == 0

@@ -282,7 +282,7 @@ def test_the_other_connector_may_have_what_is_forgotten_and_the_receipt_says_so(
 
 
 def test_events_of_the_tiers_pass_through() -> None:
-    with two_connectors(tells_events=True) as scheduler:
+    with two_connectors(emits_events=True) as scheduler:
         told: list[Any] = []
         scheduler.kv_event_publisher.publish = lambda batch: told.extend(batch.events)
         scheduler.add_request(request("r", tokens(1, 40), 1))

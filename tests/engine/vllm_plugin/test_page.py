@@ -168,11 +168,11 @@ def test_what_the_page_is_told_needs_the_key_and_has_a_limit(engine: Engine) -> 
 def app(monkeypatch: pytest.MonkeyPatch) -> FastAPI:
     """The server, behind which an engine has one node in its tree."""
     made = server(monkeypatch, "--api-key", KEY)
-    told_of_one_engine(made, monkeypatch, "before.md")
+    reports_of_one_engine(made, monkeypatch, "before.md")
     return made
 
 
-def told_of_one_engine(app: FastAPI, monkeypatch: pytest.MonkeyPatch, *doc_ids: str) -> None:
+def reports_of_one_engine(app: FastAPI, monkeypatch: pytest.MonkeyPatch, *doc_ids: str) -> None:
     """Have each of as many engines as ``doc_ids`` tell of one document."""
 
     async def call_cache(_: object, action: str, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -236,7 +236,7 @@ def test_the_page_says_that_the_server_is_gone_and_goes_on_with_the_next_one(
         assert sees(window, "before.md", "tree")
     assert sees(window, "trying again", "state")
     assert "before.md" in text(window, "tree"), "what is known stays"
-    told_of_one_engine(app, monkeypatch, "after.md")
+    reports_of_one_engine(app, monkeypatch, "after.md")
     with serving(app, port):
         assert sees(window, "after.md", "tree")
         assert sees(window, "live", "state")
@@ -254,7 +254,7 @@ def shared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FastAPI:
         "kv_connector_extra_config": {"ragcache": {"tenants": str(tenants)}},
     }
     made = server(monkeypatch, "--api-key", KEY, "--kv-transfer-config", json.dumps(transfer))
-    told_of_one_engine(made, monkeypatch, "theirs.md")
+    reports_of_one_engine(made, monkeypatch, "theirs.md")
     tier = {"name": "gpu", "capacity_bytes": 9 << 20, "used_bytes": 3 << 20, "num_blocks": 3, "num_evicted_blocks": 0}
     use = {"doc_id": "own.md", "frequency": 2, "num_tokens": 32, "tiers": ["gpu"]}
     own = {"tiers": [{**tier, "num_hit_tokens": 7, "is_enabled": True}], "hottest_documents": [use]}

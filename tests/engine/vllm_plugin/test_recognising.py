@@ -438,11 +438,11 @@ def test_a_document_that_is_forgotten_while_prompts_are_recognised_is_not_named_
         server = await Server().begin()
         await server.register(document("sun", SUN), document("suit", SUIT))
 
-        async def keep_asking() -> None:
+        async def keep_sending() -> None:
             for _ in range(50):
                 await server.ask(f"{SUN} \n {SUIT}")
 
-        asking = [asyncio.create_task(keep_asking()) for _ in range(4)]
+        asking = [asyncio.create_task(keep_sending()) for _ in range(4)]
         await asyncio.sleep(0)
         await server.services[0].forget({"sun"})
         later = len(server.clients[0].asked)

@@ -40,11 +40,11 @@ async def test_a_source_that_is_never_right_before_its_end_is_believed_no_more()
     speculator, history, door = ScriptedSpeculator(), StageStabilityStats(), ScriptedDoor()
     for _ in range(15):
         result = await run(Source("ab", "cd", "ef"), door, speculator, history=history)
-    num_sent, num_asked = len(speculator.sent), door.num_asked
+    num_sent, num_submitted = len(speculator.sent), door.num_submitted
     assert 0 < num_sent < 30
     result = await run(Source("ab", "cd", "ef"), door, speculator, history=history)
     assert "seldom right" in (result.report.skipped_because or "")
-    assert (len(speculator.sent), door.num_asked) == (num_sent, num_asked)
+    assert (len(speculator.sent), door.num_submitted) == (num_sent, num_submitted)
     for _ in range(3):
         result = await run(Source("ef", "ef", "ef"), door, speculator, history=history)
     assert result.report.is_confirmed, "it is watched all the same, and believed again"
@@ -306,7 +306,7 @@ async def test_what_lives_ends_with_its_candidates_even_if_nothing_more_can_be_s
             self.is_lost = asyncio.Event()
 
         async def apending_prefills(self) -> EngineLoad | None:
-            if (load := await super().apending_prefills()) is not None and self.num_asked == 1:
+            if (load := await super().apending_prefills()) is not None and self.num_submitted == 1:
                 return load
             await self.is_lost.wait()
             return None
@@ -365,7 +365,7 @@ async def test_an_engine_that_stays_full_is_asked_less_and_less_and_gets_nothing
     speculator, door = ScriptedSpeculator(), ScriptedDoor(7)
     result = await run(Source(*"aaaaaaaaaaaa"), door, speculator)
     assert speculator.num_calls == 0
-    assert 2 <= door.num_asked <= 7
+    assert 2 <= door.num_submitted <= 7
     assert result.report.skipped_because == ("the engine had no room: real requests that wait for their first token: 7")
     assert result.report.non_overlapped_search_s == result.report.search_s
 

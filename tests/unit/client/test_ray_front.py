@@ -47,7 +47,7 @@ def servers() -> Iterator[list[ScriptedServer]]:
 
 @pytest.fixture
 def handle(servers: list[ScriptedServer], monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedHandle]:
-    monkeypatch.setattr("ragcache_core.client.ordering.cached_prefixes._ASK_EVERY_S", 0.02)
+    monkeypatch.setattr("ragcache_core.client.ordering.cached_prefixes._POLL_INTERVAL_S", 0.02)
     with ExitStack() as stack:
         joined = [stack.enter_context(Engine.connect(s.url, api_key="key", tokenizer=False)) for s in servers]
         replicas = {f"replica-{i}": EngineReplica(engine, f"replica-{i}") for i, engine in enumerate(joined)}
@@ -107,7 +107,7 @@ def rendezvous_replica(handle: ScriptedHandle, shown: RenderedPrompt) -> str:
     return ask.sent_to
 
 
-def tell(server: ScriptedServer, shown: RenderedPrompt, *documents: str) -> None:
+def publish(server: ScriptedServer, shown: RenderedPrompt, *documents: str) -> None:
     """Have a server say that it has these documents cached, behind the static prefix of a prompt."""
     prefix = static_prefix_digest(shown.token_ids, shown.segments)
     assert prefix is not None
@@ -133,16 +133,16 @@ def test_the_order_is_that_of_the_replica_that_has_the_documents_and_it_gets_the
 ) -> None:
     documents = [Document(n, f"The text of {n} is here.") for n in ("a", "b")]
     for server, has in zip(servers, (("x",), ("b", "a"), ("y",)), strict=True):
-        tell(server, prompt(engine, "b", "a"), *has)
+        publish(server, prompt(engine, "b", "a"), *has)
     assert engine.integration.ordering.refresh(), "of all replicas, through the front"
     arranged = engine.arrange_documents(documents, "cache_aware").documents
     assert [d.doc_id for d in arranged] == ["b", "a"]
     shown = PromptLayout().render(engine.tokenizer, arranged, "Who?")
-    num_asked = 0
+    num_submitted = 0
 
     def goes_there() -> bool:  # as soon as the front follows the mirrors, which its first request begins
-        nonlocal num_asked
-        num_asked += 1
+        nonlocal num_submitted
+        num_submitted += 1
         before = asked(servers)[1]
         engine.generate(shown)
         return asked(servers)[1] > before
@@ -223,7 +223,7 @@ def test_figures_of_the_others_do_not_wait_for_a_replica_that_never_answers(
     handle: ScriptedHandle, engine: Engine, servers: list[ScriptedServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for server in servers:
-        tell(server, prompt(engine, "a"), "a")
+        publish(server, prompt(engine, "a"), "a")
     monkeypatch.setattr("ragcache_core.client.ray_serve.engine_replica._FIGURES_TIMEOUT_S", 0.5)
     root = engine.base_url.removesuffix("/v1")
     with socket.create_server(("127.0.0.1", 0)) as silent, httpx.Client(base_url=root, headers=KEY, timeout=20) as http:

@@ -116,7 +116,7 @@ WAYS = [
     (llamaindex_inside, of_llamaindex),
 ]
 ways = pytest.mark.parametrize(("rehearsed", "ask"), WAYS, ids=lambda way: way.__name__)
-asked_anyhow = pytest.mark.parametrize("ask", [of_the_engine, of_the_engine_in_a_loop])
+sent_unconditionally = pytest.mark.parametrize("ask", [of_the_engine, of_the_engine_in_a_loop])
 
 
 @ways
@@ -280,7 +280,7 @@ def test_a_whole_answer_that_is_cancelled_is_not_joined(server: ScriptedServer, 
     assert of_the_engine(engine) == "fresh"
 
 
-@asked_anyhow
+@sent_unconditionally
 @pytest.mark.parametrize(
     "failure", [ENGINE_DEAD, Refusal(400, "no"), Refusal(503, "later"), Reply("cut here", cut_after_tokens=1)]
 )
@@ -317,7 +317,7 @@ async def test_an_error_event_that_arrives_in_two_pieces_is_seen() -> None:
     assert response.last_bytes() == pieces[0]
 
 
-@asked_anyhow
+@sent_unconditionally
 def test_a_request_that_joined_is_sent_when_the_engine_dies_before_the_first_token(
     server: ScriptedServer, engine: Engine, ask: Callable[[Engine], str]
 ) -> None:
@@ -352,7 +352,7 @@ def test_an_answer_that_was_joined_goes_on_when_its_engine_hangs_and_is_back(
     assert "".join(chunk.text for chunk in stream) == " two three"
 
 
-@asked_anyhow
+@sent_unconditionally
 def test_a_greedy_answer_that_was_joined_and_is_cut_off_goes_on(
     server: ScriptedServer, engine: Engine, ask: Callable[[Engine], str]
 ) -> None:
@@ -364,7 +364,7 @@ def test_a_greedy_answer_that_was_joined_and_is_cut_off_goes_on(
     assert [request.speculation for request in server.requests] == [speculation.id, None]
 
 
-@asked_anyhow
+@sent_unconditionally
 def test_a_reader_that_leaves_ends_the_request_in_the_engine(
     server: ScriptedServer, engine: Engine, ask: Callable[[Engine], str]
 ) -> None:
@@ -416,7 +416,7 @@ def test_an_interrupted_wait_for_a_speculation_ends_it(server: ScriptedServer, e
     assert until(lambda: len(server.aborted) == 1)
 
 
-@asked_anyhow
+@sent_unconditionally
 def test_a_request_that_joined_keeps_its_own_timeout(
     server: ScriptedServer, engine: Engine, ask: Callable[[Engine], str]
 ) -> None:
@@ -572,13 +572,13 @@ def test_a_speculation_starts_as_much_later_than_it_was_sent_as_it_waited(
     speculation.abort()
 
 
-@pytest.mark.parametrize("is_told_late", [False, True])
+@pytest.mark.parametrize("is_reported_late", [False, True])
 def test_a_pause_is_not_hidden_search_time(
-    server: ScriptedServer, engine: Engine, is_told_late: bool, monkeypatch: pytest.MonkeyPatch
+    server: ScriptedServer, engine: Engine, is_reported_late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scripted_server, "_TIMEOUT_S", 0.05)
-    if is_told_late:
-        monkeypatch.setattr(speculating, "_ASK_AGAIN_S", 0.2)  # the answer ends before it asks again
+    if is_reported_late:
+        monkeypatch.setattr(speculating, "_RETRY_S", 0.2)  # the answer ends before it asks again
     server.script(Reply("one two", wait_s=0.1))
     speculation = speculate(engine, lambda: of_the_engine(engine))
     assert until(lambda: speculation.started_s == speculation.sent_s)

@@ -90,11 +90,11 @@ def test_a_file_that_an_engine_records_into_is_not_taken_by_another(path: Path) 
 
 
 def test_a_hanging_disk_delays_no_request(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder, is_asked_for, goes_on = TraceRecorder(path), threading.Event(), threading.Event()
+    recorder, is_requested, goes_on = TraceRecorder(path), threading.Event(), threading.Event()
 
     class Stuck:
         def write(self, line: bytes) -> None:
-            is_asked_for.set()
+            is_requested.set()
             goes_on.wait(60.0)
             raise OSError(28, "No space left on device")
 
@@ -105,7 +105,7 @@ def test_a_hanging_disk_delays_no_request(path: Path, monkeypatch: pytest.Monkey
         for key in range(1000):
             threads.submit(recorder.begin, key)
             threads.submit(recorder.end, key, [("d", 1)], 1, 1)
-    assert is_asked_for.wait(60.0), "all have ended, and the disk has not answered"
+    assert is_requested.wait(60.0), "all have ended, and the disk has not answered"
     assert not goes_on.is_set()
     assert recorder._thread.is_alive(), "it is only the thread that waits"
     goes_on.set()

@@ -53,7 +53,7 @@ class Fleet(RuleBasedStateMachine):
 
     @precondition(lambda self: self.caches)
     @rule(place=st.integers(0, 99), changes=st.lists(CHANGES, max_size=6))
-    def a_replica_tells(self, place: int, changes: list[PathChange]) -> None:
+    def a_replica_reports(self, place: int, changes: list[PathChange]) -> None:
         paths = self.caches[place % len(self.caches)]
         for change in changes:
             paths.set(change)

@@ -11,11 +11,11 @@ from ragcache_core.vllm_plugin.settings import PluginSettings
 def test_what_an_idle_engine_says_without_a_step_is_its_report() -> None:
     received, observed = Received(), list[object]()
     received.begin(PluginSettings(policy="pgdsf"), lambda *said: observed.append(said), engines=[3, 2])
-    received.tell([{"num_requests": 1}, None])
-    received.tell([None, {"num_requests": 2}])
+    received.update([{"num_requests": 1}, None])
+    received.update([None, {"num_requests": 2}])
     assert observed == [({"engine": {"num_requests": 1}}, 2), ({"engine": {"num_requests": 2}}, 3)]
     received = Received()
-    received.tell([{"num_requests": 1}])
+    received.update([{"num_requests": 1}])
     assert received.engine() == {"num_requests": 1}
 
 
