@@ -66,7 +66,7 @@ def _ask(engine: Engine, names: Sequence[str], chunk_reuse: Any = None) -> tuple
     return generation.text, generation.stats
 
 
-def test_documents_are_reused_behind_others_and_the_request_says_so(launched: Engine) -> None:
+def test_documents_are_reused_behind_others_and_the_request_reports_it(launched: Engine) -> None:
     _, first = _ask(launched, "abc", _THIRD)
     assert first.chunk_reuse is None, "nothing was stored yet"
     _, stats = _ask(launched, "dcba", _THIRD)

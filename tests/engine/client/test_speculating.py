@@ -167,7 +167,7 @@ def _while_waiting(engine: Engine, num_waiting: int, real: Iterator[object]) -> 
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_the_engine_tells_when_it_began_while_it_still_answers(engine: Engine) -> None:
+def test_the_engine_reports_when_it_began_while_it_still_answers(engine: Engine) -> None:
     for _ in range(ATTEMPTS):
         speculation = speculate(engine, lambda: engine.generate("Zorval", **LONG_ANSWER))
         assert _begins(speculation)

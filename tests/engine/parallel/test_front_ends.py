@@ -64,7 +64,7 @@ def test_both_report_the_same_engine_and_its_series_count_once(fronted: Engine) 
     assert until(lambda: counted() == {f"{stats.num_requests}.0"}, TIMEOUT_S), counted()
 
 
-def test_both_tell_what_is_cached_and_how_long_a_speculation_waited(fronted: Engine) -> None:
+def test_both_report_what_is_cached_and_how_long_a_speculation_waited(fronted: Engine) -> None:
     told = get(fronted, "cached_paths")
     assert all(documents(mark)[0].doc_id in answer.text for answer in told for mark in MARKS)
     cursor = told[0].json()["cursor"]

@@ -141,7 +141,7 @@ class RecordingTree:
         self._tree.remove(*unit)
 
 
-def test_the_tree_is_told_of_what_it_did_not_choose_and_of_nothing_else() -> None:
+def test_the_tree_is_notified_only_of_evictions_it_did_not_choose() -> None:
     it = Pool(6)
     it.controller.tree = it.queue._tree = tree = RecordingTree(it.tree)
     request = it.new("D", question=0)
@@ -161,7 +161,7 @@ def test_the_tree_is_told_of_what_it_did_not_choose_and_of_nothing_else() -> Non
     assert tree.num_reports == 5
 
 
-def test_a_block_that_came_back_is_hit_evicted_and_counted_before_anybody_has_looked_at_it() -> None:
+def test_a_returned_block_is_hit_evicted_and_counted_before_any_lookup() -> None:
     it = Pool(6)
     request = it.new("B", question=1)
     it.start(request)

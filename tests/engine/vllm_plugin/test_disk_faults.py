@@ -219,7 +219,7 @@ def test_what_could_not_be_read_leaves_its_room_to_others(opening: Opening, monk
     scene.check()
 
 
-def test_a_read_that_hangs_is_given_up_and_what_it_brings_later_is_not_written(
+def test_a_read_that_hangs_is_abandoned_and_what_it_brings_later_is_not_written(
     opening: Opening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = opening()

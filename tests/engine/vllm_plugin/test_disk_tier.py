@@ -198,9 +198,7 @@ def frequency(scene: Scene, key: OffloadKey) -> int:
 
 
 @pytest.mark.parametrize("damage", ["parent = NULL", "position = 0", "doc_id = 'another'"])
-def test_a_chunk_that_is_said_to_stand_elsewhere_is_given_up_at_the_start_and_ends_nothing(
-    opening: Opening, damage: str
-) -> None:
+def test_a_chunk_recorded_at_another_place_is_dropped_at_the_start(opening: Opening, damage: str) -> None:
     """A tree with a chunk in two places would let go of one for the other."""
     scene = opening()
     keys = scene.store("D")
@@ -218,7 +216,7 @@ def test_a_chunk_that_is_said_to_stand_elsewhere_is_given_up_at_the_start_and_en
     again.check()
 
 
-def test_chunks_whose_prefix_is_gone_are_given_up_at_the_start(opening: Opening) -> None:
+def test_chunks_without_their_prefix_are_dropped_at_the_start(opening: Opening) -> None:
     scene = opening()
     keys = scene.store("B")
     scene.tier._io._store.delete_many([keys[1][:-4]])

@@ -368,7 +368,7 @@ def spans(num_documents: int) -> dict[str, object]:
     return {"kv_transfer_params": {"ragcache": {"version": 1, "documents": documents}}}
 
 
-def test_the_hosting_platforms_door_needs_the_key_on_a_running_server(engine: Engine) -> None:
+def test_the_hosting_platforms_route_needs_the_key_on_a_running_server(engine: Engine) -> None:
     assert ask(engine, "/invocations", {}, {}).status_code == 401
     assert ask(engine, "/invocations", {}).json()["choices"][0]["text"]
 

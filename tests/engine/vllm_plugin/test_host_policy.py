@@ -123,7 +123,7 @@ def test_the_last_chunks_of_a_document_are_evicted_first() -> None:
     assert set(host.refs) == set(old.keys[:4])
 
 
-def test_a_selective_tier_takes_in_only_what_is_worth_more_than_what_would_go() -> None:
+def test_a_selective_tier_admits_only_blocks_with_a_higher_priority_than_the_evicted() -> None:
     host = Host(4, "mixture", is_selective=True)
     for _ in range(3):
         popular = stored(host, "B")

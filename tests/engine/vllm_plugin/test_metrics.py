@@ -131,7 +131,7 @@ def test_the_series_are_what_the_engine_counted() -> None:
     assert b"# HELP ragcache_lost_blocks_total" in generate_latest(server.registry)
 
 
-def test_times_of_requests_are_told_by_their_slowest_tier() -> None:
+def test_times_of_requests_are_labelled_by_their_slowest_tier() -> None:
     engine, server = Engine(), Server()
     engine.serve("from both", 4, 4)
     engine.serve("new", 0, 0)
@@ -242,7 +242,7 @@ async def test_a_server_of_several_engines_has_a_choice_and_the_report_of_each(b
     assert (await routes.stats(request))["tiers"][0]["capacity_bytes"] == 1000 * num_engines
 
 
-async def test_a_server_asks_the_engine_for_what_no_step_has_told(begin: Begin) -> None:
+async def test_a_server_asks_the_engine_for_what_no_step_has_reported(begin: Begin) -> None:
     engine = Engine()
     Server()
     requests = [await begin(engine.controller.report, has_peers=has_peers) for has_peers in (False, True)]

@@ -275,7 +275,7 @@ def test_statistics_of_both_reach_the_server_by_name() -> None:
         assert copied == {"RAGCacheConnector": {**other_connectors.own_stats(sent.to_dict()), "offload": None}}
 
 
-def test_the_other_connector_may_have_what_is_forgotten_and_the_receipt_says_so() -> None:
+def test_the_other_connector_may_have_what_is_forgotten_and_the_receipt_reports_it() -> None:
     with two_connectors() as scheduler:
         (problem,) = scheduler.left()["problems"]
         assert problem == "KeepingConnector beside RAGCache may keep KV of its own: delete it there"
@@ -340,7 +340,7 @@ def test_vllms_own_tier_below_ours_is_loaded_from_and_a_receipt_names_it(
         assert scheduler._controller.counters.num_tokens_by_tier[Origin.DISK] == len(shared)
 
 
-def test_with_an_unknown_release_ours_reads_documents_and_tells_the_server_nothing(
+def test_with_an_unknown_release_documents_are_read_and_nothing_is_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for module in (connector, release, minimal):

@@ -142,7 +142,7 @@ def test_documents_of_a_request_appear_while_one_looks_and_are_text_whatever_the
     assert wrong == [], "nothing breaks the page's own rules, or is missing"
 
 
-def test_what_the_page_is_told_needs_the_key_and_has_a_limit(engine: Engine) -> None:
+def test_the_data_of_the_page_needs_the_key_and_has_a_limit(engine: Engine) -> None:
     ask_about(engine, "page-e.md", first=400, times=3)
     authorized = {"Authorization": f"Bearer {engine.api_key}"}
     for what in ("tree", "requests"):
@@ -271,7 +271,7 @@ def test_a_tenants_key_opens_what_the_page_shows_a_tenant_and_nothing_else(share
 
 
 @needs_browser
-def test_with_a_tenants_key_the_page_shows_what_is_the_tenants_own_and_says_what_is_not(
+def test_with_a_tenants_key_the_page_shows_what_is_the_tenants_own_and_reports_what_is_not(
     shared: FastAPI, window: Chrome
 ) -> None:
     port = free_port("127.0.0.1")

@@ -444,7 +444,7 @@ def test_a_limit_that_holds_no_two_blocks_is_refused(start: Starting, server: Re
     assert bytes_in(server) <= 3 * CHUNK_BYTES
 
 
-def test_a_read_only_replica_gives_and_says_what_to_do(
+def test_a_read_only_replica_gives_and_reports_what_to_do(
     start: Starting, server: RedisServer, plugin_log: pytest.LogCaptureFixture
 ) -> None:
     one = start(server.url)
@@ -501,7 +501,7 @@ def test_forgotten_documents_are_deleted_behind_what_is_being_stored(start: Star
     assert (one.read("AB"), one.read("AC")) == (1, 3)
 
 
-def test_what_cannot_be_deleted_now_is_said_and_deleted_when_the_store_is_back(
+def test_what_cannot_be_deleted_now_is_reported_and_deleted_when_the_store_is_back(
     start: Starting, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(async_store, "REST_S", 0.2)
@@ -613,7 +613,7 @@ def test_after_new_weights_nothing_is_asked_or_stored(start: Starting, server: R
     assert start(server.url).read("AB") == 4, "what was stored is right for the weights of before"
 
 
-def test_a_load_that_takes_longer_than_computing_is_given_up(
+def test_a_load_that_takes_longer_than_computing_is_abandoned(
     start: Starting, server: RedisServer, monkeypatch: pytest.MonkeyPatch, plugin_log: pytest.LogCaptureFixture
 ) -> None:
     start(server.url).store("AB")

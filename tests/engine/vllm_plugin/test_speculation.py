@@ -280,7 +280,7 @@ def test_whatever_happens_every_answer_is_right_and_nothing_is_left(kind: dict[s
     assert num_preempted > 0
 
 
-def test_several_requests_are_served_in_the_order_the_cache_likes() -> None:
+def test_several_requests_are_served_in_cache_aware_order() -> None:
     stage = Stage(max_num_seqs=1)
     first = stage.ask("AB")
     stage.finish_all()

@@ -180,7 +180,7 @@ def test_what_the_offloading_counts_is_not_sent_with_every_step(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("emits_events", [True, False])
-def test_vllms_events_of_blocks_are_told_where_they_are_published_and_cost_nothing_elsewhere(
+def test_block_events_of_vllm_are_emitted_only_where_they_are_published(
     emits_events: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with host_scheduler(40, "1MiB", emits_events) as scheduler:

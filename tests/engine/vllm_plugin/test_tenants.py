@@ -98,7 +98,7 @@ def test_no_tenant_hits_blocks_of_another_in_any_tier(engines: dict[str, Engine]
     assert (ask(acme, "first").num_disk_tokens or 0) >= cold.num_prompt_tokens - 2 * BLOCK
 
 
-def test_each_is_shown_his_own_figures_documents_and_paths(engines: dict[str, Engine]) -> None:
+def test_each_tenant_sees_its_own_metrics_documents_and_prefixes(engines: dict[str, Engine]) -> None:
     acme, other, operator = engines["acme"], engines["other"], engines["operator"]
     for _ in range(2):
         ask(acme, "contract")
@@ -131,7 +131,7 @@ def test_each_is_shown_his_own_figures_documents_and_paths(engines: dict[str, En
     assert httpx.get(f"{operator.base_url.removesuffix('/v1')}/metrics", timeout=30).status_code == 401
 
 
-def test_what_is_not_for_tenants_is_refused_with_a_cure(engines: dict[str, Engine]) -> None:
+def test_what_is_not_for_tenants_is_refused_with_a_hint(engines: dict[str, Engine]) -> None:
     with pytest.raises(RequestRejectedError, match="the key is one of 'acme': ask with an operator's key"):
         engines["acme"].forget(["first-0"])
     receipt = engines["operator"].forget(["first-0"])
@@ -199,7 +199,7 @@ def test_a_strangers_prompt_is_no_faster_than_a_new_one(engines: dict[str, Engin
     assert saved < whole, "whatever noise there is, it is not a hit"
 
 
-def test_a_tenant_keeps_to_his_quota_and_finds_his_own_after_a_crash(
+def test_a_tenant_stays_within_quota_and_hits_its_own_blocks_after_a_crash(
     operator: Engine, engines: dict[str, Engine]
 ) -> None:
     def on_disk(name: str) -> int:

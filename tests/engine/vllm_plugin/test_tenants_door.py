@@ -85,7 +85,9 @@ def headers(key: str) -> dict[str, str]:
         ("OPTIONS", "/metrics/all", 403),
     ],
 )
-def test_vllm_asks_for_no_other_key_than_the_door(server: TestClient, method: str, route: str, by_tenant: int) -> None:
+def test_vllm_requires_the_same_key_as_the_auth_middleware(
+    server: TestClient, method: str, route: str, by_tenant: int
+) -> None:
     """404: there is no engine. 400: the body is empty."""
     assert server.request(method, route, json={}).status_code == 401
     assert server.request(method, route, json={}, headers=headers("wrong")).status_code == 401

@@ -163,7 +163,7 @@ def are_enabled(engine: Engine) -> dict[str, bool]:
         return {}
 
 
-def test_a_server_that_is_ready_tells_of_its_tiers_before_anybody_asks(tiers: Engine) -> None:
+def test_a_ready_server_reports_its_tiers_before_the_first_request(tiers: Engine) -> None:
     assert are_enabled(tiers) == {"gpu": True, "host": True, "disk": True}
     found = series(tiers)
     assert {tier.label: found["ragcache_tier_enabled", tier.label] for tier in Tier} == dict.fromkeys(
@@ -221,7 +221,7 @@ def test_an_engine_that_slept_with_its_weights_finds_what_is_on_disk(tiers: Engi
     assert are_enabled(tiers) == {"gpu": True, "host": True, "disk": True}
 
 
-def test_what_is_prefetched_from_disk_is_in_host_memory_when_it_is_asked_for(tiers: Engine, answers: Answers) -> None:
+def test_what_is_prefetched_from_disk_is_in_host_memory_when_it_is_requested(tiers: Engine, answers: Answers) -> None:
     answers.ask("ahead", 1)
     assert until(lambda: answers.ask("ahead", 1).num_stored_bytes == 0, TIMEOUT_S)
     sleep_and_wake_up(tiers)
@@ -333,7 +333,7 @@ def test_the_cache_is_looked_into_and_acted_upon_while_a_request_is_answered(
     assert answers.ask("seen").num_cached_tokens > 0
 
 
-def test_the_series_on_metrics_add_up_to_what_the_requests_were_told(tiers: Engine, answers: Answers) -> None:
+def test_the_metrics_add_up_to_the_statistics_of_the_requests(tiers: Engine, answers: Answers) -> None:
     for i in range(3):
         answers.ask(f"tier {i}")
     assert until(lambda: series(tiers).get(("ragcache_requests_total", "")) == answers.num_requests, TIMEOUT_S)

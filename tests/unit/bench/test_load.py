@@ -27,7 +27,7 @@ def test_arrivals_are_poisson_and_the_same_for_every_rate() -> None:
         poisson_arrivals(5, 0.0, seed=1)
 
 
-def test_every_request_is_answered_and_says_what_it_is(demo_model: str) -> None:
+def test_every_request_is_answered_and_reports_what_it_is(demo_model: str) -> None:
     answered = []
     with ScriptedServer(root=demo_model) as server, Engine.connect(server.url) as engine:
         load = Load(engine, PROMPTS, on_answer=lambda: answered.append(1))

@@ -64,7 +64,7 @@ def test_nothing_is_left_of_erased_chunks_nor_of_what_was_deleted_before(
 
 
 @pytest.mark.parametrize("fails", ["slots", "rows"])
-def test_an_erasure_that_fails_says_so_serves_nothing_and_can_be_done_again(
+def test_an_erasure_that_fails_reports_it_serves_nothing_and_can_be_done_again(
     store: ChunkStore, opening: Opening, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     store.write_many(named(keys(4)))

@@ -121,7 +121,7 @@ def test_what_a_newer_version_wrote_and_what_is_no_cache_stays(folder: Path) -> 
         assert documents.exists()
 
 
-def test_one_that_cannot_be_deleted_is_said_and_does_no_harm(
+def test_one_that_cannot_be_deleted_is_reported_and_does_no_harm(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     old = closed(folder, days=31, weights="old")
@@ -169,7 +169,7 @@ def test_purge_deletes_folders_that_are_not_open_and_a_dry_run_only_lists_them(
         assert store.path.exists(), "an engine has it open"
 
 
-def test_by_hand_a_clock_that_was_set_back_makes_nothing_old_and_a_missing_folder_is_told(folder: Path) -> None:
+def test_a_clock_set_back_makes_nothing_old_and_a_missing_folder_is_reported(folder: Path) -> None:
     future = closed(folder, days=-400)
     assert not delete_unused(folder, unused_s=1).folders
     assert future.exists()

@@ -133,7 +133,7 @@ def test_a_watch_prints_an_object_per_reading_until_ctrl_c(server: ScriptedServe
     assert pauses.slept_s == [0.5, 0.5, 0.5]
 
 
-def test_a_server_that_goes_away_ends_the_watch_with_a_cure(server: ScriptedServer, pauses: Pauses) -> None:
+def test_a_server_that_goes_away_ends_the_watch_with_a_hint(server: ScriptedServer, pauses: Pauses) -> None:
     pauses.events = [lambda: None, lambda: leave(server)]
     result = stats(server, "--watch", "--json")
     *readings, said = map(json.loads, result.stdout.splitlines())

@@ -177,7 +177,7 @@ def test_the_users_own_order_is_the_order_of_the_prompt() -> None:
     check_prefix(bound(system_and_user, by_id).prefix(DOCUMENTS, DOCUMENTS), whole, in_order)
 
 
-def test_a_question_before_the_documents_is_said_once_and_the_static_part_remains(
+def test_a_question_before_the_documents_is_reported_once_and_the_static_part_remains(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     prompt = bound(question_first)
@@ -202,7 +202,7 @@ def test_nothing_found_leaves_the_static_part_with_its_empty_context() -> None:
 
 
 @pytest.mark.parametrize("fails_in", ["format_docs", "prompt", "type", "later"])
-def test_code_of_the_user_that_fails_is_said_once_and_never_an_error(
+def test_code_of_the_user_that_fails_is_reported_once_and_never_an_error(
     fails_in: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def format_docs(documents: Sequence[Document]) -> Any:
@@ -451,7 +451,7 @@ def test_requests_at_the_same_time_teach_the_layout_that_they_share() -> None:
     chain.check(OTHERS)
 
 
-def test_shorter_beginnings_than_a_block_are_not_worth_a_request() -> None:
+def test_prefixes_shorter_than_a_block_send_no_request() -> None:
     prefix = bound(PromptLayout("Answer."), None).prefix(DOCUMENTS[:1], DOCUMENTS[:1])
     assert prefix is not None
     assert len(prefix.token_ids) >= MIN_PREFILL_TOKENS

@@ -260,7 +260,7 @@ def test_a_lost_server_is_unknown_and_found_again_with_what_it_has_then() -> Non
 
 
 @pytest.mark.parametrize(("status", "word"), [(404, "start the server with"), (401, "refused the API key")])
-def test_a_server_that_does_not_tell_is_said_once_and_left_alone(
+def test_a_server_without_statistics_is_reported_once_and_not_polled(
     status: int, word: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING), serving(status=status) as server, door_to(server) as door:
@@ -397,7 +397,9 @@ def sent(server: ScriptedServer) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("is_rendered", [True, False])
-def test_a_request_about_reordered_documents_says_so(engine: tuple[Engine, ScriptedServer], is_rendered: bool) -> None:
+def test_a_request_about_reordered_documents_reports_it(
+    engine: tuple[Engine, ScriptedServer], is_rendered: bool
+) -> None:
     it, server = engine
     layout = PromptLayout()
     for documents, expected in (([C, A, B], True), ([A, B, C], None)):

@@ -64,7 +64,7 @@ def test_what_is_saved_is_found_and_loaded() -> None:
         json.dumps({**CALIBRATION.to_dict(), "points": [{"alpha": -1, "quality": 1, "recomputed": 0}]}).encode(),
     ],
 )
-def test_a_damaged_file_is_refused_with_the_cure(tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_file_is_refused_with_the_hint(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "c.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"c\.json cannot be used .*: run 'ragcache calibrate' again"):
         load_calibration(tmp_path / "c.json")

@@ -326,7 +326,7 @@ def test_replicas_that_answer_differently_are_refused(
         Fleet.connect([servers[0].url, servers[1].url], api_key="key")
 
 
-def test_a_wrong_key_and_a_missing_replica_are_said_at_the_door(servers: list[ScriptedServer]) -> None:
+def test_a_wrong_key_and_a_missing_replica_are_rejected_at_the_entry(servers: list[ScriptedServer]) -> None:
     with pytest.raises(EngineAuthError):
         Fleet.connect([server.url for server in servers], api_key="wrong")
     with pytest.raises(EngineUnreachableError, match="127.0.0.1:1"):

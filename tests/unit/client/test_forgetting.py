@@ -85,7 +85,7 @@ def test_what_is_no_id_is_refused_before_anything_is_sent(ids: Any) -> None:
         (Server(error=httpx.ConnectError("refused")), EngineUnreachableError, "no engine answers"),
     ],
 )
-def test_what_goes_wrong_is_said(server: Server, error: type[Exception], said: str) -> None:
+def test_what_goes_wrong_is_reported(server: Server, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         server.routes.forget(["a"], 1)
     with pytest.raises(error, match=said):

@@ -158,7 +158,7 @@ def test_a_fork_of_the_owner_does_not_keep_its_lock(tmp_path: Path) -> None:
         child.join()
 
 
-def test_without_vllm_a_launch_says_how_to_install_it(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_vllm_a_launch_reports_how_to_install_it(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ragcache_core.client.launch.arguments.find_spec", lambda name: None)
     with pytest.raises(EngineStartError, match=r"vLLM is not installed here.*ragcache\[gpu\].*make setup.*elsewhere"):
         owner.launch(CacheConfig())

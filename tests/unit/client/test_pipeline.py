@@ -146,7 +146,7 @@ async def test_changed_candidates_cancel_the_speculation_and_send_another() -> N
     assert all(a.search_s <= b.search_s for a, b in pairwise(events[:-1]))
 
 
-async def test_of_a_prefill_it_is_told_with_the_final_documents_what_was_hidden() -> None:
+async def test_a_prefill_reports_the_overlapped_time_with_the_final_documents() -> None:
     speculator, source = ScriptedSpeculator(), Source("ab", "ab")
     source.between[1] = lambda: setattr(speculator.sent[0], "can_be_adopted", False)
     events: list[PipelineEvent] = []
@@ -189,7 +189,7 @@ async def test_the_time_until_the_engine_began_is_not_hidden() -> None:
     assert (await run(source, ScriptedDoor(), late)).report.overlapped_search_s == 0.0
 
 
-async def test_until_the_engine_has_told_when_it_began_nothing_counts_as_hidden() -> None:
+async def test_nothing_counts_as_overlapped_until_the_start_time_is_reported() -> None:
     speculator, source = ScriptedSpeculator(), Source("a", "a", "a")
     source.between[1] = lambda: setattr(speculator.sent[0], "started_s", None)
     events: list[PipelineEvent] = []
@@ -389,7 +389,7 @@ async def test_a_slow_answer_about_the_load_delays_no_stage() -> None:
         (ScriptedDoor(), ScriptedSpeculator(has_any=False), "nothing could be sent ahead"),
     ],
 )
-async def test_a_search_without_speculation_is_a_search_and_says_why(door: Any, speculator: Any, why: str) -> None:
+async def test_a_search_without_speculation_is_a_search_and_reports_why(door: Any, speculator: Any, why: str) -> None:
     result = await run(Source("a", "a", "a"), door, speculator)
     assert result.update.documents == (document("a"),)
     assert result.speculation is None
@@ -427,7 +427,7 @@ async def test_whatever_a_speculator_raises_the_search_has_its_result(error: Bas
     assert result.report.skipped_because == f"the speculator raised {type(error).__name__}: {error}"
 
 
-async def test_a_speculator_that_raises_is_asked_again_once_and_the_search_goes_on(
+async def test_a_speculator_that_raises_is_queried_again_once_and_the_search_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     speculator = ScriptedSpeculator(error=KeyError("no such template"))
@@ -580,7 +580,7 @@ async def test_what_a_clean_up_raises_is_logged_and_the_result_stands(caplog: py
     assert "a source of stages could not be closed" in caplog.text
 
 
-async def test_what_is_no_document_is_an_error_with_its_cure() -> None:
+async def test_what_is_no_document_is_an_error_with_its_hint() -> None:
     async def updates() -> AsyncIterator[Any]:
         yield replace(update("ab", 3), documents=(document("a"), None))
 

@@ -107,7 +107,7 @@ def test_however_a_request_ends_it_counts_nowhere_afterwards(known: ReplicaState
     assert idlest(known)[0] == home
 
 
-def test_a_request_that_is_given_up_while_it_is_chosen_again_counts_once_and_ends_once(known: ReplicaStates) -> None:
+def test_a_request_cancelled_while_rescheduled_counts_once_and_ends_once(known: ReplicaStates) -> None:
     ask = new_request()
     home = known.choose(NAMES, ask)[0]
     ask.end()
@@ -132,7 +132,7 @@ def test_a_replica_that_failed_is_left_alone_while_others_are_there(known: Repli
     assert known.choose(NAMES, last), "one is asked even where all have failed"
 
 
-def test_who_alone_can_answer_gets_it_and_anybody_where_that_one_is_gone(known: ReplicaStates) -> None:
+def test_a_request_goes_to_its_only_replica_and_to_any_once_that_is_gone(known: ReplicaStates) -> None:
     for name in NAMES:
         assert known.choose(NAMES, ReplicaRequest("POST", "/", [], b"", replica=name)) == [name]
     assert known.choose(NAMES, ReplicaRequest("POST", "/", [], b"", replica="gone"))
@@ -246,7 +246,7 @@ def test_replicas_may_follow_the_load_as_serve_has_it() -> None:
     assert front.num_replicas == 2
 
 
-def test_the_door_knows_the_keys_that_its_engines_know(tmp_path: Path) -> None:
+def test_the_ingress_accepts_the_keys_of_its_engines(tmp_path: Path) -> None:
     pytest.importorskip("ray.serve", reason="ray[serve] is not installed")
     file = tmp_path / "tenants.toml"
     secret, key, operators = "s" * 32, "t" * 16, "o" * 16

@@ -305,7 +305,7 @@ def test_what_a_proxy_gave_up_waiting_for_is_not_computed_by_another_too() -> No
     assert replicas.send(new_request()).request.url.host == sending.request.url.host
 
 
-def test_what_is_worth_one_try_marks_no_replica() -> None:
+def test_a_failed_single_try_marks_no_replica() -> None:
     replicas = replica_set(1)
     (replica,) = replicas.all
     replica.engine.integration.watch.healthy_since = lambda _: False  # type: ignore[method-assign, assignment]  # a fake

@@ -144,7 +144,7 @@ def test_text_is_passed_on_as_it_arrives_unless_a_stop_string_may_have_begun() -
 
 
 @pytest.mark.parametrize(("decode", "continues"), [(None, False), (decoder_of(("a", "", "é", "b")), True)])
-def test_an_event_may_end_in_a_character_which_only_a_tokenizer_tells(
+def test_an_event_may_end_within_a_character_that_only_a_tokenizer_knows(
     decode: Callable[[Sequence[int]], str] | None, continues: bool
 ) -> None:
     stream = stream_of(body_of())

@@ -176,7 +176,7 @@ def test_of_documents_with_the_same_id_no_groups_are_forgotten() -> None:
     assert remembered.facts.acls_of(["wages", None, "unknown"]) == {("hr",), ("legal",)}
 
 
-def test_what_any_retriever_of_the_process_returned_counts_for_every_engine_and_no_engine_tells_another() -> None:
+def test_documents_of_any_retriever_count_for_every_engine_of_the_process() -> None:
     one, other = DocumentFacts(RETRIEVED.facts), DocumentFacts(RETRIEVED.facts)
     RETRIEVED.facts.add([WAGES])
     one.add([SUIT])

@@ -120,7 +120,7 @@ sent_unconditionally = pytest.mark.parametrize("ask", [of_the_engine, of_the_eng
 
 
 @ways
-def test_the_real_request_joins_the_speculation_and_the_engine_is_asked_once(
+def test_the_real_request_joins_the_speculation_and_the_engine_is_called_once(
     server: ScriptedServer, engine: Engine, rehearsed: Callable[[Engine], object], ask: Callable[[Engine], str]
 ) -> None:
     server.script(SLOW)
@@ -157,7 +157,9 @@ def test_a_rehearsal_sends_nothing_and_captures_what_would_have_been_sent(
     assert captured.url == f"{engine.base_url}/chat/completions"
 
 
-def test_a_speculation_asks_what_the_request_asks_and_says_what_it_is(server: ScriptedServer, engine: Engine) -> None:
+def test_a_speculation_asks_what_the_request_asks_and_reports_what_it_is(
+    server: ScriptedServer, engine: Engine
+) -> None:
     layout, documents = PromptLayout(), [Document("zorval", "Zorval was founded by Anna.")]
     prompt = layout.render(engine.tokenizer, documents, "Who?")
     assert done(speculate(engine, lambda: engine.generate(prompt)))
@@ -590,7 +592,7 @@ def test_a_pause_is_not_hidden_search_time(
     speculation.cancel()
 
 
-def test_an_engine_that_begins_late_is_asked_again(
+def test_an_engine_that_begins_late_is_queried_again(
     server: ScriptedServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scripted_server, "_TIMEOUT_S", 0.01)
@@ -604,7 +606,7 @@ def test_an_engine_that_begins_late_is_asked_again(
     speculation.abort()
 
 
-def test_a_question_that_is_lost_is_asked_again(server: ScriptedServer, engine: Engine) -> None:
+def test_a_question_that_is_lost_is_queried_again(server: ScriptedServer, engine: Engine) -> None:
     server.script(NEVER)
     server.admits_after_s, server.cache_status = 0.05, 503
     speculation = speculate(engine, lambda: of_the_engine(engine))
@@ -615,7 +617,7 @@ def test_a_question_that_is_lost_is_asked_again(server: ScriptedServer, engine: 
 
 
 @pytest.mark.parametrize("says", ["nothing", "no such route"])
-def test_a_server_that_does_not_tell_is_left_alone_after_the_end(
+def test_a_server_without_statistics_is_not_polled_after_the_end(
     server: ScriptedServer, engine: Engine, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scripted_server, "_TIMEOUT_S", 0.01)

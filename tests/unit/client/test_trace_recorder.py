@@ -68,7 +68,7 @@ def test_a_recording_is_continued_by_an_engine_that_is_started_again(path: Path)
     assert [(r.arrival_s, r.doc_tokens) for r in read_trace(path)] == [(1.0, (1,)), (2.0, (2,))]
 
 
-def test_a_file_that_may_not_be_taken_is_refused_with_a_cure(path: Path, tmp_path: Path) -> None:
+def test_a_file_that_may_not_be_taken_is_refused_with_a_hint(path: Path, tmp_path: Path) -> None:
     path.write_text("precious\n")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     os.mkfifo(tmp_path / "pipe")

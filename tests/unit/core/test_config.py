@@ -137,7 +137,7 @@ def toml(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_a_file_says_what_code_would(tmp_path: Path) -> None:
+def test_a_file_reports_what_code_would(tmp_path: Path) -> None:
     path = toml(
         tmp_path,
         """

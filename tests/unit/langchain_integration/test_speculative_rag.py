@@ -85,7 +85,7 @@ async def test_the_report_is_in_the_message_and_in_the_last_chunk_only(make_rag:
         assert message.response_metadata["model_name"] == "scripted-model"
 
 
-def test_what_was_hidden_counts_when_the_engine_has_told_when_it_began(
+def test_overlapped_time_counts_once_the_start_time_is_reported(
     make_rag: Any, generations: Any, server: ScriptedServer, num_begun: Any
 ) -> None:
     handler = CacheStatsCallbackHandler()

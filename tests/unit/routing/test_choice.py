@@ -99,7 +99,7 @@ def test_what_a_replica_was_asked_is_expected_there_until_it_is_over() -> None:
     assert (first.load.num_running, first.load.num_waiting_tokens, len(first.load.expected)) == (0, 0, 0)
 
 
-def test_where_no_replica_tells_documents_go_by_their_hash_in_bounds() -> None:
+def test_without_replica_reports_documents_are_routed_by_bounded_hashing() -> None:
     replicas = fleet(None, None, None)
     home = choose(replicas, "a")
     assert choose_order(replicas, ["b", "a"], prefix=PREFIX, keep_first=False) is None

@@ -96,7 +96,7 @@ def test_calls_at_the_moment_at_which_threads_end_are_all_made(monkeypatch: pyte
     assert sorted(calls) == list(range(2000))
 
 
-def test_a_system_without_threads_says_so_and_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_threads_reports_it_and_is_queried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 

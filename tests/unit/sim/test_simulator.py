@@ -136,7 +136,7 @@ def test_requests_without_documents_are_served() -> None:
     assert summary.document_hit_rate == summary.token_hit_rate == 0.0
 
 
-def test_progress_is_told_of_every_request_once() -> None:
+def test_every_request_advances_the_progress_once() -> None:
     told: list[int] = []
     short = replace(WORKLOADS["nq-small"], mean_tokens=200.0, most_tokens=400)
     simulate(make_trace(short, 600, seed=1), SimulationOptions(), progress=told.append)
@@ -242,7 +242,7 @@ def test_a_run_is_the_same_again() -> None:
     assert told(first) == told(second)
 
 
-def test_more_requests_than_can_be_served_are_told_and_a_load_that_can_is_not() -> None:
+def test_an_overload_is_reported_and_a_load_that_can_be_served_is_not() -> None:
     trace = make_trace(WORKLOADS["nq-small"], 200, seed=1)
     slow, fast = (replace(trace, arrival_s=trace.arrival_s * factor) for factor in (100.0, 0.001))
     assert simulate(slow, SimulationOptions()).notes == ()

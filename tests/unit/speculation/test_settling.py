@@ -37,7 +37,7 @@ def test_a_stage_that_is_wrong_again_and_again_is_tried_no_more() -> None:
     assert history.is_worthwhile(1, is_idle=True)
 
 
-def test_what_is_seldom_right_is_worth_idle_time_only() -> None:
+def test_rarely_correct_speculations_use_idle_time_only() -> None:
     history = after(after(StageStabilityStats(), 0, RIGHT, 3), 0, WRONG, 5)
     assert history.is_worthwhile(0, is_idle=True)
     assert not history.is_worthwhile(0, is_idle=False)

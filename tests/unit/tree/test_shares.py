@@ -112,7 +112,7 @@ def test_unused_quota_is_lent_to_other_owners_and_returned() -> None:
     assert owned(tree) == {"a": 8, "b": 16}
 
 
-def test_who_has_less_than_his_share_is_taken_in_whatever_the_other_is_worth() -> None:
+def test_an_owner_below_quota_is_admitted_whatever_the_priority_of_others() -> None:
     """A selective host tier asks what is worth more: who came first, and is asked often, would keep it for ever."""
     tree = KnowledgeTree(make_policy("mixture", PrefillCostModel.default()))
     divided(tree, Tier.HOST)

@@ -151,7 +151,7 @@ def test_a_pinned_chunk_is_never_evicted() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_of_the_tiers_says_which_chunk_goes(policy: str) -> None:
+def test_every_policy_of_the_tiers_reports_which_chunk_goes(policy: str) -> None:
     books = library(policy)
     first = [capture(books, tokens(chunk)) for chunk in range(6)]
     for _ in range(3):

@@ -44,7 +44,7 @@ def test_a_requests_figures_say_where_its_tokens_came_from_and_how_long_it_waite
     assert (report["num_loaded_bytes"], report["num_stored_bytes"]) == (2000, 330)
 
 
-def test_a_request_that_was_given_up_while_it_waited_has_no_times_and_is_not_counted() -> None:
+def test_a_request_that_was_abandoned_while_it_waited_has_no_times_and_is_not_counted() -> None:
     it = controller()
     it.on_new_request("r", RequestMetadata(segments((None, 9))), keys(2), 9, 10.0)
     figures = it.on_finished("r")
@@ -271,7 +271,7 @@ def hottest(it: CacheController) -> list[dict[str, Any]]:
     return cast("list[dict[str, Any]]", it.report()["hottest_documents"])
 
 
-def test_a_tenants_hot_documents_lie_where_his_own_kv_does(tmp_path: Path) -> None:
+def test_hot_documents_of_a_tenant_are_counted_from_its_own_kv(tmp_path: Path) -> None:
     file = tmp_path / "tenants.toml"
     file.write_text("".join(f'[[tenants]]\nname = "{name}"\nkeys = ["{name * 16}"]\n' for name in "xy"))
     it = controller(tiers={tier: TierReport(1000, 10) for tier in Tier}, tenants=file)

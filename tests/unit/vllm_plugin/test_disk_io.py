@@ -315,7 +315,7 @@ def failing_write(file: SlotFile, *args: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_job_is_read_by_several_readers_and_what_is_given_up_of_it_costs_nothing_of_the_rest(
+def test_a_job_is_read_by_several_readers_and_a_cancelled_part_costs_nothing(
     opening: Opening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk_io, "_READ_AT_ONCE_BYTES", 1)

@@ -151,7 +151,7 @@ def test_requests_in_the_engine_keep_theirs_and_share_none_of_it_any_more() -> N
     check_invariants(it.tree)
 
 
-def test_what_is_left_is_told_until_the_last_holder_has_given_it_up() -> None:
+def test_pending_blocks_are_reported_until_the_last_holder_deletes_them() -> None:
     it = controller()
     shelves = Shelf(it, Tier.HOST), Shelf(it, Tier.DISK)
     run(it, "r", segments(("a", 8)), keys(2))
@@ -211,7 +211,7 @@ def test_what_may_have_been_made_of_a_document_elsewhere_is_forgotten_with_it() 
     check_invariants(it.tree)
 
 
-def test_what_was_made_of_something_too_old_is_given_up_with_it() -> None:
+def test_derived_blocks_are_deleted_with_their_too_old_source() -> None:
     it = controller()
     gpu, apart = Shelf(it, Tier.GPU), private_hashes(keys(6), 1, b"same")
     it.on_new_request("one", RequestMetadata(segments(("a", 12), (None, 24))), keys(6), 24, 0.0)

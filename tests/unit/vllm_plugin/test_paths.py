@@ -65,7 +65,7 @@ def test_documents_beyond_the_limit_are_transient_and_not_stored() -> None:
         (segments(("a", 8), ("b", 20)), 5, 20),
     ],
 )
-def test_what_is_worth_storing_ends_with_the_last_kept_document(
+def test_blocks_are_stored_up_to_the_last_kept_document(
     parts: tuple[PromptSegment, ...], limit: int | None, expected: int | None
 ) -> None:
     it = controller(max_cached_documents=limit)

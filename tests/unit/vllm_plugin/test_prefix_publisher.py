@@ -163,7 +163,7 @@ def test_paths_from_before_a_restart_belong_to_the_static_prefix_in_front_of_the
     assert new.mirror.num_cached_tokens(prefix_of(1), "ac") == 24
 
 
-def test_what_is_private_is_not_told_after_a_restart() -> None:
+def test_private_documents_are_not_reported_after_a_restart() -> None:
     old = Engine()
     old.ask("ac")
     new = restarted(old)
@@ -178,7 +178,7 @@ def test_what_is_private_is_not_told_after_a_restart() -> None:
     ("owner", "is_everybodys", "is_acmes"),
     [(None, True, False), ("book", True, False), ("acme", False, True), ("gone", False, False)],
 )
-def test_after_a_restart_everybody_is_told_what_is_nobodys_and_a_tenant_what_is_his(
+def test_after_a_restart_tenants_see_their_own_and_unowned_documents(
     tmp_path: Path, owner: str | None, is_everybodys: bool, is_acmes: bool
 ) -> None:
     path = tmp_path / "tenants.toml"
@@ -228,7 +228,7 @@ def test_the_tree_is_not_followed_once_no_client_polls() -> None:
     it.check()
 
 
-def test_a_cache_that_is_emptied_at_once_is_told_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_is_emptied_at_once_is_reported_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ragcache_core.vllm_plugin.cache.prefix_publisher._MAX_AT_ONCE", 2)
     it = Engine()
     for documents in ("ab", "ba", "ca", "cb", "ac"):
@@ -254,7 +254,7 @@ def test_the_oldest_paths_are_forgotten_and_said_to_be_gone() -> None:
     assert it.mirror.num_cached_tokens(prefix_of(), "b") == 8
 
 
-def test_documents_behind_the_last_that_is_told_of_are_not_looked_at() -> None:
+def test_documents_after_the_last_reported_one_are_not_checked() -> None:
     it = Engine()
     num_documents = 2000
     tokens = list(range((num_documents + 1) * BLOCK))
@@ -292,7 +292,7 @@ def test_documents_behind_the_last_that_is_told_of_are_not_looked_at() -> None:
     st.sampled_from([1, 2, 1000]),
     st.sampled_from([3, 50_000]),
 )
-def test_whatever_happens_the_mirror_says_what_the_tree_would(
+def test_whatever_happens_the_mirror_reports_what_the_tree_would(
     steps: list[Any], ghost_size: int, num_at_once: int, max_unread: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patched:
@@ -316,7 +316,7 @@ def test_whatever_happens_the_mirror_says_what_the_tree_would(
     ),
     st.sampled_from([1, 2, 1000]),
 )
-def test_whatever_happens_after_a_restart_the_mirror_says_what_the_tree_would(
+def test_whatever_happens_after_a_restart_the_mirror_reports_what_the_tree_would(
     before: list[tuple[str, int]], steps: list[Any], num_at_once: int
 ) -> None:
     old = Engine()

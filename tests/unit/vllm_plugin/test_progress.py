@@ -96,7 +96,7 @@ async def test_an_engine_whose_step_may_take_no_longer_hangs_though_it_is_busy(c
     watching.cancel()
 
 
-async def test_a_dead_engine_is_vllms_to_tell(core: Core) -> None:
+async def test_a_dead_engine_is_reported_by_vllm(core: Core) -> None:
     core.is_dead = True
     progress = EngineProgress(core.ask, core.read, limit_s=LIMIT_S)
     await asyncio.wait_for(progress.watch(), 5)
@@ -104,7 +104,7 @@ async def test_a_dead_engine_is_vllms_to_tell(core: Core) -> None:
 
 
 @pytest.mark.parametrize(("said", "seconds"), [(None, 30.0), ("", 30.0), ("2.5", 2.5), ("0", None)])
-def test_the_environment_says_how_long_is_too_long(said: str | None, seconds: float | None) -> None:
+def test_the_environment_reports_how_long_is_too_long(said: str | None, seconds: float | None) -> None:
     assert hang_timeout_s({} if said is None else {HANG_TIMEOUT_ENV: said}) == seconds
 
 

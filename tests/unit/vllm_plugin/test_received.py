@@ -19,7 +19,7 @@ def test_what_an_idle_engine_says_without_a_step_is_its_report() -> None:
     assert received.engine() == {"num_requests": 1}
 
 
-def test_an_engine_has_room_until_it_says_otherwise_and_again_when_it_says_so() -> None:
+def test_an_engine_has_room_until_it_says_otherwise_and_again_when_it_reports_it() -> None:
     received = Received()
     received.begin(PluginSettings(policy="pgdsf", max_prefill_bs=2))
 
