@@ -300,7 +300,7 @@ class ChunkScheduling:
         """Return how many variants requests still hold, and how often the disk is being overwritten."""
         return self.library.num_forgotten()
 
-    def why_left(self) -> str | None:
+    def deletion_problem(self) -> str | None:
         """Return why a chunk may stay on disk: it is out of service."""
         if not self.library.is_disk_down:
             return None

@@ -200,7 +200,7 @@ class RAGCacheConnector(DocumentAware, ForwardingConnector):
         """Have what is forgotten from now on say that disks and stores may have it from earlier starts."""
         assert self.controller is not None
         for tier in self._lower:
-            self.controller.forgetting.remove_holder(cast("Holder", tier), why_left=tier.undeleted_reason)
+            self.controller.forgetting.remove_holder(cast("Holder", tier), deletion_problem=tier.undeleted_reason)
         self.controller.shared = None
 
     @property

@@ -298,7 +298,7 @@ class DiskTier(TransferTier):
             self._erasures.append(self._io.erase(list(frozenset().union(*(erasure.names for erasure in failed)))))
         return len(self._erasures)
 
-    def why_left(self) -> str | None:
+    def deletion_problem(self) -> str | None:
         """Return why something may stay on the disk: it is out of service, or cannot be written to now."""
         self._notice_failure()
         if self._is_emptied:

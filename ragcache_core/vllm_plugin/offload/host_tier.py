@@ -337,7 +337,7 @@ class HostTier:
             self._are_kept_forgotten = num_kept > 0
         return len(leaving) + num_kept + (0 if self.journal is None else self.journal.num_scrubs)
 
-    def why_left(self) -> None:
+    def deletion_problem(self) -> None:
         """Return None: copies end."""
 
     # Inside

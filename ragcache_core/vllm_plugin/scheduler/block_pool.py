@@ -513,7 +513,7 @@ class TreeBlockPool(BlockPool):
         """Return 0: what requests keep is theirs alone."""
         return 0
 
-    def why_left(self) -> None:
+    def deletion_problem(self) -> None:
         """Return None."""
 
     def reset_prefix_cache(self) -> bool:

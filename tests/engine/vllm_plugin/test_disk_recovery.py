@@ -105,7 +105,7 @@ def test_what_is_forgotten_meanwhile_does_not_come_back(
     assert until(lambda: is_back(scene), 30)
     assert scene.hits(keys) == []
     assert until(lambda: not scene.tier.num_pending(), 30)
-    assert scene.tier.why_left() is None
+    assert scene.tier.deletion_problem() is None
     data = scene.data_file.read_bytes()
     assert not any(payload(key) in data for key in keys[:3])
     assert scene.store("C") == scene.hits(scene.announce("C"))
@@ -199,9 +199,9 @@ def test_a_disk_that_a_restarted_engine_cannot_open_comes_back(
         assert "is out of service until the disk answers: the disk does not answer" in plugin_log.text
         if is_forgotten:
             scene.controller.forgetting.forget({"D"})
-            assert str(scene.directory) in str(scene.tier.why_left())
+            assert str(scene.directory) in str(scene.tier.deletion_problem())
     assert until(lambda: is_back(scene), 30)
-    assert scene.tier.why_left() is None
+    assert scene.tier.deletion_problem() is None
     assert scene.tier.path == before.tier.path
     if is_forgotten:
         data = scene.data_file.read_bytes()

@@ -286,7 +286,7 @@ def test_what_is_forgotten_is_gone_after_a_restart_and_so_is_what_was_named_late
     assert receipt["forgotten"] == ["copy"]
     assert receipt["num_blocks"] == {"disk": 3}
     assert left_of(again) == 0
-    assert again.tier.why_left() is None
+    assert again.tier.deletion_problem() is None
     again.check()
     files = files_of(again)
     assert [payload(key)[:64] in files for key in (*one, *other)] == [True] + [False] * 3 + [True] * 6
@@ -333,7 +333,7 @@ def test_a_disk_that_is_gone_is_a_problem_and_no_error(opening: Opening) -> None
     receipt = forget(it, "B")
     assert receipt["forgotten"] == ["B"]
     assert left_of(it) == 0
-    why = it.tier.why_left()
+    why = it.tier.deletion_problem()
     assert why is not None
     assert str(it.tier.path) in why
     assert it.num_hits("B") == 0
@@ -384,12 +384,12 @@ def test_an_erasure_that_the_disk_refuses_is_tried_again_until_it_does_it(
         forget(it, "C")
         for _ in range(3):
             assert left_of(it, timeout_s=1) > 0
-            assert f"if it ends before that, delete {it.tier.path}" in str(it.tier.why_left())
+            assert f"if it ends before that, delete {it.tier.path}" in str(it.tier.deletion_problem())
             it.store("B")
             assert it.num_hits("B") == 0, "nothing of it is stored again meanwhile"
             assert until(lambda: it.tier._io.can_write)
     assert until(lambda: left_of(it) == 0)
-    assert it.tier.why_left() is None
+    assert it.tier.deletion_problem() is None
     assert not [key for key in (*keys, *others) if payload(key)[:64] in files_of(it)]
     assert until(lambda: it.store("B") == it.hits(keys)), "then it is"
 
@@ -507,7 +507,7 @@ def test_a_reset_that_could_not_empty_the_disk_is_a_problem(
     it.tier.clear()
     forget(it, "B")
     assert left_of(it) == 0
-    assert (it.tier.why_left() is not None) == is_full
+    assert (it.tier.deletion_problem() is not None) == is_full
 
 
 def test_an_erasure_that_the_disk_refuses_to_the_end_is_found_no_more_after_a_restart(
@@ -534,4 +534,4 @@ def test_an_erasure_that_fails_after_a_reset_is_a_problem(opening: Opening, monk
     monkeypatch.setattr(ChunkStore, "erase", failing(CacheWriteError("No space left on device")))
     forget(it, "B")
     assert left_of(it) == 0
-    assert it.tier.why_left() is not None, "the bytes of what was emptied may still be there"
+    assert it.tier.deletion_problem() is not None, "the bytes of what was emptied may still be there"

@@ -100,7 +100,7 @@ class Machine:
     def store(self, documents: str) -> None:
         """Store a request's chunks, and wait until the threads have nothing more to do with them."""
         self.result(self.submit_store(documents))
-        assert until(lambda: not self.tier._io.is_writing)
+        assert until(lambda: not self.tier._io.num_waiting)
 
     def result(self, job_id: int, timeout_s: float = 15.0) -> EndedJob:
         def has_ended() -> bool:
@@ -495,9 +495,9 @@ def test_forgotten_documents_are_deleted_behind_what_is_being_stored(start: Star
     one.result(one.submit_store("AD"))
     one.controller.forget({"D"})
     assert until(lambda: not one.tier.num_pending())
-    assert until(lambda: not one.tier._io.is_writing)
+    assert until(lambda: not one.tier._io.num_waiting)
     assert len(rests_of(server)) == 3
-    assert one.tier.why_left() is None
+    assert one.tier.deletion_problem() is None
     assert (one.read("AB"), one.read("AC")) == (1, 3)
 
 
@@ -509,7 +509,7 @@ def test_what_cannot_be_deleted_now_is_reported_and_deleted_when_the_store_is_ba
     one.store("AB")
     server.process.send_signal(signal.SIGSTOP)
     one.controller.forget({"B"})
-    assert until(lambda: "may have 3 chunks" in (one.tier.why_left() or ""), 10.0)
+    assert until(lambda: "may have 3 chunks" in (one.tier.deletion_problem() or ""), 10.0)
     server.process.send_signal(signal.SIGCONT)
     assert until(lambda: not one.tier.num_pending(), 20.0)
     assert len(rests_of(server)) == 1
@@ -542,7 +542,7 @@ def test_an_engine_whose_store_is_gone_keeps_each_deletion_once_and_none_of_what
         one.end(context)
         one.controller.forget({"B"})
     assert until(lambda: one.tier.num_pending() == len(keys))
-    assert until(lambda: one.tier.why_left() is not None)
+    assert until(lambda: one.tier.deletion_problem() is not None)
     one.begin("CD")
     one.controller.tick(time.time() + 1000)
     time.sleep(0.1)
@@ -558,7 +558,7 @@ def test_a_store_that_owes_too_many_deletions_is_used_no_more(
     one.store("ABCD")
     server.client().execute_command("ACL", "SETUSER", "default", "-unlink")
     one.controller.forget({"A"})
-    assert until(lambda: "is used no more" in (one.tier.why_left() or ""), 10.0)
+    assert until(lambda: "is used no more" in (one.tier.deletion_problem() or ""), 10.0)
     assert one.tier.num_pending() == 0
     server.client().execute_command("ACL", "SETUSER", "default", "+unlink")
     assert one.read("ABCD") == 0, "what could not be deleted is not read"

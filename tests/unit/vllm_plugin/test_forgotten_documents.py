@@ -45,7 +45,7 @@ class Shelf:
     def num_pending(self) -> int:
         return self.late
 
-    def why_left(self) -> str | None:
+    def deletion_problem(self) -> str | None:
         return self.why
 
 
