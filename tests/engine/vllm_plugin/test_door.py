@@ -130,7 +130,7 @@ def engines(app: FastAPI, told: list[Any], monkeypatch: pytest.MonkeyPatch) -> l
 
     app.state.ragcache_engine_client = None
     monkeypatch.setattr(document_routes, "call_report", call_report)
-    monkeypatch.setattr(document_routes.received, "tell", lambda reports: told.extend(reports))
+    monkeypatch.setattr(document_routes.received, "update", lambda reports: told.extend(reports))
     monkeypatch.setattr(document_routes, "call_forget", forget)
     monkeypatch.setattr(document_routes, "call_left", call_left)
     monkeypatch.setattr(document_routes.received, "engine", dict)
