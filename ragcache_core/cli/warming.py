@@ -225,11 +225,11 @@ def expected_of(
     elif from_log is not None:
         from ragcache_core.sim.traces.log_import import read_questions
 
-        asked = read_questions(from_log)
-        with counting_requests("searching", len(asked)) as progress:
-            documents = retrieved_for(store, (text for _, text in asked), num_wanted, progress)
-        times_s, questions = zip(*asked, strict=True)
-        found = Expected(f"{len(asked):,} questions of {from_log.name}", times_s, documents, questions)
+        timed_questions = read_questions(from_log)
+        with counting_requests("searching", len(timed_questions)) as progress:
+            documents = retrieved_for(store, (text for _, text in timed_questions), num_wanted, progress)
+        times_s, questions = zip(*timed_questions, strict=True)
+        found = Expected(f"{len(timed_questions):,} questions of {from_log.name}", times_s, documents, questions)
     else:
         with counting_requests("searching", num_popularity_searches(store)) as progress:
             documents = retrieved_by_popularity(store, num_wanted, progress)
@@ -418,8 +418,8 @@ def warm_store(store: DocumentStore, url: str, api_key: str | None) -> tuple[dic
     with Engine.connect(url, api_key=api_key) as engine:
         plan = plan_of(engine, store, expected, PromptLayout(), None, DEFAULT_COST_MODEL)
         receipt = warm_engine(engine, plan)
-    told = {"url": url, **plan_to_dict(plan, expected), "receipt": receipt.to_dict()}
-    return told, [*lines_of(plan, expected), receipt_line(receipt, plan)]
+    report = {"url": url, **plan_to_dict(plan, expected), "receipt": receipt.to_dict()}
+    return report, [*lines_of(plan, expected), receipt_line(receipt, plan)]
 
 
 def warm_engine(

@@ -103,13 +103,13 @@ def _read_costs(response: httpx.Response) -> EngineCosts | None:
     """Return what was measured; ``None`` where there is no such route."""
     if response.status_code == 404:
         return None
-    said: Any = response.raise_for_status().json()
+    data: Any = response.raise_for_status().json()
     prefill: PrefillCostModel | str = "how long its prefills take was not measured: run 'ragcache profile', and restart"
-    if said["prefill"] is not None:
-        prefill = PrefillCostModel.from_dict(said["prefill"])
+    if data["prefill"] is not None:
+        prefill = PrefillCostModel.from_dict(data["prefill"])
     reuse: MeasuredReuse | str = _NO_REUSE
-    if (told := said["chunk_reuse"]) is not None:
-        reuse = MeasuredReuse(float(told["alpha"]), tuple(AlphaPoint(**point) for point in told["points"]))
+    if (measured := data["chunk_reuse"]) is not None:
+        reuse = MeasuredReuse(float(measured["alpha"]), tuple(AlphaPoint(**point) for point in measured["points"]))
     return EngineCosts(prefill, reuse)
 
 
@@ -193,7 +193,7 @@ class DeadlineClient:
         elif decision.messages is not None:
             moved = planned(decision.messages, chunk_reuse=wish if wish is not None else exactly)
             moved = replace(moved, extra_body={"messages": decision.messages, **moved.extra_body})
-            plan = replace(moved, asked=plan.asked)  # the chat goes on with the messages that it holds
+            plan = replace(moved, tool_chat=plan.tool_chat)  # the chat goes on with the messages that it holds
         return replace(plan, deadline=decision.report)
 
     def _decide(

@@ -233,8 +233,8 @@ class EngineClient(Handle, ABC):
     ) -> Generation:
         """Return the whole answer to ``prompt``; see :meth:`stream`."""
         check_one_answer(sampling)
-        asked = {"max_tokens": max_tokens, "temperature": temperature, "chunk_reuse": chunk_reuse, **sampling}
-        return join_chunks(list(self.stream(prompt, **asked)))
+        request_options = {"max_tokens": max_tokens, "temperature": temperature, "chunk_reuse": chunk_reuse, **sampling}
+        return join_chunks(list(self.stream(prompt, **request_options)))
 
     def stream(
         self,
@@ -282,8 +282,8 @@ class EngineClient(Handle, ABC):
     ) -> Generation:
         """Return the whole answer to ``prompt``; see :meth:`stream`. Cancelling it ends the request in the engine."""
         check_one_answer(sampling)
-        asked = {"max_tokens": max_tokens, "temperature": temperature, "chunk_reuse": chunk_reuse, **sampling}
-        async with aclosing(self.astream(prompt, **asked)) as chunks:
+        request_options = {"max_tokens": max_tokens, "temperature": temperature, "chunk_reuse": chunk_reuse, **sampling}
+        async with aclosing(self.astream(prompt, **request_options)) as chunks:
             return join_chunks([chunk async for chunk in chunks])
 
     async def astream(

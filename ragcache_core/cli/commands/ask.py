@@ -48,7 +48,7 @@ DEFAULT_MAX_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class _ChatTurn:
-    asked: ChatMessage
+    question: ChatMessage
     answer: str
     documents: tuple[Document, ...]
 
@@ -107,10 +107,10 @@ class Conversation:
         return [document for document in documents if document.doc_id not in shown]
 
     def _messages(self, documents: Sequence[Document], question: str) -> list[ChatMessage]:
-        *prefix, asked = self.layout.messages(self._new(documents), question)
+        *prefix, last_message = self.layout.messages(self._new(documents), question)
         for turn in self._turns:
-            prefix += [turn.asked, {"role": "assistant", "content": turn.answer}]
-        return [*prefix, asked]
+            prefix += [turn.question, {"role": "assistant", "content": turn.answer}]
+        return [*prefix, last_message]
 
 
 _DEFAULT_K = 2
@@ -318,12 +318,12 @@ def _summary(found: RetrievalUpdate, answer: Generation) -> str:
         *((stats.num_gpu_tokens, "GPU"), (stats.num_host_tokens, "host"), (stats.num_disk_tokens, "disk")),
         (stats.num_shared_tokens, "the shared store"),
     )
-    told = ", ".join(f"{num_tokens} from {tier}" for num_tokens, tier in tiers if num_tokens)
+    tier_counts = ", ".join(f"{num_tokens} from {tier}" for num_tokens, tier in tiers if num_tokens)
     first = "" if stats.ttft_s is None else f"; first token after {stats.ttft_s:.3f} s"
     names = ", ".join(printable(document.doc_id) for document in found.documents)
     return (
         f"[{names}] {stats.num_prompt_tokens} prompt tokens, {stats.num_cached_tokens} of them cached"
-        f"{f' ({told})' if told else ''}{first}, "
+        f"{f' ({tier_counts})' if tier_counts else ''}{first}, "
         f"all after {stats.total_s:.3f} s"
     )
 

@@ -192,8 +192,8 @@ def _of_openai(error: Exception) -> RAGCacheError:
 def _is_constrained(error: Exception) -> bool:
     """Return whether the answer to the request that failed had to follow a grammar."""
     try:
-        asked = json.loads(error.request.content)  # type: ignore[attr-defined]
-        return asked.get("tool_choice", "auto") not in ("auto", "none") or any(map(asked.get, _CONSTRAINTS))
+        body = json.loads(error.request.content)  # type: ignore[attr-defined]
+        return body.get("tool_choice", "auto") not in ("auto", "none") or any(map(body.get, _CONSTRAINTS))
     except (AttributeError, RuntimeError, ValueError):  # no request at hand, or one without JSON
         return False
 

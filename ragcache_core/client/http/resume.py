@@ -155,16 +155,16 @@ class ResumableStream:
         if not isinstance(added, dict):
             self._is_known = False
             return
-        said = {name: value for name, value in self._body.items() if value is not None}
+        settings = {name: value for name, value in self._body.items() if value is not None}
         most, is_parsed = added.pop("most_tokens", None), added.pop("is_parsed", False)
         default = added.pop("max_tokens", None)
-        if "messages" in said:
-            limits = [said.get("max_completion_tokens"), said.get("max_tokens"), default]
+        if "messages" in settings:
+            limits = [settings.get("max_completion_tokens"), settings.get("max_tokens"), default]
         else:
-            limits, is_parsed = [said.get("max_tokens"), _COMPLETION_TOKENS], False
+            limits, is_parsed = [settings.get("max_tokens"), _COMPLETION_TOKENS], False
         limit = next((limit for limit in limits if limit is not None), None)
         self._limit = min((tokens for tokens in (limit, most) if tokens is not None), default=None)
-        self._is_known = not is_parsed and can_resume({**added, **said})
+        self._is_known = not is_parsed and can_resume({**added, **settings})
 
     @property
     def response_id(self) -> str | None:
@@ -184,7 +184,7 @@ class ResumableStream:
             EngineDiedError: it goes on otherwise than it had begun.
         """
         *events, self._buffer = (self._buffer + part).split(b"\n\n")
-        return b"".join(told + b"\n\n" for event in events if (told := self._client_event(event)) is not None)
+        return b"".join(out + b"\n\n" for event in events if (out := self._client_event(event)) is not None)
 
     async def rest(self, decode: Decode) -> httpx.Request | None:
         """Return the request for what is missing; ``None`` if the answer was cut where it cannot go on.
@@ -261,8 +261,10 @@ class ResumableStream:
         headers = [(name, value) for name, value in self._request.headers.raw if name.lower() != b"content-length"]
         body = {**self._body, **changes, "return_token_ids": True}
         content = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
-        asked = self._request
-        return httpx.Request(asked.method, asked.url, headers=headers, content=content, extensions=asked.extensions)
+        original = self._request
+        return httpx.Request(
+            original.method, original.url, headers=headers, content=content, extensions=original.extensions
+        )
 
     def _own_id(self) -> str:
         """Return the id that makes the next answer's the same, in which its figures are found."""
@@ -311,7 +313,7 @@ class ResumableStream:
     def _take(self, choice: dict[str, Any]) -> bool:
         """Note what a choice says, and leave out what was said before; return whether it is worth an event."""
         shown, name = (choice["delta"], "content") if "delta" in choice else (choice, "text")
-        said: str = shown.get(name) or ""
+        text: str = shown.get(name) or ""
         ids = choice.get("token_ids")
         self._ids += ids or ()
         others = [key for key, value in choice.get("delta", {}).items() if value and key not in ("role", "content")]
@@ -324,7 +326,7 @@ class ResumableStream:
         for hidden in ("token_ids", "prompt_token_ids"):
             if hidden in choice:
                 choice[hidden] = None
-        again, said = said[: len(self._replayed)], said[len(self._replayed) :]
+        again, text = text[: len(self._replayed)], text[len(self._replayed) :]
         if not self._replayed.startswith(again) or (is_finished and len(again) < len(self._replayed)):
             if self._num_ids_before:
                 self._marks = [_Mark(0, 0, 0)]
@@ -334,15 +336,15 @@ class ResumableStream:
             )
         self._has_finish_reason = self._has_finish_reason or is_finished
         self._replayed = self._replayed[len(again) :]
-        self._text += said
+        self._text += text
         self._is_known = self._is_known and not others
-        if again or said:
+        if again or text:
             self._is_known = self._is_known and ids is not None
             self._marks.append(_Mark(len(self._ids), len(self._text) - len(self._replayed), len(ids or ())))
         waits = self.is_sampled and self._is_known and not is_finished
         end = self._resumable_end() if waits else len(self._text)
         passed_on, self._num_passed_on = self._text[self._num_passed_on : end], end
-        if passed_on or said or again:
+        if passed_on or text or again:
             shown[name] = passed_on
         return bool(passed_on or others or choice.get("finish_reason"))
 

@@ -115,11 +115,11 @@ class AsyncRetryingTransport(httpx.AsyncBaseTransport):
 
     async def decode(self, attempt: Attempt, error: Exception, token_ids: list[int]) -> str | None:
         """Return the text of tokens of an answer that ``error`` cut, once the server is back; ``None`` if unknown."""
-        asked = attempt.request
-        headers = {name: value for name, value in asked.headers.items() if name == "authorization"}
-        body = {"model": json.loads(asked.content).get("model"), "tokens": token_ids}
-        url = f"{str(asked.url).partition('/v1/')[0]}/detokenize"
-        request = httpx.Request("POST", url, headers=headers, json=body, extensions=asked.extensions)
+        original = attempt.request
+        headers = {name: value for name, value in original.headers.items() if name == "authorization"}
+        body = {"model": json.loads(original.content).get("model"), "tokens": token_ids}
+        url = f"{str(original.url).partition('/v1/')[0]}/detokenize"
+        request = httpx.Request("POST", url, headers=headers, json=body, extensions=original.extensions)
         own = Attempt(self._watch, request, self._policy, self._resumed)
         response = await self.open(own, request, error)
         try:

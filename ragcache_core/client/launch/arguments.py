@@ -194,9 +194,9 @@ def check_context(model: str, arguments: Sequence[str], environment: Mapping[str
     Raises:
         ConfigError: with the longest that it has.
     """
-    asked, path = number_of(arguments, "--max-model-len"), Path(model).expanduser() / "config.json"
+    requested_len, path = number_of(arguments, "--max-model-len"), Path(model).expanduser() / "config.json"
     may_be_longer = _LONGER_CONTEXT_ENV in environment or any("hf" in a and "overrides" in a for a in arguments)
-    if asked is None or may_be_longer or not path.is_file():
+    if requested_len is None or may_be_longer or not path.is_file():
         return
     try:
         config = json.loads(path.read_bytes())
@@ -204,9 +204,9 @@ def check_context(model: str, arguments: Sequence[str], environment: Mapping[str
         is_plain = _has_plain_positions(config)
     except (ValueError, TypeError, AttributeError):
         return
-    if lengths and is_plain and asked > max(lengths):
+    if lengths and is_plain and requested_len > max(lengths):
         raise ConfigError(
-            f"max_model_len is {asked}, this model has positions for {max(lengths)} tokens ({path}): lower "
+            f"max_model_len is {requested_len}, this model has positions for {max(lengths)} tokens ({path}): lower "
             "max_model_len"
         )
 

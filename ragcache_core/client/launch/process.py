@@ -203,8 +203,8 @@ class ServerProcess:
         errors = [i for i in errors if not _POINTS_ELSEWHERE.search(lines[i])] or errors
         begin = errors[-1] if errors else max(len(lines) - 1, 0)
         more = takewhile(lambda line: not line.startswith("Traceback"), lines[begin + 1 : begin + _LAST_LINES])
-        said = " ".join(map(unprefixed, [*lines[begin : begin + 1], *more])) or "it logged nothing"
-        return f"{said[:_MAX_LAST_WORDS]} (log: {self.log_path})"
+        last_lines = " ".join(map(unprefixed, [*lines[begin : begin + 1], *more])) or "it logged nothing"
+        return f"{last_lines[:_MAX_LAST_WORDS]} (log: {self.log_path})"
 
     def wait(self) -> int:
         """Wait until the server's main process has ended; return its exit status."""

@@ -237,13 +237,13 @@ class CachedPrefixes(CachedPrefixIndex):
         part_pause_s = _PART_PAUSE_S
         while True:
             answer = await self._ask(client, cursor)
-            told = answer["engines"]  # what was before a reset serves until all is complete
+            reports = answer["engines"]  # what was before a reset serves until all is complete
             cursor = str(answer["cursor"])
-            if len(told) > _MAX_ENGINES or len(cursor) > _MAX_CURSOR_CHARS:
-                raise ValueError(f"{len(told)} engines and a cursor of {len(cursor)} characters are too many")
-            engines = [CachedPaths() if each["is_reset"] else engines[i] for i, each in enumerate(told)]
+            if len(reports) > _MAX_ENGINES or len(cursor) > _MAX_CURSOR_CHARS:
+                raise ValueError(f"{len(reports)} engines and a cursor of {len(cursor)} characters are too many")
+            engines = [CachedPaths() if each["is_reset"] else engines[i] for i, each in enumerate(reports)]
             read = {id(paths) for paths in self._engines or ()}
-            for paths, each in zip(engines, told, strict=True):
+            for paths, each in zip(engines, reports, strict=True):
                 # No reader has a copy that is not complete yet.
                 with self._changing() if id(paths) in read else nullcontext():
                     paths.apply(each["changes"])

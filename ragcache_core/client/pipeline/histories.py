@@ -170,7 +170,7 @@ class PersistentHistory(StageStabilityStats):
 
     def _save(self) -> None:
         self._num_unsaved = 0
-        known = {stage: said for stage, said in self.learnt.items() if self.is_known(stage)}
+        known = {stage: counts for stage, counts in self.learnt.items() if self.is_known(stage)}
         if not any(_differ(self._saved.get(stage), recent) for stage, recent in known.items()):
             return
         try:
@@ -192,7 +192,7 @@ def _read(path: Path) -> dict[int, StageRecord]:
     try:
         match json.loads(path.read_bytes()):
             case {"format": int(version), "stages": dict(stages)} if version == _FORMAT:
-                return {int(stage): _checked(*said) for stage, said in stages.items()}
+                return {int(stage): _checked(*counts) for stage, counts in stages.items()}
     except (OSError, ValueError, TypeError) as error:
         logger.debug("nothing is known of a search's stages: %s", error)
     return {}

@@ -449,8 +449,8 @@ class SearchRun:
         if self._on_event is None:
             return
         for event in events:
-            if (told := self._on_event(event)) is not None:
-                await told
+            if (awaitable := self._on_event(event)) is not None:
+                await awaitable
 
     def _now_s(self) -> float:
         return time.perf_counter() - self._began_s

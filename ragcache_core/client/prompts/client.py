@@ -104,9 +104,9 @@ class PromptClient:
         Raises:
             EngineError: the server cannot be asked.
         """
-        told = (body.get("kv_transfer_params") or {}).get("prompt_token_ids") or body.get("prompt")
-        if isinstance(told, list) and all(isinstance(token, int) for token in told):
-            return told
+        prompt_tokens = (body.get("kv_transfer_params") or {}).get("prompt_token_ids") or body.get("prompt")
+        if isinstance(prompt_tokens, list) and all(isinstance(token, int) for token in prompt_tokens):
+            return prompt_tokens
         try:
             if isinstance(messages := body.get("messages"), list) and messages and self.tokenizer.finds_documents:
                 return self.tokenizer.lay_out(messages, (), settings=body).token_ids
@@ -128,8 +128,8 @@ class PromptClient:
 
         ``answer`` returns its message as the next request will send it back.
         """
-        if plan.asked is not None:
-            self._tool_calls.add(plan.asked, answer())
+        if plan.tool_chat is not None:
+            self._tool_calls.add(plan.tool_chat, answer())
 
     def plan_rendered(
         self,
@@ -224,7 +224,7 @@ class PromptClient:
                 **changed_messages(messages, sent),
             },
             num_chars=sum(len(text) for message in sent for text in texts_of(message.get("content"))),
-            asked=ChatWithTools(sent, settings, list(dict.fromkeys(each[:2] for each in shown)))
+            tool_chat=ChatWithTools(sent, settings, list(dict.fromkeys(each[:2] for each in shown)))
             if fields.get("tools")
             else None,
         )

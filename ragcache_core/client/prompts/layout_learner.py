@@ -37,7 +37,8 @@ class LearnedLayout:
                  `------- the message that shows documents -----'
 
     ``head`` and ``gap`` may hold marks for the next document's number and id. ``num_documents`` of them are laid out
-    regularly: 0 none, 1 the first, ``None`` all. The question begins at ``tail[asked]``; ``tail`` is only rendered.
+    regularly: 0 none, 1 the first, ``None`` all. The question begins at ``tail[question_start]``; ``tail``
+    is only rendered.
     """
 
     before: tuple[ChatMessage, ...]
@@ -47,7 +48,7 @@ class LearnedLayout:
     first_number: int
     num_documents: int | None
     tail: str
-    asked: int
+    question_start: int
     after: tuple[ChatMessage, ...]
     without_history: tuple[ChatMessage, ...] = ()
     """What would follow ``before`` if the chat had only begun, where ``message`` is the first of its history."""
@@ -68,9 +69,15 @@ class LearnedLayout:
         """Return the messages about ``documents`` twice, with the rest of those that were seen."""
         text = self.text(self.texts(documents))
         is_whole = self.num_documents is None or len(documents) <= self.num_documents
-        asked = self.asked if is_whole and documents else 0
+        question_start = self.question_start if is_whole and documents else 0
         one, other = (
-            [{**self.message, "content": f"{text}{self.tail[:asked]}{unknown} {self.tail[asked:]}"}, *self.after]
+            [
+                {
+                    **self.message,
+                    "content": f"{text}{self.tail[:question_start]}{unknown} {self.tail[question_start:]}",
+                },
+                *self.after,
+            ]
             for unknown in UNKNOWN
         )
         if self.without_history:
@@ -160,9 +167,13 @@ class LayoutLearner:
             if known is None or not is_foretold:
                 layout = seen
             else:  # what stands before the words that were searched for may be a part of a user's question
-                asked = common_prefix_len(known.tail[: known.asked], seen.tail)
+                question_start = common_prefix_len(known.tail[: known.question_start], seen.tail)
                 is_more = seen.has_more_samples_than(known)
-                layout = replace(seen, asked=min(asked, seen.asked)) if is_more else replace(known, asked=asked)
+                layout = (
+                    replace(seen, question_start=min(question_start, seen.question_start))
+                    if is_more
+                    else replace(known, question_start=question_start)
+                )
             if layout != known:
                 known = self._layout = layout
                 self._prompt = BoundPrompt(
@@ -225,8 +236,8 @@ def _layout_of(messages: Sequence[ChatMessage], shown: _Shown) -> LearnedLayout:
     spans, query = shown.spans, shown.search.query or ""
     head, tail = content[: spans[0].start], content[spans[-1].end :]
     after = tuple(messages[shown.index + 1 :])
-    asked = _place_of(query, tail)
-    if query and asked is None and all(_place_of(query, m["content"]) is None for m in after):
+    question_start = _place_of(query, tail)
+    if query and question_start is None and all(_place_of(query, m["content"]) is None for m in after):
         for i, text in enumerate([*(m["content"] for m in messages[: shown.index]), head]):
             if (place := _place_of(query, text)) is not None:
                 return _static_part(messages, i, place, len(query.strip()), is_question_first=True)
@@ -243,7 +254,7 @@ def _layout_of(messages: Sequence[ChatMessage], shown: _Shown) -> LearnedLayout:
         first_number=0,
         num_documents=1,
         tail=tail,
-        asked=asked or 0,
+        question_start=question_start or 0,
         after=after,
     )
     gaps = [content[one.end : other.start] for one, other in pairwise(spans)]
@@ -272,7 +283,7 @@ def _static_part(
         first_number=0,
         num_documents=0,
         tail=content[start + num_chars :],
-        asked=0,
+        question_start=0,
         after=tuple(messages[index + 1 :]),
         is_question_first=is_question_first,
     )

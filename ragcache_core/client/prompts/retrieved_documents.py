@@ -30,7 +30,7 @@ class DocumentHint:
 
     def observe(self, plan: RequestPlan) -> None:
         """Look at a request; one that may only be about to search says nothing."""
-        if self._is_reported or plan.asked is not None:
+        if self._is_reported or plan.tool_chat is not None:
             return
         before, self._search = self._search, next(iter(RETRIEVED.searches()), None)
         if plan.doc_ids:

@@ -28,7 +28,7 @@ _USUAL = LearnedLayout(
     first_number=0,
     num_documents=None,
     tail="",
-    asked=0,
+    question_start=0,
     after=(),
 )
 """How the retriever tools of LangChain and LlamaIndex show documents, unless they are told otherwise."""
@@ -46,19 +46,19 @@ class ToolCalls:
         self._waiting: OrderedDict[str, _ParsedCall] = OrderedDict()
         self._tools: OrderedDict[str, _Tool] = OrderedDict()
 
-    def add(self, asked: ChatWithTools, answer: ChatMessage) -> None:
+    def add(self, tool_chat: ChatWithTools, answer: ChatMessage) -> None:
         """Record that a model answered a chat with the calls of ``answer``, a message as it will be sent back."""
         ids: tuple[str, ...] = ()
         for call_id, name, arguments in _calls_of(answer):
             ids, tool = (*ids, call_id), self._tool_of(name)
             layout = tool.learner.layout or _USUAL
             prompt = BoundPrompt(
-                _NextPrompt(asked, answer, ids, layout),
+                _NextPrompt(tool_chat, answer, ids, layout),
                 self._tokenizer,
                 max_model_len=self._max_model_len,
                 has_documents=layout.num_documents != 0,
-                scope=self._scopes.read(asked.settings),
-                settings=asked.settings,
+                scope=self._scopes.read(tool_chat.settings),
+                settings=tool_chat.settings,
             )
             with self._lock:
                 _put(self._waiting, call_id, _ParsedCall(tool, _texts_in(arguments), prompt), _MAX_CALLS)
@@ -127,7 +127,7 @@ class _ParsedCall:
 class _NextPrompt:
     """What an agent asks when the last call of ``answer`` here has a result; of those before it none is known."""
 
-    asked: ChatWithTools
+    tool_chat: ChatWithTools
     answer: ChatMessage
     call_ids: tuple[str, ...]
     layout: LearnedLayout
@@ -137,7 +137,7 @@ class _NextPrompt:
         *earlier, own = self.call_ids
         one, other = (
             [
-                *self.asked.messages,
+                *self.tool_chat.messages,
                 self.answer,
                 *({**_USUAL.message, "tool_call_id": call_id, "content": unknown} for call_id in earlier),
                 {**draft[0], "tool_call_id": own},
@@ -148,7 +148,7 @@ class _NextPrompt:
 
     def texts(self, documents: Sequence[Document]) -> list[tuple[DocId, str]]:
         """Return the documents as the messages show them, those that the chat showed already among them."""
-        return [*self.asked.documents, *self.layout.texts(documents)]
+        return [*self.tool_chat.documents, *self.layout.texts(documents)]
 
 
 def _calls_of(answer: ChatMessage) -> Iterator[tuple[str, str, Mapping[str, Any]]]:

@@ -47,7 +47,7 @@ class _Path:
     them, and ``said`` is what was said last, in the log of ``epoch``.
     """
 
-    __slots__ = ("documents", "epoch", "first", "key", "last", "node_ids", "prefix", "said")
+    __slots__ = ("documents", "epoch", "first", "key", "last", "node_ids", "prefix", "published")
 
     def __init__(self, prefix: bytes, documents: DocPath, key: bytes, first: int, last: int) -> None:
         self.prefix = prefix
@@ -61,7 +61,7 @@ class _Path:
         """Reset what was published of it, for a new log."""
         self.epoch = epoch
         self.node_ids: list[int] = []
-        self.said = 0, False
+        self.published = 0, False
 
 
 class PrefixPublisher:
@@ -267,8 +267,8 @@ class PrefixPublisher:
         return min(max(num_units, path.first), path.last)
 
     def _publish(self, path: _Path, num_units: int, is_whole: bool) -> None:
-        if (num_units, is_whole) != path.said:
-            path.said = num_units, is_whole
+        if (num_units, is_whole) != path.published:
+            path.published = num_units, is_whole
             num_tokens = num_units * self._tokens_per_unit
             self._log.append(PathChange(path.prefix, path.documents, num_tokens, is_whole))
 

@@ -62,7 +62,9 @@ class RAGCacheStats(KVConnectorStats):
         merged = offload[0].aggregate(offload[1]) if len(offload) == 2 else next(iter(offload), None)
         engine = other.data.get("engine") or self.data.get("engine")
         waited_s = {**(self.data.get("waited_s") or {}), **(other.data.get("waited_s") or {})}
-        load = {part: self.data.get(part) if (said := other.data.get(part)) is None else said for part in _LOAD}
+        load = {
+            part: self.data.get(part) if (part_value := other.data.get(part)) is None else part_value for part in _LOAD
+        }
         return self.of(requests=requests, engine=engine, offload=merged, waited_s=waited_s, **load)
 
     def reduce(self) -> dict[str, int | float]:

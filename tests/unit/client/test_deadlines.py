@@ -123,8 +123,8 @@ def test_an_agent_goes_on_with_the_messages_that_it_holds_whatever_was_sent(
     know_cached(server, engine, "moon sun", settings=settings)
     plan = planned(engine, 0.001, settings=settings)
     assert content(plan).startswith(MOON.text)
-    assert plan.asked is not None
-    assert plan.asked.messages[0]["content"] == CHAT[0]["content"]
+    assert plan.tool_chat is not None
+    assert plan.tool_chat.messages[0]["content"] == CHAT[0]["content"]
 
 
 @pytest.mark.parametrize(
