@@ -59,12 +59,12 @@ def test_what_is_put_again_is_replaced(store: RemoteStore) -> None:
 
 
 @pytest.mark.parametrize("num_there", [0, 1, 7, 8, 9, 33, 59, 60])
-def test_of_a_chain_the_leading_ones_are_found(store: RemoteStore, num_there: int) -> None:
+def test_the_leading_blocks_of_a_chain_are_found(store: RemoteStore, num_there: int) -> None:
     store.put([(name, b"x") for name in NAMES[:num_there]])
     assert store.exists(NAMES, is_chain=True) == [i < num_there for i in range(len(NAMES))]
 
 
-def test_of_single_names_each_that_is_there_is_found(store: RemoteStore) -> None:
+def test_single_names_that_exist_are_found(store: RemoteStore) -> None:
     store.put([(NAMES[i], b"x") for i in (1, 2, 5)])
     assert store.exists(NAMES[:7], is_chain=False) == [False, True, True, False, False, True, False]
 

@@ -252,7 +252,7 @@ async def test_a_server_asks_the_engine_for_what_no_step_has_reported(begin: Beg
         await routes.drain(requests[1])
 
 
-async def test_who_asks_what_is_cached_is_answered_by_all_engines(received: Received) -> None:
+async def test_a_query_for_cached_prefixes_is_answered_by_all_engines(received: Received) -> None:
     engines = [Engine(), Engine()]
 
     async def call_utility_all_async(name: str, cursor: str, tenant: str | None) -> list[object]:
@@ -331,7 +331,7 @@ def test_several_engines_have_series_of_their_own(received: Received) -> None:
     assert report["num_requests"] == 3, "together"
 
 
-def test_of_several_api_servers_the_first_shows_the_series_and_all_know_the_engine(
+def test_the_first_of_several_api_servers_exports_metrics_and_all_know_the_engine(
     received: Received,
 ) -> None:
     engine = Engine()

@@ -149,7 +149,7 @@ def test_a_selection_of_whole_chunks_splits_none_and_keeps_to_its_share(scene, a
     assert sum(computed) <= math.ceil(max_recompute * sum(chunk.span.num_tokens for chunk in made.reused))
 
 
-def test_of_whole_chunks_that_is_computed_which_looks_outwards_and_lost_its_neighbour() -> None:
+def test_a_whole_chunk_with_outward_attention_and_a_lost_neighbour_is_computed() -> None:
     asks = variant(1, 8, [(0, 6, 4.0)], intra=2.0)  # three quarters of its attention leave it
     tells = variant(2, 8, [(0, 6, 4.0)], intra=6.0)  # one quarter
     stored = {key(1): [asks], key(2): [tells]}

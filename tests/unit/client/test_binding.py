@@ -382,7 +382,7 @@ def expect_known_beginning(chain: Chain, question: str) -> None:
     assert known.token_ids == whole.token_ids[: len(known.token_ids)]
 
 
-def test_of_requests_that_are_answered_ahead_no_question_is_said_to_come_first(
+def test_speculative_requests_report_no_question_order(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     chain = Chain(question_first, joined)

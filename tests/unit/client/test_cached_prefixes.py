@@ -178,7 +178,7 @@ def test_what_changes_is_followed() -> None:
         until(lambda: door.ids(A, B, C) == "bac")
 
 
-def test_who_waits_for_an_answer_gets_one_that_knows_what_has_just_been_cached(
+def test_a_waiting_query_gets_an_answer_with_the_latest_cached_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("ragcache_core.client.ordering.cached_prefixes._POLL_INTERVAL_S", 60.0)

@@ -105,7 +105,7 @@ def test_documents_are_shown_in_the_cached_order_where_only_that_is_in_time(
 @pytest.mark.parametrize(
     "settings", [{"extra_body": {"cache_salt": "tenant-a"}}, {"model": "an-adapter"}, {"extra_body": {"model": "b"}}]
 )
-def test_nothing_that_is_cached_of_other_requests_counts_for_one_whose_kv_is_separate(
+def test_a_request_with_separate_kv_ignores_blocks_of_other_requests(
     engine: Engine, server: ScriptedServer, settings: dict[str, Any]
 ) -> None:
     know_cached(server, engine, "moon sun")

@@ -56,7 +56,7 @@ def test_ids_are_sent_once_each_and_the_receipt_is_read() -> None:
         assert server.asked == [("/v1/ragcache/documents/forget", {"ids": ["a", "b"], "wait_s": 5}, "Bearer key")]
 
 
-def test_more_ids_than_a_request_may_have_go_in_several_whose_receipts_are_added() -> None:
+def test_more_ids_than_the_limit_are_sent_in_several_requests_with_added_receipts() -> None:
     server = Server()
     receipt = server.routes.forget([str(i) for i in range(MAX_DOCUMENTS + 1)], 0)
     assert [len(body["ids"]) for _, body, _ in server.asked] == [MAX_DOCUMENTS, 1]

@@ -280,7 +280,7 @@ def test_an_engines_sockets_are_in_a_private_folder_unless_another_is_configured
     owner.end()
 
 
-def test_what_an_engine_left_whose_owner_died_is_free_before_memory_is_counted(
+def test_memory_of_an_engine_with_a_dead_owner_is_freed_before_memory_is_counted(
     owner: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as dead:

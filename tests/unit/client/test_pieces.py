@@ -253,7 +253,7 @@ def test_a_server_whose_log_was_removed_has_no_last_words(tmp_path: Path) -> Non
     assert process.returncode is not None
 
 
-def test_a_new_log_is_its_owners_alone_and_one_that_is_there_is_whose_it_was(tmp_path: Path) -> None:
+def test_a_new_log_is_private_and_an_existing_one_keeps_its_owner(tmp_path: Path) -> None:
     (tmp_path / "collected").touch()
     (tmp_path / "collected").chmod(0o640)
     before = os.umask(0)

@@ -319,7 +319,7 @@ def test_ranks_are_processes_that_start_and_end_together(processes: None, tmp_pa
     assert until(lambda: not rank_processes(), 20)
 
 
-def test_of_a_launch_in_which_one_process_fails_none_is_left(processes: None, tmp_path: Path) -> None:
+def test_a_launch_with_one_failed_process_leaves_none(processes: None, tmp_path: Path) -> None:
     first = two_free_ports()
     with pytest.raises(EngineStartError, match=rf"rank 1 of 2, at port {first + 1}: .*no room for the model"):
         Engine.launch(

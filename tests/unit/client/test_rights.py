@@ -100,7 +100,7 @@ def test_two_prompts_have_the_same_salt_where_their_documents_ask_for_the_same_g
     assert (salts[0] is None) == (not needed(one))
 
 
-def test_who_may_read_one_of_two_groups_shares_nothing_with_who_needs_both(engine: Engine) -> None:
+def test_a_reader_of_one_group_shares_nothing_with_a_reader_of_both(engine: Engine) -> None:
     prompts = [[SUN], [SUN, WAGES], [WAGES], [WAGES, SUIT], [BOTH], [SUN, BOTH, WAGES]]
     salts = [
         engine.integration.prompts.plan_rendered(

@@ -221,9 +221,7 @@ def test_restarts_are_counted_within_a_window_and_not_for_ever(own: Own) -> None
     assert "exit status -9" in owner.exit_reason()
 
 
-def test_a_server_whose_own_process_stands_still_and_does_not_answer_is_started_again(
-    own: Own, server: ScriptedServer
-) -> None:
+def test_a_server_with_a_stopped_process_is_restarted(own: Own, server: ScriptedServer) -> None:
     def start() -> FakeProcess:
         server.health_wait_s = 0.0
         return FakeProcess()

@@ -162,7 +162,7 @@ def test_a_mapping_carries_the_other_variables_of_the_prompt(make_rag: Any, gene
     assert len(generations()) == 1
 
 
-async def test_who_asks_the_same_may_join_either_speculation(
+async def test_an_equal_request_may_join_either_speculation(
     make_rag: Any, generations: Any, server: ScriptedServer
 ) -> None:
     slow, fast = Reply("slow " * 200, token_wait_s=0.002), Reply("fast " * 200)

@@ -60,7 +60,7 @@ def choose(replicas: Sequence[ReplicaState], *documents: str) -> str:
     return choose_replica(replicas, prompt_info(*documents)).name
 
 
-def test_who_has_most_of_a_prompt_gets_it() -> None:
+def test_the_replica_with_the_longest_cached_prefix_gets_the_prompt() -> None:
     replicas = fleet([("a",)], [("a", "b"), ("c",)], [("b", "a")])
     assert choose(replicas, "a", "b") == "replica-1"
     assert choose(replicas, "b", "a") == "replica-2"

@@ -58,7 +58,7 @@ def test_what_was_learnt_is_where_another_history_begins() -> None:
     assert not history.is_worthwhile(0, is_idle=True), "each learns by itself"
 
 
-def test_searches_whose_stages_are_all_wrong_are_hopeless_until_one_is_right() -> None:
+def test_searches_with_only_wrong_stages_are_never_worthwhile_until_one_is_right() -> None:
     history = StageStabilityStats()
     assert not history.never_worthwhile
     for stage in range(3):

@@ -90,7 +90,7 @@ def test_what_ends_a_single_turn_goes_before_documents_and_what_may_return_stays
     assert chatty.tree.locate(chain("S29", "q29", "a29")[-1]) is not None
 
 
-def test_of_conversations_as_old_those_that_had_more_turns_stay() -> None:
+def test_conversations_with_more_turns_outlive_equally_old_ones() -> None:
     chat = Chat()
     for i in range(100):  # one in five goes on, and then for long
         chat.ask(f"q{i}", f"a{i}")
