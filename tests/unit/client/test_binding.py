@@ -382,7 +382,7 @@ def expect_known_beginning(chain: Chain, question: str) -> None:
     assert known.token_ids == whole.token_ids[: len(known.token_ids)]
 
 
-def test_speculative_requests_report_no_question_order(
+def test_no_question_first_warning_for_speculative_requests(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     chain = Chain(question_first, joined)

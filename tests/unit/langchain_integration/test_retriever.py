@@ -41,7 +41,7 @@ def numbers(documents: list[Document]) -> set[int]:
     return {d.metadata["number"] for d in documents}
 
 
-async def test_a_filter_selects_the_documents_of_tenants(store: StagedFAISS) -> None:
+async def test_filters_select_the_found_documents(store: StagedFAISS) -> None:
     accepted = {"number": 3}
     for retriever in (
         RAGCacheRetriever(store=store, filter=accepted),
