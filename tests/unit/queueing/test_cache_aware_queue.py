@@ -17,10 +17,10 @@ class Waiting:
         self.name = name
         self.num_cached_tokens = num_cached_tokens
         self.num_computed_tokens = num_computed_tokens
-        self.num_asked = 0
+        self.num_submitted = 0
 
     def priority(self) -> float:
-        self.num_asked += 1
+        self.num_submitted += 1
         return order_priority(self.num_cached_tokens, self.num_computed_tokens)
 
     def __repr__(self) -> str:
@@ -52,7 +52,7 @@ def test_only_what_is_new_or_was_touched_is_asked_for_its_priority() -> None:
         queue.touch(item)
     queue.touch(Waiting("elsewhere"))
     queue.peek()
-    assert sum(item.num_asked for item in items) == 256 + 10
+    assert sum(item.num_submitted for item in items) == 256 + 10
 
 
 def test_what_was_served_is_not_kept_alive() -> None:
