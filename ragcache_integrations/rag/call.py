@@ -90,7 +90,7 @@ def plan_chat(
         chunk_reuse=options["chunk_reuse"],
         deduplicates=options["deduplicate"],
     )
-    hint.see(plan)
+    hint.observe(plan)
     return with_hints(plan, hints)
 
 
