@@ -230,6 +230,7 @@ def test_every_setting_of_the_cache_is_an_option(monkeypatch: pytest.MonkeyPatch
     options += ["--shared", "redis://host:6379/0", "--shared-ttl", "60", "--compression", "lz4"]
     options += ["--shared-bytes", "200GiB"]
     options += ["--replicated-share", "0.25", "--max-age", "3600", "--pinned-share", "0.5"]
+    options += ["--max-retain-s", "60", "--retained-share", "0.1"]
     options += ["--queue", "fifo", "--queue-window", "7", "--max-prefill-bs", "2", "--max-documents", "500"]
     options += ["--no-layerwise-loads"]
     options += ["--chunk-reuse", "selection=cache_craft, max-recompute=0.3,is_default=false"]
@@ -253,6 +254,8 @@ def test_every_setting_of_the_cache_is_an_option(monkeypatch: pytest.MonkeyPatch
         replicated_share=0.25,
         max_age=3600.0,
         pinned_share=0.5,
+        max_retain_s=60.0,
+        retained_share=0.1,
         queue="fifo",
         queue_window=7,
         max_prefill_bs=2,
