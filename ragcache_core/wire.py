@@ -211,7 +211,7 @@ def decode_kv_transfer_params(params: Mapping[str, object], num_prompt_tokens: i
 def _decode(raw: object, num_prompt_tokens: int) -> RequestMetadata:
     if raw is None:
         return RequestMetadata(tile([], num_prompt_tokens))
-    if not isinstance(raw, Mapping) or raw.get("version") != WIRE_VERSION:
+    if not isinstance(raw, Mapping) or raw.get("version", WIRE_VERSION) != WIRE_VERSION:
         version = raw.get("version") if isinstance(raw, Mapping) else raw
         raise ConfigError(
             f"ragcache metadata of version {version!r:.80}, this engine reads {WIRE_VERSION}: upgrade both"

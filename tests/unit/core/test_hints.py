@@ -63,6 +63,10 @@ def test_hints_arrive_as_they_were_sent_in_the_body_and_as_actions(sent: CacheHi
     assert (read_hints(told).to_dict(), num_unknown) == (sent.to_dict(), 0)
 
 
+def test_a_plain_client_may_send_its_hints_alone() -> None:
+    assert decode_kv_transfer_params({KEY: {"retain_s": 30}}, 8).hints == CacheHints(retain_s=30)
+
+
 def test_unknown_actions_and_fields_are_counted_and_left_out() -> None:
     told = hints_of_actions(
         [("evict_all", {"retain_s": 3}), ("ragcache.retain", {"retain_s": 3, "color": 1}), ("ragcache.demote", {})]
