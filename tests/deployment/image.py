@@ -29,6 +29,8 @@ from typing import Any
 import click
 import requests
 
+from tests.deployment.chart import objects, values_of
+
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOYMENT = ROOT / "examples" / "deployment"
 URL = "http://127.0.0.1:8000"
@@ -73,8 +75,12 @@ class Built:
         return [*self.config.get("Env", ())]
 
     @property
+    def entrypoint(self) -> list[str]:
+        return [*(self.config.get("Entrypoint") or ())]
+
+    @property
     def command(self) -> list[str]:
-        return [*(self.config.get("Entrypoint") or ()), *(self.config.get("Cmd") or ())]
+        return [*self.entrypoint, *(self.config.get("Cmd") or ())]
 
     @property
     def volume(self) -> str:
@@ -170,6 +176,10 @@ class Builder:
         facts = json.loads(self("inspect", "--type", "image", tag))
         return Built(Path(self("mount", container)), facts["OCIv1"]["config"])
 
+    def size(self, tag: str) -> str:
+        """Return how large an image is, with its base."""
+        return self("images", "--format", "{{.Size}}", tag)
+
     def close(self) -> None:
         """Remove containers and images, but for the base, and unmount the storage."""
         with suppress(subprocess.CalledProcessError):
@@ -223,10 +233,10 @@ def inside(built: Built, volume: Path, command: Sequence[str], *variables: str) 
 
 
 @contextmanager
-def started(built: Built, volume: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run an image's own command in a container."""
-    command, environment = inside(built, volume, built.command, f"RAGCACHE_API_KEY={KEY}", "HF_HUB_OFFLINE=1")
-    with log.open("wb") as output, subprocess.Popen(command, env=environment, stdout=output, stderr=output) as process:
+def started(built: Built, volume: Path, log: Path, command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command of an image in a container."""
+    run, environment = inside(built, volume, command, f"RAGCACHE_API_KEY={KEY}", "HF_HUB_OFFLINE=1")
+    with log.open("wb") as output, subprocess.Popen(run, env=environment, stdout=output, stderr=output) as process:
         try:
             yield process
         finally:
@@ -253,24 +263,47 @@ def check(built: Built, folder: Path) -> None:
     assert {"org.opencontainers.image.version", "org.opencontainers.image.revision"} <= labels.keys(), labels
     volume = Path(tempfile.mkdtemp(dir=folder, prefix="volume-"))
     shutil.chown(volume, int(built.user), int(built.user))
+    of_chart = [*built.entrypoint, *chart_arguments()]
     try:
-        starts_s = [serve_once(built, volume, folder / f"start-{number}.log") for number in (1, 2)]
+        starts_s = [serve_once(built, volume, folder / f"start-{number}.log", built.command) for number in (1, 2)]
         print(f"image-check: ready after {starts_s[0]:.0f} s, with the caches of its volume after {starts_s[1]:.0f} s")
         assert any(Path(volume, "compiled").rglob("*")), "nothing compiled is on the volume"
+        for number, has_kv in ((3, False), (4, True)):
+            serve_once(built, volume, folder / f"start-{number}.log", of_chart, disk_has_kv=has_kv)
+        print("image-check: the chart's arguments start it, and a second start finds what the disk tier holds")
     finally:
         shutil.rmtree(volume)
 
 
-def serve_once(built: Built, volume: Path, log: Path) -> float:
-    """Start a container, ask its routes and commands, and end it; return the seconds until it was ready."""
+def chart_arguments() -> list[str]:
+    """Return the arguments that the chart gives the engine's container for the demo without a GPU."""
+    (engine,) = (each for each in objects(values_of("cpu-demo")) if each["kind"] == "StatefulSet")
+    arguments: list[str] = engine["spec"]["template"]["spec"]["containers"][0]["args"]
+    return arguments
+
+
+def disk_blocks() -> int:
+    """Return how many blocks the container's disk tier has, 0 without one."""
+    stats = requests.get(f"{URL}/v1/ragcache/stats", headers={"Authorization": f"Bearer {KEY}"}, timeout=60).json()
+    return sum(int(tier["num_blocks"]) for tier in stats["tiers"] if tier["name"] == "disk")
+
+
+def serve_once(
+    built: Built, volume: Path, log: Path, command: Sequence[str], *, disk_has_kv: bool | None = None
+) -> float:
+    """Start a container, ask its routes and commands, and end it; return the seconds until it was ready.
+
+    ``disk_has_kv`` says whether its disk tier has blocks before the first request; with ``None`` it has no such tier.
+    """
     began_s = time.monotonic()
-    with started(built, volume, log) as process:
+    with started(built, volume, log, command) as process:
         said = lambda: log.read_text("utf-8", "replace")[-3000:]  # noqa: E731
         while status("/ready") != 200:
             assert process.poll() is None, said()
             assert time.monotonic() < began_s + STARTUP_S, said()
             time.sleep(0.5)  # a poll: a container says nothing when it is ready
         duration_s = time.monotonic() - began_s
+        assert (disk_blocks() > 0) is bool(disk_has_kv), "blocks of the disk tier before the first request"
         assert status("/health") == 200
         assert status("/v1/completions", json={}) == 401, "it answers without a key"
         key = {"Authorization": f"Bearer {KEY}"}
@@ -281,7 +314,10 @@ def serve_once(built: Built, volume: Path, log: Path) -> float:
         server = int(subprocess.check_output(["pgrep", "--parent", str(process.pid)], text=True))
         os.kill(server, signal.SIGTERM)
         process.wait(60)
-        assert "ragcache: stopping" in log.read_text("utf-8", "replace"), "the log is not on standard output"
+        assert process.returncode == 0, said()
+        assert "stopping: running requests have" in log.read_text("utf-8", "replace"), (
+            "the log is not on standard output"
+        )
     return duration_s
 
 
@@ -356,7 +392,8 @@ def main(folder: Path, base: str | None, torch_index: str, release: bool) -> Non
         base = base or builder.base(f"localhost/ragcache-base:{sha256(BASE_PACKAGES.encode()).hexdigest()[:12]}")
         began_s = time.monotonic()
         image = builder.mounted(builder.build(cpu, "localhost/ragcache-cpu:check", base, *index))
-        print(f"image-check: built {cpu.name} in {time.monotonic() - began_s:.0f} s", flush=True)
+        took_s, size = time.monotonic() - began_s, builder.size("localhost/ragcache-cpu:check")
+        print(f"image-check: built {cpu.name} in {took_s:.0f} s: {size}", flush=True)
         check(image, folder)
         inventory(image, folder)
         vllm = builder.as_base("localhost/ragcache-cpu:check", "localhost/vllm-cpu:check")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import secrets
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from urllib.parse import unquote
 import httpx
 from pydantic_core import from_json
 
-from ragcache_core.client.speculation.request_capture import asks_completion
+from ragcache_core.client.speculation.request_capture import asks_completion, asks_prompt
 from ragcache_core.log import logger_of
 from ragcache_core.ordering import MAX_PATH_DOCUMENTS, static_prefix_digest
 from ragcache_core.prompt import texts_of
@@ -149,6 +150,8 @@ class ProxyAffinity:
             said = {SESSION_HEADER: place.session, SPECULATION_HEADER: asked.speculation}
             if asked.speculation is not None:
                 _remember(self._speculations, asked.speculation, place)
+        elif asks_prompt(request):  # of any server: a proxy that hashes sends the next try to another one
+            request.headers[SESSION_HEADER] = secrets.token_hex(8)
         elif found := SPECULATION_ROUTE.search(request.url.path):
             known = self._speculations.get(found[1], _ReplicaHint())
             said = {SESSION_HEADER: known.session, SPECULATION_HEADER: found[1]}
@@ -193,6 +196,7 @@ class AffineRequest:
         self._affinity = affinity
         self._place = place
         self._is_unnamed = is_unnamed
+        self._may_be_repeated = place is not None or asks_prompt(request)
         self.request = request
 
     def check(self) -> None:
@@ -203,17 +207,19 @@ class AffineRequest:
         is_of_proxy = response.status_code == _BAD_GATEWAY or (
             response.status_code == _UNAVAILABLE and "json" not in kind
         )
-        if is_of_proxy and self._place is not None:
+        if is_of_proxy and self._may_be_repeated:
             raise self._unsent(response)
         if self._is_unnamed and response.status_code == httpx.codes.OK:  # so it is a server with RAGCache
             self._affinity.log_removal(self.request)
 
     def begun(self, response: httpx.Response, first_bytes: bytes) -> None:
-        if self._place is None:
-            return
-        if response.status_code == httpx.codes.OK:
+        if response.status_code == httpx.codes.OK and self._place is not None:
             self._affinity.answered(self._place, response, first_bytes)
-        elif response.status_code == httpx.codes.INTERNAL_SERVER_ERROR and _UNSENT in first_bytes:
+        elif (
+            self._may_be_repeated
+            and response.status_code == httpx.codes.INTERNAL_SERVER_ERROR
+            and _UNSENT in first_bytes
+        ):
             raise self._unsent(response)
 
     def failed(self, error: BaseException) -> BaseException:

@@ -13,7 +13,7 @@ import httpx
 
 from ragcache_core.client.http.errors import says_engine_died
 from ragcache_core.client.http.resume import Decode, ResumableStream, ResumedAnswers, ResumeStreams, is_streamed
-from ragcache_core.client.speculation.request_capture import asks_completion
+from ragcache_core.client.speculation.request_capture import asks_completion, asks_prompt
 from ragcache_core.errors import ConfigError, EngineDiedError, EngineHungError
 from ragcache_core.log import logger_of
 from ragcache_core.wire import DEFAULTS_HEADER
@@ -52,8 +52,8 @@ class ServerWatch(Protocol):
 
     @property
     def retry_timeout_s(self) -> float | None:
-        """How long a completion waits for a server that is gone; other requests do not. ``None``: all of them wait, as
-        long as for their answer."""
+        """How long a completion, or the tokens of its prompt, wait for a server that is gone; other requests do not.
+        ``None``: all of them wait, as long as for their answer."""
         ...
 
     def health(self) -> Health: ...
@@ -122,7 +122,7 @@ class Attempt:
         self.request = request if self.stream is None else self.stream.request()
         self._run = self._watch.run if self._watch else 0
         self._retry_timeout_s = self._watch.retry_timeout_s if self._watch else None
-        if self._retry_timeout_s is not None and not asks_completion(request):
+        if self._retry_timeout_s is not None and not (asks_completion(request) or asks_prompt(request)):
             self._retry_timeout_s = 0.0
         self._limit_s = policy.first_token_limit_s(request)
         self._read_timeout_s = _read_timeout_s(request)

@@ -15,6 +15,7 @@ from ragcache_core.errors import ConfigError
 
 _scope: ContextVar[object | None] = ContextVar("ragcache_request_scope", default=None)
 _COMPLETIONS = "/completions"
+_PROMPTS = ("/v1/ragcache/prompt", "/tokenize")
 _SET_AGAIN = frozenset((b"content-length", b"transfer-encoding"))
 
 
@@ -63,6 +64,11 @@ class CapturedRequest:
 def asks_completion(request: httpx.Request) -> bool:
     """Return whether ``request`` is for a completion or a chat completion."""
     return request.method == "POST" and request.url.path.endswith(_COMPLETIONS)
+
+
+def asks_prompt(request: httpx.Request) -> bool:
+    """Return whether ``request`` is for the tokens of a prompt, which an answer needs as a completion does."""
+    return request.method == "POST" and request.url.path.endswith(_PROMPTS)
 
 
 def request_key(request: httpx.Request) -> bytes:
