@@ -89,15 +89,21 @@ class Built:
 
 
 class Builder:
-    """buildah with a storage of its own below a folder. :meth:`close` leaves the base and downloaded packages there."""
+    """buildah with a storage of its own below a folder. :meth:`close` leaves the base and downloaded packages there.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: holds the storage.
+        keeps_layers: whether :meth:`close` leaves a build's layers as well, for a shorter next one.
+    """
+
+    def __init__(self, folder: Path, *, keeps_layers: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         driver = "overlay" if can_overlay(folder) else "vfs"
         storage = ["--root", str(folder / "storage"), "--runroot", str(folder / "run"), "--storage-driver", driver]
         self._buildah = ["buildah", *storage]
         self._environment = {**os.environ, "TMPDIR": str(folder / "tmp")}
+        self._keeps_layers = keeps_layers
         self._tags: list[str] = []
         (folder / "tmp").mkdir(exist_ok=True)
 
@@ -181,11 +187,17 @@ class Builder:
         return self("images", "--format", "{{.Size}}", tag)
 
     def close(self) -> None:
-        """Remove containers and images, but for the base, and unmount the storage."""
-        with suppress(subprocess.CalledProcessError):
-            self("rm", "--all")
-            if self._tags:
-                self("rmi", "--force", *self._tags)
+        """Remove containers and images, but for the base, and unmount the storage. A signal does not cut it short."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        removals = [["rm", "--all"]]
+        if self._tags:
+            removals.append(["rmi", "--force", *self._tags])
+        if not self._keeps_layers:
+            removals.append(["rmi", "--prune", "--force"])
+        for removal in removals:
+            with suppress(subprocess.CalledProcessError):  # each removes what it can
+                self(*removal)
         subprocess.run(["umount", self.folder / "storage" / "overlay"], stderr=subprocess.DEVNULL, check=False)
 
 
@@ -349,7 +361,7 @@ def output(built: Built, folder: Path, command: Sequence[str]) -> str:
 
 def inventory(built: Built, folder: Path) -> Path:
     """Write the packages of an image as CycloneDX, and return the file."""
-    packages = output(built, folder, ["python3", "-m", "pip", "list", "--format", "freeze"])
+    packages = output(built, folder, ["python3", "-m", "pip", "--no-cache-dir", "list", "--format", "freeze"])
     path = folder / "sbom.cdx.json"
     command = [sys.executable, "-m", "cyclonedx_py", "requirements", "--output-file", str(path), "-"]
     subprocess.run(command, input=packages, text=True, check=True)
@@ -373,8 +385,9 @@ def check_bases(*, is_release: bool) -> None:
 @click.option("--folder", type=click.Path(path_type=Path), default=ROOT / "build" / "images", show_default=True)
 @click.option("--base", help="An image in this folder's storage to build upon. [default: one that debootstrap makes]")
 @click.option("--torch-index", default="", help="An index with PyTorch's builds for the CPU. [default: pip's own]")
+@click.option("--keep-layers", is_flag=True, help="Keep what was built, 8 GB, so that the next build is a short one.")
 @click.option("--release", is_flag=True, help="Reject base images without a digest.")
-def main(folder: Path, base: str | None, torch_index: str, release: bool) -> None:
+def main(folder: Path, base: str | None, torch_index: str, keep_layers: bool, release: bool) -> None:
     """Build the images of examples/deployment; start and ask what does not need a GPU."""
     check_bases(is_release=release)
     if missing := [each for each in ("buildah", "debootstrap", "unshare", "setpriv") if shutil.which(each) is None]:
@@ -385,7 +398,7 @@ def main(folder: Path, base: str | None, torch_index: str, release: bool) -> Non
     if (free_gib := shutil.disk_usage(folder).free >> 30) < WANTED_GIB:
         print(f"ragcache: warning: {folder} has {free_gib} GiB free, images may take {WANTED_GIB}", file=sys.stderr)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is mounted is unmounted
-    builder = Builder(folder.resolve())
+    builder = Builder(folder.resolve(), keeps_layers=keep_layers)
     index = ("--build-arg", f"TORCH_INDEX={torch_index}")
     cpu, cuda = DEPLOYMENT / "Dockerfile.cpu", DEPLOYMENT / "Dockerfile"
     try:
