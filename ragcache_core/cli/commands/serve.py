@@ -201,7 +201,8 @@ def serve(
             except SystemExit:  # SIGTERM
                 state.is_stopping = True
                 say(f"stopping: running requests have {drain:g} s", as_json=in_json)
-                engine.drain(drain)
+                if not engine.drain(drain):
+                    say("requests that still run are cut", level="WARNING", as_json=in_json)
 
 
 class _State:
