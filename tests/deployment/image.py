@@ -199,6 +199,8 @@ class Builder:
             with suppress(subprocess.CalledProcessError):  # each removes what it can
                 self(*removal)
         subprocess.run(["umount", self.folder / "storage" / "overlay"], stderr=subprocess.DEVNULL, check=False)
+        left = [path for path in (self.folder / "tmp").iterdir() if not path.name.startswith("buildah-cache")]
+        subprocess.run(["rm", "--recursive", "--force", "--one-file-system", "--", *left], check=False)
 
 
 def can_overlay(folder: Path) -> bool:
