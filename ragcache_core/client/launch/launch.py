@@ -8,6 +8,8 @@ import json
 import os
 import re
 import secrets
+import shutil
+import tempfile
 import threading
 import time
 import weakref
@@ -56,6 +58,13 @@ _NOT_FOUND = re.compile(
 """What the client of the Hugging Face hub and Transformers say of a name that they cannot load."""
 _NO_DEVICE = "Failed to infer device type"
 """What vLLM says where no device is of the kind that it was built for."""
+_NO_SPACE = "No space left on device"
+_COMPILED = {
+    "VLLM_CACHE_ROOT": "~/.cache/vllm",
+    "TORCHINDUCTOR_CACHE_DIR": tempfile.gettempdir(),
+    "TRITON_CACHE_DIR": "~/.triton",
+}
+"""The folders of compiled code, which an engine writes while it starts: by variable, with their defaults."""
 _KV_CURE = "Raise kv_cache_bytes, or lower max_model_len"
 logger = logger_of(__name__)
 
@@ -234,6 +243,11 @@ def launch_server(settings: LaunchSettings) -> LaunchedServer:
                 "vLLM found no GPU here: give the container one (docker run --gpus all; in Kubernetes a node with "
                 f"nvidia.com/gpu), check the driver with nvidia-smi, or use vLLM's build for the CPU (log: {log})"
             ) from error
+        if _NO_SPACE in str(error):
+            raise EngineStartError(
+                f"no space is left where the engine writes compiled code: {_compiled_folders(environment)}. "
+                f"Free space, or set these variables to folders of another disk (log: {log})"
+            ) from error
         if Path(model).exists():
             raise
         if _NOT_FOUND.search(str(error)) is not None:
@@ -250,6 +264,16 @@ def launch_server(settings: LaunchSettings) -> LaunchedServer:
         supervisor,
         log,
     )
+
+
+def _compiled_folders(environment: Mapping[str, str]) -> str:
+    """Return the folders of compiled code in words, each with the space that its disk has."""
+    shown = []
+    for name, default in _COMPILED.items():
+        folder = Path(environment.get(name) or os.environ.get(name) or default).expanduser()
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        shown.append(f"{name}={folder} ({shutil.disk_usage(there).free >> 20} MiB free)")
+    return ", ".join(shown)
 
 
 def _resolved(cache: CacheConfig, cancel: threading.Event) -> CacheConfig:
