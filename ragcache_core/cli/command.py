@@ -88,7 +88,9 @@ class Command(click.Command):
         super().__init__(*args, **kwargs)
         self.examples = tuple(examples)
         self.params.append(
-            click.Option(["--json", "as_json"], is_flag=True, help="Print JSON on standard output, errors as well.")
+            click.Option(
+                ["--json", "as_json"], is_flag=True, help="Print the result, and errors, as JSON on standard output."
+            )
         )
         self.params.append(
             click.Option(
@@ -96,7 +98,7 @@ class Command(click.Command):
                 is_flag=True,
                 expose_value=False,
                 callback=_keep_debug,
-                help="Show an error's traceback.",
+                help="Show the traceback of an error.",
             )
         )
 

@@ -35,20 +35,21 @@ class FiniteRange(click.FloatRange):
 
 
 store_option = click.option(
-    "--store", type=click.Path(path_type=Path), required=True, metavar="PATH", help="The document store's directory."
+    "--store", type=click.Path(path_type=Path), required=True, metavar="PATH", help="Directory of the document store."
 )
 embedder_option = click.option(
     "--embedder",
     type=click.Choice(["builtin", "minilm"]),
-    help="The embedder of texts; minilm needs the extra of that name. [default: the store's own; builtin]",
+    help="Embedder of texts: builtin (lexical), or minilm (by meaning; needs the extra minilm). "
+    "[default: the store's own, builtin for a new store]",
 )
 api_key_option = click.option(
-    "--api-key", envvar=API_KEY_ENV, show_envvar=True, metavar="KEY", help="The server's API key."
+    "--api-key", envvar=API_KEY_ENV, show_envvar=True, metavar="KEY", help="API key of the server."
 )
 tokenizer_option = click.option(
     "--tokenizer",
     metavar="NAME",
-    help="The launched server's tokenizer: a folder, or a name of the hub. [default: the model's own]",
+    help="Tokenizer of the launched server: a folder, or a name on the Hugging Face hub. [default: the model's own]",
 )
 log_option = click.option(
     "--log",
@@ -62,14 +63,24 @@ cache_config_option = click.option(
     "--cache-config",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="A TOML file with the settings of the cache in a [cache] table; options override it.",
+    help="TOML file with cache settings in a [cache] table. Options override it.",
 )
 _LAYOUT = PromptLayout()
 _LAYOUT_OPTIONS = (
-    click.option("--static-prefix", default=_LAYOUT.static_prefix, help="The system message."),
-    click.option("--document-format", default=_LAYOUT.document_format, help="How a document is shown; holds {text}."),
     click.option(
-        "--question-format", default=_LAYOUT.question_format, help="How the question is shown; holds {question}."
+        "--static-prefix",
+        default=_LAYOUT.static_prefix,
+        help="Text before the documents: the system message of a chat model.",
+    ),
+    click.option(
+        "--document-format",
+        default=_LAYOUT.document_format,
+        help="Template of a document in the prompt; contains {text}.",
+    ),
+    click.option(
+        "--question-format",
+        default=_LAYOUT.question_format,
+        help="Template of the question in the prompt; contains {question}.",
     ),
 )
 vllm_args_argument = click.argument("vllm_args", nargs=-1, type=click.UNPROCESSED, metavar="[-- VLLM_ARGS]...")
@@ -142,8 +153,14 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
         cache_config_option,
         tokenizer_option,
         api_key_option,
-        click.option("--url", metavar="URL", help="Ask the server at this address instead."),
-        click.option("--model", help="Launch a server for this model, and end it afterwards."),
+        click.option(
+            "--url", metavar="URL", help="Send requests to the server at this address instead of launching one."
+        ),
+        click.option(
+            "--model",
+            help="Launch a server for this model (a folder, or a name on the Hugging Face hub), and stop "
+            "it afterwards.",
+        ),
     ):
         command = option(command)
     return command

@@ -131,9 +131,17 @@ _DEFAULT_K = 2
 @store_option
 @engine_options
 @embedder_option
-@click.option("-k", "--k", type=click.IntRange(1), help="Documents to answer from. [default: 2, if there are]")
-@click.option("--max-tokens", type=click.IntRange(1), help="Longest answer. [default: 256, if they fit]")
-@click.option("--temperature", type=FiniteRange(0), default=0.0, show_default=True, help="0 is greedy.")
+@click.option(
+    "-k", "--k", type=click.IntRange(1), help="Documents per question. [default: 2, or fewer if the store has fewer]"
+)
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(1),
+    help="Maximum length of an answer in tokens. [default: 256, or what fits into the context window]",
+)
+@click.option(
+    "--temperature", type=FiniteRange(0), default=0.0, show_default=True, help="Sampling temperature; 0 is greedy."
+)
 @layout_options
 @click.option("--show-documents", is_flag=True, help="Print the retrieved documents before the answer.")
 @click.option("--stream", is_flag=True, help="Print the answer as it is generated.")

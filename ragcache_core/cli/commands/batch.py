@@ -126,28 +126,37 @@ class _Requests:
     ],
 )
 @click.argument("questions", type=click.Path(path_type=Path))
-@click.option("--store", type=click.Path(path_type=Path), metavar="PATH", help="The document store's directory.")
+@click.option("--store", type=click.Path(path_type=Path), metavar="PATH", help="Directory of the document store.")
 @click.option(
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
     required=True,
     metavar="OUT",
-    help="Where the answers go, in OpenAI's format; a file of an interrupted run is continued.",
+    help="Write the answers to this file, in the format of OpenAI's batch output. An existing file "
+    "of an interrupted run is continued.",
 )
 @engine_options
 @embedder_option
-@click.option("-k", "--k", type=click.IntRange(1), help="Documents to answer from. [default: 2, if there are]")
 @click.option(
-    "--max-tokens", type=click.IntRange(1), default=DEFAULT_MAX_TOKENS, show_default=True, help="Longest answer."
+    "-k", "--k", type=click.IntRange(1), help="Documents per question. [default: 2, or fewer if the store has fewer]"
 )
-@click.option("--temperature", type=FiniteRange(0), default=0.0, show_default=True, help="0 is greedy.")
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(1),
+    default=DEFAULT_MAX_TOKENS,
+    show_default=True,
+    help="Maximum length of an answer in tokens.",
+)
+@click.option(
+    "--temperature", type=FiniteRange(0), default=0.0, show_default=True, help="Sampling temperature; 0 is greedy."
+)
 @layout_options
 @click.option(
     "--document-order",
     type=click.Choice(DOCUMENT_ORDERS),
     default="retrieval",
     show_default=True,
-    help="How prompts show documents. cache_aware puts those first that most questions share, which changes prompts.",
+    help="Document order in prompts. cache_aware puts documents first that most questions share; this changes prompts.",
 )
 @click.option(
     "--max-concurrency",
@@ -155,7 +164,7 @@ class _Requests:
     default=MAX_CONCURRENCY,
     show_default=True,
     metavar="N",
-    help="Requests in flight; a crash repeats at most N.",
+    help="Maximum number of requests in flight; after a crash at most N are repeated.",
 )
 @vllm_args_argument
 def batch(

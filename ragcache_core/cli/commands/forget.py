@@ -31,7 +31,7 @@ forget_option = click.option(
 
 ids_argument = click.argument("ids", nargs=-1, required=True, metavar="ID...")
 url_option = click.option(
-    "--url", required=True, metavar="URL", help="The server's address, as 'ragcache serve' prints it."
+    "--url", required=True, metavar="URL", help="Address of the server, as 'ragcache serve' prints it."
 )
 wait_option = click.option(
     "--wait",
@@ -40,7 +40,7 @@ wait_option = click.option(
     default=30.0,
     show_default=True,
     metavar="SECONDS",
-    help="Seconds to wait for running requests that use the KV, and for the disk.",
+    help="Seconds to wait for running requests that use the KV, and for the disk to delete it.",
 )
 
 
@@ -60,9 +60,9 @@ wait_option = click.option(
 def forget(ids: tuple[str, ...], url: str, api_key: str | None, wait_s: float, as_json: bool) -> None:
     """Delete the KV of documents from the cache of the server at URL: GPU, host memory, disk, and chunk reuse.
 
-    IDs are those of 'ragcache store ls'; "-" reads them from standard input, one a line. What stood behind a document
-    in a prompt goes with it. The store is not changed. Ids without cached KV are listed and are no error. Exit
-    status 1 where something is left after the wait: ask again.
+    IDs are those of 'ragcache store ls'; "-" reads them from standard input, one per line. KV of the text
+    behind a document in a prompt is deleted too. The store is not changed. Ids without cached KV are listed and are no
+    error. Exit status 1: some KV is left after the wait; run the command again.
     """
     from ragcache_core.client import Engine
 

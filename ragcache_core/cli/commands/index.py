@@ -39,21 +39,42 @@ if TYPE_CHECKING:
 _DEFAULT_TOKENS = 512
 
 _OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
-    click.option("--chunk-chars", type=int, help="Longest text chunk, in characters. [default: the store's own; 1600]"),
     click.option(
-        "--chunk-min-chars", type=int, help="End a chunk at its best seam after that many. [default: the longest]"
+        "--chunk-chars",
+        type=int,
+        help="Maximum length of a text chunk in characters. [default: the store's own, 1600 for a new store]",
     ),
-    click.option("--chunk-overlap-chars", type=int, help="Repeat the end of a chunk. [default: the store's own; 0]"),
+    click.option(
+        "--chunk-min-chars",
+        type=int,
+        help="Characters after which a chunk may end at a good boundary. [default: --chunk-chars]",
+    ),
+    click.option(
+        "--chunk-overlap-chars",
+        type=int,
+        help="Characters of a chunk that the next one repeats. [default: the store's own, 0 for a new store]",
+    ),
     click.option(
         "--tokenizer",
         metavar="MODEL",
-        help="Split by tokens of a model: a folder, or a name of the hub. [default: the store's own; by characters]",
+        help="Split by tokens of this model: a folder, or a name on the Hugging Face hub. [default: "
+        "the store's own, by characters for a new store]",
     ),
-    click.option("--chunk-tokens", type=int, help="Longest text chunk, in tokens. [default: the store's own; 512]"),
     click.option(
-        "--chunk-min-tokens", type=int, help="End a chunk at its best seam after that many. [default: the longest]"
+        "--chunk-tokens",
+        type=int,
+        help="Maximum length of a text chunk in tokens. [default: the store's own, 512 for a new store]",
     ),
-    click.option("--chunk-overlap-tokens", type=int, help="Repeat the end of a chunk. [default: the store's own; 0]"),
+    click.option(
+        "--chunk-min-tokens",
+        type=int,
+        help="Tokens after which a chunk may end at a good boundary. [default: --chunk-tokens]",
+    ),
+    click.option(
+        "--chunk-overlap-tokens",
+        type=int,
+        help="Tokens of a chunk that the next one repeats. [default: the store's own, 0 for a new store]",
+    ),
 )
 _LENGTHS = {"chunk_{}": "max_length", "chunk_min_{}": "min_length", "chunk_overlap_{}": "overlap"}
 
@@ -170,9 +191,18 @@ def _count(number: int, noun: str) -> str:
 )
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="DIR...")
 @store_option
-@click.option("--index", type=click.Choice(["ivf", "hnsw", "flat"]), help="Kind of a new store's index. [default: ivf]")
-@click.option("--metric", type=click.Choice(["l2", "ip"]), help="Distance in a new store. [default: l2]")
-@click.option("--encoding", type=click.Choice(["flat", "sq8", "pq"]), help="Vectors in a new store. [default: flat]")
+@click.option("--index", type=click.Choice(["ivf", "hnsw", "flat"]), help="Vector index of a new store. [default: ivf]")
+@click.option(
+    "--metric",
+    type=click.Choice(["l2", "ip"]),
+    help="Distance of vectors in a new store: l2 (Euclidean) or ip (inner product). [default: l2]",
+)
+@click.option(
+    "--encoding",
+    type=click.Choice(["flat", "sq8", "pq"]),
+    help="Encoding of vectors in a new store: flat (float32), sq8 (8 bits) or pq (product "
+    "quantisation). [default: flat]",
+)
 @embedder_option
 @splitting_options
 @click.option(
@@ -181,7 +211,7 @@ def _count(number: int, noun: str) -> str:
     show_default=True,
     callback=read_size,
     metavar="SIZE",
-    help="Reject longer files.",
+    help="Reject files above this size.",
 )
 @click.option(
     "--max-file-seconds",
@@ -189,24 +219,25 @@ def _count(number: int, noun: str) -> str:
     type=float,
     default=120.0,
     show_default=True,
-    help="Skip a file after this much processor time.",
+    help="Skip a file that takes more than this many seconds of CPU time.",
 )
-@click.option("--skip-errors", is_flag=True, help="End with exit code 0 although documents were left out.")
+@click.option("--skip-errors", is_flag=True, help="Exit with status 0 even if documents were skipped.")
 @click.option("--update", is_flag=True, help="Replace stored documents whose files have changed.")
-@click.option("--prune", is_flag=True, help="Remove stored documents of deleted files of DIR.")
+@click.option("--prune", is_flag=True, help="Remove stored documents whose files no longer exist in DIR.")
 @forget_option
 @click.option(
     "--warm",
     "warm_url",
     metavar="URL",
-    help="Afterwards warm this server's cache, as 'ragcache warm' does.",
+    help="Afterwards prefill the documents on this server, as 'ragcache warm' does.",
 )
 @click.option(
     "--register",
     "register_urls",
     metavar="URL",
     multiple=True,
-    help="Afterwards register the store's documents with this server, for clients without RAGCache; may be repeated.",
+    help="Afterwards register the documents with this server, so that it recognises them in "
+    "prompts of any client. May be repeated.",
 )
 @api_key_option
 @click.option("--rebuild-index", is_flag=True, help="Rebuild the store's index from its vectors, if it is damaged.")

@@ -55,22 +55,43 @@ _NOISY_SPREAD = 0.25
 @api_key_option
 @tokenizer_option
 @click.option(
-    "--kv-cache-bytes", metavar="SIZE", help="GPU KV cache of the engine, as 512MiB. [default: vLLM's choice]"
+    "--kv-cache-bytes",
+    metavar="SIZE",
+    help="Size of the engine's GPU KV cache, such as 512MiB. [default: vLLM's choice]",
 )
 @click.option("--block-size", type=int, metavar="TOKENS", help="Tokens in a KV block. [default: vLLM's choice]")
-@click.option("--max-tokens", type=click.IntRange(1), help="Longest prompt to measure. [default: the engine's longest]")
-@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Times per point; their median.")
-@click.option("--steps", is_flag=True, help="Measure answers beside one another as well, for 'ragcache simulate'.")
 @click.option(
-    "--host-memory", metavar="SIZE", help="Measure loads from host memory of that size as well; takes --kv-cache-bytes."
+    "--max-tokens", type=click.IntRange(1), help="Longest prompt to measure, in tokens. [default: the engine's maximum]"
 )
-@click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Keep the profile here instead.")
-@click.option("--dry-run", is_flag=True, help="Show what would be measured, and launch nothing.")
+@click.option(
+    "--repeats",
+    type=click.IntRange(1),
+    default=3,
+    show_default=True,
+    help="Measurements per point; the profile has their median.",
+)
+@click.option(
+    "--steps",
+    is_flag=True,
+    help="Also measure the time of engine steps with several running requests, which 'ragcache simulate' uses.",
+)
+@click.option(
+    "--host-memory",
+    metavar="SIZE",
+    help="Also measure loads from a host tier of this size, such as 4GiB; needs --kv-cache-bytes.",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the profile to this file instead of the user's cache folder.",
+)
+@click.option("--dry-run", is_flag=True, help="Print what would be measured, without launching an engine.")
 @click.option(
     "--startup-timeout",
     type=FiniteRange(0, min_open=True),
     metavar="S",
-    help="Seconds without progress after which loading is aborted. [default: 600]",
+    help="Abort the start after this many seconds without progress in loading. [default: 600]",
 )
 @log_option
 @vllm_args_argument

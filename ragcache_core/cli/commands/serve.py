@@ -46,13 +46,15 @@ _POLL_S = 1.0
     ],
 )
 @click.argument("model")
-@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all interfaces."
+)
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
     default=8000,
     show_default=True,
-    help="The port to listen on; 0 takes a free one.",
+    help="Port to listen on; 0 for a free one.",
 )
 @click.option(
     "--data-parallel-size",
@@ -70,7 +72,7 @@ _POLL_S = 1.0
     type=click.IntRange(0),
     default=3,
     show_default=True,
-    help="Restarts after a crash or hang, within the window.",
+    help="Maximum number of restarts after a crash or hang within --restart-window.",
 )
 @click.option(
     "--restart-window",
@@ -78,7 +80,7 @@ _POLL_S = 1.0
     default=600.0,
     show_default=True,
     metavar="S",
-    help="Seconds in which restarts are counted.",
+    help="Window in seconds in which restarts are counted.",
 )
 @click.option(
     "--hang-timeout",
@@ -86,7 +88,7 @@ _POLL_S = 1.0
     default=30.0,
     show_default=True,
     metavar="S",
-    help="Seconds without an answer and CPU activity after which an engine counts as hung; 0 disables the check.",
+    help="Treat the engine as hung after this many seconds without an answer and CPU activity; 0 disables the check.",
 )
 @click.option(
     "--startup-timeout",
@@ -94,7 +96,7 @@ _POLL_S = 1.0
     default=600.0,
     show_default=True,
     metavar="S",
-    help="Seconds without progress after which loading is aborted.",
+    help="Abort the start after this many seconds without progress in loading.",
 )
 @click.option(
     "--drain",
@@ -123,7 +125,7 @@ _POLL_S = 1.0
     type=click.Choice(["text", "json"]),
     default="text",
     show_default=True,
-    help="json: the log, and what this command prints, as one JSON object a line.",
+    help="Format of the log and of this command's output; json: one JSON object per line.",
 )
 @vllm_args_argument
 def serve(

@@ -32,14 +32,13 @@ if TYPE_CHECKING:
 )
 @click.argument("trace", type=click.Path(path_type=Path), metavar="TRACE")
 @simulation_options()
-@click.option("--per-request", is_flag=True, help="Put a record of each request into the JSON.")
-@output_option("Where options and summary go as JSON.")
+@click.option("--per-request", is_flag=True, help="Add a record of each request to the JSON.")
+@output_option("Write options and summary to this JSON file.")
 def run(trace: Path, per_request: bool, output: Path | None, as_json: bool, **settings: Any) -> None:
-    """Simulate an engine, or --replicas of them, that serve TRACE, with the project's own tree, policies and queue.
+    """Simulate one engine, or --replicas of them, that serve TRACE, with RAGCache's own tree, policies and queue.
 
-    TRACE is a file of 'ragcache trace'. Blocks of its prompts are kept on the GPU, in host memory and on disk as the
-    policy has it. TTFT counts from a request's arrival, its search included. 'ragcache simulate sweep' runs many
-    combinations.
+    TRACE is a file of 'ragcache trace'. The policy decides which blocks stay on the GPU, in host memory and on disk.
+    TTFT counts from a request's arrival and includes its search. 'ragcache simulate sweep' runs many combinations.
     """
     from ragcache_core.sim.options import SimulationOptions
     from ragcache_core.sim.simulator import simulate as run_simulation

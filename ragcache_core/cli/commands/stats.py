@@ -284,9 +284,9 @@ _MIN_WATCH_S = 0.1
         "ragcache stats --url http://127.0.0.1:8000 --watch --every 10 --json",
     ],
 )
-@click.option("--url", required=True, metavar="URL", help="The server's address, as 'ragcache serve' prints it.")
+@click.option("--url", required=True, metavar="URL", help="Address of the server, as 'ragcache serve' prints it.")
 @api_key_option
-@click.option("--watch", is_flag=True, help="Repeat until Ctrl-C, with rates since the last reading.")
+@click.option("--watch", is_flag=True, help="Update until Ctrl-C, with rates since the last reading.")
 @click.option(
     "--every",
     "every_s",
@@ -297,9 +297,9 @@ _MIN_WATCH_S = 0.1
 def stats(url: str, api_key: str | None, watch: bool, every_s: float | None, as_json: bool) -> None:
     """Print the counters of the server at URL since it started: hit rates, tiers, hottest documents.
 
-    With --watch they fill the terminal and are updated, with rates since the last reading; a restarting server is
-    waited for. In a file or a pipe, readings follow each other as plain text. With --json each reading is one line, and
-    a server that does not answer ends the watch. Ctrl-C ends it with exit status 0.
+    With --watch the counters fill the terminal and are updated, with rates since the last reading. The watch waits for
+    a server that restarts. In a file or a pipe, readings follow each other as plain text. With --json each reading is
+    one line, and the watch ends if the server does not answer. Ctrl-C ends it with exit status 0.
     """
     from ragcache_core.client import Engine
 

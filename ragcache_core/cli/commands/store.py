@@ -38,8 +38,10 @@ def store() -> None:
     ],
 )
 @store_option
-@click.option("--offset", type=click.IntRange(0), default=0, show_default=True, help="Documents to skip.")
-@click.option("--limit", type=click.IntRange(1), default=_PAGE, show_default=True, help="Documents to list.")
+@click.option("--offset", type=click.IntRange(0), default=0, show_default=True, help="Number of documents to skip.")
+@click.option(
+    "--limit", type=click.IntRange(1), default=_PAGE, show_default=True, help="Maximum number of documents to list."
+)
 def ls(store: Path, offset: int, limit: int, as_json: bool) -> None:
     """List documents with their lengths in characters and the files they came from, in the order they were added.
 
@@ -118,7 +120,7 @@ def rm(ids: tuple[str, ...], store: Path, forget_urls: tuple[str, ...], api_key:
 )
 @click.argument("folders", nargs=-1, type=click.Path(path_type=Path), metavar="[DIR]...")
 @store_option
-@click.option("--dry-run", is_flag=True, help="Name what would be removed, and remove nothing.")
+@click.option("--dry-run", is_flag=True, help="List what would be removed, without removing it.")
 @forget_option
 @api_key_option
 def prune(

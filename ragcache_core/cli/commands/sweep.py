@@ -81,16 +81,20 @@ def _listed_options(command: Callable[..., Any]) -> Callable[..., Any]:
     *("system_tokens", "cost_model", "queue", "window", "block_size", "retrieval_s", "max_batch"),
     *("overlaps_transfers", "chunk_reuse", "chunk_share", "warm_up"),
 )
-@click.option("--jobs", type=click.IntRange(1), metavar="N", help="Runs at a time. [default: one for each core]")
-@output_option("Where options and summary of every run go; finished runs are kept beside it until all are.")
+@click.option(
+    "--jobs", type=click.IntRange(1), metavar="N", help="Number of simulations at a time. [default: one per core]"
+)
+@output_option(
+    "Write options and summary of every run to this JSON file; until then, finished runs are in a file beside it."
+)
 @click.option(
     "--plot",
     "plot",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="OUT.png|.svg|.html",
-    help="TTFT and hit rate against the capacity that varies.",
+    help="Plot TTFT and hit rate against the capacity that varies.",
 )
-@click.option("--resume", is_flag=True, help="Leave out what an earlier sweep into OUT finished.")
+@click.option("--resume", is_flag=True, help="Skip the runs that an earlier sweep into OUT finished.")
 def sweep(
     traces: tuple[Path, ...],
     policies: tuple[str, ...],
@@ -107,7 +111,7 @@ def sweep(
     as_json: bool,
     **settings: Any,
 ) -> None:  # fmt: skip
-    """Simulate every combination of policies, orders and capacities on each TRACE, several at a time.
+    """Simulate every combination of policies, orders and capacities on each TRACE, several runs at a time.
 
     A trace is a file of 'ragcache trace'. After Ctrl-C, a sweep with --output keeps the finished runs, and --resume
     continues it. --resume also reuses runs of an earlier sweep with the same settings.

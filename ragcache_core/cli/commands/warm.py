@@ -51,7 +51,7 @@ _HIT_COUNTS = ("num_requests", "num_prefix_query_tokens", "num_hit_tokens", "num
 
 @click.command(
     cls=Command,
-    short_help="Prefill documents that are likely to return.",
+    short_help="Prefill documents that are likely to be retrieved.",
     examples=[
         "ragcache warm --store notes.store --url http://127.0.0.1:8000 --from-log questions.txt",
         "ragcache warm --store notes.store --url http://127.0.0.1:8000 --trace mine.jsonl --budget 20GiB",
@@ -59,38 +59,42 @@ _HIT_COUNTS = ("num_requests", "num_prefix_query_tokens", "num_hit_tokens", "num
         "ragcache warm --report warmed.json --url http://127.0.0.1:8000     (some hours later)",
     ],
 )
-@click.option("--store", type=click.Path(path_type=Path), metavar="PATH", help="The document store's directory.")
-@click.option("--url", required=True, metavar="URL", help="The server's address, as 'ragcache serve' prints it.")
+@click.option("--store", type=click.Path(path_type=Path), metavar="PATH", help="Directory of the document store.")
+@click.option("--url", required=True, metavar="URL", help="Address of the server, as 'ragcache serve' prints it.")
 @api_key_option
 @click.option(
     "--from-log",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Questions that were asked, one a line or as JSON lines; the store's own search finds their documents.",
+    help="Log of questions: plain text with one per line, or JSON lines. The store's search finds their documents.",
 )
 @click.option(
     "--trace",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="What was retrieved: a trace (serve --record-trace), or a log that 'ragcache trace import' reads.",
+    help="Log of retrieved documents: a trace of 'ragcache serve --record-trace', or a log that "
+    "'ragcache trace import' reads.",
 )
 @click.option(
     "--top",
     type=click.IntRange(1),
     metavar="N",
-    help="No log: the N documents of the store that are near to most others. [default: all of them]",
+    help="Without a log: prefill the N documents of the store that are nearest to the others. [default: all documents]",
 )
 @click.option(
     "--budget", callback=lambda *given: None if given[2] is None else read_size(*given), metavar="SIZE",
-    help="KV to prefill at most, as 20GiB. [default: what the largest tier holds]",
+    help="Maximum size of the KV to prefill, such as 20GiB. [default: the size of the largest "
+"tier]",
 )  # fmt: skip
-@click.option("-k", "--k", type=click.IntRange(1), help="Documents that a prompt shows. [default: 2, if there are]")
+@click.option(
+    "-k", "--k", type=click.IntRange(1), help="Documents per prompt. [default: 2, or fewer if the store has fewer]"
+)
 @click.option(
     "--document-order",
     type=click.Choice(["retrieval", "canonical"]),
     default="retrieval",
     show_default=True,
-    help="In which order your prompts show them.",
+    help="Document order of your prompts.",
 )
 @layout_options
 @embedder_option
@@ -99,7 +103,7 @@ _HIT_COUNTS = ("num_requests", "num_prefix_query_tokens", "num_hit_tokens", "num
     default=DEFAULT_COST_MODEL,
     show_default=True,
     metavar="NAME|FILE",
-    help="What a prefill costs, as 'ragcache advise' takes it.",
+    help="Cost model of a prefill: a name or a file, as for 'ragcache advise'.",
 )
 @click.option(
     "--wait-ready",
@@ -110,13 +114,15 @@ _HIT_COUNTS = ("num_requests", "num_prefix_query_tokens", "num_hit_tokens", "num
     metavar="[SECONDS]",
     help=f"Wait for a server that does not answer yet. [without a number: {_WAIT_READY_S:g}]",
 )
-@click.option("--dry-run", is_flag=True, help="Say what would be prefilled and what it would bring, and do nothing.")
-@output_option("Where plan, forecast and receipt go as JSON, for --report.")
+@click.option(
+    "--dry-run", is_flag=True, help="Print what would be prefilled, and the forecast gain, without prefilling it."
+)
+@output_option("Write plan, forecast and result to this JSON file, for --report.")
 @click.option(
     "--report",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Warm nothing: set the forecast in FILE, an earlier --output, beside what was found since.",
+    help="Compare the forecast in FILE, the --output of an earlier run, with the hits since then. Prefills nothing.",
 )
 def warm(
     store: Path | None,
