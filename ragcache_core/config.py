@@ -125,8 +125,8 @@ def check_connectors(
             )
         if name == "OffloadingConnector":
             raise ValueError(
-                "connectors has OffloadingConnector, which would write into RAGCache's host memory: leave it out, "
-                "host_bytes is in its place"
+                "connectors has OffloadingConnector, which would write into RAGCache's host memory: "
+                "leave it out, and set host_bytes instead"
             )
         if "engine_id" in connector:
             raise ValueError(f"connectors has an engine_id for {name}: leave it out, all have the engine's")
@@ -137,7 +137,7 @@ def check_connectors(
         )
     if max_age is not None and (keepers := keeping(connectors)):
         raise ValueError(
-            f"max_age is {max_age:g}, but what {', '.join(keepers)} keeps has no age: leave max_age or connectors out"
+            f"max_age is {max_age:g}, but KV of {', '.join(keepers)} does not expire: leave max_age or connectors out"
         )
 
 
@@ -371,8 +371,8 @@ class CacheConfig(_Settings):
             )
         if self.chunk_reuse is not None and self.host_bytes == 0:
             raise ValueError(
-                "CacheConfig.chunk_reuse is set but host_bytes is 0: what is reused lies in host memory, so set "
-                "host_bytes or leave chunk_reuse out"
+                "CacheConfig.chunk_reuse is set but host_bytes is 0: reused KV is in host memory, so "
+                "set host_bytes or leave chunk_reuse out"
             )
         try:
             check_connectors(self.connectors, reuses_chunks=self.chunk_reuse is not None, max_age=self.max_age)

@@ -282,8 +282,8 @@ def check_capacity(folder: Path, capacity_bytes: object, slot_bytes: int) -> int
         raise CacheCapacityError(f"capacity_bytes is {capacity_bytes!r}: give a whole number of bytes")
     if capacity_bytes < slot_bytes:
         raise CacheCapacityError(
-            f"capacity_bytes is {capacity_bytes:,} (it comes from disk_bytes), a chunk takes {slot_bytes:,} on disk: "
-            "raise it to at least one chunk, or switch the disk tier off"
+            f"capacity_bytes is {capacity_bytes:,} (set by disk_bytes), and one block takes {slot_bytes:,} on disk: "
+            "raise disk_bytes, or set it to 0 to switch the disk tier off"
         )
     try:
         file_system = os.statvfs(folder)
@@ -295,7 +295,7 @@ def check_capacity(folder: Path, capacity_bytes: object, slot_bytes: int) -> int
         others = [n for n in list_namespaces(folder.parent) if n.path != folder and n.num_bytes]
         caches = "".join(f"; {n.path} holds {n.num_bytes:,} of {names_of(n.identity)}" for n in others[:3])
         raise CacheCapacityError(
-            f"capacity_bytes is {capacity_bytes:,} (it comes from disk_bytes), the file system of {folder.parent} has "
+            f"capacity_bytes is {capacity_bytes:,} (set by disk_bytes), the file system of {folder.parent} has "
             f"{free_bytes:,} free and this cache {used_bytes:,}: lower it to their sum, or delete what is not needed"
             f"{caches}"
         )

@@ -111,7 +111,7 @@ def _read_line(line: bytes, number: int) -> BatchLine | BrokenLine:
                 check_sendable(question, "the question")
                 return BatchLine(number, custom_id, question)
             case {"question": question}:
-                raise ConfigError(f"the question is {quoted(question)}: ask something")
+                raise ConfigError(f"the question is {quoted(question)}: give a text that is not empty")
             case {"body": {"messages": [*_]} as body}:
                 _check_chat(record, body)
                 return BatchLine(number, custom_id, body=body)
@@ -205,7 +205,9 @@ class AnswerFile:
 
 def _open_locked(path: Path) -> IO[bytes]:
     if path.exists() and not path.is_file():
-        raise ConfigError(f"{path} is no regular file, which a second start could continue: name another --output")
+        raise ConfigError(
+            f"{path} is not a regular file, so an interrupted run could not be continued: name another --output"
+        )
     file = open(path, "a+b", opener=open_private)  # noqa: SIM115  (the caller closes it)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -92,7 +92,7 @@ def _chunk_reuse(text: str) -> dict[str, object]:
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = (word.strip() for word in part.partition("="))
         if not (name and equals and value):
-            raise click.BadParameter(f"{part!r} is no setting: write KEY=VALUE, as max_recompute=0.3")
+            raise click.BadParameter(f"{part!r} is not a setting: write KEY=VALUE, as max_recompute=0.3")
         settings[name.replace("-", "_")] = _plain_value(value)
     return settings
 
@@ -184,11 +184,17 @@ def engine_opener(
     if (model is None) == (url is None):
         raise click.UsageError("Give either --model, to launch a server, or --url, to ask one that runs.")
     if url is not None and vllm_args:
-        raise click.UsageError("A server that runs already takes no options of vLLM: leave out what follows '--'.")
+        raise click.UsageError(
+            "Options of vLLM after '--' configure a launched server, but --url names a running one: leave them out."
+        )
     if url is not None and tokenizer is not None:
-        raise click.UsageError("A server that runs already has its tokenizer: leave out --tokenizer, or give --model.")
+        raise click.UsageError(
+            "--tokenizer configures a launched server, but --url names a running one: leave it out, or give --model."
+        )
     if url is not None and cache_config is not None:
-        raise click.UsageError("A server that runs already has its cache: leave out --cache-config, or give --model.")
+        raise click.UsageError(
+            "--cache-config configures a launched server, but --url names a running one: leave it out, or give --model."
+        )
     cache = read_cache_config(cache_config)
 
     def join() -> Engine:
@@ -215,7 +221,7 @@ def read_size(_context: click.Context, _option: click.Parameter, text: str) -> i
     try:
         return TypeAdapter(Bytes).validate_python(text)
     except ValidationError as error:
-        raise click.BadParameter(f"{text!r} is no size: write a number of bytes, as 64MiB or 1000000") from error
+        raise click.BadParameter(f"{text!r} is not a size: write a number of bytes, as 64MiB or 1000000") from error
 
 
 def read_cache_config(cache_config: Path | None, settings: Mapping[str, object] | None = None) -> CacheConfig:

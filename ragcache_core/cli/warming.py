@@ -172,7 +172,7 @@ def _expected_of_trace(store: DocumentStore, path: Path) -> Expected:
     trace = _read_trace(path)
     known = set(store.ids()).intersection(trace.doc_ids)
     if not len(trace.docs):
-        raise TraceError("no request of it retrieves a document: there is nothing to prefill", path)
+        raise TraceError("none of its requests retrieves a document, so there is nothing to prefill", path)
     if not known:
         raise ConfigError(
             f"none of the {len(trace.doc_ids):,} documents of {path} is in {store.path}, {trace.doc_ids[0]!r:.60} for "
@@ -258,8 +258,8 @@ def plan_of(
     if not paths:
         least = system_tokens + min(lengths.values(), default=0)
         raise ConfigError(
-            f"budget is {size_text(budget_tokens * sizes.bytes_per_token)}, less than any document that comes "
-            f"first: {size_text(least * sizes.bytes_per_token)} is the least that is of use"
+            f"budget is {size_text(budget_tokens * sizes.bytes_per_token)}, and the smallest prefix "
+            f"takes {size_text(least * sizes.bytes_per_token)}: raise it"
         )
     options = _simulated(stats, sizes.tokens, system_tokens, cost_model)
     with counting_requests("simulating", 2 * min(len(trace), NUM_FIRST)) as progress:

@@ -46,7 +46,7 @@ _NO_REUSE = "the engine was started without chunk reuse"
 _NOT_SAID = "the server did not say what its engine takes"
 _UNSUPPORTED = "the server runs without RAGCache, or with an older one"
 _NUM_REMEMBERED = 256
-_UNKNOWN_PROMPT = "the server does not tell the tokens of this prompt"
+_UNKNOWN_PROMPT = "the server does not report the tokens of this prompt"
 _REFERRED_TO = "documents that the conversation shows already are referred to where they stand"
 _NOT_WANTED = "the request rules it out: chunk_reuse=False"
 _SEPARATE = "requests with a cache_salt or an adapter reuse no chunks"

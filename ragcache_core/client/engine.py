@@ -323,8 +323,9 @@ def check_tokenizer(tokenizer: object) -> None:
     """
     if tokenizer is not None and tokenizer is not False:
         raise ConfigError(
-            f"tokenizer is {quoted(tokenizer)}, but clients tokenise nothing: leave it out. The server finds the "
-            "tokens of documents; to serve with another tokenizer, start the server with --tokenizer"
+            f"tokenizer is {quoted(tokenizer)}, but a client takes no tokenizer: leave it out. "
+            "The server tokenises; to serve with another tokenizer, start the server with "
+            "--tokenizer"
         )
 
 

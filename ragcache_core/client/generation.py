@@ -144,7 +144,7 @@ class AnswerReader:
             EngineDiedError: the stream ended before the answer did.
         """
         if self._finish_reason is None:
-            raise EngineDiedError("the engine's answer ended in the middle: ask again")
+            raise EngineDiedError("the engine ended the answer early: send the request again")
         total_s = time.perf_counter() - self._started_s
         return self._plan.stats(self._usage, ttft_s=self._ttft_s, total_s=total_s)
 

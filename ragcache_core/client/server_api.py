@@ -136,8 +136,13 @@ class ServerAPI:
                 case {"id": str(name), "max_model_len": int(tokens)} as card if tokens > 0:
                     return ModelCard(name, str(card.get("root") or name), tokens)
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-            raise EngineError(f"what answers at {self.base_url} is no vLLM server: it lists no model") from error
-        raise EngineError(f"what answers at {self.base_url} is no vLLM server: its model card names no max_model_len")
+            raise EngineError(
+                f"the server at {self.base_url} is not a vLLM server, as /v1/models lists no model: check the address"
+            ) from error
+        raise EngineError(
+            f"the server at {self.base_url} is not a vLLM server, as /v1/models names no "
+            "max_model_len: check the address"
+        )
 
 
 def json_object(response: httpx.Response) -> dict[str, Any] | None:

@@ -148,7 +148,7 @@ def _prefill(request: PreparedRequest) -> None:
 
 def _check(speculation: Speculation) -> None:
     if speculation.is_cancelled:
-        raise EngineError("the warming was ended: the engine's handle was closed; start it again to go on")
+        raise EngineError("warming stopped, as the engine's handle was closed: start it again to continue")
     if (error := speculation.error) is not None:
         with translate_errors():
             raise error
@@ -166,7 +166,9 @@ def known_scope(scopes: KVScopes, bound: BoundPrompt | None) -> KVScope:
         ConfigError: they differ, and the prompt was bound without their settings.
     """
     if (scope := scopes.of(None if bound is None else bound.scope)) is None:
-        raise ConfigError(f"it is not known for which requests to prefill: they differ in model, salt or key. {HINT}")
+        raise ConfigError(
+            f"requests of this engine differ in model, salt or key, so it is unknown what to prefill. {HINT}"
+        )
     return scope
 
 

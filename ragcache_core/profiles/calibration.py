@@ -42,7 +42,7 @@ class Calibration:
         """
         match data:
             case {"kind": kind, "format": int(version)} if kind == _KIND and version != FORMAT:
-                raise ConfigError(f"it has format {version}, this RAGCache reads {FORMAT}")
+                raise ConfigError(f"its format is {version}, this RAGCache reads format {FORMAT}")
             case {
                 "kind": kind,
                 "model": str(model),
@@ -54,9 +54,9 @@ class Calibration:
                 try:
                     measured = tuple(AlphaPoint(**point) for point in points)
                 except TypeError as error:
-                    raise ConfigError(f"a point of it is damaged: {error}") from error
+                    raise ConfigError(f"one of its points is invalid: {error}") from error
                 return cls(model, selection, max_recompute, measured_at, measured)  # type: ignore[arg-type]
-        raise ConfigError("it is no calibration")
+        raise ConfigError("the file is not a calibration")
 
 
 def calibration_path(model: str, selection: SelectionName) -> Path:

@@ -54,7 +54,7 @@ class Profile:
         """
         match data:
             case {"kind": kind, "format": int(version)} if kind == _KIND and version != FORMAT:
-                raise ConfigError(f"it has format {version}, this RAGCache reads {FORMAT}")
+                raise ConfigError(f"its format is {version}, this RAGCache reads format {FORMAT}")
             case {
                 "kind": kind,
                 "model": str(model),
@@ -74,7 +74,7 @@ class Profile:
                     model, hardware, measured_at, vllm_version, dtype, num_repeats, spread, times, steps,
                     tokens_per_gib, host_gib_per_s,
                 )  # fmt: skip
-        raise ConfigError("it is no profile")
+        raise ConfigError("the file is not a profile")
 
 
 def hardware_name(proc: Path = Path("/proc")) -> str:

@@ -217,7 +217,7 @@ def _field_parsed(field: str, conditions: Mapping[Any, Any], depth: int) -> Iter
 
 def _check_depth(depth: int) -> None:
     if depth > _MAX_DEPTH:
-        raise ConfigError(f"filters stand in one another more than {_MAX_DEPTH} deep: join them in fewer $and and $or")
+        raise ConfigError(f"filters are nested more than {_MAX_DEPTH} levels deep: use fewer nested $and and $or")
 
 
 def _joined(parts: list[Where]) -> Where:

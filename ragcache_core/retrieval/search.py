@@ -283,7 +283,7 @@ def check_text(query: object) -> str:
         SearchError: there is no text in it, or it is not Unicode.
     """
     if not isinstance(query, str) or not query.strip():
-        raise SearchError(f"the query is {query!r}: ask something")
+        raise SearchError(f"the query is {query!r}: pass a text that is not empty")
     try:
         query.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -298,7 +298,7 @@ def check_k(k: object) -> int:
         SearchError: it is not a positive integer.
     """
     if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or k < 1:
-        raise SearchError(f"k is {k!r}: ask for at least 1 document")
+        raise SearchError(f"k is {k!r}: give 1 or more")
     return int(k)
 
 

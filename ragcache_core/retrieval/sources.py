@@ -64,16 +64,16 @@ def as_source(obj: object, *, stages: int | Sequence[float] | None = None) -> St
             _check_yields(search)
             if stages is not None:
                 raise ConfigError(
-                    f"stages is {stages!r:.80}, but {type(obj).__name__} cuts its search itself: leave stages out, or "
-                    "give an object with search_staged(query, k, stages=...)"
+                    f"stages is {stages!r:.80}, but {type(obj).__name__} has stages of its own: leave "
+                    "stages out, or pass an object with search_staged(query, k, stages=...)"
                 )
             return obj  # type: ignore[return-value]
         if callable(search := getattr(obj, "search_staged", None)):
             _check_yields(search)
             return _StoreSource(obj, stages)  # type: ignore[arg-type]
     raise ConfigError(
-        f"{obj!r:.80} is no source of stages: pass a DocumentStore, or an object with stages(query, k) that yields "
-        "RetrievalUpdates"
+        f"{obj!r:.80} is not a staged retriever: pass a DocumentStore, or an object with "
+        "stages(query, k) that yields RetrievalUpdates"
     )
 
 
@@ -142,14 +142,14 @@ def num_candidates_of(num_candidates: object, k: int, is_reranked: bool, setting
         if num_candidates is None:
             return k
         raise ConfigError(
-            f"num_candidates is {quoted(num_candidates)}, and nothing reranks them: give {setting}, or leave it out"
+            f"num_candidates is {quoted(num_candidates)}, but there is no reranker: give "
+            f"{setting}, or leave num_candidates out"
         )
     if num_candidates is None:
         return max(k, NUM_CANDIDATES)
     if isinstance(num_candidates, bool) or not isinstance(num_candidates, int) or num_candidates < k:
         raise ConfigError(
-            f"num_candidates is {quoted(num_candidates)}: give a whole number of at least {k}, which are to be left "
-            "of them"
+            f"num_candidates is {quoted(num_candidates)}: give a whole number of at least {k}, which is k"
         )
     return num_candidates
 

@@ -274,7 +274,8 @@ def _check_engine(ctx: click.Context, engine: str) -> None:
         is_given = ctx.get_parameter_source(param.name or "") is not ParameterSource.DEFAULT
         if param.name in _OF_A_LAUNCH and is_given:
             raise click.UsageError(
-                f"A server that runs already takes no options of a launch: leave out {param.opts[0]}."
+                f"{param.opts[0]} configures a launched engine, but --engine names a running server: "
+                f"leave {param.opts[0]} out."
             )
 
 

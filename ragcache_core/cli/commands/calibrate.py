@@ -75,8 +75,8 @@ def calibrate(model: str, quality: float, metric: str, output: Path | None, as_j
     full = getattr(summaries[FULL.name], metric)
     if not full > 0.0:
         raise ConfigError(
-            f"the model's own answers score {metric} {full:g}, computed in full: there is nothing to compare with, so "
-            "ask what it can answer, or score by rouge_l"
+            f"with full recompute the answers score {metric} {full:g}: give questions that the "
+            "model can answer, or --metric rouge_l"
         )
     points = points_of(
         [(method.chunks.alpha or 0.0, summaries[method.name]) for method in methods if method.chunks], metric, full

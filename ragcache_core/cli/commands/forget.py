@@ -120,8 +120,9 @@ def forgetting(
                 except EngineError as error:
                     named = " ".join(map(shlex.quote, doc_ids[:10])) + " ..." * (len(doc_ids) > 10)
                     raise EngineError(
-                        f"the store is changed, but {len(doc_ids)} former documents are not forgotten at {url} "
-                        f"({error}): do 'ragcache forget {named} --url {url}' when it answers"
+                        f"the store is changed, but the cache of {url} still has {len(doc_ids)} removed "
+                        f"documents ({error}): run 'ragcache forget {named} --url {url}' when the server "
+                        "answers"
                     ) from error
             return receipts
 

@@ -104,7 +104,9 @@ def choose_splitting(store: Path, asked: dict[str, Any]) -> tuple[Splitting, Chu
     )
     name = asked["tokenizer"]
     if chars and (tokens or name is not None):
-        raise ConfigError("chunks are cut by characters or by tokens: leave the --chunk options of one of them out")
+        raise ConfigError(
+            "the --chunk options in characters and in tokens exclude each other: leave those of one of them out"
+        )
     by_tokens = bool(tokens or name is not None)
     if former is not None and (chars or by_tokens) and by_tokens != (former.unit == "tokens"):
         raise ConfigError(
@@ -115,7 +117,7 @@ def choose_splitting(store: Path, asked: dict[str, Any]) -> tuple[Splitting, Chu
         name = former.tokenizer
     if name is None:
         if tokens:
-            raise ConfigError("tokens are those of a model: name it with --tokenizer MODEL")
+            raise ConfigError("the --chunk options in tokens count tokens of a model: name it with --tokenizer MODEL")
         chunking = replace(former or Chunking(), **chars)
         return Splitting(chunking.max_length, chunking.min_length, chunking.overlap), chunking
     counted, sha256 = _token_counter(name)
@@ -301,8 +303,8 @@ def index(
         outdated = [doc_id for doc_id in changes.replaced if doc_id not in gone]
         if outdated and not update:
             raise DuplicateDocumentError(
-                f"document {outdated[0]!r} is in {store}, but not as its file is now ({len(outdated)} "
-                "are not): replace what has changed with --update, or choose another --store"
+                f"{len(outdated)} documents in {store} differ from their files, {outdated[0]!r} for "
+                "one: replace them with --update, or choose another --store"
             )
         _store(target, changes)
         stored = set(target.ids())
@@ -394,7 +396,7 @@ def _read(paths: Iterable[Path], splitting: Splitting, limits: FileLimits) -> tu
             readings.append(reading)
             bar.advance()
     if not any(reading.documents for reading in readings):
-        raise DocumentError(f"none of {len(files.files)} files holds a document that can be stored: nothing was done")
+        raise DocumentError(f"none of {len(files.files)} files holds a document that can be stored: nothing was stored")
     return files, readings, num_bad
 
 

@@ -131,9 +131,13 @@ def profile(
     }
     given = [name for name, value in of_a_launch.items() if value is not None]
     if url is not None and given:
-        raise click.UsageError(f"A server that runs already takes no options of a launch: leave out {given[0]}.")
+        raise click.UsageError(
+            f"{given[0]} configures a launched engine, but --url names a running server: leave {given[0]} out."
+        )
     if url is not None and output is None and not _is_here(url):
-        raise click.UsageError(f"The server at {url} has hardware of its own: give --output FILE, or profile it there.")
+        raise click.UsageError(
+            f"The profile of the server at {url} belongs to its machine: give --output FILE, or run this command there."
+        )
     from ragcache_core.client.launch.arguments import check_model
     from ragcache_core.client.profiling import make_grid
     from ragcache_core.config import CacheConfig
@@ -154,7 +158,9 @@ def profile(
         make_grid(block_size=block_size or _ASSUMED_BLOCK_SIZE, max_tokens=max_tokens)
 
     if url is not None and tokenizer is not None:
-        raise click.UsageError("A server that runs already has its tokenizer: leave out --tokenizer, or --url.")
+        raise click.UsageError(
+            "--tokenizer configures a launched engine, but --url names a running server: leave one of them out."
+        )
 
     def join() -> Engine:
         if url is not None:

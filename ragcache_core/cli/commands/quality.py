@@ -213,9 +213,13 @@ def quality(
 
     methods = order_methods(document_orders, max_score_loss)
     if deduplicate and methods:
-        raise click.UsageError("--deduplicate is audited by itself: leave --document-order and --max-score-loss out.")
+        raise click.UsageError(
+            "--deduplicate cannot be combined with --document-order or --max-score-loss: leave them out."
+        )
     if deduplicate and options["alphas"] is not None:
-        raise click.UsageError("--deduplicate is audited by itself: leave --alphas out, which is for reuse.")
+        raise click.UsageError(
+            "--deduplicate cannot be combined with --alphas, which is for chunk reuse: leave --alphas out."
+        )
     run, alphas = quality_run(model, options, num_shown=num_shown, max_score_loss=max_score_loss)
     is_reuse_audited = not methods or options["alphas"] is not None
     methods = [PREFIX, *methods] if methods else [FULL, PREFIX]
@@ -279,8 +283,8 @@ def _check_candidates(questions: Sequence[Question], num_shown: int | None, path
         )
     if num_shown is None or all(len(question.documents) <= num_shown for question in questions):
         raise ConfigError(
-            f"no question of {path} has more documents than are shown, so that none can take another's place: give "
-            "--documents, less than the lines have"
+            f"no question in {path} has more documents than are shown, so none can be "
+            "substituted: set --documents below the number of documents per question"
         )
 
 

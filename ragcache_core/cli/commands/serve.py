@@ -161,11 +161,13 @@ def serve(
     if no_cache and (given := _flags_of({"cache_config": cache_config, **cache_settings})):
         raise click.UsageError(f"--no-cache runs plain vLLM: leave out {', '.join(given)}.")
     if no_cache and record_trace is not None:
-        raise click.UsageError("--record-trace needs the cache, which knows the documents: leave out --no-cache.")
+        raise click.UsageError("--record-trace needs RAGCache: leave out --no-cache.")
     if data_parallel_size is not None and record_trace is not None:
-        raise click.UsageError("--record-trace is one server's file: leave it or --data-parallel-size out.")
+        raise click.UsageError(
+            "--record-trace writes the requests of one server: leave out --record-trace or --data-parallel-size."
+        )
     if probe_port is not None and port <= probe_port < max(port, 1) + (data_parallel_size or 1):
-        raise click.UsageError(f"--probe-port {probe_port} is a port of the server itself: choose another.")
+        raise click.UsageError(f"--probe-port {probe_port} is the server's own port: choose another.")
     cache = None if no_cache else read_cache_config(cache_config, cache_settings)
     from ragcache_core.client import Engine
     from ragcache_core.runtime.trace_recorder import recording_in_server

@@ -46,7 +46,7 @@ def run(trace: Path, per_request: bool, output: Path | None, as_json: bool, **se
     from ragcache_core.sim.traces.trace import read_trace
 
     if per_request and output is None and not as_json:
-        raise click.UsageError("--per-request makes records of JSON: give --output OUT as well, or --json.")
+        raise click.UsageError("--per-request adds records to the JSON: give --output OUT or --json as well.")
     with options_in_cli_wording(run):
         options = SimulationOptions(**settings)
         load_testbed(options.cost_model)

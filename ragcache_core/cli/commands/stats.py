@@ -304,7 +304,7 @@ def stats(url: str, api_key: str | None, watch: bool, every_s: float | None, as_
     from ragcache_core.client import Engine
 
     if every_s is not None and not watch:
-        raise click.UsageError("--every is the pause between readings of --watch: give --watch as well.")
+        raise click.UsageError("--every is the interval of --watch: give --watch as well.")
     try:
         with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
             if watch:

@@ -156,8 +156,8 @@ def prune(
             gone_files = {origin for origin in files if origin.is_gone()}
             if len(gone_files) == len(files) and folder not in named:
                 raise ConfigError(
-                    f"none of the {len(files)} files of {folder} is there: mount it, or if that is meant name it, "
-                    f"'ragcache store prune {folder}'; nothing was removed"
+                    f"none of the {len(files)} files of {folder} exists: mount the directory, or confirm "
+                    f"with 'ragcache store prune {folder}'; nothing was removed"
                 )
             gone += [doc_id for doc_id, origin in by_folder[folder].items() if origin in gone_files]
         if not dry_run:

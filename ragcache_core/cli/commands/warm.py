@@ -150,7 +150,7 @@ def warm(
     sources = [name for name in ("from_log", "trace", "top") if settings[name] is not None]
     if len(sources) > 1:
         names = " and ".join(f"--{name.replace('_', '-')}" for name in sources)
-        raise click.UsageError(f"{names} say different things of what will be asked: give one of them.")
+        raise click.UsageError(f"{names} exclude each other: give one of them.")
     check_output("--output", output, filter(None, (settings["from_log"], settings["trace"])))
     with open_store(store, embedder, read_only=True) as documents:
         expected = expected_of(
@@ -288,4 +288,4 @@ def _read_report(path: Path) -> dict[str, Any]:
     match told:
         case {"format": 1, "forecast": dict(), "paths": list(), "counted": dict()}:
             return dict(told)
-    raise ConfigError(f"--report {path} is no report of a warming that was done: {cure}")
+    raise ConfigError(f"--report {path} is not the --output of a finished 'ragcache warm': {cure}")

@@ -147,8 +147,9 @@ class Fleet(EngineClient):
         named = ServiceName.of(urls) if isinstance(urls, str) and urls.startswith("dns+") else None
         if named is None and (isinstance(urls, str) or not urls):
             raise ConfigError(
-                f"urls is {urls!r:.80}: give a list of the replicas' addresses, ['http://a:8000', ...], or a name that "
-                "resolves to them, 'dns+http://service:8000'; a proxy before them is joined with Engine.connect(url)"
+                f"urls is {urls!r:.80}: give a list of the replicas' addresses, ['http://a:8000', "
+                "...], or a name that resolves to them, 'dns+http://service:8000'; connect to a "
+                "proxy in front of them with Engine.connect(url)"
             )
         check_seconds("refresh_s", refresh_s)
         check_seconds("restart_timeout_s", restart_timeout_s or None)
@@ -268,7 +269,7 @@ class Fleet(EngineClient):
             EngineUnreachableError: none is known.
         """
         if not (engines := self.engines):
-            raise EngineUnreachableError("the fleet has no replica now: are the servers running?")
+            raise EngineUnreachableError("no replica of the fleet is available: check that their servers run")
         return engines
 
     def _map_replicas(self, ask: Callable[[Engine], _Answer]) -> list[_Answer]:
@@ -360,7 +361,7 @@ def _check_same_model(engines: Sequence[Engine]) -> None:
         ConfigError: with what differs.
     """
     if not engines:
-        raise ConfigError("a fleet needs a replica at least: pass engines")
+        raise ConfigError("a fleet needs at least one replica: pass engines")
     names = [engine.base_url for engine in engines]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"{twice[0]} is named {names.count(twice[0])} times: name each replica once")

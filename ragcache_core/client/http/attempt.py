@@ -198,7 +198,7 @@ class Attempt:
             raise self._error
         if self._read_timeout_s is not None and waited_s > self._read_timeout_s:
             raise httpx.ReadTimeout(
-                f"the engine was not back after {self._read_timeout_s:g} s", request=self.request
+                f"the engine did not answer again within {self._read_timeout_s:g} s", request=self.request
             ) from self._error
         return False
 

@@ -101,7 +101,7 @@ class RemoteServerMonitor:
         return self._hang
 
     def exit_reason(self) -> str:
-        raise AssertionError("only its owner knows that a server does not come back")
+        raise AssertionError("a remote server has no exit status: its supervisor knows it")
 
     def close(self, grace_s: float = 0.0) -> None:
         """End the thread; the server is its owner's. May be called again."""

@@ -299,8 +299,8 @@ class ResumableStream:
             self._prompt_ids = prompt_ids
         elif prompt_ids is not None and prompt_ids != [*self._prompt_ids, *self._ids[: self._num_ids_before]]:
             raise EngineDiedError(
-                "the engine died during an answer, and its successor answered another prompt than what was said: ask "
-                "again"
+                "the engine crashed during an answer, and the restarted engine used another prompt: "
+                "send the request again"
             )
         if usage := event.get("usage"):
             self._correct(usage)
@@ -318,8 +318,8 @@ class ResumableStream:
         is_finished = choice.get("finish_reason") is not None
         if self.is_sampled and self._num_ids_before and others:
             raise EngineDiedError(
-                f"the engine died during an answer, and its successor continued with {others[0]} and not with text: "
-                "ask again"
+                "the engine crashed during an answer, and the restarted engine continued with "
+                f"{others[0]} instead of text: send the request again"
             )
         for hidden in ("token_ids", "prompt_token_ids"):
             if hidden in choice:
@@ -330,7 +330,8 @@ class ResumableStream:
                 self._marks = [_Mark(0, 0, 0)]
                 raise httpx.RemoteProtocolError("the engine's successor did not go on with the same text")
             raise EngineDiedError(
-                "the engine died during an answer, and its successor went on otherwise than it had begun: ask again"
+                "the engine crashed during an answer, and the restarted engine generated another "
+                "text: send the request again"
             )
         self._is_finished = self._is_finished or is_finished
         self._replayed = self._replayed[len(again) :]

@@ -241,6 +241,6 @@ def _check_rest(response: httpx.Response) -> None:
     """Raise if a server does not go on with an answer; the caller closes it."""
     if response.status_code != 200:
         raise EngineDiedError(
-            f"the engine died during an answer, and its successor answered {response.status_code} when it was to go "
-            "on: ask again"
+            "the engine crashed during an answer, and the restarted engine answered the "
+            f"continuation with status {response.status_code}: send the request again"
         )

@@ -342,8 +342,8 @@ def _alphas(model: str, reuse: ChunkReuse | None) -> tuple[AlphaPoint, ...]:
         return ()
     if path is None:
         raise ConfigError(
-            f"ChunkReuse.quality is {reuse.quality:g}, but which alpha reaches it on {model!r} with selection "
-            f"{reuse.selection!r} was not measured: run 'ragcache calibrate', or give alpha"
+            f"ChunkReuse.quality is {reuse.quality:g}, but no calibration of {model!r} with "
+            f"selection {reuse.selection!r} exists: run 'ragcache calibrate', or give alpha"
         )
     calibration = load_calibration(path)
     is_as_measured = calibration.max_recompute == reuse.max_recompute

@@ -33,7 +33,7 @@ def check_timeout(timeout_s: float | None) -> None:
         ConfigError: it is not above 0.
     """
     if timeout_s is not None and not timeout_s > 0:
-        raise ConfigError(f"timeout_s is {timeout_s!r}: give seconds above 0, or None to wait as long as it takes")
+        raise ConfigError(f"timeout_s is {timeout_s!r}: give seconds above 0, or None for no limit")
 
 
 def check_updates(updates: object) -> None:
@@ -56,7 +56,7 @@ def check_stage(update: object) -> None:
         raise SearchError(f"a stage of the search is {update!r}: {_HINT}")
     for document in update.documents:
         if not isinstance(document, Document):
-            raise SearchError(f"stage {update.stage} of the search found {document!r}: yield Documents only")
+            raise SearchError(f"stage {update.stage} of the search yielded {document!r}: yield Documents only")
 
 
 async def read_stages(

@@ -97,7 +97,7 @@ class ServerTokenizer:
 
         Raises:
             PromptError: the server cannot make a prompt of the messages.
-            TokenizerUnavailableError: it does not tell the tokens. EngineError: it cannot be asked.
+            TokenizerUnavailableError: it does not report the tokens. EngineError: it cannot be asked.
         """
         body: dict[str, Any] = {**fields_of(settings or {}), "messages": list(messages)}
         if not self.finds_documents:
@@ -156,7 +156,9 @@ def _read(answer: httpx.Response) -> tuple[tuple[int, ...], tuple[PromptSegment,
         case {"token_ids": [*token_ids], "documents": [*documents]}:
             segments = [PromptSegment(SegmentKind.DOCUMENT, d["start"], d["end"], d["id"]) for d in documents]
             return tuple(token_ids), tile(segments, len(token_ids))
-    raise TokenizerUnavailableError("the server does not tell the tokens of a prompt: install the same release there")
+    raise TokenizerUnavailableError(
+        "the server does not report the tokens of a prompt: install the same release of ragcache on the server"
+    )
 
 
 def _read_tokens(answer: httpx.Response) -> tuple[int, ...]:
@@ -164,7 +166,7 @@ def _read_tokens(answer: httpx.Response) -> tuple[int, ...]:
         case {"tokens": [*tokens]}:
             return tuple(tokens)
     raise TokenizerUnavailableError(
-        f"the server does not tell the tokens of a prompt (status {answer.status_code} of /tokenize): use vLLM's own "
+        f"the server does not report the tokens of a prompt (status {answer.status_code} of /tokenize): use vLLM's own "
         "server, or send the messages or the text instead of their tokens"
     )
 

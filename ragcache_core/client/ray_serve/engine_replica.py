@@ -94,9 +94,11 @@ class EngineReplica:
         try:
             answer = await self._http.get(self._root.copy_with(path="/health"), timeout=_HEALTH_TIMEOUT_S)
         except httpx.HTTPError as error:
-            raise EngineError(f"replica {self._name} does not say how it is: {type(error).__name__} {error}") from None
+            raise EngineError(
+                f"the health of replica {self._name} is unknown: {type(error).__name__} {error}"
+            ) from None
         if answer.status_code != httpx.codes.OK:
-            raise EngineError(f"replica {self._name} is not well: {answer.status_code} {answer.text:.400}")
+            raise EngineError(f"replica {self._name} is unhealthy: {answer.status_code} {answer.text:.400}")
 
     def __del__(self) -> None:
         if (engine := getattr(self, "_engine", None)) is not None:

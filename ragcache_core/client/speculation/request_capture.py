@@ -96,8 +96,8 @@ def capture_request(call: Callable[[], object], owner: object) -> CapturedReques
         _current.reset(token)
     if pending.captured is None:
         raise ConfigError(
-            "the captured code sent this engine no request for a completion: let it ask with this engine's "
-            "http_client() and base_url, in the thread and context that it is called in"
+            "the captured code sent no completion request to this engine: use the engine's "
+            "http_client() and base_url in it, in the thread and context that calls it"
         )
     return pending.captured
 

@@ -300,7 +300,9 @@ async def receive(
         assert isinstance(answer.stream, httpx.AsyncByteStream)
         if answer.status_code >= 400:
             said = (await answer.aread()).decode(errors="replace")
-            raise EngineError(f"the engine refused a speculation with status {answer.status_code}: {said:.300}")
+            raise EngineError(
+                f"the engine rejected a speculative request with status {answer.status_code}: {said:.300}"
+            )
         response.begin(ResponseHead(answer.status_code, list(answer.headers.raw)))
         async for part in answer.stream:
             if not (response.has_bytes and is_reserved()):
@@ -315,8 +317,8 @@ def _check(events: bytes) -> None:
     if (found := _ERROR_EVENT.search(events)) is not None:
         said = events[found.start() :].decode(errors="replace")
         if says_engine_died(said):
-            raise EngineDiedError("the engine died during a speculation")
-        raise EngineError(f"the engine failed during a speculation: {said:.300}")
+            raise EngineDiedError("the engine crashed during a speculative request")
+        raise EngineError(f"the engine failed during a speculative request: {said:.300}")
 
 
 class SpeculationRoutes:

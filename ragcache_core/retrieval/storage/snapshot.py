@@ -100,7 +100,7 @@ def load_snapshot(
                 raise
             failed = manifest.generation
             if time.monotonic() > deadline and read_manifest(folder).generation != failed:
-                raise StoreError(f"{folder} is being changed too fast: try again") from error
+                raise StoreError(f"{folder} changed repeatedly while it was opened: try again") from error
             time.sleep(_PAUSE_S)
 
 

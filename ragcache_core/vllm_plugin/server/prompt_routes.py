@@ -68,7 +68,11 @@ async def tokenizer(request: Request) -> dict[str, Any]:
 async def prompt(asked: PromptRequest, request: Request) -> dict[str, Any]:
     """Return the token ids of a chat, and which of them show which document."""
     if request.app.state.serving_tokenization.online_renderer.use_harmony:
-        raise HTTPException(400, "chats of this model are laid out otherwise than its template says: send messages")
+        raise HTTPException(
+            400,
+            "this model does not use a chat template (Harmony), so its prompt is made with the "
+            "request: send messages to /v1/chat/completions",
+        )
     token_ids = await _token_ids(request, asked, asked.messages)
     if asked.other is not None:
         num_common = common_prefix_len(token_ids, await _token_ids(request, asked, asked.other))

@@ -50,7 +50,7 @@ def check_entry(transfer_config: object, tenants: Tenants | None) -> None:
         ConfigError: it is so.
     """
     if tenants is None and (path := tenants_file(transfer_config)) is not None:
-        raise ConfigError(f"the server does not know the tenants of {path}: start it as 'ragcache serve' does")
+        raise ConfigError(f"the server does not know the tenants of {path}: start it with 'ragcache serve'")
 
 
 def check_same(reports: Sequence[Mapping[str, Any] | None], tenants: Tenants | None) -> None:
@@ -166,6 +166,6 @@ def _refuse_shared_media(messages: object) -> None:
         for part in parts if isinstance(parts, list) else ():
             if isinstance(part, dict) and "uuid" in part:
                 raise ConfigError(
-                    f"a part of a message has the uuid {quoted(part['uuid'])}, under which another tenant may have "
-                    "sent something: leave it out, and send what it names"
+                    f"a part of a message has the uuid {quoted(part['uuid'])}, which another tenant may "
+                    "have used: leave uuid out, and send the content"
                 )

@@ -266,8 +266,8 @@ class SharedIO:
             thread.join(max(ends_s - time.monotonic(), 0.0))
         if num_left := self.num_undeleted:
             logger.warning(
-                "RC-SHARED-UNDELETED: RAGCache's shared store may still have %d forgotten chunks: delete what begins "
-                "with %s",
+                "RC-SHARED-UNDELETED: the shared store may still hold %d deleted chunks: delete the "
+                "keys that begin with %s",
                 num_left,
                 self._objects.prefix,
             )

@@ -195,7 +195,7 @@ class RecognitionService:
         ends_s = time.monotonic() + 60.0
         while (said := await self._call("begin", {"points": None}))["points"] is None:
             if time.monotonic() > ends_s:
-                raise ConfigError("the first API server does not begin: look at its log, and start the server again")
+                raise ConfigError("the first API server does not start: look at its log, and start the server again")
             await asyncio.sleep(0.1)
         self._hashing = _hashing_of(said)
 
