@@ -1,4 +1,4 @@
-"""The engine: launch vLLM's server as a child, or connect to one that runs elsewhere; send it requests; end it."""
+"""The engine: launch vLLM's server as a child process or connect to a running one, send it requests, and stop it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Engine(EngineClient):
         is_for_requests: bool = True,
         log_path: Path | None = None,
     ) -> None:
-        """Join the server at ``base_url``; use :meth:`launch` or :meth:`connect` instead.
+        """Connect to the server at ``base_url``; use :meth:`launch` or :meth:`connect` instead.
 
         Unless it ``is_for_requests``, nothing is imported for them yet. :meth:`close` ends the ``watch``.
         """
@@ -195,7 +195,7 @@ class Engine(EngineClient):
 
     @classmethod
     async def alaunch(cls, model: str, **settings: Any) -> Any:
-        """Do :meth:`launch` without blocking the event loop. If it is cancelled, the server is ended."""
+        """Do :meth:`launch` without blocking the event loop. Cancellation stops the server."""
         cancel = threading.Event()
 
         def launch() -> Any:
@@ -274,7 +274,7 @@ class Engine(EngineClient):
         return self._server.pid if isinstance(self._server, Supervisor) else None
 
     def num_restarts(self) -> int:
-        """Return how often a launched server was started again after it had died. Asks the server nothing.
+        """Return the number of restarts of a launched server. Sends no request.
 
         Raises:
             EngineDiedError: it died, and is not started again any more.
@@ -284,7 +284,7 @@ class Engine(EngineClient):
         return self._server.run - 1
 
     def drain(self, timeout_s: float) -> bool:
-        """Reject new requests, and wait for running ones; call :meth:`close` afterwards.
+        """Reject new requests and wait for the running ones; call :meth:`close` afterwards.
 
         New requests get status 503 with ``Retry-After``, and so does ``/ready``. Return whether all running requests
         ended in time; plain vLLM cannot be drained.
@@ -301,7 +301,7 @@ class Engine(EngineClient):
             time.sleep(_DRAIN_POLL_S)
 
     def close(self, grace_s: float = GRACE_S) -> None:
-        """Close the connections, and end a launched server with everything it started.
+        """Close the connections; stop a launched server and all of its processes.
 
         May be called twice, by several threads (each returns when it is done), and again after an interruption.
         """
@@ -316,7 +316,7 @@ class Engine(EngineClient):
 
 
 def check_tokenizer(tokenizer: object) -> None:
-    """Refuse a client-side tokenizer, which there was in former releases.
+    """Reject a client-side tokenizer, which former releases had.
 
     Raises:
         ConfigError: ``tokenizer`` names one.

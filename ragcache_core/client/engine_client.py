@@ -1,4 +1,4 @@
-"""Asking a server: generation, statistics, prompts, and the parts that integrations of frameworks use."""
+"""The client of one server: generation, statistics, prompts, and the parts that framework integrations use."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
 @dataclass(frozen=True, slots=True)
 class Integration:
-    """What an integration of a framework needs of an engine, besides what applications use."""
+    """The parts of an engine that framework integrations use, beside its public methods."""
 
     prompts: PromptClient
     speculation: SpeculationClient
@@ -79,7 +79,7 @@ class Integration:
 
 
 class EngineClient(Handle, ABC):
-    """Requests to a running server. Its methods may be called by any thread, the async ones from any loop.
+    """Sends requests to a running server. Thread-safe; the async methods work in any event loop.
 
     A fork of the process has no threads of its parent: there every call raises ``EngineForkedError``, and ``close``
     does nothing.
@@ -133,7 +133,7 @@ class EngineClient(Handle, ABC):
 
     @property
     def integration(self) -> Integration:
-        """The parts that integrations of frameworks use.
+        """The parts that framework integrations use.
 
         Raises:
             EngineForkedError: this is a fork of the process that made the engine.
@@ -154,7 +154,7 @@ class EngineClient(Handle, ABC):
         return AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, http_client=self._http_async, max_retries=0)
 
     def _handshake(self, *, is_for_requests: bool = True) -> None:
-        """Ask the server about itself. Unless it ``is_for_requests``, import nothing for requests yet."""
+        """Read the server's model and features. Without ``is_for_requests``, do not import the packages of requests."""
         server = self._api
         card = server.model_card()
         self.model, self.max_model_len = card.name, card.max_model_len
@@ -195,7 +195,7 @@ class EngineClient(Handle, ABC):
 
     @abstractmethod
     def close(self, grace_s: float = GRACE_S) -> None:
-        """Close the connections, and end what was launched."""
+        """Close the connections, and stop a launched server."""
 
     async def aclose(self) -> None:
         """Do :meth:`close` without blocking the event loop."""
@@ -245,7 +245,7 @@ class EngineClient(Handle, ABC):
         chunk_reuse: ChunkReuseOption = None,
         **sampling: Any,
     ) -> Generator[GenerationChunk]:
-        """Yield the answer to ``prompt`` as it is generated; closing the iterator ends the request in the engine.
+        """Yield the answer to ``prompt`` as it is generated; closing the iterator cancels the request in the engine.
 
         Args:
             prompt: a text to continue, a :class:`RenderedPrompt`, or messages of the OpenAI protocol.
@@ -355,11 +355,11 @@ class EngineClient(Handle, ABC):
     async def abatch(
         self, prompts: Sequence[Prompt], *, return_exceptions: bool = False, **options: Any
     ) -> list[Generation] | list[Generation | Exception]:
-        """Return the whole answers to ``prompts``; see :meth:`batch`. Cancelling it ends its requests."""
+        """Return the whole answers to ``prompts``; see :meth:`batch`. Cancelling the task cancels its requests."""
         return await answer_batch(self.agenerate, prompts, return_exceptions=return_exceptions, **options)
 
     def stats(self) -> EngineStats:
-        """Return the server's counters, and those of its cache unless it is plain vLLM.
+        """Return the server's counters, and those of its cache if it runs RAGCache.
 
         Who has a tenant's key is told of his own cache alone.
         """
@@ -372,7 +372,7 @@ class EngineClient(Handle, ABC):
     # Documents
 
     def forget(self, doc_ids: Iterable[DocId], *, wait_s: float = 30.0) -> ForgetReceipt:
-        """Delete the KV of documents from GPU, host memory, disk and chunk reuse, and the KV behind them.
+        """Delete the KV of documents, and of the text behind them in prompts, from all tiers and from chunk reuse.
 
         When this returns, no request hits it. When the receipt ``is_complete``, no file of the cache holds a byte of
         it. Running requests keep their blocks until they finish. Documents are known by the ids that requests sent,
@@ -393,7 +393,7 @@ class EngineClient(Handle, ABC):
         return self._documents.forget(doc_ids, wait_s)
 
     async def aforget(self, doc_ids: Iterable[DocId], *, wait_s: float = 30.0) -> ForgetReceipt:
-        """Remove the KV of documents; see :meth:`forget`."""
+        """Delete the KV of documents; see :meth:`forget`."""
         doc_ids = listed(doc_ids)
         self._registrations.forget(doc_ids)
         return await self._documents.aforget(doc_ids, wait_s)
@@ -476,7 +476,7 @@ class EngineClient(Handle, ABC):
     def _warming_prompts(
         self, documents: Iterable[Document], prompt: Callable[[Document], Prompt] | None
     ) -> tuple[list[Prompt], dict[str, Any]]:
-        """Return what to prefill, and the settings of the requests that will show it."""
+        """Return the prompts to prefill, and the settings of the requests that will show them."""
         bound = self.integration.prompts.bound_prompt
         if prompt is None and bound is None:
             raise ConfigError(
@@ -532,11 +532,11 @@ class EngineClient(Handle, ABC):
 
     @property
     def tokenizer(self) -> ServerTokenizer:
-        """The server's tokenizer and chat template, which are asked over HTTP. Its calls block."""
+        """The server's tokenizer and chat template, used over HTTP. Its calls block."""
         return self.integration.prompts.tokenizer
 
     def tokenize(self, prompt: str | Sequence[ChatMessage]) -> list[int]:
-        """Return the token ids of a text (with the model's special tokens) or of messages, as the server has them.
+        """Return the server's token ids of a text (with the model's special tokens) or of messages.
 
         Raises:
             TokenizerUnavailableError: the server does not tell them. EngineError: it cannot be asked.
@@ -552,7 +552,7 @@ class EngineClient(Handle, ABC):
         *,
         query: str | None = None,
     ) -> None:
-        """Remember retrieved documents, which later chat requests show: they are recognised by their text.
+        """Remember retrieved documents, so that later chat requests recognise them by their text.
 
         ``documents`` are those of one search, best first, and ``query`` is the question; ``shown`` returns a document's
         text as the prompt shows it. From the request that shows them the prompt's layout is learned, unless one is
@@ -574,7 +574,7 @@ class EngineClient(Handle, ABC):
         is_prefilled: bool = True,
         settings: Mapping[str, Any] | None = None,
     ) -> BoundPrompt:
-        """Return the prompt of a chain whose documents may be prefilled while they are still searched for.
+        """Return the prompt of a chain, whose documents can be prefilled during their search.
 
         Of one that shows the question before the documents only the static part can be prefilled; a warning says so.
 
@@ -611,7 +611,7 @@ class EngineClient(Handle, ABC):
         keep_first: bool = False,
         prefix: bytes | None = None,
     ) -> Arrangement:
-        """Return retrieved documents, the best first, in the order in which a prompt should show them.
+        """Return retrieved documents, the best first, in the order in which the prompt should show them.
 
         ``cache_aware`` goes by a local copy of what the engine has cached, which the first call begins to fetch; until
         it is there, and whenever the connection is lost, the documents stay as they are. Never waits for the server.
@@ -631,11 +631,11 @@ class EngineClient(Handle, ABC):
     # For clients of other makes
 
     def http_client(self) -> httpx.Client:
-        """Return the client for requests to the server, which are sent again after a restart. The engine closes it."""
+        """Return an HTTP client for the server that retries requests after a restart. The engine closes it."""
         return self._http
 
     def http_async_client(self) -> httpx.AsyncClient:
-        """Return the asynchronous client, good for any event loop. The engine closes it."""
+        """Return the asynchronous HTTP client, for any event loop. The engine closes it."""
         return self._http_async
 
     def __repr__(self) -> str:

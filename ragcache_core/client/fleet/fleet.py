@@ -36,14 +36,14 @@ logger = logger_of(__name__)
 
 
 def served_model_identity(engine: Engine) -> dict[str, str | int | None]:
-    """Return by name what a replica serves; what differs in another one makes it no replica of the same."""
+    """Return the settings that must be equal in all replicas, by name."""
     offered = engine.tokenizer.identity
     cache = "plain vLLM" if engine.stats().policy is None else "RAGCache"
     return {"model": engine.model, "max_model_len": engine.max_model_len, "tokenizer": offered, "cache": cache}
 
 
 class Fleet(EngineClient):
-    """Replicas of one server, to be used wherever an :class:`~ragcache_core.client.engine.Engine` is.
+    """Replicas of one server, with the methods of an :class:`~ragcache_core.client.engine.Engine`.
 
     ::
 
@@ -70,7 +70,7 @@ class Fleet(EngineClient):
         resume_streams: ResumeStreams = "all",
         finder: ReplicaFinder | None = None,
     ) -> None:
-        """Make a fleet of engines, launched or connected, which :meth:`close` ends.
+        """Make a fleet of launched or connected engines, which :meth:`close` closes.
 
         Where none answers, requests wait ``restart_timeout_s`` seconds for one. The rest is as of ``Engine.launch``.
         A ``finder`` adds and removes replicas from then on: :meth:`connect` passes it.
@@ -102,7 +102,7 @@ class Fleet(EngineClient):
 
     @property
     def engines(self) -> tuple[Engine, ...]:
-        """The replicas, as they are known now."""
+        """The present replicas."""
         return tuple(replica.engine for replica in self._replicas.all)
 
     @classmethod
@@ -119,7 +119,7 @@ class Fleet(EngineClient):
         first_token_timeout_s: FirstTokenTimeout = AUTO,
         resume_streams: ResumeStreams = "all",
     ) -> Self:
-        """Join servers that run already, at a list of addresses or behind one name.
+        """Connect to running servers, by a list of addresses or one DNS name.
 
         ``"dns+http://service:8000"`` names all servers at the addresses of ``service``, as of a headless service of
         Kubernetes. The fleet begins with those that answer, looks the name up every ``refresh_s`` seconds, and adds and
@@ -185,7 +185,7 @@ class Fleet(EngineClient):
 
     @classmethod
     def _of_list(cls, urls: Sequence[str], join: Callable[[str], Engine], settings: dict[str, Any]) -> Self:
-        """Return a fleet of servers that all answer now."""
+        """Return a fleet of listed servers, all of which must answer."""
         asked: list[Future[Engine]] = []
         try:
             with ThreadPoolExecutor(len(urls)) as threads:
@@ -203,14 +203,14 @@ class Fleet(EngineClient):
         return await asyncio.to_thread(cls.connect, urls, **settings)
 
     def stats(self) -> EngineStats:
-        """Return the counters of all replicas that answer, added up; see ``Engine.stats``."""
+        """Return the sum of the counters of all replicas that answer; see ``Engine.stats``."""
         return self._merged(self._map_replicas(lambda engine: engine.stats()))
 
     async def astats(self) -> EngineStats:
         return await asyncio.to_thread(self.stats)
 
     def forget(self, doc_ids: Iterable[DocId], *, wait_s: float = 30.0) -> ForgetReceipt:
-        """Remove the KV of documents from every replica; see ``Engine.forget``.
+        """Delete the KV of documents from every replica; see ``Engine.forget``.
 
         Raises:
             EngineError: a replica did not say that it has; the others have. Ask again when it is back.
@@ -247,11 +247,11 @@ class Fleet(EngineClient):
             engine.register_in_background(batch)
 
     def drain(self, timeout_s: float) -> bool:
-        """Have every replica take no more requests, and return whether they answer none any more in time."""
+        """Reject new requests in every replica, and return whether the running ones finish in time."""
         return all(_on_each(lambda engine: engine.drain(timeout_s), self.engines))
 
     def close(self, grace_s: float = GRACE_S) -> None:
-        """Close the connections, and every replica's; launched ones end. May be called again."""
+        """Close all connections, and stop the launched replicas. Idempotent."""
         if self._process.is_forked:
             return
         if self._finder is not None:
@@ -263,7 +263,7 @@ class Fleet(EngineClient):
         return f"Fleet(model={self.model!r}, replicas={self._replicas.names()})"
 
     def _some(self) -> tuple[Engine, ...]:
-        """Return the replicas.
+        """Return the replicas; raise if there is none.
 
         Raises:
             EngineUnreachableError: none is known.
@@ -273,7 +273,7 @@ class Fleet(EngineClient):
         return engines
 
     def _map_replicas(self, ask: Callable[[Engine], _Answer]) -> list[_Answer]:
-        """Return the answers of the replicas that give one.
+        """Return the results of the replicas that answer.
 
         Raises:
             EngineError: none does.
@@ -304,7 +304,7 @@ class Fleet(EngineClient):
 
 
 class _NoSharedCache:
-    """In place of what a server has cached: asking any replica would tell, or purge, a part."""
+    """Replaces ``engine.cache``, since each replica has a cache of its own."""
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_") or not hasattr(CacheRoutes, name):
@@ -316,7 +316,7 @@ class _NoSharedCache:
 
 
 class _EachPrefetches(PrefetchRoute):
-    """Has each replica read what it has on disk of a prompt: one that has none reads nothing."""
+    """Prefetches a prompt on each replica; a replica without it on disk reads nothing."""
 
     def __init__(self, api: ServerAPI, replicas: ReplicaSet) -> None:
         super().__init__(api)
@@ -330,7 +330,7 @@ class _EachPrefetches(PrefetchRoute):
         model: str | None = None,
         authorization: str | None = None,
     ) -> int:
-        """Return the most tokens that one of them reads; each is asked with its own key, as for any request."""
+        """Return the maximum number of tokens that one replica reads. Each request carries the replica's own key."""
 
         def read(replica: Replica) -> int:
             with suppress(EngineError):
@@ -348,14 +348,14 @@ class _EachPrefetches(PrefetchRoute):
 
 
 def _on_each(call: Callable[[Engine], _Answer], engines: Sequence[Engine]) -> list[_Answer]:
-    """Return the results of a call on every engine; an error is raised after all calls have ended."""
+    """Return the results of a call on every engine; raise an error after all calls have ended."""
     with ThreadPoolExecutor(len(engines) or 1) as threads:
         futures = [threads.submit(call, engine) for engine in engines]
     return [future.result() for future in futures]
 
 
 def _check_same_model(engines: Sequence[Engine]) -> None:
-    """Refuse engines that are no replicas of each other.
+    """Reject engines that are no replicas of each other.
 
     Raises:
         ConfigError: with what differs.
@@ -372,7 +372,7 @@ def _check_same_model(engines: Sequence[Engine]) -> None:
 
 
 class _ListedAddresses(list[str]):
-    """Addresses that are always the same."""
+    """A fixed list of addresses."""
 
     def __call__(self) -> list[str]:
         return [url.rstrip("/").removesuffix("/v1") for url in self]

@@ -1,4 +1,4 @@
-"""The replicas of a fleet: their state, their load, what they have cached, and which of them gets a request."""
+"""The replicas of a fleet: state, load and cached prefixes, and the choice of a replica for each request."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ logger = logger_of(__name__)
 
 
 class Replica:
-    """One server of a fleet. May be used by any thread."""
+    """One server of a fleet. Thread-safe."""
 
     def __init__(self, engine: Engine, number: int) -> None:
-        """``number``: of this replica alone, as long as the fleet lives."""
+        """Take ``number``, which is unique in the fleet."""
         self.engine = engine
         self.number = number
         self.name = engine.base_url
@@ -63,7 +63,7 @@ class Replica:
         self._rests_until_s = 0.0
 
     def is_ready(self) -> bool:
-        """Return whether it takes requests, as far as is known. Asks nothing that has to be waited for."""
+        """Return whether the replica takes requests, as last known. Does not block."""
         watch = self.engine.integration.watch
         if watch.health() is not Health.READY or time.monotonic() < self._rests_until_s:
             return False
@@ -75,18 +75,18 @@ class Replica:
         return True
 
     def failed(self) -> None:
-        """Leave it alone until it is seen alive."""
+        """Send no requests until a health check succeeds."""
         watch = self.engine.integration.watch
         self._failed = time.monotonic(), watch.run
         watch.request_health_check(watch.run)
 
     def rest(self, seconds: float) -> None:
-        """Leave it alone for a while: it said so."""
+        """Send no requests for a while, as the replica asked for."""
         self._rests_until_s = time.monotonic() + seconds
 
 
 class ReplicaSet:
-    """Chooses among replicas; as a whole it is watched like one server, which answers while one of them does.
+    """Chooses among replicas, and monitors them as one server that answers while one of them does.
 
     What it knows of their load are the requests that go through it.
     """
@@ -94,7 +94,7 @@ class ReplicaSet:
     run = 1
 
     def __init__(self, engines: Sequence[Engine], retry_timeout_s: float | None) -> None:
-        """``retry_timeout_s``: how long a request waits where no replica answers."""
+        """Take ``retry_timeout_s``: the seconds that a request waits while no replica answers."""
         self.retry_timeout_s = retry_timeout_s
         self.all: tuple[Replica, ...] = ()
         self._num_added = 0
@@ -110,7 +110,7 @@ class ReplicaSet:
             self.add(engine)
 
     def add(self, engine: Engine) -> None:
-        """Take one more replica."""
+        """Add a replica."""
         with self._counting():
             replica = Replica(engine, self._num_added)
             self._num_added += 1
@@ -120,11 +120,11 @@ class ReplicaSet:
         self.all = (*self.all, replica)
 
     def remove(self, replica: Replica) -> None:
-        """Send a replica no more requests; it goes on with those that it has."""
+        """Send a replica no more requests; its running ones finish."""
         self.all = tuple(each for each in self.all if each is not replica)
 
     def forget(self, replica: Replica) -> None:
-        """Drop what is known of a removed replica, which answers nothing any more."""
+        """Delete the state of a removed replica."""
         with self._counting():
             for speculation in [each for each, at in self._speculations.items() if at is replica]:
                 del self._speculations[speculation]
@@ -132,12 +132,12 @@ class ReplicaSet:
             del self._of_load[replica.load]
 
     def ready(self) -> list[Replica]:
-        """Return those that take requests."""
+        """Return the replicas that take requests."""
         return [replica for replica in self.all if replica.is_ready()]
 
     @contextmanager
     def known(self, *, has_documents: bool = True) -> Iterator[list[ReplicaState]]:
-        """Give those that take requests, which do not change inside; ``has_documents``: what they have cached, too."""
+        """Yield a consistent view of the replicas that take requests; ``has_documents``: with their cached prefixes."""
         ready, index = self.ready(), self.index
         with self._counting():
             yield [
@@ -147,7 +147,7 @@ class ReplicaSet:
     # Replicas of a transport
 
     def send(self, request: httpx.Request) -> RoutedRequest:
-        """Choose who gets ``request``, and count that as its load until it ends."""
+        """Choose a replica for ``request``, and count the request as its load until it ends."""
         request = self._followed(request)
         if not asks_completion(request):
             return RoutedRequest(self, self._pinned(request) or self._idlest(), request, None)
@@ -166,7 +166,7 @@ class ReplicaSet:
         return sending
 
     def _pinned(self, request: httpx.Request) -> Replica | None:
-        """Return the replica that alone can answer this."""
+        """Return the only replica that can answer this request."""
         if found := SPECULATION_ROUTE.search(request.url.path):
             with self._counting():
                 return self._speculations.get(found[1])
@@ -175,13 +175,13 @@ class ReplicaSet:
         return None
 
     def moved(self, name: str, new_name: str) -> None:
-        """Note what an answer is called that began elsewhere, where it goes on."""
+        """Record the new id of an answer that continued on another replica."""
         self._moved[name] = new_name
         if len(self._moved) > _MAX_MOVED:
             self._moved.popitem(last=False)
 
     def _followed(self, request: httpx.Request) -> httpx.Request:
-        """Return a question about an answer by the name that it has where it went on."""
+        """Return a request about an answer with the answer's new id."""
         if not (found := _response(request)) or found[1] not in self._moved:
             return request
         name = found[1]
@@ -210,7 +210,7 @@ class ReplicaSet:
         return self._of_load[known.load]
 
     def answered(self, sent: InFlightRequest) -> None:
-        """Note that a request has its first token."""
+        """Record that a request has its first token."""
         with self._counting():
             sent.answered()
 
@@ -221,7 +221,7 @@ class ReplicaSet:
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
-        """Hold the lock of the counts and the index; count the requests that ended before and meanwhile."""
+        """Hold the lock of counts and index; count the requests that ended before and meanwhile."""
         self._process.check()
         try:
             with self._lock:
@@ -232,7 +232,7 @@ class ReplicaSet:
             self._count_over()
 
     def _count_over(self) -> None:
-        """Count what has ended, unless another thread holds the lock: it does so then."""
+        """Count ended requests, unless another thread holds the lock and so counts them."""
         while self._over and self._lock.acquire(blocking=False):
             try:
                 while self._over:
@@ -251,7 +251,7 @@ class ReplicaSet:
         return Health.GONE if states == {Health.GONE} else Health.READY
 
     def request_health_check(self, run: int) -> None:
-        """Do nothing: the one that failed is known, and left alone."""
+        """Do nothing: a failed replica is already skipped."""
 
     def healthy_since(self, monotonic_s: float) -> bool:
         return bool(self.ready())
@@ -264,12 +264,12 @@ class ReplicaSet:
 
 
 class RoutedRequest:
-    """A request on its way to a replica."""
+    """A request and its replica."""
 
     def __init__(
         self, replicas: ReplicaSet, replica: Replica, request: httpx.Request, asked: RequestInfo | None
     ) -> None:
-        """``asked``: of a completion, which counts."""
+        """Take ``asked``: the prompt of a completion, which counts as load."""
         self._replicas = replicas
         self._replica = replica
         self._unaddressed = request
@@ -333,11 +333,11 @@ class RoutedRequest:
 
 
 class _BusyError(httpx.ConnectError):
-    """A replica takes no requests now, and said so."""
+    """A replica rejected a request because it is busy."""
 
 
 def _response(request: httpx.Request) -> re.Match[str] | None:
-    """Return the id in a question about an answer that a replica of this fleet gave, and that replica's number."""
+    """Return the answer id in a request about an answer, and the number of the replica that gave it."""
     found = REQUEST_ROUTE.search(request.url.path)
     return found and _RESPONSE_OF.match(found[1])
 
@@ -350,10 +350,10 @@ def _seconds(retry_after: str | None) -> float:
 
 
 class FleetPrefixes(CachedPrefixIndex):
-    """The mirrors of the replicas that may get the next request: an order is chosen together with its replica."""
+    """The cache indexes of all replicas, from which document order and replica are chosen together."""
 
     def __init__(self, replicas: ReplicaSet) -> None:
-        """The mirrors are the replicas' own, which close them."""
+        """Use the replicas' own indexes, which they close."""
         self._replicas = replicas
 
     @property

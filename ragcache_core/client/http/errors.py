@@ -1,4 +1,4 @@
-"""Turn failures of requests to the server into RAGCache's own errors."""
+"""Convert errors of HTTP requests to RAGCache's errors."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ _NO_ATTRIBUTES = dict.fromkeys(("request", "response", "body", "code", "param", 
 
 
 def says_engine_died(text: str) -> bool:
-    """Return whether an error message of the server means that its engine process is gone."""
+    """Return whether a server's error message means that its engine process crashed."""
     return any(sign in text for sign in ENGINE_DEAD_SIGNS)
 
 
 def hang_of(health: httpx.Response) -> str | None:
-    """Return why a server says on ``/health`` that its engine hangs; ``None`` if it says something else."""
+    """Return the reason that ``/health`` gives for a hang; ``None`` for other answers."""
     try:
         answer = health.json() if health.status_code == 503 else None
     except ValueError:
@@ -67,7 +67,7 @@ def hang_of(health: httpx.Response) -> str | None:
 
 @contextmanager
 def translate_errors() -> Iterator[None]:
-    """Raise the errors of httpx and of the OpenAI SDK as ours; every other exception passes.
+    """Convert errors of httpx and the OpenAI SDK to RAGCache's; other exceptions pass.
 
     Raises:
         EngineAuthError, EngineDiedError, EngineTimeoutError, EngineUnreachableError, PromptTooLongError,
@@ -87,7 +87,7 @@ def translate_errors() -> Iterator[None]:
 
 @contextmanager
 def translate_errors_as_openai() -> Iterator[None]:
-    """Do :func:`translate_errors`, and make each error of the engine an instance of the OpenAI SDK's type as well.
+    """Do :func:`translate_errors`, with each error also an instance of the OpenAI SDK's type.
 
     Handlers written for another model of the framework catch it then: ``except openai.APIConnectionError``.
     """
@@ -115,13 +115,13 @@ def _add_openai_type(error: RAGCacheError) -> None:
 
 @cache
 def _joined_type(ours: type[RAGCacheError], theirs: type[Exception]) -> type[RAGCacheError]:
-    """Return a subclass of both under the name of ``ours``, which it is pickled as."""
+    """Return a subclass of both types with the name of ``ours``, under which it is pickled."""
     names = {"__module__": ours.__module__, "__qualname__": ours.__qualname__, "__doc__": ours.__doc__}
     return type(ours.__name__, (ours, theirs), {**_NO_ATTRIBUTES, **names, "__reduce__": lambda e: (ours, e.args)})
 
 
 def translated(error: Exception) -> RAGCacheError:
-    """Return the error of our tree for one of httpx or of the OpenAI SDK."""
+    """Return RAGCache's error for one of httpx or of the OpenAI SDK."""
     for cause in _causes(error):
         if isinstance(cause, RAGCacheError):
             return cause
@@ -190,7 +190,7 @@ def _of_openai(error: Exception) -> RAGCacheError:
 
 
 def _is_constrained(error: Exception) -> bool:
-    """Return whether the answer to the request that failed had to follow a grammar."""
+    """Return whether the failed request required structured output."""
     try:
         asked = json.loads(error.request.content)  # type: ignore[attr-defined]
         return asked.get("tool_choice", "auto") not in ("auto", "none") or any(map(asked.get, _CONSTRAINTS))

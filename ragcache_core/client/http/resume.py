@@ -82,7 +82,7 @@ _MAX_ANSWERS = 1024
 
 
 class _Mark(NamedTuple):
-    """The end of an event with text: the answer's tokens and characters up to there, and the event's own tokens."""
+    """The end of an event: number of answer tokens and characters up to there, and the event's own tokens."""
 
     num_ids: int
     num_chars: int
@@ -90,7 +90,7 @@ class _Mark(NamedTuple):
 
 
 class ResumableStream:
-    """The events of one streamed answer, whichever engines give it; holds no connection.
+    """The events of one streamed answer, over all engines that generate parts of it. Holds no connection.
 
     :meth:`read` takes what a server sends, and returns what the client gets. After a cut, :meth:`rest` is the request
     whose answer :meth:`read` takes next.
@@ -125,7 +125,7 @@ class ResumableStream:
 
     @classmethod
     def of(cls, request: httpx.Request, which: ResumeStreams = "all") -> Self | None:
-        """Return the stream that ``request`` asks for; ``None`` where its answer cannot continue after a cut.
+        """Return the stream of ``request``; ``None`` if its answer cannot continue after a cut.
 
         Args:
             request: with its body read.
@@ -140,11 +140,11 @@ class ResumableStream:
         return cls(request, body) if isinstance(body, dict) and can_resume(body, which) else None
 
     def request(self) -> httpx.Request:
-        """Return the request that is sent first."""
+        """Return the first request."""
         return self._asking({})
 
     def learn(self, defaults: str | None) -> None:
-        """Take in what the server adds to requests, :data:`~ragcache_core.wire.DEFAULTS_HEADER`.
+        """Apply the server's default settings of requests, :data:`~ragcache_core.wire.DEFAULTS_HEADER`.
 
         Without that it is not known when the answer ends.
         """
@@ -173,11 +173,11 @@ class ResumableStream:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is missing, or nothing that could be had."""
+        """Whether the answer is complete, or cannot be completed."""
         return self._is_done or not self._is_known
 
     def read(self, part: bytes) -> bytes:
-        """Return what the client gets of the next bytes: whole events.
+        """Return the whole events of the next bytes, as the client gets them.
 
         Raises:
             httpx.RemoteProtocolError: the server says that its engine died.
@@ -187,7 +187,7 @@ class ResumableStream:
         return b"".join(told + b"\n\n" for event in events if (told := self._told(event)) is not None)
 
     async def rest(self, decode: Decode) -> httpx.Request | None:
-        """Return the request for what is missing; ``None`` if the answer was cut where it cannot go on.
+        """Return the request for the rest; ``None`` if the answer cannot continue where it was cut.
 
         ``decode`` finds unfinished characters, if a sampled answer was cut after an event of several tokens.
         """
@@ -217,7 +217,7 @@ class ResumableStream:
         return self._asking(changes)
 
     def _rewind_greedy(self) -> bool:
-        """Go back to an event so far before the end that its text can be compared; return whether there is one."""
+        """Go back to an earlier event, so that the text after it can be compared; return whether there is one."""
         num_delivered = len(self._text) - len(self._replayed)
         while self._marks[-1].num_ids and self._marks[-1].num_chars + max(self._overlap, _COMPARED) > num_delivered:
             self._marks.pop()
@@ -226,7 +226,7 @@ class ResumableStream:
         return True
 
     async def _rewind_sampled(self, decode: Decode) -> bool:
-        """Go back to the tokens of the text that the client has; return whether these are known."""
+        """Go back to the tokens of the text that the client has; return whether they are known."""
         while self._marks[-1].num_ids and self._end_of(self._marks[-1]) > self._num_passed_on:
             self._marks.pop()
         mark = self._marks[-1]
@@ -240,11 +240,11 @@ class ResumableStream:
         return True
 
     def _end_of(self, mark: _Mark) -> int:
-        """Return how many characters the tokens of an event reach to."""
+        """Return the number of characters that an event's tokens cover."""
         return mark.num_chars + self._held if mark.num_ids else 0
 
     def _resumable_end(self) -> int:
-        """Return how many characters of a sampled answer the client can have, if it is to continue after them."""
+        """Return the number of characters of a sampled answer after which it can continue."""
         for mark in reversed(self._marks):
             end = self._end_of(mark)
             if end <= self._num_passed_on:
@@ -254,7 +254,7 @@ class ResumableStream:
         return self._num_passed_on
 
     def _may_begin_stop(self, text: str) -> bool:
-        """Return whether ``text`` ends with the beginning of a stop string, which a next request would not see."""
+        """Return whether ``text`` ends with the beginning of a stop string, which the next request would miss."""
         return any(text.endswith(stop[:length]) for stop in self._stops for length in range(1, len(stop)))
 
     def _asking(self, changes: dict[str, Any]) -> httpx.Request:
@@ -265,13 +265,13 @@ class ResumableStream:
         return httpx.Request(asked.method, asked.url, headers=headers, content=content, extensions=asked.extensions)
 
     def _own_id(self) -> str:
-        """Return the id that makes the next answer's the same, in which its figures are found."""
+        """Return the answer id for the next request, under which its statistics are found."""
         assert self._first is not None
         own: str = self._first["id"]
         return next((own.removeprefix(prefix) for prefix in _PREFIXES if own.startswith(prefix)), own)
 
     def _told(self, raw: bytes) -> bytes | None:
-        """Return what the client gets of an event; ``None`` is nothing."""
+        """Return an event as the client gets it; ``None`` if it adds nothing."""
         if not raw.startswith(b"data: {"):
             self._is_done = self._is_done or raw == b"data: [DONE]"
             return raw
@@ -309,7 +309,7 @@ class ResumableStream:
         return b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode()
 
     def _take(self, choice: dict[str, Any]) -> bool:
-        """Note what a choice says, and leave out what was said before; return whether it is worth an event."""
+        """Record the text of a choice without repeated text; return whether it is an event for the client."""
         shown, name = (choice["delta"], "content") if "delta" in choice else (choice, "text")
         said: str = shown.get(name) or ""
         ids = choice.get("token_ids")
@@ -348,7 +348,7 @@ class ResumableStream:
         return bool(passed_on or others or choice.get("finish_reason"))
 
     def _correct(self, usage: dict[str, Any]) -> None:
-        """Count what engines that died have said to the answer, and not to the prompt."""
+        """Count the tokens of crashed engines as answer tokens, not as prompt tokens."""
         usage["prompt_tokens"] -= self._num_ids_before
         usage["completion_tokens"] += self._num_ids_before
         details = usage.get("prompt_tokens_details") or {}
@@ -357,7 +357,7 @@ class ResumableStream:
 
 
 async def _whole_characters(ids: list[int], decode: Decode) -> list[int] | None:
-    """Return ``ids`` without the tokens of an unfinished character at their end; ``None`` if that is not known."""
+    """Return ``ids`` without the tokens of an incomplete character at their end; ``None`` if unknown."""
     for end in range(len(ids), max(len(ids) - _CHARACTER_BYTES, 0), -1):
         text = await decode(ids[max(end - _DECODED_TOKENS, 0) : end])
         if text is None:
@@ -368,7 +368,7 @@ async def _whole_characters(ids: list[int], decode: Decode) -> list[int] | None:
 
 
 def can_resume(body: dict[str, Any], which: ResumeStreams = "all") -> bool:
-    """Return whether the answer to a request for a completion can continue after a cut."""
+    """Return whether the answer to a completion request can continue after a cut."""
     if which == "off" or (which == "greedy" and not _is_greedy(body)) or body.get("stream") is not True:
         return False
     prompt = body.get("prompt")
@@ -387,7 +387,7 @@ def can_resume(body: dict[str, Any], which: ResumeStreams = "all") -> bool:
 
 
 def _is_greedy(body: dict[str, Any]) -> bool:
-    """Return whether no answer to a request depends on a random state, as far as it says."""
+    """Return whether a request is greedy, so that its answer has no random state."""
     temperature = body.get("temperature")
     return isinstance(temperature, int | float) and 0 <= temperature < _GREEDY_BELOW
 
@@ -398,7 +398,7 @@ def _is_neutral(name: str, value: object) -> bool:
 
 
 def is_streamed(request: httpx.Request) -> bool:
-    """Return whether ``request``, whose body was read, asks for its answer in pieces."""
+    """Return whether ``request``, whose body was read, asks for a stream."""
     return b'"stream":true' in request.content or b'"stream": true' in request.content
 
 
@@ -409,21 +409,21 @@ def _is_text(content: object) -> bool:
 
 
 class ResumedAnswers:
-    """The answers of one engine's handle that continued after an engine failure. May be used by any thread."""
+    """The answers of one engine that continued after an engine failure. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._resumes: dict[str, tuple[int, bool]] = {}
 
     def add(self, response_id: str, stream: ResumableStream) -> None:
-        """Note that ``stream`` continued, until the statistics of its answer are read."""
+        """Record that ``stream`` continued, until the statistics of its answer are read."""
         with self._lock:
             self._resumes[response_id] = stream.num_resumes, stream.is_sampled
             if len(self._resumes) > _MAX_ANSWERS:
                 del self._resumes[next(iter(self._resumes))]
 
     def mark(self, response_id: str | None, stats: RequestStats) -> RequestStats:
-        """Return ``stats`` with how the answer continued, if it did."""
+        """Return ``stats`` with the number of continuations of the answer."""
         if not self._resumes or response_id is None:
             return stats
         with self._lock:
