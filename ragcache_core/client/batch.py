@@ -66,7 +66,7 @@ async def run_in_order(order: Sequence[int], run: Callable[[int], Awaitable[None
 
 
 def prefix_key(prompt: Prompt) -> PrefixKey:
-    """Return what orders a prompt beside others; of something else that is no prompt, an empty key."""
+    """Return the sort key of a prompt, which groups prompts with a common prefix; empty for an invalid prompt."""
     match prompt:
         case str():
             return ("text", prompt)

@@ -107,7 +107,7 @@ class EngineClient(Handle, ABC):
         replicas: Replicas | None = None,
         cached_prefixes: CachedPrefixIndex | None = None,
     ) -> None:
-        """Make the clients, and ask nothing yet: :meth:`_handshake` does. ``watch`` knows how the server is.
+        """Create the HTTP clients without a request; :meth:`_handshake` sends the first. ``watch`` monitors the server.
 
         A fleet's ``replicas`` get the requests to ``base_url``, which is nowhere, and ``cached_prefixes`` are theirs.
         """
@@ -280,7 +280,7 @@ class EngineClient(Handle, ABC):
         chunk_reuse: ChunkReuseOption = None,
         **sampling: Any,
     ) -> Generation:
-        """Return the whole answer to ``prompt``; see :meth:`stream`. Cancelling it ends the request in the engine."""
+        """Return the whole answer to ``prompt``; see :meth:`stream`. Cancellation cancels the request in the engine."""
         check_one_answer(sampling)
         asked = {"max_tokens": max_tokens, "temperature": temperature, "chunk_reuse": chunk_reuse, **sampling}
         async with aclosing(self.astream(prompt, **asked)) as chunks:

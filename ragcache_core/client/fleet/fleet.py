@@ -1,4 +1,4 @@
-"""A fleet: several servers of one model, asked like one engine, each question at the one that knows its documents."""
+"""A fleet: several servers of one model, used like one engine; requests go to the replica with their documents."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ class Fleet(EngineClient):
     def register(
         self, documents: Iterable[Document], *, progress: Callable[[int], object] | None = None
     ) -> RegistrationReceipt:
-        """Register documents with every replica; see ``Engine.register``. Those count that all replicas registered.
+        """Register documents with every replica; see ``Engine.register``. Counts those that all replicas registered.
 
         Raises:
             EngineError: a replica did not say that it has; the others have. Repeat the call when it is back.

@@ -215,7 +215,7 @@ class ReplicaSet:
             sent.answered()
 
     def done(self, sent: InFlightRequest) -> None:
-        """Note that a request is over. Never waits: Python may collect an answer in a thread that is counting."""
+        """Record that a request is over. Never blocks: the garbage collector may call it while the lock is held."""
         self._over.append(sent)
         self._count_over()
 

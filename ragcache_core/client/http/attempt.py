@@ -155,7 +155,7 @@ class Attempt:
             raise _FirstTokenTimeoutError
 
     def failed(self, error: Exception) -> None:
-        """Note a failure that :meth:`may_retry` may mend; raise it if nothing does, or too much failed before."""
+        """Record a failure for :meth:`may_retry`; raise it if a retry cannot help, or after too many failures."""
         if is_late(error):
             logger.warning(
                 "RC-REQUEST-RESENT: no first token after %g s: the request is cancelled and sent once more",

@@ -1,4 +1,4 @@
-"""A server's tokenizer and chat template, asked over HTTP: nothing is rendered or tokenised in the client.
+"""A server's tokenizer and chat template over HTTP; the client tokenises nothing.
 
 ::
 
@@ -36,7 +36,7 @@ _TIMEOUT_S = 30.0
 
 
 class ServerTokenizer:
-    """A :class:`~ragcache_core.prompt.PromptTokenizer` that asks one server. May be used by any thread; it blocks.
+    """A :class:`~ragcache_core.prompt.PromptTokenizer` that calls one server. Thread-safe; blocks.
 
     Args:
         api: asks the server.
@@ -60,7 +60,7 @@ class ServerTokenizer:
         self._lock = Lock()
 
     def connect(self) -> None:
-        """Ask the server about its tokenizer.
+        """Read the server's tokenizer settings.
 
         Raises:
             EngineError: it cannot be asked.
@@ -91,7 +91,7 @@ class ServerTokenizer:
         other: Sequence[ChatMessage] | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> RenderedPrompt:
-        """Return a chat as token ids, with the spans of ``documents``, which are in its order.
+        """Return a chat as token ids, with the spans of ``documents`` in its order.
 
         A server without RAGCache tells no spans. With ``other`` messages, return the common beginning of both prompts.
 
@@ -127,7 +127,7 @@ class ServerTokenizer:
 
 
 def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of ``/tokenize`` that say how a request with these ``settings`` is rendered.
+    """Return the fields of ``/tokenize`` for a request with these ``settings``.
 
     Args:
         settings: the fields of the request besides its messages, with vLLM's own in ``extra_body``.
@@ -144,7 +144,7 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_rendered_alike(settings: Mapping[str, Any]) -> bool:
-    """Return whether ``/tokenize`` knows all that the prompt of a request with these ``settings`` depends on."""
+    """Return whether ``/tokenize`` supports all ``settings`` that change the prompt of a request."""
     given = {**settings, **(settings.get("extra_body") or {})}
     if any(given.get(name) is not None for name in _NOT_OF_TOKENIZE):
         return False
@@ -172,7 +172,7 @@ def _read_tokens(answer: httpx.Response) -> tuple[int, ...]:
 
 
 def _accepted(answer: httpx.Response) -> dict[str, Any] | None:
-    """Return the object that a route answers.
+    """Return the object in a route's response.
 
     Raises:
         PromptError: the server cannot make the prompt.
