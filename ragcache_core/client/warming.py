@@ -1,4 +1,4 @@
-"""Have an idle engine prefill what a forecast has picked, path by path; what is cached already is passed over."""
+"""Prefill the prefixes that a forecast picked while the engine is idle; cached ones are skipped."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MIRROR_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class WarmingReceipt:
-    """What came of warming, so far.
+    """The present result of warming.
 
     Attributes:
         num_warmed: paths that were prefilled.
@@ -44,7 +44,7 @@ class WarmingReceipt:
 
     @property
     def num_done(self) -> int:
-        """Paths that nothing more is to be done about."""
+        """Number of prefixes that are finished."""
         return self.num_warmed + self.num_cached + self.num_left_out
 
     def to_dict(self) -> dict[str, object]:
@@ -53,7 +53,7 @@ class WarmingReceipt:
 
 
 class WarmingClient:
-    """Warms one engine. Used by one thread at a time."""
+    """Warms one engine. Not thread-safe."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class WarmingClient:
         return receipt
 
     def _is_cached(self, prompt: RenderedPrompt, last: PromptSegment, block_size: int, *, anywhere: bool) -> bool:
-        """Return whether one of the engines has all whole blocks of a prompt up to the end of its last document.
+        """Return whether one of the engines has all whole blocks of a prompt up to the end of its last document cached.
 
         ``anywhere``: and the document's chunk, for reuse behind others.
         """
@@ -135,7 +135,7 @@ class WarmingClient:
 
 
 def _prefill(request: PreparedRequest) -> None:
-    """Send a request and return when it is answered; whatever ends this ends the request in the engine."""
+    """Send a request and return when it is answered; an exception cancels it in the engine."""
     done = threading.Event()
     speculation = request()
     speculation.add_done_callback(lambda _: done.set())
@@ -160,7 +160,7 @@ def _last_document(prompt: RenderedPrompt) -> PromptSegment | None:
 
 
 def known_scope(scopes: KVScopes, bound: BoundPrompt | None) -> KVScope:
-    """Return what separates the KV of the requests that will show a prompt; without one, of those so far.
+    """Return the KV scope of the requests that will show a prompt; without a prompt, that of earlier requests.
 
     Raises:
         ConfigError: they differ, and the prompt was bound without their settings.
@@ -173,7 +173,7 @@ def known_scope(scopes: KVScopes, bound: BoundPrompt | None) -> KVScope:
 
 
 def check_bound(bound: BoundPrompt | None) -> BoundPrompt:
-    """Return the prompt in which documents are prefilled.
+    """Return the bound prompt in which documents are prefilled.
 
     Raises:
         ConfigError: there is none, or it shows the question first.

@@ -94,7 +94,7 @@ def non_overlapped_search_s(speculation: Speculation, began_s: float, search_s: 
 
 
 def similarities(scores: Sequence[float], metric: Metric | None) -> list[float]:
-    """Return scores where larger is nearer: inner products unchanged, a squared distance ``d`` as ``1 / (1 + d)``.
+    """Return scores where larger is nearer: inner products as they are, a squared distance ``d`` as ``1 / (1 + d)``.
 
     Of a source that does not tell its ``metric`` the order says it: the first document is the best. Its scores may be
     anything that ascends, negative numbers too.

@@ -105,7 +105,7 @@ def ragcache_deployment(
 
 
 def build(args: dict[str, Any]) -> Any:
-    """Return :func:`ragcache_deployment` of a file of Serve's, whose ``args`` these are.
+    """Return :func:`ragcache_deployment` with ``args`` from a Ray Serve configuration file.
 
     ``cache`` is a table of settings.
     """
@@ -120,7 +120,7 @@ def _check_options(which: str, options: Mapping[str, Any] | None, refused: Itera
 
 
 def _key_digests(api_key: str, cache: CacheConfig | VLLMOffload | None) -> list[bytes]:
-    """Return the hashes of all keys that the engines know.
+    """Return the hashes of all keys of the engines.
 
     Raises:
         ConfigError: the file of tenants cannot be used.

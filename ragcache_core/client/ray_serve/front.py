@@ -1,4 +1,4 @@
-"""The ingress of replicas on Ray Serve: it takes HTTP requests, and has Serve's router send each to a replica."""
+"""The ingress of replicas on Ray Serve: it takes HTTP requests, and Serve's router sends each to a replica."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _most_read(bodies: Bodies) -> bytes:
 
 
 def _metrics(bodies: Bodies) -> bytes:
-    """Return pages of Prometheus as one, each sample with its replica's name."""
+    """Return several Prometheus pages as one, each sample with its replica's name."""
     families: dict[str, Metric] = {}
     for name, body in bodies.items():
         for family in text_string_to_metric_families(body.decode()):
@@ -75,7 +75,7 @@ def _metrics(bodies: Bodies) -> bytes:
 
 
 def _paths(bodies: Bodies) -> bytes:
-    """Return what replicas have cached side by side, as one server's several engines do."""
+    """Return the cached prefixes of all replicas, in the format of one server with several engines."""
     told: dict[str, dict[str, Any]] = {name: json.loads(bodies[name]) for name in sorted(bodies)}
     whole = {
         "version": PATHS_VERSION,
@@ -100,12 +100,12 @@ MERGED: Mapping[tuple[str, str], Callable[[Bodies], bytes]] = {
 
 
 def cursors_of(cursor: str) -> dict[str, str]:
-    """Return where the mirror of each replica goes on, of the cursor that :data:`PATHS_ROUTE` was answered with."""
+    """Return the cursor of each replica in a cursor of :data:`PATHS_ROUTE`."""
     return dict(each.split("~", 1) for each in cursor.split(",") if "~" in each)
 
 
 class Front:
-    """An ingress deployment. What no replica has begun to answer is sent to another, as long as its patience lasts.
+    """The ingress deployment. It resends a request that no replica has begun to answer, up to its time limit.
 
     A speculation, its confirmation, its end and a request's figures reach the replica that has them; if another front
     sent that request, all are asked. Figures and what is forgotten are those of all replicas together.
@@ -114,7 +114,7 @@ class Front:
     """
 
     def __init__(self, replicas: Any, retry_timeout_s: float, keys: Sequence[bytes]) -> None:
-        """``replicas`` is Serve's handle of the deployment of :class:`EngineReplica`, ``keys`` are hashes of theirs."""
+        """Take ``replicas``, Serve's handle of :class:`EngineReplica`, and ``keys``, the hashes of their keys."""
         self._replicas = replicas
         self._retry_timeout_s = retry_timeout_s
         self._keys = tuple(keys)
@@ -182,7 +182,7 @@ class Front:
                 ask = ask.again()
 
     async def _begin(self, ask: ReplicaRequest) -> Response:
-        """Return the answer when its first bytes are there.
+        """Return the response after its first bytes.
 
         Raises:
             _UnansweredError: this replica gives none.
@@ -230,7 +230,7 @@ class Front:
         )
 
     async def _of_first(self, ask: ReplicaRequest) -> Response:
-        """Return the answer of the replica that knows what another front has asked one of them."""
+        """Return the response of the one replica that knows a request which another ingress sent."""
         answers, failed = await self._ask_all(ask)
         if not answers:
             return _unavailable(str(failed))
@@ -240,7 +240,7 @@ class Front:
     async def _ask_all(
         self, ask: ReplicaRequest, *, is_anew: bool = False
     ) -> tuple[dict[str, tuple[Head, bytes]], list[Any]]:
-        """Return what each replica answers, by its name, and how others failed."""
+        """Return each replica's response by name, and the failures of others."""
         is_about_paths = ask.path.partition("?")[0] == PATHS_ROUTE
         cursors = ({} if is_anew else _cursors(ask)) if is_about_paths else None
         asked = self._replicas.broadcast("ask_whole", ask, cursors)
@@ -253,7 +253,7 @@ class Front:
 
 
 class _Passed(StreamingResponse):
-    """A replica's answer, passed on as it arrives. Whatever becomes of it, its replica is told."""
+    """A replica's response, forwarded as it arrives. The router learns how it ends."""
 
     def __init__(self, ask: ReplicaRequest, head: Head, first: bytes, parts: Any) -> None:
         status, headers = head
@@ -276,7 +276,7 @@ class _Passed(StreamingResponse):
 
 
 class _UnansweredError(Exception):
-    """A replica does not answer a request; ``was_begun`` is false where it certainly did not get it."""
+    """A replica does not answer a request; ``was_begun`` is false if it certainly did not receive it."""
 
     def __init__(self, why: str, was_begun: bool) -> None:
         super().__init__(why)
@@ -284,7 +284,7 @@ class _UnansweredError(Exception):
 
 
 def _path(request: Request) -> str | None:
-    """Return the path below the application's prefix, as it was typed, with its query; ``None`` if it is not below."""
+    """Return the path below the application's prefix with its query; ``None`` if it is not below."""
     typed = request.scope.get("raw_path") or request.scope["path"].encode()
     path = typed.decode("ascii").partition("?")[0].removeprefix(request.scope.get("root_path", ""))
     if not path.startswith("/"):  # "%2F" is a slash to the proxy that chose the application, and none in an address
@@ -293,7 +293,7 @@ def _path(request: Request) -> str | None:
 
 
 async def _body(request: Request) -> bytes | None:
-    """Return a request's body; ``None`` if it is too large, without the rest of it."""
+    """Return a request's body; ``None`` if it is too large."""
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:19]) > _MAX_BODY_BYTES:
         return None
@@ -306,7 +306,7 @@ async def _body(request: Request) -> bytes | None:
 
 
 def _ignorance(answer: tuple[Head, bytes]) -> tuple[int, bool]:
-    """Return how little an answer says: of a speculation that a replica has not, it says that it has not waited yet."""
+    """Return how little a response knows, as a sort key: a replica without the speculation reports no wait."""
     (status, _), body = answer
     return status, b'"waited_s":null' in body.replace(b" ", b"")
 
@@ -320,5 +320,5 @@ def _refused(status: int, why: str) -> Response:
 
 
 def _unavailable(why: str) -> Response:
-    """Return an answer as a proxy's whose servers are gone, after which clients send a request again."""
+    """Return the response of a proxy whose servers are away, after which clients retry."""
     return PlainTextResponse(f"no replica answers: {why:.400}", _UNAVAILABLE, {"Retry-After": "2"})
