@@ -1,4 +1,4 @@
-"""Sources of search stages: a document store, any retriever, and a reranker as the last stage."""
+"""Staged retrievers: a document store, any retriever, and a reranker as the last stage."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ragcache_core.types import DocId, Document, RetrievalUpdate
 
 @runtime_checkable
 class StageSource(Protocol):
-    """Finds documents in stages.
+    """Staged retriever: finds documents in stages.
 
     It may have an ``identity``, a string that names it in every process. What retrievers learn of its stages is kept
     under that name then, for later ones.
     """
 
     def stages(self, query: str, k: int) -> AsyncGenerator[RetrievalUpdate, None]:
-        """Yield what is known after each stage; the last update, and no other, is final.
+        """Yield the candidates after each stage; only the last update is final.
 
         The ``k`` best documents are wanted, the best first; who asks cuts off what is more. Closing the iterator early
         stops the search. What blocks belongs into a thread: in an event loop that is blocked no time-out is kept.
@@ -37,7 +37,7 @@ class StagedSearch(Protocol):
     def search_staged(
         self, query: str, k: int, *, stages: int | Sequence[float] | None = None
     ) -> AsyncGenerator[RetrievalUpdate, None]:
-        """Yield what the search knows after each stage."""
+        """Yield the candidates after each stage of a search."""
         ...
 
 
@@ -51,7 +51,7 @@ class _StoreSource:
 
 
 def as_source(obj: object, *, stages: int | Sequence[float] | None = None) -> StageSource:
-    """Return ``obj`` as a source of stages: one itself, or something with ``search_staged`` as a store has it.
+    """Return ``obj`` as a staged retriever: one itself, or an object with ``search_staged`` such as a store.
 
     ``stages`` is what a store's search is cut into; a source that is one already cuts its own.
 
@@ -91,7 +91,7 @@ NOTHING_FOUND = RetrievalUpdate((), (), 0, is_final=True)
 
 
 async def empty_result() -> AsyncGenerator[RetrievalUpdate, None]:
-    """Yield no documents, as the only stage, which is final."""
+    """Yield one final stage without documents."""
     yield NOTHING_FOUND
 
 
@@ -108,7 +108,7 @@ async def or_nothing(updates: AsyncGenerator[RetrievalUpdate, None]) -> AsyncGen
 async def filter_by_score(
     updates: AsyncGenerator[RetrievalUpdate, None], is_near: Callable[[float], bool]
 ) -> AsyncGenerator[RetrievalUpdate, None]:
-    """Yield the same stages without the documents whose scores are not near."""
+    """Yield the same stages without documents whose scores are below the threshold."""
     async with aclosing(updates):
         async for update in updates:
             kept = [i for i, score in enumerate(update.scores) if is_near(score)]
@@ -117,7 +117,7 @@ async def filter_by_score(
 
 
 async def one_stage(find: Callable[[], Awaitable[Sequence[Document]]]) -> AsyncGenerator[RetrievalUpdate, None]:
-    """Yield what ``find`` finds as the only stage, which is final. Its scores are not known: NaN."""
+    """Yield the result of ``find`` as the only, final stage. Scores are unknown (NaN)."""
     documents = tuple(await find())
     yield RetrievalUpdate(documents, (math.nan,) * len(documents), stage=0, is_final=True)
 
@@ -131,7 +131,7 @@ logger = logger_of(__name__)
 
 
 def num_candidates_of(num_candidates: object, k: int, is_reranked: bool, setting: str) -> int:
-    """Return how many documents to search for, so that ``k`` are left of them; ``None`` is :data:`NUM_CANDIDATES`.
+    """Return the number of documents to search for, at least ``k``; ``None`` means :data:`NUM_CANDIDATES`.
 
     ``setting`` names what reranks, if it is given.
 
@@ -155,21 +155,21 @@ def num_candidates_of(num_candidates: object, k: int, is_reranked: bool, setting
 
 
 class Reranking:
-    """Puts a reranker behind searches, and warns once where it returns what it was not given.
+    """Applies a reranker to searches, and warns once if it returns documents that it was not given.
 
     It may leave documents out, shorten their texts, and return fewer than are wanted, or none. What it returns twice
     counts once, as of any source. What it was not given is taken as it is.
     """
 
     def __init__(self, name: str) -> None:
-        """``name`` is what warnings call the reranker."""
+        """Take ``name``: the reranker's name in warnings."""
         self._name = name
         self._has_warned = False
 
     async def stages(
         self, updates: AsyncGenerator[RetrievalUpdate, None], rerank: Rerank
     ) -> AsyncGenerator[RetrievalUpdate, None]:
-        """Yield ``updates`` as candidates, and then what ``rerank`` makes of the last one, which is final."""
+        """Yield ``updates`` as candidates, then the final stage: ``rerank`` of the last one."""
         last: Any = None
         try:
             async for last in updates:

@@ -1,4 +1,4 @@
-"""The document store: documents, their vectors and a staged index in one folder, that are changed here."""
+"""The document store: documents, their vectors and a staged index in one folder; this module changes it."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ Warming = bool | Callable[[Document], Any]
 
 
 class CachesDocuments(Protocol):
-    """The methods of an engine that a store calls."""
+    """The engine methods that a store calls."""
 
     def forget(self, doc_ids: Iterable[DocId]) -> object:
-        """Remove the KV of documents."""
+        """Delete the KV of documents."""
         ...
 
     def warm(self, documents: Iterable[Document], prompt: Callable[[Document], Any] | None = None) -> object:
@@ -76,14 +76,14 @@ class _BoundEngines:
                 engine.warm(new, None if warm is True else warm)
 
     def register(self, documents: Sequence[Document]) -> None:
-        """Have the engines register documents where that is set."""
+        """Register documents with the engines bound for that."""
         for engine, _, registers in self._engines if documents else ():
             if registers:
                 engine.register_in_background(documents)
 
 
 class DocumentStore(Handle, StoreReader):
-    """Documents that can be searched by meaning, in stages, while others are added.
+    """Documents in a folder, searched by meaning in stages, also while documents are added.
 
     Make one with :meth:`create`, :meth:`open` or :meth:`open_or_create` and close it, or use it as a context manager.
     One process writes, any number read. All methods may be called from several threads and event loops at once. ``add``
@@ -129,7 +129,7 @@ class DocumentStore(Handle, StoreReader):
         ef_search: int = 64,
         word_weight: float | None = None,
     ) -> Self:
-        """Make an empty store in a folder, which is made too.
+        """Make an empty store in a folder, which is created.
 
         ``embedder`` is one of ours, a LangChain ``Embeddings`` or a LlamaIndex ``BaseEmbedding``; by default the
         built-in one, which is fitted on the first documents that are added. What is ``None`` is chosen from the number
@@ -212,7 +212,7 @@ class DocumentStore(Handle, StoreReader):
 
     @classmethod
     def open_or_create(cls, path: str | os.PathLike[str], *, embedder: object | None = None, **settings: Any) -> Self:
-        """Open the store in a folder, or make one where there is none: for programs that run again and again.
+        """Open the store in a folder, or make one if there is none.
 
         ``settings`` are those of :meth:`create`. A store that is there has to agree with those that are given.
 
@@ -235,7 +235,7 @@ class DocumentStore(Handle, StoreReader):
         return store
 
     def refresh(self) -> bool:
-        """Take up what others have made of the store since it was opened ``read_only``; return whether there was news.
+        """Load changes of other processes into a store opened ``read_only``; return whether there were any.
 
         Searches that run keep the state they began with. Where the folder holds another store now, it is that one. A
         store that is open to be changed is always up to date.
@@ -255,7 +255,7 @@ class DocumentStore(Handle, StoreReader):
             return True
 
     def close(self) -> None:
-        """Finish running searches, save the index and let others write. May be called twice.
+        """Finish running searches, save the index and release the lock for other writers. Idempotent.
 
         An interrupt lets others write at once; what runs still is waited for by the next call.
         """
@@ -318,11 +318,11 @@ class DocumentStore(Handle, StoreReader):
         progress: bool | Progress = False,
         batch_size: int = 256,
     ) -> list[DocId]:
-        """Store documents in the place of those with the same ids, where there are any. See :meth:`add`."""
+        """Store documents, replacing those with the same ids. See :meth:`add`."""
         return self._write(documents, True, embeddings, progress, batch_size)
 
     def replace(self, document: AnyDocument, *, embedding: object | None = None) -> None:
-        """Store another version of a document that is here. Atomic and durable.
+        """Store a new version of a stored document. Atomic and durable.
 
         ``embedding: [dimension]`` is used instead of the embedder's.
 
@@ -334,7 +334,7 @@ class DocumentStore(Handle, StoreReader):
         self._write([document], True, embeddings, False, 1, must_be_here=True)
 
     def bind(self, engine: CachesDocuments, *, warm: Warming = False, register: bool = False) -> None:
-        """Have an engine forget the KV of documents that are replaced or deleted here from now on.
+        """Delete KV of documents from an engine when they are replaced or deleted here.
 
         It is told when the change is durable: :meth:`delete`, :meth:`put` and :meth:`replace` return when it has
         answered, and raise what it raises, which undoes no change: call ``engine.forget`` again then. A search that
@@ -391,7 +391,7 @@ class DocumentStore(Handle, StoreReader):
         return [document.doc_id for document in batch]
 
     def delete(self, doc_ids: Iterable[DocId], *, missing_ok: bool = False) -> None:
-        """Remove documents. Atomic and durable. ``missing_ok`` passes over ids that are not stored.
+        """Delete documents. Atomic and durable. ``missing_ok`` skips ids that are not stored.
 
         Raises:
             UnknownDocumentError: one of them is not stored; nothing was removed. StoreFullError, StoreError
@@ -406,7 +406,7 @@ class DocumentStore(Handle, StoreReader):
 
     @contextmanager
     def _change(self) -> Iterator[Writer]:
-        """Let one thread at a time change the store."""
+        """Hold the lock that admits one changing thread."""
         self._writable()  # in a forked child the lock may never become free
         with self._changing:
             self._check_not_changing()
@@ -427,7 +427,7 @@ class DocumentStore(Handle, StoreReader):
         return self._writer
 
     def _current(self) -> Snapshot:
-        """Return the snapshot that is on disk: another one, if an interrupt fell between commit and publication."""
+        """Return the snapshot on disk; it differs if an interrupt came between commit and publication."""
         if read_manifest(self._folder).generation != self._snapshot.manifest.generation:
             embedder = self._snapshot.embedder
             self._snapshot = load_snapshot(self._folder, lambda found: match_embedder(self._folder, found, embedder))

@@ -1,4 +1,4 @@
-"""A retriever that searches in stages, names documents to the engine, and prefills candidates meanwhile."""
+"""A retriever that searches in stages and prefills candidates meanwhile."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _SETTINGS_OF: dict[SearchType, tuple[str, ...]] = {
 
 
 def _check_store(store: object) -> object:
-    """Return ``store`` if it can be searched in stages: one error, instead of one for each type of store.
+    """Return ``store`` if it supports staged search; else raise one error for all types of store.
 
     Raises:
         ConfigError: it cannot.
@@ -244,7 +244,7 @@ class RAGCacheRetriever(HoldsHandles, BaseRetriever):
         return self.store.store if isinstance(self.store, StagedFAISS) else self.store
 
     def _asked_for(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings of a search: the retriever's, those of ``search_kwargs``, and before them a call's.
+        """Return the settings of a search: of the call, of ``search_kwargs``, or of the retriever, in that precedence.
 
         Raises:
             ConfigError: there are others than its ``search_type`` knows, or some that cannot work.
@@ -296,7 +296,7 @@ class RAGCacheRetriever(HoldsHandles, BaseRetriever):
 
 
 def _ranked(found: Sequence[Document], arranged: Sequence[Document]) -> Sequence[Document]:
-    """Return documents in another order, each with its place in the search's result."""
+    """Return documents in another order, each with its rank in the search's result."""
     ranks = {document.doc_id: rank for rank, document in enumerate(found, 1)}
     return [replace(d, metadata={**d.metadata, RANK_KEY: ranks[d.doc_id]}) for d in arranged]
 
@@ -307,7 +307,7 @@ def _mmr(search_type: SearchType, settings: Mapping[str, Any]) -> MMR | None:
 
 
 async def _compressed(compress: _Compress, documents: Sequence[Document]) -> Sequence[Document]:
-    """Return what a compressor makes of documents: those that it leaves as they are, as they were."""
+    """Return a compressor's result; unchanged documents stay the same objects."""
     given = {document.doc_id: document for document in documents}
     found = await compress([to_langchain(document) for document in documents])
     if not isinstance(found, list | tuple):

@@ -1,4 +1,4 @@
-"""RAGCache at LlamaIndex's door: an LLM, a vector store, a retriever, a query engine, and events about the cache.
+"""LlamaIndex integration: LLM, vector store, retriever, query engine, and cache events.
 
 ::
 

@@ -1,4 +1,4 @@
-"""The LLM: LlamaIndex's ``OpenAILike`` on a RAGCache engine, with the documents of a prompt and its cache statistics.
+"""The LLM: LlamaIndex's ``OpenAILike`` on a RAGCache engine, with document spans and cache statistics.
 
 Streaming, tool calls and structured output are ``OpenAILike``'s own. Added to a request is what the engine has to know
 about its documents; added to a response is what the cache did for it::
@@ -205,7 +205,7 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> RAGCacheLLM:
-        """Return the LLM that ``to_dict`` described, on ``engine=`` if it is given, else at the same address."""
+        """Return the LLM described by ``to_dict``, on ``engine=`` if given, else at the same address."""
         if kwargs.get("engine") is not None:
             data = {name: value for name, value in data.items() if name != "api_base"}
         llm: RAGCacheLLM = super().from_dict(data, **kwargs)
@@ -238,7 +238,7 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
         return self._engine.integration.speculation.prepare(ask)
 
     def close(self) -> None:
-        """Close the connection that ``api_base`` opened; an engine that was given stays open."""
+        """Close a connection that ``api_base`` opened; an engine that was passed in stays open."""
         if self._owns_engine:
             self._engine.close()
 

@@ -1,4 +1,4 @@
-"""The query engine: lay the prompt out with the documents before the question, and ask while they are searched for."""
+"""The query engine: puts documents before the question, and overlaps search and generation."""
 
 from __future__ import annotations
 
@@ -146,17 +146,17 @@ class RAGCacheQueryEngine(BaseQueryEngine):
 
     @property
     def retriever(self) -> BaseRetriever:
-        """What finds the nodes."""
+        """The retriever."""
         return self._retriever
 
     @property
     def llm(self) -> LLM:
-        """What answers."""
+        """The LLM."""
         return self._llm
 
     @property
     def layout(self) -> PromptLayout:
-        """How the prompt is laid out."""
+        """The prompt layout."""
         return self._layout
 
     def _get_prompt_modules(self) -> PromptMixinType:
@@ -274,7 +274,7 @@ class RAGCacheQueryEngine(BaseQueryEngine):
         )
 
     def _asked_later(self, query: QueryBundle) -> _Query:
-        """Return the query for a search during which the retriever does what it does alone."""
+        """Return the query for a search that the retriever overlaps by itself."""
         why = "what is read is known after the post-processors only, see speculate_postprocessed"
         return _Query(
             query,
@@ -284,7 +284,7 @@ class RAGCacheQueryEngine(BaseQueryEngine):
         )
 
     def _prompt_of(self, engine: EngineClient) -> Callable[[], BoundPrompt]:
-        """Return what gives the prompt as ``engine`` tokenises it, made when it is first asked for."""
+        """Return a function that makes the prompt bound to ``engine`` at its first call."""
 
         def bound() -> BoundPrompt:
             if self._bound is None:
@@ -332,26 +332,26 @@ class RAGCacheQueryEngine(BaseQueryEngine):
 
 
 class _Query(QuestionSession[NodeWithScore], AbstractContextManager["_Query"]):
-    """One query: who asks ahead for its answer, and what the search for it came to.
+    """One query: its speculation, and the result of its search.
 
     Leaving it ends a speculation that no request took over, unless a stream does that at its end.
     """
 
     def __init__(self, query: QueryBundle, *engine: Any, **how: Any) -> None:
-        """``query`` is the question; the other arguments are those of the session."""
+        """Take ``query``, the question, and the arguments of the session."""
         super().__init__(query.query_str, *engine, **how)
         self.query = query
         self._ends_with_stream = False
         self._span_id = active_span_id.get()
 
     async def nodes_at_once(self, find: Callable[[], Awaitable[list[NodeWithScore]]]) -> list[NodeWithScore]:
-        """Return the nodes of a retriever of another make."""
+        """Return the nodes of another framework's retriever."""
         return await self.find_at_once(
             find, shown_documents, partial(publish, query=self.question, span_id=active_span_id.get())
         )
 
     def reported(self, response: _Response) -> _Response:
-        """Return the response with the report of the search; a stream settles it, and the speculation, when it ends."""
+        """Return the response with the search's report; a stream completes it, and ends the speculation, at its end."""
         metadata = self._report(response)
         if isinstance(response, StreamingResponse):
             tokens = self._ended_with(response.response_gen, metadata)
@@ -360,7 +360,7 @@ class _Query(QuestionSession[NodeWithScore], AbstractContextManager["_Query"]):
         return response
 
     async def areported(self, response: _Response) -> _Response:
-        """Return the response with the report of the search; a stream settles it, and the speculation, when it ends."""
+        """Return the response with the search's report; a stream completes it, and ends the speculation, at its end."""
         metadata = self._report(response)
         if isinstance(response, AsyncStreamingResponse):
             tokens = self._aended_with(response.response_gen, metadata)

@@ -1,4 +1,4 @@
-"""The retriever: a search in stages, with an event for each, while which the engine works ahead."""
+"""The retriever: a staged search with an event per stage, overlapped with speculative requests."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _OF_LLAMAINDEX = {"object_map", "objects", "verbose"}
 
 
 class RAGCacheRetriever(BaseRetriever):
-    """Retrieves the nearest nodes of a store, and names them to the engine.
+    """Retrieves the nearest nodes of a store, and records them for the engine.
 
     ::
 
@@ -164,7 +164,7 @@ class RAGCacheRetriever(BaseRetriever):
         self._overlap: SearchOverlap[AskAhead[NodeWithScore]] | None = None
 
     def overlapped(self, overlap: SearchOverlap[AskAhead[NodeWithScore]]) -> RAGCacheRetriever:
-        """Return this retriever for one search, during which the engine does what ``overlap`` says."""
+        """Return this retriever for one search that is overlapped by ``overlap``."""
         retriever = copy.copy(self)  # LlamaIndex's retrieve() takes the query and nothing else
         retriever._overlap = overlap
         return retriever
@@ -255,7 +255,7 @@ class RAGCacheRetriever(BaseRetriever):
 
 
 class _FoundNodes:
-    """A search's documents as nodes with the scores that were told so far."""
+    """A search's documents as nodes with their known scores."""
 
     def __init__(self, metric: Metric | None) -> None:
         self._metric = metric
@@ -266,7 +266,7 @@ class _FoundNodes:
         self._scores.update((d.doc_id, score) for d, score in reversed(scored) if not math.isnan(score))
 
     def changed(self, documents: Sequence[Document], nodes: Sequence[NodeWithScore]) -> Sequence[Document]:
-        """Return what became of documents as post-processors returned them; those that they left, as they were."""
+        """Return post-processed nodes as documents; unchanged ones stay the same objects."""
         if not isinstance(nodes, Sequence) or not all(isinstance(node, NodeWithScore) for node in nodes):
             raise SearchError(f"the post-processors returned {nodes!r:.80}: return a list of NodeWithScore")
         before = {node_from_document(d).node_id: (node_from_document(d), d) for d in documents}

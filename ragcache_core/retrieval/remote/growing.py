@@ -1,4 +1,4 @@
-"""Stages of a store whose search cannot be cut: it is asked with little effort and with all of it, at the same time.
+"""Staged search in a store without stages: several searches with growing effort, at the same time.
 
 An approximate search takes an effort, as ``ef`` of a graph or ``nprobe`` of lists. What little of it finds comes early
 and is often right; the answer with the most is the final one, and is not held up by the others but for the store's own
@@ -25,7 +25,7 @@ Found = Sequence[tuple[Document, float]]
 
 
 class GrowingEffort(Generic[Effort]):
-    """A source of stages over a search that takes an effort.
+    """A staged retriever that runs a search with several efforts.
 
     ::
 
@@ -63,7 +63,7 @@ class GrowingEffort(Generic[Effort]):
         self.identity = None if identity is None else f"{identity}\n{self._efforts!r}"
 
     async def stages(self, query: str, k: int) -> AsyncGenerator[RetrievalUpdate, None]:
-        """Yield what each effort found, unless one with more came first; the last is final."""
+        """Yield each effort's result, unless a larger effort was faster; the last is final."""
         embed = self._embed
         asked = query if embed is None else await in_thread(lambda: embed(query))
         searches = [asyncio.create_task(self._search(asked, k, effort)) for effort in self._efforts]

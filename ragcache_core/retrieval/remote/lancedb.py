@@ -1,4 +1,4 @@
-"""Stages of a LanceDB table, by ``nprobes``: how many lists of its index a search looks through."""
+"""Staged search in a LanceDB table by ``nprobes``, the number of searched lists."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def lancedb_stages(
     vector_column: str = "vector",
     document_of: Callable[[Mapping[str, Any]], Document] | None = None,
 ) -> GrowingEffort[int]:
-    """Return a source of stages over a table of LanceDB that has an IVF index; without one every stage is exact.
+    """Return a staged retriever over a LanceDB table with an IVF index; without one every stage is exact.
 
     Args:
         table: a table, which stays the caller's.

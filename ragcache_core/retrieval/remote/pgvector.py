@@ -1,4 +1,4 @@
-"""Stages of a Postgres table with pgvector, by ``hnsw.ef_search`` or ``ivfflat.probes``."""
+"""Staged search in a Postgres table with pgvector, by ``hnsw.ef_search`` or ``ivfflat.probes``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def pgvector_stages(
     metadata_column: str | None = None,
     vector_column: str = "embedding",
 ) -> GrowingEffort[PgvectorEffort]:
-    """Return a source of stages over a table whose vectors have an index of pgvector.
+    """Return a staged retriever over a table with a pgvector index.
 
     ::
 
