@@ -1,4 +1,4 @@
-"""What is known of a request with chunk reuse on."""
+"""The chunk-reuse state of a request."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ReuseOptions:
 
 @dataclass(slots=True)
 class ReuseFigures:
-    """What chunk reuse does for a request; see :class:`~ragcache_core.stats.ChunkReuseStats`.
+    """Chunk-reuse statistics of a request; see :class:`~ragcache_core.stats.ChunkReuseStats`.
 
     ``num_computed_rows`` are all that were computed for it, those that left on the way counted in part. ``overheads``
     are the CFOs of the chunks whose stored KV was considered, those that are computed wholly for it among them.
@@ -48,7 +48,7 @@ class ReuseFigures:
     variants: list[int] = field(default_factory=list)
 
     def to_stats(self) -> ChunkReuseStats:
-        """Return them as they are told; the answer is approximate."""
+        """Return the statistics in their public form; the answer is approximate."""
         return ChunkReuseStats(
             num_chunks=len(self.overheads),
             num_reused_tokens=self.num_reused_tokens,
@@ -62,7 +62,7 @@ class ReuseFigures:
 
 @dataclass(slots=True)
 class OpenCapture:
-    """A chunk of a request that is to be kept once it is computed."""
+    """A chunk of a request to store after its computation."""
 
     capture: Capture
     reservation: Reservation
@@ -75,7 +75,7 @@ class OpenCapture:
 
 @dataclass(slots=True)
 class ReuseState:
-    """A request with chunk reuse on, and where it stands."""
+    """A request with chunk reuse, and its progress."""
 
     token_ids: Sequence[int]
     spans: tuple[ChunkSpan, ...]
@@ -109,7 +109,7 @@ class ReuseState:
     open: dict[CaptureId, OpenCapture] = field(default_factory=dict)
 
     def next_rows(self, num_rows: int, num_runs: int) -> tuple[int, int]:
-        """Return how many of its next ``num_rows`` rows lie in ``num_runs`` runs at most, and in how many.
+        """Return how many of the next ``num_rows`` rows are in at most ``num_runs`` runs, and in how many.
 
         A run of neighbours is a sequence to vLLM.
         """
@@ -124,12 +124,12 @@ class ReuseState:
 
     @property
     def awaits_capture(self) -> bool:
-        """Whether workers keep a chunk of it now, and will say so."""
+        """Whether workers are storing one of its chunks."""
         return any(each.is_awaited for each in self.open.values())
 
 
 def statistics_of(each: OpenCapture, captured: CapturedChunk) -> ChunkStatistics | None:
-    """Return a chunk's statistics; None if what was measured is not what attention can be."""
+    """Return a chunk's statistics; ``None`` if the measurements are invalid."""
     try:
         off = math.fsum(mass * lost for mass, lost in zip(captured.inter, each.lost, strict=True))
         off = max(off / each.reservation.num_tokens, LEAST_LOST if any(each.lost) else 0.0)

@@ -1,4 +1,4 @@
-"""K without a position, and V, into a layer's paged cache and out of it.
+"""Access K without RoPE, and V, in a layer's paged cache.
 
 On CUDA the Triton kernels of ``ragcache_kernels`` do it in one pass, where Triton is installed; elsewhere PyTorch does.
 """
@@ -34,7 +34,7 @@ class UnrotatedKV:
         self.uses_kernels = uses_kernels
 
     def warm_up(self) -> None:
-        """Have the kernels compiled: that takes seconds, and no step should wait for it."""
+        """Compile the kernels, which takes seconds, before any step."""
         cache, nowhere = self.kv.cache, torch.tensor([-1], device=self.kv.cache.device)
         row = torch.zeros((1, self.kv.num_kv_heads, self.kv.head_dim), dtype=cache.dtype, device=cache.device)
         self.write(row, row, nowhere + 1, nowhere)
