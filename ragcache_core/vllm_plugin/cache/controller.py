@@ -317,7 +317,7 @@ class CacheController:
         self._count_pending(state, 1)
 
     def paths_of(self, tenant: str | None) -> PrefixPublisher:
-        """Return the publisher of cached paths of a tenant's documents; None: of all other documents."""
+        """Return the publisher of cached prefixes of a tenant's documents; ``None``: of documents without a tenant."""
         return self.paths if tenant is None else self.tenants.paths(tenant)
 
     def request_ids(self) -> list[str]:

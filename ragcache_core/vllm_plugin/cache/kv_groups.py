@@ -59,7 +59,7 @@ class KVGroups:
         return 1 + len(self.others)
 
     def is_worth_keeping(self, tree: KnowledgeTree, group: int, key: Key, is_here: Callable[[Key], bool]) -> bool:
-        """Return whether a hit may need the block ``key`` of a group; ``is_here`` tells of the group's other blocks."""
+        """Return whether a hit may need the block ``key`` of a group; ``is_here`` tells which others are stored."""
         location = tree.locate(key)
         if location is None:
             return False

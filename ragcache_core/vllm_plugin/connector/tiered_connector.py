@@ -187,7 +187,7 @@ class RAGCacheConnector(DocumentAware, ForwardingConnector):
         self.below = MinimalConnector(self._vllm_config, self.role, self._kv_config)
 
     def _give_up_reading(self) -> None:
-        """Go on without what reads in this process what workers have in host memory: disk, shared store and journal."""
+        """Continue without tiers that read the workers' host memory in this process: disk, shared store, journal."""
         assert self.controller is not None
         for tier in self._lower:
             tier.shutdown()

@@ -304,7 +304,7 @@ class CopyScheduler:
                 copied.store_at_most(0)
 
     def spoil_stores(self) -> None:
-        """Keep nothing of what is being stored, nor anything more of the requests that have KV by now."""
+        """Drop pending stores, and stop storing requests that have KV now."""
         self.stop_storing()
         for _, job in self._jobs.stores():
             self._manager.spoil(job.keys)
@@ -314,7 +314,7 @@ class CopyScheduler:
     def _plan_load(
         self, copied: CopiedRequest, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> tuple[list[OffloadKey], list[int], list[int], list[int]]:
-        """Return the keys and the blocks of a load; of each group how many blocks, and its first block's index.
+        """Return keys and blocks of a load; per group the number of blocks, and the first block's index.
 
         A group is loaded from its first block that holds nothing yet: the blocks before lie on the GPU, or are outside
         of its window.
@@ -343,7 +343,7 @@ class CopyScheduler:
         return keys, targets, sizes, firsts
 
     def _sources(self, copied: CopiedRequest, num_tokens: int) -> dict[CacheHitSource, int]:
-        """Return the tiers of a load of as many tokens."""
+        """Return the tiers of a load of that many tokens."""
         first, end = copied.num_local_tokens, copied.num_local_tokens + num_tokens
         found: Counter[CacheHitSource] = Counter()
         if len(self._groups) == 1:  # whose ranges do not overlap
@@ -375,7 +375,7 @@ class CopyScheduler:
     # Stores
 
     def _shown(self, output: SchedulerOutput) -> dict[str, CopiedRequest]:
-        """Return the requests that may have blocks to store in a step: they begin, or get blocks in it.
+        """Return the requests that may have blocks to store in a step: they start, or get blocks in it.
 
         A block is full before the next one is allocated, so each full block is stored one step late at most; the rest
         is stored when the request ends.
@@ -393,7 +393,7 @@ class CopyScheduler:
         return {name: storing[name] for name in (*begun, *grown) if name in storing}
 
     def _end(self, copied: CopiedRequest, written: set[int], stores: dict[int, OffloadingTransferJob]) -> None:
-        """Store the rest of a request, and tell the tiers that it has ended."""
+        """Store the rest of a request, and report its end to the tiers."""
         request = copied.request
         if copied.last_blocks:
             if request.status is RequestStatus.FINISHED_ABORTED:
@@ -416,7 +416,7 @@ class CopyScheduler:
         block_ids: Sequence[Sequence[int]],
         stores: dict[int, OffloadingTransferJob],
     ) -> int | None:
-        """Store the full blocks of a request that has ``num_tokens`` computed; return the number of the job."""
+        """Store the full blocks of a request with ``num_tokens`` computed tokens; return the number of the job."""
         num_tokens = copied.num_storable_tokens(num_tokens)
         ranges: list[range] = []
         offered: list[OffloadKey] = []
@@ -459,7 +459,7 @@ class CopyScheduler:
         return job
 
     def _store_states(self, output: SchedulerOutput, stores: dict[int, OffloadingTransferJob]) -> None:
-        """Store the states that vLLM hands over: each is one block, which the request's table may not have any more."""
+        """Store the states from vLLM: each is one block, which may no longer be in the request's table."""
         state = output.kv_connector_block_state
         by_number = {group.group_idx: number for number, group in enumerate(self._groups)}
         for name, handed in state.boundary_state_offloads.items() if state is not None else ():
@@ -488,5 +488,5 @@ class CopyScheduler:
 
 
 def _is_empty(block: Any) -> bool:
-    """Return whether a block holds nothing yet, and is one at all."""
+    """Return whether a block is real and has no content yet."""
     return not block.is_null and block.block_hash is None

@@ -1,4 +1,4 @@
-"""What of a request's body is refused before vLLM reads it.
+"""Reject invalid request bodies before vLLM reads them.
 
 JSON has halves of surrogate pairs and numbers of any size, MessagePack, by which vLLM sends requests to its engine, has
 not: vLLM would answer with status 500, and never forget the request. What is nested hundreds deep in
@@ -34,7 +34,7 @@ _RANK = b"x-data-parallel-rank"
 
 
 class RequestBodyCheck:
-    """Middleware that answers such a request with status 400 or 413, and our error.
+    """Middleware that rejects such a request with status 400 or 413.
 
     A body is parsed here only where its bytes make it suspicious. Where the server's state has a choice among
     data-parallel engines (``ragcache_rank_choice``), a request goes where the documents that it names are.
@@ -44,7 +44,7 @@ class RequestBodyCheck:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check the body of a POST; let everything else pass."""
+        """Check the body of a POST; pass everything else."""
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"].endswith(_PER_RECORD):
             await self._app(scope, receive, send)
             return
@@ -73,7 +73,7 @@ class RequestBodyCheck:
 
 
 def _transfer_params(request: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the transfer parameters of a request, each with its place.
+    """Yield the transfer parameters of a request with their places.
 
     Raises:
         ConfigError: one is no object where vLLM does not check that itself.
@@ -94,7 +94,7 @@ def _transfer_params(request: dict[str, Any]) -> Iterator[tuple[str, dict[str, A
 
 
 def problem_of(body: bytes) -> tuple[int, str, str] | None:
-    """Return why a body is rejected: status, vLLM's type of error, message.
+    """Return why a body is rejected (status, vLLM's error type, message); ``None`` if it is valid.
 
     None if it is accepted, or is no JSON object, which vLLM reports.
     """

@@ -1,4 +1,4 @@
-"""The page's files: plain HTML, CSS and JavaScript, the same for every user, without data of the cache."""
+"""The page's static files: HTML, CSS and JavaScript, without data of the cache."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ HEADERS = {
 
 
 def read_page_file(name: str) -> tuple[bytes, str]:
-    """Return a file of the page, and its media type."""
+    """Return a file of the page with its media type."""
     path = _FOLDER / name
     return path.read_bytes(), f"{_TYPES[path.suffix]}; charset=utf-8"
