@@ -1,4 +1,4 @@
-"""The settings of a simulation, validated when they are made."""
+"""The settings of a simulation, validated on creation."""
 
 from __future__ import annotations
 
@@ -153,18 +153,18 @@ class SimulationOptions:
 
     @property
     def keeps_frequency(self) -> bool:
-        """Whether a document's uses are counted beyond its eviction; not for ``pgdsf``, as the paper has it."""
+        """Whether a document's uses are counted after its eviction; not for ``pgdsf``, as in the paper."""
         return self.policy != "pgdsf"
 
     @property
     def chunk_tokens(self) -> tuple[int, int]:
-        """Tokens of host and disk that are for chunks."""
+        """Tokens of host and disk for chunk reuse."""
         share = self.chunk_share if self.chunk_reuse is not None else 0.0
         return int(self.host_tokens * share), int(self.disk_tokens * share)
 
     @property
     def longest_prompt_tokens(self) -> int:
-        """Tokens of the longest prompt, with its answer, that finds room on the GPU; one block is vLLM's null block."""
+        """Maximum length in tokens of a prompt with its answer on the GPU, without vLLM's null block."""
         return (self.gpu_tokens // self.block_size - 1) * self.block_size
 
     def to_dict(self) -> dict[str, object]:

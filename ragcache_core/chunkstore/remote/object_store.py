@@ -1,4 +1,4 @@
-"""Objects in a bucket of S3, or of whatever else obstore (Rust's object_store) speaks to."""
+"""Objects in an S3 bucket, or in another store of obstore (Rust's object_store)."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def _has_plain_endpoint() -> bool:
 
 
 class ObjectStore:
-    """See :class:`~ragcache_core.chunkstore.remote.RemoteStore`. What is deleted when is the bucket's lifecycle.
+    """See :class:`~ragcache_core.chunkstore.remote.RemoteStore`. The bucket's lifecycle rules delete objects.
 
     Credentials, region and endpoint are those of the environment: ``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ...
     """
 
     def __init__(self, store: Any, *, timeout_s: float) -> None:
-        """``store`` is obstore's. Asking, reading and writing have threads of their own: none waits for the others."""
+        """Take ``store`` of obstore. Queries, reads and writes have separate threads."""
         self._store = store
         self._timeout_s = timeout_s
         self._asking, self._reading, self._writing = (
@@ -56,7 +56,7 @@ class ObjectStore:
         next(iter(obstore.list(self._store, "ragcache/none/")), None)
 
     def exists(self, names: Sequence[str], *, is_chain: bool) -> list[bool]:
-        """Return which objects exist; in a chain, those before the last one found count as found."""
+        """Return which objects exist; in a chain, all before the last existing one count."""
         if not is_chain:
             return list(self._asking.map(self._has, names))
         low, high = 0, len(names)  # those before low are there, high is not
