@@ -70,7 +70,7 @@ def _parse_file(value: object) -> object:
 
 
 def check_shared_url(url: str) -> str:
-    """Return a store's URL if it can work.
+    """Return a store's URL after checks.
 
     Raises:
         ValueError: its scheme is unknown, it names no place, or it holds a password, which process lists would show.
@@ -90,7 +90,7 @@ def check_shared_url(url: str) -> str:
 
 
 def check_compression(compression: CompressionName) -> None:
-    """Refuse a method of compression whose package is not installed.
+    """Reject a compression method whose package is not installed.
 
     Raises:
         ConfigError: with the command that installs it.
@@ -103,7 +103,7 @@ def check_compression(compression: CompressionName) -> None:
 
 
 def keeping(connectors: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return which of vLLM's connectors may keep KV of their own."""
+    """Return the connectors of vLLM that may keep KV of their own."""
     names = (str(connector.get("kv_connector")) for connector in connectors)
     return [name for name in names if name not in _TRANSFERS_ONLY]
 
@@ -111,7 +111,7 @@ def keeping(connectors: Sequence[Mapping[str, Any]]) -> list[str]:
 def check_connectors(
     connectors: Sequence[Mapping[str, Any]], *, reuses_chunks: bool = False, max_age: float | None = None
 ) -> None:
-    """Refuse connectors of vLLM that cannot stand beside ours, each described as in its ``kv_transfer_config``.
+    """Reject vLLM connectors that do not work with RAGCache, given as in its ``kv_transfer_config``.
 
     Raises:
         ValueError: with what to leave out.
@@ -162,7 +162,7 @@ class _Settings(BaseModel):
 
 
 class ChunkReuseRequest(_Settings):
-    """How one request wants the KV of its documents reused behind other documents. ``None``: as the engine does.
+    """A request's choice of chunk reuse; ``None`` for the engine's default.
 
     Raises:
         ConfigError: a field has a value that cannot work, or two contradict each other.
@@ -200,7 +200,7 @@ class ChunkReuseRequest(_Settings):
 
 
 class ChunkReuse(ChunkReuseRequest):
-    """Reuse of a document's KV behind other documents than it was computed behind (Cache-Craft). **Approximate.**
+    """Chunk reuse (Cache-Craft): a document's KV is reused after other documents. **Approximate.**
 
     The KV of a document depends on what stood before it. Reused elsewhere, some of its tokens are recomputed, and
     answers may differ from those of a full prefill: ``ragcache quality`` measures by how much, on your model.
@@ -382,17 +382,17 @@ class CacheConfig(_Settings):
 
     @property
     def folder(self) -> Path:
-        """Where the disk tier keeps its files, if there is one."""
+        """Folder of the disk tier's files."""
         return self.directory or Path(platformdirs.user_cache_dir("ragcache")) / "kv"
 
     def for_chunks(self) -> tuple[int, int]:
-        """Return how many bytes of host memory and of the disk are for :class:`ChunkReuse`."""
+        """Return the bytes of host memory and disk for :class:`ChunkReuse`."""
         share = 0.0 if self.chunk_reuse is None else self.chunk_reuse.share
         return int((self.host_bytes or 0) * share), int(self.disk_bytes * share)
 
     @classmethod
     def from_toml(cls, path: str | Path, **overrides: object) -> Self:
-        """Return the configuration of the ``[cache]`` table of a TOML file; ``overrides`` win over the file.
+        """Return the configuration in the ``[cache]`` table of a TOML file; ``overrides`` take precedence.
 
         ::
 
@@ -428,7 +428,7 @@ class CacheConfig(_Settings):
             raise ConfigError(f"{path}{beside}: {error}") from error
 
     def resolved(self) -> Self:
-        """Return this configuration with everything that was left open decided for this machine, and checked on it.
+        """Return this configuration with defaults chosen for this machine, and checked on it.
 
         ``host_bytes`` is a number then; with a disk tier ``directory`` is absolute, exists, and can be written to.
         Resolving again changes nothing.
@@ -463,7 +463,7 @@ class CacheConfig(_Settings):
         return type(self)(**{**self.model_dump(exclude_unset=True), **decided})
 
     def most_host_bytes(self) -> int | None:
-        """Return what host memory may grow to where the engine's own KV is larger; ``None`` where its size was chosen.
+        """Return the maximum host memory if the GPU KV cache is larger; ``None`` if its size was set.
 
         That is known when the model is loaded.
         """
@@ -486,7 +486,7 @@ def _first_problem(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def _is_none(disk_bytes: object) -> bool:
-    """Return whether a number of bytes, as a user writes it, is 0."""
+    """Return whether a size, as text or number, is 0."""
     try:
         return TypeAdapter(BytesOrNone).validate_python(disk_bytes) == 0
     except ValidationError:
@@ -498,7 +498,7 @@ def _shown(num_bytes: int) -> str:
 
 
 def _kv_in_memory(kv_cache_bytes: int | None) -> int:
-    """Return what is known to be taken of main memory for the engine's KV; of a GPU's memory vLLM speaks itself."""
+    """Return the main memory known to be used for the GPU KV cache; vLLM itself checks GPU memory."""
     return 0 if kv_cache_bytes is None or has_gpu() else kv_cache_bytes
 
 
@@ -511,7 +511,7 @@ def _default_host_bytes(kv_bytes: int, memory: Memory) -> int:
 
 
 def _check_memory(kv_bytes: int, host_bytes: int, memory: Memory) -> None:
-    """Refuse more than is free: all of the host tier is taken at the start, and the kernel cannot take it back."""
+    """Reject sizes above the free memory, as all of the host tier is allocated at the start."""
     has = f"{memory.whose} {_shown(memory.total)} of memory, {_shown(memory.available)} of it free"
     for num_bytes, cure in ((host_bytes, "lower host_bytes"), (kv_bytes, "lower kv_cache_bytes")):
         if num_bytes > memory.available:
@@ -525,7 +525,7 @@ def _check_memory(kv_bytes: int, host_bytes: int, memory: Memory) -> None:
 
 
 def _writable(directory: Path, disk_bytes: int) -> Path:
-    """Return the absolute path of a directory that is there, can be written to, and lies on a disk large enough."""
+    """Return the absolute path of an existing, writable directory on a disk that is large enough."""
     try:
         path = directory.expanduser().absolute()
         make_private_folder(path)

@@ -24,7 +24,7 @@ ANSWER_KEY = "answer_cache"
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """How ``/metrics`` shows a figure: the name and description of its series; what is no gauge is a counter."""
+    """A statistic on ``/metrics``: name and description; a counter unless it is a gauge."""
 
     name: str
     text: str
@@ -37,12 +37,12 @@ class Series:
 
 
 def series_of(stats: type) -> dict[str, Series]:
-    """Return which of the fields of ``stats`` are series of the server's ``/metrics``."""
+    """Return the fields of ``stats`` that are metrics on ``/metrics``."""
     return {each.name: each.metadata["series"] for each in fields(stats) if "series" in each.metadata}
 
 
 def vllm_series_of(stats: type) -> dict[str, str]:
-    """Return which of the fields of ``stats`` are vLLM's own series, and the names of these."""
+    """Return the fields of ``stats`` that are vLLM's own metrics, with their names."""
     return {each.name: each.metadata["vllm"] for each in fields(stats) if "vllm" in each.metadata}
 
 
@@ -53,7 +53,7 @@ def reported_fields(stats: type, *, required: bool = False) -> list[str]:
 
 
 def fields_merged_by(merge: str, stats: type) -> list[str]:
-    """Return the fields of ``stats`` whose values of several engines become one by ``merge``, ``max`` or ``mean``."""
+    """Return the fields of ``stats`` that are merged over engines by ``merge``: ``max`` or ``mean``."""
     return [each.name for each in fields(stats) if each.metadata.get("merge") == merge]
 
 
@@ -203,7 +203,7 @@ class RequestStats:
         return self.num_prompt_tokens - self.num_cached_tokens
 
     def to_dict(self) -> dict[str, object]:
-        """Return plain JSON data, the content of ``response_metadata["ragcache"]``; a deadline where there was one."""
+        """Return plain JSON data, the content of ``response_metadata["ragcache"]``."""
         reuse = None if self.chunk_reuse is None else self.chunk_reuse.to_dict()
         data = {**asdict(self), "documents": [asdict(d) for d in self.documents], "chunk_reuse": reuse,
                 "num_computed_tokens": self.num_computed_tokens}  # fmt: skip
@@ -216,7 +216,7 @@ TOKENS_BY_ORIGIN = tuple(each.name for each in fields(RequestStats) if each.meta
 
 
 def document_stats(segments: Iterable[PromptSegment], num_cached_tokens: int) -> tuple[DocumentStats, ...]:
-    """Return how much of each document lies inside the cached prefix of ``num_cached_tokens`` tokens.
+    """Return the tokens of each document within the cached prefix of ``num_cached_tokens`` tokens.
 
     vLLM's prefix cache serves a prefix, so a document is cached as far as the prefix reaches into it. What stands
     between two documents, a turn of a chat perhaps, is none of theirs. One that is shown twice is there twice.
@@ -430,7 +430,7 @@ class ForgetReceipt:
         return not (self.num_requests or self.num_left or self.problems)
 
     def merge_sequential(self, other: ForgetReceipt) -> ForgetReceipt:
-        """Return this and the receipt for other documents, which came later, as one."""
+        """Return the merged receipt of a later call for other documents."""
         return ForgetReceipt(
             forgotten=self.forgotten + other.forgotten,
             unknown=self.unknown + other.unknown,
@@ -446,7 +446,7 @@ class ForgetReceipt:
         )
 
     def merge_replicas(self, other: ForgetReceipt) -> ForgetReceipt:
-        """Return this and another engine's receipt for the same documents as one: unknown is what both do not know."""
+        """Return the merged receipt of another engine for the same documents; unknown only if both do not know it."""
         known = dict.fromkeys(self.forgotten + other.forgotten)
         return replace(
             self.merge_sequential(other),
@@ -465,7 +465,7 @@ class ForgetReceipt:
 
 @dataclass(frozen=True, slots=True)
 class RegistrationReceipt:
-    """What became of documents that were registered with a server.
+    """The result of registering documents with a server.
 
     ``errors`` say why documents could not be registered, ``warnings`` what to look at in others, by id.
     """
@@ -475,7 +475,7 @@ class RegistrationReceipt:
     warnings: Mapping[DocId, str] = field(default_factory=dict)
 
     def merge(self, other: RegistrationReceipt) -> RegistrationReceipt:
-        """Return this and the receipt for other documents as one."""
+        """Return the merged receipt for other documents."""
         return RegistrationReceipt(
             self.num_registered + other.num_registered,
             {**self.errors, **other.errors},
@@ -522,7 +522,7 @@ class CachedDocument:
 
 @dataclass(frozen=True, slots=True)
 class CacheContents:
-    """Documents in the cache, the largest first by what they were sorted by; ``total`` is how many there are.
+    """Documents in the cache, in sort order; ``total`` is their number.
 
     ``unknown`` are requested ids without a cached token.
     """
@@ -787,7 +787,7 @@ _MAXIMA = fields_merged_by("max", EngineStats)
 
 
 def merged_report(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return one report for those of several engines, which have the same settings: figures add up.
+    """Return the merged report of several engines with the same settings.
 
     A tier is enabled where it is in all of them.
     """
@@ -807,7 +807,7 @@ def merged_report(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return figures that are added up, tier by tier and document by document."""
+    """Return statistics added up, by tier and by document."""
     total = reports[0]
     for report in reports[1:]:
         total = added(total, report)
@@ -833,7 +833,7 @@ def _merged_use(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def added(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Return the sum of two records, number by number; a flag is set where it is in both, all else is the first's."""
+    """Return the sum of two records; a flag is set if both have it; other fields are the first's."""
     total = {**other, **one}
     for name in one.keys() & other.keys():
         match one[name], other[name]:

@@ -239,7 +239,7 @@ def read_counter(engine: EngineClient, name: str) -> float:
 
 
 def _by_tier(engine: Engine) -> dict[str, int]:
-    """Return the prompt tokens that each tier has served so far; vLLM's own offloading counts as ``host``."""
+    """Return the prompt tokens served by each tier so far; vLLM's own offloading counts as ``host``."""
     stats = engine.stats()
     if stats.policy is not None:
         return {tier.name: tier.num_hit_tokens for tier in stats.tiers}

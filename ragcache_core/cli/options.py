@@ -1,4 +1,4 @@
-"""Options that several commands share. The environment is read here and nowhere else in this folder."""
+"""Options of several commands. Only this module reads the environment."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EmbedderName = Literal["builtin", "minilm"]
 
 
 class FiniteRange(click.FloatRange):
-    """A number in a range, which nan and inf are not, wherever it ends."""
+    """A finite number in a range, without nan and inf."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number: float = super().convert(value, param, ctx)
@@ -87,7 +87,7 @@ vllm_args_argument = click.argument("vllm_args", nargs=-1, type=click.UNPROCESSE
 
 
 def _chunk_reuse(text: str) -> dict[str, object]:
-    """Return the settings in ``quality=0.95,selection=cache_craft``; what they mean is checked where they are used."""
+    """Return the settings in ``quality=0.95,selection=cache_craft``, unchecked."""
     settings: dict[str, object] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = (word.strip() for word in part.partition("="))
@@ -98,7 +98,7 @@ def _chunk_reuse(text: str) -> dict[str, object]:
 
 
 def _connector(text: str) -> dict[str, object]:
-    """Return the settings of a connector, whose names and values are vLLM's matter."""
+    """Return the settings of a connector, unchecked."""
     try:
         settings = json.loads(text)
     except ValueError as error:
@@ -109,7 +109,7 @@ def _connector(text: str) -> dict[str, object]:
 
 
 def _plain_value(text: str) -> object:
-    """Return a number or a truth value where a text is one."""
+    """Return a text as number or boolean if it is one."""
     if text in ("true", "false"):
         return text == "true"
     for kind in (int, float):
@@ -119,7 +119,7 @@ def _plain_value(text: str) -> object:
 
 
 def cache_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add an option for every setting of the cache; the command gets them under the settings' own names."""
+    """Add an option per cache setting, under the settings' names."""
     decorate = settings_options(
         CacheConfig,
         keeps_unset=True,
@@ -174,7 +174,7 @@ def engine_opener(
     cache_config: Path | None,
     vllm_args: tuple[str, ...],
 ) -> Callable[[], Engine]:
-    """Return what launches or joins the engine of :func:`engine_options`.
+    """Return a function that launches or connects the engine of :func:`engine_options`.
 
     Raises:
         click.UsageError: neither or both of model and URL, or options of a launch with a URL.
@@ -225,7 +225,7 @@ def read_size(_context: click.Context, _option: click.Parameter, text: str) -> i
 
 
 def read_cache_config(cache_config: Path | None, settings: Mapping[str, object] | None = None) -> CacheConfig:
-    """Return the configuration of the cache: that of the file, where no setting was given in its stead.
+    """Return the cache configuration of the file, overridden by options.
 
     Raises:
         ConfigError: a value that cannot work, or two that contradict each other.
@@ -237,7 +237,7 @@ def read_cache_config(cache_config: Path | None, settings: Mapping[str, object] 
 def open_store(
     path: Path, embedder: EmbedderName | None, *, read_only: bool = False, rebuild_index: bool = False
 ) -> DocumentStore:
-    """Return the store at ``path`` with its own embedder, or with the one that was asked for.
+    """Return the store at ``path`` with its own embedder, or the given one.
 
     Raises:
         StoreNotFoundError: there is none. EmbedderMismatchError: it was made with another embedder.
@@ -252,7 +252,7 @@ def open_store(
 
 
 def make_embedder(name: EmbedderName | None) -> object | None:
-    """Return the embedder of that name; ``None`` for the store's own."""
+    """Return the embedder of a name; ``None`` for the store's own."""
     from ragcache_core.retrieval import MiniLMEmbedder, TfidfSvdEmbedder
 
     match name:
@@ -265,7 +265,7 @@ def make_embedder(name: EmbedderName | None) -> object | None:
 
 
 def check_vllm_args(vllm_args: tuple[str, ...]) -> None:
-    """Refuse what follows ``--`` if it is no option, or one that RAGCache sets itself or cannot do without.
+    """Reject arguments after ``--`` that are no options, or that RAGCache sets or needs.
 
     Raises:
         click.UsageError: with what to do instead.

@@ -1,4 +1,4 @@
-"""What ``ragcache warm`` and ``ragcache index --warm`` do: what is expected, what of it is picked, and the prefill."""
+"""The steps of ``ragcache warm`` and ``ragcache index --warm``: expectation, plan, prefill."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _Progress = Callable[[int], object]
 
 
 def retrieved_for(store: StoreReader, questions: Iterable[str], k: int, progress: _Progress) -> list[tuple[DocId, ...]]:
-    """Return what the store's own search finds for each question, the best first; ``progress`` is called for each.
+    """Return the documents that the store's search finds for each question; ``progress`` is called for each.
 
     Raises:
         SearchError, EmptyStoreError
@@ -47,7 +47,7 @@ def retrieved_for(store: StoreReader, questions: Iterable[str], k: int, progress
 
 
 def retrieved_by_popularity(store: StoreReader, k: int, progress: _Progress) -> list[tuple[DocId, ...]]:
-    """Return what is found for the beginning of each of the store's documents, without the document itself.
+    """Return the documents found for the beginning of each stored document, without itself.
 
     It stands for questions that are not known: what is near to much else is found often.
 
@@ -67,12 +67,12 @@ def retrieved_by_popularity(store: StoreReader, k: int, progress: _Progress) -> 
 
 
 def num_asked_for_popularity(store: StoreReader) -> int:
-    """Return how many searches :func:`retrieved_by_popularity` takes."""
+    """Return the number of searches of :func:`retrieved_by_popularity`."""
     return -(-len(store) // -(-len(store) // _MAX_ASKED)) if len(store) else 0
 
 
 def most_retrieved(found: Iterable[tuple[DocId, ...]], num_documents: int) -> list[tuple[DocId, ...]]:
-    """Return what was found, each up to the first document that is not among the ``num_documents`` found most."""
+    """Return each result up to the first document that is not among the ``num_documents`` most found."""
     found = list(found)
     counts = Counter(doc_id for ids in found for doc_id in ids)
     top = {doc_id for doc_id, _ in counts.most_common(num_documents)}
@@ -80,7 +80,7 @@ def most_retrieved(found: Iterable[tuple[DocId, ...]], num_documents: int) -> li
 
 
 def up_to_unknown(ids: tuple[DocId, ...], is_known: Callable[[DocId], bool]) -> tuple[DocId, ...]:
-    """Return the ids before the first that is not known."""
+    """Return the ids before the first unknown one."""
     return ids[: next((i for i, doc_id in enumerate(ids) if not is_known(doc_id)), len(ids))]
 
 
@@ -101,7 +101,7 @@ Order = Literal["retrieval", "canonical"]
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What is expected to be retrieved: when, which documents as prompts show them, and how long each question is.
+    """Expected retrievals: times, documents in prompt order, and question lengths.
 
     ``source`` says where that is known from, ``num_unknown`` how many documents of it the store has not.
     """
@@ -115,7 +115,7 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class WarmingPlan:
-    """What is to be warmed: the documents by their ids, the paths, of how many tokens, and what that should bring."""
+    """The documents to prefill by id, the prefixes, their tokens, and the forecast."""
 
     documents: Mapping[DocId, Document]
     paths: Sequence[WarmPath]
@@ -137,7 +137,7 @@ def expected_of(
     k: int | None = None,
     order: Order = "retrieval",
 ) -> Expected:
-    """Return what is expected to be retrieved from ``store``: by a log, by a trace, or by what is near to what.
+    """Return the expected retrievals from ``store``: of a log, of a trace, or by similarity of documents.
 
     Raises:
         TraceError: the file is empty, broken, or names no document. ConfigError: none that the store has.
@@ -189,7 +189,7 @@ def _expected_of_trace(store: DocumentStore, path: Path) -> Expected:
 
 
 def _read_trace(path: Path) -> Trace:
-    """Return a trace, or that of a log."""
+    """Return a trace, or the trace of a log."""
     from ragcache_core.sim.traces.log_import import Assumptions, import_log
     from ragcache_core.sim.traces.trace import read_trace
 
@@ -213,7 +213,7 @@ def plan_of(
     budget_bytes: int | None,
     cost_model: str,
 ) -> WarmingPlan:
-    """Return what of ``expected`` an engine is to prefill, with the layout bound to it.
+    """Return the plan of what an engine prefills of ``expected``, with the layout bound to it.
 
     Raises:
         ConfigError: the budget is more than the tiers hold, or less than any document needs.
@@ -275,7 +275,7 @@ def _question_tokens(question: str | int) -> int:
 
 
 def _simulated(stats: EngineStats, tokens: Mapping[str, int], system_tokens: int, cost_model: str) -> SimulationOptions:
-    """Return the options of a simulated engine with such tiers."""
+    """Return the simulation options of an engine with such tiers."""
     from ragcache_core.policy import POLICIES
     from ragcache_core.sim.options import SimulationOptions
 
@@ -300,7 +300,7 @@ def _simulated(stats: EngineStats, tokens: Mapping[str, int], system_tokens: int
 
 
 def warm_store(store: DocumentStore, url: str, api_key: str | None) -> tuple[dict[str, object], list[str]]:
-    """Warm the server at ``url`` with what is near to what in ``store``; return what was done, and as it is shown.
+    """Prefill documents of ``store`` by similarity on the server at ``url``; return the receipt, and its text.
 
     Raises:
         ConfigError, EngineError
@@ -316,7 +316,7 @@ def warm_store(store: DocumentStore, url: str, api_key: str | None) -> tuple[dic
 
 
 def warm_engine(engine: Engine, plan: WarmingPlan) -> WarmingReceipt:
-    """Prefill what was planned; what ends it before says what was done until then.
+    """Prefill the plan; an early end reports the receipt so far.
 
     Raises:
         EngineError: the engine went away, or cannot be warmed. KeyboardInterrupt
@@ -351,7 +351,7 @@ def _so_far(receipt: WarmingReceipt, plan: WarmingPlan) -> str:
 
 
 def lines_of(plan: WarmingPlan, expected: Expected) -> list[str]:
-    """Return a plan as a person reads it."""
+    """Return a plan as text."""
     cold, warmed = plan.forecast.cold, plan.forecast.warm
     num_documents = len({path.doc_ids[-1] for path in plan.paths})
     lines = [
@@ -368,7 +368,7 @@ def lines_of(plan: WarmingPlan, expected: Expected) -> list[str]:
 
 
 def receipt_line(receipt: WarmingReceipt, plan: WarmingPlan) -> str:
-    """Return a receipt as a person reads it."""
+    """Return a receipt as text."""
     left_out = f", {receipt.num_left_out:,} left out that do not fit the context window" * bool(receipt.num_left_out)
     return (
         f"warmed {receipt.num_warmed:,} paths ({receipt.num_tokens:,} tokens, "
@@ -392,6 +392,6 @@ def plan_to_dict(plan: WarmingPlan, expected: Expected) -> dict[str, object]:
 
 
 def size_text(num_bytes: float) -> str:
-    """Return a size as a person reads it."""
+    """Return a size as text."""
     unit, name = (1 << 30, "GiB") if num_bytes >= 1 << 30 else (1 << 20, "MiB")
     return f"{num_bytes / unit:.1f} {name}"

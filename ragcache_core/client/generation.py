@@ -1,4 +1,4 @@
-"""Streamed answers: pieces of text, the last of which has the request's statistics."""
+"""Streamed answers: pieces of text; the last one has the request's statistics."""
 
 from __future__ import annotations
 

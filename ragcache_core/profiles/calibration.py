@@ -1,4 +1,4 @@
-"""Measured qualities of chunk reuse on disk: one file for each model and selection."""
+"""Saved qualities of chunk reuse: one file per model and selection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KIND = "ragcache calibration"
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What several alphas came to on a validation set (Cache-Craft §3.2, Eq. 13).
+    """The results of several alphas on a validation set (Cache-Craft §3.2, Eq. 13).
 
     ``model`` is a :func:`~ragcache_core.profiles.files.model_identity`, ``measured_at`` a date and time in ISO 8601.
     The ``points`` hold for that ``selection`` and ``max_recompute`` alone.
@@ -35,7 +35,7 @@ class Calibration:
 
     @classmethod
     def from_dict(cls, data: object) -> Self:
-        """Return the calibration that :meth:`to_dict` wrote.
+        """Return the calibration of a :meth:`to_dict`.
 
         Raises:
             ConfigError: ``data`` is something else, or of another version.
@@ -60,18 +60,18 @@ class Calibration:
 
 
 def calibration_path(model: str, selection: SelectionName) -> Path:
-    """Return where the calibration of ``model`` is kept, whether there is one or not."""
+    """Return the path of the calibration of ``model``, existing or not."""
     return kept_path("calibrations", model_identity(model), selection)
 
 
 def find_calibration(model: str, selection: SelectionName) -> Path | None:
-    """Return where the calibration of ``model`` lies, or ``None`` if there is none."""
+    """Return the path of the calibration of ``model``; ``None`` if there is none."""
     path = calibration_path(model, selection)
     return path if path.is_file() else None
 
 
 def save_calibration(calibration: Calibration, path: Path) -> None:
-    """Write ``calibration`` to ``path``, and make its folder. Atomic: when this raises, what was there still is.
+    """Write ``calibration`` to ``path``, and create its folder. Atomic.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written to.

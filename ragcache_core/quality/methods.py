@@ -1,4 +1,4 @@
-"""Methods to answer: full computation, prefix caching, chunk reuse, other document orders, similar documents."""
+"""Methods of answering: full recompute, prefix caching, chunk reuse, document orders, substitution."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ragcache_core.types import SelectionName
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """Settings of an engine that answers the questions.
+    """The settings of an engine that answers the questions.
 
     Attributes:
         chunks: chunk reuse; ``None`` for exact answers, by plain vLLM unless the method uses RAGCache's cache index.
@@ -38,7 +38,7 @@ class Method:
         return self.document_order == "cache_aware" or self.max_score_loss is not None
 
     def cache(self, sizes: CacheConfig) -> CacheConfig | None:
-        """Return the cache to launch with: that of ``sizes`` with the method's reuse; None for plain vLLM."""
+        """Return the cache configuration: ``sizes`` with the method's reuse; ``None`` for plain vLLM."""
         is_plain = self.chunks is None and not self.uses_cache
         return None if is_plain else sizes.model_copy(update={"chunk_reuse": self.chunks})
 

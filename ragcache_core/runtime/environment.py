@@ -1,4 +1,4 @@
-"""The environment variables that a launcher and its server share, and those that name a server to the frameworks."""
+"""The environment variables shared by launcher and server, and those with a server's address for frameworks."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def sent_settings(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_headers(settings: Mapping[str, Any], default_headers: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the settings of a request with all sent headers, one of which may be another tenant's key."""
+    """Return the settings of a request with all sent headers; one may be another tenant's key."""
     headers = {**(default_headers or {}), **(settings.get("extra_headers") or {})}
     return {**settings, **({"extra_headers": headers} if headers else {})}
 

@@ -1,4 +1,4 @@
-"""``ragcache advise``: what a change of an engine would bring for one's own traffic, and which documents cost most."""
+"""``ragcache advise``: forecast the gain of changes to an engine for recorded traffic."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def advise(
 
 
 def _sizes_of(url: str, api_key: str | None) -> dict[str, int]:
-    """Return how many tokens each tier of a server holds."""
+    """Return the tokens that each tier of a server holds."""
     from ragcache_core.client import Engine
     from ragcache_core.client.profiling import tier_sizes
 
@@ -148,7 +148,7 @@ def _sizes_of(url: str, api_key: str | None) -> dict[str, int]:
 
 
 def tables(advice: Advice) -> list[Table]:
-    """Return the changes, those that shorten the time to first token most first, and the most expensive documents."""
+    """Return the table of changes, by gain in time to first token, and that of the most expensive documents."""
     from ragcache_core.reports.page import Table
 
     has_price = any(outcome.saved is not None for outcome in advice.outcomes)
@@ -166,7 +166,7 @@ def tables(advice: Advice) -> list[Table]:
 
 
 def page(advice: Advice, log: str, num_requests: int) -> Report:
-    """Return the tables below a picture of mean TTFT and prefill time by change."""
+    """Return the tables below a plot of mean TTFT and prefill time by change."""
     from ragcache_core.reports.page import Report
     from ragcache_core.reports.plots import bars
 

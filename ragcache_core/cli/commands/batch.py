@@ -1,4 +1,4 @@
-"""``ragcache batch``: answer a file of requests in the order that computes fewest tokens."""
+"""``ragcache batch``: answer a file of requests in the order with the fewest computed tokens."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _FAILED = (RequestRejectedError, PromptError, ConfigError)
 
 @dataclass(slots=True)
 class BatchSummary:
-    """What came of a batch.
+    """The result of a batch.
 
     Attributes:
         num_requests: lines of the input that are requests.
@@ -96,7 +96,7 @@ class BatchSummary:
 
 @dataclass(frozen=True, slots=True)
 class _Requests:
-    """The requests of a batch, with the documents that each shows, in the prompt's order."""
+    """The requests of a batch with their documents in prompt order."""
 
     lines: Sequence[BatchLine]
     layout: PromptLayout
@@ -108,7 +108,7 @@ class _Requests:
         return self.layout.messages(self.documents[line.custom_id], str(line.question))
 
     def key(self, line: BatchLine, model: str) -> PrefixKey:
-        """Return what orders a request: ids stand for texts, which are the same in all prompts of one layout."""
+        """Return a request's sort key, of document ids, whose texts are equal in all prompts."""
         from ragcache_core.client.batch import chat_key
 
         if line.question is None:
@@ -246,7 +246,7 @@ def batch(
 def _retrieve(
     store: DocumentStore, lines: Iterable[BatchLine], k: int | None, broken: list[BrokenLine]
 ) -> dict[str, Sequence[Document]]:
-    """Return what is retrieved for each question; one that cannot be searched for is added to ``broken``."""
+    """Return the documents of each question; questions without a search are added to ``broken``."""
     num_wanted = k or max(1, min(_DEFAULT_K, len(store)))
     store.check_k(num_wanted)
     known: dict[DocId, Document] = {}
@@ -264,7 +264,7 @@ def _retrieve(
 
 
 def _arranged(retrieved: Mapping[str, Sequence[Document]], order: DocumentOrder) -> Mapping[str, Sequence[Document]]:
-    """Return the documents of each question in the order of the prompts."""
+    """Return the documents of each question in prompt order."""
     known = {document.doc_id: document for found in retrieved.values() for document in found}
     ids = [tuple(document.doc_id for document in found) for found in retrieved.values()]
     if order == "cache_aware":
@@ -275,7 +275,7 @@ def _arranged(retrieved: Mapping[str, Sequence[Document]], order: DocumentOrder)
 
 
 def _digests(requests: _Requests) -> dict[str, str]:
-    """Return what names each request, by its id. Prompts count with their documents in the order of the search.
+    """Return the digest of each request by id, with its documents in retrieval order.
 
     So a file with more questions than an earlier one keeps the answers, although these change the order of documents.
     """
@@ -289,7 +289,7 @@ def _digests(requests: _Requests) -> dict[str, str]:
 
 
 def _check_model(engine: Engine, answers: AnswerFile, lines: Iterable[BatchLine]) -> None:
-    """Refuse to add answers of one model to those of another.
+    """Reject adding answers of one model to those of another.
 
     Raises:
         ConfigError: an earlier run asked another model.
@@ -312,7 +312,7 @@ def _run(
     max_concurrency: int,
     summary: BatchSummary,
 ) -> None:
-    """Answer what remains, and count it; what ends it early says how many are answered."""
+    """Answer the remaining requests, and count them; an early end reports the number of answers."""
     from ragcache_core.client.batch import run_in_order
 
     began_s = time.monotonic()
@@ -346,7 +346,7 @@ def _run(
 
 
 async def _answer(engine: Engine, requests: _Requests, line: BatchLine, digest: str) -> dict[str, Any]:
-    """Return the record of an answer, or of why there is none.
+    """Return the record of an answer, or of a failure.
 
     Raises:
         EngineError: the engine cannot answer any request.
@@ -372,7 +372,7 @@ async def _answer(engine: Engine, requests: _Requests, line: BatchLine, digest: 
 
 
 def _body(engine: Engine, requests: _Requests, line: BatchLine) -> dict[str, Any]:
-    """Return the body of a request, with the documents that a question's prompt shows."""
+    """Return the body of a request, with the documents of a question's prompt."""
     if line.question is None:
         return {"model": engine.model, **line.body}
     messages, settings = requests.messages(line), {"model": engine.model, **requests.settings}
@@ -383,7 +383,7 @@ def _body(engine: Engine, requests: _Requests, line: BatchLine) -> dict[str, Any
 
 
 async def _send(engine: Engine, body: Mapping[str, Any]) -> httpx.Response:
-    """Return what the server answers, which may take any time.
+    """Return the server's response, without a time limit.
 
     Raises:
         EngineError: the server is not there for any request.

@@ -35,7 +35,7 @@ _OF_A_LAUNCH = frozenset(
 
 
 class Rates(click.ParamType[Any]):
-    """Requests a second with commas between them, or shares of a capacity; gives the numbers and whether shares."""
+    """Comma-separated rates per second, or shares of a capacity; returns the numbers and which of both."""
 
     name = "rates"
 
@@ -267,7 +267,7 @@ def _drawable(html_path: Path | None) -> Path | None:
 
 
 def _check_engine(ctx: click.Context, engine: str) -> None:
-    """Refuse options that a server which runs already cannot follow."""
+    """Reject options that do not apply to a running server."""
     if engine == "launch":
         return
     for param in ctx.command.params:

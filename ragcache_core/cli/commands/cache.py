@@ -1,4 +1,4 @@
-"""``ragcache cache``: what a running server has cached, to look into and act upon."""
+"""``ragcache cache``: inspect and manage the cache of a running server."""
 
 from __future__ import annotations
 

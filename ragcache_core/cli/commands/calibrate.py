@@ -1,4 +1,4 @@
-"""``ragcache calibrate``: how much has to be recomputed for a wanted quality, on one's own model."""
+"""``ragcache calibrate``: measure the recompute that a target quality needs, on a model."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def calibrate(model: str, quality: float, metric: str, output: Path | None, as_j
 
 
 def points_of(measured_alphas: Sequence[tuple[float, QualitySummary]], metric: str, full: float) -> list[AlphaPoint]:
-    """Return what each alpha came to: its quality as a share of ``full``, the score with everything computed."""
+    """Return each alpha's quality as a share of ``full``, the score with full recompute."""
     from ragcache_core.chunk import AlphaPoint
 
     return [

@@ -77,12 +77,12 @@ def forget(ids: tuple[str, ...], url: str, api_key: str | None, wait_s: float, a
 
 
 def read_ids(ids: Sequence[str]) -> list[DocId]:
-    """Return the ids that were typed; "-" stands for those on standard input, one a line."""
+    """Return the given ids; "-" reads them from standard input, one per line."""
     return [each for doc_id in ids for each in ([doc_id] if doc_id != "-" else sys.stdin.read().splitlines()) if each]
 
 
 def lines_of(receipt: ForgetReceipt) -> list[str]:
-    """Return a receipt as a person reads it."""
+    """Return a receipt as text."""
     tiers = [f"{tier} {receipt.num_blocks.get(tier, 0)} blocks ({_size(n)})" for tier, n in receipt.num_bytes.items()]
     chunks = f", {receipt.num_variants} versions for chunk reuse" * bool(receipt.num_variants)
     lines = [
@@ -94,7 +94,7 @@ def lines_of(receipt: ForgetReceipt) -> list[str]:
 
 
 def lines_of_unknown(doc_ids: Sequence[DocId]) -> list[str]:
-    """Return a line that names the ids without KV on the server; none without such ids."""
+    """Return a line with the ids without KV on the server; empty if there are none."""
     named = ", ".join(map(printable, doc_ids[:10])) + ", ..." * (len(doc_ids) > 10)
     return [f"unknown to this server: {named}"] if doc_ids else []
 
@@ -103,7 +103,7 @@ def lines_of_unknown(doc_ids: Sequence[DocId]) -> list[str]:
 def forgetting(
     urls: Sequence[str], api_key: str | None
 ) -> Iterator[Callable[[Sequence[DocId]], dict[str, ForgetReceipt]]]:
-    """Yield what has the servers at some addresses forget documents that a store has no more as they were.
+    """Yield a function that deletes a store's changed documents from the caches of servers.
 
     A server that does not answer is an error before anything is changed; one that does not forget says what to do.
     """
@@ -130,14 +130,14 @@ def forgetting(
 
 
 def check_complete(receipts: Mapping[str, ForgetReceipt]) -> None:
-    """Raise EngineError where something is left in one of some servers."""
+    """Raise EngineError if some KV is left on a server."""
     for receipt in receipts.values():
         if not receipt.is_complete:
             raise EngineError(why_incomplete(receipt))
 
 
 def why_incomplete(receipt: ForgetReceipt) -> str:
-    """Return what is left of documents, and what to do about it."""
+    """Return the KV that is left, with a hint."""
     parts = [
         f"{receipt.num_requests} running requests still use it" * bool(receipt.num_requests),
         f"{receipt.num_left} blocks are still being copied or overwritten" * bool(receipt.num_left),

@@ -80,14 +80,14 @@ _LENGTHS = {"chunk_{}": "max_length", "chunk_min_{}": "min_length", "chunk_overl
 
 
 def splitting_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that say how texts are split; the command gets them under their own names."""
+    """Add the options for splitting texts, under their own names."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
 
 
 def choose_splitting(store: Path, asked: dict[str, Any]) -> tuple[Splitting, Chunking]:
-    """Return how texts for the store at ``store`` are split, and what is to be noted of it.
+    """Return the splitting of texts for the store at ``store``, and its record.
 
     What the options do not say is as it was; by tokens a store is split by those of one tokenizer, or not at all.
 
@@ -133,7 +133,7 @@ def choose_splitting(store: Path, asked: dict[str, Any]) -> tuple[Splitting, Chu
 
 
 def _token_counter(name: str) -> tuple[Callable[[str], int], str]:
-    """Return what counts the tokens of a text, and the hash of the tokenizer that does."""
+    """Return a token counter, and the hash of its tokenizer."""
     from ragcache_core.ingest.token_counter import TokenCounter
 
     counter = TokenCounter(name)
@@ -147,7 +147,7 @@ _DOCUMENTS_PER_REPORT = 32
 
 @dataclass(frozen=True, slots=True)
 class IndexSummary:
-    """What a run of ``ragcache index`` did."""
+    """The result of ``ragcache index``."""
 
     store: str
     num_files: int
@@ -355,7 +355,7 @@ def index(
 
 
 def _register(store: DocumentStore, url: str, api_key: str | None) -> RegistrationReceipt:
-    """Register the documents of a store with a server, and report those that cannot be.
+    """Register a store's documents with a server, and report those that it rejects.
 
     What is registered already costs the server no more than its hash, so a run that was interrupted is repeated.
     """
@@ -373,13 +373,13 @@ def _register(store: DocumentStore, url: str, api_key: str | None) -> Registrati
 
 
 def _gone(origins: Mapping[DocId, FileOrigin], paths: Iterable[Path]) -> list[DocId]:
-    """Return the stored documents of files that were in one of the directories, and are not there any more."""
+    """Return the stored documents of deleted files in the directories."""
     folders = {os.path.realpath(path) for path in paths if path.is_dir()}
     return [doc_id for doc_id, origin in origins.items() if origin.folder in folders and origin.is_gone()]
 
 
 def _read(paths: Iterable[Path], splitting: Splitting, limits: FileLimits) -> tuple[FoundFiles, list[FileReading], int]:
-    """Return the files at ``paths``, their documents, and the number of bad documents, files and directories."""
+    """Return the files at ``paths``, their documents, and the numbers of invalid documents, files and directories."""
     from ragcache_core.ingest import find_files, read_files
 
     num_bad = 0
@@ -404,7 +404,7 @@ def _read(paths: Iterable[Path], splitting: Splitting, limits: FileLimits) -> tu
 def _opened(
     path: Path, embedder: EmbedderName | None, options: dict[str, str], rebuild_index: bool
 ) -> Iterator[DocumentStore]:
-    """Open the store, or make it; what was made and then failed is taken away again."""
+    """Open or create the store; remove a created one after a failure."""
     from ragcache_core.retrieval import DocumentStore
 
     try:
@@ -441,7 +441,7 @@ def _check_options(store: DocumentStore, options: dict[str, str]) -> None:
 
 
 def _check_origins(changes: Changes, origins: Mapping[DocId, FileOrigin], read: Mapping[DocId, FileOrigin]) -> None:
-    """Refuse to replace the document of one file by that of another one: both are there, and have the same name."""
+    """Reject replacing one file's document by another file's of the same name."""
     for document in changes.changed:
         before, now = origins.get(document.doc_id, read[document.doc_id]), read[document.doc_id]
         if before != now and not before.is_gone():
@@ -452,7 +452,7 @@ def _check_origins(changes: Changes, origins: Mapping[DocId, FileOrigin], read: 
 
 
 def _store(store: DocumentStore, changes: Changes) -> None:
-    """Save the changes: what is read in one step, then without the chunks that are left over."""
+    """Save the changes: new documents in one step, then without obsolete chunks."""
     documents = [*changes.changed, *changes.new]
     with Bar("embedding", unit="steps") as bar:  # the built-in embedder learns from new documents first: half of it
         store.put(documents, progress=bar.move_to, batch_size=_DOCUMENTS_PER_REPORT)

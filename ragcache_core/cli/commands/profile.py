@@ -1,4 +1,4 @@
-"""``ragcache profile``: measure what a prefill costs, for loads and policies that weigh recompute cost."""
+"""``ragcache profile``: measure prefill times, for loads and policies that use recompute cost."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def _launch(
     log: Path | None,
     vllm_args: tuple[str, ...],
 ) -> Engine:
-    """Launch plain vLLM, with its own host memory at most: what is measured is its own prefix cache."""
+    """Launch plain vLLM, with its own host memory at most, to measure its prefix cache."""
     from ragcache_core.client import Engine
     from ragcache_core.client.launch.settings import VLLMOffload
     from ragcache_core.runtime.environment import CPU_KV_CACHE_BYTES_ENV
@@ -228,7 +228,7 @@ def _launch(
 
 
 def _plan(model: str, block_size: int | None, max_tokens: int | None) -> Grid:
-    """Return what would be measured as far as the model's folder tells."""
+    """Return the measurements to make, as far as the model's folder shows."""
     from ragcache_core.client.profiling import make_grid
 
     try:
@@ -269,7 +269,7 @@ def _measure(engine: Engine, facts: EngineFacts, grid: Grid, repeats: int) -> tu
 def _measure_more(
     engine: Engine, facts: EngineFacts, repeats: int, sizes: CacheConfig, *, steps: bool
 ) -> dict[str, Any]:
-    """Return what a profile has beside its times, as far as it was asked for."""
+    """Return the requested further measurements of a profile."""
     from ragcache_core.client.profiling import asker
     from ragcache_core.client.profiling_steps import asker_together, measure_loads, measure_steps
 
@@ -344,7 +344,7 @@ def _keep(
 
 
 def _table(measurements: Sequence[Measurement]) -> str:
-    """Return the medians in milliseconds: a row for each cached length, a column for each new one."""
+    """Return the medians in milliseconds: cached lengths as rows, new lengths as columns."""
     median_ms = {(m.num_cached_tokens, m.num_new_tokens): f"{m.median_s * 1000:,.1f}" for m in measurements}
     cached, new = (sorted({point[axis] for point in median_ms}) for axis in (0, 1))
     rows = ([f"{row:,}", *(median_ms.get((row, column), "-") for column in new)] for row in cached)

@@ -1,4 +1,4 @@
-"""``ragcache quality``: what reusing, reordering or exchanging documents costs in answers, and saves in tokens."""
+"""``ragcache quality``: the effect of reusing, reordering or replacing documents on answers and tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DEFAULT_ALPHAS: dict[SelectionName, tuple[float, ...]] = {
 
 
 class Alphas(click.ParamType[Any]):
-    """Numbers with commas between them, each 0 or more."""
+    """Comma-separated numbers of 0 or more."""
 
     name = "alphas"
 
@@ -241,7 +241,7 @@ def quality(
 def quality_run(
     model: str, options: dict[str, Any], *, num_shown: int | None = None, max_score_loss: float | None = None
 ) -> tuple[QualityRun, tuple[float, ...]]:
-    """Return what :func:`asking_options` ask for: the run, and the alphas.
+    """Return the run and alphas of the options of :func:`asking_options`.
 
     Raises:
         ConfigError: no such questions, or a size that cannot work; no question has documents with scores beyond
@@ -289,7 +289,7 @@ def _check_candidates(questions: Sequence[Question], num_shown: int | None, path
 
 
 def measured(run: QualityRun, methods: Sequence[Method]) -> Iterator[tuple[Method, list[QualitySummary]]]:
-    """Yield what each method came to, compared with the first, with a progress bar on a terminal."""
+    """Yield each method's result compared with the first, with a progress bar on a terminal."""
     from ragcache_core.quality import summarise
 
     reference = None

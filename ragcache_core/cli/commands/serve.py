@@ -209,7 +209,7 @@ def serve(
 
 
 class _State:
-    """The state of the command, as a liveness probe gets it."""
+    """The command's state for liveness probes."""
 
     def __init__(self) -> None:
         self.engines: Sequence[Engine] = ()
@@ -225,14 +225,14 @@ class _State:
 
 
 def _probes(host: str, port: int | None, state: _State) -> AbstractContextManager[object]:
-    """Return what answers liveness probes; nothing without a port."""
+    """Return the probe server; ``None`` without a port."""
     from ragcache_core.client.launch.probes import ProbeServer
 
     return nullcontext() if port is None else ProbeServer(host, port, state)
 
 
 def _flags_of(settings: dict[str, object]) -> list[str]:
-    """Return the options that were given, as they are typed."""
+    """Return the given options as typed."""
     names = (
         param for param in click.get_current_context().command.params if settings.get(param.name or "") is not None
     )
@@ -253,7 +253,7 @@ def _shows_key(api_key: str | None, engines: Sequence[Engine], *, in_json: bool)
 
 
 def _announce(engines: Sequence[Engine], as_json: bool, *, has_page: bool, shows_key: bool) -> None:
-    """Print where the server is; of several, where each is."""
+    """Print the address of the server, or of each of several."""
     all_facts = [_facts_of(engine, has_page=has_page, shows_key=shows_key) for engine in engines]
     if as_json:
         ranks = {"ranks": all_facts} if len(engines) > 1 else {}
@@ -281,7 +281,7 @@ def _facts_of(engine: Engine, *, has_page: bool, shows_key: bool) -> dict[str, o
 
 
 def _watch(engines: Sequence[Engine]) -> None:
-    """Raise when a server has died for good; a supervisor's warnings tell of restarts."""
+    """Raise when a server has stopped for good; warnings of the supervisor report restarts."""
     while True:
         time.sleep(_POLL_S)
         for engine in engines:

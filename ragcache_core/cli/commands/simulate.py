@@ -66,12 +66,12 @@ def run(trace: Path, per_request: bool, output: Path | None, as_json: bool, **se
 
 
 class SimulateGroup(Group):
-    """``simulate TRACE``, and the commands below it: a first word that names none of them is a trace."""
+    """``simulate TRACE`` and its subcommands; a first word that is no subcommand is a trace."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        """Return the context of a command below this one, or of a simulation."""
+        """Return the context of a subcommand, or of a simulation."""
         if args and args[0] in self.commands:
             return super().make_context(info_name, args, parent, **extra)
         return run.make_context(info_name, args, parent, **extra)
@@ -86,7 +86,7 @@ simulate.add_command(sweep)
 
 
 def table(result: SimulationResult) -> str:
-    """Return the summary as lines to read."""
+    """Return the summary as text lines."""
     options, summary = result.options, result.summary
     tiers = {"gpu": options.gpu_tokens, "host": options.host_tokens, "disk": options.disk_tokens}
     sizes = ", ".join(f"{tier} {size:,}" for tier, size in tiers.items() if size)
@@ -121,7 +121,7 @@ def _fleet_rows(result: SimulationResult) -> list[tuple[str, str]]:
 
 
 def _replica_lines(result: SimulationResult) -> list[str]:
-    """Return a line for each replica, under a head; none for one engine."""
+    """Return a line per replica below a header; empty for one engine."""
     if not result.replicas:
         return []
     line = "{:<9}{:>10}{:>10}{:>13}{:>13}{:>8}"

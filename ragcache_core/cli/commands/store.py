@@ -1,4 +1,4 @@
-"""``ragcache store``: what a document store holds, and what is to be taken out of it."""
+"""``ragcache store``: list and remove documents of a store."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def prune(
 
 
 def _opened(path: Path, *, read_only: bool = False) -> DocumentStore:
-    """Open a store to look at it and to take out of it, which asks nothing of the embedder."""
+    """Open a store for reading and removal, which need no embedder."""
     from ragcache_core.retrieval import DocumentStore, PrecomputedEmbedder, TfidfSvdEmbedder
     from ragcache_core.retrieval.storage.manifest import read_manifest
 

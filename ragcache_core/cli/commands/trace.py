@@ -1,4 +1,4 @@
-"""``ragcache trace``: make a trace of requests, import one from a log, say what one is like."""
+"""``ragcache trace``: make a trace of requests, import one from a log, show its statistics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _UNITS = ((86_400, "day"), (3_600, "hour"), (60, "minute"), (1, "second"))
 
 
 def reuse_tables(reuse: TraceReuse) -> list[Table]:
-    """Return what ``reuse`` says, a few rows each; what has nothing to say is left out."""
+    """Return the tables of ``reuse``, without empty ones."""
     from ragcache_core.reports.page import Table
 
     tables = []
@@ -64,7 +64,7 @@ def reuse_tables(reuse: TraceReuse) -> list[Table]:
 
 
 def reuse_report(name: str, summary: TraceSummary, reuse: TraceReuse) -> Report:
-    """Return the same with plots. The trace has the file ``name``."""
+    """Return the tables with plots, titled by the trace's file ``name``."""
     from ragcache_core.reports.page import Report
     from ragcache_core.reports.plots import lines
 

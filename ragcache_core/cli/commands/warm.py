@@ -1,4 +1,4 @@
-"""``ragcache warm``: prefill likely documents by a forecast, and compare it with the outcome."""
+"""``ragcache warm``: prefill documents by a forecast, and compare the forecast with the outcome."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def warm(
 
 
 def _joined(url: str, api_key: str | None, wait_s: float | None) -> Engine:
-    """Return the engine at ``url`` once it answers."""
+    """Return the engine at ``url`` when it answers."""
     from ragcache_core.client import Engine
 
     until_s = time.monotonic() + (wait_s or 0.0)
@@ -210,12 +210,12 @@ def _counted(stats: EngineStats) -> dict[str, float]:
 
 
 def _read_counts(stats: EngineStats) -> dict[str, object]:
-    """Return what an engine has counted until now, of the hottest documents as well."""
+    """Return an engine's present counts, including those of the most used documents."""
     return {"counted": _counted(stats), "uses": {use.doc_id: use.frequency for use in stats.hottest_documents}}
 
 
 def _compare(path: Path, url: str, api_key: str | None, *, as_json: bool) -> None:
-    """Print the forecast of an earlier run beside what the engine has counted since."""
+    """Print the forecast of an earlier run with the engine's counts since then."""
     from ragcache_core.client import Engine
 
     told = _read_report(path)

@@ -185,7 +185,7 @@ class Fleet(EngineClient):
 
     @classmethod
     def _of_list(cls, urls: Sequence[str], join: Callable[[str], Engine], settings: dict[str, Any]) -> Self:
-        """Return a fleet of listed servers, all of which must answer."""
+        """Return a fleet of listed servers, which must all answer."""
         asked: list[Future[Engine]] = []
         try:
             with ThreadPoolExecutor(len(urls)) as threads:

@@ -161,7 +161,7 @@ class QueuedSpeculations:
 
 
 def _append(states: TenantEntries[_Key, list[RequestState]], key: _Key, state: RequestState) -> None:
-    """Add a request to those with the same key, of which ``_MAX_ENDED`` are kept."""
+    """Add a request to those with the same key; keep at most ``_MAX_ENDED``."""
     known = states.get(state.tenant, key) or []
     if len(known) < _MAX_ENDED:
         states.put(state.tenant, key, [*known, state])

@@ -27,7 +27,7 @@ class DeviceEvent:
         return bool(self._event.query())
 
     def seconds_since(self, other: CopyEvent) -> float:
-        """Return the seconds between an earlier event and this one, both of which are done."""
+        """Return the seconds between an earlier event and this one, after both have passed."""
         assert isinstance(other, DeviceEvent)
         return float(other._event.elapsed_time(self._event)) * 1e-3
 

@@ -78,7 +78,7 @@ class CopyEvent(Protocol):
         """Return whether the copies before this event have ended."""
 
     def seconds_since(self, other: CopyEvent) -> float:
-        """Return the seconds between an earlier event and this one, both of which are done."""
+        """Return the seconds between an earlier event and this one, after both have passed."""
 
 
 class LayerCopies(Protocol):

@@ -33,7 +33,7 @@ class _Reporting:
         return {"num_requests": 0, "num_blocks": 0, "problems": []}
 
     def cached_paths(self, cursor: str, tenant: str | None = None) -> dict[str, object]:
-        """Return the tree's cached prefixes, of which there are none."""
+        """Return the tree's cached prefixes: none."""
         changes: dict[str, object] = (
             ragcache_connector(self.get_kv_connector()).controller.paths_of(tenant).changes(cursor)
         )
