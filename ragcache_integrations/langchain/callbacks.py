@@ -67,11 +67,11 @@ def _named(query: str, event: PipelineEvent, metric: Metric | None) -> tuple[str
 
 class CacheStatsCallbackHandler(BaseCallbackHandler):
     """Collects the :class:`~ragcache_core.stats.RequestStats` of every ``ChatRAGCache`` call that it sees, and sums up
-    how much searching was hidden.
+    the search time that overlapped.
 
     Pass it as a callback to a chain, an agent or a model: ``chain.invoke(question, {"callbacks": [handler]})``. It may
     be shared by threads and by event loops. The statistics of the last ``num_runs_kept`` runs are kept, sums of all.
-    ``print(handler)`` says in one line what :meth:`summary` does.
+    ``print(handler)`` prints :meth:`summary` in one line.
     """
 
     def __init__(self, num_runs_kept: int = 10_000) -> None:
@@ -133,11 +133,11 @@ class TraceCallbackHandler(BaseCallbackHandler):
         with TraceCallbackHandler("mine.jsonl") as recording:
             chain.invoke(question, {"callbacks": [recording]})
 
-    A line says when a request was made, the ids and lengths of its documents, and how long question and answer were; it
-    holds no text. The question is all of the prompt that is no document. Calls that fail are left out.
+    Each line has the time of a request, the ids and lengths of its documents, and the lengths of question and answer,
+    but no text. The question is the prompt without its documents. Failed calls are not recorded.
 
     Raises:
-        TraceError: the file cannot be made, or holds something already.
+        TraceError: the file cannot be created, or is not empty.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

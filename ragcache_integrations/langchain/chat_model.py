@@ -82,17 +82,17 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
     order with the longest cached prefix, or chunk reuse is used, if the engine has it and is calibrated
     (``chunk_reuse=False`` excludes it). ``response_metadata["ragcache"]["deadline"]`` has the choice and the reason.
 
-    ``usage_metadata["input_token_details"]["cache_read"]`` holds the cached tokens, ``response_metadata["ragcache"]``
-    the rest (in a stream: of the last chunk): which tier they came from, bytes moved, documents, times.
+    ``usage_metadata["input_token_details"]["cache_read"]`` is the number of cached tokens. The other statistics are in
+    ``response_metadata["ragcache"]`` (in a stream: of the last chunk): tokens by tier, bytes, documents, times.
 
-    ``profile`` says that the model calls tools and answers with structured output. With an engine, and with
-    ``base_url`` after :meth:`connect`, it holds the context window too.
+    ``profile`` reports support of tools and structured output. With an engine, and with ``base_url`` after
+    :meth:`connect`, it also has the context window.
 
     Copies share the engine, or the connection: ``model_copy``, ``bind``, ``with_config``, ``configurable_fields``.
 
     With ``base_url``, a request whose server goes away before its first token waits for it and is sent again. A
-    stream that had begun continues where it was cut, and ``response_metadata["ragcache"]`` says how often
-    (``num_resumes``), and whether it continued with another random state (``is_resampled``).
+    stream that had begun continues where it was cut. ``response_metadata["ragcache"]`` has the number of
+    continuations (``num_resumes``), and whether the random state changed (``is_resampled``).
     ``restart_timeout_s``, ``hang_timeout_s`` and ``first_token_timeout_s`` are those of :meth:`Engine.connect
     <ragcache_core.client.Engine.connect>`. With ``with_fallbacks``, set ``restart_timeout_s=0``.
 

@@ -85,7 +85,7 @@ def format_documents(documents: Iterable[AnyDocument], layout: PromptLayout = _D
 def prompt_from_layout(layout: PromptLayout = _DEFAULT) -> ChatPromptTemplate:
     """Return a prompt template of ``{context}`` and ``{question}`` with the messages of ``layout``.
 
-    The context is what :func:`format_documents` returns, of at least one document.
+    The context is the result of :func:`format_documents` for at least one document.
     """
     before, after = (_literal(part) for part in layout.question_format.split("{question}"))
     asked = f"{{context}}{_literal(layout.document_separator)}{before}{{question}}{after}"

@@ -97,12 +97,12 @@ class RAGCacheRetriever(HoldsHandles, BaseRetriever):
 
     Raises:
         SearchTimeoutError: a search took longer than ``search_timeout_s``.
-        SearchError: a filter on a field that no document has, or on a value of another kind than it has; the compressor
-            returns something else than documents.
+        SearchError: a filter on a field that no document has, or with a value of another kind; a compressor that does
+            not return documents.
         ConfigError: a call asks for fewer than 0 documents; ``stages`` for a source that has its own; a filter, a
-            threshold or MMR for a source that is no store; something that cannot be a filter; a ``num_candidates``
-            below ``k``, or without a compressor; a ``max_score_loss`` that is no share, or with canonical order,
-            MMR or a compressor.
+            threshold or MMR for a source that is not a store; an invalid filter; a ``num_candidates`` below ``k``, or
+            without a compressor; a ``max_score_loss`` outside of 0 to 1, or with canonical order, MMR or a
+            compressor.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")

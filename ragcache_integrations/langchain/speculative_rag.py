@@ -68,8 +68,8 @@ class SpeculativeRAG(HoldsHandles, RunnableSerializable[str | dict[str, Any], AI
 
     The input is the question, or a mapping that holds it with the prompt's other variables. The output is the model's
     message; ``response_metadata["ragcache"]["pipeline"]`` (in a stream: of the last chunk) has the search statistics.
-    Prompt and ``format_docs`` run once for each set of candidates, in another thread: they depend on nothing but their
-    input.
+    Prompt and ``format_docs`` run once for each set of candidates, in another thread, and must depend on their input
+    only.
 
     Raises:
         ValueError: the input holds no question.

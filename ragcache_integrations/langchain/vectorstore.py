@@ -71,8 +71,8 @@ class StagedFAISS(VectorStore):
     own: squared L2 distances (less is nearer) or, with ``metric="ip"``, inner products (more is nearer). Metadata is
     plain JSON. ``k`` may be larger than the store.
 
-    Adding a document whose id is stored replaces it. Each change is durable when it returns. What a search does not
-    know is refused: a misspelt ``filter`` would find everybody's documents.
+    Adding a document whose id is stored replaces it. Each change is durable when it returns. Unknown arguments of a
+    search are rejected, as a misspelt ``filter`` would return all documents.
     """
 
     def __init__(self, store: DocumentStore) -> None:
@@ -210,8 +210,8 @@ class StagedFAISS(VectorStore):
     ) -> list[str]:
         """Store texts and return their ids, which are generated if not given. A stored id is replaced.
 
-        Empty texts are not stored, which a warning says; their ids are returned in their places, and a stored document
-        with such an id is removed. Dates in the metadata become texts in ISO format.
+        Empty texts are not stored, with a warning; their ids are still returned, and stored documents with such an id are
+        deleted. Dates in the metadata are converted to ISO format.
 
         Raises:
             ValueError: not one id or metadata for each text.

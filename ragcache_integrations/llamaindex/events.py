@@ -103,8 +103,8 @@ class CachedAnswerEvent(BaseEvent):
 class RetrievalStageEvent(BaseEvent):
     """The documents of a staged search after one stage; final if ``is_final``.
 
-    ``scores`` are those of the nodes: the larger, the nearer. They are empty where the retriever does not tell them.
-    ``swaps`` are what a ``max_score_loss`` has exchanged.
+    ``scores`` are those of the nodes; larger is nearer. They are empty if the retriever does not report scores.
+    ``swaps`` are the substitutions within ``max_score_loss``.
     """
 
     query: str
@@ -126,9 +126,9 @@ class SpeculationEvent(BaseEvent):
     (the engine had not begun with the final documents) or ``settle`` (the answer has ended). ``document_ids`` are in
     the order of the prompt, ``search_s`` is the time since the search began.
 
-    ``overlapped_search_s`` of it overlapped, which is reported once: where a whole answer is asked ahead with
-    ``settle`` (``None``: no request joined it, it was no match after all), otherwise with ``confirm`` (``None``: the
-    engine has not reported yet when it began).
+    ``overlapped_search_s`` is the part of it that overlapped. It is reported once: with ``settle`` for a speculation of
+    the whole answer (``None`` if no request adopted it), otherwise with ``confirm`` (``None`` if the engine has not
+    reported its start yet).
     """
 
     query: str
@@ -169,7 +169,7 @@ def publish(event: PipelineEvent, *, query: str, span_id: str | None, metric: Me
 class CacheStatsEventHandler(BaseEventHandler):
     """Sums up the requests of an application; add it to the dispatcher. Thread-safe.
 
-    ``print(handler)`` says in one line what :meth:`summary` does.
+    ``print(handler)`` prints :meth:`summary` in one line.
     """
 
     last: CacheStatsEvent | None = None
@@ -214,11 +214,11 @@ class TraceEventHandler(BaseEventHandler):
         recording = TraceEventHandler(path="mine.jsonl")
         get_dispatcher().add_event_handler(recording)
 
-    A line says when a request was made, the ids and lengths of its documents, and how long question and answer were; it
-    holds no text. The question is all of the prompt that is no document. Requests that fail are left out.
+    Each line has the time of a request, the ids and lengths of its documents, and the lengths of question and answer,
+    but no text. The question is the prompt without its documents. Failed requests are not recorded.
 
     Raises:
-        TraceError: the file cannot be made, or holds something already.
+        TraceError: the file cannot be created, or is not empty.
     """
 
     path: Path

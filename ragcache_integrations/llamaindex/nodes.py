@@ -49,8 +49,8 @@ def _plain(node: RelatedNodeInfo) -> RelatedNodeInfo:
 def node_from_document(document: Document) -> BaseNode:
     """Return the node stored by :func:`document_from_node`, or a text node for another document.
 
-    The metadata of a document from elsewhere is not shown to the LLM or to an embedding model: its text is the whole
-    document, so that its tokens, and what is cached of them, are the same from every framework.
+    The metadata of another document is not shown to the LLM or to an embedding model: only its text is, so that its tokens
+    and cached KV are the same from every framework.
     """
     metadata = dict(document.metadata)
     if _NODE_CONTENT in metadata:
@@ -105,7 +105,7 @@ def where_of(filters: MetadataFilters | None) -> Where | None:
     """Return the expression of ``filters``; ``None`` if all nodes pass. Filters may be nested.
 
     Raises:
-        ConfigError: it is no filter, or one whose operator has nothing to do with its value.
+        ConfigError: an invalid filter, or an operator that does not fit its value.
     """
     if filters is None:
         return None

@@ -62,7 +62,7 @@ class RAGCacheQueryEngine(BaseQueryEngine):
     All documents go into one prompt in the order in which they were retrieved and post-processed, before the question,
     so that requests about the same documents share a prefix of tokens; there is no second, refining call. With
     ``streaming`` the answer is a stream, whose statistics are in ``metadata`` when it has ended, and whose
-    ``response_gen`` cancels the request when it is closed. A ``QueryEngineTool`` wants the whole answer: leave
+    ``response_gen`` cancels the request when it is closed. A ``QueryEngineTool`` needs the whole answer: leave
     ``streaming`` off there.
 
     While a ``query`` or ``aquery`` searches, the engine already answers from the candidates of each stage
@@ -72,23 +72,22 @@ class RAGCacheQueryEngine(BaseQueryEngine):
     ``synthesize`` in two steps, only the beginning of the prompt is prefilled.
 
     Args:
-        retriever: a :class:`RAGCacheRetriever`; any other one works too (by ``query`` it is called in a thread of its
-            own), and its search is one stage, so nothing overlaps.
+        retriever: a :class:`RAGCacheRetriever`. Any other one works too (``query`` calls it in another thread), but its
+            search has one stage, so nothing overlaps.
         llm: a :class:`RAGCacheLLM`, by default ``Settings.llm``; another one answers without speculation.
         layout: how the prompt is laid out. Its ``relevance_hint`` names the documents by their scores.
-        node_postprocessors: what chooses and changes the nodes that are read.
+        node_postprocessors: filter and change the nodes that the LLM reads.
         streaming: whether the answer is a stream.
         speculate_postprocessed: whether the candidates of each stage go through the post-processors too, in another
-            thread, which publish their events each time. They depend on nothing but their input then. Without it there
-            is no speculation where there are post-processors: it would be from documents that are not to be read.
-        search_timeout_s: the longest that a search may take; by default the retriever's own, a minute for one of
-            another kind.
+            thread, and publish their events each time. They must depend on their input only. Without it, queries with
+            post-processors have no speculation, as candidates may be filtered out.
+        search_timeout_s: maximum seconds of a search; by default the retriever's own, 60 for another retriever.
         chunk_reuse: chunk reuse: whether, and with which settings; approximate. ``None`` leaves it to the LLM.
         ttft_slo: target time to first token, in seconds from asking the LLM; see :class:`RAGCacheLLM`.
 
     Raises:
         ConfigError: ``retriever`` or ``llm`` is not one; ``search_timeout_s`` is not above 0; ``chunk_reuse`` or
-            ``ttft_slo`` is not what it may be, or of another LLM.
+            ``ttft_slo`` is invalid, or the LLM does not support it.
     """
 
     def __init__(

@@ -76,15 +76,15 @@ class RAGCacheRetriever(BaseRetriever):
     query engine run after the search.
 
     Args:
-        store: a document store, a vector store over one, or any other source of stages.
+        store: a document store, a vector store over one, or another staged retriever.
         engine: the engine whose cache the documents are for.
         similarity_top_k: how many nodes to return.
         node_postprocessors: a reranker, or others that choose and change nodes; they may run more than once at a time.
         num_candidates: how many nodes they are given, by default 20.
-        stages: a number of stages, or increasing shares of the work as ``(0.1, 0.5, 1.0)``; by default what is worth
-            its time. A source of stages has its own.
+        stages: number of stages, or increasing shares of the work such as ``(0.1, 0.5, 1.0)``; by default chosen by the
+            duration of searches. Another staged retriever has its own.
         embed_model: the model that embedded the nodes.
-        filters: what the metadata of every node must be.
+        filters: conditions on the metadata of every node.
         mmr: chooses nodes that differ from each other, ``MMR(fetch_k=20, lambda_mult=0.5)``.
         prompt: the prompt that shows the documents; by default the one that the engine knows.
         document_order: ``canonical`` or ``cache_aware`` returns the nodes in an order with more cache hits.
@@ -97,12 +97,12 @@ class RAGCacheRetriever(BaseRetriever):
 
     Raises:
         ConfigError: ``similarity_top_k`` or ``search_timeout_s`` is not positive, there is no such ``document_order``,
-            ``store`` is nothing that can be searched in stages, or an ``embed_model``, ``filters`` or ``mmr`` are given
-            for one that takes none, or ``stages`` for one that has its own; a ``num_candidates`` below
-            ``similarity_top_k``, or without post-processors; a ``max_score_loss`` that is no share, or with
-            canonical order, MMR or post-processors; an argument that there is not.
-        SearchError: a filter on a field that no node has, or on a value of another kind than it has; a post-processor
-            returns something else than nodes.
+            ``store`` has no staged search, or does not support the given ``embed_model``, ``filters``, ``mmr`` or
+            ``stages``; a ``num_candidates`` below ``similarity_top_k``, or without post-processors; a
+            ``max_score_loss`` outside of 0 to 1, or with canonical order, MMR or post-processors; an unknown
+            argument.
+        SearchError: a filter on a field that no node has, or with a value of another kind; a post-processor that does
+            not return nodes.
         SearchTimeoutError: a search took longer than ``search_timeout_s``.
     """
 

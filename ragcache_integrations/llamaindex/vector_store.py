@@ -93,19 +93,18 @@ class StagedFAISSVectorStore(HoldsHandles, BasePydanticVectorStore):
         ...
         index = VectorStoreIndex.from_vector_store(StagedFAISSVectorStore("docs.ragcache"))     # another day
 
-    Nodes come back whole, without their embeddings. Adding a node whose id is stored already replaces it. There is
-    nothing to persist: the store is its folder. A query returns fewer nodes than asked for only where fewer match.
+    Returned nodes are complete except for their embeddings. Adding a node whose id is stored replaces it. No call of
+    ``persist`` is needed, as the store is its folder. A query returns fewer nodes only if fewer match.
 
     Args:
-        store: an open store, which the caller closes; or the folder of one, which is made
-            where there is none.
+        store: an open store, which the caller closes; or a store's folder, created if missing.
         embedder: the embedding model, for queries in text (see ``RAGCacheRetriever``) and nodes without embeddings.
             Not needed where LlamaIndex embeds.
         **options: of a new store: ``index``, ``metric``, ``nlist``, ... of ``DocumentStore.create``. Similarities are
             inner products by default; with ``metric="l2"`` they are ``1 / (1 + squared distance)``.
 
     Raises:
-        StoreError: the folder cannot be used. ConfigError: options that a store that exists was not made with.
+        StoreError: the folder cannot be used. ConfigError: options that differ from those of an existing store.
     """
 
     stores_text: bool = True
@@ -144,7 +143,7 @@ class StagedFAISSVectorStore(HoldsHandles, BasePydanticVectorStore):
         """Store nodes and return their ids; a node with a stored id is replaced.
 
         Nodes without embeddings are embedded by the store, if it was made with an embedder. Nodes without text are not
-        stored, which a warning says; their ids are returned in their places.
+        stored, with a warning; their ids are still returned.
 
         Raises:
             ValueError: some nodes have embeddings and some have none. DocumentError: metadata that is not JSON.
@@ -206,9 +205,9 @@ class StagedFAISSVectorStore(HoldsHandles, BasePydanticVectorStore):
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
         """Return the nearest nodes that pass the query's filters, best first.
 
-        In the mode ``mmr`` the nodes differ from each other: of ``mmr_prefetch_k`` nodes, or ``mmr_prefetch_factor``
-        times those asked for (4), those are chosen that are near to the query and far from each other, by
-        ``mmr_threshold`` (0.5; 1 counts the query alone).
+        The mode ``mmr`` returns nodes by maximal marginal relevance: from ``mmr_prefetch_k`` nodes, or
+        ``mmr_prefetch_factor`` (4) times the requested number, it chooses those near to the query and far from each
+        other, weighted by ``mmr_threshold`` (0.5; 1 uses the query only).
 
         Raises:
             SearchError: a mode that is neither the default nor ``mmr``, no vector where the store cannot embed text, or
