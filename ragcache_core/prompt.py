@@ -174,8 +174,8 @@ def escape_documents(
 ) -> tuple[Sequence[ChatMessage], Sequence[tuple[DocId, str]]]:
     """Return messages and documents (id, text) without ``control_tokens`` in the documents.
 
-    A document that says ``<|im_end|>`` would end the message that shows it, and could continue in another role:
-    there is a space in the word then, ``< |im_end|>``, which makes it text. What is no document stays as it is.
+    A document with the text ``<|im_end|>`` would end its message, and could continue in another role. A space in the
+    token, ``< |im_end|>``, makes it text. Other parts of messages stay unchanged.
     """
     texts = (text for message in messages for text in texts_of(message.get("content")))
     if not control_tokens or not any(_control_pattern(control_tokens).search(text) for text in texts):
@@ -403,7 +403,7 @@ class PromptLayout:
     ) -> RenderedPrompt:
         """Return the prompt as token ids, with the span of every document; see :meth:`messages`.
 
-        The ``tokenizer`` is an engine's, which asks its server. One without RAGCache tells no spans.
+        The ``tokenizer`` is that of an engine. A server without RAGCache reports no spans.
 
         Raises:
             PromptError: the question is empty, or the chat template does not show a document as it was given.

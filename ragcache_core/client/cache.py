@@ -113,9 +113,9 @@ class PrefetchRoute:
 class CacheRoutes:
     """Inspects and manages the cache of one server. Each method has an async variant. Thread-safe.
 
-    Ids without cached KV are no error: every answer about documents names them as ``unknown``.
-    All of them raise ``RequestRejectedError`` where the server refuses, with what to do, ``ConfigError`` for what is no
-    id, no order or no number, and ``EngineError`` where the server cannot be asked.
+    Ids without cached KV are no error; results list them as ``unknown``. All methods raise ``RequestRejectedError``,
+    with a hint, if the server rejects the call, ``ConfigError`` for invalid arguments, and ``EngineError`` if the
+    server does not answer.
     """
 
     def __init__(self, api: ServerAPI) -> None:
@@ -140,9 +140,9 @@ class CacheRoutes:
     def pin(self, doc_ids: Iterable[DocId]) -> PinReceipt:
         """Evict the prefixes of documents last, in every tier, until :meth:`unpin`, ``forget`` or :meth:`purge`.
 
-        Those on which they will stand as well, as far as ``CacheConfig.pinned_share`` allows. Where it does not allow
-        what is there already, nothing is pinned. What is not cached is not pinned, but ``unknown``. Pins end with the
-        engine: after a restart, pin again.
+        Later prefixes of the documents are included, within ``CacheConfig.pinned_share``. If the present ones exceed
+        it, nothing is pinned. Documents without cached KV are ``unknown``. Pins end with the engine: pin again after a
+        restart.
         """
         return self._api.ask(_about("pin", doc_ids, PinReceipt))
 

@@ -81,15 +81,15 @@ class Integration:
 class EngineClient(Handle, ABC):
     """Sends requests to a running server. Thread-safe; the async methods work in any event loop.
 
-    A fork of the process has no threads of its parent: there every call raises ``EngineForkedError``, and ``close``
+    In a fork of the process, which lacks its parent's threads, every call raises ``EngineForkedError``, and ``close``
     does nothing.
 
     Attributes:
         model: the name under which the server serves its model.
         base_url: the root of its OpenAI protocol, ``http://host:port/v1``.
-        api_key: the key that it asks for.
+        api_key: the server's API key.
         max_model_len: its context window in tokens.
-        cache: what the server has cached, to look into and act upon.
+        cache: inspects and manages the server's cache.
         integration: the parts that integrations of frameworks use.
     """
 
@@ -463,12 +463,12 @@ class EngineClient(Handle, ABC):
         Args:
             paths: prefixes, as documents in prompt order, each with the number of the next 1,000 requests that are
                 expected to begin with it. A prefix comes after its own beginning.
-            prompt: what :meth:`bind_prompt` returned; by default the one that is bound.
+            prompt: a prompt of :meth:`bind_prompt`; by default the bound one.
             on_path: called after each prefix with the receipt so far.
 
         Raises:
             ConfigError: no prompt is bound, or it shows the question first, or a number of uses is out of bounds.
-            EngineError: the engine takes no speculative requests, or went away: call again to go on.
+            EngineError: the engine accepts no speculative requests, or went away: call again to continue.
         """
         bound = check_bound(prompt or self.integration.prompts.bound_prompt)
         return self._warming.warm(paths, bound, self.stats(), on_path)
@@ -497,7 +497,7 @@ class EngineClient(Handle, ABC):
         A later prompt that begins with the same tokens hits them there. They are evicted as usual.
 
         Args:
-            prompt: as that of :meth:`stream`; what comes after the documents need not be in it.
+            prompt: a prompt as for :meth:`stream`; text after the documents may be missing.
             cache_salt: of the later request.
             model: of the later request. KV of adapters is not on disk.
 
@@ -506,7 +506,7 @@ class EngineClient(Handle, ABC):
             host memory, and without a disk tier.
 
         Raises:
-            EngineError: the server cannot be asked.
+            EngineError: the server does not answer.
             PromptTooLongError: it does not fit into the context window.
             TokenizerUnavailableError, ConfigError: see :meth:`tokenize`.
         """
@@ -539,8 +539,8 @@ class EngineClient(Handle, ABC):
         """Return the server's token ids of a text (with the model's special tokens) or of messages.
 
         Raises:
-            TokenizerUnavailableError: the server does not tell them. EngineError: it cannot be asked.
-            ConfigError: it is no Unicode text, or no prompt.
+            TokenizerUnavailableError: the server does not report tokens. EngineError: it does not answer.
+            ConfigError: invalid Unicode, or not a prompt.
         """
         check_prompt(prompt)
         return self.integration.prompts.tokenize(prompt)
@@ -576,7 +576,7 @@ class EngineClient(Handle, ABC):
     ) -> BoundPrompt:
         """Return the prompt of a chain, whose documents can be prefilled during their search.
 
-        Of one that shows the question before the documents only the static part can be prefilled; a warning says so.
+        If the prompt shows the question before the documents, only its static part can be prefilled, with a warning.
 
         Args:
             prompt: a prompt template of LangChain or LlamaIndex, a ``PromptLayout``, or a function of context and
@@ -584,14 +584,14 @@ class EngineClient(Handle, ABC):
             format_docs: makes the context of the framework's documents, as in the chain. A ``PromptLayout`` needs none.
             context: the template's name of the documents (LlamaIndex: ``context_str``).
             question: the template's name of the question (LlamaIndex: ``query_str``).
-            is_default: it is the prompt of every retriever that has none of its own.
-            is_prefilled: only a prefill is asked ahead of a search's end; a whole answer needs no warning.
-            settings: those of the requests that will show it which separate their KV:
+            is_default: whether all retrievers without a prompt use it.
+            is_prefilled: whether only a prefill is speculative; a whole answer needs no warning.
+            settings: settings of the later requests that separate KV:
                 ``{"model": "my-adapter", "extra_body": {"cache_salt": "tenant-a"}}``. By default those of the requests
-                so far; where these differ, nothing is prefilled.
+                so far; if these differ, nothing is prefilled.
 
         Raises:
-            ConfigError: ``prompt`` cannot make messages of these variables.
+            ConfigError: ``prompt`` does not accept these variables.
         """
         return self.integration.prompts.bind_prompt(
             prompt,
@@ -613,18 +613,18 @@ class EngineClient(Handle, ABC):
     ) -> Arrangement:
         """Return retrieved documents, the best first, in the order in which the prompt should show them.
 
-        ``cache_aware`` goes by a local copy of what the engine has cached, which the first call begins to fetch; until
-        it is there, and whenever the connection is lost, the documents stay as they are. Never waits for the server.
+        ``cache_aware`` uses a client-side copy of the engine's cached prefixes, which the first call begins to fetch.
+        Until it arrives, and after a lost connection, documents keep their order. Never waits for the server.
 
         Args:
-            documents: what was retrieved, the best first.
+            documents: retrieved documents, the best first.
             order: ``retrieval``, ``canonical`` or ``cache_aware``.
-            keep_first: the best document stays in front.
-            prefix: :func:`~ragcache_core.ordering.static_prefix_digest` of the prompt; without it the prefixes that
-                the engine has seen last are tried.
+            keep_first: whether the best document stays first.
+            prefix: :func:`~ragcache_core.ordering.static_prefix_digest` of the prompt; without it the engine's most
+                recent prefixes are tried.
 
         Raises:
-            ValueError: there is no such order.
+            ValueError: unknown order.
         """
         return self.integration.ordering.arrange(documents, order, keep_first=keep_first, prefix=prefix)
 

@@ -301,12 +301,12 @@ class DocumentStore(Handle, StoreReader):
 
         LangChain documents and LlamaIndex nodes are stored with their ids, texts and metadata.
 
-        ``embeddings: [n, dimension]`` are used instead of the embedder's. ``progress`` shows a bar, or is called with
-        the numbers of steps done and of all; a step is a document embedded, or learnt from before that.
+        ``embeddings: [n, dimension]`` replace the embedder's. ``progress`` shows a bar, or is called with the numbers
+        of finished steps and of all; a step is a document that is embedded, or used for fitting.
 
         Raises:
-            DocumentError: and its kinds; nothing of the batch was added. EmbedderMismatchError: another dimension.
-            StoreFullError, StoreError: it could not be saved; nothing of the batch was added.
+            DocumentError, or a subclass: an invalid document. EmbedderMismatchError: another dimension.
+            StoreFullError, StoreError: saving failed. In all cases nothing of the batch was added.
         """
         return self._write(documents, False, embeddings, progress, batch_size)
 
@@ -324,11 +324,11 @@ class DocumentStore(Handle, StoreReader):
     def replace(self, document: AnyDocument, *, embedding: object | None = None) -> None:
         """Store a new version of a stored document. Atomic and durable.
 
-        ``embedding: [dimension]`` is used instead of the embedder's.
+        ``embedding: [dimension]`` replaces the embedder's.
 
         Raises:
-            UnknownDocumentError: it is not stored. DocumentError: and its kinds; nothing has changed.
-            StoreFullError, StoreError: it could not be saved; nothing has changed.
+            UnknownDocumentError: it is not stored. DocumentError, or a subclass: it is invalid.
+            StoreFullError, StoreError: saving failed. In all cases nothing has changed.
         """
         embeddings = None if embedding is None else [embedding]
         self._write([document], True, embeddings, False, 1, must_be_here=True)
@@ -336,15 +336,16 @@ class DocumentStore(Handle, StoreReader):
     def bind(self, engine: CachesDocuments, *, warm: Warming = False, register: bool = False) -> None:
         """Delete KV of documents from an engine when they are replaced or deleted here.
 
-        It is told when the change is durable: :meth:`delete`, :meth:`put` and :meth:`replace` return when it has
-        answered, and raise what it raises, which undoes no change: call ``engine.forget`` again then. A search that
-        began before may still ask about the old version, and have it cached again.
+        The engine is called after the change is durable. :meth:`delete`, :meth:`put` and :meth:`replace` return after
+        its answer. They raise its errors, which undo no change: call ``engine.forget`` again then. A search that began
+        before may still cache the old version again.
 
         Args:
             engine: an ``Engine``; several may be bound.
-            warm: have it prefill the new version, with its bound prompt, or with the one that this function returns.
-            register: register the stored documents with the server in the background, and those that are stored from
-                now on, so that it recognises them in prompts of any client.
+            warm: whether the engine prefills the new version, with its bound prompt or the one that this function
+                returns.
+            register: whether stored documents, present and later ones, are registered with the server in the
+                background, so that it recognises them in prompts of any client.
         """
         self._check_open()
         self._engines.add(engine, warm, registers=register)

@@ -210,8 +210,8 @@ class StagedFAISS(VectorStore):
     ) -> list[str]:
         """Store texts and return their ids, which are generated if not given. A stored id is replaced.
 
-        Empty texts are not stored, with a warning; their ids are still returned, and stored documents with such an id are
-        deleted. Dates in the metadata are converted to ISO format.
+        Empty texts are not stored, with a warning; their ids are still returned, and stored documents with such
+        an id are deleted. Dates in the metadata are converted to ISO format.
 
         Raises:
             ValueError: not one id or metadata for each text.

@@ -49,7 +49,7 @@ def _plain(node: RelatedNodeInfo) -> RelatedNodeInfo:
 def node_from_document(document: Document) -> BaseNode:
     """Return the node stored by :func:`document_from_node`, or a text node for another document.
 
-    The metadata of another document is not shown to the LLM or to an embedding model: only its text is, so that its tokens
+    The metadata of another document is not shown to the LLM or to an embedding model: only its text is. So its tokens
     and cached KV are the same from every framework.
     """
     metadata = dict(document.metadata)

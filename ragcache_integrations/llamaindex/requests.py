@@ -1,8 +1,8 @@
 """A request of the LLM: its streams, the measurements of its answer, and its statistics.
 
 Importing this module is enough for the statistics of a response's requests to be in its metadata, in every query
-engine. LlamaIndex's synthesizers return only the text of an answer. Their events mark the begin and end of a synthesis; requests
-between the two belong to its response.
+engine. LlamaIndex's synthesizers return only the text of an answer. Their events mark the begin and end of a synthesis;
+requests between the two belong to its response.
 
 LlamaIndex's streaming generators keep the stream of the ``openai`` package in a local variable, and that stream refers
 to itself. Left to the garbage collector, a request keeps running in the engine for an unknown time.

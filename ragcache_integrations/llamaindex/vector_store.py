@@ -210,8 +210,8 @@ class StagedFAISSVectorStore(HoldsHandles, BasePydanticVectorStore):
         other, weighted by ``mmr_threshold`` (0.5; 1 uses the query only).
 
         Raises:
-            SearchError: a mode that is neither the default nor ``mmr``, no vector where the store cannot embed text, or
-                a filter on what no node has.
+            SearchError: a mode other than the default and ``mmr``, a missing vector if the store has no embedder, or a
+                filter on a field that no node has.
             ConfigError: other ``kwargs``, which are ``vector_store_kwargs`` of a retriever: they would be without
                 effect; a filter or a number that cannot work.
         """

@@ -121,28 +121,28 @@ class Fleet(EngineClient):
     ) -> Self:
         """Connect to running servers, by a list of addresses or one DNS name.
 
-        ``"dns+http://service:8000"`` names all servers at the addresses of ``service``, as of a headless service of
-        Kubernetes. The fleet begins with those that answer, looks the name up every ``refresh_s`` seconds, and adds and
-        removes replicas as they come and go. If none answers yet, it waits ``restart_timeout_s`` seconds for one. What
-        is found and cannot be used, as a server of another model, is left out with a warning.
+        ``"dns+http://service:8000"`` stands for all servers at the addresses of ``service``, such as a headless service
+        of Kubernetes. The fleet begins with those that answer, looks the name up every ``refresh_s`` seconds, and adds
+        and removes replicas. If none answers yet, it waits ``restart_timeout_s`` seconds for one. A server that cannot
+        be used, for example with another model, is skipped with a warning.
 
         All servers of a list must answer when the fleet is made. With ``refresh_s`` one is enough, and the others join
         when they answer.
 
         Args:
             urls: the replicas' addresses, ``["http://a:8000", ...]``, or ``"dns+http://service:8000"``.
-            refresh_s: seconds between two looks for replicas; by default 5 for a name, and none for a list.
-            api_key: of all replicas.
-            tokenizer: as of ``Engine.connect``, and so are all others.
+            refresh_s: seconds between two look-ups of replicas; by default 5 for a name, none for a list.
+            api_key: API key of all replicas.
+            tokenizer: see ``Engine.connect``, also for the other arguments.
             timeout_s: seconds in which a replica must answer.
-            restart_timeout_s: seconds that a request waits where no replica answers.
-            hang_timeout_s: seconds without any answer after which a replica hangs.
+            restart_timeout_s: seconds that a request waits while no replica answers.
+            hang_timeout_s: seconds without any answer after which a replica counts as hung.
             first_token_timeout_s: seconds after which a request without a token is sent to another replica.
-            resume_streams: which streamed answers continue at another replica.
+            resume_streams: which streamed answers continue on another replica: ``"all"``, ``"greedy"`` or ``"off"``.
 
         Raises:
             ConfigError: no address, one address twice, or servers of different models.
-            EngineUnreachableError, EngineAuthError, EngineError: of one of them, as of ``Engine.connect``.
+            EngineUnreachableError, EngineAuthError, EngineError: from a replica; see ``Engine.connect``.
         """
         named = ServiceName.of(urls) if isinstance(urls, str) and urls.startswith("dns+") else None
         if named is None and (isinstance(urls, str) or not urls):

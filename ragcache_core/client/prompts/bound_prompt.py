@@ -178,10 +178,10 @@ class BoundPrompt:
     """The beginning of a chain's prompt as tokens, while its documents are searched. Thread-safe.
 
     Attributes:
-        is_question_first: something that is not known while the search runs (the question, a history of the chat)
-            stands before the documents, so that only the static part before it can be prefilled.
-        has_documents: whether any of what is known are the documents.
-        scope: what separates the KV of the requests that show it; ``None`` where that was not said.
+        is_question_first: whether text that is unknown during the search (question, chat history) precedes the
+            documents, so that only the static part before it can be prefilled.
+        has_documents: whether the known part includes documents.
+        scope: the KV scope of its requests; ``None`` if not given.
     """
 
     def __init__(
@@ -214,8 +214,8 @@ class BoundPrompt:
     def static_prefix(self, shown_documents: Sequence[Any], documents: Sequence[Document]) -> bytes | None:
         """Return the cache id of the tokens before the documents, as last known; ``None`` if unknown.
 
-        The server is asked by another thread, at the first call and every ten seconds or so, about a prompt of one
-        document. The first call waits for the answer, 0.1 s at most. :meth:`prefix` asks as well.
+        A thread reads it from the server with a prompt of one document, at the first call and about every ten seconds.
+        The first call waits for the response for at most 0.1 s. :meth:`prefix` reads it too.
         """
         if time.monotonic() - self._made_s >= _REMADE_AFTER_S and self._finds_documents:
             self._made_s = time.monotonic()
@@ -237,8 +237,9 @@ class BoundPrompt:
     def prefix(self, shown_documents: Sequence[Any], documents: Sequence[Document]) -> RenderedPrompt | None:
         """Return the tokens with which a request about these documents, in this order, begins. Calls the server.
 
-        ``shown_documents`` are the framework's, for the user's own formatting; ``documents`` are the same ones. None
-        where nothing is worth a prefill. Never fails: a prompt that cannot be made is not speculated on, and said once.
+        ``shown_documents`` are the framework's, for the user's formatting; ``documents`` are the same as core
+        documents. Returns ``None`` if a prefill is not worthwhile. Never raises: a failure is logged once, and not
+        speculated on.
         """
         self._made_s = time.monotonic()
         if self._tokenizer is None or not self._finds_documents:
@@ -277,8 +278,7 @@ def bind(
     """Return ``prompt`` bound, with a warning if its question comes first. See ``Engine.bind_prompt``.
 
     Raises:
-        ConfigError: ``prompt`` is nothing that makes messages, it has no variable ``context``, or no ``format_docs``
-            says how it shows documents.
+        ConfigError: ``prompt`` makes no messages, has no variable ``context``, or needs ``format_docs``.
     """
     drafted = _drafted(prompt, format_docs, context, question)
     early = drafted.unknown_before_context()
