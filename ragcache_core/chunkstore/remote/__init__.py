@@ -1,4 +1,4 @@
-"""Shared stores of bytes by name: a Redis or Valkey server, an S3 bucket.
+"""Shared stores of bytes by name: a Redis or Valkey server, an S3 bucket, a folder.
 
 They keep and evict what they are given; what its bytes mean, and whether they are right, is their user's matter.
 """
@@ -22,7 +22,8 @@ TIMEOUT_S = 1.0
 class StoredObject:
     """A stored object: its size, and its last use as the store reports it.
 
-    Of two objects the one with the smaller ``used_s`` was used earlier; a bucket knows only when it was stored.
+    Of two objects the one with the smaller ``used_s`` was used earlier. In a bucket or a folder it is the time of the
+    write.
     """
 
     name: str

@@ -245,9 +245,9 @@ class SharedIO:
         return len(self._leaving)
 
     @property
-    def is_writing(self) -> bool:
-        """Whether blocks wait for the writer, at most as long as the store is tried."""
-        return self._num_waiting > 0
+    def num_waiting(self) -> int:
+        """Number of blocks that wait for the writer, at most as long as the store is tried."""
+        return self._num_waiting
 
     @property
     def num_known(self) -> int:
