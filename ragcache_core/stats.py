@@ -164,7 +164,7 @@ class DeadlineReport:
 class RequestStats:
     """Statistics of one request: tokens by tier, copied bytes, and times in seconds.
 
-    ``num_cached_tokens`` is what the engine reported as served from its KV cache. ``num_gpu_tokens``,
+    ``num_cached_tokens`` are the cached prompt tokens as reported by the engine. ``num_gpu_tokens``,
     ``num_host_tokens``, ``num_disk_tokens`` and ``num_shared_tokens`` (of a shared store) are these by tier.
     ``num_loaded_bytes`` were loaded into GPU memory for the request, ``num_stored_bytes`` offloaded from it, and the
     request waited ``queue_s`` seconds to be scheduled. These are ``None`` for plain vLLM, which does not report them.
@@ -172,11 +172,11 @@ class RequestStats:
     ``ttft_s`` is measured at the client, from sending the request to its first token. Without
     streaming it is measured by the engine, from the request's arrival there; ``None`` without one.
 
-    ``chunk_reuse`` is ``None`` where the answer is exact, as far as the engine says. ``deadline`` says how a request
-    with a ``ttft_slo`` was planned, and is ``None`` without one.
+    ``chunk_reuse`` is ``None`` if the engine reports no chunk reuse: the answer is exact. ``deadline`` is the plan of a
+    request with a ``ttft_slo``, and ``None`` without one.
 
-    ``num_resumes`` is how often a streamed answer continued after a failure of its engine. ``is_resampled``: it was
-    sampled, and continued with another random state than an undisturbed answer would have.
+    ``num_resumes`` is the number of times that a streamed answer continued after an engine failure. ``is_resampled``:
+    a sampled answer continued with another random state.
     """
 
     num_prompt_tokens: int
@@ -407,8 +407,8 @@ class ForgetReceipt:
     both. ``unknown`` are ids that the engine does not know.
 
     ``num_requests`` running requests still use some of this KV, which no other request can hit, until they end.
-    ``num_left`` blocks are still being copied or overwritten. ``problems`` say what may be left for good, and what to
-    do. The receipt is complete when there is none of these.
+    ``num_left`` blocks are still being copied or overwritten. ``problems`` name KV that may stay, with a hint. The
+    receipt is complete when there are none of these.
     """
 
     forgotten: tuple[DocId, ...] = ()

@@ -29,11 +29,11 @@ class WarmingReceipt:
     """The present result of warming.
 
     Attributes:
-        num_warmed: paths that were prefilled.
-        num_cached: paths that were there already; what lay on disk alone of them is being read into host memory.
-        num_left_out: paths that are too long for the context window, or too short to be worth a request.
-        num_tokens: of KV that was prefilled: of each path those of its last document.
-        duration_s: seconds.
+        num_warmed: prefilled prefixes.
+        num_cached: prefixes that were cached; their blocks that are only on disk are being read into host memory.
+        num_left_out: prefixes that exceed the context window, or are too short for a request.
+        num_tokens: prefilled tokens: for each prefix those of its last document.
+        duration_s: seconds so far.
     """
 
     num_warmed: int = 0

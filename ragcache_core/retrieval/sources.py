@@ -25,8 +25,8 @@ class StageSource(Protocol):
     def stages(self, query: str, k: int) -> AsyncGenerator[RetrievalUpdate, None]:
         """Yield the candidates after each stage; only the last update is final.
 
-        The ``k`` best documents are wanted, the best first; who asks cuts off what is more. Closing the iterator early
-        stops the search. What blocks belongs into a thread: in an event loop that is blocked no time-out is kept.
+        Yield the ``k`` best documents, the best first; the caller cuts off further ones. Closing the iterator early
+        stops the search. Run blocking code in a thread, as time-outs do not work in a blocked event loop.
         """
         ...
 
@@ -53,11 +53,11 @@ class _StoreSource:
 def as_source(obj: object, *, stages: int | Sequence[float] | None = None) -> StageSource:
     """Return ``obj`` as a staged retriever: one itself, or an object with ``search_staged`` such as a store.
 
-    ``stages`` is what a store's search is cut into; a source that is one already cuts its own.
+    ``stages`` sets the stages of a store's search; another staged retriever has its own.
 
     Raises:
-        ConfigError: it is neither, or what it has yields nothing that could be awaited; ``stages`` are given for one
-            that cuts its own.
+        ConfigError: ``obj`` is neither, or its method is no asynchronous generator; ``stages`` for a retriever with its
+            own.
     """
     if not isinstance(obj, type):
         if callable(search := getattr(obj, "stages", None)):
@@ -157,8 +157,8 @@ def num_candidates_of(num_candidates: object, k: int, is_reranked: bool, setting
 class Reranking:
     """Applies a reranker to searches, and warns once if it returns documents that it was not given.
 
-    It may leave documents out, shorten their texts, and return fewer than are wanted, or none. What it returns twice
-    counts once, as of any source. What it was not given is taken as it is.
+    The reranker may drop documents, shorten their texts, and return fewer than requested, or none. Repeated documents
+    count once. Documents that it was not given are used unchanged.
     """
 
     def __init__(self, name: str) -> None:

@@ -72,9 +72,9 @@ class ServiceName:
 class ReplicaFinder:
     """Looks up replicas every ``refresh_s`` seconds in a thread, from :meth:`follow` to :meth:`close`.
 
-    A found address joins the fleet when it answers and serves what the others serve. A replica leaves the fleet when
-    its address is missing from what was found: at once if it does not answer, otherwise after three look-ups. What it
-    is answering it ends. Nothing leaves the fleet while the look-up itself fails or finds nothing.
+    An address joins the fleet when it answers and serves the same model as the others. A replica leaves the fleet when
+    look-ups lack its address: at once if it does not answer, otherwise after three look-ups. Its running requests
+    finish. No replica leaves while look-ups fail or find no address.
     """
 
     def __init__(self, source: Callable[[], Sequence[str]], connect: Callable[[str], Engine], refresh_s: float) -> None:

@@ -180,8 +180,8 @@ class ResumableStream:
         """Return the whole events of the next bytes, as the client gets them.
 
         Raises:
-            httpx.RemoteProtocolError: the server says that its engine died.
-            EngineDiedError: it goes on otherwise than it had begun.
+            httpx.RemoteProtocolError: the server reports a crash of its engine.
+            EngineDiedError: the continuation differs from the first part.
         """
         *events, self._buffer = (self._buffer + part).split(b"\n\n")
         return b"".join(told + b"\n\n" for event in events if (told := self._told(event)) is not None)

@@ -58,9 +58,8 @@ class PipelineResult:
     def settled_report(self) -> PipelineReport:
         """Return the present report; complete at the answer's end.
 
-        By then the engine has told when it began: until that is known nothing counts as hidden. And a request has
-        joined the speculation, or has not because it asked something else, or because that failed: then nothing was
-        hidden.
+        Search time counts as overlapped after the engine has reported the start of the speculation, and only if a
+        request adopted it: not if the request differed or the speculation failed.
         """
         if self.speculation is None:
             return self.report
@@ -84,9 +83,8 @@ class PipelineResult:
 def non_overlapped_search_s(speculation: Speculation, began_s: float, search_s: float) -> float:
     """Return the search time since ``began_s`` that did not overlap with the answer; all of it until this is known.
 
-    That is the time until it was sent, less the making of its request, plus its waits for admission: see
-    :class:`~ragcache_core.stats.PipelineReport`. A prefill of nothing but what stands before the documents begins no
-    answer.
+    This is the time until the speculation was sent, less the time of making its request, plus its waits for admission:
+    see :class:`~ragcache_core.stats.PipelineReport`. A prefill of only the static prefix does not count.
     """
     if speculation.started_s is None or not speculation.has_documents:
         return search_s

@@ -487,25 +487,25 @@ async def run_pipeline(
 ) -> PipelineResult:
     """Return the final documents of a search, with speculation on its candidates meanwhile.
 
-    The search is never held up, and its result never lost: not by the engine, nor by a speculator that is slow or
-    raises. Whatever ends this early, an error or a cancellation, cancels every speculation, closes ``updates`` and
-    leaves no task. A source has a second to clean up, for which the result waits; it is cut off then.
+    Neither the engine nor a slow or failing speculator delays the search, or loses its result. An error or cancellation
+    cancels every speculation, closes ``updates`` and ends all tasks. A source has a second to clean up, for which the
+    result waits.
 
     Args:
         updates: the search's stages. A document that appears twice counts once; nothing is read after the final stage.
-        client: sends the engine speculations and asks for its load; ``None``: nothing is speculated.
-        speculator: sends what can be sent ahead; ``None``: nothing is speculated.
-        timeout_s: how long the search may take until its documents are final. A source that blocks the event loop
-            is timed out between two stages only: a single one comes, late, and with a warning that says so.
-        on_event: told of every stage and speculation, in order; what it raises ends the search.
-        arrange: puts a stage's documents into the order of the prompt; asked once for the same documents.
-        history: of the searches of this source, to which this one is added; without it every stage is trusted.
-        k: how many documents were asked for: a source that finds more is cut to the first ones of each stage.
+        client: sends speculations to the engine, and reads its load; ``None`` for no speculation.
+        speculator: makes speculative requests; ``None`` for no speculation.
+        timeout_s: maximum seconds until the documents are final. With a source that blocks the event loop it only works
+            between two stages; a single stage arrives late, with a warning.
+        on_event: called with every event in order; its exceptions end the search.
+        arrange: returns a stage's documents in prompt order; called once for the same documents.
+        history: statistics of the source, which this search updates; without it every stage is trusted.
+        k: number of documents; each stage is cut to the first ``k``.
 
     Raises:
         SearchTimeoutError: the documents were not final in time.
         SearchError: the search ended without final documents, or ``updates`` yields no stages.
-        ConfigError: the time-out is not above 0.
+        ConfigError: ``timeout_s`` is not above 0.
     """
     check_timeout(timeout_s)
     with search_span() as trace:

@@ -25,9 +25,9 @@ _Ahead = TypeVar("_Ahead")
 class SearchOverlap(Generic[_Ahead]):
     """The engine's work during one search, and the reader of its result.
 
-    ``ahead`` asks ``engine`` ahead, with the documents of a stage; without it the retriever does what it always does,
-    or nothing where ``skipped_because`` says why. ``on_result`` gets what the search came to, and owns its speculation.
-    ``prompt`` is what will show the documents, for an order by what is cached after it; by default the retriever's.
+    ``ahead`` makes speculative requests to ``engine`` from a stage's documents; without it the retriever prefills as
+    usual, or not at all for the reason ``skipped_because``. ``on_result`` gets the search's result, and owns its
+    speculation. ``prompt`` will show the documents, for cache-aware order; by default the retriever's.
     """
 
     engine: EngineClient | None

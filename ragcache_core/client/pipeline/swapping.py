@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # the client does not need the store
 class Swapping:
     """Settings of score-tolerant substitution; see :func:`~ragcache_core.swaps.prefer_cached`.
 
-    ``metric`` says what a score is, ``prefix_of`` what stands before these documents in the prompt.
+    ``metric`` is that of the scores; ``prefix_of`` returns the static prefix of these documents' prompt.
     """
 
     ordering: OrderingClient
@@ -34,8 +34,7 @@ class Swapping:
     async def stages(self, updates: AsyncIterator[RetrievalUpdate], k: int) -> AsyncGenerator[RetrievalUpdate, None]:
         """Yield ``updates`` reduced to ``k`` documents each; they name more.
 
-        What was chosen of the same candidates once stays chosen: speculation changes what is cached, and what it began
-        with must not change by that.
+        The choice for equal candidates stays the same during a search, although speculation changes the cache.
         """
         chosen: dict[tuple[DocId, ...], Choice] = {}
         try:

@@ -167,18 +167,18 @@ class PromptClient:
     ) -> RequestPlan:
         """Return the metadata of a chat request: the documents in its messages, and their access groups.
 
-        ``documents`` are found by their text, and so are those that were remembered, and those that a framework's
-        retrievers returned lately. The server finds their tokens. ``settings`` are the other fields of the request
-        (tools, ``extra_body``, ...). ``chunk_reuse`` is that of ``stream``.
+        ``documents``, remembered documents, and recent results of a framework's retrievers are recognised by their
+        text. The server finds their tokens. ``settings`` are the other fields of the request (tools, ``extra_body``,
+        ...). ``chunk_reuse`` is that of ``stream``.
 
-        Control tokens in documents are broken up. With ``deduplicates`` a document that an earlier message shows is
-        referred to: the plan holds the messages to be sent. With ``needs_tokens`` the server is asked for the tokens,
-        which the plan holds if it tells them.
+        Control tokens in documents are split up. With ``deduplicates``, references replace documents of earlier
+        messages: the plan has the messages to send. With ``needs_tokens`` the plan has the tokens, if the server
+        reports them.
 
         Raises:
             PromptTooLongError: the prompt does not fit into the context window, as far as its tokens are known.
-            ConfigError: ``chunk_reuse`` is not what it may be, or a message or setting cannot be sent: text that is no
-                Unicode, a number that is not finite or beyond 64 bits.
+            ConfigError: an invalid ``chunk_reuse``, or a message or setting that cannot be sent: invalid Unicode, a
+                number that is not finite or beyond 64 bits.
         """
         chunk_reuse, settings = read_chunk_reuse(chunk_reuse), settings or {}
         messages = [as_plain_text(message) for message in messages]

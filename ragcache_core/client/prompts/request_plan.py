@@ -172,13 +172,13 @@ def plan_texts(
 
     Args:
         shown: its documents, in its order.
-        facts: what is known of these documents.
-        reordered: the orders of documents that are not those of a search.
-        chunk_reuse: how documents are reused, if it is not to be as the engine does.
+        facts: access groups and labels of documents.
+        reordered: recorded document orders that differ from retrieval order.
+        chunk_reuse: chunk-reuse settings; by default the engine's.
         names_documents: whether the server finds documents by their texts.
 
     Raises:
-        ConfigError: ``chunk_reuse`` holds what cannot be.
+        ConfigError: an invalid ``chunk_reuse``.
     """
     ids = tuple(each.doc_id for each in shown)
     body: dict[str, Any] = facts.body(ids)
@@ -231,11 +231,11 @@ def plan_rendered(
 ) -> RequestPlan:
     """Return the plan of a prompt sent as token ids to the completions endpoint; see :func:`plan_texts`.
 
-    ``is_prefill``: the request that it is for follows, and ``expected_uses`` of them where a forecast says how many.
+    ``is_prefill``: the prefill precedes its request, or the ``expected_uses`` requests of a forecast.
 
     Raises:
         PromptTooLongError: the prompt does not fit into ``max_model_len`` tokens.
-        ConfigError: ``chunk_reuse`` or ``expected_uses`` hold what cannot be.
+        ConfigError: an invalid ``chunk_reuse`` or ``expected_uses``.
     """
     check_prompt_fits(len(prompt.token_ids), max_model_len)
     return plan_tokens(

@@ -39,15 +39,14 @@ class ServerTokenizer:
     """A :class:`~ragcache_core.prompt.PromptTokenizer` that calls one server. Thread-safe; blocks.
 
     Args:
-        api: asks the server.
+        api: the server's API client.
         model: the served model.
 
     Attributes:
-        control_tokens: what begins and ends messages, and is broken up in documents, where it must not. An empty set
-            leaves documents as they are.
-        finds_documents: whether the server finds documents by their texts in prompts that it lays out.
-        names_documents: whether it does so in requests. If not, their documents are found before, with one question.
-        identity: names the tokenizer and the chat template; ``None`` for a server without RAGCache.
+        control_tokens: tokens that begin and end messages, which are split up in documents; empty for none.
+        finds_documents: whether the server finds documents by text in prompts that it lays out.
+        names_documents: whether it also does so in requests; if not, one call before the request finds them.
+        identity: identity of tokenizer and chat template; ``None`` for a server without RAGCache.
     """
 
     def __init__(self, api: ServerAPI, model: str) -> None:
@@ -79,7 +78,7 @@ class ServerTokenizer:
         """Return the token ids of ``text``.
 
         Raises:
-            TokenizerUnavailableError: the server does not tell them. EngineError: it cannot be asked.
+            TokenizerUnavailableError: the server does not report tokens. EngineError: it does not answer.
         """
         return TokenizedText(self._tokenized({"prompt": text, "add_special_tokens": add_special_tokens}))
 
@@ -93,11 +92,12 @@ class ServerTokenizer:
     ) -> RenderedPrompt:
         """Return a chat as token ids, with the spans of ``documents`` in its order.
 
-        A server without RAGCache tells no spans. With ``other`` messages, return the common beginning of both prompts.
+        A server without RAGCache reports no spans. With ``other`` messages, return the common beginning of both
+        prompts.
 
         Raises:
             PromptError: the server cannot make a prompt of the messages.
-            TokenizerUnavailableError: it does not report the tokens. EngineError: it cannot be asked.
+            TokenizerUnavailableError: it does not report the tokens. EngineError: it does not answer.
         """
         body: dict[str, Any] = {**fields_of(settings or {}), "messages": list(messages)}
         if not self.finds_documents:

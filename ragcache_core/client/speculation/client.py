@@ -208,7 +208,7 @@ class SpeculationClient:
     ) -> None:
         """Take ``speculations``, those of the transports that send the engine's requests.
 
-        ``scopes`` says what separates the KV of the requests for which something is prefilled.
+        ``scopes`` are the KV scopes of the requests for which documents are prefilled.
         """
         self._scopes, self._prompts = scopes, prompts
         self._api = api
@@ -263,12 +263,11 @@ class SpeculationClient:
 
         Args:
             bound: the prompt.
-            shown_documents: the documents as the framework's, for the user's own formatting.
+            shown_documents: the framework's documents, for the user's formatting.
             documents: the same documents.
 
         Returns:
-            ``None`` where nothing is known of the prompt that is worth a prefill, or where it is not known what
-            separates the KV of its requests.
+            ``None`` if too little of the prompt is known for a prefill, or the KV scope of its requests is unknown.
 
         Raises:
             PromptTooLongError: it does not fit into the context window.
@@ -290,10 +289,10 @@ class SpeculationClient:
     ) -> PreparedRequest:
         """Return a callable that prefills ``prompt`` while the engine is idle, for later requests with this prefix.
 
-        ``has_documents`` says whether documents are in it; without any it hides nothing of the search for them. It is
-        computed exactly, since KV that was assembled from reused chunks serves no other request; with ``"store"`` its
-        documents are kept for others to reuse as well. The engine counts it neither as a request nor as a use of its
-        documents: with ``expected_uses`` they rank by those. Requests of its ``scope`` find it, and no others.
+        ``has_documents``: whether the prompt has documents; without any it overlaps nothing of their search. The
+        prefill is exact, as KV from chunk reuse serves no other request; with ``"store"`` its documents are also stored
+        for chunk reuse. The engine counts it neither as a request nor as an access of its documents, which rank by
+        ``expected_uses``. Only requests of its ``scope`` hit it.
 
         Raises:
             PromptTooLongError: it does not fit into the context window.

@@ -65,18 +65,18 @@ class Speculation:
     """A speculative request and its answer. Thread-safe.
 
     Attributes:
-        id: its name in the engine.
-        key: that of the real requests that may join it.
-        scope: the request scope that it was sent in; only a request of the same scope, or without one, joins it.
-        authorization: the header that says who asks, also for its confirmation.
-        sent_s: when it was sent, by ``time.perf_counter()``.
-        started_s: when it was sent, plus the time that it waited in the engine to be scheduled, once that has told. The
-            way there is not counted: a request that is made when the search has ended has it before it as well.
-        making_s: seconds of processor time that its request took to make, where that was measured.
-        can_be_adopted: whether a real request may join it.
-        has_documents: whether it reads any; what stands before them hides nothing of a search.
-        is_reserved: whether any has.
-        error: why it failed.
+        id: its id in the engine.
+        key: request key of the real requests that may adopt it.
+        scope: its request scope; only a request of the same scope, or without one, adopts it.
+        authorization: the authorization header, also for its confirmation.
+        sent_s: time of sending, by ``time.perf_counter()``.
+        started_s: ``sent_s`` plus its queue time in the engine, once reported. Network time is not counted, as a
+            request after the search has it too.
+        making_s: CPU seconds for making its request, if measured.
+        can_be_adopted: whether a real request may adopt it.
+        has_documents: whether its prompt has documents; a static prefix overlaps nothing of a search.
+        is_reserved: whether a request has adopted it.
+        error: the reason of a failure.
     """
 
     def __init__(
@@ -350,8 +350,8 @@ class SpeculationRoutes:
     ) -> None:
         """Call ``note`` with the seconds that a speculation has waited for scheduling, on each report of the engine.
 
-        It does so when it begins, and when it goes on after a pause. Returns when the speculation is done,
-        or when the server is one that does not tell.
+        The engine reports it at the start and after each pause. Returns when the speculation is done, or if the server
+        does not report it.
         """
         num_reports = 0
         while True:

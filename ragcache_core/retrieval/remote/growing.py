@@ -34,15 +34,15 @@ class GrowingEffort(Generic[Effort]):
 
         retriever = RAGCacheRetriever(store=GrowingEffort(find, efforts=(16, 256)), engine=engine)
 
-    The final documents are those of the last effort, and an error of that search is the search's. Another that fails,
-    or comes after one with more effort, is left out. Closing the iterator early abandons them all.
+    The final documents are those of the last effort, whose errors are raised. Another search that fails, or ends after
+    one with more effort, is ignored. Closing the iterator early abandons all searches.
 
     Args:
-        find: returns documents and scores for a question, ``k`` and an effort. What blocks has a thread of its own; a
+        find: returns documents and scores for a question, ``k`` and an effort. A blocking function runs in a thread; a
             coroutine function is awaited.
-        efforts: from little to the most, which is the search as it would be without stages.
-        embed: turns the question into what ``find`` gets, once for all efforts.
-        identity: names what is searched, in every process: what is learnt of its stages is kept under it.
+        efforts: ascending efforts; the last one is the search without stages.
+        embed: converts the question to the first argument of ``find``, once for all efforts.
+        identity: name of the searched data, equal in every process, under which stage statistics are saved.
     """
 
     def __init__(
