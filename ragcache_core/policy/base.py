@@ -14,19 +14,18 @@ class NodeStats:
     """The statistics of one tree node, a policy's only input.
 
     Attributes:
-        id: small integer that no other living node has: the place of a policy's own numbers in its columns.
-        num_tokens: the node's size; all KV of a model has the same bytes a token.
-        frequency: how often requests retrieved it, and how often more they were expected to.
-        num_expected: of ``frequency``, what was only expected.
-        total_cost_s: sum over the requests that had to compute it of what each of its tokens was charged with, by
+        id: small integer, unique among present nodes: the index of the policy's own columns.
+        num_tokens: size of the node; all KV of a model has the same bytes per token.
+        frequency: number of accesses, including expected ones.
+        num_expected: expected accesses in ``frequency``.
+        total_cost_s: sum of the seconds charged to each of its tokens, over the requests that computed it, by
             :meth:`ReplacementPolicy.cost_per_token_s` (for PGDSF, RAGCache's Eq. 3 before the division by m).
-        num_computed: the number of those requests, m of Eq. 3.
-        last_request: the number of requests that the tree had seen when it was last retrieved.
-        is_transient: it must not be kept when anything else wants its place (a document beyond
-            ``max_cached_documents``).
-        parent: the node before it on its path; None for the root.
-        doc_id: the document, if it is one.
-        turn: the number of the latest turn of the one conversation that has it as its history; 0 for all others.
+        num_computed: number of those requests, m of Eq. 3.
+        last_request: request count of the tree at its last access.
+        is_transient: whether it is evicted before all other nodes (a document beyond ``max_cached_documents``).
+        parent: the previous node of its prefix; ``None`` for the root.
+        doc_id: id of its document, if it has one.
+        turn: number of the latest turn of the only conversation with this history; 0 for other nodes.
     """
 
     __slots__ = (

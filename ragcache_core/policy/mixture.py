@@ -55,9 +55,9 @@ class MixturePolicy(ReplacementPolicy):
                    requests with the document of n on any prefix; 1 for first documents
 
     Stationary popularity needs a long memory, drifting popularity a short one. The factors ``a`` are learned by online
-    expectation maximisation of a Poisson rate: each use credits the memories by their part in the node's rate.
-    The prior says what a path alone is too rare to say: whether its last document is popular. ``k`` falls to 0 where
-    new paths show new documents.
+    expectation maximisation of a Poisson rate: each use credits the memories by their part in the node's rate. The
+    prior adds the popularity of the last document, for which a prefix alone is too rare. ``k`` decreases to 0 if new
+    prefixes have new documents.
 
     Ranks are of ``rate * N_inf``: the order is the same, and a node that has just been used does not rank lower than an
     equal one that was ranked some requests ago.

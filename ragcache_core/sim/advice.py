@@ -25,10 +25,10 @@ class Change:
     """One change to the present engine.
 
     Attributes:
-        name: as it is shown.
-        options: of the engines.
-        num_fewer: documents that each prompt has less, as long as one is left.
-        caveat: what the numbers do not say.
+        name: displayed name.
+        options: simulation options.
+        num_fewer: number of documents removed from each prompt, except for the last one.
+        caveat: limits of the numbers.
     """
 
     name: str

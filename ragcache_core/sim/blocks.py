@@ -29,17 +29,17 @@ class BlockRun:
     """The progress of a request in the engine.
 
     Attributes:
-        tiers: where the blocks lay that it hit.
-        num_computed: of its prompt's tokens are on the GPU, or on their way there.
-        num_answered: tokens of its answer whose KV is on the GPU.
-        num_named: of its blocks are full, and can be found by others.
-        stored: of its blocks, those that were copied to the host.
-        num_storable: of its blocks, those of its answer included, are worth that.
-        turn: of its conversation, and whether that is likely to go on.
-        expected_uses: of documents that are stored ahead of requests; None: it is a request.
-        reuse: what it takes from chunks.
-        num_exact: of its blocks may be found by others, once they are full.
-        held: its blocks on the GPU. ``promised``: what is kept for it below, until it is loaded.
+        tiers: tiers of its hit blocks.
+        num_computed: prompt tokens on the GPU, or in transfer to it.
+        num_answered: answer tokens with KV on the GPU.
+        num_named: number of its full blocks, which others can hit.
+        stored: its blocks that were copied to the host.
+        num_storable: number of its blocks to copy to the host, including the answer's.
+        turn: turn of its conversation, and whether that is likely to continue.
+        expected_uses: expected uses of documents stored in advance; ``None`` for a request.
+        reuse: its chunk reuse.
+        num_exact: number of its blocks that others may hit when full.
+        held: its blocks on the GPU. ``promised``: blocks kept for it in lower tiers until loaded.
     """
 
     prompt: PromptBlocks

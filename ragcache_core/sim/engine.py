@@ -209,11 +209,11 @@ class QueuedEngine:
     """An engine with its cache and RAGCache's queue.
 
     Attributes:
-        cache: what is matched and changed when a job starts.
-        model: how long iterations take, and what runs in them.
-        queue: what waits.
-        speculative: jobs of unfinished searches, by their numbers: admitted while nothing else waits.
-        end_s: when the iteration ends; None: none runs.
+        cache: the cache, which a starting job uses and changes.
+        model: running requests, and the time of iterations.
+        queue: waiting jobs.
+        speculative: jobs of unfinished searches by number, admitted while no other job waits.
+        end_s: end of the present iteration; ``None`` if none runs.
     """
 
     def __init__(self, cache: SimulatedCache, options: SimulationOptions, testbed: Testbed) -> None:

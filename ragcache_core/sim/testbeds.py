@@ -47,14 +47,13 @@ class Testbed:
     """A model on a machine.
 
     Attributes:
-        cost: what a prefill costs.
-        base_s: the part of an iteration that all of its requests share.
-        tokens_per_gib: of KV.
-        host_gib_per_s, disk_gib_per_s: at which KV comes to the GPU.
-        decode_per_token_s: what a token of context adds to an iteration that decodes; None: what ``cost`` says of one
-            new token.
-        assumed: names and values of what its file does not say.
-        steps: what was measured of its steps.
+        cost: cost model of a prefill.
+        base_s: seconds of an iteration that its requests share.
+        tokens_per_gib: tokens of KV per GiB.
+        host_gib_per_s, disk_gib_per_s: bandwidth of loads to the GPU.
+        decode_per_token_s: seconds per context token of a decoding iteration; ``None``: by ``cost`` of one new token.
+        assumed: names and values that its file lacks.
+        steps: measured step times.
     """
 
     __test__ = False  # it is no test, whatever pytest makes of its name

@@ -36,13 +36,12 @@ def admit(
 
     Args:
         tree: has the units.
-        tier: takes them in.
-        keys: of one path, in its order; none of them lies in the tier. What the tree does not know gets what is free:
-            nothing goes for it.
-        num_free: units that fit as it is.
-        protected: units that stay.
-        offered_size: for how many an offered unit counts, by its key; one, if None.
-        evicted_size: the same of an evicted unit.
+        tier: the tier.
+        keys: units of one path in order, none of them in the tier. Unknown ones only get free space.
+        num_free: free units.
+        protected: units that must stay.
+        offered_size: size of an offered unit by key; one if ``None``.
+        evicted_size: size of an evicted unit.
     """
 
     num_admitted = num_seen = 0

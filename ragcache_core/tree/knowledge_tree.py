@@ -17,26 +17,26 @@ from ragcache_core.types import DocId, Tier
 class KnowledgeTree(TieredTree):
     """A prefix tree over the documents of prompts, shared by all tiers.
 
-    The root is what every request shares: nothing where several applications with prefixes of their own share an
-    engine; those are then nodes like documents. A path from the root is an order of documents, because the KV of a
-    document depends on the tokens before it. Each tier holds some units of some nodes. It evicts the last unit of its
-    lowest-ranked leaf first, which always leaves usable prefixes.
+    The root is the common prefix of all requests. It is empty if several applications with their own static prefixes
+    share an engine; those are nodes like documents then. A path from the root is an order of documents, because the KV
+    of a document depends on the tokens before it. Each tier holds some units of some nodes. It evicts the last unit of
+    its lowest-ranked leaf first, which always leaves usable prefixes.
 
-    Nothing here reads a clock, a file or a socket, or knows what a unit is: the engine and the simulator run the same
-    object. Not thread-safe.
+    The tree uses no clock, file or socket, and is independent of the meaning of a unit, so that the engine and the
+    simulator share it. Not thread-safe.
 
     Attributes:
         renamed: ids of nodes that got a name after they entered a tier below the GPU; the tier that stores names
             removes them.
-        conversations: which requests are whose next turns.
-        returning: whether conversations go on.
+        conversations: maps requests to the turns of conversations.
+        returning: predicts whether conversations continue.
 
     Args:
         policy: ranks the nodes.
         ghost_size: how many evicted documents keep their numbers in the tree.
         keeps_frequency: whether a document's statistics survive its eviction ("ghost" counts). Without, they restart
             when it has left the last tier (RAGCache's text leaves it open).
-        moves_down: whether the caller puts what leaves a tier into the next one.
+        moves_down: whether the caller moves evicted units to the next tier.
         replicated_units: units of the most used upper nodes (a prompt's prefix and first document) that host memory
             evicts last while they lie on the GPU; 0 for none.
     """

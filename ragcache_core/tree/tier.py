@@ -24,17 +24,17 @@ class TierState:
     """Columns over node ids, and heaps of evictable nodes.
 
     Attributes:
-        resident: bit i is set where unit i of the node lies in this tier.
-        slots: what the tier's owner keeps for each unit that lies here, as a block or a row; None for a node without.
+        resident: bit i is set if unit i of the node is in this tier.
+        slots: the owner's data of each resident unit, such as a block or row; ``None`` for a node without.
         num_resident_children: children of the node with any unit here; only a node without one is evictable.
         ranks: the policy's, as of the node's last update.
         in_use: units that transfers or running requests hold; sparse.
-        clock: the highest rank evicted (RAGCache §5.1, Eq. 2), one for each tier.
+        clock: the highest rank evicted from this tier (RAGCache §5.1, Eq. 2).
         num_units, num_evicted_units: resident now; evicted since the start.
-        num_entries: in the heaps, dead ones included.
-        slower: the tiers below, whose units may stand on this tier's, or be copies of them.
-        protected: ids of nodes that are evicted last; the tree calls :meth:`unprotect` when one is no longer.
-        shares: of its tenants, if there are any.
+        num_entries: heap entries, including stale ones.
+        slower: the tiers below, whose units may depend on this tier's, or be copies of them.
+        protected: ids of nodes that are evicted last; the tree calls :meth:`unprotect` to end it.
+        shares: shares of tenants, if there are any.
 
     Heaps are lazy: an entry whose node was updated, left, got a child or is held is dropped when it comes up, and
     whatever makes a node evictable again offers it again. A protected node is put aside when it is offered or comes

@@ -35,19 +35,19 @@ class _Victim(NamedTuple):
 class TieredTree(PrefixTree):
     """Units enter tiers, are acquired in them, and are evicted from the end of the lowest-ranked leaf.
 
-    What ranks mean, and what becomes of a node that is nowhere, belongs to the subclass.
+    The subclass defines ranks, and handles nodes without resident units.
 
-    A node stays in a tier while slower ones have units that stand on its copy there; with ``moves_down`` it may leave,
-    because the caller puts it into the next tier (:meth:`victim`, :meth:`evict_node`).
+    A node stays in a tier while units in slower tiers depend on its copy there. With ``moves_down`` it may be evicted,
+    as the caller moves it to the next tier (:meth:`victim`, :meth:`evict_node`).
 
     Attributes:
         tiers: by :class:`~ragcache_core.types.Tier`.
-        num_requests: that were counted since the start.
-        protected_keys: what waiting requests will hit, and how many of them.
-        protected: how many of those are in a node or below it, by node id; such a node is evicted last.
+        num_requests: number of counted requests since the start.
+        protected_keys: units that queued requests will hit, with the number of such requests.
+        protected: number of these units in a node or below it, by node id; such a node is evicted last.
         replicated: nodes whose copy in host memory is evicted last, by node id, with their units.
-        num_replicated_units: of all of them.
-        changes: records every node that changes; None where no reader needs it.
+        num_replicated_units: units of all replicated nodes.
+        changes: records changed nodes; ``None`` without readers.
         now_s: the current time in seconds, which the caller sets.
     """
 

@@ -45,12 +45,12 @@ class BuildContext:
     """The parts of an engine core that exist so far.
 
     Attributes:
-        has_room: whether a speculative request would be admitted at once, as our scheduler says.
-        chunks: which chunks are stored, with chunk reuse.
-        worker_bytes: what each worker has of a block in host memory, where stages of a pipeline need different ones.
-        loads_by_layer: whether requests may load KV from host memory layer by layer, as our spec says.
-        controller: what the scheduler's side shares, once there is one.
-        why_no_order: why there are no ``groups``.
+        has_room: returns whether a speculative request would be admitted now; set by RAGCache's scheduler.
+        chunks: the stored chunks, with chunk reuse.
+        worker_bytes: each worker's bytes of a block in host memory, if pipeline stages differ.
+        loads_by_layer: whether requests may load KV layer by layer; set by RAGCache's spec.
+        controller: the controller of the scheduler's side, once it exists.
+        why_no_order: the reason for missing ``groups``.
     """
 
     vllm_config: VllmConfig

@@ -91,10 +91,10 @@ def _kv_identity(config: OffloadingConfig, engine: str) -> dict[str, str | int]:
 def chunk_identity(vllm_config: VllmConfig) -> dict[str, str | int]:
     """Return everything that a chunk's KV (without its position) depends on besides its tokens.
 
-    The parts of all workers lie together. The rank is what the store of a single worker has always named.
+    The parts of all workers are stored together, under the rank that a single worker's store has.
 
     Raises:
-        ConfigError: the weights' files are not on this machine, so nothing tells them from others.
+        ConfigError: the weights' files are not on this machine, so their identity is unknown.
     """
     parallel = vllm_config.parallel_config
     return {

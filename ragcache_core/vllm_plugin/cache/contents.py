@@ -51,10 +51,10 @@ class Contents:
     """Lists the cached documents, and shows a document's prefixes.
 
     Args:
-        tree: knows what lies where.
-        block_bytes: of a block, by tier.
-        chunks: returns a function from a document to what is kept of it for reuse anywhere, if anything is.
-        pinned: the documents that are pinned.
+        tree: the knowledge tree.
+        block_bytes: bytes of a block, by tier.
+        chunks: returns a function from a document to its chunks for chunk reuse.
+        pinned: the pinned documents.
     """
 
     def __init__(

@@ -99,27 +99,27 @@ class CacheController:
     """Updates the tree and the :class:`RequestState` of each request with the engine core's events, and counts them.
 
     Args:
-        settings: what the engine was started with.
-        tokens_per_block: tokens that one key stands for.
-        prefill_cost: seconds of a prefill.
-        is_profiled: whether they were measured.
+        settings: the engine's settings.
+        tokens_per_block: tokens per block key.
+        prefill_cost: cost model of a prefill.
+        is_profiled: whether it was measured.
         tiers: GPU and host; :meth:`add_tier` adds a disk when its store is open.
         max_protected_units: blocks that are protected from eviction for queued requests.
-        has_room: whether a speculative request would be admitted at once; never by default.
-        chunks: which chunks are stored, with chunk reuse.
-        groups: the model's groups of KV caches; one by default.
-        now_s: the time, as :meth:`tick` takes it.
+        has_room: returns whether a speculative request would be admitted now; by default never.
+        chunks: the stored chunks, with chunk reuse.
+        groups: the model's KV cache groups; one by default.
+        now_s: the present time, as for :meth:`tick`.
 
     Attributes:
         is_profiled: whether the seconds of a prefill were measured.
-        queue: of real requests in vLLM's scheduler, by their ``request_id``.
-        last_step: the first and the last moment of the engine's last step.
+        queue: real requests in vLLM's scheduler, by ``request_id``.
+        last_step: begin and end of the engine's last step.
         forgetting: deletes documents from all holders of KV.
         pins: documents that are evicted last.
-        contents: lists what is cached.
-        shared: the store that this engine and others use, where there is one.
-        operator_calls: runs the calls that look at much of the tree, in slices.
-        leaving: the keys of chunks in host memory that are forgotten, and still copied from or to.
+        contents: lists the cached documents.
+        shared: the shared store, if there is one.
+        operator_calls: runs calls over much of the tree, in slices.
+        leaving: keys of deleted blocks in host memory that are still being copied.
     """
 
     def __init__(

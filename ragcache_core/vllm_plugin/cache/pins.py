@@ -1,9 +1,8 @@
 """Pinned documents: their prefixes are evicted last, in each tier.
 
-A pin is of a document, on whatever paths it stands, and on those on which it will. It outlives the document's eviction,
-which comes where nothing but pinned paths and those of waiting requests is left, and ends with the engine. Tenants'
-documents may have the same ids: what is protected of their paths is limited for each by what he has of the tiers, and
-takes nothing from what an operator may pin of all others.
+A pin applies to a document under all present and later prefixes. It outlives the document's eviction, which happens
+only if all other blocks are pinned or belong to queued requests, and ends with the engine. Documents of several tenants
+may have the same id: each tenant's pins are limited by its share of the tiers, separately from the operator's.
 """
 
 from __future__ import annotations
@@ -34,14 +33,13 @@ class _Counted:
 class Pins:
     """Protects the prefixes of pinned documents in the tree, up to ``limit`` blocks per tenant.
 
-    A path that is protected or released costs O(height), however many are protected.
+    Protecting or releasing a prefix costs O(height), independent of the number of protected ones.
 
     Args:
-        tree: in which they stand.
-        limit: how many blocks the pinned paths of a tenant, or None for all others, may have together; asked whenever
-            it matters.
-        describe: returns what a number of blocks is in words, and what the limit comes from, for a refusal.
-        tenant_of: returns the tenant of a path, by its last node's owner; None without one.
+        tree: the knowledge tree.
+        limit: returns the maximum number of pinned blocks of a tenant (``None``: of all others).
+        describe: returns a number of blocks as text, and the source of the limit, for errors.
+        tenant_of: returns the tenant of a prefix, from its last node's owner; ``None`` without one.
     """
 
     def __init__(

@@ -1,11 +1,10 @@
 """The connectors of chunk reuse for vLLM: they provide tokens that vLLM need not prefill.
 
-A request with chunk reuse on is offered, in its turn, all of its tokens but the last. vLLM lets it wait, with its
-blocks, as for KV from elsewhere; the workers bring stored chunks and compute the rest, slice by slice beside the steps
-of other requests; then vLLM computes the last token and goes on as ever. What the exact cache holds of its prompt, in
-GPU memory or in the tiers below, is used first.
+The connector offers a scheduled request with chunk reuse all of its tokens but the last. vLLM lets the request wait
+with its blocks, as for remote KV. The workers load stored chunks and compute the rest, in slices during the steps of
+other requests. Then vLLM computes the last token and continues as usual. Exact hits in any tier are used first.
 
-These connectors stand in for :class:`RAGCacheConnector` and :class:`DocumentConnector` where chunk reuse is configured;
+These connectors replace :class:`RAGCacheConnector` and :class:`DocumentConnector` where chunk reuse is configured;
 an engine without it never loads this module.
 """
 

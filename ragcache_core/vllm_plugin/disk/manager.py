@@ -109,16 +109,16 @@ class DiskTier(TransferTier):
         An engine that the supervisor restarts runs on without a store that cannot be opened, until it can.
 
         Args:
-            spec: has the controller and the identity of what is stored.
+            spec: has the controller and the cache namespace.
             host_memory: rows of host memory, ``[num_rows, block_bytes]``.
             directory: the cache directory.
-            capacity_bytes: the limit of what is stored.
-            key_file: has the keys of an encrypted store; without one, the environment may have them.
+            capacity_bytes: capacity of the store.
+            key_file: keys of an encrypted store; without it, the environment may have them.
 
         Raises:
-            CacheTierError: another engine uses it, it cannot be written to, or its capacity cannot work.
-            ConfigError: nothing tells the model's weights from others, there is no key in ``key_file``, or the package
-                of the compression is not installed.
+            CacheTierError: another engine uses it, it is not writable, or its capacity is invalid.
+            ConfigError: the identity of the model's weights is unknown, ``key_file`` has no key, or the compression
+                package is not installed.
         """
         assert spec.controller is not None
         num_rows, block_bytes = host_memory.shape  # type: ignore[misc]  # typeshed: of any length

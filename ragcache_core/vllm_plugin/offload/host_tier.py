@@ -85,15 +85,15 @@ class HostBlock:
 class HostTier:
     """Blocks of KV in host memory, by key.
 
-    A forgotten block that is being copied is found no more, and goes when nothing holds it. Its row is overwritten:
-    host memory outlives the engine.
+    A deleted block that is being copied is hidden, and dropped when it is released. Its row is overwritten, as host
+    memory outlives the engine.
 
     Args:
         num_rows: rows of host memory.
-        controller: keeps the tree.
-        region: host memory; None where nothing is copied, as in tests.
-        is_selective: store only what ranks above what would be evicted for it.
-        has_events: collect KV events.
+        controller: has the tree.
+        region: host memory; ``None`` without copies, as in tests.
+        is_selective: whether to store only blocks that rank above those evicted for them.
+        has_events: whether to collect KV events.
     """
 
     def __init__(

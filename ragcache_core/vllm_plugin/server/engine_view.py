@@ -24,8 +24,8 @@ _MAX_ADMITTED = 1024
 class Wait:
     """A speculation's queue time in an engine, which has reported it ``num_reports`` times.
 
-    It tells when it begins, and whenever it goes on after a pause. Of several engines that have requests of one
-    speculation, the first that tells counts.
+    The engine reports it at the start and after each pause. Of several engines with requests of one speculation, the
+    first report counts.
     """
 
     engine_index: int
@@ -65,8 +65,8 @@ class Received:
     ) -> None:
         """Set empty reports until the ``engines`` are asked for one, shortly before the server is ready.
 
-        ``observe`` takes in what an engine says otherwise than with a step, and calls :meth:`add`. One server of
-        several may have none but later engines.
+        ``observe`` receives reports outside of steps, and calls :meth:`add`. One of several servers may have only later
+        engines.
         """
         self._indices = sorted(engines)
         if observe is not None:

@@ -20,10 +20,10 @@ _MAX_MORE_RUNNING = 4
 class RankChoice:
     """Remembers the last engine of each document order, for the last ``max_known`` orders.
 
-    Each tenant has orders of its own: it finds nothing of what others have cached.
+    Each tenant has its own orders, as it hits no KV of others.
 
-    What was sent there is cached there, or was evicted there and will be again: nothing has to be asked of the engines.
-    Documents that were sent nowhere go to the idlest engine, of equally idle ones to the one that was sent fewest.
+    An engine caches the orders sent to it, so the engines need not be queried. New orders go to the engine with the
+    fewest running requests, of equal ones to the one with the fewest orders.
     """
 
     def __init__(self, num_engines: int, max_known: int = _MAX_KNOWN) -> None:

@@ -139,8 +139,8 @@ async def costs() -> dict[str, Any]:
 async def speculation(speculation_id: str, request: Request, after: int = 0) -> dict[str, Any]:
     """Return a speculation's queue time, including preemptions.
 
-    The engine tells it with the step in which it begins, and goes on. Null until it has told more than ``after`` times,
-    for which this waits a little.
+    The engine reports it at the start and after each pause. Null until there are more than ``after`` reports, for which
+    the route waits briefly.
     """
     if received.engine() is None:
         raise HTTPException(404, "this server runs without RAGCache")

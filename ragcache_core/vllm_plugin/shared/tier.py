@@ -82,16 +82,16 @@ class SharedTier(TransferTier):
         """Start using the store at ``url``, which need not answer yet.
 
         Args:
-            spec: has the controller and the identity of what is stored.
+            spec: has the controller and the cache namespace.
             host_memory: rows of host memory, ``[num_rows, block_bytes]``.
-            url: of the store.
+            url: URL of the store.
             ttl_s: seconds after which the store deletes an object.
-            key_file: has the keys of encrypted objects.
-            max_bytes: that the objects of this model may take in the store, whichever engine stored them.
+            key_file: keys of encrypted objects.
+            max_bytes: maximum bytes of this model's objects in the store, from all engines.
 
         Raises:
-            ConfigError: it cannot be used at all, nothing tells the model's weights from others, there is no key in
-                ``key_file``, or ``max_bytes`` holds less than two blocks.
+            ConfigError: the store is not usable, the identity of the model's weights is unknown, ``key_file`` has no
+                key, or ``max_bytes`` is less than two blocks.
         """
         assert spec.controller is not None
         num_rows, block_bytes = host_memory.shape  # type: ignore[misc]  # typeshed: of any length

@@ -51,11 +51,11 @@ class LayerwiseLoader:
     """The injections of jobs, called for each layer in order.
 
     Args:
-        layers: the model's.
-        memory: where the chunks are kept.
-        placed: which pages are copied into which blocks.
-        depth: how many layers to load ahead of the one that is asked for.
-        stream: what copies run on; None where memory is the device's own.
+        layers: the model's layers.
+        memory: the memory of chunks.
+        placed: the pages to copy, with their blocks.
+        depth: number of layers to load before the requested one.
+        stream: CUDA stream of copies; ``None`` for CPU memory.
     """
 
     def __init__(
