@@ -213,9 +213,7 @@ def quality(
 
     methods = order_methods(document_orders, max_score_loss)
     if deduplicate and methods:
-        raise click.UsageError(
-            "--deduplicate cannot be combined with --document-order or --max-score-loss: leave them out."
-        )
+        raise click.UsageError("--deduplicate is measured alone: leave --document-order and --max-score-loss out.")
     if deduplicate and options["alphas"] is not None:
         raise click.UsageError(
             "--deduplicate cannot be combined with --alphas, which is for chunk reuse: leave --alphas out."
