@@ -30,7 +30,7 @@ from ragcache_core.private_files import make_private_folder
 from ragcache_core.types import SelectionName
 
 PolicyName = Literal["pgdsf", "gdsf", "lru", "lfu", "s3fifo", "arc", "mixture"]
-"""What decides which document leaves a full tier."""
+"""Name of a replacement policy."""
 CompressionName = Literal["auto", "off", "lz4", "zstd"]
 """How KV on disk and in a shared store is compressed."""
 QueueOrder = Literal["cache_aware", "fifo"]

@@ -23,7 +23,7 @@ class Memory:
     total: int
     available: int
     is_limited: bool = False
-    """Whether that is the limit of a control group, and not what the machine has."""
+    """Whether the limit is that of a control group rather than the machine's memory."""
 
     @property
     def whose(self) -> str:

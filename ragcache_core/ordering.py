@@ -25,10 +25,10 @@ MAX_PATH_DOCUMENTS = 32
 MAX_PREFIXES = 32
 """The number of prefixes that count where a prompt's static prefix is unknown: those that changed last."""
 PATHS_VERSION = 3
-"""Of what a server says about cached paths."""
+"""Version of a server's report of cached prefixes."""
 
 ANYWHERE = b"anywhere"
-"""In place of a static prefix: what is stored of a document by its content, for reuse behind any others."""
+"""Stands for the static prefix of chunks stored for chunk reuse."""
 
 _DIGEST_BYTES = 16
 _MAX_PATHS = 200_000

@@ -125,7 +125,7 @@ def locate_documents(
 
 
 _SHORT_CHARS = 32
-"""A document of fewer characters may stand in a prompt as a part of a word."""
+"""A shorter document may be a part of a word in a prompt."""
 
 
 class _Places:

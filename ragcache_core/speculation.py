@@ -24,7 +24,7 @@ _WEIGHT = 0.2
 _ENOUGH_SEARCHES = 3
 
 D = TypeVar("D")
-"""What a stage found: the documents in the order of the prompt. What is equal leads to the same prompt."""
+"""The documents of a stage in prompt order. Equal ones lead to the same prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,7 @@ class StageStabilityStats:
         common_prefix_len = next((i for i, (a, b) in enumerate(zip(candidates, final)) if a != b), len(final))  # noqa: B905
         share = min(common_prefix_len, len(candidates)) / len(final) if final else 0.0
         before = self._learnt.get(stage, StageRecord(0.0, 0.0, 0))
-        weight = max(_WEIGHT, 1 / (before.num_searches + 1))  # the mean at first, then what is of late
+        weight = max(_WEIGHT, 1 / (before.num_searches + 1))  # a mean at first, then a moving average
         self._learnt[stage] = StageRecord(
             before.share + weight * (share - before.share),
             before.left_s + weight * (left_s - before.left_s),

@@ -11,7 +11,7 @@ from ragcache_core.types import DocId, PromptSegment, SegmentKind, Swap, Tier
 MAX_HOTTEST = 10
 """Documents that an engine names as its hottest."""
 CONTENTS_ORDERS = ("bytes", "uses", "saved", "age")
-"""What cached documents are listed by, the largest first."""
+"""Sort orders of cached documents, the largest first."""
 MAX_LISTED = 10_000
 """Documents in one list."""
 STATS_KEY = "ragcache"
@@ -19,7 +19,7 @@ STATS_KEY = "ragcache"
 PIPELINE_KEY = "pipeline"
 """Key beside these statistics for the report of the search, :meth:`PipelineReport.to_dict`."""
 ANSWER_KEY = "answer_cache"
-"""Key in their place of an answer that was kept from before: to which question, and how near that is."""
+"""Metadata key of a cached answer: its original question, and the similarity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ class RequestStats:
 
 
 TOKENS_BY_ORIGIN = tuple(each.name for each in fields(RequestStats) if each.metadata.get("is_origin"))
-"""Statistics of a request that say which tier its cached tokens came from."""
+"""Fields of a request's statistics with its cached tokens by tier."""
 
 
 def document_stats(segments: Iterable[PromptSegment], num_cached_tokens: int) -> tuple[DocumentStats, ...]:

@@ -178,7 +178,7 @@ class Origin(enum.IntEnum):
 
 
 QuestionFormat = Literal["auto", "ragcache", "squad", "hotpotqa", "musique", "2wikimultihopqa", "longbench"]
-"""What a file of questions is: our own lines, or a published set's; see ``bench/quality/published.py``."""
+"""Format of a file of questions: JSON lines, or a published set's; see ``quality/published.py``."""
 
 SelectionName = Literal["cache_craft", "whole_chunks"]
 """Which tokens of reused chunks are computed all the same; see ``chunk/selection.py``."""

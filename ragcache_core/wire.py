@@ -37,7 +37,7 @@ from ragcache_core.types import MAX_LABEL_CHARS, PromptSegment, SegmentKind
 WIRE_VERSION = 1
 KEY = "ragcache"
 HUNG = "EngineHungError"
-"""The type of the error with which ``/health`` says, at status 503, that the engine makes no progress."""
+"""Error type of ``/health``, with status 503, for a hung engine."""
 DEFAULTS_HEADER = "x-ragcache-defaults"
 """With which the server says, in answers to requests for completions, what it adds to those, as JSON: defaults of
 sampling on which it depends where an answer may be cut, the ``most_tokens`` of any answer, and whether those to chats
@@ -45,9 +45,9 @@ are read from the model's tokens by a format that has no second beginning (``is_
 SESSION_HEADER = "x-session-id"
 """Equal for requests with the same first document, or the same beginning: vLLM's router and others hash it."""
 SPECULATION_HEADER = "x-ragcache-speculation"
-"""The id of a speculation, on its request, its confirmation and what is asked about it."""
+"""Id of a speculation, on its request, its confirmation and queries about it."""
 SPECULATION_ROUTE = re.compile(r"/v1/ragcache/speculations/([^/]+)")
-"""Routes of a speculation, with its id: where it is confirmed, ended and asked about."""
+"""Route of a speculation by id: confirm, cancel and query it."""
 REQUEST_ROUTE = re.compile(r"/v1/ragcache/requests/(.+)")
 """Route of the figures of a request that was answered, with the id of its response."""
 REPLICA_HEADER = "x-ragcache-replica"
@@ -60,8 +60,8 @@ MAX_SPECULATION_CHARS = 64
 MAX_EXPECTED_USES = 1000
 """The number of next requests in which uses are expected; each request is at most one use."""
 ChunkReuseOption = ChunkReuseRequest | Mapping[str, Any] | Literal["store"] | bool | None
-"""What a request may say of chunk reuse: yes (with which settings), no, or as the engine does. With ``store`` it is
-answered exactly, and its documents are kept for others to reuse."""
+"""Chunk-reuse option of a request: settings, ``True`` or ``False``; the engine's by default. With ``store`` the answer
+is exact, and its documents are stored for chunk reuse."""
 ChunkReuseWish = ChunkReuseRequest | Literal[False, "store"] | None
 """The same, read; ``None`` is as the engine does."""
 _MAX_DEPTH = 8

@@ -112,7 +112,7 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-_PROBE = "Who asked this question, and when?"  # embedders with the same vector for it are the same one
+_PROBE = "Who asked this question, and when?"  # embedders with an equal vector of it count as equal
 _NUM_WORD_BUCKETS = 2048
 _MAX_FORGOTTEN = 10_000
 _FORMAT = 2  # format 1 has no checksums

@@ -30,7 +30,7 @@ from ragcache_core.client import Engine, EngineClient
 from ragcache_core.errors import ConfigError
 
 NUM_IN_FLIGHT = 8
-"""Concurrent requests where nothing is timed."""
+"""Concurrent requests outside of measurements."""
 _NUM_UNCACHED_WARM_UP = 8
 _LAST_STEP_S = 3.0
 _EXTERNAL_HITS = "vllm:external_prefix_cache_hits_total"

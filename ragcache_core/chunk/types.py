@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from ragcache_core.errors import PromptError
 
 ChunkKey = bytes
-"""SHA-256 of a chunk's token ids, and of the static prefix's: equal chunks are one wherever they stand among others."""
+"""SHA-256 of a chunk's token ids and of the static prefix, independent of its position."""
 
 
 ContextKey = bytes
-"""SHA-256 of everything that stands before a chunk: the static prefix, other chunks, and what separates them."""
+"""SHA-256 of everything before a chunk: the static prefix, other chunks, and separators."""
 
 
 def chunk_key(token_ids: Sequence[int], *, behind: ChunkKey = b"") -> ChunkKey:
@@ -70,7 +70,7 @@ class ChunkStatistics:
     """Eq. 3: the attention of the chunk's tokens to each chunk of ``prefix``, parallel to it."""
 
     intra: float
-    """Eq. 4: attention of the chunk's tokens to the chunk's earlier tokens. What a token pays to itself is not in."""
+    """Eq. 4: attention of the chunk's tokens to its earlier tokens, without each token's own."""
 
     token_inter: tuple[float, ...]
     """For Eq. 14: each token's attention to all the chunks of ``prefix``, one for every token of the chunk."""

@@ -408,7 +408,7 @@ class AsyncStore:
         num_bytes = 0
         try:
             num_bytes = fetch(scratch)
-        except Exception:  # whatever it is, what was to be read is a miss
+        except Exception:  # any error makes the read a miss
             logger.warning("RC-DISK-UNREADABLE: %s cannot be read: a miss", self._store.path, exc_info=True)
             transfer.abandon()
         finally:

@@ -34,7 +34,7 @@ class ChunkNote:
     frequency: float = 0.0
     cost: float = 0.0
     stored_s: float = 0.0
-    """When what it holds was computed, in seconds since 1970."""
+    """Time of computation, in seconds since 1970."""
     is_private: bool = False
     """Whether only requests with its salt may know that it is here."""
 
@@ -87,7 +87,7 @@ class ChunkStoreStats:
     """Chunks of the index that the data file turned out to be too short for."""
     num_read_errors: int
     num_resets: int
-    """1 when the store was found damaged as a whole and started empty."""
+    """1 if the store was damaged as a whole and started empty."""
     num_over_capacity: int
     """Chunks that were dropped because the store was opened with less capacity than before."""
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 logger = logger_of(__name__)
 
 CODEC = "blosc2"
-"""What a record of a packed chunk names as its codec."""
+"""Name of the codec in the record of a compressed chunk."""
 HINT = "pip install 'ragcache[compression]'"
 MOST_CHUNKS_PER_SLOT = 2
 """A tier of compressed chunks holds at most this many times the chunks that fit uncompressed."""

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 KEY_ENV = "RAGCACHE_DISK_KEY"
-"""The environment variable that holds what a key file would."""
+"""Environment variable with the content of a key file."""
 KEY_BYTES = 32
 _ID_BYTES, _NONCE_BYTES, _TAG_BYTES = 4, 12, 16
 _SEAL_BYTES = _ID_BYTES + _NONCE_BYTES + _TAG_BYTES

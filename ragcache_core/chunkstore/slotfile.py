@@ -47,7 +47,7 @@ class SlotMap:
     def __init__(self, num_slots: int) -> None:
         self._used = bytearray(num_slots)
         self._blank = bytearray(num_slots)  # whatever was here before is not known
-        self._next = 0  # where the search goes on: what was freed lately is overwritten last
+        self._next = 0  # start of the next search, so that recently freed slots are reused last
         self.num_free = num_slots
 
     def occupy(self, slot: int) -> None:

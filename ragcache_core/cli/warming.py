@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 _MAX_ASKED: Final = 2_000
-"""Documents of a store, evenly spread, that are asked about: a search takes about a millisecond."""
+"""Number of evenly spaced documents used as queries: a search takes about a millisecond."""
 _QUESTION_CHARS: Final = 200
 
 _Progress = Callable[[int], object]
@@ -95,7 +95,7 @@ def _beginning(document: Document) -> str:
 DEFAULT_COST_MODEL = "a10g-mistral-7b"
 _DEFAULT_K = 2
 _REUSED = 0.3
-"""Of a reused chunk, computed again: what a forecast assumes, as ``ragcache advise`` does."""
+"""Recomputed share of a reused chunk in a forecast, as in ``ragcache advise``."""
 _QUESTION_TOKENS = 32
 _APART_S = 10.0  # between requests whose times are unknown
 

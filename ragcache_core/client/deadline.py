@@ -38,9 +38,9 @@ from ragcache_core.wire import ChunkReuseOption, read_chunk_reuse
 
 _COSTS_TIMEOUT_S = 2.0
 _COSTS_AGAIN_S = 60.0
-"""A server that did not report costs is asked again after so long: another one may be there by then."""
+"""Seconds until costs are read again from a server that did not report them."""
 _LOAD_TIMEOUT_S = 0.1
-"""Asking is a part of what the user waits for."""
+"""Time limit of reading the load, which adds to the user's wait."""
 
 _NO_REUSE = "the engine was started without chunk reuse"
 _NOT_SAID = "the server did not say what its engine takes"
@@ -193,7 +193,7 @@ class DeadlineClient:
         elif decision.messages is not None:
             moved = planned(decision.messages, chunk_reuse=wish if wish is not None else exactly)
             moved = replace(moved, extra_body={"messages": decision.messages, **moved.extra_body})
-            plan = replace(moved, asked=plan.asked)  # the chat goes on with the messages that it holds
+            plan = replace(moved, asked=plan.asked)  # later turns use the chat's own messages
         return replace(plan, deadline=decision.report)
 
     def _decide(

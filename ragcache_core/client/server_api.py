@@ -16,7 +16,7 @@ from ragcache_core.client.http.errors import translate_errors
 from ragcache_core.errors import EngineAuthError, EngineError
 
 _LAZY = ("openai.resources", "anyio._backends._asyncio")
-"""What openai needs for its first request, and httpx for its first asynchronous one: 0.2 to 0.4 s."""
+"""Modules for openai's first request, and httpx's first asynchronous one: 0.2 to 0.4 s."""
 _T = TypeVar("_T")
 
 

@@ -101,7 +101,7 @@ class WarmingClient:
                         expected_uses=expected_uses,
                         chunk_reuse="store" if keeps_chunks else False,
                     )
-                    # The engine tells what is cached of requests without a scope alone.
+                    # The engine reports cached prefixes only for requests without a scope.
                     if scope == KVScope() and self._is_cached(prompt, last, block_size, anywhere=keeps_chunks):
                         if has_disk:
                             request.prefetch()

@@ -33,7 +33,7 @@ _IN_HEAD = {"base", "link", "meta", "noscript", "script", "style", "template", "
 _TEXT_ONLY = {
     name: re.compile(rf"</{name}(?=[\s/>])", re.IGNORECASE) for name in ("script", "style", "textarea", "title")
 }
-"""Elements that hold no tags, and what ends them."""
+"""Elements that contain no tags, and their end tags."""
 _PARAGRAPHS = {
     "address", "article", "aside", "blockquote", "dd", "div", "dl", "dt", "fieldset", "figure", "footer", "form",
     "h1", "h2", "h3", "h4", "h5", "h6", "header", "hr", "main", "ol", "p", "pre", "section", "table", "ul",

@@ -32,7 +32,7 @@ class Record:
 
 
 OnBad = Callable[[DocumentError], None]
-"""Is told of a document that cannot be stored: raises to stop, returns to go on without it."""
+"""Called with the error of an invalid document; raises to stop, returns to skip it."""
 
 Reader = Callable[[bytes, str, OnBad], Iterator[Record]]
 """(content, name, on_bad) -> records."""

@@ -85,8 +85,7 @@ class ReplacementPolicy(ABC):
     rank_ages: ClassVar[Sequence[int]] = ()
     """Requests since a node's last access at which it is ranked again, where its rank falls faster than others'."""
     is_selective: ClassVar[bool] = False
-    """Whether a full host tier takes in only what ranks above that which would have to go. Only where ranks need no
-    clock."""
+    """Whether a full host tier admits only nodes that rank above the evicted ones. Only for ranks without a clock."""
     copy_discount: ClassVar[float] = 0.0
     """By how much a node ranks lower in a tier while slower ones hold all of it as well: it would be loaded again and
     not computed. Only where ranks need no clock; 0: a tier does not look at those below."""

@@ -19,7 +19,7 @@ _START: Final = (0.1, 0.1, 0.8)
 _START_TOKENS: Final = 10.0
 """The weight of these, in mean requests' tokens."""
 _LEARNING_RATE: Final = 0.02
-"""The share of what was learned that each request replaces."""
+"""Share of the learned weights that each request replaces."""
 _SHRINKAGE: Final = 40.0
 """The weight of the factors of all nodes in those of one class, in mean requests' tokens."""
 _PRIOR_USES: Final = 3.0

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Final
 
 NUM_KINDS: Final = 8
-"""Turns are told apart by their number up to here; the last kind is of all that are later."""
+"""Number of turns with separate statistics; the last covers all later turns."""
 _NUM_BINS: Final = 24
 """Think times are counted in powers of two, the last bin has all that are longer."""
 _PRIOR: Final = 4.0
-"""The weight of the preceding turn's estimate, in turns. Nothing is expected before a conversation's second turn."""
+"""Weight of the previous turn's estimate, in turns. Nothing is expected before a second turn."""
 _WINDOW: Final = 1024.0
 """Turns of a kind after which all that was counted of it counts half."""
 _LEAST_LIKELY: Final = 0.05

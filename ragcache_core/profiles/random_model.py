@@ -20,7 +20,7 @@ from ragcache_core.errors import ConfigError
 from ragcache_core.private_files import FOLDER_MODE, make_once
 
 _VERSION = 1
-"""Part of a model's name: what is made otherwise must not be taken for what was made before."""
+"""Part of a model's name, changed with the generator."""
 _STANDARD_DEVIATION = 0.02
 _NUM_SPECIAL = 3
 _CHAT_TEMPLATE = (

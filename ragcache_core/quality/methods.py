@@ -48,7 +48,7 @@ PREFIX = Method("prefix caching")
 SHOWN_AGAIN = Method("shown again", refers=False)
 REFERRED_TO = Method("referred to", refers=True)
 NAIVE = Method("naive reuse", ChunkReuse(selection="cache_craft", alpha=0.0), encodes_independently=True)
-"""Documents computed alone, of whose KV only the positions are put right: what costs least, and what mending beats."""
+"""Documents computed alone, with only positions corrected: the cheapest baseline."""
 
 
 def chunk_methods(selection: SelectionName, alphas: Iterable[float], max_recompute: float = 1.0) -> list[Method]:

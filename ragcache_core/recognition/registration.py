@@ -13,7 +13,7 @@ from typing import Self
 from ragcache_core.types import DocId
 
 EDGE_WIDTH = 6
-"""Tokens of each edge that are kept."""
+"""Number of tokens kept of each edge."""
 _FORM = struct.Struct("<QIIIBBBB")
 _DIGEST_BYTES = 8
 

@@ -42,7 +42,7 @@ _MAX_RATIO_UPDATE = 4.0
 """Limit of the ratio of expected to measured time of one search."""
 _PACE_WEIGHT = 0.2
 _LEAST_TIMED_S = 0.0002
-"""A shorter search is mostly the cost of its calls and says nothing of longer ones."""
+"""A shorter search measures mostly call overhead."""
 
 _NEEDED_BY = {
     "retrieval": "document stores and their search need",

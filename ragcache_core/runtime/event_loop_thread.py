@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 _Result = TypeVar("_Result")
 
 _CANCELLED_AGAIN_S = 0.5
-"""What runs on so long after its cancellation has lost it, as where a connection's timeout came at the same moment."""
+"""Seconds after which a cancellation is repeated, as it may be lost with a simultaneous time-out."""
 
 
 class EventLoopThread:

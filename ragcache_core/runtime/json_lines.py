@@ -14,7 +14,7 @@ _PREFIX = re.compile(
     r"(?P<message>.*)",
     re.DOTALL,
 )
-"""What vLLM's lines begin with: the process, the level, the time without a year, and the place in the source."""
+"""The prefix of vLLM's log lines: process, level, time without year, and source."""
 _MAX_LINE_BYTES = 1 << 16
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _BAR_CELLS = 24
-_REDRAWN_PER_S = 4  # it takes the time of what is measured meanwhile
+_REDRAWN_PER_S = 4  # redrawing takes time from a measurement
 _ENDLESS = 100_000
 
 
@@ -62,7 +62,7 @@ class Bar:
                 console=Console(stderr=True),
                 transient=not self._is_kept,
                 refresh_per_second=_REDRAWN_PER_S,
-                redirect_stdout=sys.stdout.isatty(),  # a file or pipe gets what is written to it
+                redirect_stdout=sys.stdout.isatty(),  # only on a terminal
             )
             progress.start()
             self._drawn = progress, progress.add_task(self.what, total=self.total)

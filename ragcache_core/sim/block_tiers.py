@@ -110,7 +110,7 @@ class GPUBlocks:
         num_missing = num_blocks - self.num_spare
         if num_missing > 0:
             num_missing -= len(self._tree.evict_up_to(Tier.GPU, num_missing))
-            for _ in range(num_missing):  # others depend on what is left: an allocation that fits must succeed
+            for _ in range(num_missing):  # evict although others depend on it, as an allocation that fits must succeed
                 if self._tree.evict_anything(Tier.GPU) is None:  # of what requests use, the other copy
                     next(other for other in (held, *self._held) if other.copies).copies.pop()
         held.num_unnamed += num_blocks
@@ -206,7 +206,7 @@ class HostBlocks:
         sources: dict[Hashable, Tier] = {}
         promised: list[Hashable] = []
         num_promoted = -1
-        while len(sources) != num_promoted:  # vLLM asks again once all that it had brought is there
+        while len(sources) != num_promoted:  # vLLM looks up again after all loads have ended
             num_promoted = len(sources)
             self.release(promised)
             promised = []

@@ -173,7 +173,7 @@ class BlockCache:
 
     def _serve(self, run: BlockRun) -> Served:
         self.begin(run, loads_by_layer=self._options.overlaps_transfers)
-        if self._options.overlaps_transfers:  # host memory holds what is loaded until the prompt is computed
+        if self._options.overlaps_transfers:  # loaded blocks stay in host memory until the prompt is computed
             self.compute(run, run.num_left)
             self.load(run)
         else:
@@ -231,7 +231,7 @@ class BlockCache:
         elif self._chunks is not None:
             self._chunks.warm(run.request, run.expected_uses)
         run.held = self._gpu.use(keys[:num_local])
-        run.num_computed = min(len(run.tiers) * size, num_tokens - 1)  # of what was loaded whole the last one again
+        run.num_computed = min(len(run.tiers) * size, num_tokens - 1)  # a fully cached prompt recomputes its last token
         run.num_answered = 0
         if below and not loads_by_layer:  # the rest of the prompt gets its blocks once these are loaded
             self._gpu.take(run.held, len(below))

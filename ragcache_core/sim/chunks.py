@@ -49,7 +49,7 @@ class SimulatedChunks:
             chunk = self._chunk(request, i)
             if selected[i] < num_tokens and self._store.has(chunk):
                 tier = self._store.use(chunk)
-                if tier is not None:  # else what was read before it has pushed it out, and it is stored again
+                if tier is not None:  # otherwise earlier reads evicted it, and it is stored again
                     tiers[i] = tier
         for i, num_tokens in ahead.items():
             if i not in tiers and num_tokens >= request.doc_tokens[i] / (1 if tiers else 2):

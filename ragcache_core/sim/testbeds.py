@@ -18,7 +18,7 @@ _OF_KV: Mapping[str, float] = {
     "host_gib_per_s": _PCIE4_GIB_PER_S,
     "disk_gib_per_s": _NVME_GIB_PER_S,
 }
-"""What a file may say beside its times, and what is assumed where it does not."""
+"""Optional fields of a file, with their defaults."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,7 @@ _GAUGES = (
     *("num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs", "num_kv_fetch_reqs_by_stage"),
     *("kv_cache_usage", "waiting_lora_adapters", "running_lora_adapters"),
 )
-"""What of a step's statistics is as it is, and not how often something happened."""
+"""Statistics of a step that are gauges rather than counts."""
 _LEAVES_WEIGHTS = (
     *("compute_weight_checksums", "init_weight_transfer_engine", "shutdown_weight_transfer_engine"),
     *("checkpoint_prepare", "checkpoint_restore", "save_sharded_state", "update_max_model_len", "profile"),

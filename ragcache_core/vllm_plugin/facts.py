@@ -39,7 +39,7 @@ HOOKS: tuple[tuple[type, type], ...] = (
     (TreeBlockPool, compat.BlockPool),
     (RAGCachePromMetrics, compat.KVConnectorPromMetrics),
 )
-"""What stands in for what."""
+"""RAGCache's functions, and the functions of vLLM that they replace."""
 
 PRIVATE: dict[Any, tuple[str, ...]] = {
     BlockHashToBlockMap: ("_cache",),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 MATCH_KEYS = ("model_config", "parallel", "holds")
-"""What older identities of an engine have in common with its own: other weights of the model, another vLLM."""
+"""Fields that older namespaces of an engine share with its own; weights and vLLM may differ."""
 _NUM_SAMPLES = 2048
 _SAMPLES_OF_A_FILE = 512
 _SAMPLE_BYTES = 4096

@@ -35,8 +35,8 @@ class PluginSettings(CacheConfig):
     """Which quality of answers chunk reuse has by which alpha, with the selection of ``chunk_reuse``."""
 
     keeps_frequency: bool = True
-    """Whether the uses of a document count on after its eviction. RAGCache's text leaves it open; the simulator can do
-    either, and is held against an engine that does what it does."""
+    """Whether a document's accesses are counted after its eviction. RAGCache's paper leaves it open; the simulator
+    supports both."""
 
     ghost_size: int = 100_000
     """Evicted documents whose uses are remembered; with few, a returning document counts as new. Each takes 0.7 KiB,

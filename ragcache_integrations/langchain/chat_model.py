@@ -123,7 +123,7 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
     """The engine's own client repeats a request that was lost before its first token."""
     use_responses_api: bool | None = False
     connections: Connections = Field(default_factory=Connections, exclude=True, repr=False)
-    """With ``base_url``: what this model and its copies opened."""
+    """With ``base_url``: the connections of this model and its copies."""
     _connecting: threading.Lock = PrivateAttr(default_factory=threading.Lock)
     _connected: EngineClient | None = PrivateAttr(default=None)
     _hint: DocumentHint = PrivateAttr(default_factory=lambda: DocumentHint(CURE))

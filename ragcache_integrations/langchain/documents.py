@@ -138,4 +138,4 @@ class _RetrieverListener(BaseCallbackHandler):
 _LISTENER = _RetrieverListener()
 
 _listener: ContextVar[BaseCallbackHandler | None] = ContextVar("ragcache_listener", default=_LISTENER)
-register_configure_hook(_listener, inheritable=False)  # not handed down: every run asks for it itself
+register_configure_hook(_listener, inheritable=False)  # not inherited: every run requests it

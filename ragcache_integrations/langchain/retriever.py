@@ -49,7 +49,7 @@ _SETTINGS_OF: dict[SearchType, tuple[str, ...]] = {
     "similarity_score_threshold": ("score_threshold",),
     "mmr": ("fetch_k", "lambda_mult"),
 }
-"""What ``search_kwargs`` may hold beside ``k`` and ``filter``."""
+"""Allowed keys of ``search_kwargs`` besides ``k`` and ``filter``."""
 
 
 def _check_store(store: object) -> object:
@@ -117,7 +117,7 @@ class RAGCacheRetriever(HoldsHandles, BaseRetriever):
     k: int = Field(default=4, ge=1, validation_alias=AliasChoices("k", "top_k"))
     """How many documents to return, also called ``top_k``; a call may ask for another number."""
     filter: MetadataFilter | None = None
-    """What the metadata of every document must be, ``{"tenant": "a"}``, or a function that accepts it."""
+    """Condition on the metadata of every document, such as ``{"tenant": "a"}``, or a function."""
     search_type: SearchType = "similarity"
     """``mmr`` returns documents that differ, ``similarity_score_threshold`` those that are relevant enough."""
     search_kwargs: dict[str, Any] = Field(default_factory=dict)

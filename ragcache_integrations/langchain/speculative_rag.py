@@ -143,7 +143,7 @@ class SpeculativeRAG(HoldsHandles, RunnableSerializable[str | dict[str, Any], AI
             async for chunk in chunks:
                 yield chunk
 
-    # The four ways to answer. Each searches, asks the model, and leaves nothing behind.
+    # The four ways to answer. Each searches, calls the model, and cleans up.
 
     def _invoke(
         self,

@@ -28,10 +28,8 @@ from ragcache_core.types import Document, RetrievalUpdate
 from ragcache_integrations.langchain.documents import to_langchain
 
 MetadataFilter = Mapping[str, object] | Callable[[Mapping[str, object]], bool]
-"""What the metadata must be, as ``{"tenant": "a", "year": {"$gte": 2020}}``, or a function that accepts it.
-
-See :func:`~ragcache_core.retrieval.filters.parse_filter` for the operators.
-"""
+"""Condition on metadata, such as ``{"tenant": "a", "year": {"$gte": 2020}}``, or a function. See
+:func:`~ragcache_core.retrieval.filters.parse_filter` for the operators."""
 
 
 class CoreEmbeddings(Embeddings):

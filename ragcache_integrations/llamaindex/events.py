@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ragcache_core.retrieval.base import Metric
 
 dispatcher = get_dispatcher("ragcache_integrations.llamaindex")
-"""What publishes the events of this package; they reach the handlers of LlamaIndex's root dispatcher too."""
+"""Dispatcher of this package's events, which also reach the handlers of LlamaIndex's root dispatcher."""
 
 
 _FIELDS = tuple(field.name for field in fields(RequestStats))

@@ -59,7 +59,7 @@ from ragcache_integrations.rag.handles import HoldsHandles, check_engine
 
 DEFAULT_TIMEOUT_S = 600.0
 _SETTINGS = frozenset(inspect.signature(OpenAI.__init__).parameters) - {"self", "kwargs"}
-"""What ``OpenAILike`` takes besides its fields."""
+"""Arguments of ``OpenAILike`` besides its fields."""
 
 _NOT_CHAT = "it goes to the completions endpoint, where no documents are known"
 

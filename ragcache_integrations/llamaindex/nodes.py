@@ -28,7 +28,7 @@ from ragcache_core.types import ACL, DocId, Document
 
 _NODE_CONTENT = "_node_content"
 _NO_SOURCE = "None"
-"""What LlamaIndex writes as ``ref_doc_id`` of a node without a source."""
+"""LlamaIndex's ``ref_doc_id`` of a node without a source."""
 
 
 def document_from_node(node: BaseNode) -> Document:

@@ -47,7 +47,7 @@ _Response = TypeVar("_Response", bound=RESPONSE_TYPE)
 logger = logger_of(__name__)
 
 EMPTY_RESPONSE = "Empty Response"
-"""LlamaIndex's own answer where nothing was retrieved; the LLM is not asked."""
+"""LlamaIndex's own answer without retrieved nodes; the LLM is not called."""
 
 
 class RAGCacheQueryEngine(BaseQueryEngine):

@@ -32,7 +32,7 @@ from ragcache_integrations.rag.handles import HoldsHandles
 
 _SCAN_BATCH = 512
 _PREFETCH_FACTOR = 4
-"""What LlamaIndex's other stores fetch for MMR by default."""
+"""Default MMR prefetch factor of LlamaIndex's other stores."""
 _MMR_SETTINGS = {"mmr_prefetch_factor", "mmr_prefetch_k", "mmr_threshold"}
 
 

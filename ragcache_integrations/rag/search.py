@@ -24,7 +24,7 @@ Shown = TypeVar("Shown")
 """A framework's type of retrieved documents."""
 
 AskAhead = Callable[[list[Shown]], Callable[[], Speculation] | None]
-"""Returns what sends the request that follows from a stage's documents; ``None`` if nothing can be sent."""
+"""Returns a callable that sends the speculative request for a stage's documents; ``None`` if none can be sent."""
 
 Listener = Callable[[PipelineEvent], Awaitable[None] | None]
 

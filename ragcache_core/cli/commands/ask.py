@@ -175,7 +175,7 @@ def ask(
     The answer goes to standard output; documents, time to first token and cached tokens go to standard error. With
     --json, each question is one line with one object.
     """
-    if question is not None and question.startswith("--"):  # what follows "--", where no question stands before it
+    if question is not None and question.startswith("--"):  # an argument after "--" without a question
         vllm_args, question = (question, *vllm_args), None
     join = engine_opener(model, url, api_key, tokenizer, cache_config, vllm_args)
     if stream and as_json:
@@ -310,7 +310,7 @@ def _printer(stream: bool) -> Callable[[str], None]:
 
 
 _SCORE_NAMES: dict[Metric, str] = {"l2": "distance", "ip": "similarity"}
-"""What a store's scores are: a document at a smaller distance, or of a larger similarity, is nearer."""
+"""Name of a store's scores: distance (smaller is nearer) or similarity (larger is nearer)."""
 
 
 def _show_documents(found: RetrievalUpdate, metric: Metric) -> None:

@@ -27,7 +27,7 @@ DEFAULT_ALPHAS: dict[SelectionName, tuple[float, ...]] = {
     "cache_craft": (0.3, 0.6, 1.0, 2.0),
     "whole_chunks": (1.3, 1.5, 1.7, 2.0, 3.0),
 }
-"""From what recomputes little to what recomputes nearly all that changed its place."""
+"""From little recompute to nearly full recompute of moved chunks."""
 
 
 class Alphas(click.ParamType[Any]):

@@ -216,7 +216,7 @@ class Fleet(EngineClient):
             EngineError: a replica did not say that it has; the others have. Ask again when it is back.
         """
         wanted = doc_ids if isinstance(doc_ids, str) else list(doc_ids)
-        self._documents.begin(wanted, wait_s)  # what is kept here of answers goes first
+        self._documents.begin(wanted, wait_s)  # delete cached answers first
         receipts = _on_each(lambda engine: engine.forget(wanted, wait_s=wait_s), self._some())
         merged: ForgetReceipt = reduce(ForgetReceipt.merge_replicas, receipts)
         return merged
@@ -288,7 +288,7 @@ class Fleet(EngineClient):
 
         self._some()
         asked = self._replicas.ready() or self._replicas.all
-        with ThreadPoolExecutor(len(asked)) as threads:  # one that hangs takes its time limit, and not once for each
+        with ThreadPoolExecutor(len(asked)) as threads:  # hanging replicas time out at the same time
             told = list(threads.map(one, asked))
         answers = [answer for answer in told if not isinstance(answer, EngineError)]
         if not answers and isinstance(told[0], EngineError):

@@ -37,7 +37,7 @@ _PLACED = re.compile(r"-r\d+$")
 _REQUEST_ID = "X-Request-Id"
 """vLLM makes the id of a response from it: which replica has that response's figures is read off its end."""
 _LATE = "ragcache_late"
-"""Extension of a request that is sent once more: who was late with its first token, and gets it again as the last."""
+"""Extension of a resent request: the replica with the late first token, which is chosen last."""
 _MAX_SPECULATIONS = 4096
 _MAX_MOVED = 4096
 _MAX_REST_S = 60.0

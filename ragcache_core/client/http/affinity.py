@@ -31,13 +31,13 @@ from ragcache_core.wire import KEY, REPLICA_HEADER, REQUEST_ROUTE, SESSION_HEADE
 logger = logger_of(__name__)
 
 _OPENING = 64
-"""Tokens by which prompts without documents are told apart."""
+"""Number of tokens that distinguish prompts without documents."""
 _CHARACTERS_PER_TOKEN = 4
 _RESPONSE_ID = re.compile(rb'"id":\s*"([^"]{1,200})"')
 _MAX_REMEMBERED = 4096
 _BAD_GATEWAY, _UNAVAILABLE = 502, 503
 _UNSENT = b"error sending request for url"
-"""What vllm-router says, with status 500, of a server that is gone."""
+"""The error of vllm-router, with status 500, for a server that is gone."""
 
 
 @dataclass(frozen=True, slots=True)

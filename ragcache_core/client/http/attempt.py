@@ -19,10 +19,9 @@ from ragcache_core.log import logger_of
 from ragcache_core.wire import DEFAULTS_HEADER
 
 NO_RETRY = {"ragcache_sent_once": True}
-"""Extensions of a request that is worth one try: it is not sent again, waits for no restart, and raises no suspicion
-that the server has died."""
+"""Extensions of a request with one attempt: it is not resent, waits for no restart, and triggers no health check."""
 CONNECTION_ERRORS = (httpx.ConnectError, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
-"""How a connection ends whose server is gone."""
+"""Errors of a connection whose server is gone."""
 AUTO: Final = "auto"
 FirstTokenTimeout = float | Literal["auto"] | None
 """Seconds that a streamed request waits for its first token; ``None``: no limit; ``auto``: see :class:`RetryPolicy`."""

@@ -28,11 +28,11 @@ ENGINE_DEAD_SIGNS = (
     "EngineDeadError",
     "The server had an error while processing your request.",  # from 0.33 on
 )
-"""How vLLM's server says, in an answer of status 500 or inside a stream, that its engine process is gone."""
+"""Errors of vLLM's server, with status 500 or inside a stream, after a crash of its engine process."""
 _NO_TOOLS_SIGNS = ("requires --enable-auto-tool-choice", "requires --tool-call-parser")
-"""How it refuses tools where it was started without what reads a model's calls of them."""
+"""Errors of a server started without a tool-call parser."""
 _INTERNAL_SIGN = "Internal server error"
-"""All that it says, with status 500 or inside a stream, of an answer that it could not finish."""
+"""The error, with status 500 or inside a stream, of an answer that vLLM could not finish."""
 _CONSTRAINTS = ("response_format", "structured_outputs")
 _TOO_LONG_SIGNS = ("maximum context length", "maximum model length", "max_model_len", "longer than the maximum")
 _MAX_TOKENS_SIGNS = ("max_tokens", "max_completion_tokens", "fewer output tokens")

@@ -39,7 +39,7 @@ from ragcache_core.stats import RequestStats
 ResumeStreams = Literal["all", "greedy", "off"]
 """Which streamed answers continue after an engine failure."""
 Decode = Callable[[list[int]], Awaitable[str | None]]
-"""Returns the text of token ids; ``None`` where the server does not tell it."""
+"""Returns the text of token ids; ``None`` if the server does not report it."""
 _GREEDY_BELOW = 1e-5
 """Of temperatures: vLLM's own limit."""
 _HARMLESS = frozenset(
@@ -51,7 +51,7 @@ _HARMLESS = frozenset(
         *("chat_template", "chat_template_kwargs", "add_generation_prompt", "parallel_tool_calls", "temperature"),
     }
 )
-"""What a request may say whatever it says: the rest of its answer does not depend on where that was cut."""
+"""Settings that may have any value, as the rest of an answer does not depend on where it was cut."""
 _NEUTRAL: dict[str, object] = {
     "n": 1,
     "best_of": 1,
@@ -64,11 +64,11 @@ _NEUTRAL: dict[str, object] = {
     "tool_choice": "none",
     "response_format": {"type": "text"},
 }
-"""What it may say only with these values."""
+"""Settings that may only have these values."""
 _COMPLETION_TOKENS = 16
-"""How long a completion, but no chat, is where its request does not say: a default of the protocol's."""
+"""The OpenAI protocol's default length of a completion (not of a chat)."""
 _COMPARED = 16
-"""Characters that are told again at least."""
+"""Minimum number of characters that are generated again and compared."""
 _PREFIXES = ("chatcmpl-", "cmpl-")
 _NO_SEED = -1
 """vLLM's own."""
@@ -394,7 +394,7 @@ def _is_greedy(body: dict[str, Any]) -> bool:
 
 def _is_neutral(name: str, value: object) -> bool:
     neutral = _NEUTRAL.get(name, ...)
-    return neutral == value and isinstance(neutral, bool) == isinstance(value, bool)  # "logprobs": 0 asks for some
+    return neutral == value and isinstance(neutral, bool) == isinstance(value, bool)  # "logprobs": 0 is one
 
 
 def is_streamed(request: httpx.Request) -> bool:

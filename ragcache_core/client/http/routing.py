@@ -15,7 +15,7 @@ from ragcache_core.client.http.network import AsyncNetwork, also_checking
 from ragcache_core.runtime.event_loop_thread import EventLoopThread
 
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=8, keepalive_expiry=2.0)
-"""Nothing is sent again here, so an idle connection has to end before the server ends it."""
+"""Requests are not resent here, so an idle connection must end before the server ends it."""
 
 
 class Sending(Protocol):

@@ -55,7 +55,7 @@ _RESERVED_CORES_ENV = "VLLM_CPU_NUM_OF_RESERVED_CPU"
 connector, which ours does not need; of two cores it then reserves none, and everything takes three times as long."""
 _TOKENIZER_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
-"""Where a model's configuration says how many positions it has."""
+"""Keys of a model's configuration with its number of positions."""
 _LONGER_CONTEXT_ENV = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 _ALLOCATOR_ENV = "PYTORCH_CUDA_ALLOC_CONF"
 _PLUGIN = "ragcache_core.vllm_plugin"
@@ -295,13 +295,13 @@ def transfer_config(
             "is_host_optional": most_host_bytes is not None
             and not disk_bytes
             and cache.shared is None
-            and not cache.connectors,  # vLLM knows ours by the name that stands here
+            and not cache.connectors,  # vLLM finds RAGCache's connector by this name
             "most_host_bytes": None if most_host_bytes is None else max(most_host_bytes - for_chunks[0], host_bytes),
             "spec_name": "RAGCacheSpec",
             "spec_module_path": f"{_PLUGIN}.offload.spec",
         }
     key_file = None if cache.disk_key_file is None else str(cache.disk_key_file)
-    below: list[dict[str, object]] = []  # the nearest first, which is asked first
+    below: list[dict[str, object]] = []  # the nearest tier first, which is queried first
     if disk_bytes:
         place = {"directory": str(cache.directory), "capacity_bytes": disk_bytes, "key_file": key_file}
         below.append({"type": "DiskTier", "module_path": f"{_PLUGIN}.disk.manager", **place})

@@ -48,14 +48,14 @@ _HEALTH_CHECK_INTERVAL_S = 0.25
 _TOO_SMALL = re.compile(
     r"KV cache is needed, which is larger than the available KV cache memory \([^)]*\)[^`]*?\.(?= Try)"
 )
-"""What vLLM says where its KV memory does not hold one prompt of the longest length; what it tries is not ours."""
+"""vLLM's error if its KV memory does not fit one prompt of maximum length."""
 _NOT_FOUND = re.compile(
     r"(LocalEntryNotFound|RepositoryNotFound|GatedRepo|OfflineModeIsEnabled)Error|Cannot find an appropriate cached"
     r"|is not a local folder and is not a valid model identifier|We couldn't connect to .* to load the files"
 )
-"""What the client of the Hugging Face hub and Transformers say of a name that they cannot load."""
+"""Errors of the Hugging Face hub's client and of Transformers for an unknown name."""
 _NO_DEVICE = "Failed to infer device type"
-"""What vLLM says where no device is of the kind that it was built for."""
+"""vLLM's error if no device fits its build."""
 _KV_CURE = "Raise kv_cache_bytes, or lower max_model_len"
 logger = logger_of(__name__)
 

@@ -92,7 +92,7 @@ class ServerLog:
             self._kept += data
             del self._kept[:-_KEPT_BYTES]
             shown = data if self._lines is None else self._lines.feed(data)
-            is_open = is_open and _write(stream, shown)  # the server must not wait for a reader who has left
+            is_open = is_open and _write(stream, shown)  # the server must not block on a closed reader
         if self._lines is not None and is_open:
             _write(stream, self._lines.end())
         os.close(source)

@@ -33,7 +33,7 @@ class VLLMOffload:
     host_bytes: int
     eviction: VLLMEviction = "lru"
     directory: Path | None = None
-    """Where vLLM's own file tier lies, which has no limit; ``None`` is no such tier."""
+    """Folder of vLLM's own file tier, which has no size limit; ``None`` for no such tier."""
 
     def __post_init__(self) -> None:
         if self.host_bytes <= 0:
@@ -75,7 +75,7 @@ _HINTS = {
     "restart_window_s": "it must be a number of seconds above 0",
     "startup_timeout_s": "it must be a number of seconds above 0",
 }
-"""What to do about a setting, where pydantic's own words do not say it."""
+"""Hints for settings, if pydantic's message has none."""
 
 
 class LaunchSettings(BaseModel):

@@ -244,7 +244,7 @@ class Supervisor:
                 self._wake.clear()
                 if self._has_died() and not self._closing.is_set():
                     self._restart()
-        except BaseException as error:  # requests that wait for a restart must be told that there is none
+        except BaseException as error:  # waiting requests must learn that there is no restart
             self._give_up(f"the engine's supervisor failed ({type(error).__name__}: {error}): launch it again")
             raise
 

@@ -24,7 +24,7 @@ _TIMEOUT = httpx.Timeout(10.0, connect=5.0)
 """The engine answers between two steps."""
 _ASK_EVERY_S = 1.0
 _NUM_AT_ONCE = 2
-"""Questions of who waits: an answer that is on its way does not know what has just been cached."""
+"""Number of updates for a waiting caller: one in flight may lack recently cached prefixes."""
 _FIRST_PAUSE_S = 0.1
 _LAST_PAUSE_S = 5.0
 _UNSUPPORTED_PAUSE_S = 60.0
@@ -216,7 +216,7 @@ class CachedPrefixes(CachedPrefixIndex):
         while True:
             try:
                 await self._mirror(client)
-            except _UnsupportedError as error:  # until the server is replaced, or has the key: asked again less often
+            except _UnsupportedError as error:  # retried less often, until the server changes or accepts the key
                 is_warned = is_warned and not self.is_current
                 if not is_warned:
                     logger.warning(
@@ -237,7 +237,7 @@ class CachedPrefixes(CachedPrefixIndex):
         part_pause_s = _PART_PAUSE_S
         while True:
             answer = await self._ask(client, cursor)
-            told = answer["engines"]  # what was before a reset serves until all is complete
+            told = answer["engines"]  # the index before a reset is used until the new one is complete
             cursor = str(answer["cursor"])
             if len(told) > _MAX_ENGINES or len(cursor) > _MAX_CURSOR_CHARS:
                 raise ValueError(f"{len(told)} engines and a cursor of {len(cursor)} characters are too many")

@@ -30,7 +30,7 @@ CACHED_RESULT_STAGE = -1
 
 _MOST_QUESTIONS = 1024
 _LEAST_SEARCH_S = 0.02
-"""What took less the last time is not preceded by anything."""
+"""Searches that took less time the last time get no earlier result first."""
 _FORMAT = 2
 _MOST_KEPT = 256
 """How many sources and settings are remembered, in the process and in files: those used last."""

@@ -25,7 +25,7 @@ from ragcache_core.stats import PipelineReport
 from ragcache_core.types import DocId, Document, RetrievalUpdate
 
 _LOAD_FRESH_S = 0.05
-"""What the engine said of its load longer ago starts nothing: it is asked again."""
+"""Seconds after which a reported load is too old to start a speculation."""
 _FIRST_POLL_S, _LAST_POLL_S = 0.01, 0.16
 """How long an engine that cannot admit a speculation is not asked again: longer each time, since it is busy."""
 _BUSY_ANSWERS = 2

@@ -33,10 +33,10 @@ from ragcache_core.wire import KEY
 _OURS = (KEY, "prompt_token_ids")
 # What RAGCache itself puts into kv_transfer_params. The rest says, for example, that nothing is offloaded.
 MIN_PREFILL_TOKENS = 16
-"""Shorter beginnings are not worth a request: vLLM caches whole blocks, and this is the smallest usual one."""
+"""Minimum length of a prefill: vLLM caches whole blocks, and this is the smallest usual block."""
 
 _REMADE_AFTER_S = 10.0
-"""What a prompt begins with may change (a date, say), and making it may have failed: it is made again then."""
+"""Seconds until the beginning of a prompt is made again, as it may change (a date) or have failed."""
 
 UNKNOWN = ("Xqz", "Jvw kuy")
 """Two texts in place of one that is not known yet: other first characters, other lengths."""
@@ -219,7 +219,7 @@ class BoundPrompt:
         """
         if time.monotonic() - self._made_s >= _REMADE_AFTER_S and self._finds_documents:
             self._made_s = time.monotonic()
-            with suppress(RuntimeError):  # no more threads: the next call asks
+            with suppress(RuntimeError):  # no more threads: the next call retries
                 if _threads.run(partial(self._ask, shown_documents[:1], documents[:1])):
                     self._answered.wait(_FIRST_WAIT_S)
         return self._static_prefix
@@ -371,7 +371,7 @@ def _drafted(prompt: Any, format_docs: FormatDocuments | None, context: str, que
 def _of_layout(layout: PromptLayout, format_docs: FormatDocuments | None) -> _Template:
     def fill(context: str, unknown: Mapping[str, int]) -> list[ChatMessage]:
         asked = unknown["question"]
-        hint = (layout.relevance_hint or "") if asked else ""  # shown where the documents are reordered: not known here
+        hint = (layout.relevance_hint or "") if asked else ""  # unknown here: only for reordered documents
         return layout.messages_of(context, UNKNOWN[asked], hint)
 
     def show(shown: Sequence[Any], documents: Sequence[Document]) -> Any:

@@ -194,7 +194,7 @@ class PromptClient:
         fields = fields_of(settings)
         if not fields and all(map(_is_plain, sent)):
             if self._bound is None:
-                is_prefilled = current_scope() is None  # inside a scope the whole answer is asked ahead
+                is_prefilled = current_scope() is None  # inside a scope the whole answer is speculative
                 self._learner.see(messages, searches, RETRIEVED.searches(), is_prefilled=is_prefilled)
         else:
             self._tool_calls.see(messages, searches)

@@ -15,10 +15,10 @@ from ragcache_core.prompt import ChatMessage, DocumentSpan, PromptTokenizer, com
 from ragcache_core.types import DocId, Document
 
 _MAX_GAP_CHARS = 200
-"""More between two documents is hardly a separator: a text that was not recognised stands there."""
+"""Maximum length of a separator; longer text between documents was not recognised."""
 
 _MAX_CONTRADICTIONS = 3
-"""Contradictions in a row after which nothing is offered until two requests have the same layout."""
+"""Consecutive contradictions after which a layout is dropped, until two requests agree."""
 
 _NUMBER, _DOC_ID = "\0number\0", "\0doc_id\0"
 _SEVERAL = "its documents do not stand in one message of plain text"
@@ -159,7 +159,7 @@ class LayoutLearner:
             self._num_contradictions = 0 if is_foretold or known is None else self._num_contradictions + 1
             if known is None or not is_foretold:
                 layout = seen
-            else:  # what stands before the words that were searched for may be a part of a user's question
+            else:  # text before the query may be a part of the user's question
                 asked = common_prefix_len(known.tail[: known.asked], seen.tail)
                 is_more = seen.has_more_samples_than(known)
                 layout = replace(seen, asked=min(asked, seen.asked)) if is_more else replace(known, asked=asked)

@@ -31,7 +31,7 @@ _OF_TOKENIZE = (
 """Fields of a request on which its prompt depends, and which ``/tokenize`` has as well."""
 _NOT_OF_TOKENIZE = ("functions", "truncate_prompt_tokens")
 _MAX_KEPT = 16
-"""Chats whose tokens are kept: a request that is planned again is the same."""
+"""Number of chats with cached tokens, for requests that are planned again."""
 _TIMEOUT_S = 30.0
 
 
@@ -136,7 +136,7 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     fields = {name: given[name] for name in _OF_TOKENIZE if given.get(name) is not None}
     variables = fields.get("chat_template_kwargs") or {}
     if (effort := given.get("reasoning_effort")) is not None and isinstance(variables, Mapping):
-        # As the server does: models that think only if told to are told by the effort, too.
+        # As the server does: reasoning effort also enables optional thinking.
         variables = {"enable_thinking": effort != "none", **variables, "reasoning_effort": effort}
     if given.get("documents") is not None and isinstance(variables, Mapping):
         variables = {**variables, "documents": given["documents"]}

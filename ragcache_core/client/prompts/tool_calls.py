@@ -31,7 +31,7 @@ _USUAL = LearnedLayout(
     asked=0,
     after=(),
 )
-"""How the retriever tools of LangChain and LlamaIndex show documents, unless they are told otherwise."""
+"""Default document formats of LangChain's and LlamaIndex's retriever tools."""
 
 
 class ToolCalls:

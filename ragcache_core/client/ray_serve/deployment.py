@@ -24,7 +24,7 @@ _OPTIONS_CURES: Mapping[str, str] = {
 _ROUTER = "ragcache_core.client.ray_serve.router.DocumentRouter"
 _PATIENCE_S = 60.0
 _REPLICA: Mapping[str, Any] = {
-    "max_ongoing_requests": 1000,  # vLLM has the queue, which knows what is cached
+    "max_ongoing_requests": 1000,  # requests queue in vLLM, whose queue is cache-aware
     "health_check_period_s": 2.0,
     "health_check_timeout_s": 30.0,
     "graceful_shutdown_timeout_s": 60.0,

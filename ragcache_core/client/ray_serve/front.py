@@ -32,19 +32,19 @@ from ragcache_core.stats import ForgetReceipt, merged_report
 from ragcache_core.wire import REPLICA_HEADER, REQUEST_ROUTE, SPECULATION_ROUTE, max_body_bytes
 
 Bodies = Mapping[str, bytes]
-"""What replicas answered, by their names."""
+"""Responses of replicas by name."""
 _RECEIPT = TypeAdapter(ForgetReceipt)
 _OF_ONE = re.compile(r"/v1/ragcache/(cache|cache/gc|drain|documents/(show|pin|unpin|prefetch))")
 _MAX_PLACES = 8192
 _MAX_LOST = 3
-"""Replicas that may lose the same request before its first token: it may be what they die of."""
+"""Maximum number of replicas that may fail during one request, which may be the cause."""
 _PAUSE_S = 0.2
 _PROBES = ("/health", "/ready")
 _PROBE_S = 4.0
 """Seconds that a probe waits for a replica: after more, its sender takes the engine for one that hangs."""
 _UNAVAILABLE = 503
 _WITHOUT_KEY = ("GET", "HEAD", "OPTIONS")
-"""Methods for which the engine itself decides what needs no key: health and metrics."""
+"""Methods for which the engine checks the key: health and metrics need none."""
 _MAX_BODY_BYTES = max_body_bytes(1 << 20, takes_files=True)
 """More than any engine's door takes: each knows its own limit, and says which."""
 logger = logger_of(__name__)
@@ -96,7 +96,7 @@ MERGED: Mapping[tuple[str, str], Callable[[Bodies], bytes]] = {
     ("POST", "/v1/ragcache/cache/purge"): _receipt,
     ("POST", "/v1/ragcache/prefetch"): _most_read,
 }
-"""Routes that every replica answers, and what one answer is made of theirs."""
+"""Routes that all replicas answer, and how their responses are merged."""
 
 
 def cursors_of(cursor: str) -> dict[str, str]:
@@ -192,7 +192,7 @@ class Front:
             try:
                 status, headers = await anext(parts)
                 first = await anext(parts, b"")
-            except Exception as error:  # Serve's and Ray's own: the replica is gone, or has lost its server
+            except Exception as error:  # errors of Serve and Ray: the replica is gone, or its server is
                 raise _UnansweredError(f"{type(error).__name__}: {error!s:.200}", ask.sent_to is not None) from error
             if status in (BAD_GATEWAY, _UNAVAILABLE) or engine_died(httpx.Response(status, headers=headers), first):
                 raise _UnansweredError(f"status {status} {first[:200]!r}", status not in (BAD_GATEWAY, _UNAVAILABLE))

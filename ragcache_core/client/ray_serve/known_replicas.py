@@ -134,7 +134,7 @@ class ReplicaStates:
             for replica in gone:
                 deque(self._index.leave(replica.load.expected), 0)
             new = [name for name in told if name not in self._all]
-        for replica in gone:  # the end of a mirror waits for its thread
+        for replica in gone:  # closing an index waits for its thread
             threading.Thread(target=replica.mirror.close, name="ragcache-mirror-end", daemon=True).start()
         for name in new:
             url, serves = told[name]["url"], told[name]["serves"]

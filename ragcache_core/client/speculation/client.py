@@ -41,9 +41,9 @@ _TIMEOUT_S = 1.0
 _FRESH_S = 0.02
 """So long an answer serves every search of this process: many of them would otherwise ask a busy server at once."""
 _PAUSE_S = 10.0
-"""After a request that failed, none is sent for so long: the search goes on meanwhile."""
+"""Seconds without load requests after a failure."""
 _UNSUPPORTED_PAUSE_S = 60.0
-"""A server that takes no speculative requests may be replaced by one that does: it is asked again after so long."""
+"""Seconds until a server without speculation is checked again, as another may replace it."""
 _MAX_THREADS = 32
 _threads = DaemonThreadPool("ragcache-speculate", most=_MAX_THREADS)
 """Shared by all starts; some may be stuck."""

@@ -45,7 +45,7 @@ from ragcache_core.runtime.handle import OneProcess
 
 _LAST_EVENT = b"data: [DONE]\n\n"
 _MAX_KEPT = 64
-"""How many finished answers are kept for requests that may join them (again)."""
+"""Number of finished answers that are kept for adoption."""
 _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 _SHORT_TIMEOUT = httpx.Timeout(5.0)
 _CONFIRM_PAUSES_S = (0.05, 0.2, 1.0, 2.0, 5.0)
@@ -54,9 +54,9 @@ _ASK_AGAIN_S = 0.05
 """Before a server that had no news is asked again how long a speculation has waited; it waits for that itself."""
 _ERROR_EVENT = re.compile(rb'data:\s*\{\s*"error"\s*:')
 _LONGEST_CUT = 32
-"""The beginning of an event may arrive apart from its rest; so much of it is looked at again."""
+"""Bytes that are scanned again, as the beginning of an event may arrive apart from its rest."""
 _KEEP_S = 60.0
-"""How long a finished answer is kept for the request that may join it (again)."""
+"""Seconds that a finished answer is kept for adoption."""
 
 logger = logger_of(__name__)
 
@@ -356,7 +356,7 @@ class SpeculationRoutes:
         num_reports = 0
         while True:
             was_over = speculation.is_done
-            after = 0 if was_over else num_reports  # at the end it does not wait for what is known
+            after = 0 if was_over else num_reports  # at the end, do not wait for a known report
             answer = await self._ask(transport, "GET", speculation, f"?after={after}")
             if answer is not None and answer.status_code < 500:
                 match _json(answer):

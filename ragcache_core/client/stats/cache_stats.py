@@ -109,7 +109,7 @@ _READ["documents"] = list[_Span] | None, None
 _READ["epoch"] = str | None, None
 _READ["num_prompt_tokens"] = Annotated[int, Field(ge=0)] | None, None
 _REQUEST_STATS = create_model("_REQUEST_STATS", **_READ)
-"""The engine's answer about one request; what it leaves out is unknown."""
+"""The engine's response about one request; missing fields are unknown."""
 _ENGINE_STATS = TypeAdapter(EngineStats)
 
 
@@ -241,7 +241,7 @@ def _with_figures(
     named = ((each, each.id or doc_id) for each, doc_id in zip(spans, sent, strict=True))
     segments = [PromptSegment(SegmentKind.DOCUMENT, each.start, each.end, doc_id) for each, doc_id in named if doc_id]
     stats = replace(stats, documents=document_stats(segments, stats.num_cached_tokens))
-    if (reuse := read["chunk_reuse"]) is not None:  # vLLM takes what was computed for it for cached
+    if (reuse := read["chunk_reuse"]) is not None:  # vLLM counts tokens computed by chunk reuse as cached
         num_cached = max(stats.num_cached_tokens - reuse.num_computed_tokens, 0)
         stats = replace(stats, num_cached_tokens=num_cached)
     return replace(stats, **read, ttft_s=engine_ttft_s if stats.ttft_s is None else stats.ttft_s)

@@ -41,7 +41,7 @@ _PROBES_PER_CALL = 32
 _LOOK_AT_SELECTOR = 8
 """Multiply-adds that take as long as asking the selector for a document."""
 _POINTS_PER_LIST = 39
-"""What Faiss's k-means wants to train a centroid."""
+"""Vectors per centroid that Faiss's k-means requires."""
 _LEAST_LISTS = 6
 _PQ_CENTROIDS = 256
 
@@ -183,7 +183,7 @@ class IVFIndex:
         ids = np.full(k, -1, np.int64)
         stats = faiss.IndexIVFStats()  # the global one would be a data race
         params = _parameters(nprobe, among)
-        width = _PROBES_PER_CALL * nprobe // self._nprobe  # lists hold so much less of what is selected
+        width = _PROBES_PER_CALL * nprobe // self._nprobe  # lists have fewer selected vectors
         begin = 0
         for end in cut_points(cuts, nprobe):
             for start in range(begin, end, width):

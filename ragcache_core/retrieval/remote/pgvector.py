@@ -17,7 +17,7 @@ PgvectorIndex = Literal["hnsw", "ivfflat"]
 PgvectorMetric = Literal["l2", "cosine", "ip"]
 
 _SETTINGS = {"hnsw": ("hnsw.ef_search", 1000), "ivfflat": ("ivfflat.probes", 32768)}
-"""What an effort sets, and the most that pgvector takes."""
+"""The setting of an effort, and its maximum in pgvector."""
 _OPERATORS = {"l2": "<->", "cosine": "<=>", "ip": "<#>"}
 
 

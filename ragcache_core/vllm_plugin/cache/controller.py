@@ -855,7 +855,7 @@ class CacheController:
             uses.count(labels, state.segments)
         if has_disk:
             for node in path:
-                if node.doc_id is not None:  # one unit speaks for its node: a tree that grows again takes the highest
+                if node.doc_id is not None:  # one unit per node is enough: a restored tree takes the highest
                     self.retrieved[cast("Key", node.keys[0])] = (float(node.frequency), node.avg_cost_s)
 
     def _note_answer(self, state: RequestState) -> None:

@@ -33,7 +33,7 @@ from ragcache_core.types import PromptSegment, SegmentKind
 
 _MAX_PATHS = 100_000
 _MAX_AT_ONCE = 1000
-"""Paths that one answer looks at, and says: the engine core's next step waits for it, some 3 ms."""
+"""Maximum number of prefixes per response, which delays the engine core's step by some 3 ms."""
 _MAX_UNREAD = 50_000
 _MAX_PLACES = 1000
 """Static prefixes behind which paths from before a restart are looked for; some applications have one for each user."""
@@ -121,7 +121,7 @@ class PrefixPublisher:
         ends = [min(end // self._tokens_per_unit, len(keys)) for end in (shown[0].start, *(s.end for s in shown))]
         if self._tree.is_regrown:
             self._look_behind(prefix, keys[ends[0] - 1] if ends[0] else b"")
-        for num_documents in range(len(shown), -1, -1):  # what is forgotten first is the end of a path
+        for num_documents in range(len(shown), -1, -1):  # ends of paths are evicted first
             if last := ends[num_documents]:
                 first = ends[num_documents - 1] if num_documents > 1 else 0
                 self._track(_Path(prefix, documents[:num_documents], keys[last - 1], first, last))

@@ -154,7 +154,7 @@ def open_disk(
 
         disk = ChunkDisk(open_store, disk_bytes, parts, vllm_config.cache_config.block_size)
         library.open_disk(disk)
-    except (CacheTierError, ConfigError) as error:  # the latter where its key is gone
+    except (CacheTierError, ConfigError) as error:  # ConfigError: its key is missing
         if disk is not None:
             disk.close()
         if STARTED_AGAIN_ENV not in os.environ:

@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 
 
 _MAX_CHUNKS = 128
-"""Documents of a request with chunk reuse; a request with more is prefilled. What each of them looked at in each
-before it is measured and kept."""
+"""Maximum number of documents of a request with chunk reuse, as attention is measured for each pair; others are
+prefilled."""
 
 
 @dataclass(slots=True)

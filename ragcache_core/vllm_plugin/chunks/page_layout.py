@@ -18,7 +18,7 @@ from ragcache_core.errors import ConfigError
 from ragcache_core.types import DocId
 
 STATISTICS_BYTES = 4096
-"""Size of a piece of what is stored about a chunk beside its pages."""
+"""Bytes of a piece of a chunk's statistics on disk."""
 
 _SLOT_BYTES = 4096  # slots on disk are aligned to this
 _KEY_BYTES = 32

@@ -85,16 +85,16 @@ class ReuseState:
     documents: tuple[str, ...] = ()
     """Digests of the documents of ``spans``."""
     is_forgotten: bool = False
-    """A document of it was deleted; none of its KV is kept."""
+    """Whether one of its documents was deleted, so that none of its KV is stored."""
     figures: ReuseFigures = field(default_factory=ReuseFigures)
     offered: ReusePlan | None = None
     waits_since_s: float | None = None
-    """Since when it could begin, but for what is read from disk."""
+    """Time from which it only waits for disk reads."""
     is_late: bool = False
-    """It has waited long enough; what is not there is computed."""
+    """Whether it has waited long enough; missing chunks are computed."""
     is_tried: bool = False
     positions: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    """What its job computes, sorted."""
+    """Sorted positions that its job computes."""
     num_rows_left: int = 0
     num_asking: int = 0
     """Tokens of the question, which look on in every slice; 0 if none does."""

@@ -250,7 +250,7 @@ class RAGCacheConnector(DocumentAware, ForwardingConnector):
             self.copies.spoil_stores()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return super().take_events() if self._tells_events else ()  # else vLLM asks each tier in each step
+        return super().take_events() if self._tells_events else ()  # otherwise vLLM calls each tier in each step
 
     def has_pending_push_work(self) -> bool:
         """Return whether an engine without requests continues stepping; for a slow disk only for some time."""

@@ -22,7 +22,7 @@ logger = logger_of(__name__)
 
 NUM_READERS = 4
 _READ_AT_ONCE_BYTES = 1 << 20
-"""What is read, checked and copied while it is in the processor's cache."""
+"""Bytes that are read, checked and copied while in the CPU cache."""
 _NUM_BUFFERED_BYTES = 256 << 20
 _PATIENCE_S = 10.0
 _SLOWEST_BYTES_PER_S = 64 << 20

@@ -287,7 +287,7 @@ class DiskTier(TransferTier):
         """
         ended = [erasure for erasure in self._erasures if erasure.is_done]
         if ended:
-            self._take_in_written()  # of what was written before, none is here
+            self._take_in_written()  # removes blocks of earlier writes
         if any(erasure.error is not None for erasure in ended):
             self._is_emptied = False
         self._notice_failure()

@@ -269,7 +269,7 @@ class CopyScheduler:
             copied.jobs.clear()
             if copied.has_blocks:
                 self._storing[name] = copied
-        if len(self._groups) > 1:  # blocks of a window or a state may be gone from a request
+        if len(self._groups) > 1:  # a request may lack blocks of a window or state
             self.stop_storing()
         if self._events is not None:
             self._events.reset()
@@ -336,7 +336,7 @@ class CopyScheduler:
             sizes.append(num_blocks - begin)
             firsts.append(begin)
             copied.num_stored[number] = num_blocks
-            if group.is_handed_over:  # a state stands for all before it
+            if group.is_handed_over:  # a state replaces all earlier blocks
                 copied.loaded += [(first, end, key) for key in loaded]
             else:
                 copied.loaded += [(i * size, min((i + 1) * size, end), key) for i, key in enumerate(loaded, begin)]

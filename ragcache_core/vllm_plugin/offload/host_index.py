@@ -179,7 +179,7 @@ class HostIndex:
             num_scrubs = self._num_scrubs
             work = [self._work.popleft() for _ in range(len(self._work))]
             try:
-                # A chunk's valid sealing is its last word: what was taken out before it may go first.
+                # The last valid seal of a chunk counts, so earlier removals may be written first.
                 if taken_out := [row for rows in work if isinstance(rows, list) for row in rows]:
                     self._index.delete(taken_out)
                 self._seal(run for run in work if isinstance(run, _Run))

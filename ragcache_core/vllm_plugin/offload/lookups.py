@@ -132,7 +132,7 @@ class Lookups:
                 if on_hit is not None:
                     on_hit(copied, number, index, key)
                 num_found += 1
-            else:  # goes on, for lower tiers to be asked for all of it
+            else:  # continue, so that lower tiers are queried for all blocks
                 is_deferred = True
                 num_found += result is LookupResult.HIT_PENDING
         return None if is_deferred else num_found

@@ -178,7 +178,7 @@ class RAGCacheSpec(TieringOffloadingSpec):
         holders = self.controller.forgetting.holders
         try:
             return self._build_tiers()
-        except (CacheTierError, ConfigError) as error:  # a key is gone; a disk that cannot be opened waits by itself
+        except (CacheTierError, ConfigError) as error:  # a missing key; a disk that cannot be opened is retried
             if STARTED_AGAIN_ENV not in os.environ:
                 raise
             disks = [tier for tier in self.secondary_tier_configs if "directory" in tier]

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _EVICTED_AHEAD = 32
 """Maximum number of blocks that are evicted before they are needed."""
 _CACHED_PER_AHEAD = 128
-"""Cached blocks per block that is evicted ahead."""
+"""Cached blocks per block evicted in advance."""
 
 
 class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
@@ -429,7 +429,7 @@ class TreeBlockPool(BlockPool):
         state = self.controller.state_of(request.request_id)
         if state is not None and (first_private := state.first_private) is not None:
             num_exact = first_private * self.controller.tokens_per_block // block_size
-            num_cached_blocks = min(num_cached_blocks, num_exact)  # no event tells of approximate blocks
+            num_cached_blocks = min(num_cached_blocks, num_exact)  # approximate blocks have no events
         super().emit_cached_block_events(request, num_cached_blocks, block_size, kv_cache_group_id)
 
     def cache_full_blocks(
@@ -445,13 +445,13 @@ class TreeBlockPool(BlockPool):
         state = self.controller.state_of(request.request_id)
         num_reports = num_full_blocks
         if state is not None and (first_private := state.first_private) is not None:
-            # Answers behind what chunk reuse provided, or what is forgotten: no look-up finds it, so it is no content.
+            # Answers after chunk reuse, or deleted blocks, are hidden from look-ups, so they have no content.
             size = self.controller.tokens_per_block
             num_findable = max(first_private, len(state.apart)) * size // block_size
             num_full_blocks = min(num_full_blocks, max(num_findable, num_cached_blocks))
             num_reports = min(num_full_blocks, max(first_private * size // block_size, num_cached_blocks))
         tells, done = self.enable_kv_cache_events, num_cached_blocks
-        for end in sorted({num_reports, num_full_blocks}):  # no event tells of approximate blocks
+        for end in sorted({num_reports, num_full_blocks}):  # approximate blocks have no events
             self.enable_kv_cache_events = tells and end == num_reports
             mask = None if block_mask is None else block_mask[done - num_cached_blocks : end - num_cached_blocks]
             super().cache_full_blocks(request, blocks, done, end, block_size, kv_cache_group_id, mask)

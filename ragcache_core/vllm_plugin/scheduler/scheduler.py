@@ -144,7 +144,7 @@ class _TreeScheduling:
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """Do as vLLM's method, which is called when the model has begun to compute a step."""
         bitmask: GrammarOutput | None = super().get_grammar_bitmask(scheduler_output)  # type: ignore[misc]
-        if bitmask is None:  # else the step's tokens wait for it; what is not done now is done when it is needed
+        if bitmask is None:  # otherwise the step's tokens would wait; the rest is done when needed
             self.on_forward_started()
         return bitmask
 

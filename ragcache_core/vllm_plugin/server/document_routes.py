@@ -54,7 +54,7 @@ async def forget(request: Request) -> dict[str, object]:
     gone = await call_forget(client, doc_ids)
     if refused := next((each["refused"] for each in gone if "refused" in each), None):
         raise HTTPException(409, f"documents cannot be forgotten: {refused}. Restart the engine instead")
-    received.tell(await call_report(client))  # an idle engine takes no step, and its last report names the documents
+    received.tell(await call_report(client))  # an idle engine's last report still names the documents
     left = await wait_until_deleted(client, began_s + wait_s)
     if recognition is not None:  # a prompt may have been recognised before, and arrived in the engine after
         gone += await call_forget(client, doc_ids)

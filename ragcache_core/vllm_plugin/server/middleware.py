@@ -33,9 +33,9 @@ OPEN_PATHS = frozenset(
         *(*FILES, f"{PAGE}/"),
     }
 )
-"""Paths that need no key: the probes, the metrics, and the page, which asks for the key itself."""
+"""Paths without a key: probes, metrics, and the page, which asks for the key itself."""
 _OPERATORS_PATHS = frozenset(("/metrics", "/metrics/", "/load"))
-"""Of these, what tells of all tenants together: where there are any, it needs an operator's key."""
+"""Open paths with data of all tenants, which need an operator's key if there are tenants."""
 _OWN = "/v1/ragcache/"
 _TENANTS_ROUTES = {
     "GET": re.compile(

@@ -48,7 +48,7 @@ class RankChoice:
         rank = next((each for each in known if each is not None), idlest)
         if self._num_running[rank] > self._num_running[idlest] + _MAX_MORE_RUNNING:
             rank = idlest
-        for path in reversed(paths):  # what is forgotten first is the end of a path
+        for path in reversed(paths):  # ends of paths are evicted first
             self._know(path, rank, tenant)
         return rank
 

@@ -228,7 +228,7 @@ class RAGCacheEndpoint:
         app.add_middleware(DefaultsHeader)
         app.add_middleware(ResponseStatsMiddleware)
         if tenants is not None and tenants.have_keys:
-            app.state.args.api_key = [""]  # vLLM's own check, which knows one kind of key: the door asks for all
+            app.state.args.api_key = [""]  # vLLM's check knows one kind of key; RAGCache's middleware checks all
         app.state.ragcache_work = Work()
         app.state.ragcache_operator_call = asyncio.Lock()
         app.state.ragcache_has_peers = (app.state.args.api_server_count or 1) > 1

@@ -26,7 +26,7 @@ _WITH_SALT = ("/completions", "/v1/ragcache/prefetch")
 _NOT_HIS_HEADERS = (b"content-length", b"transfer-encoding", b"x-vllm-priority")
 """Those of the body that he sent, and vLLM's that would put his request before another tenant's."""
 _PARAMS = (KEY, "prompt_token_ids", "max_offload_tokens")
-"""What of ``kv_transfer_params`` a tenant may say; other names are for transfers between engines."""
+"""Fields of ``kv_transfer_params`` that tenants may send; others are for transfers between engines."""
 
 
 def tenants_of(args: Namespace, keys: Sequence[str]) -> Tenants | None:

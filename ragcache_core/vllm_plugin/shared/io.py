@@ -361,7 +361,7 @@ class SharedIO:
                 self._take_in(change)
             if self._undeleted and not self.writes.is_resting:
                 self._delete()
-            if isinstance(change, PutJob):  # last: else a deletion from before would take what is new
+            if isinstance(change, PutJob):  # after the write, or an earlier deletion would delete the new object
                 self._put(change)
 
     def _put(self, job: PutJob) -> None:

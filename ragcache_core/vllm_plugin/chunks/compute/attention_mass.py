@@ -20,12 +20,10 @@ _MAX_SCORES = 1 << 24
 """Elements of a piece of the score matrix: 64 MiB in float32."""
 
 Observer = Callable[[int, torch.Tensor], None]
-"""Is told a layer's index and its queries [num_tokens, num_heads, head_dim], when their keys are in the cache.
-
-What it raises ends the forward pass.
-"""
+"""Called with a layer's index and queries [num_tokens, num_heads, head_dim], when their keys are in the cache. An
+exception ends the forward pass."""
 Attend = Callable[[int, torch.Tensor, torch.Tensor], bool]
-"""Is asked to write a layer's attention: its index, queries, and where to, as the queries; False if it does not."""
+"""Writes a layer's attention, given index, queries and output; returns ``False`` if it does not."""
 
 
 def measured_layers(num_layers: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ FILES = {
     **{f"{PAGE}/{name}": name for name in ("page.css", "page.js", "server.js", "dom.js", "cards.js", "tree.js")},
     f"{PAGE}/requests.js": "requests.js",
 }
-"""Each path of the page, and the file there. They need no key: what they show comes from routes that do."""
+"""The page's paths and files, without a key; their data comes from routes with one."""
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "

@@ -140,10 +140,10 @@ class RecognitionService:
         self._is_all_restricted = False
         self._last = 0
         self._has_unconfirmed = False  # restricted documents that other servers, or the disk, may not have
-        self._has_ended = False  # what was forgotten is still named in the journal
+        self._has_ended = False  # the journal still has removed registrations
         self._rewritten_s = time.monotonic()
         self._used: dict[tuple[str | None, str], None] = {}
-        self._refused: set[tuple[str | None, str]] = set()  # in the log, but not told apart from others
+        self._refused: set[tuple[str | None, str]] = set()  # in the log, but ambiguous with others
         self._lock = asyncio.Lock()
         self._registering = asyncio.Lock()
         self._changing: set[asyncio.Task[Any]] = set()
@@ -376,7 +376,7 @@ class RecognitionService:
                 await self.pull()
             await self._call("append", {"entries": [(tenant, data) for data in made.values()]})
             await self.pull()
-        if restricted and self._has_unconfirmed:  # what is known here, and so not sent, may not be known everywhere
+        if restricted and self._has_unconfirmed:  # other servers may lack what this one knows
             number = self._last
             late = await self._wait_for_all(number)
             self._has_unconfirmed = bool(late) or self._last > number
@@ -438,7 +438,7 @@ class RecognitionService:
         assert self._hashing is not None
         entries: list[tuple[str | None, bytes]] = []
         restricted: list[str | None] = []
-        async with self._lock:  # what is registered meanwhile is appended afterwards
+        async with self._lock:  # later registrations are appended afterwards
             after, is_end = 0, False
             while not is_end:
                 said = await self._call("entries", {"after": after, "limit": _PAGE})

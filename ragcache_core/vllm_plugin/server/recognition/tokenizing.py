@@ -21,7 +21,7 @@ _KINDS: dict[str, TokenKind] = {
     "\\xe2\\x96\\x81": "sentencepiece",  # U+2581 as str() shows bytes
     '"Metaspace"': "sentencepiece",
 }
-"""Vocabularies by what the JSON of a decoder holds."""
+"""Kinds of vocabularies by the JSON of their decoder."""
 
 
 @dataclass(frozen=True, slots=True)
