@@ -79,7 +79,7 @@ def list_namespaces(directory: str | os.PathLike[str]) -> list[Namespace]:
 def is_ours(folder: Path) -> bool:
     """Return whether a folder is a namespace: it has the marker, or predates markers.
 
-    Those have a readable identity, whose digest is the folder's name, and no file that is not a namespace's.
+    Older ones have a readable identity, whose digest is the folder's name, and no foreign files.
     """
     try:
         return stat.S_ISDIR(folder.lstat().st_mode) and (has_marker(folder) or _is_older(folder))

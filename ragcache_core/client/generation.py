@@ -93,7 +93,7 @@ def _settings_of(is_chat: bool) -> frozenset[str]:
 
 
 def streamed_body(prompt: Prompt, plan: RequestPlan, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a streamed request to the OpenAI SDK: with ``messages`` to chat, with ``prompt`` else."""
+    """Return the arguments of a streamed request to the OpenAI SDK: a chat with ``messages``, else a completion."""
     body: dict[str, Any] = {
         "stream": True,
         "stream_options": {"include_usage": True},

@@ -69,7 +69,7 @@ class _BoundEngines:
         self._engines = [bound for bound in self._engines if bound[0] is not engine]
 
     def forget(self, gone: Sequence[DocId], new: Sequence[Document] = ()) -> None:
-        """Have the engines forget documents that are ``gone``, and prefill their ``new`` versions where that is set."""
+        """Delete documents that are ``gone`` from the engines; prefill ``new`` versions where that is set."""
         for engine, warm, _ in self._engines if gone else ():
             engine.forget(gone)
             if warm and new:

@@ -30,7 +30,7 @@ class DocumentUnits:
 class History(NamedTuple):
     """The history of a conversation, including the system prompt.
 
-    ``runs`` are ends and names of what its tokens are, ``documents`` ids, first and last tokens of its documents.
+    ``runs`` are ends and identities of its token runs; ``documents`` are ids, first and last tokens of its documents.
     """
 
     runs: tuple[tuple[int, bytes], ...] = ()

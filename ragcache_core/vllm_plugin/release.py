@@ -59,7 +59,7 @@ def settings_in_force(extra_config: Mapping[str, Any]) -> PluginSettings:
 def put_stand_ins(source: str) -> None:
     """Define a placeholder for each name that the file ``source`` imports from vLLM and that is missing.
 
-    So it can be imported with any vLLM. Nothing of it is used then but what there is: see :func:`unsupported_reason`.
+    So it can be imported with any vLLM. Only its existing names are used then: see :func:`unsupported_reason`.
     """
     for statement in ast.parse(Path(source).read_text(encoding="utf-8")).body:
         if isinstance(statement, ast.ImportFrom) and (statement.module or "").split(".")[0] == "vllm":

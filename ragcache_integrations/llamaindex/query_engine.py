@@ -213,7 +213,7 @@ class RAGCacheQueryEngine(BaseQueryEngine):
     def _synthesis(
         self, query_bundle: QueryType, nodes: Sequence[NodeWithScore]
     ) -> Iterator[tuple[list[ChatMessage], Callable[[RESPONSE_TYPE], RESPONSE_TYPE]]]:
-        """Publish that a synthesis begins; yield its messages, and what publishes its response and returns it."""
+        """Publish the start of a synthesis; yield its messages, and a function that publishes its response."""
         query = QueryBundle(query_bundle) if isinstance(query_bundle, str) else query_bundle
 
         def ended(response: RESPONSE_TYPE) -> RESPONSE_TYPE:

@@ -243,7 +243,7 @@ def cache_arguments(
     alphas: Sequence[AlphaPoint] = (),
     most_host_bytes: int | None = None,
 ) -> list[str]:
-    """Return the server's arguments for a cache configuration; ``None`` is plain vLLM. Later arguments override.
+    """Return the server's arguments for a cache configuration; ``None`` is plain vLLM. Later ones override.
 
     Args:
         cache: what to keep, resolved for this machine.

@@ -38,7 +38,7 @@ def launch_ranks(
     Raises:
         ConfigError: the machine has not that many parts.
         EngineStartError: one could not start, and so none does; it says which, and why.
-        EngineClosedError: the launch was given up.
+        EngineClosedError: the launch was cancelled.
     """
     ranks = plan_ranks(size, settings)
     given_up = settings.cancel or threading.Event()
@@ -74,7 +74,7 @@ def _wait(starting: list[Future[LaunchedServer]], given_up: threading.Event) -> 
     """Wait until all servers are ready.
 
     Raises:
-        EngineClosedError: the launch was given up. Of a server: why it could not start.
+        EngineClosedError: the launch was cancelled. Of a server: why it could not start.
     """
     left = set(starting)
     while left:

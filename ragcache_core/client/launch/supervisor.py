@@ -149,7 +149,7 @@ class Supervisor:
         """Start the server and wait until it is ready. ``on_end`` is called when it will not be restarted.
 
         The server is checked once a second. It is restarted when it refuses connections, when it reports that its
-        engine hangs, and when it does not answer for ``hang_timeout_s`` seconds and uses no processor time; with
+        engine hangs, and when it does not answer for ``hang_timeout_s`` seconds and uses no CPU time; with
         ``None`` it never hangs. Any other bad status counts only when a client suspects the server.
 
         Raises:

@@ -41,7 +41,7 @@ def in_order(
 
 
 class RememberedOrders:
-    """The orders that documents were brought into lately, bounded and thread-safe: for counting such requests."""
+    """Recent document orders that differ from retrieval order, bounded and thread-safe, for counting."""
 
     def __init__(self, capacity: int = _NUM_REMEMBERED) -> None:
         self._capacity = capacity
@@ -111,7 +111,7 @@ class OrderingClient:
         keep_first: bool,
         prefix: bytes | None,
     ) -> Choice:
-        """Do :func:`~ragcache_core.swaps.prefer_cached` by what the engine has; without knowing it, choose the best."""
+        """Do :func:`~ragcache_core.swaps.prefer_cached` by its cached prefixes; if unknown, choose the best."""
         asked: dict[str, Any] = {"order": order, "keep_first": keep_first, "prefix": prefix}
         chosen = self._cached.look(
             lambda engines: prefer_cached(candidates, scores, k, engines, max_score_loss=max_score_loss, **asked)

@@ -248,7 +248,7 @@ class SearchRun:
         return None
 
     def _is_promising(self, stage: int) -> bool:
-        """Return whether a stage's candidates are worth a start; of one that is not known, in idle time alone."""
+        """Return whether a start from a stage's candidates is worthwhile; for unknown stages in idle time only."""
         if self._history is None:
             return True
         if not self._history.is_known(stage):
@@ -368,7 +368,7 @@ class SearchRun:
             self._starts.take(self._documents).prefetch()
 
     def _make_ahead(self) -> None:
-        """Prepare a request before the engine has said whether it admits one, unless it did not when last asked."""
+        """Prepare a request before the engine reports admission, unless it last reported none."""
         is_unknown = self._load is None or self._load.latest is None
         if self._starts is not None and self._tally.cannot is None and (is_unknown or self._has_room):
             self._starts.make(self._documents)

@@ -51,7 +51,7 @@ class SearchSession:
         self._result = result
 
     def asking(self) -> AbstractContextManager[None]:
-        """Ask the model in this question's scope: the request joins what was sent ahead of it, not of an equal one."""
+        """Send requests in this question's scope, so that they adopt only its own speculation."""
         return request_scope(self._scope)
 
     def stream_parts(self, parts: Generator[_Part, None, None]) -> Generator[_Part, None, None]:
@@ -103,7 +103,7 @@ class SearchSession:
         timeout_s: float | None,
         skipped_because: str | None = None,
     ) -> list[_Found]:
-        """Return what a retriever of another make finds, each once: its search is one stage, which hides nothing.
+        """Return another retriever's documents, each once: its search has one stage, which cannot overlap.
 
         ``to_core`` gives the documents that it found, in its order.
 

@@ -25,7 +25,7 @@ def current_scope() -> object | None:
 
 @contextmanager
 def request_scope(scope: object) -> Iterator[None]:
-    """Make requests and speculations in ``scope``. No generator may yield inside: its reader would be in it, too."""
+    """Make requests and speculations in ``scope``. Do not yield inside, as the reader would be in it too."""
     token = _scope.set(scope)
     try:
         yield
@@ -77,11 +77,11 @@ def request_key(request: httpx.Request) -> bytes:
 def capture_request(call: Callable[[], object], owner: object) -> CapturedRequest:
     """Return the completion request that ``call`` would send through a transport of ``owner``.
 
-    ``call`` ends where it would send it. Requests of another kind, or to another server, are sent as always.
+    ``call`` ends at this request. Requests of another kind, or to another server, are sent as usual.
 
     Raises:
         ConfigError: it sent none.
-        Exception: whatever ``call`` raised before it came to that.
+        Exception: raised by ``call`` before its request.
     """
     pending = _Capture(owner)
     token = _current.set(pending)

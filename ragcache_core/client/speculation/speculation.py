@@ -377,7 +377,7 @@ class SpeculationRoutes:
     ) -> httpx.Response | None:
         """Return the server's whole response; ``None`` if there was none.
 
-        It is asked as who sent the speculation: a tenant's are known to that tenant alone.
+        The request has the speculation's API key, as only its tenant may query it.
         """
         extensions = {"timeout": _SHORT_TIMEOUT.as_dict()}
         headers = {"Authorization": speculation.authorization or self._authorization}
@@ -441,7 +441,7 @@ class SpeculationManager:
     def start(
         self, captured: CapturedRequest, *, can_be_adopted: bool = True, has_documents: bool = True
     ) -> Speculation:
-        """Send ``captured`` as a speculation and return at once. ``can_be_adopted``: whether its answer is of any use.
+        """Send ``captured`` as a speculation and return at once. ``can_be_adopted``: whether requests may adopt it.
 
         Raises:
             ConfigError: its body is no JSON object.

@@ -221,7 +221,7 @@ class SegmentFile:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Say what is wrong. Damage is another SHA-256: SQLite calls damaged what it cannot read, too."""
+        """Convert errors of SQLite. A file is damaged only if its SHA-256 differs."""
         try:
             yield
         except sqlite3.ProgrammingError as error:

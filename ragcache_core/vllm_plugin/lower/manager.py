@@ -204,7 +204,7 @@ class TierManager(OffloadingManager):
     def needs_steps(self) -> bool:
         """Whether tiers have work that engine steps advance.
 
-        No step does that for blocks of host memory that wait for nothing but a lower tier to take them.
+        Steps do not advance stores that only wait for a lower tier.
         """
         return self.has_pending_work() and self.newest_store is None
 

@@ -1,7 +1,7 @@
 """Eviction order of chunks: the tiers' policies on a knowledge tree of one level.
 
-A chunk that is reused anywhere depends on nothing before it, so every chunk is a child of the root and one unit. It is
-in a tier as long as one of its variants is, and held there while all of these are in use.
+A reusable chunk does not depend on its prefix, so every chunk is a child of the root with one unit. It is in a tier
+while one of its versions is, and cannot be evicted while all of them are in use.
 """
 
 from __future__ import annotations

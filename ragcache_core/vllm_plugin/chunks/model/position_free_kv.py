@@ -41,7 +41,7 @@ class UnrotatedKV:
         self.read(nowhere + 1, nowhere)
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """Put keys, turned to ``positions`` [T], and values, [T, num_kv_heads, head_dim] each, into ``slots`` [T]."""
+        """Write keys, rotated to ``positions`` [T], and values, [T, num_kv_heads, head_dim] each, to ``slots`` [T]."""
         if not self.uses_kernels:
             self.kv.write(self.rope.rotate(keys, positions), values, slots)
             return
@@ -51,7 +51,7 @@ class UnrotatedKV:
         rotate_into_cache(keys, values, rows, positions, slots, self._table(), *self.caches())
 
     def read(self, positions: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys without ``positions`` [T], and values, of ``slots`` [T]: [T, num_kv_heads, head_dim] each."""
+        """Return keys without RoPE of ``positions``, and values, of ``slots`` [T]: [T, num_kv_heads, head_dim] each."""
         if not self.uses_kernels:
             keys, values = self.kv.read(slots)
             return self.rope.unrotate(keys, positions), values
