@@ -47,7 +47,7 @@ class Alphas(click.ParamType[Any]):
         return alphas
 
 
-_ASKING_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
+_MODEL_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
     click.option(
         "--questions",
         "questions_path",
@@ -126,9 +126,9 @@ _ASKING_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] 
 )
 
 
-def asking_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of questions and engines."""
-    for option in reversed(_ASKING_OPTIONS):
+    for option in reversed(_MODEL_OPTIONS):
         command = option(command)
     return command
 
@@ -168,7 +168,7 @@ def asking_options(command: Callable[..., Any]) -> Callable[..., Any]:
     metavar="K",
     help="Documents per prompt, the best first; the others may replace them. [default: all]",
 )
-@asking_options
+@model_options
 @click.option(
     "--deduplicate",
     is_flag=True,
@@ -294,7 +294,7 @@ def measured(run: QualityRun, methods: Sequence[Method]) -> Iterator[tuple[Metho
     with Bar("", len(methods) * len(run.questions), "answers") as bar:
 
         def begin(method: Method) -> Callable[[int], object]:
-            bar.say(method.name)
+            bar.show(method.name)
             return bar.advance
 
         for method, answers in run.answers(methods, begin=begin):

@@ -11,7 +11,7 @@ from typing import Final, Literal, Protocol, get_args
 import httpcore
 import httpx
 
-from ragcache_core.client.http.errors import says_engine_died
+from ragcache_core.client.http.errors import reports_engine_death
 from ragcache_core.client.http.resume import Decode, ResumableStream, ResumedAnswers, ResumeStreams, is_streamed
 from ragcache_core.client.speculation.request_capture import asks_completion
 from ragcache_core.errors import ConfigError, EngineDiedError, EngineHungError
@@ -140,7 +140,7 @@ class Attempt:
         if response.status_code != 200 or "text/event-stream" not in kind or "content-encoding" in response.headers:
             self.stream = None
         if self.stream is not None:
-            self.stream.learn(response.headers.get(DEFAULTS_HEADER))
+            self.stream.set_defaults(response.headers.get(DEFAULTS_HEADER))
 
     def check(self) -> None:
         """Raise if the answer will not come. Called during waits."""
@@ -155,7 +155,7 @@ class Attempt:
 
     def failed(self, error: Exception) -> None:
         """Record a failure for :meth:`may_retry`; raise it if a retry cannot help, or after too many failures."""
-        if is_late(error):
+        if is_first_token_timeout(error):
             logger.warning(
                 "RC-REQUEST-RESENT: no first token after %g s: the request is cancelled and sent once more",
                 self._limit_s,
@@ -212,7 +212,7 @@ class Attempt:
         return request
 
 
-def is_late(error: BaseException) -> bool:
+def is_first_token_timeout(error: BaseException) -> bool:
     """Return whether a request was cancelled because its first token was late."""
     return isinstance(error.__cause__, _FirstTokenTimeoutError)
 
@@ -252,7 +252,7 @@ def engine_died(response: httpx.Response, first_bytes: bytes) -> bool:
     """Return whether a response reports a crashed engine in place of its first token."""
     is_stream = "text/event-stream" in response.headers.get("content-type", "")
     failed = response.status_code >= 500 or (is_stream and b'"error"' in first_bytes)
-    return failed and says_engine_died(first_bytes.decode(errors="replace"))
+    return failed and reports_engine_death(first_bytes.decode(errors="replace"))
 
 
 class _HungError(httpcore.ReadError):

@@ -50,7 +50,7 @@ class SearchSession:
         """Take ownership of the search's result and speculation."""
         self._result = result
 
-    def asking(self) -> AbstractContextManager[None]:
+    def model_call(self) -> AbstractContextManager[None]:
         """Send requests in this question's scope, so that they adopt only its own speculation."""
         return request_scope(self._scope)
 
@@ -58,7 +58,7 @@ class SearchSession:
         """Yield from ``parts`` in this question's scope, and close them at the end."""
         with closing(parts):
             while True:
-                with self.asking():
+                with self.model_call():
                     try:
                         part = next(parts)
                     except StopIteration:
@@ -69,7 +69,7 @@ class SearchSession:
         """Yield from ``parts`` in this question's scope, and close them at the end."""
         async with aclosing(parts):
             while True:
-                with self.asking():
+                with self.model_call():
                     try:
                         part = await anext(parts)
                     except StopAsyncIteration:

@@ -36,7 +36,7 @@ class Running:
     row_layers: int = 0
 
     @property
-    def num_left(self) -> int:
+    def num_remaining(self) -> int:
         """Number of rows still to compute."""
         return len(self.positions) - self.num_done
 
