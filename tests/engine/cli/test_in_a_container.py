@@ -139,6 +139,7 @@ def test_a_container_serves_answers_its_probes_and_drains(tmp_path: Path) -> Non
             core.suspend()
             process.send_signal(signal.SIGTERM)
             assert until(lambda: probe("/ready") == 503, 30.0)
+            assert is_alive("stopping")
             assert probe("/health") == 200, "it is alive, and must not be killed"
             refused = httpx.post(f"{url}/v1/completions", json={}, headers={"Authorization": f"Bearer {KEY}"})
             assert (refused.status_code, refused.headers["Retry-After"]) == (503, "2")
