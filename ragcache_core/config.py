@@ -189,7 +189,7 @@ class ChunkReuseRequest(_Settings):
     others is computed any further (Cache-Craft Algorithm 1's w); 0: never. A smaller number computes less, and trusts
     earlier layers. It acts on selections of a part of a document, thus not on ``whole_chunks``."""
 
-    kind: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$", strict=True)] | None = None
+    kind: Annotated[str, Field(pattern=r"^[\w .:/-]{1,64}$", strict=True)] | None = None
     """The kind of its documents, such as ``manual``. With ``max_error`` each kind has an error rate of its own, the
     first 32 kinds of an engine that is; further kinds share one. ``None``: ``default``."""
 

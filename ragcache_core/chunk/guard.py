@@ -1,14 +1,21 @@
 """A bound on the error rate of approximate answers, kept while they are served: which alpha each kind of document gets.
 
-An *error* is an answer that differs from the exact one, as an audit finds out. Two parts keep the bound::
+An *error* is an answer that differs from the exact one, as an audit finds out. A *level* is an alpha. Two parts keep
+the bound::
 
-    budget    + max_error with every answer     - the level's upper bound, for every approximate answer
-              + that charge again, where an audit finds it equal or it was exact     - 1, where an audit finds an error
-    evidence  audits of each level -> an upper bound of its error rate, valid at every number of audits
+    evidence  the audits of a level -> an upper bound of its error rate, valid at every number of audits
+    budget    an answer                   + max_error
+              an approximate answer       - the upper bound of its level
+              an audit that finds no error    gives that charge back
+              an audit that finds an error    gives it back, and costs 1
 
-Without evidence the upper bound is 1. So the first answers are exact, then one approximate answer at a time is audited.
-Once the bound is below ``max_error``, the budget pays for every answer. The sum of the charges never exceeds the
-budget, so the wrong answers do not either, as far as the upper bounds hold.
+Without evidence the upper bound is 1. So the first answers are exact, then one approximate answer at a time waits for
+its audit. Once the upper bound is below ``max_error``, the budget pays for every answer. The charges never exceed the
+budget, so the expected errors do not either, as far as the upper bounds hold.
+
+Audits are chosen without a look at the answer, and a level is judged by its own audits alone, so moving between levels
+does not distort a bound. A level is rejected for some time where an alarm (CUSUM) shows that its error rate is too
+high, or where it does not come to hold. If it held before, the documents have changed, and all evidence is dropped.
 """
 
 from __future__ import annotations
@@ -33,9 +40,10 @@ _LEVELS: Mapping[SelectionName, tuple[float, ...]] = MappingProxyType(
 _ROUNDING = 1e-9
 _AUDITED_SHARE = 0.2  # of the answers of a level that holds
 _MAX_SAVED = 2.0  # errors that a long time without any pays for at once
-_ALARM_RATE = 5.0  # an alarm is for an error rate of so many times max_error
+_ALARM_RATE = 5.0  # times max_error: the error rate for which the alarm is made
 _RETRY_ANSWERS = 1_000  # after which a rejected level is tried again; twice as many with every rejection
 _MAX_RETRY_ANSWERS = 64_000
+_TRIAL_AUDITS = 10  # by 1 / max_error: audits in which a level must come to hold
 _MAX_AUDITS = 4_000  # then the counts are halved, so that old audits lose weight
 
 
@@ -185,7 +193,8 @@ class ErrorGuard:
         raised = min(_ALARM_RATE * self.max_error, (1 + self.max_error) / 2)
         ratio = (1 - raised) / (1 - self.max_error) if is_equal else raised / self.max_error
         level.alarm = max(level.alarm, 1.0) * ratio
-        if level.alarm >= 1 / MISS_PROBABILITY:
+        is_futile = level.bound > self.max_error and level.num_audits >= _TRIAL_AUDITS / self.max_error
+        if level.alarm >= 1 / MISS_PROBABILITY or is_futile:
             self._reject(state, level)
             if held:  # the documents are others now: what was learned on them is worth nothing
                 for other in state.levels:

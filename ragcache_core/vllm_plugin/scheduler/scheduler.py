@@ -151,7 +151,7 @@ class _TreeScheduling:
         """Return whether a step has something to do: to tell what left the GPU, or an audit, is enough."""
         if super().has_requests() or self.kv_cache_manager.block_pool.kv_event_queue:  # type: ignore[misc]
             return True
-        return self._audits is not None and self._audits.has_pending and self.pause_state == PauseState.UNPAUSED
+        return self._audits is not None and self._may_begin_audit(self._audits)
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """Answer vLLM, which asks this when the model has begun to compute a step."""
@@ -190,9 +190,12 @@ class _TreeScheduling:
         """Begin an audit where the engine is idle, drop it where it is not; return whether the step is for one."""
         if audits.running is not None and len(self.requests) > 1:
             self._drop_audit()
-        if audits.running is None and audits.has_pending and not self.requests:
+        if audits.running is None and self._may_begin_audit(audits) and not self.requests:
             self.add_request(audits.begin())
         return audits.running is not None
+
+    def _may_begin_audit(self, audits: AnswerAudits) -> bool:
+        return audits.has_pending and self.pause_state == PauseState.UNPAUSED
 
     def _schedule_audit(self, audits: AnswerAudits, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step that computes the audit alone: a short one, which no statistics of vLLM count."""
