@@ -21,11 +21,8 @@ high, or where it does not come to hold. If it held before, the documents have c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
-
-from ragcache_core.types import SelectionName
 
 MISS_PROBABILITY = 0.05
 """The probability that a level's error rate ever exceeds its upper bound: 95 % confidence."""
@@ -34,9 +31,7 @@ DEFAULT_KIND = "default"
 OTHER_KIND = "other"
 """The kind of answers whose own kind came after ``MAX_KINDS`` others."""
 
-_LEVELS: Mapping[SelectionName, tuple[float, ...]] = MappingProxyType(
-    {"cache_craft": (0.0, 0.3, 0.6, 1.0), "whole_chunks": (0.0, 0.7, 0.85, 1.0)}
-)  # of the largest alpha; up to 1, whole_chunks recomputes hardly any
+_LEVELS = (0.0, 0.7, 1.0)  # of the largest alpha; each further level takes a kind some hundred answers to pass
 _ROUNDING = 1e-9
 _AUDITED_SHARE = 0.2  # of the answers of a level that holds
 _MAX_SAVED = 2.0  # errors that a long time without any pays for at once
@@ -47,9 +42,9 @@ _TRIAL_AUDITS = 10  # by 1 / max_error: audits in which a level must come to hol
 _MAX_AUDITS = 4_000  # then the counts are halved, so that old audits lose weight
 
 
-def guarded_alphas(largest: float, selection: SelectionName) -> tuple[float, ...]:
+def guarded_alphas(largest: float) -> tuple[float, ...]:
     """Return the levels of an engine, ascending, whose ``largest`` alpha recomputes most."""
-    return tuple(share * largest for share in _LEVELS[selection])
+    return tuple(share * largest for share in _LEVELS)
 
 
 def upper_bound(num_errors: float, num_audits: float, max_error: float) -> float:

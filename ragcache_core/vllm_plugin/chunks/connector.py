@@ -137,7 +137,7 @@ class ChunkReuseConnector(KVConnectorBase_V1):
             if self._reuse.max_error is not None:
                 largest = settings.alpha_for(ChunkReuseRequest())
                 assert largest is not None
-                alphas = guarded_alphas(largest, self._reuse.selection)
+                alphas = guarded_alphas(largest)
                 self.audits = AnswerAudits(ErrorGuard(self._reuse.max_error, alphas, Random(0).random))  # noqa: S311
                 self._library.guard = self.audits.guard
         with building(vllm_config, kv_cache_config, chunks=self._library):

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from ragcache_core.chunk.guard import MAX_KINDS, MISS_PROBABILITY, OTHER_KIND, ErrorGuard, guarded_alphas, upper_bound
 
-ALPHAS = guarded_alphas(1.7, "whole_chunks")
+ALPHAS = guarded_alphas(1.7)
 Rates = Mapping[float, float]
 SELF_CONTAINED: Rates = dict.fromkeys(ALPHAS, 0.0)
-DEPENDENT: Rates = dict(zip(ALPHAS, (0.95, 0.1, 0.03, 0.0), strict=True))
+DEPENDENT: Rates = dict(zip(ALPHAS, (0.95, 0.1, 0.0), strict=True))
 """As measured of documents that depend on preceding text."""
 HOPELESS: Rates = dict.fromkeys(ALPHAS, 0.6)
 
@@ -90,7 +90,7 @@ def test_an_upper_bound_falls_with_audits_that_agree_and_rises_with_errors() -> 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    rates=st.lists(st.sampled_from([0.0, 0.002, 0.01, 0.03, 0.1, 0.5, 1.0]), min_size=4, max_size=4),
+    rates=st.lists(st.sampled_from([0.0, 0.002, 0.01, 0.03, 0.1, 0.5, 1.0]), min_size=3, max_size=3),
     max_error=st.sampled_from([0.01, 0.02, 0.1]),
     lag=st.integers(0, 20),
     idle=st.sampled_from([0.1, 0.5, 1.0]),
