@@ -108,5 +108,7 @@ def test_deleted_documents_are_audited_no_more_and_pending_audits_do_not_keep_th
     assert _ask(audited, "abcd", False)[0] == _ask(engine, "abcd")[0]
     for names in ("abcd", "dcba", "badc", "cdab"):
         _ask(audited, names, {"kind": "shuffled"})
+    pid = audited.pid
     audited.close()
-    assert not Path(f"/proc/{audited.pid}").exists() if hasattr(audited, "pid") else True
+    assert pid is not None
+    assert until(lambda: not Path(f"/proc/{pid}").exists(), timeout_s=20)
