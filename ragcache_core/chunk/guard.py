@@ -132,7 +132,7 @@ class ErrorGuard:
 
         The caller tells :meth:`on_answered` of its end. Without ``can_audit`` it gets levels that hold already.
         """
-        kind = self.known_kind(kind)
+        kind = self._known_kind(kind)
         state = self._kinds[kind]
         for number, level in enumerate(state.levels):
             holds = level.bound <= self.max_error
@@ -145,14 +145,6 @@ class ErrorGuard:
                 is_audited = can_audit and (not holds or self.random() < _AUDITED_SHARE)
                 return GuardedAnswer(kind, level.alpha, number, level.bound, is_audited)
         return GuardedAnswer(kind, None)
-
-    def known_kind(self, kind: str) -> str:
-        """Return the kind under which answers of ``kind`` are counted."""
-        if kind not in self._kinds:
-            if len(self._kinds) >= MAX_KINDS:
-                kind = OTHER_KIND
-            self._kinds.setdefault(kind, _Kind([_Level(alpha) for alpha in sorted(self.alphas)]))
-        return kind
 
     def on_answered(self, answer: GuardedAnswer, *, is_shown: bool, is_approximate: bool) -> None:
         """Count an answer that has ended.
@@ -194,6 +186,13 @@ class ErrorGuard:
             if held:  # the documents are others now: what was learned on them is worth nothing
                 for other in state.levels:
                     other.forget()
+
+    def _known_kind(self, kind: str) -> str:
+        if kind not in self._kinds:
+            if len(self._kinds) >= MAX_KINDS:
+                kind = OTHER_KIND
+            self._kinds.setdefault(kind, _Kind([_Level(alpha) for alpha in sorted(self.alphas)]))
+        return kind
 
     def _reject(self, state: _Kind, level: _Level) -> None:
         retry = min(_RETRY_ANSWERS << level.num_rejections, _MAX_RETRY_ANSWERS)
