@@ -643,7 +643,8 @@ class EngineStats:
     from the fastest to the slowest, ``hottest_documents`` from the most used on. ``num_ignored_metadata`` requests
     named documents that contradicted their prompt; ``num_lost_blocks`` of the disk tier were missing, and recomputed.
     ``num_corrupt_blocks`` and ``num_dropped_blocks`` are the sums of the tiers' figures of the same name. The
-    shared store failed, or did not answer in time, ``num_shared_failures`` times.
+    shared store failed, or did not answer in time, ``num_shared_failures`` times; ``num_shared_pending_blocks`` wait to
+    be written there.
 
     ``num_reordered_requests`` were served before an earlier one; ``max_overtaken`` is the largest number of requests
     that overtook the same one. ``num_requests`` are real requests that were admitted: ``num_reordered_prompts`` of them
@@ -682,6 +683,9 @@ class EngineStats:
     num_dropped_blocks: int = field(default=0, metadata=_REPORTED)
     num_shared_failures: int = _counter(
         "ragcache_shared_failures", "How often the shared store failed, or did not answer in time."
+    )
+    num_shared_pending_blocks: int = _gauge(
+        "ragcache_shared_pending_blocks", "Blocks that wait to be written to the shared store.", 0
     )
     num_reordered_requests: int = _counter(
         "ragcache_reordered_requests", "Requests that were served before an earlier one."

@@ -12,22 +12,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ragcache_core.cli.command import Command, options_in_cli_wording, print_json
-from ragcache_core.cli.options import (
-    EmbedderName,
-    FiniteRange,
-    api_key_option,
-    embedder_option,
-    layout_options,
-    open_store,
-    read_size,
-)
+from ragcache_core.cli.options import FiniteRange, api_key_option, open_store, read_size
 from ragcache_core.cli.output import check_output, output_option, printable, write_json
 from ragcache_core.cli.warming import (
-    DEFAULT_COST_MODEL,
-    expected_of,
+    check_sources,
+    expectation_options,
     lines_of,
     plan_of,
     plan_to_dict,
+    read_expected,
     receipt_line,
     warm_engine,
 )
@@ -62,45 +55,11 @@ _HIT_COUNTS = ("num_requests", "num_prefix_query_tokens", "num_hit_tokens", "num
 @click.option("--store", type=click.Path(path_type=Path), metavar="PATH", help="The document store's directory.")
 @click.option("--url", required=True, metavar="URL", help="The server's address, as 'ragcache serve' prints it.")
 @api_key_option
-@click.option(
-    "--from-log",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Questions that were asked, one a line or as JSON lines; the store's own search finds their documents.",
-)
-@click.option(
-    "--trace",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="What was retrieved: a trace (serve --record-trace), or a log that 'ragcache trace import' reads.",
-)
-@click.option(
-    "--top",
-    type=click.IntRange(1),
-    metavar="N",
-    help="No log: the N documents of the store that are near to most others. [default: all of them]",
-)
+@expectation_options
 @click.option(
     "--budget", callback=lambda *given: None if given[2] is None else read_size(*given), metavar="SIZE",
     help="KV to prefill at most, as 20GiB. [default: what the largest tier holds]",
 )  # fmt: skip
-@click.option("-k", "--k", type=click.IntRange(1), help="Documents that a prompt shows. [default: 2, if there are]")
-@click.option(
-    "--document-order",
-    type=click.Choice(["retrieval", "canonical"]),
-    default="retrieval",
-    show_default=True,
-    help="In which order your prompts show them.",
-)
-@layout_options
-@embedder_option
-@click.option(
-    "--cost-model",
-    default=DEFAULT_COST_MODEL,
-    show_default=True,
-    metavar="NAME|FILE",
-    help="What a prefill costs, as 'ragcache advise' takes it.",
-)
 @click.option(
     "--wait-ready",
     "wait_s",
@@ -125,7 +84,6 @@ def warm(
     report: Path | None,
     output: Path | None,
     wait_s: float | None,
-    embedder: EmbedderName | None,
     as_json: bool,
     **settings: Any,
 ) -> None:
@@ -141,16 +99,10 @@ def warm(
         return
     if store is None:
         raise click.UsageError("Give --store, whose documents are prefilled; or --report with an earlier --output.")
-    sources = [name for name in ("from_log", "trace", "top") if settings[name] is not None]
-    if len(sources) > 1:
-        names = " and ".join(f"--{name.replace('_', '-')}" for name in sources)
-        raise click.UsageError(f"{names} say different things of what will be asked: give one of them.")
+    check_sources(settings)
     check_output("--output", output, filter(None, (settings["from_log"], settings["trace"])))
-    with open_store(store, embedder, read_only=True) as documents:
-        expected = expected_of(
-            documents, settings["from_log"], settings["trace"], settings["top"], settings["k"],
-            settings["document_order"],
-        )  # fmt: skip
+    with open_store(store, settings["embedder"], read_only=True) as documents:
+        expected = read_expected(documents, settings)
         layout = PromptLayout(
             settings["static_prefix"], settings["document_format"], question_format=settings["question_format"]
         )

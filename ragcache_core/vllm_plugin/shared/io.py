@@ -245,9 +245,9 @@ class SharedIO:
         return len(self._leaving)
 
     @property
-    def is_writing(self) -> bool:
-        """Whether chunks wait for the writer; no longer than the store is tried."""
-        return self._num_waiting > 0
+    def num_waiting(self) -> int:
+        """Chunks that wait for the writer; no longer than the store is tried."""
+        return self._num_waiting
 
     @property
     def num_known(self) -> int:

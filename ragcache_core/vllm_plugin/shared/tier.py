@@ -112,7 +112,7 @@ class SharedTier(TransferTier):
         self._is_enabled = True
         self._queries: dict[str, _StoreQuery] = {}
         self._computed_s: dict[int, dict[bytes, float]] = {}
-        self._counted = (0, 0, 0, 0)
+        self._counted: tuple[int, ...] = (0, 0, 0, 0, 0)
         self._controller.shared = self
         self._controller.forgetting.add_holder(self)
         logger.info("RAGCache shares KV at %s, under %s", url, self._objects.prefix)
@@ -155,7 +155,7 @@ class SharedTier(TransferTier):
     @property
     def has_pending_work(self) -> bool:
         """Whether an engine without requests goes on stepping, to report the work of the threads."""
-        return self._io.is_writing or self._figures() != self._counted
+        return self._io.num_waiting > 0 or self._figures() != self._counted
 
     def drain(self) -> None:
         """Stop all use of host memory by the tier: loads and stores in flight are abandoned."""
@@ -308,19 +308,26 @@ class SharedTier(TransferTier):
             query.found = set()
         query.limit_s = min(max(saved_s, _SHORTEST_LIMIT_S), LOAD_TIMEOUT_S)
 
-    def _figures(self) -> tuple[int, int, int, int]:
+    def _figures(self) -> tuple[int, ...]:
         io = self._io
-        return io.num_damaged, io.num_dropped, io.reads.num_failures + io.writes.num_failures, io.num_known
+        return (
+            io.num_damaged,
+            io.num_dropped,
+            io.reads.num_failures + io.writes.num_failures,
+            io.num_known,
+            io.num_waiting,
+        )
 
     def _count(self) -> None:
         """Add the threads' new counts to the engine's counters."""
         counters, now = self._controller.counters, self._figures()
         if now != self._counted:
-            damaged, dropped, failures, _ = (new - old for new, old in zip(now, self._counted, strict=True))
+            damaged, dropped, failures, _, waiting = (new - old for new, old in zip(now, self._counted, strict=True))
             counters.num_corrupt_blocks += damaged
             counters.num_shared_corrupt_blocks += damaged
             counters.num_dropped_blocks += dropped
             counters.num_shared_dropped_blocks += dropped
             counters.num_shared_failures += failures
+            counters.num_shared_pending_blocks += waiting
             self._counted = now
             self._controller.record_change()

@@ -1,10 +1,11 @@
-"""What every store that engines share must keep to: a Redis server, a bucket of S3, and obstore's own in memory."""
+"""The contract of stores that engines share: a Redis server, a bucket of S3, a folder, obstore's store in memory."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -16,8 +17,8 @@ from tests.support.shared_stores import S3_ENV, redis_server, s3_server
 NAMES = [f"ragcache/model/{i:03}" for i in range(60)]
 
 
-@pytest.fixture(scope="module", params=["redis", "s3", "memory"])
-def opened(request: pytest.FixtureRequest) -> Iterator[RemoteStore]:
+@pytest.fixture(scope="module", params=["redis", "s3", "folder", "memory"])
+def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteStore]:
     with pytest.MonkeyPatch.context() as patch:
         match request.param:
             case "redis":
@@ -28,12 +29,14 @@ def opened(request: pytest.FixtureRequest) -> Iterator[RemoteStore]:
                     for name, value in {**S3_ENV, "AWS_ENDPOINT_URL": endpoint}.items():
                         patch.setenv(name, value)
                     yield open_remote("s3://kv-bucket/some/prefix", timeout_s=20.0)
+            case "folder":
+                yield open_remote((tmp_path_factory.mktemp("shared") / "kv of all").as_uri())
             case _:
                 from obstore.store import MemoryStore
 
                 from ragcache_core.chunkstore.remote.object_store import ObjectStore
 
-                yield ObjectStore(MemoryStore(), timeout_s=1.0)
+                yield ObjectStore(MemoryStore())
 
 
 @pytest.fixture
@@ -165,13 +168,30 @@ def test_a_store_that_does_not_answer_is_no_error_at_the_door(url: str, monkeypa
     assert "answer" in why
 
 
+def test_a_folder_is_private_and_one_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "kv"
+    assert check_reachable(folder.as_uri(), is_limited=True) is None
+    assert folder.stat().st_mode & 0o077 == 0
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="see that the folder is mounted"):
+        check_reachable((tmp_path / "file").as_uri())
+
+
+def test_a_write_that_was_cut_off_in_a_folder_is_no_object(tmp_path: Path) -> None:
+    store = open_remote(tmp_path.as_uri())
+    store.put([(NAMES[0], b"whole")])
+    (tmp_path / f"{NAMES[1]}#1").write_bytes(b"cut o")  # obstore writes there, then renames
+    assert store.exists(NAMES[:2], is_chain=False) == [True, False]
+    assert list(listed(store)) == NAMES[:1]
+
+
 def test_a_slow_put_delays_no_look_up_and_no_read(monkeypatch: pytest.MonkeyPatch) -> None:
     import obstore
     from obstore.store import MemoryStore
 
     from ragcache_core.chunkstore.remote.object_store import ObjectStore
 
-    store = ObjectStore(MemoryStore(), timeout_s=1.0)
+    store = ObjectStore(MemoryStore())
     store.put([(NAMES[0], b"x")])
     may_end, put = threading.Event(), obstore.put
     with ThreadPoolExecutor(1) as writer:

@@ -100,7 +100,7 @@ class Machine:
     def store(self, documents: str) -> None:
         """Store a request's chunks, and wait until the threads have nothing more to do with them."""
         self.result(self.submit_store(documents))
-        assert until(lambda: not self.tier._io.is_writing)
+        assert until(lambda: not self.tier._io.num_waiting)
 
     def result(self, job_id: int, timeout_s: float = 15.0) -> EndedJob:
         def has_ended() -> bool:
@@ -497,7 +497,7 @@ def test_forgotten_documents_are_deleted_behind_what_is_being_stored(start: Star
     one.result(one.submit_store("AD"))
     one.controller.forget({"D"})
     assert until(lambda: not one.tier.num_left())
-    assert until(lambda: not one.tier._io.is_writing)
+    assert until(lambda: not one.tier._io.num_waiting)
     assert len(rests_of(server)) == 3
     assert one.tier.why_left() is None
     assert (one.read("AB"), one.read("AC")) == (1, 3)
