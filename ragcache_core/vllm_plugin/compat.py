@@ -182,6 +182,7 @@ __all__ = [
     "PauseState",
     "PrepareStoreOutput",
     "ReqContext",
+    "Request",
     "RequestOffloadingContext",
     "RequestQueue",
     "RequestStatus",

@@ -109,6 +109,8 @@ class _Offer:
 class ChunkReuseConnector(KVConnectorBase_V1):
     """What chunk reuse adds to a connector, on both sides."""
 
+    audits: AnswerAudits | None
+
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         assert vllm_config.kv_transfer_config is not None
         settings = PluginSettings.from_extra_config(vllm_config.kv_transfer_config.kv_connector_extra_config)

@@ -54,7 +54,7 @@ def test_the_engine_finds_out_which_of_its_answers_are_wrong_and_holds_the_bound
     audited: Engine, engine: Engine
 ) -> None:
     rng, num_wrong, num_approximate, prompts = Random(1), 0, 0, []
-    for number in range(60):
+    for number in range(32):
         prompts.append("".join(rng.sample("abcdefgh", 4)))
         text, stats = _ask(audited, prompts[-1], {"kind": "shuffled"})
         if stats.chunk_reuse is None:
@@ -65,9 +65,9 @@ def test_the_engine_finds_out_which_of_its_answers_are_wrong_and_holds_the_bound
         num_wrong += text != _ask(engine, prompts[-1])[0]
         assert until(lambda: _kind(audited, "shuffled").num_audits == num_approximate, timeout_s=20)  # noqa: B023
     found = _kind(audited, "shuffled")
-    assert (found.num_answers, found.num_approximate) == (60, num_approximate)
-    assert num_approximate > 10
-    assert 0 < num_wrong == found.num_errors <= 60 / _FEW, "documents of random words depend on each other"
+    assert (found.num_answers, found.num_approximate) == (32, num_approximate)
+    assert num_approximate > 4
+    assert 0 < num_wrong == found.num_errors <= 32 / _FEW, "documents of random words depend on each other"
     for prompt in prompts[:5]:
         assert _ask(audited, prompt, False)[0] == _ask(engine, prompt)[0]
 
