@@ -113,8 +113,9 @@ class AnswerAudits:
     # A holder of what may be forgotten: prompts with the documents
 
     def forget(self, forgotten: Forgotten) -> Freed:
-        """Drop the answers that wait; which documents they show does not matter."""
-        self.clear()
+        """Drop the answers that wait, whatever they show; KV that has only expired is no secret."""
+        if forgotten.doc_ids or forgotten.is_all:
+            self.clear()
         return Freed()
 
     def num_left(self) -> int:

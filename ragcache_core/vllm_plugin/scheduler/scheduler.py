@@ -285,6 +285,7 @@ class _TreeScheduling:
         """Delete documents from all tiers, and return the receipt, or why it cannot be done."""
         if self._tree_queue is None:
             return {"refused": "this model's groups of KV caches are in vLLM's own order, which knows no documents"}
+        self._drop_audit()  # it would hold KV of them
         return self._controller.forget(set(doc_ids))
 
     def act_on_cache(self, action: str, body: dict[str, Any]) -> dict[str, object]:
@@ -298,6 +299,7 @@ class _TreeScheduling:
             case "tick":
                 return controller.report()
             case "purge" if self._tree_queue is not None:
+                self._drop_audit()
                 return controller.forget_all()
             case "list":
                 call = controller.contents.list(body["sort"], body["limit"])

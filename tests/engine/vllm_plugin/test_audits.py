@@ -146,6 +146,7 @@ def test_whatever_ends_requests_or_their_kv_ends_audits(stage: AuditedStage, way
                 assert stage.scheduler.reset_prefix_cache()
         case "deleted" if stage.scheduler._tree_queue is not None:
             stage.scheduler.forget(["A"])
+            assert stage.scheduler.left()["num_requests"] == 0, "an audit holds none of it"
             assert not stage.audits.has_pending
     num_steps = stage.idle()
     stage.check_nothing_is_left()
