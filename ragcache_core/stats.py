@@ -433,8 +433,8 @@ class ForgetReceipt:
     both. ``unknown`` are ids that the engine does not know.
 
     ``num_requests`` running requests still use some of this KV, which no other request can hit, until they end.
-    ``num_left`` blocks are still being copied or overwritten. ``problems`` say what may be left for good, and what to
-    do. The receipt is complete when there is none of these.
+    ``num_pending`` blocks are still being copied or overwritten. ``problems`` say what may be left for good, and what
+    to do. The receipt is complete when there is none of these.
     """
 
     forgotten: tuple[DocId, ...] = ()
@@ -444,7 +444,7 @@ class ForgetReceipt:
     num_blocks: Mapping[str, int] = field(default_factory=dict)
     num_bytes: Mapping[str, int] = field(default_factory=dict)
     num_requests: int = 0
-    num_left: int = 0
+    num_pending: int = 0
     problems: tuple[str, ...] = ()
     duration_s: float = 0.0
     unsearched: tuple[str, ...] = ()
@@ -453,7 +453,7 @@ class ForgetReceipt:
     @property
     def is_complete(self) -> bool:
         """Whether no KV of the documents is left in any tier or request."""
-        return not (self.num_requests or self.num_left or self.problems)
+        return not (self.num_requests or self.num_pending or self.problems)
 
     def merge_sequential(self, other: ForgetReceipt) -> ForgetReceipt:
         """Return this and the receipt for other documents, which came later, as one."""
@@ -465,7 +465,7 @@ class ForgetReceipt:
             num_blocks=_summed(self.num_blocks, other.num_blocks),
             num_bytes=_summed(self.num_bytes, other.num_bytes),
             num_requests=other.num_requests,
-            num_left=other.num_left,
+            num_pending=other.num_pending,
             problems=other.problems,
             duration_s=self.duration_s + other.duration_s,
             unsearched=tuple(dict.fromkeys(self.unsearched + other.unsearched)),
@@ -479,7 +479,7 @@ class ForgetReceipt:
             forgotten=tuple(known),
             unknown=tuple(doc_id for doc_id in self.unknown if doc_id not in known),
             num_requests=self.num_requests + other.num_requests,
-            num_left=self.num_left + other.num_left,
+            num_pending=self.num_pending + other.num_pending,
             problems=tuple(dict.fromkeys(self.problems + other.problems)),
             duration_s=max(self.duration_s, other.duration_s),
         )

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ragcache_core.stats import EngineStats
 
 
-_MAX_ASKED: Final = 2_000
+_MAX_SAMPLED_DOCUMENTS: Final = 2_000
 """Documents of a store, evenly spread, that are asked about: a search takes about a millisecond."""
 _QUESTION_CHARS: Final = 200
 
@@ -61,7 +61,7 @@ def retrieved_by_popularity(store: StoreReader, k: int, progress: _Progress) -> 
     if not ids:
         raise EmptyStoreError(f"{store.path} is empty: index documents before they are warmed")
     found = []
-    for document in store.get(ids[:: -(-len(ids) // _MAX_ASKED)]):
+    for document in store.get(ids[:: -(-len(ids) // _MAX_SAMPLED_DOCUMENTS)]):
         near = store.search(_beginning(document), k + 1).documents
         others = tuple(other.doc_id for other in near if other.doc_id != document.doc_id)
         found.append(others[:k] or (document.doc_id,))
@@ -69,9 +69,9 @@ def retrieved_by_popularity(store: StoreReader, k: int, progress: _Progress) -> 
     return found
 
 
-def num_asked_for_popularity(store: StoreReader) -> int:
+def num_popularity_searches(store: StoreReader) -> int:
     """Return how many searches :func:`retrieved_by_popularity` takes."""
-    return -(-len(store) // -(-len(store) // _MAX_ASKED)) if len(store) else 0
+    return -(-len(store) // -(-len(store) // _MAX_SAMPLED_DOCUMENTS)) if len(store) else 0
 
 
 def most_retrieved(found: Iterable[tuple[DocId, ...]], num_documents: int) -> list[tuple[DocId, ...]]:
@@ -225,13 +225,13 @@ def expected_of(
     elif from_log is not None:
         from ragcache_core.sim.traces.log_import import read_questions
 
-        asked = read_questions(from_log)
-        with counting_requests("searching", len(asked)) as progress:
-            documents = retrieved_for(store, (text for _, text in asked), num_wanted, progress)
-        times_s, questions = zip(*asked, strict=True)
-        found = Expected(f"{len(asked):,} questions of {from_log.name}", times_s, documents, questions)
+        timed_questions = read_questions(from_log)
+        with counting_requests("searching", len(timed_questions)) as progress:
+            documents = retrieved_for(store, (text for _, text in timed_questions), num_wanted, progress)
+        times_s, questions = zip(*timed_questions, strict=True)
+        found = Expected(f"{len(timed_questions):,} questions of {from_log.name}", times_s, documents, questions)
     else:
-        with counting_requests("searching", num_asked_for_popularity(store)) as progress:
+        with counting_requests("searching", num_popularity_searches(store)) as progress:
             documents = retrieved_by_popularity(store, num_wanted, progress)
         if top is not None:
             documents = most_retrieved(documents, top)
@@ -418,8 +418,8 @@ def warm_store(store: DocumentStore, url: str, api_key: str | None) -> tuple[dic
     with Engine.connect(url, api_key=api_key) as engine:
         plan = plan_of(engine, store, expected, PromptLayout(), None, DEFAULT_COST_MODEL)
         receipt = warm_engine(engine, plan)
-    told = {"url": url, **plan_to_dict(plan, expected), "receipt": receipt.to_dict()}
-    return told, [*lines_of(plan, expected), receipt_line(receipt, plan)]
+    report = {"url": url, **plan_to_dict(plan, expected), "receipt": receipt.to_dict()}
+    return report, [*lines_of(plan, expected), receipt_line(receipt, plan)]
 
 
 def warm_engine(

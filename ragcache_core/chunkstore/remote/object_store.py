@@ -51,7 +51,7 @@ class ObjectStore:
         """Start threads for look-ups, reads and writes: none of the three waits for the others."""
         self._store = store
         self._hint = hint
-        self._asking, self._reading, self._writing = (
+        self._lookup_threads, self._reading, self._writing = (
             ThreadPoolExecutor(_NUM_AT_ONCE, thread_name_prefix=f"ragcache-s3-{what}")
             for what in ("ask", "read", "write")
         )
@@ -93,12 +93,12 @@ class ObjectStore:
     def exists(self, names: Sequence[str], *, is_chain: bool) -> list[bool]:
         """Return which objects exist; in a chain, those before the last one found count as found."""
         if not is_chain:
-            return list(self._asking.map(self._has, names))
+            return list(self._lookup_threads.map(self._has, names))
         low, high = 0, len(names)  # those before low are there, high is not
         while low < high:
             step = -(-(high - low) // _NUM_AT_ONCE)
             probes = [*range(low, high - 1, step), high - 1]
-            there = list(self._asking.map(self._has, [names[probe] for probe in probes]))
+            there = list(self._lookup_threads.map(self._has, [names[probe] for probe in probes]))
             num_there = there.index(False) if False in there else len(there)
             low = probes[num_there - 1] + 1 if num_there else low
             high = probes[num_there] if num_there < len(probes) else high
@@ -126,7 +126,7 @@ class ObjectStore:
         return isinstance(error, PermissionDeniedError | UnauthenticatedError)
 
     def close(self) -> None:
-        for threads in (self._asking, self._reading, self._writing):
+        for threads in (self._lookup_threads, self._reading, self._writing):
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _has(self, name: str) -> bool:

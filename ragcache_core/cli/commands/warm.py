@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ragcache_core.stats import EngineStats
 
 _WAIT_READY_S = 1800.0
-_ASK_AGAIN_S = 1.0
+_RETRY_S = 1.0
 _FORMAT = 1
 _HIT_COUNTS = ("num_requests", "num_prefix_query_tokens", "num_hit_tokens", "num_first_tokens", "sum_ttft_s")
 
@@ -108,19 +108,19 @@ def warm(
         )
         with _joined(url, api_key, wait_s) as engine, options_in_cli_wording(warm):
             plan = plan_of(engine, documents, expected, layout, settings["budget"], settings["cost_model"])
-            told = {**_facts(engine, store), **plan_to_dict(plan, expected)}
+            report_data = {**_facts(engine, store), **plan_to_dict(plan, expected)}
             if not as_json:
                 click.echo("\n".join(lines_of(plan, expected)))
             if not settings["dry_run"]:
                 receipt = warm_engine(engine, plan)
-                told |= {"receipt": receipt.to_dict(), **_read_counts(engine.stats())}
+                report_data |= {"receipt": receipt.to_dict(), **_read_counts(engine.stats())}
                 if not as_json:
                     click.echo(receipt_line(receipt, plan))
     if output is not None:
-        write_json(told, output)
+        write_json(report_data, output)
         click.echo(f"ragcache: written to {output}", err=True)
     if as_json:
-        print_json(told)
+        print_json(report_data)
 
 
 def _joined(url: str, api_key: str | None, wait_s: float | None) -> Engine:
@@ -134,7 +134,7 @@ def _joined(url: str, api_key: str | None, wait_s: float | None) -> Engine:
         except (EngineUnreachableError, EngineDiedError, EngineTimeoutError):
             if time.monotonic() >= until_s:
                 raise
-            time.sleep(_ASK_AGAIN_S)
+            time.sleep(_RETRY_S)
 
 
 def _facts(engine: Engine, store: Path) -> dict[str, object]:
@@ -164,12 +164,12 @@ def _compare(path: Path, url: str, api_key: str | None, *, as_json: bool) -> Non
     """Print the forecast of an earlier run beside what the engine has counted since."""
     from ragcache_core.client import Engine
 
-    told = _read_report(path)
+    report_data = _read_report(path)
     with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
         stats = engine.stats()
-    now, before = _counted(stats), told["counted"]
-    is_anew = any(now[name] < before.get(name, 0) for name in _HIT_COUNTS)
-    since = {name: count - (0 if is_anew else before.get(name, 0)) for name, count in now.items()}
+    now, before = _counted(stats), report_data["counted"]
+    has_restarted = any(now[name] < before.get(name, 0) for name in _HIT_COUNTS)
+    since = {name: count - (0 if has_restarted else before.get(name, 0)) for name, count in now.items()}
     num_requests = int(since["num_requests"])
     achieved = {
         "num_requests": num_requests,
@@ -177,12 +177,12 @@ def _compare(path: Path, url: str, api_key: str | None, *, as_json: bool) -> Non
         if since["num_prefix_query_tokens"]
         else 0.0,
         "mean_ttft_s": since["sum_ttft_s"] / since["num_first_tokens"] if since["num_first_tokens"] else None,
-        "has_started_anew": is_anew,
+        "has_restarted": has_restarted,
     }
     expected: dict[str, int] = {}
-    for each in told["paths"]:
+    for each in report_data["paths"]:
         expected[each["doc_ids"][-1]] = expected.get(each["doc_ids"][-1], 0) + each["expected_uses"]
-    uses_before = {} if is_anew else told.get("uses", {})
+    uses_before = {} if has_restarted else report_data.get("uses", {})
     documents = [
         {
             "doc_id": use.doc_id,
@@ -193,9 +193,9 @@ def _compare(path: Path, url: str, api_key: str | None, *, as_json: bool) -> Non
         for use in stats.hottest_documents
     ]
     if as_json:
-        print_json({"forecast": told["forecast"], "achieved": achieved, "hottest_documents": documents})
+        print_json({"forecast": report_data["forecast"], "achieved": achieved, "hottest_documents": documents})
         return
-    click.echo("\n".join(_compared(told["forecast"], achieved, documents)))
+    click.echo("\n".join(_compared(report_data["forecast"], achieved, documents)))
 
 
 def _compared(
@@ -213,7 +213,7 @@ def _compared(
          "-" if ttft_s is None else f"{ttft_s:.3f} s"),
     ]  # fmt: skip
     lines = [f"{name:<18}{requests:>10}{share:>16}{ttft:>12}" for name, requests, share, ttft in rows]
-    if achieved["has_started_anew"]:
+    if achieved["has_restarted"]:
         lines.append("the engine has reset its counters since the warming: earlier counts are missing here")
     uses = [
         f"{printable(each['doc_id']):<40}{each['expected_uses']:>10}{each['uses']:>8}  {', '.join(each['tiers'])}"
@@ -226,12 +226,12 @@ def _compared(
 def _read_report(path: Path) -> dict[str, Any]:
     cure = "name a file that 'ragcache warm --output' wrote when it was done"
     try:
-        told = json.loads(path.read_bytes())
+        report_data = json.loads(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"--report {path} cannot be read ({error.strerror}): {cure}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--report {path} is not JSON ({error}): {cure}") from error
-    match told:
+    match report_data:
         case {"format": 1, "forecast": dict(), "paths": list(), "counted": dict()}:
-            return dict(told)
+            return dict(report_data)
     raise ConfigError(f"--report {path} is no report of a warming that was done: {cure}")

@@ -310,8 +310,8 @@ class HostTier:
         tree.rekeyed.clear()
         keys = [key for node in nodes for unit in node.keys for key in self._keys_of(cast("Key", unit))]
         ready = [key for key in keys if self._blocks[key].ref_cnt != _WRITING]
-        journal.unseal([self._blocks[key].row for key in ready])
-        self._seal(ready)
+        journal.remove([self._blocks[key].row for key in ready])
+        self._record(ready)
 
     # A holder of what may be forgotten
 
@@ -327,7 +327,7 @@ class HostTier:
         num_bytes = len(keys) * self.controller.tiers[Tier.HOST].block_bytes
         return Freed({Tier.HOST: len(keys)}, {Tier.HOST: num_bytes})
 
-    def num_left(self) -> int:
+    def num_pending(self) -> int:
         """Drop what is copied no more, and return how many blocks of what was forgotten are still here."""
         leaving = self.controller.leaving
         has_dropped = bool(leaving) and self._drop_leaving() > 0
@@ -337,7 +337,7 @@ class HostTier:
             self._are_kept_forgotten = num_kept > 0
         return len(leaving) + num_kept + (0 if self.journal is None else self.journal.num_scrubs)
 
-    def why_left(self) -> None:
+    def deletion_problem(self) -> None:
         """Return None: copies end."""
 
     # Inside
@@ -464,12 +464,12 @@ class HostTier:
         """Let blocks be evicted that no transfer uses any more, unless they are promised."""
         if self._others.has_groups or self.promises:
             if self.journal is not None:
-                self._seal(keys)
+                self._record(keys)
             self._unhold([key for key in keys if key not in self.promises] if self.promises else keys)
             return
         units = units_of(keys)
         if self.journal is not None:
-            self._seal(keys, units)
+            self._record(keys, units)
         for node, mask in self._tree.units_of(units).items():
             self._tree.release_units(node, mask, Tier.HOST)
 
@@ -485,7 +485,7 @@ class HostTier:
         for node, units in self._tree.units_of(units_of(main)).items():
             self._tree.release_units(node, units, Tier.HOST)
 
-    def _seal(self, keys: Sequence[OffloadKey], units: Sequence[Key] | None = None) -> None:
+    def _record(self, keys: Sequence[OffloadKey], units: Sequence[Key] | None = None) -> None:
         """Have the journal note what lies in the rows of blocks, as far as it may outlive the engine.
 
         ``units`` are those of the keys, if they are known.
@@ -502,11 +502,11 @@ class HostTier:
         if self._others.has_groups:
             for key, row in zip(keys, rows, strict=True):
                 if self._locate(key) is not None:
-                    journal.seal([row], [self.groups.chunk_name(key)], self.groups.note_of(tree, key))
+                    journal.record([row], [self.groups.chunk_name(key)], self.groups.note_of(tree, key))
             return
         units = units_of(keys) if units is None else units
         for at, first, length in tree.runs(units):
-            journal.seal(rows[at : at + length], units[at : at + length], self.groups.note_at(tree, first))
+            journal.record(rows[at : at + length], units[at : at + length], self.groups.note_at(tree, first))
 
     def _hold_promised(self) -> None:
         """Hold what the look-up under way has promised so far: before anything is evicted, and at its end."""
@@ -542,7 +542,7 @@ class HostTier:
                     self.num_other_blocks -= 1
                     self._others.discard(key)
         if self.journal is not None:
-            self.journal.unseal(rows)
+            self.journal.remove(rows)
         return rows
 
     def _drop_leaving(self) -> int:

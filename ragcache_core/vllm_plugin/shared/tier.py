@@ -220,21 +220,21 @@ class SharedTier(TransferTier):
             self._io.delete(names, is_retried=forgotten.is_all or bool(forgotten.doc_ids))
         return Freed()
 
-    def num_left(self) -> int:
+    def num_pending(self) -> int:
         """Return how many objects are not deleted yet."""
         return self._io.num_undeleted
 
-    def why_left(self) -> str | None:
+    def deletion_problem(self) -> str | None:
         """Return why the store may keep deleted KV: it cannot delete it now."""
-        if self._io.is_given_up:
+        if self._io.is_disabled:
             return (
                 f"the shared store {self.url} has not deleted what was forgotten, and is used no more: before the next "
                 f"start, delete what begins with {self._objects.prefix}"
             )
-        if not (num_left := self._io.num_undeleted) or not self._io.writes.is_resting:
+        if not (num_pending := self._io.num_undeleted) or not self._io.writes.is_resting:
             return None
         return (
-            f"the shared store {self.url} does not answer, and may have {num_left} chunks: they are deleted when it "
+            f"the shared store {self.url} does not answer, and may have {num_pending} chunks: they are deleted when it "
             f"does, while this engine runs; else delete what begins with {self._objects.prefix}"
         )
 
@@ -242,7 +242,7 @@ class SharedTier(TransferTier):
 
     @property
     def _is_used(self) -> bool:
-        return self._is_enabled and not self._io.is_given_up
+        return self._is_enabled and not self._io.is_disabled
 
     def _begin_store(self, job: TierJob) -> PutJob | None:
         if not self._is_used:

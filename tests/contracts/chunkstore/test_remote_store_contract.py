@@ -59,12 +59,12 @@ def test_what_is_put_again_is_replaced(store: RemoteStore) -> None:
 
 
 @pytest.mark.parametrize("num_there", [0, 1, 7, 8, 9, 33, 59, 60])
-def test_of_a_chain_the_leading_ones_are_found(store: RemoteStore, num_there: int) -> None:
+def test_the_leading_blocks_of_a_chain_are_found(store: RemoteStore, num_there: int) -> None:
     store.put([(name, b"x") for name in NAMES[:num_there]])
     assert store.exists(NAMES, is_chain=True) == [i < num_there for i in range(len(NAMES))]
 
 
-def test_of_single_names_each_that_is_there_is_found(store: RemoteStore) -> None:
+def test_single_names_that_exist_are_found(store: RemoteStore) -> None:
     store.put([(NAMES[i], b"x") for i in (1, 2, 5)])
     assert store.exists(NAMES[:7], is_chain=False) == [False, True, True, False, False, True, False]
 
@@ -121,7 +121,7 @@ def test_a_writer_lists_a_64th_of_its_limit_apart(store: RemoteStore, monkeypatc
     assert num_lists == 10
 
 
-def test_a_redis_tells_what_was_used_longest_ago_and_asking_is_no_use() -> None:
+def test_redis_reports_the_least_recently_used_and_lookups_are_no_use() -> None:
     with redis_server() as server:
         store, client = open_remote(server.url), server.client()
         store.put([(name, b"x") for name in NAMES[:3]])
@@ -137,7 +137,7 @@ def test_a_redis_tells_what_was_used_longest_ago_and_asking_is_no_use() -> None:
         assert sorted(listed(store)) == NAMES[:3], "where no time is known, the order is any"
 
 
-def test_a_redis_that_deletes_by_itself_is_told_after_how_long() -> None:
+def test_a_redis_with_expiry_gets_the_time_to_live() -> None:
     with redis_server() as server:
         open_remote(server.url, ttl_s=100.0).put([("a", b"x")])
         open_remote(server.url).put([("b", b"x")])
@@ -145,7 +145,7 @@ def test_a_redis_that_deletes_by_itself_is_told_after_how_long() -> None:
         assert server.client().ttl("b") == -1
 
 
-def test_a_wrong_password_is_refused_at_the_door_and_the_right_one_is_of_the_environment(
+def test_a_wrong_password_is_rejected_at_launch_and_the_environment_has_the_right_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with redis_server("--requirepass", "right") as server:
@@ -159,7 +159,7 @@ def test_a_wrong_password_is_refused_at_the_door_and_the_right_one_is_of_the_env
 
 
 @pytest.mark.parametrize("url", ["redis://127.0.0.1:1/0", "s3://kv-bucket/x"])
-def test_a_store_that_does_not_answer_is_no_error_at_the_door(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unavailable_store_is_no_error_at_the_entry(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**S3_ENV, "AWS_ENDPOINT_URL": "http://127.0.0.1:1"}.items():
         monkeypatch.setenv(name, value)
     why = check_reachable(url)

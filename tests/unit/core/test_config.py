@@ -137,7 +137,7 @@ def toml(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_a_file_says_what_code_would(tmp_path: Path) -> None:
+def test_a_file_reports_what_code_would(tmp_path: Path) -> None:
     path = toml(
         tmp_path,
         """
@@ -190,7 +190,7 @@ def test_a_file_that_cannot_work_is_named_with_its_key_and_value(tmp_path: Path,
 # On this machine
 
 
-def test_host_memory_that_nobody_chose_is_an_eighth_of_what_is_available(machine: SimpleNamespace) -> None:
+def test_default_host_memory_is_an_eighth_of_what_is_available(machine: SimpleNamespace) -> None:
     assert CacheConfig().resolved().host_bytes == 4 * GIB
     machine.available = 640 * GIB
     assert CacheConfig().resolved().host_bytes == 8 * GIB
