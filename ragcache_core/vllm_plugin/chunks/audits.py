@@ -118,10 +118,10 @@ class AnswerAudits:
             self.clear()
         return Freed()
 
-    def num_left(self) -> int:
+    def num_pending(self) -> int:
         """Return 0: no KV is held."""
         return 0
 
-    def why_left(self) -> str | None:
+    def deletion_problem(self) -> str | None:
         """Return None: no KV is held."""
         return None

@@ -189,9 +189,9 @@ class ChunkReuseConnector(KVConnectorBase_V1):
         if alpha is None:  # what that quality takes was not measured
             return None
         if self.audits is not None and reuses:
-            if asked.model_dump(exclude_none=True, exclude={"kind"}):  # the bound holds for the engine's settings alone
+            if override.model_dump(exclude_none=True, exclude={"kind"}):  # the bound holds for the engine's alone
                 return None
-            guarded = self.audits.alpha_for(request, asked.kind or reuse.kind or DEFAULT_KIND)
+            guarded = self.audits.alpha_for(request, override.kind or reuse.kind or DEFAULT_KIND)
             reuses, alpha = guarded is not None, alpha if guarded is None else guarded
         return ReuseOptions(
             selection=reuse.selection if override.selection is None else override.selection,
