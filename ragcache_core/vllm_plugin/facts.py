@@ -1,4 +1,4 @@
-"""What RAGCache relies on inside vLLM, as far as an engine can check it when it starts, in milliseconds.
+"""Facts about vLLM that RAGCache relies on, checked at an engine's start in milliseconds.
 
 The tests in ``tests/vllm_facts/`` pin more, and say what each is for.
 """
@@ -39,7 +39,7 @@ HOOKS: tuple[tuple[type, type], ...] = (
     (TreeBlockPool, compat.BlockPool),
     (RAGCachePromMetrics, compat.KVConnectorPromMetrics),
 )
-"""What stands in for what."""
+"""RAGCache's functions, and the functions of vLLM that they replace."""
 
 PRIVATE: dict[Any, tuple[str, ...]] = {
     BlockHashToBlockMap: ("_cache",),
@@ -55,7 +55,7 @@ PRIVATE: dict[Any, tuple[str, ...]] = {
 
 
 def missing_facts() -> list[str]:
-    """Return what is not there, or is called otherwise than ours answers."""
+    """Return the missing or different parts of vLLM."""
     return [*_hooks_that_changed(), *_private_names_that_are_gone(), *_pools_that_are_fixed()]
 
 
@@ -78,7 +78,7 @@ def _overridden(ours: type, theirs: type) -> Iterator[str]:
 
 
 def _accepts(ours: Callable[..., Any], theirs: Callable[..., Any]) -> bool:
-    """Return whether ``ours`` can be called as ``theirs`` can, with what is optional and without."""
+    """Return whether ``ours`` accepts the calls of ``theirs``, with and without optional arguments."""
     parameters = list(inspect.signature(theirs).parameters.values())
     placed = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     named = {each.name: each for each in parameters if each.kind is each.KEYWORD_ONLY}

@@ -1,9 +1,8 @@
-"""Documents that are pinned: their paths are the last to be evicted, in each tier.
+"""Pinned documents: their prefixes are evicted last, in each tier.
 
-A pin is of a document, on whatever paths it stands, and on those on which it will. It outlives the document's eviction,
-which comes where nothing but pinned paths and those of waiting requests is left, and ends with the engine. Tenants'
-documents may have the same ids: what is protected of their paths is limited for each by what he has of the tiers, and
-takes nothing from what an operator may pin of all others.
+A pin applies to a document under all present and later prefixes. It outlives the document's eviction, which happens
+only if all other blocks are pinned or belong to queued requests, and ends with the engine. Documents of several tenants
+may have the same id: each tenant's pins are limited by its share of the tiers, separately from the operator's.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _EVICTED_AT_ONCE: Final = 64
 
 @dataclass(slots=True)
 class _Counted:
-    """A node on protected paths: the number of paths through it, and its units as they are counted for a tenant."""
+    """A node on protected prefixes: their number, and its blocks as counted for a tenant."""
 
     num_paths: int
     num_units: int
@@ -32,16 +31,15 @@ class _Counted:
 
 
 class Pins:
-    """Protects the paths of pinned documents in the tree, as many as ``limit`` blocks hold of each tenant's.
+    """Protects the prefixes of pinned documents in the tree, up to ``limit`` blocks per tenant.
 
-    A path that is protected or released costs O(height), however many are protected.
+    Protecting or releasing a prefix costs O(height), independent of the number of protected ones.
 
     Args:
-        tree: in which they stand.
-        limit: how many blocks the pinned paths of a tenant, or None for all others, may have together; asked whenever
-            it matters.
-        describe: returns what a number of blocks is in words, and what the limit comes from, for a refusal.
-        tenant_of: returns the tenant of a path, by its last node's owner; None without one.
+        tree: the knowledge tree.
+        limit: returns the maximum number of pinned blocks of a tenant (``None``: of all others).
+        describe: returns a number of blocks as text, and the source of the limit, for errors.
+        tenant_of: returns the tenant of a prefix, from its last node's owner; ``None`` without one.
     """
 
     def __init__(
@@ -63,7 +61,7 @@ class Pins:
 
     @property
     def num_units(self) -> int:
-        """Blocks of all pinned paths but tenants', each once."""
+        """Number of blocks of all pinned prefixes without a tenant, each once."""
         return self._num_units.get(None, 0)
 
     def check(self, doc_ids: Iterable[DocId]) -> Generator[int, None, set[DocId]]:
@@ -85,7 +83,7 @@ class Pins:
         return set(doc_ids)
 
     def unpin(self, doc_ids: Iterable[DocId]) -> Generator[int, None, set[DocId]]:
-        """Pin documents no more, and return those that were pinned."""
+        """Unpin documents, and return those that were pinned."""
         gone = self.doc_ids.intersection(doc_ids)
         self.doc_ids -= gone
         for doc_id in gone:
@@ -95,7 +93,7 @@ class Pins:
         return gone
 
     def on_used(self, path: Sequence[TreeNode]) -> None:
-        """Protect the pinned nodes of a path that is used, where the limit allows."""
+        """Protect the pinned nodes of a used prefix, within the limit."""
         last = next((node for node in reversed(path) if node.is_named(self.doc_ids) and not node.is_private), None)
         if last is None or self._protect_within_limit(last.keys[-1]):
             return
@@ -103,7 +101,7 @@ class Pins:
             self._protect_within_limit(last.keys[-1])
 
     def on_forgotten(self, doc_ids: Iterable[DocId], units: Set[Hashable]) -> None:
-        """Unpin documents, and protect nothing of some units, which others may have pinned, before they go."""
+        """Unpin documents, and remove the protection of blocks that are about to be deleted."""
         doc_ids = tuple(doc_ids)
         self.doc_ids.difference_update(doc_ids)
         for doc_id in doc_ids:
@@ -113,7 +111,7 @@ class Pins:
             self._release(unit)
 
     def _find(self, doc_ids: Iterable[DocId]) -> Generator[int, None, tuple[set[DocId], list[Hashable]]]:
-        """Return which of some documents are cached, and where the paths to them end, if those may be pinned."""
+        """Return which documents are cached, and the ends of their prefixes if these may be pinned."""
         wanted = set(doc_ids)
         found: set[DocId] = set()
         ends: list[Hashable] = []
@@ -141,7 +139,7 @@ class Pins:
         return found, ends
 
     def _uncounted(self, last: TreeNode, known: dict[int, int] | None = None) -> dict[int, int]:
-        """Return the units of the nodes on a path that are on no protected path, by id, up to those in ``known``."""
+        """Return the blocks on a prefix that are on no protected one, by node, up to those in ``known``."""
         found: dict[int, int] = {}
         node: TreeNode | None = last
         while node is not None and node.parent is not None and node.id not in self._counted:
@@ -152,7 +150,7 @@ class Pins:
         return found
 
     def _protect_within_limit(self, end: Hashable) -> bool:
-        """Protect the path to a unit unless the limit forbids it, and return whether it is protected."""
+        """Protect the prefix that ends in a block within the limit, and return whether it is protected."""
         if (location := self._tree.locate(end)) is None:
             return False
         node = location.node
@@ -172,7 +170,7 @@ class Pins:
         return True
 
     def _release(self, end: Hashable) -> None:
-        """Undo :meth:`_protect_within_limit`; does nothing with a unit at which no protected path ends."""
+        """Undo :meth:`_protect_within_limit`; ignore a block at which no protected prefix ends."""
         if (location := self._tree.locate(end)) is None:
             return
         tenant = self._tenant_of(location.node.owner)
@@ -188,13 +186,13 @@ class Pins:
         self._tree.unprotect(end)
 
     def _release_unpinned(self, node: TreeNode) -> None:
-        """Release the paths that end in a node, unless it is another pinned document as well."""
+        """Release the prefixes that end in a node, unless it belongs to another pinned document too."""
         if self._tree.contains(node) and node.id in self._counted and not node.is_named(self.doc_ids):
             for key in tuple(node.keys):
                 self._release(key)
 
     def _release_evicted(self, tenant: str | None, num_paths: int) -> bool:
-        """Look at the next protected paths of a tenant, release those evicted, and return whether any was."""
+        """Release evicted ones of a tenant's next protected prefixes, and return whether there were any."""
         ends = self._ends.get(tenant, {})
         is_released = False
         for _ in range(min(num_paths, len(ends))):

@@ -1,4 +1,4 @@
-"""From the scheduler's process to the server's: statistics, ``ragcache_*`` series on ``/metrics``, our routes' data.
+"""Statistics from the scheduler's process to the server's: ``ragcache_*`` metrics and the routes' data.
 
 vLLM carries a connector's statistics to the server's process with every step. Ours hold what the offloading says, the
 figures of requests that ended, a report of the tiers, and what has changed of the documents that are cached.
@@ -37,7 +37,7 @@ _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0,
 
 
 class RAGCachePromMetrics(KVConnectorPromMetrics):
-    """The ``ragcache_*`` series, beside vLLM's own of the offloading.
+    """The ``ragcache_*`` metrics, beside vLLM's of the offloading.
 
     Each of several API servers is told everything; the first shows it, for all of them.
     """
@@ -157,7 +157,7 @@ class RAGCachePromMetrics(KVConnectorPromMetrics):
                 metric.labels(*labels).inc(self._growth(engine_index, key, part, figures[key]))
 
     def _growth(self, engine_index: int, key: str, part: str, total: int) -> int:
-        """Return by how much a total has grown; an engine that was reset counts from zero."""
+        """Return the increase of a counter; after an engine's reset it counts from zero."""
         before = self._seen.get((engine_index, key, part), 0)
         self._seen[engine_index, key, part] = total
         return total - before if total >= before else total
