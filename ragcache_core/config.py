@@ -190,6 +190,10 @@ class ChunkReuseRequest(_Settings):
     others is computed any further (Cache-Craft Algorithm 1's w); 0: never. A smaller number computes less, and trusts
     earlier layers. It acts on selections of a part of a document, thus not on ``whole_chunks``."""
 
+    kind: Annotated[str, Field(pattern=r"^[\w .:/-]{1,64}$", strict=True)] | None = None
+    """The kind of its documents, such as ``manual``. With ``max_error`` each kind has an error rate of its own, the
+    first 32 kinds of an engine that is; further kinds share one. ``None``: ``default``."""
+
     @model_validator(mode="after")
     def _check_budget(self) -> Self:
         if self.quality is not None and self.alpha is not None:
@@ -220,6 +224,20 @@ class ChunkReuse(ChunkReuseRequest):
 
     is_default: bool = True
     """Whether requests without a setting of their own reuse chunks."""
+
+    max_error: Annotated[float, Field(gt=0, le=0.5, allow_inf_nan=False, strict=True)] | None = None
+    """The largest share of answers of a kind that may differ from exact ones, such as 0.02. Audits of approximate
+    answers, in idle steps, then choose between exact answers and values of ``alpha`` up to the one set here. A request
+    with another setting of its own than ``kind`` is answered exactly. ``None``: no audits, ``alpha`` is as set."""
+
+    @model_validator(mode="after")
+    def _check_guard(self) -> Self:
+        if self.max_error is not None and self.quality is not None:
+            raise ValueError(
+                f"ChunkReuse.quality is {self.quality:g} and max_error {self.max_error:g}: both choose alpha, so give "
+                "one"
+            )
+        return self
 
 
 class CacheConfig(_Settings):

@@ -330,6 +330,29 @@ class DocumentUse:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkKindStats:
+    """The errors of chunk reuse in the answers about one kind of document, with :attr:`ChunkReuse.max_error`.
+
+    Of ``num_answers`` answers ``num_approximate`` were approximate. ``num_audits`` of these were answered once more,
+    exactly, and ``num_errors`` differed. ``alpha`` is the smallest that keeps the bound, or else the last one in trial;
+    ``error_rate`` is the share of its audited answers that differed, and ``error_bound`` an upper bound of its error
+    rate (95 % confidence at every number of audits). Reuse ``is_stopped`` while no alpha keeps the bound.
+    """
+
+    kind: str
+    num_answers: int = _counter("ragcache_chunk_guarded_answers", "Answers for which the bound on errors holds.")
+    num_approximate: int = _counter("ragcache_chunk_approximate_answers", "Those of them that are approximate.")
+    num_audits: int = _counter("ragcache_chunk_audits", "Approximate answers that were compared with exact ones.")
+    num_errors: int = _counter("ragcache_chunk_errors", "Those of them that differed.")
+    alpha: float = _gauge("ragcache_chunk_alpha", "The alpha in use, or in trial.", 0.0)
+    error_rate: float = _gauge("ragcache_chunk_error_rate", "Share of this alpha's audited answers that differed.", 0.0)
+    error_bound: float = _gauge("ragcache_chunk_error_bound", "Upper bound of its error rate, 95 % confidence.", 1.0)
+    is_stopped: bool = _gauge(
+        "ragcache_chunk_stopped", "Whether reuse has stopped, as no alpha keeps the bound: 1 or 0.", default=False
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkStats:
     """The documents that an engine stores for chunk reuse, counted since it started.
 
@@ -344,6 +367,8 @@ class ChunkStats:
     longer than the memory, ``num_capacity_misses`` found no free space: they were computed exactly.
     ``num_dropped_chunks`` were not written to disk, ``num_corrupt_chunks`` were damaged or gone there,
     ``num_lost_chunks`` dropped because of that.
+
+    ``kinds`` are the errors by kind of document, with a bound on them.
     """
 
     num_chunks: int = _gauge("ragcache_chunk_stored", "Documents stored for reuse.")
@@ -396,6 +421,7 @@ class ChunkStats:
     num_lost_chunks: int = _counter(
         "ragcache_chunk_lost", "Documents for reuse that were dropped because of damaged or missing parts."
     )
+    kinds: tuple[ChunkKindStats, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -743,6 +769,7 @@ ENGINE_SERIES = {
 """Series of the engine's report; the first three are sums over requests, which a client reads of each response."""
 TIER_SERIES = series_of(TierStats)
 CHUNK_SERIES = series_of(ChunkStats)
+CHUNK_KIND_SERIES = series_of(ChunkKindStats)
 REQUEST_TIMES = {
     "queue_s": Series("ragcache_queue_seconds", "Seconds that a request waited to be scheduled, by its lowest tier."),
     "load_s": Series("ragcache_load_seconds", "Seconds that a request waited for its KV, by its lowest tier."),

@@ -64,6 +64,7 @@ from vllm.v1.core.kv_cache_utils import (
     resolve_kv_cache_block_sizes,
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
@@ -178,8 +179,10 @@ __all__ = [
     "OffloadingTransferJob",
     "OffloadingWorker",
     "OffloadingWorkerMetadata",
+    "PauseState",
     "PrepareStoreOutput",
     "ReqContext",
+    "Request",
     "RequestOffloadingContext",
     "RequestQueue",
     "RequestStatus",
@@ -226,6 +229,7 @@ __all__ = [
     "make_block_hash_with_group_id",
     "platform_worker",
     "prompt_of_keys",
+    "repeated_request",
     "require_embeddings",
     "resolve_kv_cache_block_sizes",
     "sum_over_workers",
@@ -477,6 +481,22 @@ def prompt_of_keys(keys: Sequence[bytes], tokens_per_block: int) -> Request:
     prompt = Request(f"prefetch-{uuid4().hex}", [0] * num_tokens, SamplingParams(max_tokens=1), None)
     prompt.block_hashes = list(keys)
     return prompt
+
+
+def repeated_request(request: Request, params: dict[str, Any]) -> Request:
+    """Return a request for as many tokens as one that has ended has, with ``params`` for its connector."""
+    assert request.sampling_params is not None
+    sampling = request.sampling_params.clone()
+    sampling.max_tokens, sampling.logprobs = request.num_output_tokens, None
+    sampling.extra_args = {"kv_transfer_params": params}
+    return Request(
+        f"audit-{uuid4().hex}",
+        list(request.prompt_token_ids or ()),
+        sampling,
+        None,
+        cache_salt=request.cache_salt,
+        block_hasher=request._block_hasher,
+    )
 
 
 def hash_seed(algorithm: str) -> str | None:

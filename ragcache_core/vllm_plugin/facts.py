@@ -48,6 +48,7 @@ PRIVATE: dict[Any, tuple[str, ...]] = {
     compat.Scheduler: (
         *("_inflight_prefills", "_preempt_request", "_free_request_blocks", "_handle_blocked_waiting_request"),
     ),
+    compat.Request: ("_block_hasher",),
     kv_cache_utils: ("_NON_CRYPTO_HASH_FUNCTIONS",),
 }
 """vLLM's names with an underscore, and whose they are; chunk reuse has two more, of attention layers."""

@@ -210,6 +210,13 @@ def _cache_counters(reading: EngineStats) -> Iterator[tuple[str, str]]:
         unusable = f"{chunks.num_mismatched_chunks:,} mismatched, {chunks.num_too_long_chunks:,} too long"
         gone = f"{chunks.num_capacity_misses:,} without free space, {chunks.num_evicted_chunks:,} evicted"
         damaged = f"{chunks.num_corrupt_chunks:,} corrupt, {chunks.num_lost_chunks:,} lost"
+        for kind in chunks.kinds:
+            counts = f"{kind.num_errors:,} of {kind.num_audits:,} audited answers differed"
+            in_use = (
+                "stopped" if kind.is_stopped else f"alpha {kind.alpha:g}, error rate at most {kind.error_bound:.1%}"
+            )
+            share = f"{kind.num_approximate:,} of {kind.num_answers:,} answers approximate"
+            yield f"kind {kind.kind}", f"{share}, {counts}; {in_use}"
         yield "unused chunks", f"{unusable}, {gone}, {damaged}, {chunks.num_dropped_chunks:,} dropped"
 
 

@@ -293,15 +293,19 @@ class CacheController:
         *,
         is_salted: bool = False,
         tenant: str | None = None,
+        is_audit: bool = False,
     ) -> None:
         """Add a request's prefix to the tree, and keep it there until :meth:`on_finished`.
 
-        Documents of one that ``is_salted`` are in no report, those of a ``tenant``'s in his alone.
+        Documents of one that ``is_salted`` are in no report, those of a ``tenant``'s in his alone. One that
+        ``is_audit`` is the engine's own: its blocks are cached, and all else is as without it.
         """
         assert request_id not in self._requests
         prompt_keys = keys[: num_prompt_tokens // self.tokens_per_block]
         turn = self.tree.conversations.turn_of(prompt_keys)
-        state = RequestState(request_id, num_prompt_tokens, now_s, metadata, keys, is_salted, tenant, turn=turn)
+        state = RequestState(
+            request_id, num_prompt_tokens, now_s, metadata, keys, is_salted, tenant, turn=turn, is_audit=is_audit
+        )
         self._requests[request_id] = state
         state.segments = self._path_segments(state, keys)
         path = self.tree.insert(state.segments)
@@ -310,8 +314,9 @@ class CacheController:
         if path:
             state.retained = cast("Key", path[-1].keys[-1])
             self.tree.retain(state.retained)
-        self.speculations.on_new_request(state)
-        if not state.is_speculative:
+        if not is_audit:
+            self.speculations.on_new_request(state)
+        if not (state.is_speculative or is_audit):
             self._queued.add(state)
         state.prefill_s = self._prefill_s(state, self._queued.num_cached_tokens(state))
         self._count_pending(state, 1)
@@ -348,6 +353,8 @@ class CacheController:
             self._on_resumed(state, now_s)
             return
         state.admitted_s = now_s
+        if state.is_audit:
+            return
         self._without_token.add(request_id)
         self.speculations.on_admitted(state)
         self.record_change()
@@ -563,13 +570,15 @@ class CacheController:
         self._queued.remove(state)
         self._count_pending(state, -1)
         self.speculations.on_finished(state)
-        if not state.is_speculative:
+        if not (state.is_speculative or state.is_audit):
             self._note_answer(state)
         if state.retained is not None:
             self.tree.release(state.retained)
             state.retained = None
         self._count_apart(state)
         self._release_apart(state)
+        if state.is_audit:
+            return None
         if now_s is not None:
             self._recent.add(state, now_s)
         self._finished[request_id] = state.to_dict()
@@ -791,10 +800,11 @@ class CacheController:
 
     def recent_requests(self, limit: int, now_s: float) -> dict[str, object]:
         """Return the latest requests, and how many are in the engine; see :class:`RecentRequests`."""
+        here = [state for state in self._requests.values() if not state.is_audit]
         return {
-            "num_queued": sum(state.admitted_s is None for state in self._requests.values()),
-            "num_running": sum(state.admitted_s is not None for state in self._requests.values()),
-            "requests": self._recent.newest(reversed(self._requests.values()), limit, now_s),
+            "num_queued": sum(state.admitted_s is None for state in here),
+            "num_running": sum(state.admitted_s is not None for state in here),
+            "requests": self._recent.newest(reversed(here), limit, now_s),
         }
 
     def _tier_report(self, tier: Tier, report: TierReport) -> dict[str, object]:

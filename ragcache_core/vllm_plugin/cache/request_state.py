@@ -56,6 +56,7 @@ class RequestState:
         num_wasted_tokens: those of them that count as wasted now.
         is_used: it is a prefill, and a real request came whose prompt begins with its blocks.
         preempted_s, paused_s: since when it is preempted while speculative, and how long it was so before.
+        is_audit: it is the engine's own, and repeats an answer: no statistics count it.
         retained: the last block of its path, which the tree keeps for it.
         tail_ids: ids of documents that begin in its prompt's last block, which is not full.
         prefill_s: how long its prefill takes with its cached blocks, as of its arrival or admission.
@@ -82,6 +83,7 @@ class RequestState:
     is_salted: bool = False
     tenant: str | None = None
     segments: Sequence[PathSegment] = ()
+    is_audit: bool = False
     num_local_tokens: int = 0
     num_tokens_by_tier: list[int] = field(default_factory=lambda: [0] * len(Origin))
     num_loaded_bytes: int = 0
@@ -118,7 +120,7 @@ class RequestState:
     @property
     def is_pending(self) -> bool:
         """Whether it is real, and its prefill has not ended."""
-        return self.first_token_s is None and not self.is_speculative
+        return self.first_token_s is None and not self.is_speculative and not self.is_audit
 
     @property
     def waited_s(self) -> float | None:

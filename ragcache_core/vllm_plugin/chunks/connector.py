@@ -12,13 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from random import Random
 from typing import TYPE_CHECKING, Any
 
+from ragcache_core.chunk.guard import DEFAULT_KIND, ErrorGuard, guarded_alphas
 from ragcache_core.chunk.types import chunk_spans
 from ragcache_core.config import ChunkReuseRequest
 from ragcache_core.errors import ConfigError
 from ragcache_core.types import Origin, SegmentKind
 from ragcache_core.vllm_plugin.build_context import building
+from ragcache_core.vllm_plugin.chunks.audits import AnswerAudits
 from ragcache_core.vllm_plugin.chunks.build import build_execution, build_scheduling, check_engine, open_disk
 from ragcache_core.vllm_plugin.chunks.messages import ChunkReport, ChunkStep
 from ragcache_core.vllm_plugin.chunks.private_hashes import private_hash, private_hashes
@@ -105,6 +108,8 @@ class _Offer:
 class ChunkReuseConnector(KVConnectorBase_V1):
     """Chunk reuse as an addition to a connector, on both sides."""
 
+    audits: AnswerAudits | None
+
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         assert vllm_config.kv_transfer_config is not None
         settings = PluginSettings.from_extra_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
@@ -130,6 +135,12 @@ class ChunkReuseConnector(KVConnectorBase_V1):
                 is_guess=self._is_speculative,
             )
             self._library = self.scheduling.library
+            if self._reuse.max_error is not None:
+                largest = settings.alpha_for(ChunkReuseRequest())
+                assert largest is not None
+                alphas = guarded_alphas(largest)
+                self.audits = AnswerAudits(ErrorGuard(self._reuse.max_error, alphas, Random(0).random))  # noqa: S311
+                self._library.guard = self.audits.guard
         with building(vllm_config, kv_cache_config, chunks=self._library):
             super().__init__(vllm_config, role, kv_cache_config)
 
@@ -147,6 +158,8 @@ class ChunkReuseConnector(KVConnectorBase_V1):
     def _begin(self, controller: CacheController) -> None:
         super()._begin(controller)
         controller.forgetting.add_holder(self.scheduling)
+        if self.audits is not None:
+            controller.forgetting.add_holder(self.audits)
 
     def _read(self, request: Request, metadata: RequestMetadata) -> None:
         documents = [segment for segment in metadata.segments if segment.kind is SegmentKind.DOCUMENT]
@@ -174,6 +187,11 @@ class ChunkReuseConnector(KVConnectorBase_V1):
         alpha = self._chunk_settings.alpha_for(override)
         if alpha is None:  # what that quality takes was not measured
             return None
+        if self.audits is not None and reuses:
+            if override.model_dump(exclude_none=True, exclude={"kind"}):  # the bound holds for the engine's alone
+                return None
+            guarded = self.audits.alpha_for(request, override.kind or reuse.kind or DEFAULT_KIND)
+            reuses, alpha = guarded is not None, alpha if guarded is None else guarded
         return ReuseOptions(
             selection=reuse.selection if override.selection is None else override.selection,
             alpha=alpha,
@@ -208,6 +226,8 @@ class ChunkReuseConnector(KVConnectorBase_V1):
         return False
 
     def _match_below(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self.is_audit(request):
+            return 0, False
         if self._look_for_shared(request):
             return None, False  # the look-up was for other blocks
         state = self._controller.state_of(request.request_id)
@@ -317,8 +337,13 @@ class ChunkReuseConnector(KVConnectorBase_V1):
     ) -> tuple[bool, dict[str, Any] | None]:
         self._offers.pop(request.request_id, None)
         figures = self.scheduling.on_finished(request.request_id)
-        if figures is not None and (figures.num_reused_tokens or figures.num_prefix_tokens):
+        is_approximate = figures is not None and bool(figures.num_reused_tokens or figures.num_prefix_tokens)
+        if figures is not None and is_approximate:
             self._controller.on_chunks_reused(request.request_id, figures.to_stats())
+        state = self._controller.state_of(request.request_id)
+        if self.audits is not None and state is not None:
+            is_shown = not (state.is_speculative or state.metadata.is_prefill)
+            self.audits.on_finished(request, is_shown=is_shown, is_approximate=is_approximate)
         finished: tuple[bool, dict[str, Any] | None] = super()._finish(request, outcome)
         return finished
 
@@ -329,6 +354,9 @@ class ChunkReuseConnector(KVConnectorBase_V1):
 
     def forget_weights(self) -> None:
         self.scheduling.clear()
+        if self.audits is not None:
+            self.audits.clear()
+            self.audits.guard.forget()
         super().forget_weights()
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Rank, KVConnectorHandshakeMetadata]) -> None:

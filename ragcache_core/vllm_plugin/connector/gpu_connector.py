@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from ragcache_core.vllm_plugin.cache.controller import CacheController
+    from ragcache_core.vllm_plugin.chunks.audits import AnswerAudits
 
 logger = logger_of(__name__)
 
@@ -67,6 +68,8 @@ class DocumentAware:
     _news: StatsReporter | None = None
     _recorder: TraceRecorder | None = None
     _keeps_weights = False
+    audits: AnswerAudits | None = None
+    """The audits of approximate answers, with chunk reuse and a bound on their errors."""
     _has_other_connectors = False
     """Whether other connectors store and load beside this one."""
 
@@ -81,6 +84,10 @@ class DocumentAware:
         if self._recorder is not None:
             self._recorder.close()
         super().shutdown()  # type: ignore[misc]
+
+    def is_audit(self, request: Request) -> bool:
+        """Return whether a request is the engine's own, which repeats an answer."""
+        return self.audits is not None and self.audits.running is request
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -115,10 +122,11 @@ class DocumentAware:
             since_s,
             is_salted=is_salted,
             tenant=tenant,
+            is_audit=self.is_audit(request),
         )
-        if self._recorder is not None and not metadata.is_prefill:
+        if self._recorder is not None and not metadata.is_prefill and not self.is_audit(request):
             self._recorder.begin(request.request_id, request.arrival_time)
-        if is_identified_by_tokens(request, any_salt=is_tenants_own):
+        if is_identified_by_tokens(request, any_salt=is_tenants_own) and not self.is_audit(request):
             self.controller.paths_of(tenant).track(request.prompt_token_ids, metadata.segments, request.block_hashes)
         self._limit_storing(request)
         super().on_new_request(request)  # type: ignore[misc]
@@ -242,6 +250,8 @@ class DocumentAware:
         """Add an ended request to the trace, unless it was never confirmed."""
         assert self.controller is not None
         if self._recorder is None or (state := self.controller.state_of(request.request_id)) is None:
+            return
+        if state.is_audit:
             return
         if state.is_speculative:
             self._recorder.drop(request.request_id)

@@ -209,7 +209,7 @@ class RAGCacheConnector(DocumentAware, ForwardingConnector):
 
     def on_new_request(self, request: Request) -> None:
         super().on_new_request(request)
-        if self._prefetcher is not None:
+        if self._prefetcher is not None and not self.is_audit(request):
             self._prefetcher.add(request)
 
     def prefetch(self, request: Request) -> bool:

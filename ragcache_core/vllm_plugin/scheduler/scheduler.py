@@ -9,8 +9,9 @@ it resumes, find them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from itertools import islice
 from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any, cast
@@ -26,6 +27,7 @@ from ragcache_core.vllm_plugin.build_context import building
 from ragcache_core.vllm_plugin.compat import (
     AsyncScheduler,
     BlockPool,
+    PauseState,
     RequestStatus,
     Scheduler,
     attach_utilities,
@@ -45,10 +47,12 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
     from ragcache_core.vllm_plugin.cache.operator_calls import Steps
+    from ragcache_core.vllm_plugin.chunks.audits import AnswerAudits
 
 logger = logger_of(__name__)
 
@@ -70,6 +74,9 @@ class _TreeScheduling:
     running: list[Request]
     waiting: Any
     kv_holding_waiting: Any
+    add_request: Callable[[Request], None]
+    connector_prefix_cache_stats: Any
+    pause_state: Any
     deferred_waiting: set[Request]
     prev_step_scheduled_req_ids: set[str]
     block_size: int
@@ -99,6 +106,7 @@ class _TreeScheduling:
         collect_rarely()
         self._has_own_process = parent_process() is not None
         self._controller = controller
+        self._audits: AnswerAudits | None = self._own_connector.audits
         _, self._num_front_ends = front_end_of(vllm_config)
         self._queue: CacheAwareRequestQueue | None = None
         self._step_began_s = 0.0
@@ -121,6 +129,8 @@ class _TreeScheduling:
         self._controller.tick(steady_s())
         if self._outdated_loads:
             self._drop_outdated_loads()
+        if self._audits is not None and self._is_audit_step(self._audits):
+            return self._schedule_audit(self._audits, *args, **kwargs)
         if self._queue is None:
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
         self._queue.real.reconsider()
@@ -138,8 +148,10 @@ class _TreeScheduling:
         return output
 
     def has_requests(self) -> bool:
-        """Return whether a step has work, such as unreported changes of the cache."""
-        return super().has_requests() or bool(self.kv_cache_manager.block_pool.kv_event_queue)  # type: ignore[misc]
+        """Return whether a step has work, such as unreported changes of the cache, or an audit."""
+        if super().has_requests() or self.kv_cache_manager.block_pool.kv_event_queue:  # type: ignore[misc]
+            return True
+        return self._audits is not None and self._may_begin_audit(self._audits)
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """Do as vLLM's method, which is called when the model has begun to compute a step."""
@@ -161,6 +173,8 @@ class _TreeScheduling:
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
         )
+        if self._audits is not None and self._audits.running is not None:
+            self._follow_audit(self._audits, self._audits.running, outputs)
         if (
             connector_output := model_runner_output.kv_connector_output
         ) is not None and connector_output.invalid_block_ids:
@@ -171,6 +185,75 @@ class _TreeScheduling:
         if self._has_own_process:
             freeze_survivors()
         return outputs
+
+    # Audits
+
+    def _is_audit_step(self, audits: AnswerAudits) -> bool:
+        """Begin an audit where the engine is idle, drop it where it is not; return whether the step is for one."""
+        if audits.running is not None and len(self.requests) > 1:
+            self._drop_audit()
+        if audits.running is None and self._may_begin_audit(audits) and not self.requests:
+            self.add_request(audits.begin())
+        return audits.running is not None
+
+    def _may_begin_audit(self, audits: AnswerAudits) -> bool:
+        return audits.has_pending and self.pause_state == PauseState.UNPAUSED
+
+    def _schedule_audit(self, audits: AnswerAudits, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Schedule a step that computes the audit alone: a short one, which no statistics of vLLM count."""
+        assert audits.running is not None
+        limit, manager = self.max_num_scheduled_tokens, self.kv_cache_manager
+        counts = manager.prefix_cache_stats, self.connector_prefix_cache_stats
+        if self._may_cut_prefills([audits.running]):
+            self.max_num_scheduled_tokens = min(limit, _TOKENS_ALONE)
+        manager.prefix_cache_stats, self.connector_prefix_cache_stats = map(deepcopy, counts)
+        try:
+            output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.max_num_scheduled_tokens = limit
+            manager.prefix_cache_stats, self.connector_prefix_cache_stats = counts
+        return output
+
+    def _follow_audit(self, audits: AnswerAudits, audit: Request, outputs: Mapping[int, EngineCoreOutputs]) -> None:
+        """Compare what the audit has answered, and tell no client of it."""
+        for each in outputs.values():
+            each.outputs = [output for output in each.outputs if output.request_id != audit.request_id]
+        if audits.is_decided():
+            self.finish_requests(audit.request_id, RequestStatus.FINISHED_ABORTED)
+            audits.end(begins_again=False)
+            self._controller.record_change()
+
+    def _drop_audit(self) -> None:
+        if self._audits is not None and self._audits.running is not None:
+            super().finish_requests(self._audits.running.request_id, RequestStatus.FINISHED_ABORTED)  # type: ignore[misc]
+            self._audits.end(begins_again=True)
+
+    def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> list[Request]:
+        """Finish requests; all of them end the audits as well."""
+        if request_ids is None and self._audits is not None:
+            self._drop_audit()
+            self._audits.clear()
+        finished: list[Request] = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
+        return finished
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        """Pause or resume; no audit keeps a pause from being complete."""
+        if pause_state != PauseState.UNPAUSED:
+            self._drop_audit()
+        super().set_pause_state(pause_state)  # type: ignore[misc]
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """Empty the prefix cache, in which an audit holds no block then."""
+        self._drop_audit()
+        is_reset: bool = super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
+        return is_reset
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        """Return vLLM's statistics of a step, without the audit."""
+        stats: SchedulerStats | None = super().make_stats(*args, **kwargs)  # type: ignore[misc]
+        if stats is not None and self._audits is not None and self._audits.running in self.running:
+            stats.num_running_reqs -= 1
+        return stats
 
     def _compute_again(self, invalid_block_ids: set[int]) -> None:
         """Let every request compute KV that another connector failed to load, and share none of it.
@@ -204,6 +287,7 @@ class _TreeScheduling:
         """Delete documents from all tiers, and return the receipt, or why it is impossible."""
         if self._tree_queue is None:
             return {"refused": "this model's groups of KV caches are in vLLM's own order, which knows no documents"}
+        self._drop_audit()  # it would hold KV of them
         return self._controller.forget(set(doc_ids))
 
     def act_on_cache(self, action: str, body: dict[str, Any]) -> dict[str, object]:
@@ -217,6 +301,7 @@ class _TreeScheduling:
             case "tick":
                 return controller.report()
             case "purge" if self._tree_queue is not None:
+                self._drop_audit()
                 return controller.forget_all()
             case "list":
                 call = controller.contents.list(body["sort"], body["limit"])
@@ -333,12 +418,14 @@ class _TreeScheduling:
         """Return whether a speculative request would be admitted now."""
         if self._queue is None:
             return False
-        running = self.running
+        audit = None if self._audits is None else self._audits.running
+        here = [request for request in self.running if request is not audit]
+        running = here
         if self._controller.speculations:
             running = [request for request in running if not self._is_speculative(request)]
         if self._is_engine_wanted(self._queue, running):
             return False
-        num_speculative = len(self.running) - len(running) + self._queue.num_speculative + len(self._loading())
+        num_speculative = len(here) - len(running) + self._queue.num_speculative + len(self._loading())
         return num_speculative < self._controller.settings.max_prefill_bs
 
     def _preempt_request(self, request: Request, timestamp: float, *args: Any, **kwargs: Any) -> None:

@@ -170,13 +170,13 @@ class Received:
         """Return the model's measured costs; ``None`` without RAGCache.
 
         It reads a file: the prefill times, ``None`` where there are none. ``chunk_reuse`` has the engine's own alpha
-        and the calibrated points; ``None`` without chunk reuse.
+        and the calibrated points; ``None`` without chunk reuse, and where audits choose alpha.
         """
         settings = self._settings
         if settings is None:
             return None
         cost, alpha = settings.measured_prefill_cost(), None
-        if settings.chunk_reuse is not None:
+        if settings.chunk_reuse is not None and settings.chunk_reuse.max_error is None:
             alpha = settings.alpha_for(ChunkReuseRequest())
         reuse = None if alpha is None else {"alpha": alpha, "points": [asdict(point) for point in settings.points]}
         return {"prefill": None if cost is None else cost.to_dict(), "chunk_reuse": reuse}

@@ -28,6 +28,7 @@ from ragcache_core.vllm_plugin.chunks.manager.residency import ChunkResidency
 from ragcache_core.vllm_plugin.chunks.page_layout import num_pages_of, pack_token_ids
 
 if TYPE_CHECKING:
+    from ragcache_core.chunk.guard import ErrorGuard
     from ragcache_core.vllm_plugin.chunks.storage.disk import ChunkDisk
 
 
@@ -45,6 +46,8 @@ class ChunkManager:
         self.counters = ChunkCounters()
         self.now_s = 0.0
         """The current time, set by the owner."""
+        self.guard: ErrorGuard | None = None
+        """Bounds the errors of reuse; its figures are in :meth:`report`."""
         self._num_reservations = 0
         self._ranks = ranks
         self._stock = ChunkResidency(ranks, self.counters, num_pages, tokens_per_page, max_variants)
@@ -338,6 +341,7 @@ class ChunkManager:
             "used_disk_tokens": self.num_used_disk_pages * size,
             "is_disk_enabled": self._stock.is_disk_enabled,
             **self.counters.to_dict(),
+            **({} if self.guard is None else {"kinds": self.guard.report()}),
         }
 
     # Inside

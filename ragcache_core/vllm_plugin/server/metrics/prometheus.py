@@ -13,6 +13,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from ragcache_core._version import __version__
 from ragcache_core.stats import (
+    CHUNK_KIND_SERIES,
     CHUNK_SERIES,
     ENGINE_SERIES,
     REQUEST_TIMES,
@@ -58,21 +59,26 @@ class RAGCachePromMetrics(KVConnectorPromMetrics):
             if "spec_name" in extra_config and unsupported_reason() is None
             else None
         )
-        chunks = CHUNK_SERIES if settings.chunk_reuse is not None else {}
+        reuse = settings.chunk_reuse
+        chunks = {} if reuse is None else CHUNK_SERIES
+        chunk_kinds = {} if reuse is None or reuse.max_error is None else CHUNK_KIND_SERIES
         self._num_tenants = num_shown()
         tenant, tenant_tier = (TENANT_SERIES, TENANT_TIER_SERIES) if self._num_tenants else ({}, {})
         shown = [
             (ENGINE_SERIES, labelnames),
             (TIER_SERIES, [*labelnames, "tier"]),
             (chunks, labelnames),
+            (chunk_kinds, [*labelnames, "kind"]),
             (tenant, [*labelnames, "tenant"]),
             (tenant_tier, [*labelnames, "tenant", "tier"]),
         ]
         index, _ = front_end_of(vllm_config)
-        self._engine_series, self._tier_series, self._chunk_series, self._tenant_series, self._tenant_tier_series = (
+        made = (
             {} if index else {key: self._metric(series, labels) for key, series in table.items()}
             for table, labels in shown
         )
+        self._engine_series, self._tier_series, self._chunk_series, self._chunk_kind_series, *of_tenants = made
+        self._tenant_series, self._tenant_tier_series = of_tenants
         self._request_times = {
             key: metric_types[Histogram](series.name, series.text, [*labelnames, "tier"], buckets=_SECONDS)
             for key, series in ({} if index else REQUEST_TIMES).items()
@@ -110,6 +116,10 @@ class RAGCachePromMetrics(KVConnectorPromMetrics):
             self._show(TIER_SERIES, self._tier_series, tier, tier["name"], [*labels, tier["name"]], engine_idx)
         if chunks := report.get("chunks"):
             self._show(CHUNK_SERIES, self._chunk_series, chunks, "chunks", labels, engine_idx)
+            for each in chunks.get("kinds", ()):
+                kind = each["kind"]
+                of_kind = [*labels, kind]
+                self._show(CHUNK_KIND_SERIES, self._chunk_kind_series, each, f"kind {kind}", of_kind, engine_idx)
         if self._num_tenants:
             self._show_tenants(report, labels, engine_idx)
 
